@@ -101,6 +101,12 @@ class Head(Stored):
         self._rows: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
+    def completed(cls, cfg: Any, target: Target) -> Any:
+        """Its keys with those that they leave to the target. Default: there are none. Raises
+        UserError for a target that no such head can have."""
+        return cfg
+
+    @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
         """A fresh head in float32 on the target's device.
 

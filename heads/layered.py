@@ -102,6 +102,11 @@ class LayeredHead(Head):
         return weight_of(own)
 
     @classmethod
+    def completed(cls, cfg: Any, target: Target) -> Any:
+        """See Head."""
+        return as_made(cfg, layer_config(target, cfg.layers, cfg))
+
+    @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
         """See Head. Raises UserError for taps that the target does not have, a mask token that
         means something, or a draft vocabulary larger than the tokens seen."""

@@ -1,6 +1,6 @@
 """A LoRA (Hu et al. 2021) on the linear layers of a head or of a separate draft, by peft.
 
-On a head that is there (train.first, `start=` with head.lora.rank) the head stays frozen and
+On a head that is there (train.begin, `start=` with head.lora.rank) the head stays frozen and
 only the adapter is written, in peft's own form: adapter_model.safetensors and
 adapter_config.json beside head.json, which names the frozen head by its folder and the sha256
 of its weights. heads.checkpoint.load_as puts it on that head and merges it, so that to every

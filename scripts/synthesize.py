@@ -95,22 +95,22 @@ def synthesize(cfg: SynthesizeConfig) -> None:
     if cfg.backend == "openai":
         with sole_writer(path):
             return from_server(cfg, path)
-    with Signals(path, cfg.num_conversations) as signals, sole_writer(path):
+    with Signals(path, cfg.conversations) as signals, sole_writer(path):
         letters = 5 * (cfg.max_question_tokens + cfg.longest)  # of a row, about
-        check_space(path.parent, cfg.num_conversations * letters + (1 << 20))
+        check_space(path.parent, cfg.conversations * letters + (1 << 20))
         target = load_target(cfg.target, cfg.dtype)
         identity = {k: v for k, v in target.identity.to_json().items() if k != "path"}
         ledger = Ledger(path, {**cfg.settings(), "target": identity})
         ledger.open()
-        if ledger.rows > cfg.num_conversations:
+        if ledger.rows > cfg.conversations:
             raise UserError(
                 f"num_conversations: {path} already holds {ledger.rows}, "
-                f"{cfg.num_conversations} asked; give another name"
+                f"{cfg.conversations} asked; give another name"
             )
-        if ledger.rows < cfg.num_conversations:
+        if ledger.rows < cfg.conversations:
             ledger.shorten(cfg.batch)
         signals.held = ledger.rows
-        if signals.held == cfg.num_conversations:
+        if signals.held == cfg.conversations:
             print(
                 f"synthesize: {path} already holds {signals.held} conversations; nothing to do",
                 file=sys.stderr,
@@ -135,16 +135,16 @@ def draw(cfg: SynthesizeConfig, target: Target, ledger: Ledger, signals: Signals
         known = records(ledger.path)
         writer.seen.update(fingerprint(row["messages"][0]["content"]) for row in known)
     guess = (cfg.max_question_tokens + cfg.longest) * 3 // 4
-    with Meter(cfg.num_conversations, signals.held, guess) as meter:
+    with Meter(cfg.conversations, signals.held, guess) as meter:
 
         def drawn(tokens: int) -> None:
             meter.add(tokens)
             signals.heed()
 
         writer.on_tokens, signals.drawing = drawn, True
-        while signals.held < cfg.num_conversations:
+        while signals.held < cfg.conversations:
             signals.heed()
-            asked = min(cfg.batch, cfg.num_conversations - signals.held)
+            asked = min(cfg.batch, cfg.conversations - signals.held)
             ledger.append(writer.block(len(ledger.blocks), asked), asked)
             signals.held = ledger.rows
             meter.block(signals.held)

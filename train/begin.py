@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
+from conf.errors import UserError
 from decode.target import Target
+from heads import HEADS, vocab
 from heads.base import Head
+from heads.batch import hash_u63
+from heads.lora import Base
+from heads.warm import Start
+from heads.words import difference, ids_of, ranked, with_words
 from train.clock import Clock
 from train.config import TrainConfig
-from train.facts import facts_of, meaning_of, self_check, settle
-from train.first import first_head
+from train.facts import facts_of, meaning_of, self_check
 from train.lock import Lock
 from train.log import Log
 from train.measure.profile import Window
 from train.measure.speed import Flops
+from train.resolve import Resolved, adapts, resolve, whole
 from train.run import Run
-from train.saving import Saver, resumed
+from train.saving import Saver, last_state, resume
 from train.sharding import loaded, shard_target
 from train.signals import Stop, interruption
 from train.stored.features import Source
@@ -49,26 +56,29 @@ def begin(
         rows.list_bad(out)
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
-    kept = ("optim.lr",) if cfg.optim.lr is None else ()
-    settled = settle(cfg, cfg.head, target, plan)
-    head, begun = first_head(cfg, kind, target, rows.counts(target.vocab_size))
+    checkpoint, state, notes = last_state(out, accelerator)
+    counts = rows.counts(target.vocab_size)
+    made = resolve(cfg, kind, target, counts, plan.per_epoch, state.meaning)
+    cfg = made.cfg
+    head, begun = first_head(made, kind, target)
     if cfg.shard_target and not target.sharded:
         sharding = shard_target(cfg, target, accelerator.device)
     head.to(accelerator.device)
     optimizer = _optimizer(cfg, head)
 
     source = _source(cfg, head, target, rows, heed)
-    meaning = {**meaning_of(cfg, target, rows), **source.meaning, **begun.meaning}
-    state, notes = resumed(cfg, head, optimizer, meaning, accelerator, kept)
-    cfg.optim.lr = meaning["optim.lr"]
-    state.came_from(begun.spent)
+    meaning = {**meaning_of(cfg, target, rows), **source.meaning, **made.meaning}
+    if checkpoint is not None:
+        notes += resume(checkpoint, state, cfg, meaning, head, optimizer)
+    state.meaning = meaning
+    state.came_from(made.start.spent if made.start else {})
 
     log = Log(cfg, main, state)
     for note in notes:
         log.say(note)
     log.header(head, facts_of(cfg, target, rows, plan, head, world))
     log.say(self_check(rows, plan, target.tokenizer))
-    for note in filter(None, (*settled, *begun.notes, sharding, source.note)):
+    for note in filter(None, (*made.notes, *begun, sharding, source.note)):
         log.say(note)
     clock = Clock(accelerator.device)
     clock.watch(target)
@@ -91,6 +101,74 @@ def begin(
         Flops(cfg.dtype, accelerator.device, log.say),
         Window(cfg.profile, out, main, log.say),
     )
+
+
+def first_head(made: Resolved, kind: type[Head], target: Target) -> tuple[Head, list[str]]:
+    """(the head of class `kind` before its first step, with the keys of `made`: a fresh one, one
+    with the weights of another, or a LoRA on a frozen one; what to say of it).
+
+    Raises UserError where the start's weights have no place in it.
+    """
+    cfg, start = made.cfg, made.start
+    if start is not None and adapts(cfg, kind):
+        head = start.head
+    else:
+        torch.manual_seed(hash_u63(cfg.seed, "head"))
+        head = kind.for_target(target, cfg.head, made.ranked)
+    if cfg.dtype == "float64":
+        head.double()
+    notes = _adapt(made, start, target) if start is not None and head is start.head else []
+    ids = head.ids()
+    if ids is not None:
+        head.coverage = vocab.coverage(made.counts, ids)
+    if start is not None and head is not start.head:
+        notes = [start.give(head)]
+    return head, notes
+
+
+def _adapt(made: Resolved, start: Start, target: Target) -> list[str]:
+    """Freeze the head of `start` and put a fresh LoRA on it; what to say of it."""
+    head, keys = start.head, made.cfg.head.lora
+    new, gone = _exchange_words(head, target, made.counts) if keys.words else ([], [])
+    torch.manual_seed(hash_u63(made.cfg.seed, "head"))
+    folder = Path(start.folder).resolve()
+    count = head.adapt(keys, Base(str(folder), start.sha256, new, gone))
+    head.cfg = made.cfg.head
+    learns = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in head.parameters()) - learns
+    said = f"a LoRA of rank {keys.rank} on {count} layers of {start.path}: {learns:,} numbers"
+    notes = [f"{said} learn, {total:,} stay as they are"]
+    if new:
+        notes.append(
+            f"{len(new):,} of {ids_of(head).numel():,} draft tokens are new, in place of ones that "
+            "these data lack"
+        )
+    return notes
+
+
+def _exchange_words(head: Head, target: Target, counts: Tensor) -> tuple[list[int], list[int]]:
+    """Let the frozen `head` draft the tokens of these data: (those that are new, those that gave
+    way). counts: [V] int64. Raises UserError where no fresh head like it gives them rows."""
+    old = head.ids()
+    if old is None:
+        return [], []
+    ids = vocab.choose(ranked(counts, old), old.numel())
+    try:
+        with_words(head, ids, target)
+    except UserError as error:
+        raise UserError(f"{error}; or leave its draft tokens: head.lora.words=false") from None
+    return difference(old, ids)
+
+
+def measured(cfg: TrainConfig, target: Target, plan: Plan) -> tuple[TrainConfig, Head]:
+    """(`cfg` resolved, a whole fresh head) for a measurement; what was settled is told on
+    stderr."""
+    kind = HEADS[cfg.head.kind]
+    counts = plan.rows.counts(target.vocab_size)
+    made = resolve(whole(cfg, kind), kind, target, counts, plan.per_epoch)
+    for note in made.notes:
+        print(note, file=sys.stderr)
+    return made.cfg, first_head(made, kind, target)[0]
 
 
 def _called(accelerator: Accelerator, head: Head) -> nn.Module:

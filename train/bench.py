@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,13 +36,13 @@ from conf.schema import entry
 from decode.models.load import load_target
 from decode.target import Target
 from heads.base import Batch, Head
-from heads.batch import hash_u63
 from heads.losses import chunk_of
-from train.facts import measured_head, settle
+from train.begin import measured
+from train.config import TrainConfig
 from train.measure.speed import draft_flops
 from train.stored.features import CachedTarget, Source
 from train.texts.batches import Plan, load_rows
-from train.validate import ValidateConfig, head_config
+from train.validate import ValidateConfig, with_head
 
 Pass = tuple[Batch, Target | CachedTarget]
 PARTS = ("target", "head_loss", "backward", "optimizer")
@@ -101,20 +101,19 @@ class Rounds:
 def measure(cfg: ValidateConfig) -> dict[str, Any]:
     """Seconds per round of every part, medians and ratios. Raises UserError for a configuration
     that cannot be trained."""
-    known = head_config(cfg.head)
+    run = with_head(cfg)
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
     rows = load_rows(
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
-    torch.manual_seed(hash_u63(cfg.seed, "head"))
-    head = measured_head(known, target, rows)
-    settle(cfg, known, target, plan)
-    cfg.eval.every = max(1, cfg.eval.every)  # then the target's layers stay
-    source = Source(cfg, head, target, rows)
+    run, head = measured(run, target, plan)
+    evals = replace(run.eval, every=max(1, run.eval.every))  # then the target's layers stay
+    run = replace(run, eval=evals)
+    source = Source(run, head, target, rows)
     clock = Clock(target.device)
-    timed = _rounds(cfg, target, head, plan, source, clock)
-    each = timed.flops * timed.tokens / cfg.steps
+    timed = _rounds(run, target, head, plan, source, clock)
+    each = timed.flops * timed.tokens / run.steps
     seconds = sum(step.seconds for step in timed.online)
     report = _report(timed.online, [each / speed for speed in timed.speeds])
     report |= {
@@ -124,11 +123,11 @@ def measure(cfg: ValidateConfig) -> dict[str, Any]:
         "supervised_per_second": timed.supervised / seconds,
         "clock": clock.kind,
         "padding": 1 - timed.tokens / timed.padded,
-        "rounds": cfg.steps,
-        "batch_size": cfg.batch_size,
-        "dtype": cfg.dtype,
-        "head": {k: v for k, v in asdict(known).items() if not isinstance(v, dict)},
-        "loss": vars(known.loss),
+        "rounds": run.steps,
+        "batch_size": run.batch_size,
+        "dtype": run.dtype,
+        "head": {k: v for k, v in asdict(head.cfg).items() if not isinstance(v, dict)},
+        "loss": asdict(head.cfg.loss),
         "target": target.identity.name if target.identity else None,
         "command": "python train/bench.py "
         + " ".join(a for a in sys.argv[1:] if not a.startswith(("data.path", "out_dir"))),
@@ -147,7 +146,7 @@ def measure(cfg: ValidateConfig) -> dict[str, Any]:
 
 
 def _rounds(
-    cfg: ValidateConfig, target: Target, head: Head, plan: Plan, source: Source, clock: Clock
+    cfg: TrainConfig, target: Target, head: Head, plan: Plan, source: Source, clock: Clock
 ) -> Rounds:
     """cfg.steps rounds behind one that warms up."""
     optimizer = torch.optim.AdamW(head.parameters(), lr=cfg.optim.lr or 0.0, fused=True)

@@ -6,33 +6,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from typing import Any
 
 import torch
 
 from conf.errors import UserError
 from decode.target import Target
-from heads import HEADS, vocab, words
-from heads.base import Head, HeadConfig
+from heads.base import Head
 from heads.given import vocabulary_in
 from heads.interop import served
-from heads.warm import Start
 from train.config import TrainConfig, flat
-from train.schedule import usual_rate
 from train.texts.batches import Plan, Rows
 from train.texts.sharing import Limits
-
-# Times the rate of a whole head: at 576 5e-3 to 8e-3 end alike, 3e-3 is slower and 1.2e-2 falls
-# behind (docs/internals/experiments.md). LoRAs want some ten times the rate elsewhere (Schulman et
-# al. 2025, "LoRA Without Regret").
-LORA_RATE = 6
-DRAFT_VOCAB = 8192  # where nobody says how many
-# Share of the supervised tokens below which a start's draft vocabulary takes in tokens of the data:
-# it bounds how many drafts are right. 4,096 tokens hold 94 % of the chats that they were chosen on
-# and 80 to 88 % of other traffic (docs/internals/experiments.md). Above, new tokens cost more than
-# they bring: their rows begin as the target's, beside ones that were trained.
-COVERED = 0.9
 
 
 def meaning_of(cfg: TrainConfig, target: Target, rows: Rows) -> dict[str, Any]:
@@ -49,95 +34,6 @@ def meaning_of(cfg: TrainConfig, target: Target, rows: Rows) -> dict[str, Any]:
         files["head.draft_vocab_from"] = hashlib.sha256(ids.numpy().data).hexdigest()
     found = {**flat(cfg), **hashes, "data.sha256": rows.sha256(), **files}
     return json.loads(json.dumps(found))
-
-
-def fit_vocabulary(cfg: Any, counts: torch.Tensor) -> str:
-    """Lower the draft vocabulary of head keys `cfg` to what the data can fill: with tokens
-    never seen it would only draft slower. A multiple of 64 where there are so many, as kernels
-    like it. Returns what to tell, "" if nothing.
-
-    counts: [V] int64, how often each token is supervised.
-    """
-    wanted, seen = cfg.draft_vocab, int((counts > 0).sum())
-    if not wanted or wanted <= seen or not seen:
-        return ""
-    cfg.draft_vocab = seen // 64 * 64 or seen
-    return (
-        f"head.draft_vocab: {wanted:,} wanted, but only {seen:,} different tokens are supervised "
-        f"in these data: the {cfg.draft_vocab:,} most frequent are taken"
-    )
-
-
-def settle_vocabulary(
-    cfg: Any, counts: torch.Tensor, start: Start | None = None
-) -> tuple[torch.Tensor, str]:
-    """(counts [V] from which a head of keys `cfg` chooses its draft vocabulary, what to tell):
-    those of the data, with the tokens of a `start` behind them; or such that it chooses the one
-    of head.draft_vocab_from, or the start's, as large as it is. Raises UserError for one that is
-    none of this target."""
-    if folder := cfg.draft_vocab_from:
-        ids = vocabulary_in(folder, counts.numel())
-        note = (
-            f"head.draft_vocab: the {ids.numel():,} tokens of {folder}, "
-            f"{int((counts[ids] > 0).sum()):,} of them supervised in these data"
-        )
-    elif cfg.draft_vocab is None and start is not None and start.head.ids() is not None:
-        ids, note = kept_vocabulary(words.ids_of(start.head), counts)
-    else:
-        if cfg.draft_vocab is None:
-            cfg.draft_vocab = DRAFT_VOCAB if start is None else 0
-        known = counts if start is None else start.counts(counts)
-        return known, fit_vocabulary(cfg, known)
-    cfg.draft_vocab = ids.numel()
-    return torch.zeros_like(counts).index_fill_(0, ids.to(counts.device), 1), note
-
-
-def kept_vocabulary(ids: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """(the draft vocabulary of a head that starts from one with tokens `ids` [Vd], ascending, what
-    to tell): the same, unless it covers less than COVERED of these data; then also the tokens that
-    a fresh one of its size would have. counts: [V] int64, how often each is supervised."""
-    size, share = ids.numel(), vocab.coverage(counts, ids)
-    told = f"head.draft_vocab: the start's {size:,} tokens cover {share:.1%} of the supervised ones"
-    if share >= COVERED or not counts.any():
-        return ids, told
-    ranks = torch.where(torch.isin(torch.arange(counts.numel()), ids), 0, counts.cpu())
-    few = vocab.choose(counts, min(size, int((counts > 0).sum())))
-    new = few[ranks[few] > 0]
-    new = new[ranks[new].argsort(descending=True, stable=True)]
-    # A multiple of 64 tokens in all, as kernels like it.
-    new = new[: new.numel() - (size + new.numel()) % 64] if new.numel() >= 64 else new
-    ids = torch.cat([ids, new]).sort().values
-    return ids, (
-        f"{told}, less than {COVERED:.0%}: {new.numel():,} more of these data, "
-        f"{vocab.coverage(counts, ids):.1%}"
-    )
-
-
-def settle(cfg: TrainConfig, keys: HeadConfig, target: Target, plan: Plan) -> list[str]:
-    """Give `cfg` the steps of its epochs and the rate of its target's size, where it leaves
-    them open. `keys` are those of the head. Returns what to tell."""
-    told, kind = [], HEADS[keys.kind]
-    if not cfg.steps:
-        cfg.steps = max(1, round(cfg.epochs * plan.per_epoch))
-        told.append(f"steps: {cfg.steps:,}, epochs={cfg.epochs:g} of {plan.per_epoch:,} batches")
-    if cfg.optim.lr is None:
-        beside = bool(keys.lora.rank) and not kind.own_lora
-        cfg.optim.lr = usual_rate(target.hidden_size, kind.rate_narrows)
-        cfg.optim.lr *= LORA_RATE if beside else 1
-        told.append(
-            f"optim.lr: {cfg.optim.lr:g}, usual for {'a LoRA on ' if beside else ''}{kind.kind} on "
-            f"a target {target.hidden_size:,} wide"
-        )
-    return told
-
-
-def measured_head(cfg: Any, target: Target, rows: Rows) -> Head:
-    """A fresh head for a measurement, its draft vocabulary fitted to the data as training
-    would; what that changes is told on stderr."""
-    counts, note = settle_vocabulary(cfg, rows.counts(target.vocab_size))
-    if note:
-        print(note, file=sys.stderr)
-    return HEADS[cfg.kind].for_target(target, cfg, counts)
 
 
 def facts_of(

@@ -14,7 +14,6 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -207,39 +206,37 @@ class Saver:
             )
 
 
-def resumed(
-    cfg: TrainConfig,
-    head: Head,
-    optimizer: torch.optim.Optimizer,
-    meaning: dict[str, Any],
-    accelerator: Accelerator,
-    kept: Sequence[str] = (),
-) -> tuple[State, list[str]]:
-    """The state to start from, restored into head and optimizer, and what to tell the user.
-
-    kept: keys that nobody gave: a run goes on with the values it began with, put into meaning.
-    """
-    out = Path(cfg.out_dir)
+def last_state(out: Path, accelerator: Accelerator) -> tuple[Path | None, State, list[str]]:
+    """(the newest sound checkpoint in the run folder, the state that it holds, what was passed
+    over); without one (None, a fresh state, ..). The same on every rank."""
     found: tuple[str | None, list[str]] = (None, [])
     if accelerator.is_main_process:
         disk.tidy(out)
         checkpoint, problems = disk.newest(out)
         found = (str(checkpoint) if checkpoint else None, [f"passed over: {p}" for p in problems])
     path, notes = agreed(found, accelerator)
-    if path is None:
-        return State(meaning=meaning), notes
-    state = disk.read(Path(path))
-    begun = {key: state.meaning[key] for key in kept if key in state.meaning}
-    differing = [key for key in begun if begun[key] != meaning.get(key)]
-    notes += [f"{key}: {begun[key]}, with which this run began" for key in differing]
-    meaning |= begun
+    return (None, State(), notes) if path is None else (Path(path), disk.read(Path(path)), notes)
+
+
+def resume(
+    checkpoint: Path,
+    state: State,
+    cfg: TrainConfig,
+    meaning: dict[str, Any],
+    head: Head,
+    optimizer: torch.optim.Optimizer,
+) -> list[str]:
+    """Restore a checkpoint of this run into head and optimizer; returns what to tell the user.
+    state: the checkpoint's. meaning: of the run as it goes on.
+
+    Raises UserError where that is another run."""
+    out = Path(cfg.out_dir)
     changes = disk.check_meaning(state.meaning, meaning, out, defaults(cfg))
     anew = disk.replanned(state.meaning, meaning, defaults(cfg))
-    disk.restore(Path(path), head, optimizer)
-    state.meaning = meaning
-    notes = [*notes, f"resuming {out} at step {state.step} of {cfg.steps}"]
+    disk.restore(checkpoint, head, optimizer)
+    notes = [f"resuming {out} at step {state.step} of {cfg.steps}"]
     notes += [f"changed, which is allowed: {line}" for line in changes]
-    return state, notes + [f"changed from step {state.step} on: {line}" for line in anew]
+    return notes + [f"changed from step {state.step} on: {line}" for line in anew]
 
 
 def agreed(value: Any, accelerator: Accelerator) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ from conf.typed import convert, raise_all
 from decode.models.load import load_target
 from decode.target import Target
 from heads import HEADS
-from heads.base import Head, HeadConfig
+from heads.base import Head
 from heads.batch import hash_u63
 from train import checks
+from train.begin import first_head
 from train.config import TrainConfig
-from train.facts import settle, settle_vocabulary
-from train.first import first_head
 from train.launch_keys import device_of
-from train.texts.batches import Plan, Rows, load_rows
+from train.resolve import adapts, resolve, whole
+from train.texts.batches import Plan, load_rows
 
 
 @dataclass(frozen=True)
@@ -56,49 +56,46 @@ def head_config(given: dict[str, Any]) -> Any:
     return value
 
 
-def _beginning(
-    cfg: ValidateConfig, kind: type[Head], typed: HeadConfig, target: Target, rows: Rows
-) -> list[str]:
-    """What a run says of the weights that it starts from; the checks look at a whole fresh head.
-    Raises UserError as the run would."""
-    if not cfg.start and (kind.own_lora or not typed.lora.rank):
-        return []
-    run: Any = dataclasses.replace(cfg, head=typed)  # type: ignore[arg-type]
-    mine = load_target(cfg.target, cfg.dtype, cfg.device or None) if kind.trains_target else target
-    return first_head(run, kind, mine, rows.counts(target.vocab_size))[1].notes
+def with_head(cfg: ValidateConfig) -> TrainConfig:
+    """The run of these keys, the head's typed. Raises UserError with every problem of theirs."""
+    return replace(cfg, head=head_config(cfg.head))
 
 
 @entry("validate", ValidateConfig)
 def main(cfg: ValidateConfig) -> int:
     """Run every check; a failed one does not stop the others."""
-    typed = head_config(cfg.head)
-    kind = HEADS[typed.kind]
+    run = with_head(cfg)
+    kind = HEADS[run.head.kind]
     device_of(cfg)  # a GPU that is not there is said before anything is loaded
-    print(f"[ok] configuration: {typed.kind}, every key known and in range", flush=True)
+    print(f"[ok] configuration: {kind.kind}, every key known and in range", flush=True)
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
+
+    def own_target() -> Target:
+        """The target, or one more of a head that tunes it."""
+        if not kind.trains_target:
+            return target
+        return load_target(cfg.target, cfg.dtype, cfg.device or None)
+
     rows = load_rows(
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
-    given = dataclasses.replace(typed)
-    counted, vocabulary = settle_vocabulary(typed, rows.counts(target.vocab_size))
-    notes = [
-        vocabulary,
-        *settle(cfg, typed, target, plan),
-        *_beginning(cfg, kind, given, target, rows),
-    ]
-    for note in dict.fromkeys(filter(None, notes)):
+    facts = kind, target, rows.counts(target.vocab_size), plan.per_epoch
+    checked = resolve(whole(run, kind), *facts)  # the checks look at a whole fresh head
+    notes, settled = checked.notes, checked.cfg
+    if run.start or adapts(run, kind):  # what the run says of the weights that it starts from
+        made = resolve(run, *facts)
+        notes = [*made.notes, *first_head(made, kind, own_target())[1]]
+    for note in notes:
         print(f"     {note}", flush=True)
 
     def fresh(counts: Tensor | None = None, **changes: Any) -> tuple[Target, Head]:
         """A target and a fresh head; a head that tunes its target gets a target of its own."""
         torch.manual_seed(hash_u63(cfg.seed, "head"))
-        mine = (
-            load_target(cfg.target, cfg.dtype, cfg.device or None) if kind.trains_target else target
-        )
-        known = {f.name for f in dataclasses.fields(typed)}
-        wanted = dataclasses.replace(typed, **{k: v for k, v in changes.items() if k in known})
-        return mine, kind.for_target(mine, wanted, counted if counts is None else counts)
+        mine, keys = own_target(), settled.head
+        known = {f.name for f in dataclasses.fields(keys)}
+        keys = replace(keys, **{k: v for k, v in changes.items() if k in known})
+        return mine, kind.for_target(mine, keys, checked.ranked if counts is None else counts)
 
     failed = []
 
@@ -112,7 +109,7 @@ def main(cfg: ValidateConfig) -> int:
     mine, head = fresh()
     batch = rows.batch(plan.batch(0)[:4]).to(target.device)
     tell(checks.gradients(mine, head, batch))
-    tell(checks.cost(cfg, mine, head, rows, plan))
+    tell(checks.cost(settled, mine, head, rows, plan))
     if kind.reads_features:
         tell(checks.alignment(fresh, checks.levels_of(mine, head, batch)))
     else:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -210,7 +211,7 @@ class BlockNative(Layout[BlockHead]):
             check_draft_map(foreign, tensors, target.vocab_size)
         check_same(foreign, tensors, embedding(target))
         norms = [n for n in state if n.endswith("k_norm.weight")]
-        cfg.key_norm = any(not bool((state[n] == 1).all()) for n in norms)
+        cfg = replace(cfg, key_norm=any(not bool((state[n] == 1).all()) for n in norms))
         wrong = faults(cfg)
         if wrong:
             refuse(foreign, *wrong)
@@ -348,7 +349,7 @@ class BlockSpeculators(BlockNative):
         path = ("speculators_config", "proposal_methods", 0, "speculative_tokens")
         depth = first(foreign.config, *path)
         if type(depth) is int and 0 < depth < head.cfg.slots:
-            head.cfg.depth = depth
+            head.cfg = replace(head.cfg, depth=depth)
         return head
 
 

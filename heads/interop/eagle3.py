@@ -19,6 +19,7 @@ Shape letters: as in eagle1.py, and F tapped features, Vd draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -219,7 +220,7 @@ class Eagle3Vllm(Layout[Eagle3Head]):
         sizes = letters(cfg, layer, len(taps), target.vocab_size)
         state = self.checked(foreign, sizes, tensors)
         if parallel:
-            cfg.mask_token = self._mask(foreign, target)
+            cfg = replace(cfg, mask_token=self._mask(foreign, target))
             given = torch.tensor([cfg.mask_token], device=target.device)
             state["net.mask_embed"] = vocab.table(target, given).detach().float().cpu()
             state["net.mask_feats"] = state.pop("mask_hidden").view(len(taps), -1)

@@ -8,6 +8,7 @@ true when it is absent.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from conf.errors import UserError
@@ -72,7 +73,7 @@ class Speculators(Eagle3Vllm):
             foreign.config, "speculators_config", "proposal_methods", 0, "speculative_tokens"
         )
         if type(depth) is int and 0 < depth <= MOST_DEPTH:
-            head.cfg.depth = depth
+            head.cfg = replace(head.cfg, depth=depth)
         return head
 
 

@@ -201,6 +201,12 @@ class HydraHeads(ParallelHead):
             self.prefix = Prefix(prefix) if device is None else Prefix(prefix).to(device)
 
     @classmethod
+    def completed(cls, cfg: HydraHeadsConfig, target: Target) -> HydraHeadsConfig:
+        """See Head."""
+        layers = cfg.prefix_layers
+        return as_made(cfg, layer_config(target, layers, cfg)) if layers else cfg
+
+    @classmethod
     def build(cls, target: Target, cfg: Any) -> Self:
         """See ParallelHead."""
         some = (

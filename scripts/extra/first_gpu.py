@@ -36,11 +36,10 @@ from decode.models.load import load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import load_head
-from heads.batch import hash_u63
 from scripts.common import files
 from scripts.machine import kernels, look
+from train.begin import measured
 from train.config import EagleRun
-from train.facts import measured_head
 from train.measure import memory
 from train.texts.batches import Plan, load_rows
 
@@ -223,8 +222,7 @@ def prediction_step(cfg: Any) -> dict[str, Any]:
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
-    torch.manual_seed(hash_u63(cfg.seed, "head"))
-    head = measured_head(cfg.head, target, rows)
+    cfg, head = measured(cfg, target, plan)
     peak = memory.predict(cfg, target, head, rows, plan)
     return {
         "passed": True,

@@ -87,26 +87,31 @@ def config(cfg: FitConfig, chats: Chats, out: Path, fresh: bool = False) -> Trai
     """The training run of a fit, its steps still open. fresh: from scratch."""
     kind, _, keys = start_of(cfg)
     entry, schema = ENTRIES[kind]
-    run: Any = compose(entry, schema, ["data=jsonl", "data.path=x", "out_dir=x", "steps=1"])
-    run.data.path, run.out_dir, run.target = chats.train, str(out), cfg.target
-    run.data.max_length, run.data.held_out = cfg.max_length, cfg.held_out
-    run.head = replace(keys, lora=LoraKeys() if fresh else cfg.lora)
-    if not fresh and keys.draft_vocab:
-        run.head.draft_vocab = None  # the start's own
-    run.start = "" if fresh else cfg.start
-    run.batch_size, run.seed, run.dtype = cfg.batch_size, cfg.seed, cfg.dtype
-    run.device = cfg.device or ""
-    run.optim.lr = cfg.lr
-    run.eval = replace(
-        run.eval,
-        prompts=cfg.eval_prompts,
-        max_new_tokens=cfg.max_new_tokens,
-        temperature=cfg.temperature,
-        shape=cfg.shape,
-        patience=cfg.patience,
-        parity=cfg.parity,
+    usual: Any = compose(entry, schema, ["data=jsonl", "data.path=x", "out_dir=x", "steps=1"])
+    own = {} if fresh or not keys.draft_vocab else {"draft_vocab": None}  # the start's own
+    made: TrainConfig = replace(
+        usual,
+        target=cfg.target,
+        data=replace(
+            usual.data, path=chats.train, max_length=cfg.max_length, held_out=cfg.held_out
+        ),
+        out_dir=str(out),
+        head=replace(keys, lora=LoraKeys() if fresh else cfg.lora, **own),
+        start="" if fresh else cfg.start,
+        optim=replace(usual.optim, lr=cfg.lr),
+        eval=replace(
+            usual.eval,
+            prompts=cfg.eval_prompts,
+            max_new_tokens=cfg.max_new_tokens,
+            temperature=cfg.temperature,
+            shape=cfg.shape,
+            patience=cfg.patience,
+            parity=cfg.parity,
+        ),
+        **{key: getattr(cfg, key) for key in ("batch_size", "seed", "dtype")},
+        device=cfg.device or "",
     )
-    return run  # type: ignore[no-any-return]
+    return made
 
 
 def pilot(cfg: FitConfig, chats: Chats, out: Path) -> Budget:
@@ -125,19 +130,19 @@ def pilot(cfg: FitConfig, chats: Chats, out: Path) -> Budget:
             ) from None
     run, folder = config(cfg, chats, out / "pilot"), out / "pilot"
     shutil.rmtree(folder, ignore_errors=True)  # seconds of a pilot that was cut short mean little
-    run.steps, run.log_every, run.save_every = PILOT_STEPS, 1, 0
-    run.eval = replace(run.eval, every=PILOT_STEPS, parity=0, patience=0)
+    evals = replace(run.eval, every=PILOT_STEPS, parity=0, patience=0)
+    run = replace(run, steps=PILOT_STEPS, log_every=1, save_every=0, eval=evals)
     fit(run, HEADS[run.head.kind])
     lines = records(folder / "metrics.jsonl")
-    asked = [line for line in lines if line.get("event") == "eval"]
-    if not asked:
+    evaluated = [line for line in lines if line.get("event") == "eval"]
+    if not evaluated:
         raise UserError(
             f"held_out: {cfg.held_out:g} of the training chats is none that could be asked; give "
             "more, or more chats"
         )
     passed = [line["train_seconds"] for line in lines if "loss" in line]
     steps = [b - a for a, b in itertools.pairwise(passed)]  # the first one warms up
-    budget = budgeted(cfg, statistics.median(steps), asked[-1]["seconds"])
+    budget = budgeted(cfg, statistics.median(steps), evaluated[-1]["seconds"])
     files.write_json(path, asdict(budget))
     shutil.rmtree(folder, ignore_errors=True)
     return budget
@@ -165,8 +170,8 @@ def budgeted(cfg: FitConfig, step: float, evaluation: float) -> Budget:
 def trained(cfg: FitConfig, chats: Chats, out: Path, budget: Budget, fresh: bool = False) -> Path:
     """Train within the budget, or go on; the folder of the best head."""
     run = config(cfg, chats, out, fresh)
-    run.steps, run.save_every = budget.steps, budget.every
-    run.eval = replace(run.eval, every=budget.every)
+    evals = replace(run.eval, every=budget.every)
+    run = replace(run, steps=budget.steps, save_every=budget.every, eval=evals)
     fit(run, HEADS[run.head.kind])
     return out / "best"
 

@@ -32,7 +32,6 @@ from typing import Annotated, Any, Literal
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import torch
 
 from conf.errors import UserError
 from conf.recipes import RECIPES
@@ -40,15 +39,14 @@ from conf.rules import Filled, NotEmpty, NotNegative, OneOrMore, Seed, one_of
 from conf.schema import compose, entry
 from decode.models.identity import sha256_file
 from decode.models.load import load_target
-from heads.batch import hash_u63
 from scripts.common import files
 from scripts.common.pipeline import Command, Pipeline
 from scripts.common.prompts import load_prompts
 from scripts.common.spelling import spelled
 from scripts.evaluate import SKIPPED
 from scripts.lab.pages import matched
+from train.begin import measured
 from train.config import ENTRIES
-from train.facts import measured_head
 from train.measure.speed import draft_flops
 from train.texts.batches import Plan, load_rows
 
@@ -167,19 +165,18 @@ def keys(cfg: HeadsConfig, head: Wanted, data: Path, steps: int) -> list[str]:
     ]
 
 
-def counted(cfg: HeadsConfig, head: Wanted, data: Path) -> float:
+def counted(cfg: HeadsConfig, one: Wanted, data: Path) -> float:
     """Floating point operations of a step of a recipe beyond the target's."""
-    config, schema = ENTRIES[RECIPES[head.recipe][0]]
-    run_cfg: Any = compose(config, schema, keys(cfg, head, data, 1))
+    config, schema = ENTRIES[RECIPES[one.recipe][0]]
+    run_cfg: Any = compose(config, schema, keys(cfg, one, data, 1))
     target = load_target(run_cfg.target, run_cfg.dtype, "cpu")
     args = (target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
     rows = load_rows(run_cfg.data, *args)
     plan = Plan(rows, run_cfg.batch_size, run_cfg.data.window, run_cfg.seed)
-    torch.manual_seed(hash_u63(run_cfg.seed, "head"))
-    measured = measured_head(run_cfg.head, target, rows)
+    _, head = measured(run_cfg, target, plan)
     few = plan.batch(0)[:: max(1, plan.batch_size // FEW)][:FEW]
     tokens = float(rows.lengths[plan.train].double().mean()) * plan.batch_size
-    return tokens * draft_flops(target, measured, rows.batch(few))
+    return tokens * draft_flops(target, head, rows.batch(few))
 
 
 @entry("train_heads", HeadsConfig)

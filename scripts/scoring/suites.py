@@ -91,6 +91,8 @@ def suites(chosen: SuiteConfig) -> list[SuiteConfig]:
 def load_suite(suite: SuiteConfig) -> Loaded:
     """Every prompt of a suite. Raises UserError for a set that cannot be had, for a missing
     column, and for a row without text."""
+    if suite.path:
+        suite = replace(suite, split="train")  # what the library calls files without a split
     prompts, seen = [], set()
     for number, row in enumerate(_rows(suite), 1):
         prompt = _prompt(suite, row, number)
@@ -163,7 +165,6 @@ def _where(suite: SuiteConfig) -> dict[str, Any]:
     """Arguments of datasets.load_dataset. Code of a repository is never run."""
     if suite.path:
         place = _on_disk(suite)
-        suite.split = "train"  # what the library calls files without a split
         if place.is_file():
             # By its folder: by the name of its form the library would report the use of it.
             return {"path": str(place.parent), "data_files": place.name}

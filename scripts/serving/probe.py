@@ -12,7 +12,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def _eagle3(head: Eagle3Head) -> Iterator[tuple[str, str, Any]]:
         taps = tuple(tap + step for tap in head.taps)
         if min(taps) >= 0 and max(taps) < head.final:
             twin = copy.deepcopy(head)
-            twin.taps, twin.cfg.taps = taps, list(taps)
+            twin.taps, twin.cfg = taps, replace(twin.cfg, taps=list(taps))
             yield name, f"layers {list(taps)} (hidden_states) instead of {list(head.taps)}", twin
     count = len(head.taps)
     for order in list(itertools.permutations(range(count)))[1:] if count <= 3 else []:
@@ -98,7 +98,8 @@ def _eagle3(head: Eagle3Head) -> Iterator[tuple[str, str, Any]]:
     for key in ("norm_output", "norm_before_residual"):
         twin = copy.deepcopy(head)
         value = not getattr(twin.cfg, key)
-        setattr(twin.cfg, key, value)
+        keys: Any = twin.cfg
+        twin.cfg = replace(keys, **{key: value})
         setattr(twin.net, key, value)
         yield key, f"{key} is {str(value).lower()}", twin
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -120,10 +120,11 @@ class SynthesizeConfig:
     #     false}}
     extra_body: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.backend == "local" and not self.num_conversations and not self.log_files:
-            self.num_conversations = 600
-        self.max_new_tokens, self.concurrency = self.longest, self.at_a_time
+    @property
+    def conversations(self) -> int:
+        """num_conversations, or what is usual where the target invents the questions."""
+        invented = self.backend == "local" and not self.log_files
+        return self.num_conversations or (600 if invented else 0)
 
     @property
     def longest(self) -> int:
@@ -213,4 +214,5 @@ class SynthesizeConfig:
             "answer_top_p",
         )
         domain = {"domain": self.domain} if self.domain else {}
-        return {"format": FORMAT, **{key: getattr(self, key) for key in keys}, **domain}
+        made = replace(self, max_new_tokens=self.longest)
+        return {"format": FORMAT, **{key: getattr(made, key) for key in keys}, **domain}

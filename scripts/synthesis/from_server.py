@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +165,10 @@ def _settings(
     may continue.
     """
     keys = ("backend", "seed", "max_new_tokens", "answer_temperature", "answer_top_p", "extra_body")
+    made = replace(cfg, max_new_tokens=cfg.longest)
     return {
         "format": FORMAT,
-        **{k: getattr(cfg, k) for k in keys},
+        **{k: getattr(made, k) for k in keys},
         "model": model,
         "prompts": questions.sha256,
         "target": {

@@ -3,8 +3,7 @@ how one of them is made."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,9 +123,7 @@ CASES = {
 
 def fresh(case: Case, dtype: str = "float32", **keys: Any) -> tuple[Target, Head]:
     """A fresh head of a fresh target: a head may tune its own. keys: of its config."""
-    target, cfg = tiny_target(dtype, layers=2), copy.deepcopy(case.config)
-    for key, value in keys.items():
-        setattr(cfg, key, value)
+    target, cfg = tiny_target(dtype, layers=2), replace(case.config, **keys)
     torch.manual_seed(0)
     head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(target.vocab_size) + 1)
     return target, head.eval()

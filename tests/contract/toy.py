@@ -8,7 +8,7 @@ from heads.parallel.base import ParallelConfig, ParallelHead
 from heads.parallel.drafter import AtOnce
 
 
-@dataclass
+@dataclass(frozen=True)
 class ToyConfig(ParallelConfig):
     kind: str = "toy"
 

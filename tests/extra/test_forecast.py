@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,9 +246,8 @@ def config(out: Path, prompts: Path, **keys: Any) -> ForecastConfig:
         "curve_rounds": 1,
         "dtype": "float64",
     }
-    made = ForecastConfig(out=str(out), target=TargetConfig(kind="tiny"), prompts=str(prompts))
-    for key, value in (small | keys).items():
-        setattr(made, key, value)
+    keys = {"target": TargetConfig(kind="tiny"), **small, **keys}
+    made = ForecastConfig(out=str(out), prompts=str(prompts), **keys)
     assert not faults(made)
     return made
 
@@ -275,7 +275,7 @@ def test_from_pilots_to_a_frozen_file_and_its_truth(
     assert run.frozen(path) == value
 
     cfg = config(tmp_path / "out", prompts, check=str(path), truth=[str(runs / "long")])
-    cfg.num_prompts = 2  # the forecast's own count wins
+    cfg = replace(cfg, num_prompts=2)  # the forecast's own count wins
     said = run.check(cfg, target, Steps(quiet=True))
     assert said["of"] == 1 and said["rows"][0]["tokens"] == 1e6
     row = said["rows"][0]
@@ -289,7 +289,7 @@ def test_from_pilots_to_a_frozen_file_and_its_truth(
         with pytest.raises(UserError, match="^check: .* was changed since it was written"):
             run.frozen(path.with_name("c.json"))
     with pytest.raises(UserError, match=r"^truth: .*med .medusa, 100,000 tokens. was not|^truth"):
-        cfg.truth = [str(runs / "silent")]
+        cfg = replace(cfg, truth=[str(runs / "silent")])
         run.check(cfg, target, Steps(quiet=True))
     prompts.write_text(prompts.read_text() + '{"prompt": "one more"}\n')
     with pytest.raises(UserError, match="^prompts: .* is not the file that the forecast"):
@@ -409,7 +409,8 @@ def test_a_pilot_is_trained_from_a_path_of_any_letters(
     chats = tmp_path / f"{name}.jsonl"
     chats.touch()
     cfg = config(tmp_path / name, tmp_path, heads=["eagle3"], chats=str(chats))
-    cfg.target = TargetConfig(kind="local", path=str(tmp_path / name), allow_other=True)
+    here = TargetConfig(kind="local", path=str(tmp_path / name), allow_other=True)
+    cfg = replace(cfg, target=here)
     command.pilot(cfg, "eagle3", tmp_path / name)
     assert Path(commands[0][1]).is_file()
     wanted: Any = compose(*ENTRIES["eagle3"], commands[0][2:])

@@ -157,8 +157,9 @@ def loss_is_its_definition(target, kind: str) -> None:
     """Slot k of a block at t predicts x_{t+k}, supervised by that token's own mask and those
     of the slots before it; the Markov term reads x_{t+k-1}."""
     head, batch = made(target, kind, decay=3.0), packed()
-    net, cfg = head.net, head.cfg
-    net.confidence, cfg.confidence = None, 0.0
+    cfg = head.cfg = dataclasses.replace(head.cfg, confidence=0.0)
+    net = head.net
+    net.confidence = None
     anchors = draw(batch, 0, cfg.slots, (head.seed, head.step))
     feats = target.features(batch.ids, batch.mask, head.taps, position=batch.position)
     fall = [math.exp(-k / 3.0) for k in range(cfg.slots)]

@@ -37,9 +37,8 @@ def target_of(arch: str = "llama", dtype: torch.dtype = torch.float32, **changes
 
 def head_of(target: Target, seed: int = 0, **changes: object) -> EagleHead:
     """A random head with weights large enough that every input matters."""
-    cfg = EagleConfig(**{"draft_vocab": 40, "taps": [1, 1, 2], **changes})  # type: ignore[arg-type]
-    if cfg.kind == "eagle1":
-        cfg.taps = []
+    taps = [] if changes.get("kind") == "eagle1" else [1, 1, 2]
+    cfg = EagleConfig(**{"draft_vocab": 40, "taps": taps, **changes})  # type: ignore[arg-type]
     torch.manual_seed(seed)
     head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(VOCAB, 0, -1))
     with torch.no_grad():

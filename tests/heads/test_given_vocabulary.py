@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
 from heads import load_head
+from heads.base import HeadConfig
 from heads.given import vocabulary_in
 from heads.vocab import choose
 from tests.helpers.training import chats, run, tiny_target
-from train.facts import settle_vocabulary
+from train.resolve import draft_vocabulary
 
 SIZE = 260
 IDS = torch.tensor([3, 10, 32, 97, 101, 110, 116, 120])
@@ -118,14 +119,10 @@ def test_a_run_takes_it_and_resumes_by_its_tokens(
 def test_its_size_is_its_own(tmp_path: Path) -> None:
     """As many as there are, also tokens that the data never supervise."""
 
-    class Keys:
-        draft_vocab = 8192
-        draft_vocab_from = export(tmp_path / "head", d2t=offsets())
-
+    keys = HeadConfig(draft_vocab_from=export(tmp_path / "head", d2t=offsets()))
     counts = torch.zeros(SIZE, dtype=torch.int64)
     counts[97] = 5
-    known, note = settle_vocabulary(Keys, counts)
-    assert "the 8 tokens of" in note and "1 of them supervised" in note and Keys.draft_vocab == 8
-    assert torch.equal(choose(known, 8), IDS)
-    Keys.draft_vocab_from, Keys.draft_vocab = "", 1
-    assert settle_vocabulary(Keys, counts) == (counts, "")
+    size, ranked, note = draft_vocabulary(keys, counts)
+    assert "the 8 tokens of" in note and "1 of them supervised" in note and size == 8
+    assert torch.equal(choose(ranked, 8), IDS)
+    assert draft_vocabulary(HeadConfig(draft_vocab=1), counts) == (1, counts, "")

@@ -27,9 +27,10 @@ from heads.parallel.medusa import MedusaConfig
 from heads.warm import Start
 from tests.heads.test_warm import weights
 from tests.helpers.training import TINY, chats, random_batch, sigterm_at_update, tiny_target
+from train.begin import first_head
 from train.config import ENTRIES, EagleRun
-from train.first import first_head
 from train.loop import fit
+from train.resolve import resolve
 from train.signals import Interrupted
 
 EAGLE = [
@@ -127,12 +128,13 @@ def test_a_resumed_run_ends_with_the_same_bits(base: Path, tmp_path: Path) -> No
 def test_only_the_adapter_learns(base: Path, tmp_path: Path) -> None:
     cfg = config(tmp_path / "x", tmp_path, f"start={base}", "head.lora.rank=2", "head.steps=5")
     target = tiny_target()
-    head, begun = first_head(cfg, HEADS["eagle3"], target, torch.ones(260).long())
+    made = resolve(cfg, HEADS["eagle3"], target, torch.ones(260).long(), 1)
+    head, notes = first_head(made, HEADS["eagle3"], target)
     before = {k: v.clone() for k, v in head.named_parameters() if not v.requires_grad}
     learning = [k for k, v in head.named_parameters() if v.requires_grad]
     assert learning and all("lora_" in k for k in learning)
     assert any("lm_head" in k for k in learning)
-    assert "a LoRA of rank 2 on 9 layers" in begun.notes[0] and "head.steps" in begun.notes[1]
+    assert "a LoRA of rank 2 on 9 layers" in notes[0] and "head.steps" in made.notes[-1]
     head.forward(random_batch(), target).sum.backward()
     torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], 0.1).step()
     after = dict(head.named_parameters())
@@ -181,12 +183,17 @@ def test_a_frozen_head_learns_the_words_of_other_data(name: str, tmp_path: Path)
             *(f"start={tmp_path / 'base'}", "head.lora.rank=2", "dtype=float32"),
         ],
     )
-    run.head = replace(cfg, lora=LoraKeys(2))
-    head, begun = first_head(run, HEADS[cfg.kind], target, counted(range(40, 110)))
+    kind, counts = HEADS[cfg.kind], counted(range(40, 110))
+
+    def begun(lora: LoraKeys) -> tuple[Head, list[str]]:
+        made = resolve(replace(run, head=replace(cfg, lora=lora)), kind, target, counts, 1)
+        return first_head(made, kind, target)
+
+    head, notes = begun(LoraKeys(2))
     ids, old = head.ids(), first.ids()
     assert ids is not None and old is not None and head.coverage > 0.85
     assert ids.tolist() == [*range(40, 100)] and old.tolist() == [*range(10, 70)]
-    assert "30 of 60 draft tokens are new" in " ".join(begun.notes)
+    assert "30 of 60 draft tokens are new" in " ".join(notes)
 
     fresh = HEADS[cfg.kind].for_target(target, cfg, counted(range(40, 100)))
     parts = [
@@ -209,8 +216,7 @@ def test_a_frozen_head_learns_the_words_of_other_data(name: str, tmp_path: Path)
     assert vocabulary_in(str(tmp_path / "lora"), 260).equal(ids)
     assert vocabulary_in(str(tmp_path / "base"), 260).equal(old)
 
-    run.head = replace(cfg, lora=LoraKeys(2, words=False))
-    head, _ = first_head(run, HEADS[cfg.kind], target, counted(range(40, 110)))
+    head, _ = begun(LoraKeys(2, words=False))
     assert head.ids().equal(old)  # type: ignore[union-attr]
 
 
@@ -260,7 +266,8 @@ def test_every_family_with_linear_layers(name: str, tmp_path: Path) -> None:
 def refused(tmp_path: Path, *more: str) -> str:
     with pytest.raises(UserError) as told:
         cfg = config(tmp_path / "x", tmp_path / "out", *more)
-        first_head(cfg, HEADS["eagle3"], tiny_target(), torch.ones(260).long())
+        target, kind = tiny_target(), HEADS["eagle3"]
+        first_head(resolve(cfg, kind, target, torch.ones(260).long(), 1), kind, target)
     return str(told.value)
 
 

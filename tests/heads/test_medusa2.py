@@ -68,7 +68,7 @@ def test_loss_and_gradients_follow_the_definition() -> None:
     """
     plain, target, batch = tiny_target(), tiny_target(), random_batch()
     head = shaken(target, distil=0.7, head_weight=0.3)
-    head.cfg.chunk = 4
+    head.cfg = dataclasses.replace(head.cfg, chunk=4)
     out = head(batch, target)
     out.sum.backward()
     got = {k: p.grad.clone() for k, p in head.named_parameters()}
@@ -283,7 +283,7 @@ def test_self_distillation_keeps_the_target_and_overfit_is_accepted() -> None:
     """
     target, plain = tiny_target(), tiny_target()
     head = fresh(target, head_weight=0.2, ramp=0.0, head_lr=50.0, distil=5.0)
-    head.cfg.decay, head.cfg.loss = 1.0, LossWeights(hard=1.0)
+    head.cfg = dataclasses.replace(head.cfg, decay=1.0, loss=LossWeights(hard=1.0))
     prompt = [40, 41, 42, 43]
     text = (
         generate(plain, NoDraft(), [Request(prompt, 24)], Sampling(), eos_ids=())

@@ -22,8 +22,8 @@ from heads.parallel.medusa import MedusaConfig, MedusaHead
 from heads.warm import MEANING, OTHERWISE, Start, _spent
 from tests.helpers.training import chats, overrides, run, tiny_target
 from train.config import MedusaRun
-from train.facts import kept_vocabulary
 from train.loop import fit
+from train.resolve import kept_vocabulary
 
 
 def medusa(target: Any, **keys: Any) -> MedusaHead:
@@ -243,13 +243,13 @@ def test_a_relative_with_more_layers_has_its_last_feature_elsewhere(tmp_path: Pa
 def test_a_lora_starts_from_no_other_head(tmp_path: Path) -> None:
     from conf.schema import compose
     from train.config import DraftRun
-    from train.first import first_head
+    from train.resolve import resolve
 
     keys = ["data.path=x", f"out_dir={tmp_path}", "steps=1", "head.from_target_layers=1"]
     cfg = compose("draft", DraftRun, [*keys, "head.lora.rank=2", "start=runs/other"])
     target = tiny_target(layers=2)
     with pytest.raises(UserError, match="^start: .*head.lora.rank=0"):
-        first_head(cfg, HEADS["small_lm"], target, torch.ones(target.vocab_size).long())
+        resolve(cfg, HEADS["small_lm"], target, torch.ones(target.vocab_size).long(), 1)
 
 
 def relative(target: Any) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def made(kind: str, place: Path) -> tuple[Any, Path, dict[str, Any]]:
         small = tiny_target(layers=1, hidden=16, seed=4)
         small.model.save_pretrained(place / "small")
         small.tokenizer.save_pretrained(place / "small")
-        cfg.path = str(place / "small")
+        cfg = replace(cfg, path=str(place / "small"))
     head: Any = HEADS[cfg.kind].for_target(target, cfg, counts)
     generator = torch.Generator().manual_seed(0)
     for weight in head.parameters():

@@ -4,10 +4,10 @@ a run.
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import signal
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,8 @@ def overrides(data: Path, out: Path, *more: str) -> list[str]:
 
 def run_config(data: Path, out: Path, *more: str) -> MedusaRun:
     """The configuration of a small run of Medusa heads."""
-    cfg = copy.deepcopy(_composed(more))
-    cfg.data.path, cfg.out_dir = str(data), str(out)
-    return cfg
+    cfg = _composed(more)
+    return replace(cfg, data=replace(cfg.data, path=str(data)), out_dir=str(out))
 
 
 @functools.cache

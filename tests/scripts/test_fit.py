@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ def test_a_budget_becomes_steps(start: Path, tmp_path: Path) -> None:
         train.budgeted(cfg, 0.5, 100.0)
     with pytest.raises(UserError, match="^minutes: "):
         train.budgeted(cfg, 500.0, 1.0)
-    cfg.minutes = 1e9
+    cfg = replace(cfg, minutes=1e9)
     assert train.budgeted(cfg, 0.0, 0.0).steps < 2**53  # more than a schedule takes
     with pytest.raises(UserError, match="^minutes: .* is above 1000000000"):
         config(start, tmp_path, "minutes=1e308")
@@ -232,9 +233,9 @@ def test_the_minutes_that_are_asked_for_are_enough(
     cfg = config(start, tmp_path, "minutes=0.5")
     with pytest.raises(UserError) as told:
         train.budgeted(cfg, step, evaluation)
-    cfg.minutes = float(str(told.value).rpartition("give ")[2].split()[0])
+    cfg = replace(cfg, minutes=float(str(told.value).rpartition("give ")[2].split()[0]))
     assert train.budgeted(cfg, step, evaluation).steps >= 1
-    cfg.minutes = 2 * evaluation / 60  # exactly one evaluation
+    cfg = replace(cfg, minutes=2 * evaluation / 60)  # exactly one evaluation
     assert step > evaluation or train.budgeted(cfg, step, evaluation).every >= 1
 
 

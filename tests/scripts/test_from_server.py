@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -360,7 +361,7 @@ def test_token_ids_of_the_server_are_compared(
         synthesize(config(tmp_path, url, extra_body={"return_token_ids": True}))
         assert "100.0% of the answers have the server's tokens" in capfd.readouterr().err
         cfg = config(tmp_path, url)
-        cfg.out = str(tmp_path / "b.jsonl")
+        cfg = replace(cfg, out=str(tmp_path / "b.jsonl"))
         real = openai_server.read_answer
 
         def shorter(reply: Any) -> Any:

@@ -4,6 +4,7 @@ the header says in which formats, and each of them is written and read back."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,11 @@ def head_of(name: str) -> tuple[Head, Target, str]:
     script, schema = next(run for word, run in RUNS.items() if f"_{word}" in name)
     cfg: Any = compose(script, schema, [f"experiment={name}", "data.path=x", "out_dir=y"])
     model = model_of(cfg.target)
-    for key, small in {"draft_vocab": 40, "from_target_layers": 2, "sliding_window": 16}.items():
-        if getattr(cfg.head, key, 0):
-            setattr(cfg.head, key, small)
+    small = {"draft_vocab": 40, "from_target_layers": 2, "sliding_window": 16}
+    keys = replace(cfg.head, **{k: v for k, v in small.items() if getattr(cfg.head, k, 0)})
     target = tiny_like(model)
     torch.manual_seed(1)
-    head = HEADS[cfg.head.kind].for_target(target, cfg.head, torch.arange(VOCAB) + 1)
+    head = HEADS[keys.kind].for_target(target, keys, torch.arange(VOCAB) + 1)
     return head.eval(), target, model.name
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,9 +166,7 @@ def test_file_of_other_settings_is_refused(tmp_path, change, named: str) -> None
     path = tmp_path / "a.jsonl"
     synthesize(config(path, num_conversations=2))
     before = path.read_bytes()
-    cfg = config(path, num_conversations=2)
-    for key, value in change.items():
-        setattr(cfg, key, value)
+    cfg = replace(config(path, num_conversations=2), **change)
     with pytest.raises(UserError, match=named) as e:
         synthesize(cfg)
     assert str(e.value).startswith("out: ") and path.read_bytes() == before

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def test_tool_calls_are_kept_with_the_tools_and_end_the_chat(
         given = rows(tmp_path)
         questions(tmp_path, 4)
         cfg = config(tmp_path, url, extra_body={"tools": TOOLS})
-        cfg.out = str(tmp_path / "b.jsonl")
+        cfg = replace(cfg, out=str(tmp_path / "b.jsonl"))
         synthesize(cfg)
     assert (tmp_path / "b.jsonl").read_text() == (tmp_path / "a.jsonl").read_text()
     for row in given:

@@ -112,8 +112,8 @@ def head_for(name: str, target: Target, counts: torch.Tensor):
     }.get(name, name)
     cls: Any = HEADS[kind]
     cfg = cls.Config(kind=kind, draft_vocab=0)
-    for key, value in VARIANTS[name].items():
-        setattr(cfg, key, replace(cfg.loss, hard=0.0, soft=1.0) if key == "loss" else value)
+    law = replace(cfg.loss, hard=0.0, soft=1.0)
+    cfg = replace(cfg, **{k: law if k == "loss" else v for k, v in VARIANTS[name].items()})
     torch.manual_seed(0)
     return cls.for_target(target, cfg, counts).to(target.dtype)
 
@@ -233,8 +233,8 @@ def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
     identity = features.identity_of(writer.target, writer.rows, "bfloat16")
     with pytest.raises(UserError, match="dtype float32 is not bfloat16 of this run"):
         FeatureStore.open(writer.folder, identity, (4,), writer.rows)
-    writer.cfg.target.quantize = "bnb-nf4"
-    identity = features.identity_of(writer.target, writer.rows, features.computed_in(writer.cfg))
+    cfg = replace(writer.cfg, target=replace(writer.cfg.target, quantize="bnb-nf4"))
+    identity = features.identity_of(writer.target, writer.rows, features.computed_in(cfg))
     with pytest.raises(UserError, match="dtype float32 is not float32, bnb-nf4 of this run"):
         FeatureStore.open(writer.folder, identity, (4,), writer.rows)
     other = load_rows(

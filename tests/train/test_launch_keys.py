@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_mixed_precision_must_say_what_dtype_says(
     cfg: TrainConfig, monkeypatch: pytest.MonkeyPatch, precision: str, dtype: str, good: bool
 ) -> None:
     monkeypatch.setenv(launch_keys.PRECISION, precision)
-    cfg.dtype = dtype
+    cfg = replace(cfg, dtype=dtype)
     if good:
         return check_settings(cfg)
     with pytest.raises(UserError, match=f"mixed_precision: {precision}.*dtype={dtype}"):
@@ -138,16 +139,15 @@ def test_shipped_configs_are_taken(cfg: TrainConfig, monkeypatch: pytest.MonkeyP
 
 
 def test_devices_that_are_not_there(cfg: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg.device = "cuda"
+    cfg = replace(cfg, device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="device: cuda asked for, but .*set device=cpu"):
         device_of(cfg)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert device_of(cfg) == ""
-    cfg.device = "cuda:3"
-    assert device_of(cfg) == "cuda:3"
-    cfg.device = "cuda:4"
+    assert device_of(replace(cfg, device="cuda:3")) == "cuda:3"
+    cfg = replace(cfg, device="cuda:4")
     with pytest.raises(UserError, match="device: cuda:4, but there are 4 GPUs"):
         device_of(cfg)
     monkeypatch.setenv("WORLD_SIZE", "2")

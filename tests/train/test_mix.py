@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from conf.typed import faults
 from decode.models.tiny import byte_tokenizer
 from heads import HEADS
 from tests.helpers.training import chats, overrides, run, run_config, sigterm_at_update
-from train import facts
+from train import resolve
 from train.config import DataConfig, MedusaRun
 from train.loop import fit
 from train.schedule import usual_rate
@@ -219,10 +220,9 @@ def test_a_mixed_run_resumes_by_content(
 
     def mixed(out: str, *more: str, paths: list[Path] = files) -> Path:
         cfg = run_config(Path("x"), tmp_path / out, *more)
-        cfg.data.weights = [1.0, 1.0]
-        cfg.data.path = [str(p) for p in paths[:2]]
-        cfg.data.held_out = str(paths[2])
-        fit(cfg, HEADS["medusa"])
+        keys = {"weights": [1.0, 1.0], "path": [str(p) for p in paths[:2]]}
+        data = replace(cfg.data, held_out=str(paths[2]), **keys)
+        fit(replace(cfg, data=data), HEADS["medusa"])
         return tmp_path / out / "head" / "head.safetensors"
 
     want = mixed("whole").read_bytes()
@@ -327,6 +327,6 @@ def test_a_rate_is_chosen_said_and_kept(
     )
     rates = [json.loads(x).get("lr") for x in (given / "metrics.jsonl").read_text().splitlines()]
     assert rates[-2] == pytest.approx(1e-4)  # 5 % of 2e-3, where the schedule ends
-    monkeypatch.setattr(facts, "usual_rate", lambda width, narrows: 5e-4)
+    monkeypatch.setattr(resolve, "usual_rate", lambda width, narrows: 5e-4)
     run(files[0], tmp_path / "run", "steps=4")
     assert "optim.lr: 0.001, with which this run began" in capfd.readouterr().err

@@ -13,10 +13,9 @@ import torch
 from conf.errors import UserError
 from decode.models.tiny import byte_tokenizer
 from heads.checkpoint import read_card
-from heads.parallel.medusa import MedusaConfig
 from tests.helpers.training import chats, run
 from train.config import DataConfig
-from train.facts import fit_vocabulary
+from train.resolve import fitting
 from train.texts.batches import load_rows
 
 CHAT = {
@@ -85,13 +84,11 @@ def test_a_target_without_chat_template_is_told_once_not_row_by_row(tmp_path: Pa
 
 
 def test_a_draft_vocabulary_that_the_data_cannot_fill_is_lowered(tmp_path: Path, capsys) -> None:
-    cfg, counts = MedusaConfig(draft_vocab=8192), torch.zeros(9000, dtype=torch.int64)
+    counts = torch.zeros(9000, dtype=torch.int64)
     counts[100:7521] = 1
-    assert (
-        "8,192 wanted, but only 7,421 different" in fit_vocabulary(cfg, counts)
-        and cfg.draft_vocab == 7360
-    )
-    assert fit_vocabulary(cfg, counts) == "" and cfg.draft_vocab == 7360
+    size, note = fitting(8192, counts)
+    assert size == 7360 and "8,192 wanted, but only 7,421 different" in note
+    assert fitting(7360, counts) == (7360, "")
     for _ in range(2):  # the second time it resumes: what is learned is the same
         out = run(
             chats(tmp_path / "data.jsonl"), tmp_path / "run", "head.draft_vocab=259", "steps=1"

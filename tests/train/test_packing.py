@@ -4,7 +4,6 @@ head, or a refusal.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from conf.errors import UserError
 from decode.target import Target
 from heads import HEADS
 from heads.batch import Batch
+from heads.parallel.tune_keys import TuneConfig
 from tests.helpers.archs import build
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from tests.train.test_features import VARIANTS, head_for, written
@@ -75,10 +75,9 @@ def test_packed_loss_and_gradient_equal_padded(name: str, rows) -> None:
         head = head_for(name, target, rows.counts(target.vocab_size))
     else:
         kind: Any = HEADS["medusa2" if name == "medusa2" else "medusa"]
-        cfg = kind.Config(
-            kind=kind.kind, draft_vocab=0, markov_rank=4 if name == "medusa-markov" else 0
-        )
-        cfg.tune = replace(cfg.tune, rank=2 if name == "medusa2" else 0, dropout=0.0)
+        tune = TuneConfig(rank=2 if name == "medusa2" else 0, dropout=0.0)
+        rank = 4 if name == "medusa-markov" else 0
+        cfg = kind.Config(kind=kind.kind, draft_vocab=0, markov_rank=rank, tune=tune)
         head = kind.for_target(target, cfg).double()
     torch.manual_seed(1)
     with torch.no_grad():  # fresh Medusa blocks are zero: nothing would be compared

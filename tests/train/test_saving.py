@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -539,7 +540,7 @@ def test_no_memory_names_what_can_still_be_lowered(data, tmp_path) -> None:
     assert "micro_batch: 4 rows do not fit into memory; set micro_batch=2" in no_memory(
         cfg, world=2
     )
-    cfg.micro_batch = 1
+    cfg = replace(cfg, micro_batch=1)
     assert no_memory(cfg).startswith("data.max_length: one row of up to 1024 tokens does not fit")
     for error in (
         torch.OutOfMemoryError("x"),

@@ -299,8 +299,8 @@ def test_rows_say_how_many_turns_are_supervised_and_the_cache_keeps_it(
 
 
 def test_one_row_per_turn_falls_on_one_side_and_loses_none(tmp_path: Path) -> None:
-    cfg = DataConfig(path=str(write(tmp_path / "d.jsonl", 40)), held_out=0.3, cache=False)
-    cfg.turns = "rows"
+    path = str(write(tmp_path / "d.jsonl", 40))
+    cfg = DataConfig(path=path, held_out=0.3, cache=False, turns="rows")
     rows = load_rows(cfg, byte_tokenizer(template=THINK_LAST), EOS, 260, 4096)
     sides = {int(line): set() for line in rows.lines}
     for line, held in zip(rows.lines.tolist(), rows.held.tolist(), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +137,11 @@ def test_a_tracker_that_is_not_installed_is_refused_first(
         run(data, tmp_path / "run", "trackers=[mlflow,tensorboard,trackio]")
     assert not (tmp_path / "run").exists()
     monkeypatch.setitem(sys.modules, "tensorboardX", types.ModuleType("tensorboardX"))
-    cfg.trackers = ["tensorboard"]
-    check_installed(cfg)
+    check_installed(replace(cfg, trackers=["tensorboard"]))
     monkeypatch.delitem(sys.modules, "mlflow")
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    cfg.trackers = ["mlflow"]
     with pytest.raises(UserError, match="pip install mlflow"):
-        check_installed(cfg)
+        check_installed(replace(cfg, trackers=["mlflow"]))
 
 
 def test_both_ways_of_asking_for_wandb_are_one(

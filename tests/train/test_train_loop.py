@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -324,7 +325,7 @@ def test_wandb_makes_no_difference(data: Path, tmp_path: Path, monkeypatch) -> N
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class ToyConfig(HeadConfig):
     kind: str = "toy"
 
@@ -360,9 +361,8 @@ class Toy(Head):
 
 def test_a_new_head_is_a_class_and_a_line(data: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(HEADS, "toy", Toy)
-    cfg = run_config(data, tmp_path / "toy", "eval.every=6")
-    cfg.head = ToyConfig()
-    fit(cfg, HEADS["toy"])
+    cfg: Any = run_config(data, tmp_path / "toy", "eval.every=6")
+    fit(replace(cfg, head=ToyConfig()), HEADS["toy"])
     target = tiny_target()
     assert isinstance(load_head(tmp_path / "toy/head", target), Toy)
     assert resolve_drafter(str(tmp_path / "toy"), target).name == str(tmp_path / "toy")

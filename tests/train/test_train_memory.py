@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_the_widest_pass_is_found_and_the_parts_add_up(tmp_path: Path) -> None:
     part = widest(cfg, rows, plan)
     sizes = [int(rows.lengths[b].max()) * 8 for b in (plan.batch(k) for k in range(plan.per_epoch))]
     assert int(rows.lengths[part].max()) * len(part) == max(sizes)
-    cfg.micro_batch = 2
+    cfg = replace(cfg, micro_batch=2)
     assert len(widest(cfg, rows, plan)) == 2
     head = HEADS["medusa"].for_target(target, cfg.head).train()
     peak = predict(cfg, target, head, rows, plan)

@@ -31,7 +31,7 @@ from heads import HEADS, losses
 from heads.base import Batch, Head
 from scripts.extra.cluster.models import Model
 from scripts.extra.cluster.phantom import Phantom, phantom
-from train.facts import DRAFT_VOCAB
+from train.resolve import DRAFT_VOCAB
 
 MOST_TOKENS = 1 << 20  # of a pass
 RUN = 3  # pieces of a loss that are run

@@ -7,7 +7,7 @@ import json
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -328,8 +328,8 @@ def check(
     said = frozen(Path(cfg.check).expanduser())
     _same(cfg, target, said)
     # As many as were asked for, too long ones among them: a spread of fewer takes other ones.
-    cfg.num_prompts = said["prompts"].get("asked", said["prompts"]["count"])
-    cfg.max_new_tokens = said["prompts"]["max_new_tokens"]
+    count = said["prompts"].get("asked", said["prompts"]["count"])
+    cfg = replace(cfg, num_prompts=count, max_new_tokens=said["prompts"]["max_new_tokens"])
     earlier, rows = _earlier(record, said), []
     made = Forecast(cfg, target, progress, said["engine"] != HERE)
     for folder in cfg.truth:

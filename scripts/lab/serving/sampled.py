@@ -6,7 +6,7 @@ the same server without a draft, asked the same, in the same run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -93,8 +93,11 @@ def main(cfg: SampledConfig) -> int:
     """Export, serve, certify, write."""
     label, package, default, make = ENGINES[cfg.server]
     python = shared.environment(cfg.engine or default, make)
-    cfg.out = cfg.out or f"docs/results/engines-{cfg.server}-sampled.json"
-    cfg.work = cfg.work or f"runs/engines-{cfg.server}"
+    cfg = replace(
+        cfg,
+        out=cfg.out or f"docs/results/engines-{cfg.server}-sampled.json",
+        work=cfg.work or f"runs/engines-{cfg.server}",
+    )
     stage = shared.Stage(cfg)
     how = Serving(cfg.draft_tokens, max(cfg.at_a_time), cfg.context, cfg.threads)
     bench = BENCHES[cfg.server](stage, python, how)

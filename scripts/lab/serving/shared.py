@@ -8,7 +8,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -109,8 +109,7 @@ class Stage:
     """One run: the target, the prompts, our own answers, the drafters and what is missing."""
 
     def __init__(self, cfg: Keys) -> None:
-        self.cfg = cfg
-        cfg.drafters = served(cfg)
+        self.cfg = replace(cfg, drafters=served(cfg))
         self.work = Path(cfg.work).resolve()
         self.work.mkdir(parents=True, exist_ok=True)
         self.target: Target = load_target(cfg.target, "float32", "cpu")
