@@ -41,9 +41,7 @@ Heed = Callable[[], None]
 def begin(
     cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Stop, lock: Lock | None
 ) -> Run:
-    """Load target and data, make the head, resume what lies in the run folder, and say what
-    will be done.
-    """
+    """Load target and data, make the head, resume what lies in the run folder, say what follows."""
     out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
     target, sharding = loaded(cfg, kind, accelerator.device)
 
@@ -51,9 +49,7 @@ def begin(
         if stop.asked:
             raise interruption(stop.asked, 0, False)
 
-    rows = _texts(cfg, target, heed)
-    if main:
-        rows.list_bad(out)
+    rows = _texts(cfg, target, main, heed)
     plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
     checkpoint, state, notes = last_state(out, accelerator)
@@ -71,14 +67,14 @@ def begin(
     if checkpoint is not None:
         notes += resume(checkpoint, state, cfg, meaning, head, optimizer)
     state.meaning = meaning
-    state.came_from(made.start.spent if made.start else {})
+    state.came_from(made.spent)
 
     log = Log(cfg, main, state)
     for note in notes:
         log.say(note)
     log.header(head, facts_of(cfg, target, rows, plan, head, world))
-    log.say(self_check(rows, plan, target.tokenizer))
-    for note in filter(None, (*made.notes, *begun, sharding, source.note)):
+    learned = self_check(rows, plan, target.tokenizer)
+    for note in filter(None, (learned, *made.notes, *begun, sharding, source.note)):
         log.say(note)
     clock = Clock(accelerator.device)
     clock.watch(target)
@@ -182,12 +178,15 @@ def _called(accelerator: Accelerator, head: Head) -> nn.Module:
     return model
 
 
-def _texts(cfg: TrainConfig, target: Target, heed: Heed) -> Rows:
-    """The rows of tokens. heed: raises where the run was asked to stop."""
+def _texts(cfg: TrainConfig, target: Target, main: bool, heed: Heed) -> Rows:
+    """The rows of tokens; on rank 0 (main) those left out are listed in the run folder. heed:
+    raises where the run was asked to stop."""
     rows = load_rows(
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length, heed
     )
     meet("rows", cfg.data.wait, heed)  # in the first collective nobody may wait for tokens
+    if main:
+        rows.list_bad(Path(cfg.out_dir))
     return rows
 
 

@@ -54,6 +54,11 @@ class Resolved:
         """What of the start decides what is learned, as train.facts.meaning_of has it."""
         return {"start_sha256": self.start.sha256} if self.start else {}
 
+    @property
+    def spent(self) -> dict[str, float]:
+        """What the training of the start had taken."""
+        return self.start.spent if self.start else {}
+
 
 def resolve(
     cfg: TrainConfig,
