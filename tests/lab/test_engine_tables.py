@@ -60,26 +60,6 @@ def test_what_was_not_run_is_not_claimed(tmp_path: Path) -> None:
     assert "greedy: undecided, 2,010 tokens, p = 0.25" in serves.markdown(tmp_path)
 
 
-def test_vllm_rows_say_what_was_certified(tmp_path: Path) -> None:
-    case = {
-        "kind": "dflash",
-        "format": "vllm",
-        "same_tokens": {"equal": 50, "answers": 50},
-        "accepted_length": {"ours": {"mean": 1.25}, "engine": 1.25},
-    }
-    served = {"engine": {"vllm": "1"}, "cases": [case, {**case, "format": "speculators"}]}
-    (tmp_path / "engines-block.json").write_text(json.dumps(served))
-    paper = {"mode": "greedy", "draft_tokens": 3, **sampled.brief(PAPER)}
-    rows = [{"case": name, **paper} for name in ("dflash", "ngram")]
-    certified = {"engine": {"vllm": "1"}, "cases": rows}
-    (tmp_path / "engines-vllm-sampled.json").write_text(json.dumps(certified))
-    text = serves.markdown(tmp_path)
-    said = "greedy: undecided, 2,010 tokens, p = 0.25"
-    assert f"| dflash | `format=vllm` | 50/50 | 1.250 | 1.250 | {said} |" in text
-    assert "| dflash | `format=speculators` | 50/50 | 1.250 | 1.250 | not run |" in text
-    assert f"| ngram | – | – | – | – | {said} |" in text
-
-
 @pytest.mark.parametrize(
     "part, keys, said",
     [

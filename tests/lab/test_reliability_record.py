@@ -48,9 +48,3 @@ def test_the_committed_rows_are_whole_and_name_no_machine_of_ours() -> None:
         assert {"what", "result", "met", "date", "commit", "command", "machine"} <= set(row), name
     text = json.dumps(rows)
     assert "/tmp" not in text and "/home" not in text and "/root" not in text
-
-
-def test_the_readme_shows_the_committed_rows() -> None:
-    text = reliability.BLOCK.page.read_text()
-    body = reliability.markdown(reliability.read(reliability.RESULTS))
-    assert reliability.BLOCK.put(text, body) == text, "run python -m scripts.lab.pages.reliability"

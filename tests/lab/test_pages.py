@@ -1,0 +1,38 @@
+"""Every part of a page that a script writes is what the script makes of the committed JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+
+from scripts.common.files import ROOT
+from scripts.lab.pages import cluster, lossless_page, readme, reliability
+from scripts.reports.block import Block
+
+WRITTEN: dict[Block, Callable[[], str]] = {
+    **readme.PAGES,
+    reliability.BLOCK: lambda: reliability.markdown(reliability.read(reliability.RESULTS)),
+    lossless_page.BLOCK: lambda: lossless_page.render(
+        json.loads(lossless_page.RESULTS.read_text())
+    ),
+    cluster.BLOCK: lambda: cluster.page(json.loads(cluster.RESULT.read_text())),
+}
+
+
+@pytest.mark.parametrize("block", WRITTEN, ids=lambda block: block.first.strip("<!-> "))
+def test_a_page_shows_what_the_json_holds(block: Block) -> None:
+    text = block.page.read_text()
+    assert block.put(text, WRITTEN[block]()) == text, "run the command that the page names"
+
+
+def test_every_part_that_is_written_is_known() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    marked = {
+        (page, line)
+        for page in pages
+        for line in re.findall(r"^<!-- (?!end of ).* -->$", page.read_text(), re.M)
+    }
+    assert marked == {(block.page, block.first) for block in WRITTEN}
