@@ -12,7 +12,6 @@ import pytest
 
 from conf.errors import Interrupted, UserError
 from conf.jsonl import read_lines
-from conf.schema import compose
 from decode.models.load import TargetConfig, load_tokenizer
 from scripts.extra.logs import LogOptions, LogsReport, ask, prepare
 from scripts.extra.logs.forms import moment
@@ -858,23 +857,3 @@ def test_a_server_answers_again(tmp_path: Path) -> None:
         synthesize(config(tmp_path, backend="openai", base_url=url, max_cut=1.0))
     report = json.loads((tmp_path / "out" / "logs.json").read_text())["report"]
     assert report["counts"] == {"usable": 7, "asked again": 4}
-
-
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        (["served=[x]"], "served: only with logs=FILE"),
-        (["mask=false"], "mask: only with logs=FILE"),
-        (["logs=a", "later=0"], "later: 0 is not above 0"),
-        (["logs=a", "later=1"], "later: 1 is not below 1"),
-        (["logs=a", "num_conversations=5"], "num_conversations: not with logs"),
-        (["logs=a", "backend=openai", "base_url=http://h/v1", "prompts=p"], "prompts: not with"),
-        (["logs=a", "domain=sql"], "domain: not with logs"),
-        (["logs=[]", "again=false"], "again: only with logs"),
-        (["logs=a", "mask=yes please"], "mask: 'yes please' is none of true, false, module:fun"),
-        (["logs=['']"], "logs: a name is empty"),
-    ],
-)
-def test_keys(keys: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        compose("synthesize", SynthesizeConfig, ["out=x", "target=tiny", *keys])

@@ -60,21 +60,6 @@ def test_what_was_not_run_is_not_claimed(tmp_path: Path) -> None:
     assert "greedy: undecided, 2,010 tokens, p = 0.25" in serves.markdown(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "part, keys, said",
-    [
-        (sampled, ["alpha=2", "modes=[x]"], "modes: 'x' is none of probabilistic, greedy"),
-        (sampled, ["tokens=0"], "tokens: 0 is below 1"),
-        (race, ["servers=[sglang]"], "servers: 'sglang' is none of llamacpp, vllm"),
-        (race, ["engine=nowhere/python"], "`make engines ONLY=llamacpp` builds it"),
-    ],
-)
-def test_keys_that_make_no_sense(part, keys, said, capsys) -> None:
-    with pytest.raises(SystemExit) as stop:
-        part.main(keys)
-    assert stop.value.code == 2 and said in capsys.readouterr().err
-
-
 def test_a_table_in_markdown_says_which_columns_are_words() -> None:
     rows = [["a", "1", "x"], ["b", "2", "y"]]
     assert md_table(("n", "k", "t"), rows, (0, -1)) == (
@@ -99,3 +84,10 @@ def test_the_file_of_another_target_is_made_again(tmp_path: Path) -> None:
         (tmp_path / "target-float32/outrider.json").write_text(json.dumps(about))
         llamacpp.target_file(stage, "float32")
         assert len(made) == count
+
+
+def test_an_engine_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        race.main(["engine=nowhere/python"])
+    assert stop.value.code == 2
+    assert "`make engines ONLY=llamacpp` builds it" in capsys.readouterr().err
