@@ -8,13 +8,14 @@ one token more, and those are committed. So a broken drafter costs speed, never 
 numbers are addressed by (seed, request, cycle, node, purpose): no row depends on its
 neighbours. What a drafter decides must follow from earlier cycles alone.
 
-Read in this order: verify.py (the rule), engine.py (the cycle), tree.py and grow.py (drafts),
-sampling.py (laws), scorer.py and cache.py (the pass). A drafter that knows logits level by
+Read in this order: verify.py (the rule) and residual.py (its arithmetic), engine.py (the cycle),
+tree.py and grow.py (drafts), sampling.py (laws), scorer.py and cache.py (the pass); siblings.py
+and frontier.py say what the rule reads of a tree, and when. A drafter that knows logits level by
 level implements grow.Source and has chains, static and dynamic trees; one that works otherwise
 implements drafters.Drafter. A model that cannot be scored is refused by probe.py, which asks
 the model, not a table of names.
 
 Not to be changed without the enumerator (scripts/lab/prove.py, tests/decode/test_verify*.py) and
-the golden tokens (tests/golden): verify.py, sampling.py, rng.py, grow.py, and the order in which
-cache.py commits.
+the golden tokens (tests/golden): verify.py, residual.py, siblings.py, sampling.py, rng.py, grow.py,
+and the order in which cache.py commits.
 """

@@ -43,7 +43,12 @@ class Layout:
     @functools.cached_property
     def inner(self) -> Inner | None:
         """The slots with children; None where only the device knows them."""
-        return None if self.room is None else Inner.of(self.depth, self.children, self.room)
+        return None if self.room is None else Inner.of(self.positions, self.children, self.room)
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """[B, N + 1] int64: distance of every slot from the last committed token."""
+        return torch.cat([self.depth.new_zeros(self.depth.shape[0], 1), self.depth + 1], 1)
 
     @functools.cached_property
     def paths(self) -> Tensor:

@@ -300,7 +300,7 @@ class Law:
         old = torch.where(place < self.lengths[rows, None], old, first)
         mask = self.tree.mask()
         on_path = mask[rows if mask.shape[0] > 1 else torch.zeros_like(rows), slots, 1:]
-        tokens = self.tree.tokens[rows].clamp_(0, self.vocab_size - 1)  # see verify.Siblings
+        tokens = self.tree.tokens[rows].clamp_(0, self.vocab_size - 1)  # see siblings.read
         new = torch.where(on_path, tokens, first)
         # Foreign code knows no padding: one row at a time.
         for processor in self.sampling.processors:

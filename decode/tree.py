@@ -109,8 +109,7 @@ class DraftTree:
 
     def positions(self) -> Tensor:
         """[B or 1, N + 1] int64: distance of every slot from the last committed token."""
-        depth = self.layout.depth
-        return torch.cat([depth.new_zeros(depth.shape[0], 1), depth + 1], 1)
+        return self.layout.positions
 
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu", drawn: bool = False) -> DraftTree:

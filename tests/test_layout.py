@@ -123,11 +123,11 @@ LINES = 60  # of a function, at most
 # not count (n-grams, a separate model, EAGLE-1), nor what the model is asked once
 # (decode/probe.py), what comes before the first step (train/begin.py), what is refused
 # (decode/fits.py, decode/tree_rules.py), how a head is written and read (heads/stored.py), and
-# what is the same function at less cost (heads/eagle/modules.py, heads/eagle/merged.py). Lines
-# may only become fewer.
+# what is the same function at less cost (decode/frontier.py, decode/view.py,
+# heads/eagle/modules.py, heads/eagle/merged.py). Lines may only become fewer.
 ALGORITHM = (
-    *("verify", "engine", "tree", "layout", "grow", "sampling", "rng", "records"),
-    *("scorer", "target", "cache", "masks", "attention", "drafter"),
+    *("verify", "residual", "siblings", "engine", "tree", "layout", "grow", "sampling"),
+    *("rng", "records", "scorer", "target", "cache", "masks", "attention", "drafter"),
 )
 SHARED = (
     *(f"decode/{name}.py" for name in ALGORITHM),
@@ -137,11 +137,11 @@ SHARED = (
 EAGLE = (*("head", "config", "net", "layer", "places", "attention", "cache", "init", "drafter"),)
 READING = {
     "Medusa": (
-        4789,
+        4768,
         ("heads/parallel/base.py", "heads/parallel/medusa.py", "heads/parallel/drafter.py"),
     ),
     "EAGLE": (
-        5586,
+        5559,
         (
             *("heads/layered.py", "heads/layered_drafter.py"),
             *(f"heads/eagle/{name}.py" for name in EAGLE),

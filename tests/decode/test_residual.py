@@ -1,0 +1,144 @@
+"""The rule for one level of siblings, held against a scalar loop over the formulas, against sums
+over every branch, and against the rule on the whole vocabulary where it saw the draft's alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode.frontier import parents
+from decode.residual import Level, Siblings, first_ratio, level
+from decode.sampling import Law, Sampling
+from decode.tree import DraftTree, Proposal, TreeShape
+from decode.view import DraftView
+
+
+def float64(values: list[float] | list[list[float]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def siblings_of(p: Tensor, q: Tensor, tokens: list[int], drawn: list[bool]) -> Siblings:
+    """One slot [1] whose children were drawn one after the other without replacement."""
+    left, scale, given = q.clone(), [], []
+    for token, sampled in zip(tokens, drawn, strict=True):
+        scale.append(1 / float(left.sum()) if sampled else 0.0)
+        given.append(float(left[token] / left.sum()) if sampled else 1.0)
+        left[token] = 0
+    column = torch.tensor([tokens])
+    return Siblings(p[None], q[None], column, float64([scale]), float64([given]))
+
+
+def formulas(p: Tensor, q: Tensor, tokens: list[int], drawn: list[bool], w: float) -> Level:
+    """The docstring's formulas, with normalised distributions q_j."""
+    residual, failed, accept = w * p, 1.0, []
+    for j, token in enumerate(tokens):
+        of_child = torch.zeros_like(q)
+        if drawn[j]:
+            of_child = q.clone()
+            of_child[tokens[:j]] = 0
+            of_child /= of_child.sum()
+        else:
+            of_child[token] = 1
+        accept.append(min(1.0, float(residual[token] / (failed * of_child[token]))))
+        residual = (residual - failed * of_child).clamp(min=0)
+        residual[token] = 0
+        failed = float(residual.sum()) + 1 - w or 1e-300  # nothing was left to fail
+    return Level(float64([accept]), residual[None], float64([float(residual.sum()) / failed]))
+
+
+def random_slot(seed: int, count: int) -> tuple[Tensor, Tensor, list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    p, q = (torch.randn(2, 6, generator=g, dtype=torch.float64) * 1.5).softmax(-1)
+    return p, q, torch.multinomial(q, count, generator=g).tolist()
+
+
+@pytest.mark.parametrize("drawn", [[True], [True, True, True], [False, True, True], [True, False]])
+@pytest.mark.parametrize("w", [1.0, 0.7, 0.05])
+def test_level_is_the_formulas(drawn: list[bool], w: float) -> None:
+    for seed in range(20):
+        p, q, tokens = random_slot(seed, len(drawn))
+        found = level(siblings_of(p, q, tokens, drawn), float64([w]))
+        for got, wanted in zip(found, formulas(p, q, tokens, drawn, w), strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-14, rtol=1e-12)
+
+
+def test_what_comes_out_of_a_slot_is_its_distribution() -> None:
+    """All orders of two siblings drawn without replacement, accepted or failed: summed up."""
+    p, q, _ = random_slot(1, 1)
+    emitted = torch.zeros_like(p)
+    for first in range(len(q)):
+        for second in range(len(q)):
+            if first == second:
+                continue
+            chance = q[first] * q[second] / (1 - q[first])
+            found = level(siblings_of(p, q, [first, second], [True, True]), torch.ones(1).double())
+            a, b = found.accept[0].tolist()
+            emitted[first] += chance * a
+            emitted[second] += chance * (1 - a) * b
+            rest = found.residual[0]
+            emitted += chance * (1 - a) * (1 - b) * rest / rest.sum().clamp(min=1e-300)
+    torch.testing.assert_close(emitted, p, atol=1e-14, rtol=0)
+
+
+def test_an_eldest_child_needs_no_residual() -> None:
+    p, q, tokens = random_slot(3, 2)
+    siblings = siblings_of(p, q, tokens, [True, True])
+    for w in (0.2, 1.0):
+        reach = float64([w])
+        chance = (reach * first_ratio(siblings)).clamp(max=1)
+        assert float(chance) == pytest.approx(float(level(siblings, reach).accept[0, 0]), abs=1e-15)
+
+
+def test_a_child_that_is_not_there_changes_nothing() -> None:
+    p, q, tokens = random_slot(4, 1)
+    one = siblings_of(p, q, tokens, [True])
+    column = torch.cat([one.column, one.column], 1)  # where its eldest left nothing
+    more = float64([[0.0]]), float64([[1.0]])
+    two = Siblings(
+        *one[:2], column, *(torch.cat([a, b], 1) for a, b in zip(one[3:], more, strict=True))
+    )
+    reach = float64([0.6])
+    alone, beside = level(one, reach), level(two, reach)
+    torch.testing.assert_close(beside.accept, float64([[float(alone.accept), 0.0]]))
+    torch.testing.assert_close(beside[1:], alone[1:], atol=1e-15, rtol=0)
+
+
+def test_memory_that_is_given_is_written() -> None:
+    p, q, tokens = random_slot(5, 2)
+    siblings, memory = siblings_of(p, q, tokens, [True, True]), torch.full((1, 7), 9.0).double()
+    found = level(siblings, float64([0.5]), memory)
+    assert found.residual.data_ptr() == memory.data_ptr()
+
+
+def test_equal_distributions_leave_nothing_and_no_nan() -> None:
+    p, _, tokens = random_slot(6, 1)
+    found = level(siblings_of(p, p, tokens, [True]), torch.ones(1).double())
+    assert float(found.accept) == 1 and float(found.residual.sum()) == 0
+    assert all(t.isfinite().all() for t in found)
+
+
+def test_draft_vocabulary_is_a_view_of_the_whole() -> None:
+    """The same tree, its draft on 4 of 7 tokens or on all of them with no mass outside: equal chances,
+    equal remains."""
+    g = torch.Generator().manual_seed(2)
+    vocab = torch.tensor([0, 2, 3, 6])
+    narrow = torch.rand(1, 1, 4, generator=g, dtype=torch.float64)
+    narrow /= narrow.sum()
+    wide = torch.zeros(1, 1, 7, dtype=torch.float64).index_copy(2, vocab, narrow)
+    logits = torch.randn(1, 3, 7, generator=g, dtype=torch.float64)
+    row, drawn = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.bool)
+    found = []
+    for proposal in (Proposal(narrow, row, vocab), Proposal(wide, row)):
+        shape = TreeShape.of([(0,), (1,)])
+        tree = DraftTree.static(shape, torch.tensor([[3, 6]]), None, drawn, proposal)
+        root = torch.tensor([0])
+        family = parents(tree, Law(Sampling(1.0), logits, tree), root, root)
+        assert family is not None
+        step = level(family.siblings, float64([0.8]))
+        left = family.remains(step.residual, root).probs
+        found.append((type(family.view) is DraftView, step.accept, step.rest, left / left.sum()))
+    (is_view, *seen), (is_view_too, *whole) = found
+    assert is_view and not is_view_too
+    torch.testing.assert_close(seen, whole, atol=1e-14, rtol=0)
