@@ -9,12 +9,13 @@ Shape letters: B live rows, N tree nodes, D path length, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ from decode.rng import Rng
 from decode.sampling import Law, Sampling
 from decode.scorer import Step
 from decode.target import Target
-from decode.timing import Timing
+from decode.timing import Timing, timed
 from decode.tree import DraftTree
-from decode.verify import Coins, Verdict
+from decode.verify import Coins, Seen, Verdict
 from decode.verify import verify as run_verify
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
     "Engine",
     "Generation",
     "OnTokens",
-    "Options",
     "Request",
     "Rule",
     "Run",
@@ -54,28 +54,7 @@ CoinSource = Callable[[int, Tensor, Tensor], Rng]
 Clock = Callable[[], float]
 
 
-class Options(TypedDict, total=False):
-    """How requests are decoded; see `Engine` for each."""
-
-    batch_size: int
-    seed: int
-    verify: str | Rule
-    guidance: float | None
-    on_tokens: OnTokens | None
-    eos_ids: Sequence[int] | None
-    coins: CoinSource
-    clock: Clock
-
-
-def generate(
-    target: Target,
-    drafter: Drafter,
-    requests: Sequence[Request],
-    sampling: Sampling,
-    **options: Unpack[Options],
-) -> Run:
-    """Decode every request. options: those of `Engine`, by name. Raises UserError as it does."""
-    return Engine(target, drafter, requests, sampling, **options).run()
+P = ParamSpec("P")
 
 
 @dataclass
@@ -95,21 +74,6 @@ class _Row:
     def uncond(self) -> Sequence[int]:
         """The companion's prompt under guidance."""
         return self.request.uncond or self.request.prompt[-1:]
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What the host knows of a verified cycle. path [B, D], length [B] as in Verdict, proposed
-    [B] levels, all on the host; kept: committed tokens of every row, padded; ranks: sibling
-    rank of each node of the path; drafters: who proposed it (empty without a union).
-    """
-
-    path: Tensor
-    length: Tensor
-    proposed: Tensor
-    kept: list[list[int]]
-    ranks: list[list[int]]
-    drafters: list[list[int]]
 
 
 @dataclass
@@ -240,29 +204,17 @@ class Engine:
         )
 
     def _cycle(self, cache: TreeCache) -> None:
-        """One target pass for every live row: propose, score, verify, commit, observe, record,
-        retire.
-        """
-        part = functools.partial(self.timing.part, clock=self.clock)
-        with part("draft"):
-            budget = self._budget()
-            rng = self._rng(self.rows)
-            tree = self._propose(budget, rng)
-        with part("target"):
-            step = self._score(cache, tree)
-        with part("verify"):
-            verdict, law = self._verify(tree, step, rng)
-            kept, slots = _kept(tree, verdict)
-            with part("law"):
-                seen = self._look(tree, verdict, law, kept)
-        with part("commit"):
-            with part("cache"):
-                cache.commit(seen.path, seen.length)
-            self._observe(step, kept, slots, seen.length)
-            self._record(seen, budget)
-            with part("cache"):
-                self._retire(cache)
+        """One target pass for every live row."""
+        budget, rng = self._budget(), self._rng(self.rows)
+        tree = self._propose(budget, rng)
+        step = self._score(cache, tree)
+        seen = self._verify(tree, step, rng)
+        self._commit(cache, step, seen, budget)
         self.timing.cycles += 1
+
+    def part(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Seconds inside count as those of a part of `timing`."""
+        return self.timing.part(name, self.clock)
 
     def _budget(self) -> Tensor:
         """[B] levels that each row may draft, on the host: the bonus token takes one of those
@@ -271,80 +223,74 @@ class Engine:
         levels = [min(row.remaining - 1, most, self._headroom(row)) for row in self.rows]
         return torch.tensor(levels)
 
+    @timed("draft")
     def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
-        with self.timing.part("drafter", self.clock):
+        with self.part("drafter"):
             tree = self.drafter.propose(budget, self.sampling, rng)
         if waits.free(tree.tokens) or tree.static_layout is None:  # which is asked for as well
             tree.validate(self.target.vocab_size, self.drafter.max_nodes)
         else:
-            tree.check_form(self.drafter.max_nodes)  # the values are looked at in _look
+            tree.check_form(self.drafter.max_nodes)  # its values are looked at when verified
         return tree
 
+    @timed("target")
     def _score(self, cache: TreeCache, tree: DraftTree) -> Step:
         last = waits.sent([row.out.token_ids[-1] for row in self.rows], self.target.device)
         return self.target.score(cache, last, tree, self.drafter.taps)
 
-    def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> tuple[Verdict, Law]:
-        with self.timing.part("law", self.clock):
+    @timed("verify")
+    def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> Seen:
+        """What the target takes of the draft, in the one round trip of a cycle. Raises what
+        `tree.validate` and `law.check` do: nothing is committed yet."""
+        with self.part("law"):
             law = self._law(step.logits, tree, self.rows)
         verdict = self.rule(tree, law, rng)
         self.timing.law_s += law.seconds
         self.law_rows += law.computed
-        return verdict, law
-
-    def _look(self, tree: DraftTree, verdict: Verdict, law: Law, kept: Tensor) -> _Seen:
-        """All that the host wants to know of a cycle, in its one round trip. Raises what
-        `tree.validate` and `law.check` do: nothing is committed yet."""
-        vocab, (rows, levels) = self.target.vocab_size, verdict.path.shape
-        doubts = [law.doubtful()]
-        if not waits.free(tree.tokens):
-            doubts.append(tree.doubtful(vocab))
-        node = torch.arange(tree.width, device=tree.tokens.device)
-        depth = torch.where(node < tree.size[:, None], tree.layout.depth + 1, 0)
-        proposed = depth.amax(1) if tree.width else torch.zeros_like(verdict.length)
-        path = verdict.path.clamp(min=0)
-        told = [tree.layout.rank.expand(rows, tree.width)]
-        told += [] if tree.drafters is None else [tree.drafters]
-        marks = [t.gather(1, path) if tree.width else path for t in told]
-        head = torch.stack([torch.stack(doubts).any(0), verdict.length, proposed], 1)
-        table = torch.cat([head, verdict.path, kept, *marks], 1).cpu()
-        if bool(table[:, 0].any()):
-            tree.validate(vocab, self.drafter.max_nodes)
+        with self.part("law"):
+            doubtful = law.doubtful()
+            if not waits.free(tree.tokens):
+                doubtful = doubtful | tree.doubtful(self.target.vocab_size)
+            seen = verdict.to_host(tree, doubtful)
+        if seen.doubtful:
+            tree.validate(self.target.vocab_size, self.drafter.max_nodes)
             law.check()
-        sizes = [1, 1, 1, levels, levels + 1, *[levels] * len(marks)]
-        _, length, levels_proposed, path, tokens, *marks = table.split(sizes, 1)
-        drafters = marks[1].tolist() if len(marks) > 1 else [[]] * rows
-        return _Seen(
-            path, length[:, 0], levels_proposed[:, 0], tokens.tolist(), marks[0].tolist(), drafters
-        )
+        return seen
 
-    def _observe(self, step: Step, kept: Tensor, slots: Tensor, length: Tensor) -> None:
-        """Show the drafter what was committed (`_kept`); length: [B] on the host."""
+    @timed("commit")
+    def _commit(self, cache: TreeCache, step: Step, seen: Seen, budget: Tensor) -> None:
+        """Keep what was emitted: cache, drafter, generations; rows that are done leave."""
+        with self.part("cache"):
+            cache.commit(seen.path, seen.length)
+        self._observe(step, seen)
+        self._record(seen, budget)
+        with self.part("cache"):
+            self._retire(cache)
+
+    @timed("drafter")
+    def _observe(self, step: Step, seen: Seen) -> None:
+        """Show the drafter what was committed."""
         feats = step.feats
         if feats is not None:
             every = torch.arange(len(self.rows), device=self.target.device)
-            feats = feats[every[:, None], slots]
-        with self.timing.part("drafter", self.clock):
-            self.drafter.observe(kept, feats, length + 1, slice(0, len(self.rows)))
+            feats = feats[every[:, None], seen.slots]
+        self.drafter.observe(seen.tokens, feats, seen.length + 1, slice(0, len(self.rows)))
 
-    def _record(self, seen: _Seen, budget: Tensor) -> None:
-        lengths, proposed = seen.length.tolist(), seen.proposed.tolist()
-        columns = lengths, proposed, seen.kept, seen.ranks, seen.drafters, budget.tolist()
-        for row, accepted, levels, kept, ranks, drafters, most in zip(
-            self.rows, *columns, strict=True
-        ):
+    def _record(self, seen: Seen, budget: Tensor) -> None:
+        most = budget.tolist()
+        for b, (row, accepted) in enumerate(zip(self.rows, seen.length.tolist(), strict=True)):
             before = len(row.out.token_ids)
             row.cycle += 1
-            emitted = self._emit(row, kept[: accepted + 1], [True] * accepted + [False])
-            cut = emitted <= accepted or most < self.drafter.max_depth
+            emitted = self._emit(row, seen.emitted[b][: accepted + 1], [True] * accepted + [False])
+            kept = min(accepted, emitted)
             row.out.cycles.append(
                 Cycle(
-                    proposed=levels,
-                    accepted=min(accepted, emitted),
-                    ranks=tuple(ranks[: min(accepted, emitted)]),
-                    cut=cut,
+                    proposed=seen.proposed[b],
+                    accepted=kept,
+                    ranks=tuple(seen.ranks[b][:kept]),
+                    cut=emitted <= accepted or most[b] < self.drafter.max_depth,
                     start=before,
-                    drafters=tuple(drafters[: min(accepted, emitted)]),
+                    drafters=tuple(seen.drafters[b][:kept]),
                 )
             )
 
@@ -392,12 +338,15 @@ class Engine:
         return Law(self.sampling, logits, tree, history, lengths, self.clock)
 
 
-def _kept(tree: DraftTree, verdict: Verdict) -> tuple[Tensor, Tensor]:
-    """Committed tokens [B, D + 1] (path, then bonus, then padding) and the slot that predicted
-    each of them.
-    """
-    rows, levels = verdict.path.shape
-    slots = torch.cat([verdict.path.new_zeros(rows, 1), verdict.path + 1], 1)
-    tokens = tree.tokens.gather(1, verdict.path.clamp(min=0)) if levels else verdict.path
-    tokens = torch.cat([tokens, verdict.bonus[:, None]], 1)
-    return tokens.scatter(1, verdict.length[:, None], verdict.bonus[:, None]), slots
+def _run_of(engine: Callable[P, Engine]) -> Callable[P, Run]:
+    """A function that takes what `engine` takes: its options stand in one place."""
+
+    def generate(*args: P.args, **kwargs: P.kwargs) -> Run:
+        """Decode every request: the run of an `Engine`, whose arguments it takes. Raises UserError
+        as it does."""
+        return engine(*args, **kwargs).run()
+
+    return generate
+
+
+generate = _run_of(Engine)

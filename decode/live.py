@@ -29,6 +29,7 @@ from decode.sampling import Law, Sampling
 from decode.scorer import Step
 from decode.target import Target
 from decode.tree import DraftTree
+from decode.verify import Seen
 
 LEFT = "left"  # how a generation ends whose request was taken away
 LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON has no word for
@@ -189,10 +190,10 @@ class LiveBatch(Engine):
         self._at = logits, rows, None
         return super()._law(logits, tree, rows)
 
-    def _observe(self, step: Step, kept: Tensor, slots: Tensor, length: Tensor) -> None:
+    def _observe(self, step: Step, seen: Seen) -> None:
         assert self._at is not None
-        self._at = *self._at[:2], slots
-        super()._observe(step, kept, slots, length)
+        self._at = *self._at[:2], seen.slots
+        super()._observe(step, seen)
 
     def _told(self, number: int, tokens: list[int], drafted: list[bool]) -> None:
         seat, row = self._seats[number]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
 
 PARTS = ("target", "drafter", "law", "verify", "cache", "python")
 
@@ -53,3 +56,26 @@ class Timing:
             "cache": self.cache_s,
         }
         return {**known, "python": self.decode_s - sum(known.values())}
+
+
+class Timed(Protocol):
+    """Who has methods that are `timed`. part(name): a context whose seconds count as `name`."""
+
+    def part(self, name: str) -> AbstractContextManager[None]: ...
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def timed(part: str) -> Callable[[Method], Method]:
+    """A method of somebody `Timed` whose seconds count as those of `part`."""
+
+    def wrap(method: Method) -> Method:
+        @functools.wraps(method)
+        def run(self: Timed, *args: Any, **kwargs: Any) -> Any:
+            with self.part(part):
+                return method(self, *args, **kwargs)
+
+        return cast(Method, run)
+
+    return wrap

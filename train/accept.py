@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from decode.engine import Generation, Options, Request, generate
+from decode.engine import Generation, Request, generate
 from decode.sampling import Sampling
 from decode.stats import acceptance_by_position, accepted_length, split
 from decode.target import Target
@@ -74,8 +74,10 @@ def decoded_acceptance(
         drafter = head.drafter(target, Draft(shape=cfg.shape))
         shape = drafter.shape
         sampling = Sampling(temperature=cfg.temperature)
-        how = Options(batch_size=cfg.batch_size, seed=seed, on_tokens=heed)
-        decoded = [*generate(target, drafter, mine, sampling, **how).generations]
+        run = generate(
+            target, drafter, mine, sampling, batch_size=cfg.batch_size, seed=seed, on_tokens=heed
+        )
+        decoded = [*run.generations]
     except _Asked as asked:
         decoded = [asked]
     except (RuntimeError, MemoryError) as error:
