@@ -2,10 +2,9 @@
 it has is told at once.
 
 Hydra's own check does not see keys appended with `+`, nor ranges: here the dataclass is the
-only authority. pydantic reads every value by its field's type (conf/rules.py has types with
-ranges); groups are walked here, so that one that is wrong hides no mistake of the others. A
-dataclass may define `validate(self) -> list[str]` for what concerns several keys: "key: value;
-rule; fix".
+only authority. pydantic walks it once, every value by its field's type (conf/rules.py has types
+with ranges), and one table words what it finds. A dataclass may define `validate(self) ->
+list[str]` for what concerns several keys: "key: value; rule; fix".
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ from typing import Annotated, Any, Literal, TypeVar
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AllowInfNan, BeforeValidator, Field, Strict, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError, SchemaValidator
+from pydantic_core import core_schema as core
 
 from conf.errors import UserError, first_line
 
 T = TypeVar("T")
-INVALID = (
-    object()
-)  # stands for a value that could not be converted; its problem is already on the list
 SHORT = reprlib.Repr()  # how a wrong value is shown: the line stays a line
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
+INVALID = object()  # stands for a value that could not be read; its problem is on the list
 
 
 def to_typed(cfg: DictConfig, schema: type[T]) -> T:
@@ -61,7 +59,7 @@ def raise_all(problems: list[str]) -> None:
 def convert(cfg: DictConfig, schema: type[T]) -> tuple[T, list[str]]:
     """Like to_typed, but hands the problems back; the value is meaningless when there are any."""
     problems: list[str] = []
-    value = _dataclass(cfg, schema, "", schema, problems)
+    value = _read(_plain(cfg, "", problems), schema, problems)
     return value, problems
 
 
@@ -72,8 +70,15 @@ def from_json(data: Any, schema: type[T]) -> tuple[T, list[str]]:
     problems: list[str] = []
     if not isinstance(data, dict):
         return INVALID, [f"a {type(data).__name__}, not a JSON object"]  # type: ignore[return-value]
-    value = _dataclass(data, schema, "", schema, problems)
-    return value, problems
+    return _read(data, schema, problems), problems
+
+
+def faults(made: Any, prefix: str = "") -> list[str]:
+    """The problems of a dataclass that Python code made, as `convert` would tell them."""
+    problems: list[str] = []
+    keyed = {key_of(field.name): getattr(made, field.name) for field in dataclasses.fields(made)}
+    _read(keyed, type(made), problems, prefix)
+    return problems
 
 
 def key_of(name: str) -> str:
@@ -171,58 +176,46 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _dataclass(
-    cfg: DictConfig | dict[str, Any], schema: Any, prefix: str, root: type, problems: list[str]
-) -> Any:
-    hints = typing.get_type_hints(schema, include_extras=True)
-    fields = {key_of(f.name): f for f in dataclasses.fields(schema) if f.init}
-    before = len(problems)
-    if not (prefix and wrong_kind(cfg, schema)):  # else its keys belong to another schema
-        unknown = [prefix + str(key) for key in cfg if str(key) not in fields]
-        problems += [unknown_key(key, keys(root)) for key in unknown]
-    values: dict[str, Any] = {}
-    for name, field in fields.items():
-        key, hint, usual = prefix + name, hints[field.name], default(field)
-        raw = usual
-        if name in cfg:
-            try:
-                raw = dataclasses.MISSING if _is_missing(cfg, name) else cfg[name]
-            except OmegaConfBaseException as error:
-                problems.append(f"{key}: {first_line(error)}; mend the interpolation")
-                continue
-        if raw is dataclasses.MISSING:
-            problems.append(f"{key}: is required; set {key}=VALUE")
-            continue
-        nested = nested_schema(hint)
-        if nested is None:
-            value, found = _value(raw, hint, key, usual)
-            problems += found
-        elif isinstance(raw, DictConfig | dict):
-            value = _dataclass(raw, nested, f"{key}.", root, problems)
-        elif isinstance(raw, nested) or (raw is None and type(None) in _options(hint)):
-            value = raw
-        else:
-            problems.append(f"{key}: {SHORT.repr(raw)} is not a mapping {{..}}; set its keys")
-            continue
-        values[field.name] = value
-    if len(problems) > before:
+# One walk
+# -------------------------------------------------------------------------------------------
+
+
+def _read(data: Any, schema: type, problems: list[str], prefix: str = "") -> Any:
+    """An instance of the dataclass `schema`; what is wrong with its keys is added to the problems.
+    prefix: before every key of a problem."""
+    try:
+        return _validator(schema).validate_python(data)
+    except ValidationError as error:
+        problems += _told(error.errors(include_url=False), schema, prefix)
         return INVALID
-    made = schema(**values)
-    problems += [prefix + line for line in _rules(made)]
-    return made
 
 
-def faults(made: Any, prefix: str = "") -> list[str]:
-    """The problems of a dataclass that Python code made, as `convert` would tell them."""
-    found: list[str] = []
-    hints = typing.get_type_hints(type(made), include_extras=True)
-    for field in dataclasses.fields(made):
-        value, key = getattr(made, field.name), prefix + key_of(field.name)
-        if dataclasses.is_dataclass(value):
-            found += faults(value, f"{key}.")
+@functools.cache
+def _validator(schema: type) -> SchemaValidator:
+    return SchemaValidator(_core(schema))
+
+
+def _core(schema: Any) -> core.CoreSchema:
+    """What pydantic checks of a dataclass: no other keys, each by its type, or its default; then
+    its own `validate`."""
+    hints, found = typing.get_type_hints(schema, include_extras=True), []
+    for field in dataclasses.fields(schema):
+        hint, usual = hints[field.name], default(field)
+        if nested := nested_schema(hint):
+            one = _core(nested)
+            one = core.nullable_schema(one) if type(None) in _options(hint) else one
         else:
-            found += _value(value, hints[field.name], key, default(field))[1]
-    return found or [prefix + line for line in _rules(made)]
+            value = functools.partial(_value, hint, usual)
+            one = core.no_info_wrap_validator_function(value, _adapter(hint).core_schema)
+        if usual is not dataclasses.MISSING:
+            fresh = functools.partial(default, field)
+            one = core.with_default_schema(one, default_factory=fresh, validate_default=True)
+        found.append(core.dataclass_field(field.name, one, validation_alias=key_of(field.name)))
+    keyed = core.dataclass_args_schema(schema.__name__, found, extra_behavior="forbid")
+    names = [one["name"] for one in found]
+    own = hasattr(schema, "__post_init__")
+    made = core.dataclass_schema(schema, keyed, names, post_init=own, revalidate_instances="always")
+    return core.no_info_after_validator_function(_sound, made)
 
 
 def default(field: dataclasses.Field[Any]) -> Any:
@@ -232,23 +225,50 @@ def default(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
-def _rules(made: Any) -> list[str]:
-    return made.validate() if hasattr(made, "validate") else []
+def _value(hint: Any, usual: Any, raw: Any, read: Any) -> Any:
+    """A value as its type reads it. usual: the field's default."""
+    if raw is INVALID:
+        raise PydanticCustomError("lost", "lost")
+    try:
+        return read(raw)
+    except ValidationError as error:
+        what, fix = _worded(error.errors(include_url=False), raw, hint, usual)
+        raise PydanticCustomError("said", "said", {"what": what, "fix": fix}) from None
 
 
-def _is_missing(cfg: DictConfig | dict[str, Any], name: str) -> bool:
-    return isinstance(cfg, DictConfig) and OmegaConf.is_missing(cfg, name)
+def _sound(made: Any) -> Any:
+    """An instance that keeps the rules about several keys."""
+    if lines := made.validate() if hasattr(made, "validate") else []:
+        raise PydanticCustomError("rules", "rules", {"lines": lines})
+    return made
 
 
-def wrong_kind(cfg: DictConfig | dict[str, Any], schema: Any) -> str:
-    """What is wrong with the `kind` of a group's options, where the schema takes others; "" if
-    nothing.
-    """
-    hint = typing.get_type_hints(schema, include_extras=True).get("kind")
-    if hint is None or "kind" not in cfg or _is_missing(cfg, "kind"):
-        return ""
-    found = _value(cfg["kind"], hint, "kind", dataclasses.MISSING)[1]
-    return found[0] if found else ""
+def _plain(raw: Any, key: str, problems: list[str]) -> Any:
+    """OmegaConf's `raw` as plain values; INVALID, and a problem of the key, for what is missing
+    or refers to nothing."""
+    if not isinstance(raw, DictConfig):
+        return OmegaConf.to_container(raw, resolve=True) if isinstance(raw, ListConfig) else raw
+    found: dict[str, Any] = {}
+    for place in raw:
+        name = str(place)
+        inner = f"{key}.{name}" if key else name
+        try:
+            missing = OmegaConf.is_missing(raw, place)
+            found[name] = INVALID if missing else _plain(raw[place], inner, problems)
+            problems += [f"{inner}: is required; set {inner}=VALUE"] if missing else []
+        except OmegaConfBaseException as error:
+            found[name] = INVALID
+            problems.append(f"{inner}: {first_line(error)}; mend the interpolation")
+    return found
+
+
+def wrong_kind(cfg: DictConfig, schema: type) -> bool:
+    """Whether a group's options are of a `kind` that the schema does not take."""
+    return any(line.startswith("kind: ") for line in convert(cfg, schema)[1])
+
+
+# What a value may be
+# -------------------------------------------------------------------------------------------
 
 
 def _whole(raw: Any) -> Any:
@@ -269,17 +289,17 @@ READ: dict[Any, Any] = {
 }
 
 
-def _read(hint: Any, digits: bool = True) -> Any:
+def _strict(hint: Any, digits: bool = True) -> Any:
     """A type hint whose plain types are read as READ says. digits: a number may be text."""
     args, origin = typing.get_args(hint), typing.get_origin(hint)
     if not args or origin is Literal:
         return Annotated[str, Strict()] if hint is str and not digits else READ.get(hint, hint)
     if origin is Annotated:
-        return Annotated[(_read(args[0], digits), *args[1:])]
+        return Annotated[(_strict(args[0], digits), *args[1:])]
     if origin not in (typing.Union, types.UnionType):
-        return origin[tuple(_read(one) for one in args)]
+        return origin[tuple(_strict(one) for one in args)]
     plain = {getattr(one, "__origin__", one) for one in args}
-    inner = tuple(_read(one, not plain & {int, float}) for one in args)
+    inner = tuple(_strict(one, not plain & {int, float}) for one in args)
     if len(plain - {type(None)}) == 1:
         return typing.Union[inner]  # noqa: UP007
     return Annotated[typing.Union[inner], Field(union_mode="left_to_right")]  # noqa: UP007
@@ -287,73 +307,85 @@ def _read(hint: Any, digits: bool = True) -> Any:
 
 @functools.cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(_read(hint))
+    return TypeAdapter(_strict(hint))
 
 
-def _value(raw: Any, hint: Any, key: str, usual: Any) -> tuple[Any, list[str]]:
-    """(a value as its type reads it, what is wrong with it). usual: the field's default."""
-    if isinstance(raw, DictConfig | ListConfig):
-        raw = OmegaConf.to_container(raw, resolve=True)
-    try:
-        return _adapter(hint).validate_python(raw), []
-    except ValidationError as error:
-        return INVALID, [f"{key}: {_told(error.errors(include_url=False), raw, hint, key, usual)}"]
+# What is said of one that is not
+# -------------------------------------------------------------------------------------------
 
-
-def _choices(expected: str) -> str:
-    """pydantic's list of choices, 'a', 'b' or 'c', without the quotes."""
-    words = expected.replace("''", "nothing").replace("'", "")
-    return words.replace(" or ", ", ")
-
-
+# pydantic's error -> (what is wrong, what to set instead, if that can be said)
 WORDS = {
-    "int_type": ("a whole number", "8"),
-    "float_type": ("a number", "0.5"),
-    "finite_number": ("a number", "0.5"),
-    "bool_type": ("true or false", "true"),
-    "string_type": ("text", "VALUE"),
-    "list_type": ("a list [..]", "[A,B]"),
-    "tuple_type": ("a list [..]", "[A,B]"),
-    "dict_type": ("a mapping {..}", "{A: B}"),
+    "missing": ("is required", "VALUE"),
+    "greater_than_equal": ("{shown} is below {ge}; give {ge} or more", ""),
+    "less_than_equal": ("{shown} is above {le}; give {le} or less", ""),
+    "greater_than": ("{shown} is not above {gt}; give more{usually}", ""),
+    "less_than": ("{shown} is not below {lt}; give less{usually}", ""),
+    "too_short": ("is empty", "{usual}"),
+    "string_too_short": ("is empty", "{usual}"),
+    "too_long": ("{shown} holds too many; give {max_length}", ""),
+    "literal_error": ("{shown} is none of {expected}; choose one", ""),
+    "int_type": ("{shown} is not a whole number", "8"),
+    "float_type": ("{shown} is not a number", "0.5"),
+    "finite_number": ("{shown} is not a number", "0.5"),
+    "bool_type": ("{shown} is not true or false", "true"),
+    "string_type": ("{shown} is not text", "VALUE"),
+    "list_type": ("{shown} is not a list [..]", "[A,B]"),
+    "tuple_type": ("{shown} is not a list [..]", "[A,B]"),
+    "dict_type": ("{shown} is not a mapping {{..}}", "{{A: B}}"),
+    "value_error": ("{error}", ""),  # of a class that checks itself
+    "dataclass_type": ("{shown} is not a mapping {{..}}", "{{KEY: VALUE}}"),
 }
+WRONG_TYPE = ("_type", "finite_number")
 
 
-def _told(errors: list[ErrorDetails], raw: Any, hint: Any, key: str, usual: Any) -> str:
-    """pydantic's errors about one value in our words: "value; rule; fix"."""
-    for error in errors:
-        if line := _broken(error, key, usual):
-            return line
-    shown = errors[0]["input"]  # of a list the first wrong item, by every type it may have
-    same = [error for error in errors if error["input"] is shown]
-    pairs = [WORDS.get(error["type"], (error["msg"], "VALUE")) for error in same]
-    words = [*dict.fromkeys(word for word, _ in pairs)]
-    words += ["null"] if shown is raw and type(None) in _options(hint) else []
-    fix = pairs[0][1] if shown is raw else f"[{pairs[0][1]}]"
-    return f"{SHORT.repr(shown)} is not {' or '.join(words)}; set {key}={fix}"
+def _told(errors: list[ErrorDetails], schema: type, prefix: str) -> list[str]:
+    """pydantic's errors as "key: value; rule; fix"."""
+    found = {".".join(map(str, error["loc"])): error for error in errors}
+    # The other keys of a group of another kind are no mistakes: they belong to another schema.
+    strange = {key[: -len("kind")] for key in found if key.endswith(".kind")}
+    lines = []
+    for key, error in found.items():
+        kind, ctx = error["type"], error.get("ctx", {})
+        if error["input"] is INVALID:
+            continue
+        if kind == "rules":
+            lines += [f"{prefix}{key}.{line}" if key else prefix + line for line in ctx["lines"]]
+        elif kind == "unexpected_keyword_argument":
+            known = f"{key.rpartition('.')[0]}." in strange
+            lines += [] if known else [unknown_key(key, keys(schema))]
+        else:
+            said = (ctx["what"], ctx["fix"]) if kind == "said" else _worded([error], None, None)
+            fix = f"; set {prefix}{key}={said[1]}" if said[1] else ""
+            lines.append(f"{prefix}{key}: {said[0]}{fix}")
+    return lines
 
 
-def _broken(error: ErrorDetails, key: str, usual: Any) -> str:
-    """The rule that a value of the right type breaks; "" where the type is wrong."""
-    shown = SHORT.repr(error["input"])
-    bounds = {
+def _worded(
+    errors: list[ErrorDetails], raw: Any, hint: Any, usual: Any = dataclasses.MISSING
+) -> tuple[str, str]:
+    """("value; rule", fix) of pydantic's errors about the value `raw`. usual: the default."""
+    broken = [error for error in errors if not error["type"].endswith(WRONG_TYPE)]
+    first = (broken or errors)[0]  # of a list the first wrong item
+    what, fix = _filled(first, usual)
+    if not broken:  # by every type that it may have
+        same = [_filled(e, usual)[0] for e in errors if e["input"] is first["input"]]
+        same += ["is not null"] if first["input"] is raw and type(None) in _options(hint) else []
+        what = " or ".join([what, *(one.rpartition("is not ")[2] for one in same[1:])])
+        fix = fix if first["input"] is raw or raw is None else f"[{fix}]"
+    return what, fix
+
+
+def _filled(error: ErrorDetails, usual: Any) -> tuple[str, str]:
+    """The words of WORDS about an error."""
+    found: dict[str, Any] = {
         name: int(bound) if isinstance(bound, float) and bound.is_integer() else bound
         for name, bound in error.get("ctx", {}).items()
     }
+    if "expected" in found:  # 'a', 'b' or 'c'
+        choices = found["expected"].replace("''", "nothing").replace("'", "")
+        found["expected"] = choices.replace(" or ", ", ")
     common = "" if usual is dataclasses.MISSING or usual == error["input"] else usual
-    near = f"{common} is usual" if isinstance(common, int | float) else ""
-    match error["type"]:
-        case "greater_than_equal":
-            return f"{shown} is below {bounds['ge']}; give {bounds['ge']} or more"
-        case "less_than_equal":
-            return f"{shown} is above {bounds['le']}; give {bounds['le']} or less"
-        case "greater_than":
-            return f"{shown} is not above {bounds['gt']}; {near or 'give more'}"
-        case "less_than":
-            return f"{shown} is not below {bounds['lt']}; {near or 'give less'}"
-        case "too_short" | "string_too_short":
-            return f"is empty; set {key}={common or 'VALUE'}"
-        case "too_long":
-            return f"{shown} holds too many; give {bounds['max_length']}"
-        case "literal_error":
-            return f"{shown} is none of {_choices(error['ctx']['expected'])}; choose one"
-    return ""
+    found["usually"] = f" ({common} is usual)" if isinstance(common, int | float) else ""
+    found |= {"shown": SHORT.repr(error["input"]), "usual": common or "VALUE"}
+    what, fix = WORDS.get(error["type"], (error["msg"], "VALUE"))
+    return what.format(**found), fix.format(**found)

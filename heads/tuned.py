@@ -168,10 +168,7 @@ def read(folder: Path) -> Tuned | None:
         raise UserError(f"{path}: not in format {FORMAT}; {fix}")
     if data.get("card_sha256") != card_sha256(folder):
         raise UserError(f"{path}: was tuned for another head than the one in this folder; {fix}")
-    try:
-        known, problems = from_json(data, Tuned)
-    except ValueError as error:  # of a price
-        problems = [str(error)]
+    known, problems = from_json(data, Tuned)
     if problems:
         raise UserError(f"{path}: {problems[0].partition('; ')[0]}; {fix}")
     return known

@@ -91,7 +91,7 @@ def test_values_that_are_refused(hint: Any, value: Any, said: str) -> None:
 
 
 def test_the_fix_names_what_is_usual() -> None:
-    assert read(Inside, 0, 0.95)[1] == ["key: 0 is not above 0; 0.95 is usual"]
+    assert read(Inside, 0, 0.95)[1] == ["key: 0 is not above 0; give more (0.95 is usual)"]
     assert read(NotEmpty, "", "runs/x")[1] == ["key: is empty; set key=runs/x"]
 
 
@@ -132,3 +132,24 @@ def test_a_group_that_is_no_mapping_is_one_problem() -> None:
     for wrong in (5, [1], "x", None):
         (line,) = convert(OmegaConf.create({"inner": wrong}), outer)[1]
         assert line.startswith("inner: ") and "{..}" in line
+
+
+def test_what_is_missing_or_refers_to_nothing_is_one_line_each() -> None:
+    """Also of a key whose class has a default, of a whole group, and inside a list."""
+    inner = make_dataclass("Inner", [("size", int, 1)])
+    keys = [("out", str, "x"), ("names", list[str], field(default_factory=list))]
+    groups = [(name, inner, field(default_factory=inner)) for name in ("part", "other")]
+    schema = make_dataclass("Outer", [("from_", int), *keys, *groups])
+    given = {"out": "???", "names": ["${a}"], "part": "???", "other": {"size": "${b.c}"}}
+    assert convert(OmegaConf.create({"from": "${x}", **given}), schema)[1] == [
+        "from: Interpolation key 'x' not found; mend the interpolation",
+        "out: is required; set out=VALUE",
+        "names: Interpolation key 'a' not found; mend the interpolation",
+        "part: is required; set part=VALUE",
+        "other.size: Interpolation key 'b.c' not found; mend the interpolation",
+    ]
+    assert convert(OmegaConf.create({}), schema)[1] == ["from: is required; set from=VALUE"]
+    made = schema(from_="x")
+    assert faults(made) == ["from: 'x' is not a whole number; set from=8"]
+    assert from_json({"from": 1, "${x}": 1}, schema)[1][0].startswith("${x}: no such key")
+    assert from_json({"from": 1, "out": "${x}"}, schema)[0].out == "${x}"
