@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from decode.models.load import load_target
 from decode.target import Target
 from heads import HEADS, vocab
 from heads.base import Head
@@ -33,7 +34,7 @@ from train.sharding import loaded, shard_target
 from train.signals import Stop, interruption
 from train.stored.features import Source
 from train.texts.batches import Plan, Rows, load_rows
-from train.waiting import meet, turn
+from train.waiting import meet, nothing, turn
 
 Heed = Callable[[], None]
 
@@ -156,15 +157,23 @@ def _exchange_words(head: Head, target: Target, counts: Tensor) -> tuple[list[in
     return difference(old, ids)
 
 
-def measured(cfg: TrainConfig, target: Target, plan: Plan) -> tuple[TrainConfig, Head]:
-    """(`cfg` resolved, a whole fresh head) for a measurement; what was settled is told on
-    stderr."""
+def prepared(cfg: TrainConfig) -> tuple[Target, Plan]:
+    """(target, the rows that it would train on in their order) of a run in this process alone."""
+    target = load_target(cfg.target, cfg.dtype, cfg.device or None)
+    rows = _rows(cfg, target)
+    return target, Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
+
+
+def measured(cfg: TrainConfig) -> tuple[TrainConfig, Target, Head, Plan]:
+    """(`cfg` resolved, target, a whole fresh head, batches) for a measurement; what was settled
+    is said on stderr."""
     kind = HEADS[cfg.head.kind]
+    target, plan = prepared(cfg)
     counts = plan.rows.counts(target.vocab_size)
     made = resolve(whole(cfg, kind), kind, target, counts, plan.per_epoch)
     for note in made.notes:
         print(note, file=sys.stderr)
-    return made.cfg, first_head(made, kind, target)[0]
+    return made.cfg, target, first_head(made, kind, target)[0], plan
 
 
 def _called(accelerator: Accelerator, head: Head) -> nn.Module:
@@ -178,12 +187,15 @@ def _called(accelerator: Accelerator, head: Head) -> nn.Module:
     return model
 
 
+def _rows(cfg: TrainConfig, target: Target, heed: Heed = nothing) -> Rows:
+    size = target.vocab_size, target.context_length
+    return load_rows(cfg.data, target.tokenizer, target.eos_ids, *size, heed)
+
+
 def _texts(cfg: TrainConfig, target: Target, main: bool, heed: Heed) -> Rows:
     """The rows of tokens; on rank 0 (main) those left out are listed in the run folder. heed:
     raises where the run was asked to stop."""
-    rows = load_rows(
-        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length, heed
-    )
+    rows = _rows(cfg, target, heed)
     meet("rows", cfg.data.wait, heed)  # in the first collective nobody may wait for tokens
     if main:
         rows.list_bad(Path(cfg.out_dir))

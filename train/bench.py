@@ -33,7 +33,6 @@ from torch import Tensor
 
 from conf.commit import commit
 from conf.schema import entry
-from decode.models.load import load_target
 from decode.target import Target
 from heads.base import Batch, Head
 from heads.losses import chunk_of
@@ -41,7 +40,7 @@ from train.begin import measured
 from train.config import TrainConfig
 from train.measure.speed import draft_flops
 from train.stored.features import CachedTarget, Source
-from train.texts.batches import Plan, load_rows
+from train.texts.batches import Plan
 from train.validate import ValidateConfig, with_head
 
 Pass = tuple[Batch, Target | CachedTarget]
@@ -101,16 +100,10 @@ class Rounds:
 def measure(cfg: ValidateConfig) -> dict[str, Any]:
     """Seconds per round of every part, medians and ratios. Raises UserError for a configuration
     that cannot be trained."""
-    run = with_head(cfg)
-    target = load_target(cfg.target, cfg.dtype, cfg.device or None)
-    rows = load_rows(
-        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
-    )
-    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
-    run, head = measured(run, target, plan)
+    run, target, head, plan = measured(with_head(cfg))
     evals = replace(run.eval, every=max(1, run.eval.every))  # then the target's layers stay
     run = replace(run, eval=evals)
-    source = Source(run, head, target, rows)
+    source = Source(run, head, target, plan.rows)
     clock = Clock(target.device)
     timed = _rounds(run, target, head, plan, source, clock)
     each = timed.flops * timed.tokens / run.steps

@@ -31,11 +31,10 @@ from heads import HEADS
 from heads.base import Head
 from heads.batch import hash_u63
 from train import checks
-from train.begin import first_head
+from train.begin import first_head, prepared
 from train.config import TrainConfig
 from train.launch_keys import device_of
 from train.resolve import adapts, resolve, whole
-from train.texts.batches import Plan, load_rows
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,8 @@ def main(cfg: ValidateConfig) -> int:
     kind = HEADS[run.head.kind]
     device_of(cfg)  # a GPU that is not there is said before anything is loaded
     print(f"[ok] configuration: {kind.kind}, every key known and in range", flush=True)
-    target = load_target(cfg.target, cfg.dtype, cfg.device or None)
+    target, plan = prepared(run)
+    rows = plan.rows
 
     def own_target() -> Target:
         """The target, or one more of a head that tunes it."""
@@ -76,10 +76,6 @@ def main(cfg: ValidateConfig) -> int:
             return target
         return load_target(cfg.target, cfg.dtype, cfg.device or None)
 
-    rows = load_rows(
-        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
-    )
-    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
     facts = kind, target, rows.counts(target.vocab_size), plan.per_epoch
     checked = resolve(whole(run, kind), *facts)  # the checks look at a whole fresh head
     notes, settled = checked.notes, checked.cfg

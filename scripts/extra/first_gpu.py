@@ -41,7 +41,7 @@ from scripts.machine import kernels, look
 from train.begin import measured
 from train.config import EagleRun
 from train.measure import memory
-from train.texts.batches import Plan, load_rows
+from train.texts.batches import load_rows
 
 NEAR = 0.05  # a prediction within that share of what was measured is confirmed
 TIES = 3.0  # times the rounding of a logit: below that two tokens are as good
@@ -216,14 +216,8 @@ def kernels_step(device: str, dtype: str) -> dict[str, Any]:
 
 def prediction_step(cfg: Any) -> dict[str, Any]:
     """The peak of the run, from two small passes, before there is one."""
-    place = cfg.device or None
-    target = load_target(cfg.target, cfg.dtype, place)
-    rows = load_rows(
-        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
-    )
-    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)
-    cfg, head = measured(cfg, target, plan)
-    peak = memory.predict(cfg, target, head, rows, plan)
+    cfg, target, head, plan = measured(cfg)
+    peak = memory.predict(cfg, target, head, plan.rows, plan)
     return {
         "passed": True,
         "by": "two small passes (scripts/validate.py)",

@@ -25,7 +25,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,7 +38,6 @@ from conf.recipes import RECIPES
 from conf.rules import Filled, NotEmpty, NotNegative, OneOrMore, Seed, one_of
 from conf.schema import compose, entry
 from decode.models.identity import sha256_file
-from decode.models.load import load_target
 from scripts.common import files
 from scripts.common.pipeline import Command, Pipeline
 from scripts.common.prompts import load_prompts
@@ -48,7 +47,6 @@ from scripts.lab.pages import matched
 from train.begin import measured
 from train.config import ENTRIES
 from train.measure.speed import draft_flops
-from train.texts.batches import Plan, load_rows
 
 FEW = 4  # rows of a step that are counted
 READ = ("target", "data.", "dtype=", "device=")  # keys that say what is read, and how
@@ -169,11 +167,8 @@ def counted(cfg: HeadsConfig, one: Wanted, data: Path) -> float:
     """Floating point operations of a step of a recipe beyond the target's."""
     config, schema = ENTRIES[RECIPES[one.recipe][0]]
     run_cfg: Any = compose(config, schema, keys(cfg, one, data, 1))
-    target = load_target(run_cfg.target, run_cfg.dtype, "cpu")
-    args = (target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
-    rows = load_rows(run_cfg.data, *args)
-    plan = Plan(rows, run_cfg.batch_size, run_cfg.data.window, run_cfg.seed)
-    _, head = measured(run_cfg, target, plan)
+    _, target, head, plan = measured(replace(run_cfg, device="cpu"))
+    rows = plan.rows
     few = plan.batch(0)[:: max(1, plan.batch_size // FEW)][:FEW]
     tokens = float(rows.lengths[plan.train].double().mean()) * plan.batch_size
     return tokens * draft_flops(target, head, rows.batch(few))
