@@ -229,7 +229,7 @@ def test_remedies_are_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found["memory"]["fits"] and keys
     assert "to change" in str(table(found).columns[0]._cells)
     again, typed = with_keys(cfg, head_config(cfg.head), keys)
-    again.head = dataclasses.asdict(typed)
+    again = dataclasses.replace(again, head=dataclasses.asdict(typed))
     assert plan(again)["memory"]["fits"]
     small = dataclasses.replace(toy, memory=2.5e9)
     monkeypatch.setitem(gpus.GPUS, "toy", small)

@@ -4,6 +4,7 @@ what was loaded is in the report; sets that cannot be had are told in a line."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def test_bad_sets_are_one_line(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     if text is not None:
         (tmp_path / "x.jsonl").write_text(text)
-        suite.path = str(tmp_path / "x.jsonl")
+        suite = replace(suite, path=str(tmp_path / "x.jsonl"))
     with pytest.raises(UserError, match=told) as error:
         load_suite(suite)
     assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 500
