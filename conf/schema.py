@@ -32,10 +32,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
+from conf import packages
 from conf.errors import CheckFailed, Interrupted, UserError
 from conf.typed import (
     convert,
@@ -70,6 +76,7 @@ DISK = {
     errno.ENOTDIR: "a part of this path is a file: choose another folder",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
+UNREADABLE = (OSError, UnicodeError, YAMLError, OmegaConfBaseException)  # of a file of options
 T = TypeVar("T")
 
 
@@ -83,9 +90,20 @@ def compose(
     if cfg is None:
         raise_all(problems)
         raise AssertionError("a failed composition names its problem")
-    value, more = convert(cfg, schema)
-    raise_all(problems + more)
+    try:
+        value, more = convert(cfg, exact(schema, cfg))
+    except UserError as error:
+        raise_all([*problems, str(error)])
+    refused = {line.partition("=")[0] for line in problems}  # what was given is not missing as well
+    raise_all(problems + [m for m in more if m.partition(": is required")[0] not in refused])
     return value
+
+
+def exact(schema: type[T], cfg: DictConfig) -> type[T]:
+    """The schema of a composed configuration: where the command's own has a class method `exact`,
+    the one that this leads to. Raises UserError as that does."""
+    chosen = getattr(schema, "exact", None)
+    return schema if chosen is None else typing.cast(type[T], chosen(cfg))
 
 
 def entry(
@@ -107,9 +125,9 @@ def entry(
         def command(argv: Sequence[str] | None = None) -> None:
             args = list(sys.argv[1:] if argv is None else argv)
             if {"-h", "--help"} & set(args):
-                sys.exit(
-                    _guarded(functools.partial(_tell, main, config_name, schema, more, conf_dir))
-                )
+                chosen = [a for a in args if group_options(conf_dir, a.partition("=")[0])]
+                tell = functools.partial(_tell, main, config_name, schema, more, conf_dir, chosen)
+                sys.exit(_guarded(tell))
             sys.exit(_guarded(functools.partial(_run, main, config_name, schema, conf_dir, args)))
 
         command.schema = schema  # type: ignore[attr-defined]
@@ -125,8 +143,10 @@ def _tell(
     schema: type,
     more: str | Callable[[], str],
     conf_dir: Path,
+    chosen: list[str],
 ) -> int:
-    _say(_help(main, name, schema, conf_dir, more() if callable(more) else more), sys.stdout)
+    told = more() if callable(more) else more
+    _say(_help(main, name, schema, conf_dir, told, chosen), sys.stdout)
     return 0
 
 
@@ -138,7 +158,7 @@ def _run(
     codes: list[int] = []
 
     def job(cfg: DictConfig) -> None:
-        codes.append(_guarded(lambda: main(to_typed(cfg, schema)) or 0))
+        codes.append(_guarded(lambda: main(to_typed(cfg, exact(schema, cfg))) or 0))
 
     first = next((i for i, a in enumerate(args) if "=" in a and not a.startswith("-")), len(args))
     saved = sys.argv
@@ -148,6 +168,7 @@ def _run(
             *QUIET,
         ]  # must stand beside the user's own for argparse
         sys.argv = [saved[0], *args[:first], *overrides, *args[first:]]
+        _show_packages()
         try:
             hydra.main(version_base="1.3", config_path=str(conf_dir), config_name=name)(job)()
         finally:
@@ -212,18 +233,7 @@ def _compose(
             chosen = [
                 str(c) for c in (value if isinstance(value, list) else [value]) if c is not None
             ]
-            fitting = options_here(conf_dir, key, schema)
-            known = ", ".join(sorted(fitting))
-            wrong = [
-                f"{key}={c}: no such option; choose one of {known}"
-                for c in chosen
-                if c not in options
-            ]
-            wrong += [
-                f"{key}={c}: another command takes this one; choose one of {known}"
-                for c in chosen
-                if c in options - fitting
-            ]
+            wrong = [w for c in chosen if (w := _choice(conf_dir, schema, key, c))]
             problems += wrong
             good += [] if wrong else [text]
         elif parsed.is_sweep_override():
@@ -236,19 +246,50 @@ def _compose(
             # The schema is the authority: a key that the YAML leaves at its default may be set.
             good.append(text if parsed.is_delete() else "++" + text.lstrip("+"))
     try:
-        with hydra.initialize_config_dir(str(conf_dir), version_base="1.3", job_name=name):
-            return hydra.compose(name, good), problems
-    except HydraException as error:
+        return _composed(conf_dir, name, good), problems
+    except (HydraException, *UNREADABLE) as error:
         return None, [*problems, _readable(error, conf_dir)]
 
 
-def group_options(conf_dir: Path, group: str) -> set[str]:
-    """The option names of a config group: the YAML files in its folder; empty when there is no
-    such group.
-    """
+def _composed(conf_dir: Path, name: str, overrides: list[str]) -> DictConfig:
+    _show_packages()
+    with hydra.initialize_config_dir(str(conf_dir), version_base="1.3", job_name=name):
+        return hydra.compose(name, overrides)
+
+
+class _PackagedConf(SearchPathPlugin):
+    """Hydra finds the YAML files of packages behind our own."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for root in packages.roots():
+            search_path.append(packages.POINTS, f"file://{root}")
+
+
+@functools.cache
+def _show_packages() -> None:
+    Plugins.instance().register(_PackagedConf)
+
+
+def group_options(conf_dir: Path, group: str) -> dict[str, Path]:
+    """The options of a config group by name; empty when there is no such group."""
     if not group or "." in group or not (conf_dir / group).is_dir():
-        return set()
-    return {p.stem for p in (conf_dir / group).glob("*.yaml")}
+        return {}
+    return packages.options(conf_dir, group)
+
+
+def _choice(conf_dir: Path, schema: type, group: str, name: str) -> str:
+    """What is wrong with an option of a group, "" if nothing."""
+    options, fitting = group_options(conf_dir, group), options_here(conf_dir, group, schema)
+    known = f"choose one of {', '.join(sorted(fitting))}"
+    if name in fitting:
+        return ""
+    if name in options:
+        return f"{group}={name}: another command takes this one; {known}"
+    try:
+        missing = packages.missing(name) if group == packages.GROUP else ""
+    except UserError as error:
+        missing = str(error)
+    return missing or f"{group}={name}: no such option; {known}"
 
 
 def options_here(conf_dir: Path, group: str, schema: type) -> set[str]:
@@ -257,19 +298,20 @@ def options_here(conf_dir: Path, group: str, schema: type) -> set[str]:
     """
     nested = nested_schema(typing.get_type_hints(schema).get(group))
     options = group_options(conf_dir, group)
-    return (
-        options
-        if nested is None
-        else {o for o in options if _kind_fits(conf_dir / group / f"{o}.yaml", nested)}
-    )
+    if nested is None:
+        return set(options)
+    return {name for name, path in options.items() if _kind_fits(path, nested)}
 
 
 def _kind_fits(option: Path, nested: type) -> bool:
-    found = OmegaConf.load(option)
+    try:
+        found = OmegaConf.load(option)
+    except UNREADABLE:  # a package's: it is told to whoever chooses it
+        return False
     return not isinstance(found, DictConfig) or not wrong_kind(found, nested)
 
 
-def _readable(error: HydraException, conf_dir: Path) -> str:
+def _readable(error: Exception, conf_dir: Path) -> str:
     text = str(error)
     no_match = re.search(
         r"Could not override '([^']+)'\.?\s*(?:\n|.)*No match in the defaults list", text
@@ -296,10 +338,19 @@ def _groups(conf_dir: Path) -> list[str]:
 
 
 def _help(
-    main: Callable[[Any], Any], name: str, schema: type, conf_dir: Path, more: str = ""
+    main: Callable[[Any], Any],
+    name: str,
+    schema: type,
+    conf_dir: Path,
+    more: str,
+    chosen: list[str],
 ) -> str:
-    with hydra.initialize_config_dir(str(conf_dir), version_base="1.3", job_name=name):
-        here: Any = OmegaConf.to_container(hydra.compose(name))
+    composed, problems = _compose(name, schema, chosen, conf_dir)
+    if composed is None:
+        raise_all(problems)
+    here: Any = OmegaConf.to_container(composed)
+    with contextlib.suppress(UserError):  # a choice is missing, and so are the keys behind it
+        schema = exact(schema, composed)
     defaults = (
         typing.cast(DictConfig, OmegaConf.load(conf_dir / f"{name}.yaml")).get("defaults") or []
     )

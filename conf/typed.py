@@ -152,7 +152,10 @@ def docs(schema: type) -> dict[str, str]:
     for base in schema.__mro__:
         if not dataclasses.is_dataclass(base):
             continue
-        source = textwrap.dedent(inspect.getsource(base))
+        try:
+            source = textwrap.dedent(inspect.getsource(base))
+        except OSError:  # made at run time
+            continue
         lines = source.splitlines()
         tree = ast.parse(source).body[0]
         for node in tree.body if isinstance(tree, ast.ClassDef) else []:

@@ -7,9 +7,9 @@ decode.grow.Form); `for_target`, `config_json` and `from_json` make a head and b
 Vocabulary, calibration, disk and the laws of the loss are the base's. The target is frozen
 unless `trains_target` says otherwise.
 
-To add a head: a file with a subclass of Head (or of parallel.base.ParallelHead), a line in
-registry.HEADS, a YAML in conf/head. tests/contract then asks of it what it asks of all; its
-toy.py is such a file. Its `Drafts`, the class of its drafters, implements decode.grow.Source.
+To add a head: docs/new-head.md, a folder with a subclass of Head (or of
+parallel.base.ParallelHead) and a YAML, here or in a package of one's own. Its `Drafts`, the
+class of its drafters, implements decode.grow.Source.
 
 A drafter's name is read by names.parse and nowhere else; `asked` adds what scripts/tune.py
 left, `resolve_drafter` makes the drafter. Not to be changed: the names of stored tensors and
@@ -36,7 +36,7 @@ from heads.batch import Batch, LossOut
 from heads.checkpoint import read_card, save_head, trained_for
 from heads.folders import find_head, head_in, is_plain
 from heads.names import Draft
-from heads.registry import HEADS, load_head
+from heads.registry import HEADS, head_class, kinds, load_head
 from heads.small_lm.plain import plain_folder, plain_model
 
 __all__ = [
@@ -50,8 +50,10 @@ __all__ = [
     "drafter_folders",
     "drafting_head",
     "find_head",
+    "head_class",
     "head_folder",
     "head_in",
+    "kinds",
     "load_head",
     "resolve_drafter",
     "save_head",

@@ -1,8 +1,7 @@
 """What every draft head is: a module that hangs on a frozen target, whose forward *is* its
 training loss.
 
-A new head is one file with a subclass of Head, one line in heads.registry and one YAML
-under conf/head.
+A new head is one folder, with a subclass of Head and a YAML (docs/new-head.md).
 
 Shape letters: B rows, T positions, D width of the target's features.
 """
@@ -37,7 +36,7 @@ __all__ = ["Batch", "Head", "HeadConfig", "LossOut"]
 class HeadConfig:
     """The keys every head has; `head=` YAMLs choose the rest."""
 
-    # which head: a key of heads.registry.HEADS
+    # which head (outrider ls heads)
     kind: str = ""
     # tree at temperature > 0: sampled = drawn without replacement on a static tree, fixed =
     # the most probable tokens

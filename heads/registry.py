@@ -1,12 +1,15 @@
-"""The table of heads: the only place where their names meet their classes, one line each."""
+"""The table of heads: the only place where their names meet their classes, one line each. Own
+packages bring further ones (docs/new-head.md)."""
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from pathlib import Path
 
+from conf import packages
 from conf.errors import UserError
 from decode.target import Target
-from heads.base import Head
+from heads.base import Head, HeadConfig
 from heads.block.head import DFlashHead, DSparkHead
 from heads.checkpoint import CARD, load_as, read_card
 from heads.eagle.eagle1 import Eagle1Head
@@ -28,16 +31,38 @@ HEADS: dict[str, type[Head]] = {
 }
 
 
+def head_class(kind: str, where: str = "head.kind") -> type[Head]:
+    """The class of a kind of head: one of ours, or what an installed package brings
+    (conf/packages.py), which is imported now. where: what names the kind, for an error.
+
+    Raises UserError for a kind that nobody brings, and for a package that is no good.
+    """
+    if kind in HEADS:
+        return HEADS[kind]
+    package = packages.find(kind)
+    if package is None:
+        known = ", ".join(kinds())
+        raise UserError(f"{where}: unknown kind of head {kind[:80]!r}; known: {known}")
+    made = package.load()
+    if not (isinstance(made, type) and issubclass(made, Head)):
+        raise package.wrong(f"names {package.point.value}, which is no subclass of heads.base.Head")
+    if made.kind != kind:
+        raise package.wrong(f"names {package.point.value}, whose kind is {made.kind!r}")
+    if not (is_dataclass(made.Config) and issubclass(made.Config, HeadConfig)):
+        raise package.wrong(f"names {package.point.value}, whose Config is no HeadConfig")
+    return made
+
+
+def kinds() -> list[str]:
+    """Every kind of head by name: ours, and what installed packages say they bring."""
+    return sorted({*HEADS, *(one.kind for one in packages.packaged())})
+
+
 def load_head(folder: Path | str, target: Target, relative: bool = False) -> Head:
     """The head in `folder` on the target's device, in the dtype it was trained in. relative:
     see heads.checkpoint.load_as.
 
-    Raises UserError for an unknown kind of head, and as heads.checkpoint.load_as does.
+    Raises UserError as head_class and heads.checkpoint.load_as do.
     """
-    kind = read_card(Path(folder))["kind"]
-    if kind not in HEADS:
-        raise UserError(
-            f"{Path(folder) / CARD}: unknown kind of head {kind[:80]!r}; known: "
-            f"{', '.join(sorted(HEADS))}"
-        )
-    return load_as(HEADS[kind], folder, target, relative)
+    kind = head_class(read_card(Path(folder))["kind"], str(Path(folder) / CARD))
+    return load_as(kind, folder, target, relative)

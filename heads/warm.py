@@ -27,7 +27,7 @@ from heads.checkpoint import read_card
 from heads.eagle.shape import LayerKeys
 from heads.folders import head_in
 from heads.layered import LayeredHead
-from heads.registry import HEADS, load_head
+from heads.registry import head_class, load_head
 
 # Weights by the last parts of their names that go by the heads of a parallel head: another number
 # of those is no other shape.
@@ -68,10 +68,11 @@ class Start:
             )
         card = read_card(folder)
         known = (kind, *STAGES.get(kind, ()))
-        if card["kind"] not in known or HEADS[card["kind"]].trains_target:
+        fit = [name for name in known if not head_class(name).trains_target]
+        if card["kind"] not in fit:
             raise UserError(
                 f"start: {path}: a {card['kind'][:80]} head cannot start a {kind} head; give one "
-                f"of kind {' or '.join(k for k in known if not HEADS[k].trains_target) or 'medusa'}"
+                f"of kind {' or '.join(fit) or 'medusa'}"
             )
         self.path, self.folder = path, folder
         self.sha256 = str(card["weights"]["sha256"])

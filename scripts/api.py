@@ -77,13 +77,12 @@ def train(head: str, *keys: str, processes: int = 1) -> Path:
     head: a name of `outrider ls heads`, or an entry point. Returns the run folder, which is a
     drafter's name. Raises UserError for an unknown head and for a run that ended with a code.
     """
-    entries = cli.trainers()
-    verb = entries.get(head) or cli.entry_point(head)
-    if verb is None:
-        known = {*entries, *cli.options("head")}
+    found = cli.trainer(head)
+    if found is None:
+        known = {*cli.trainers(), *cli.options("head")}
         raise UserError(f"{head}: no such head; {nearest(head, known)}")
-    words = [*([] if head in entries else [f"head={head}"]), *keys]
-    code = subprocess.call(cli.launched(verb, processes, words))
+    verb, chosen = found
+    code = subprocess.call(cli.launched(verb, processes, [*chosen, *keys]))
     if code:
         raise UserError(f"train {head}: ended with exit code {code}; see its message above")
     out = next((key.partition("=")[2] for key in keys if key.startswith("out_dir=")), "")

@@ -14,7 +14,6 @@ load neither torch nor transformers.
 from __future__ import annotations
 
 import ast
-import importlib
 import os
 import sys
 from collections.abc import Iterable
@@ -25,6 +24,7 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
+from conf import packages
 from conf.errors import UserError
 from scripts.common import light
 
@@ -82,12 +82,12 @@ def trainers() -> dict[str, Verb]:
 
 
 def options(group: str) -> dict[str, str]:
-    """The files of a folder of conf/ with their first comment for people, by name."""
+    """The files of a folder of conf/, also of packages', with their first comment for people."""
     found = {}
-    for path in sorted((CONF / group).glob("*.yaml")):
-        lines = path.read_text(encoding="utf-8").splitlines()
+    for name, path in sorted(packages.options(CONF, group).items()):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         said = (line[1:].strip() for line in lines if line.startswith("#"))
-        found[path.stem] = next((line for line in said if not line.startswith(MARKS)), "")
+        found[name] = next((line for line in said if not line.startswith(MARKS)), "")
     return found
 
 
@@ -99,22 +99,13 @@ def formats() -> list[str]:
     return []
 
 
-def entry_point(head: str) -> Verb | None:
-    """The entry point whose schema takes head=NAME; None where there is no such head. Imports
-    the entry points."""
-    from conf.schema import options_here
-
-    if head not in options("head"):
-        return None
-    first, sys.path[0] = sys.path[0], str(ROOT)  # importing an entry point sets it as well
-    try:
-        for name, verb in trainers().items():
-            module = importlib.import_module(f"train.{name}")
-            if head in options_here(CONF, "head", module.main.schema):
-                return verb
-    finally:
-        sys.path[0] = first
-    return None
+def trainer(name: str) -> tuple[Verb, list[str]] | None:
+    """(what trains `name`, a head or an entry point; the key that chooses the head); None where
+    there is neither."""
+    known = trainers()
+    if name in known:
+        return known[name], []
+    return (known["head"], [f"head={name}"]) if name in options("head") else None
 
 
 def _runnable(folder: Path) -> dict[str, Verb]:
@@ -249,32 +240,24 @@ class Train(Verbs):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command that trains `cmd_name`."""
-        known = trainers()
-        if cmd_name not in known and cmd_name not in options("head"):
+        found = trainer(cmd_name)
+        if found is None:
             return None
+        verb, head = found
 
         def run(launch: int, words: tuple[str, ...]) -> NoReturn:
-            if light.HELP & {*words}:
-                launch = 1
-                light.stand_in()  # before entry points are imported
-            verb = known.get(cmd_name)
-            head = [] if verb else [f"head={cmd_name}"]
-            verb = verb or entry_point(cmd_name)
-            if verb is None:
-                _no_such("head", cmd_name, self.list_commands(ctx))
-            become(launched(verb, launch, [*head, *words]))
+            become(launched(verb, 1 if light.HELP & {*words} else launch, [*head, *words]))
 
-        about = options("head").get(cmd_name) or known[cmd_name].about
+        about = options("head").get(cmd_name) or verb.about
         processes = click.Option(
             ["--launch"],
             type=click.IntRange(1),
             default=1,
             help="processes, by `accelerate launch`",
         )
-        config = cmd_name if cmd_name in known else "medusa"  # the keys of all runs are alike
         return click.Command(
             cmd_name,
-            params=[processes, Keys(config)],
+            params=[processes, Keys("head")],  # the keys of all runs are alike
             callback=run,
             help=about,
             short_help=about,

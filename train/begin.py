@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from decode.models.load import load_target
 from decode.target import Target
-from heads import HEADS, vocab
+from heads import head_class, vocab
 from heads.base import Head
 from heads.batch import hash_u63
 from heads.lora import Base
@@ -167,7 +167,7 @@ def prepared(cfg: TrainConfig) -> tuple[Target, Plan]:
 def measured(cfg: TrainConfig) -> tuple[TrainConfig, Target, Head, Plan]:
     """(`cfg` resolved, target, a whole fresh head, batches) for a measurement; what was settled
     is said on stderr."""
-    kind = HEADS[cfg.head.kind]
+    kind = head_class(cfg.head.kind)
     target, plan = prepared(cfg)
     counts = plan.rows.counts(target.vocab_size)
     made = resolve(whole(cfg, kind), kind, target, counts, plan.per_epoch)

@@ -34,7 +34,7 @@ from conf.errors import Interrupted
 from conf.rules import NotEmpty, OneOrMore, ZeroOrMore, one_of
 from conf.schema import entry
 from decode.models.load import DTYPES, TargetConfig, load_target
-from heads import HEADS
+from heads import kinds
 from train import launcher
 from train.config import DataConfig
 from train.signals import CODES, Stop
@@ -55,7 +55,7 @@ class CacheConfig:
     # folder to write or to continue
     out: NotEmpty
     # kinds of head that will read the features; their default taps are stored
-    heads: list[Annotated[str, one_of(HEADS)]] = field(default_factory=lambda: ["medusa", "eagle3"])
+    heads: list[str] = field(default_factory=lambda: ["medusa", "eagle3"])
     # further taps, hidden_states[k] of transformers
     taps: list[int] = field(default_factory=list)
     # dtype of the target, which must be that of the training run
@@ -71,6 +71,15 @@ class CacheConfig:
     shard_mb: OneOrMore = 256
     # cpu, cuda, or empty for what is there
     device: str = ""
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        known = kinds()
+        return [
+            f"heads: {name!r} is none of {', '.join(known)}; choose one"
+            for name in self.heads
+            if name not in known
+        ]
 
 
 def write(writer: Writer, rank: int, world: int, console: Console) -> bool:

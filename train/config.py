@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
+from omegaconf import DictConfig, OmegaConf
 
+from conf.errors import UserError
 from conf.rules import (
     AboveZero,
     BelowOne,
@@ -35,6 +37,7 @@ from heads.block.config import BlockConfig
 from heads.eagle.config import EagleConfig
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig
+from heads.registry import head_class
 from heads.small_lm.config import SmallLMConfig
 from train.measure.profile import problems as profile_problems
 
@@ -366,6 +369,24 @@ class HydraHeadsRun(TrainConfig):
     head: HydraHeadsConfig = field(default_factory=HydraHeadsConfig)
 
 
+@dataclass(frozen=True)
+class HeadRun(TrainConfig):
+    """A run of any kind of head, those of own packages too: conf/head.yaml."""
+
+    # the keys of conf/head/NAME.yaml; head=NAME chooses
+    head: dict[str, Any]  # type: ignore[assignment]
+
+    @classmethod
+    def exact(cls, cfg: DictConfig) -> type[TrainConfig]:
+        """The schema with the keys of the kind that `cfg` names. Raises UserError where it names
+        none that there is."""
+        if not cfg.get("head"):
+            return cls  # the key is missing
+        if (kind := OmegaConf.select(cfg, "head.kind")) is None:
+            raise UserError("head.kind: is required; choose a head by head=NAME")
+        return entry_of(str(kind))[1]
+
+
 # kind of head -> (the script under train/ that trains it, by whose name conf/ has its defaults,
 # and the schema of its keys)
 ENTRIES: dict[str, tuple[str, type[TrainConfig]]] = {
@@ -378,6 +399,20 @@ ENTRIES: dict[str, tuple[str, type[TrainConfig]]] = {
     "dspark": ("block", BlockRun),
     "small_lm": ("draft", DraftRun),
 }
+
+
+def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
+    """As ENTRIES has it, of any kind of head. Raises UserError for one that nobody brings."""
+    if kind in ENTRIES:
+        return ENTRIES[kind]
+    keys = head_class(kind).Config
+    made = dataclasses.make_dataclass(
+        HeadRun.__name__,
+        [("head", keys, field(default_factory=keys))],
+        bases=(TrainConfig,),
+        frozen=True,
+    )
+    return "head", made
 
 
 def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:

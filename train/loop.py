@@ -22,10 +22,10 @@ import torch
 from accelerate import Accelerator
 
 from conf.errors import UserError
-from heads import HEADS
 from heads.base import Head
 from heads.batch import hash_u63
 from heads.checkpoint import save_head
+from heads.registry import head_class
 from train import state as disk
 from train.begin import begin
 from train.config import TrainConfig
@@ -58,7 +58,7 @@ def fit(cfg: TrainConfig, kind: type[Head] | None = None) -> None:
     hold = locked(Path(cfg.out_dir)) if accelerator.is_main_process else nullcontext()
     try:
         with Stop() as stop, ending(accelerator, stop), hold as lock:
-            _fit(cfg, kind or HEADS[cfg.head.kind], accelerator, stop, lock)
+            _fit(cfg, kind or head_class(cfg.head.kind), accelerator, stop, lock)
     except Exception as error:
         if is_no_memory(error):
             raise UserError(no_memory(cfg, accelerator.num_processes)) from error

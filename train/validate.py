@@ -22,12 +22,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from conf.errors import UserError
 from conf.schema import entry
 from conf.typed import convert, raise_all
 from decode.models.load import load_target
 from decode.target import Target
-from heads import HEADS
+from heads import head_class
 from heads.base import Head
 from heads.batch import hash_u63
 from train import checks
@@ -47,10 +46,8 @@ class ValidateConfig(TrainConfig):
 
 def head_config(given: dict[str, Any]) -> Any:
     """The typed head keys. Raises UserError with every problem."""
-    kind = given.get("kind")
-    if kind not in HEADS:
-        raise UserError(f"head.kind: {kind!r} is no head; choose {', '.join(HEADS)}")
-    value, problems = convert(OmegaConf.create(given), HEADS[kind].Config)
+    kind = head_class(str(given.get("kind")))
+    value, problems = convert(OmegaConf.create(given), kind.Config)
     raise_all([f"head.{line}" for line in problems])
     return value
 
@@ -64,7 +61,7 @@ def with_head(cfg: ValidateConfig) -> TrainConfig:
 def main(cfg: ValidateConfig) -> int:
     """Run every check; a failed one does not stop the others."""
     run = with_head(cfg)
-    kind = HEADS[run.head.kind]
+    kind = head_class(run.head.kind)
     device_of(cfg)  # a GPU that is not there is said before anything is loaded
     print(f"[ok] configuration: {kind.kind}, every key known and in range", flush=True)
     target, plan = prepared(run)

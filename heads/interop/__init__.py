@@ -90,6 +90,11 @@ def find_layout(format: str, head: Head) -> Layout:
     if found is not None:
         return found
     works = [f for f, kind in LAYOUTS if kind == head.kind]
+    if not works:
+        raise UserError(
+            f"format={format}: no engine knows {head.kind} heads; decode with it here (evaluate, "
+            "serve)"
+        )
     if format == "transformers":
         reason = (
             f"only separate draft models are plain transformers folders, this is a {head.kind} head"
@@ -97,8 +102,7 @@ def find_layout(format: str, head: Head) -> Layout:
     else:
         reason = f"it has no layout for {head.kind} heads"
     raise UserError(
-        f"format={format}: {reason}; the nearest that is served: "
-        f"format={' or '.join(works) or 'none'}"
+        f"format={format}: {reason}; the nearest that is served: format={' or '.join(works)}"
     )
 
 

@@ -16,14 +16,14 @@ from conf.jsonl import records
 from conf.rules import AboveZero, NotNegative, OneOrMore
 from conf.schema import compose
 from conf.typed import from_json
-from heads import HEADS
+from heads import head_class
 from heads.checkpoint import read_card
 from heads.earlier import implied, without_gone
 from heads.folders import head_in
 from heads.lora import LoraKeys
 from scripts.common import files
 from scripts.fitting.config import FitConfig
-from train.config import ENTRIES, TrainConfig
+from train.config import TrainConfig, entry_of
 from train.loop import fit
 
 BUDGET = "budget.json"
@@ -70,14 +70,14 @@ def start_of(cfg: FitConfig) -> tuple[str, str, Any]:
         )
     card = read_card(folder)
     kind = str(card["kind"])
-    fitted = [name for name in ENTRIES if not HEADS[name].trains_target]
-    if kind not in fitted:
+    if head_class(kind, f"start: {folder}").trains_target:
         raise UserError(
-            f"start: {cfg.start}: a {kind[:80]} head is not fitted; give one of {', '.join(fitted)}"
+            f"start: {cfg.start}: a {kind[:80]} head is not fitted: its target moved with it; give "
+            "a head of a frozen target"
         )
     saved = card["head"].get("config")
     saved = without_gone(saved) | implied(card["head"]) if isinstance(saved, dict) else saved
-    keys, problems = from_json(saved, HEADS[kind].Config)
+    keys, problems = from_json(saved, head_class(kind).Config)
     if problems:
         raise UserError(f"start: {folder}: {problems[0].partition('; set ')[0]}; give a sound head")
     return kind, str(card["weights"]["sha256"]), keys
@@ -86,7 +86,7 @@ def start_of(cfg: FitConfig) -> tuple[str, str, Any]:
 def config(cfg: FitConfig, chats: Chats, out: Path, fresh: bool = False) -> TrainConfig:
     """The training run of a fit, its steps still open. fresh: from scratch."""
     kind, _, keys = start_of(cfg)
-    entry, schema = ENTRIES[kind]
+    entry, schema = entry_of(kind)
     usual: Any = compose(entry, schema, ["data=jsonl", "data.path=x", "out_dir=x", "steps=1"])
     own = {} if fresh or not keys.draft_vocab else {"draft_vocab": None}  # the start's own
     made: TrainConfig = replace(
@@ -132,7 +132,7 @@ def pilot(cfg: FitConfig, chats: Chats, out: Path) -> Budget:
     shutil.rmtree(folder, ignore_errors=True)  # seconds of a pilot that was cut short mean little
     evals = replace(run.eval, every=PILOT_STEPS, parity=0, patience=0)
     run = replace(run, steps=PILOT_STEPS, log_every=1, save_every=0, eval=evals)
-    fit(run, HEADS[run.head.kind])
+    fit(run)
     lines = records(folder / "metrics.jsonl")
     evaluated = [line for line in lines if line.get("event") == "eval"]
     if not evaluated:
@@ -172,7 +172,7 @@ def trained(cfg: FitConfig, chats: Chats, out: Path, budget: Budget, fresh: bool
     run = config(cfg, chats, out, fresh)
     evals = replace(run.eval, every=budget.every)
     run = replace(run, steps=budget.steps, save_every=budget.every, eval=evals)
-    fit(run, HEADS[run.head.kind])
+    fit(run)
     return out / "best"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from heads import HEADS, head_in
+from heads import head_in, kinds
 from heads.checkpoint import CARD, read_card
 from heads.folders import is_plain
 from heads.names import members, split
@@ -33,7 +33,7 @@ def expand(names: Sequence[str], runs: str, trees: bool) -> tuple[list[str], lis
     skipped: list[dict[str, str]] = []
     for name in names:
         try:
-            family = name in HEADS and not Path(name).exists()
+            family = name in kinds() and not Path(name).exists()
             found = _family(name, runs, skipped) if family else _folders(name)
         except UserError as error:
             skipped.append({"name": name, "reason": str(error)})

@@ -14,7 +14,7 @@ from decode.draft_model import DraftModel
 from decode.drafters import Drafter
 from decode.engine import Request, Run, generate
 from decode.target import Target
-from heads import HEADS, drafter_folders, head_folder, resolve_drafter
+from heads import drafter_folders, head_class, head_folder, kinds, resolve_drafter
 from heads.checkpoint import read_card, trained_for
 from heads.names import Draft, parse
 from scripts.common.clock import clock
@@ -208,8 +208,9 @@ def _tuned_by(card: dict[str, Any] | None) -> str:
     """Which training of its target a head belongs to; "" for heads of a frozen one and for all
     that are no heads.
     """
-    kind = HEADS.get(card["kind"]) if card else None
-    return str(card["sha256"]) if card and kind is not None and kind.trains_target else ""
+    if card is None or card["kind"] not in kinds() or not head_class(card["kind"]).trains_target:
+        return ""
+    return str(card["sha256"])
 
 
 def training(card: dict[str, Any] | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
-from heads import HEADS
+from heads import head_class
 from heads.base import Head, HeadConfig
 from heads.batch import Batch
 from heads.block.config import BlockConfig
@@ -125,7 +125,7 @@ def fresh(case: Case, dtype: str = "float32", **keys: Any) -> tuple[Target, Head
     """A fresh head of a fresh target: a head may tune its own. keys: of its config."""
     target, cfg = tiny_target(dtype, layers=2), replace(case.config, **keys)
     torch.manual_seed(0)
-    head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(target.vocab_size) + 1)
+    head = head_class(cfg.kind).for_target(target, cfg, torch.arange(target.vocab_size) + 1)
     return target, head.eval()
 
 

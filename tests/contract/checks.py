@@ -1,5 +1,5 @@
-"""The contract of heads/base.py, a function each; test_heads.py asks it of every case, and of
-a toy head that nobody registered."""
+"""The contract of heads/base.py, a function each; test_heads.py asks it of every case, __main__.py
+of any kind of head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from decode.price import Price
 from decode.sampling import Sampling
 from decode.tree import DraftTree
 from decode.union import Union
-from heads import HEADS, load_head, save_head
+from heads import head_class, load_head, save_head
 from heads.base import Head
 from heads.losses import LossWeights
 from heads.names import Draft
@@ -338,7 +338,7 @@ def starts_from_another(case: Case, folder: Path) -> None:
     for size in {case.config.draft_vocab, case.config.draft_vocab and 40}:  # type: ignore[attr-defined]
         cfg = replace(case.config, draft_vocab=size)  # type: ignore[call-arg]
         given = torch.arange(target.vocab_size) + 1 if size != 40 else start.counts(counts)
-        new = HEADS[old.kind].for_target(target, cfg, given).eval()
+        new = head_class(old.kind).for_target(target, cfg, given).eval()
         told = start.give(new)
         assert "starts from" in told and "fresh" not in told
         ids = [one.ids() if one.ids() is not None else torch.arange(260) for one in (old, new)]
@@ -352,3 +352,6 @@ def starts_from_another(case: Case, folder: Path) -> None:
         ):
             assert a[0].equal(b[0]) and a[1] == b[1]
             torch.testing.assert_close(b[2][:, there], a[2][:, here], rtol=1e-5, atol=1e-5)
+
+
+ON_DISK = (a_saved_head_drafts_the_same, starts_from_another)

@@ -1,20 +1,18 @@
-"""Every head keeps the contract, and so does one that costs a file, a line and a YAML."""
+"""Every head keeps the contract, and so does the one of docs/new-head.md, in a package of its own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from heads import HEADS
 from tests.contract import checks
-from tests.contract.cases import CASES, Case
-from tests.contract.toy import Toy
-from train.validate import head_config
+from tests.contract.__main__ import main
+from tests.contract.cases import CASES
+from tests.helpers.packages import blocks, installed
 
-HERE = Path(__file__).parent
-LONGEST = 40  # lines of a toy head
+LONGEST = 42  # lines of the page's head
 
 
 def test_every_head_of_the_table_is_a_case() -> None:
@@ -29,18 +27,16 @@ def test_contract(check, name: str) -> None:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_saved_head_drafts_the_same_and_another_starts_from_it(name: str, tmp_path: Path) -> None:
-    checks.a_saved_head_drafts_the_same(CASES[name], tmp_path / "saved")
-    checks.starts_from_another(CASES[name], tmp_path / "start")
+    for check in checks.ON_DISK:
+        check(CASES[name], tmp_path / check.__name__)
 
 
-def test_a_new_head_is_a_file_a_line_and_a_yaml(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_head_of_the_page_keeps_the_contract(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(HEADS, "toy", Toy)
-    given = OmegaConf.to_container(OmegaConf.load(HERE / "toy.yaml"))
-    case = Case(head_config(given), ("decay", 0.0), starts_as_lm_head=True)  # type: ignore[arg-type]
-    for check in checks.EVERY:
-        check(case)
-    checks.a_saved_head_drafts_the_same(case, tmp_path / "saved")
-    checks.starts_from_another(case, tmp_path / "start")
-    assert len((HERE / "toy.py").read_text().splitlines()) <= LONGEST
+    with installed(tmp_path / "site", monkeypatch):
+        line = next(line for line in blocks()["sh"].splitlines() if "tests.contract" in line)
+        main(line.split()[3:])
+        said = capsys.readouterr().out.splitlines()
+        assert said == [f"[ok] {c.__name__}" for c in (*checks.EVERY, *checks.ON_DISK)]
+    assert len(blocks()["python"].splitlines()) <= LONGEST

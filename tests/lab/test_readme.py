@@ -59,11 +59,9 @@ def as_script(words: list[str]) -> list[str]:
     if "--launch" in keys:
         at = keys.index("--launch")
         keys = [*keys[:at], *keys[at + 2 :]]
-    verb = cli.trainers().get(name)
-    if verb is None:
-        verb, keys = cli.entry_point(name), [f"head={name}", *keys]
-    assert verb is not None, name
-    return [str(verb.file.relative_to(files.ROOT)), *keys]
+    found = cli.trainer(name)
+    assert found is not None, name
+    return [str(found[0].file.relative_to(files.ROOT)), *found[1], *keys]
 
 
 def check(words: list[str]) -> None:

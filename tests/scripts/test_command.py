@@ -101,20 +101,23 @@ def test_the_verbs_are_the_files() -> None:
     assert sorted(grouped) == sorted({*table, "train", "ls"}), "every verb under one heading"
     assert {"forecast"} <= cli.extras().keys() and not cli.extras().keys() & table.keys()
     assert all(verb.about for verb in table.values()), "every file says what it is for"
-    assert {"medusa", "hydra_heads", "eagle", "block", "draft"} == cli.trainers().keys()
+    assert {"medusa", "hydra_heads", "eagle", "block", "draft", "head"} == cli.trainers().keys()
     names = click.Context(cli.application())
     train = cli.application().get_command(names, "train")
     assert isinstance(train, click.Group)
     assert {"medusa", "eagle1", "eagle3", "block", "draft"} <= set(train.list_commands(names))
 
 
-def test_a_head_is_trained_by_the_entry_point_whose_schema_takes_it() -> None:
-    for head in cli.options("head"):
-        verb = cli.entry_point(head)
-        assert verb is not None, head
+def test_a_head_is_trained_by_its_own_entry_point_or_by_the_one_for_all() -> None:
+    for name in {*cli.options("head"), *cli.trainers()}:
+        found = cli.trainer(name)
+        assert found is not None, name
+        verb, chosen = found
+        assert verb.file.stem == (name if name in cli.trainers() else "head")
         schema = importlib.import_module(f"train.{verb.file.stem}").main.schema
-        assert head in options_here(cli.CONF, "head", schema)
-    assert cli.entry_point("none-such") is None
+        heads = [word.partition("=")[2] for word in chosen]
+        assert set(heads) <= options_here(cli.CONF, "head", schema) and len(heads) < 2
+    assert cli.trainer("none-such") is None
 
 
 @pytest.fixture
@@ -149,7 +152,7 @@ def test_words_reach_the_file_as_they_are(
     python, train = sys.executable, ROOT / "train"
     assert taken[0] == [python, str(ROOT / "scripts/evaluate.py"), *keys]
     assert taken[1] == [python, str(ROOT / "scripts/import_head.py"), "from=x"]
-    assert taken[2] == [python, str(train / "eagle.py"), "head=eagle1", "steps=1", "--cfg", "job"]
+    assert taken[2] == [python, str(train / "head.py"), "head=eagle1", "steps=1", "--cfg", "job"]
     launcher, rest = taken[3][1], taken[3][2:]
     assert Path(launcher).name == "accelerate" and Path(launcher).exists()
     assert rest[:3] == ["launch", "--num_processes", "8"]

@@ -25,7 +25,7 @@ from conf.errors import UserError
 from decode.models.identity import sha256_remembered
 from decode.models.load import torch_dtype
 from decode.target import Target
-from heads import HEADS
+from heads import head_class
 from train.stored import features
 from train.stored.features import MANIFEST, PLAN, Shard, card_sha256, identity_of
 from train.texts.batches import Rows
@@ -36,7 +36,7 @@ def taps_of(cfg: Any, target: Target) -> tuple[int, ...]:
     logits follow; with law_top_k the latter is left out, if no head reads it."""
     wanted = set(cfg.taps) if cfg.law_top_k else {target.num_layers, *cfg.taps}
     for name in cfg.heads:
-        kind: Any = HEADS[name]
+        kind: Any = head_class(name, "heads")
         features.refuse(kind)
         own = (
             set(kind.choose_taps(target, kind.Config(kind=name)))

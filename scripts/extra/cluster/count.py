@@ -27,7 +27,7 @@ from conf.errors import UserError, first_line
 from decode.models.load import torch_dtype
 from decode.probe import layer_stack
 from decode.target import Target
-from heads import HEADS, losses
+from heads import head_class, losses
 from heads.base import Batch, Head
 from scripts.extra.cluster.models import Model
 from scripts.extra.cluster.phantom import Phantom, phantom
@@ -136,7 +136,7 @@ def count(asked: Asked) -> Counted:
     first = _passes(asked, few)
     if more == few:
         return first
-    if HEADS[asked.typed.kind].trains_target:
+    if head_class(asked.typed.kind).trains_target:
         return _carried_on(first, _passes(asked, more), (layers - more) / (more - few))
     second, third = _features(asked, few), _features(asked, more)
     steps = (layers - few) / (more - few)
@@ -254,7 +254,7 @@ def _head(ghost: Phantom, target: Target, typed: Any, dtype: str) -> Head:
     ghost.script["item"] = 0  # what is tried out while a head is made differs by nothing
     try:
         with ghost.within(HEAD):
-            head = HEADS[typed.kind].for_target(target, typed, counts)
+            head = head_class(typed.kind).for_target(target, typed, counts)
             if dtype == "float64":
                 head.double()
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:

@@ -19,7 +19,7 @@ from conf.errors import UserError
 from decode.models import memory, quantize
 from decode.models.facts import context_length
 from decode.models.load import torch_dtype
-from heads import HEADS
+from heads import head_class
 from scripts.extra.cluster.config import DryRunConfig
 from scripts.extra.cluster.count import (
     BATCH,
@@ -77,7 +77,7 @@ class Run:
     @property
     def can_shard(self) -> bool:
         """Whether the target's weights could be sharded, and are not."""
-        trains = HEADS[self.typed.kind].trains_target
+        trains = head_class(self.typed.kind).trains_target
         return self.cfg.gpus > 1 and not self.cfg.shard_target and not trains
 
     def changed(self, keys: dict[str, Any]) -> Run:
@@ -105,7 +105,7 @@ def _check(cfg: DryRunConfig, typed: Any) -> None:
     check_ranks(cfg, cfg.gpus)
     if cfg.shard_target and cfg.gpus == 1:
         raise UserError("shard_target: needs several processes; set gpus=8, or leave it out")
-    if cfg.shard_target and HEADS[typed.kind].trains_target:
+    if cfg.shard_target and head_class(typed.kind).trains_target:
         raise UserError(
             f"shard_target: {typed.kind} changes the target while it learns, and sharded weights "
             "are frozen; leave it out"

@@ -1,0 +1,40 @@
+"""Train a head of any kind, also one that an own package brings (docs/new-head.md).
+
+    accelerate launch train/head.py head=eagle3 target=smollm2 data=jsonl data.path=FILE \\
+        out_dir=runs/eagle3 steps=N
+
+What is learned is the head's own forward, which returns its loss, summed over supervised tokens,
+and their count (heads/base.py):
+
+    step:  g = sum over micro-batches and ranks of grad forward(batch, target).sum,
+           w <- AdamW(w, g / sum of forward(batch, target).count)
+
+The step stands in train/loop.py (train_step); train/medusa.py, eagle.py, hydra_heads.py, block.py
+and draft.py each train one family, and open with its formula.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# train/ stands first and would shadow libraries
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from train import launcher
+
+launcher.set_memory()
+
+from conf.schema import entry
+from train.config import HeadRun
+from train.loop import fit
+
+
+@entry("head", HeadRun, more=launcher.SAME)
+def main(cfg: HeadRun) -> None:
+    """Train."""
+    fit(cfg)
+
+
+if __name__ == "__main__":
+    launcher.run(main)
