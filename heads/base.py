@@ -71,6 +71,8 @@ class Head(Stored):
     rate_narrows: whether its learning rate goes down with the width of the target.
     takes_stored_law: whether it can learn from the k most probable tokens in place of the
         target's last feature.
+    served_as: the kind of ours as which engines run it, whose weights it has and as which it
+        drafts; "": its own.
     why: a draft may not be deeper than `deepest`, for the error about it.
     step: of the run, 0-based.
     """
@@ -83,6 +85,7 @@ class Head(Stored):
     packs: ClassVar[bool] = False
     rate_narrows: ClassVar[bool] = True
     takes_stored_law: ClassVar[bool] = False
+    served_as: ClassVar[str] = ""
     why: ClassVar[str] = ""
     taps: tuple[int, ...] = ()
     step = 0
