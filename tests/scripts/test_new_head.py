@@ -83,7 +83,7 @@ from dataclasses import dataclass
 from heads.losses import LossWeights
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 
-@dataclass
+@dataclass(frozen=True)
 class TurnConfig(MedusaConfig):
     kind: str = "turn"
     lean: float = 0.0
