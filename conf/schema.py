@@ -348,6 +348,7 @@ def _help(
     composed, problems = _compose(name, schema, chosen, conf_dir)
     if composed is None:
         raise_all(problems)
+        raise AssertionError("a failed composition names its problem")
     here: Any = OmegaConf.to_container(composed)
     with contextlib.suppress(UserError):  # a choice is missing, and so are the keys behind it
         schema = exact(schema, composed)
