@@ -21,7 +21,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode import waits
-from decode.stateless import Processor, refuse_state
+from decode.models.processors import Processor, refuse_state
 from decode.tree import DraftTree
 
 _FIRST_CANDIDATES = 256  # enough for nearly every truncated law; more are fetched where it is not

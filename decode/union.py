@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from decode.drafters import Drafter
-from decode.listed import listed
+from decode.ngram import listed
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree

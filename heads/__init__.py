@@ -24,12 +24,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from conf.errors import UserError
-from decode.adaptive import Adaptive
-from decode.drafters import DEPTH, Drafter, NGram, NoDraft
-from decode.monitor import Alert, Monitor
+from decode.drafters import Drafter, NGram, NoDraft
+from decode.ngram import DEPTH
 from decode.price import Price
 from decode.target import Target
 from decode.union import Union
+from decode.wrapped import Adaptive, Alert, Monitor
 from heads import names, tuned
 from heads.base import Head, HeadConfig
 from heads.batch import Batch, LossOut
@@ -70,12 +70,12 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     Where scripts/tune.py has left its choice in the head's folder, that is how the head
     drafts; "@chain:4" or "@tree:16" (levels, nodes; "ngram@4" too) ask for something else.
     "@monitor" behind a tuned drafter warns when a request stays below break-even, "@fallback"
-    decodes it plainly then (decode.monitor). Where T > 0 a head or model draws the candidates
+    decodes it plainly then (decode.wrapped). Where T > 0 a head or model draws the candidates
     of its tree without replacement ("@sampled" behind it, or its tree, asks for it where
     head.tree_draw was fixed); "@fixed" takes the most probable ones instead. "@adaptive"
     behind any of them but "none" chooses the size of the draft at every step: at the price that
     scripts/tune.py has left, by the confidence of the moment (decode.price), else as deep as the
-    acceptance of the row so far (decode.adaptive). The drafter's name is `spec`. Raises UserError
+    acceptance of the row so far (decode.wrapped). The drafter's name is `spec`. Raises UserError
     for anything else, for a tree on a target that takes chains only, for a head of another target,
     and for a model with another tokenizer.
     """

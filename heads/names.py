@@ -3,7 +3,7 @@
 SOURCE is none, ngram, a folder (of a run, a head or a model) or a Hugging Face repository.
 SHAPE is chain or tree, chain:K (levels) or tree:N (nodes); ngram is a chain or a tree too, and
 its chain is asked for by a bare K. DRAW is sampled or fixed: how a tree's candidates are taken
-where T > 0. WATCH is monitor or fallback (decode.monitor). A folder may have "@" in its path: of
+where T > 0. WATCH is monitor or fallback (decode.wrapped). A folder may have "@" in its path: of
 all readings, the longest source that exists counts.
 
 A+B joins the drafts of two drafters or more into one tree (decode.union):

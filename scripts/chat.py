@@ -27,7 +27,7 @@ from conf.rules import NotNegative, OneOrMore, Seed, one_of
 from conf.schema import entry
 from decode.engine import Request, Run, generate
 from decode.models.load import DTYPES, TargetConfig, load_target
-from decode.monitor import Monitor
+from decode.wrapped import Monitor
 from heads import asked, resolve_drafter
 from scripts.common.prompts import chat_ids
 from scripts.common.sampling_keys import SamplingKeys

@@ -127,7 +127,7 @@ LINES = 60  # of a function, at most
 # heads/eagle/modules.py, heads/eagle/merged.py). Lines may only become fewer.
 ALGORITHM = (
     *("verify", "residual", "siblings", "engine", "tree", "layout", "grow", "sampling"),
-    *("rng", "records", "scorer", "target", "cache", "masks", "attention", "drafter"),
+    *("rng", "records", "scorer", "target", "cache", "masks", "attention", "drafters"),
 )
 SHARED = (
     *(f"decode/{name}.py" for name in ALGORITHM),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.errors import UserError
-from decode.drafter import Drafter
+from decode.drafters import Drafter
 from decode.models.load import torch_dtype
 from decode.rng import Rng
 from decode.sampling import Sampling

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from decode.adaptive import Adaptive
 from decode.drafters import DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
+from decode.wrapped import Adaptive
 from heads import resolve_drafter
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.engine_law import Counted, TableDrafter, engine_law, toy_model

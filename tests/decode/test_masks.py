@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode.draft_masks import scratch
+from decode.draft_model import scratch
 from decode.layout import Layout
 from decode.masks import FULL, Reach, TreeMasks
 from decode.tree import DraftTree, TreeShape

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from decode.drafters import DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
-from decode.monitor import Alert, Monitor
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
+from decode.wrapped import Alert, Monitor
 from scripts.proofs.engine_law import Counted, engine_law, toy_model
 
 ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 26, id=i) for i in range(3)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from decode.drafters import NGram
+from decode.ngram import COUNTED, GOES_ON, SuffixAutomaton
 from decode.sampling import Sampling
-from decode.suffix import COUNTED, GOES_ON, SuffixAutomaton
 
 
 def ends_of(text: list[int], length: int) -> list[int]:

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from decode.adaptive import Adaptive
 from decode.drafters import Drafter, DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.grow import Form
-from decode.listed import listed
 from decode.live import LiveBatch, Room
+from decode.ngram import listed
 from decode.price import Price
 from decode.rng import Rng
 from decode.sampling import Law, Sampling
@@ -25,6 +24,7 @@ from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from decode.union import Union, joined
 from decode.verify import RULES, Verdict, rejection, traversal, verify
+from decode.wrapped import Adaptive
 from heads import drafter_folders, resolve_drafter, save_head
 from heads.names import Draft, parse
 from scripts.certify import about_drafter

@@ -13,13 +13,12 @@ import torch
 
 from conf.errors import UserError
 from conf.typed import from_json
-from decode.adaptive import Adaptive
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
-from decode.monitor import Monitor
 from decode.price import Price
 from decode.sampling import Sampling
 from decode.target import Target
+from decode.wrapped import Adaptive, Monitor
 from heads import HEADS, asked, resolve_drafter, save_head
 from heads.eagle.config import EagleConfig
 from heads.names import Draft

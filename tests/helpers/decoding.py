@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from decode.drafter import Drafter
+from decode.drafters import Drafter
 from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.target import Target

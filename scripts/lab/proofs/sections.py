@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from conf.rules import SEEDS
-from decode.adaptive import Adaptive
 from decode.drafters import DraftModel, NoDraft
 from decode.grow import Form
 from decode.price import Price
 from decode.sampling import Sampling
 from decode.tree import TreeShape
 from decode.verify import RULES, walk
+from decode.wrapped import Adaptive
 from scripts.common.memo import Memo
 from scripts.common.progress import OnProgress, named
 from scripts.lab.proofs.confident import ConfidentTable

@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.adaptive import Adaptive
 from decode.drafters import Drafter
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from decode.verify import RULES
-from decode.wrapped import Wrapped
+from decode.wrapped import Adaptive, Wrapped
 from scripts.common.memo import Memo
 from scripts.common.progress import OnProgress, named
 from scripts.proofs.controls import drafters as wrong_drafters

@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decode.adaptive import Adaptive
 from decode.price import pruned
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree
+from decode.wrapped import Adaptive
 
 
 class Anticipating(Adaptive):
