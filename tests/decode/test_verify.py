@@ -227,6 +227,18 @@ def test_perfect_draft_is_accepted_whole() -> None:
             assert ((verdict.bonus >= 0) & (verdict.bonus < 50)).all()
 
 
+@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
+def test_padding_is_nobodys_child(free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's draft ends before a node that the target would have taken."""
+    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    tree = DraftTree.chain(torch.tensor([[3, 5], [3, 5]]), torch.tensor([1, 2]))
+    logits = torch.zeros(2, 3, 8)
+    logits[:, 0, 3] = logits[:, 1, 5] = logits[:, 2, 7] = 9.0
+    rng = Rng(0, torch.arange(2), torch.zeros(2, dtype=torch.int64))
+    verdict = verify(tree, Law(Sampling(0.0), logits, tree), rng)
+    assert verdict.path.tolist() == [[0, -1], [0, 1]] and verdict.bonus.tolist() == [5, 7]
+
+
 def test_laziness() -> None:
     """Top-down computes only the laws it walks."""
     shape = TreeShape.of([[i] for i in range(8)])
