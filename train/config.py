@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -31,6 +32,7 @@ from conf.rules import (
     ZeroOrMore,
     one_of,
 )
+from conf.typed import default
 from decode.models.load import DTYPES, TargetConfig
 from heads.base import HeadConfig
 from heads.block.config import BlockConfig
@@ -415,30 +417,24 @@ def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
     return "head", made
 
 
-def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of a config dataclass."""
-    found: dict[str, Any] = {}
+def _leaves(cfg: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
     for item in dataclasses.fields(cfg):
         value = getattr(cfg, item.name)
         if dataclasses.is_dataclass(value):
-            found |= flat(value, f"{prefix}{item.name}.")
+            yield from _leaves(value, f"{prefix}{item.name}.")
         else:
-            found[prefix + item.name] = value
-    return found
+            yield prefix + item.name, item, value
 
 
-def defaults(cfg: Any, prefix: str = "") -> dict[str, Any]:
+def flat(cfg: Any) -> dict[str, Any]:
+    """Dotted key -> value of a config dataclass."""
+    return {key: value for key, _, value in _leaves(cfg)}
+
+
+def defaults(cfg: Any) -> dict[str, Any]:
     """Dotted key -> default of every key of a config dataclass that has one."""
-    found: dict[str, Any] = {}
-    for item in dataclasses.fields(cfg):
-        value = getattr(cfg, item.name)
-        if dataclasses.is_dataclass(value):
-            found |= defaults(value, f"{prefix}{item.name}.")
-        elif item.default is not dataclasses.MISSING:
-            found[prefix + item.name] = item.default
-        elif item.default_factory is not dataclasses.MISSING:
-            found[prefix + item.name] = item.default_factory()
-    return found
+    found = {key: default(item) for key, item, _ in _leaves(cfg)}
+    return {key: value for key, value in found.items() if value is not dataclasses.MISSING}
 
 
 def is_logistics(key: str) -> bool:
