@@ -7,10 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from scripts.lab.pages import serves
-from scripts.lab.serving import llamacpp, llamacpp_cases, race, sampled
+from scripts.lab.serving import llamacpp, llamacpp_cases, sampled
 from scripts.reports.block import md_table
 
 PAPER = {
@@ -84,10 +82,3 @@ def test_the_file_of_another_target_is_made_again(tmp_path: Path) -> None:
         (tmp_path / "target-float32/outrider.json").write_text(json.dumps(about))
         llamacpp.target_file(stage, "float32")
         assert len(made) == count
-
-
-def test_an_engine_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        race.main(["engine=nowhere/python"])
-    assert stop.value.code == 2
-    assert "`make engines ONLY=llamacpp` builds it" in capsys.readouterr().err

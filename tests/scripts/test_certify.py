@@ -735,13 +735,6 @@ def test_command_finds_a_broken_verifier(
     assert paper["reasons"][0].startswith("layer exact: output law off by")
 
 
-def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert command(tmp_path / "x", "drafter=nowhere")[0] == 2
-    assert "nowhere" in capsys.readouterr().err
-    assert command(tmp_path / "x")[0] == 2 and "drafter" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
-
-
 def test_settings_survive_in_the_plan() -> None:
     cfg = certify.CertifyConfig(out="x", drafter="none", temperature=0.6, top_p=0.9)
     assert cfg.sampling() == Sampling(0.6, top_p=0.9) and faults(cfg) == []

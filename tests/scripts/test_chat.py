@@ -127,22 +127,6 @@ def test_drafter_does_not_change_greedy_answers(monkeypatch, capsys) -> None:
     assert answers[0] == answers[1] != ""
 
 
-@pytest.mark.parametrize(
-    "keys, word",
-    [
-        (["drafter=runs/none-such"], "drafters: runs/none-such"),
-        (["temperature=-1"], "temperature"),
-        (["max_new_tokens=0"], "max_new_tokens"),
-        (["dtype=int8"], "dtype"),
-        (["colour=red"], "colour"),
-    ],
-)
-def test_mistakes_are_one_line(monkeypatch, capsys, keys: list[str], word: str) -> None:
-    code, _, err = talk(monkeypatch, capsys, "hi\n", *keys)
-    assert code == 2 and word in err and "Traceback" not in err
-    assert len(err.strip().splitlines()) == 1
-
-
 def test_message_longer_than_the_context(monkeypatch, capsys) -> None:
     code, _, err = talk(monkeypatch, capsys, "x" * 400 + "\n", "target.context=128")
     assert code == 2 and "message: " in err and "context holds 128" in err

@@ -186,27 +186,6 @@ def test_nothing_is_confirmed_on_a_cpu() -> None:
     assert first_gpu.confirmed({**far, "training": {"passed": False}}) == ["kernels", "decoding"]
 
 
-@pytest.mark.parametrize(
-    "keys, said",
-    [
-        (["device=gpu"], "device: 'gpu'"),
-        (["dtype=float16"], "dtype: 'float16'"),
-        (["steps=1"], "steps: 1 is below 4"),
-        (["out="], "out: is empty"),
-        (['keys=["steps=3"]'], "keys: 'steps=3'"),
-        (["keys=[nothing]"], "keys: 'nothing'"),
-        (["device=cuda:99"], "device: cuda:99 asked for, and torch does not see it"),
-        (["device=cpu", 'keys=["optim.lrr=3"]'], "optim.lr"),
-    ],
-)
-def test_mistakes_are_told_before_anything_runs(
-    keys: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert code_of(first_gpu.main, f"work={tmp_path / 'work'}", *keys) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "work" / "run").exists()
-
-
 @pytest.mark.slow
 def test_the_first_ten_minutes_on_a_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

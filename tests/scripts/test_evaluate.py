@@ -202,25 +202,6 @@ def test_several_settings_are_kept_as_they_come(
 
 
 @pytest.mark.parametrize(
-    "overrides, words",
-    [
-        (["prompts=absent.jsonl"], "absent.jsonl"),
-        (["temperature=-1", "top_p=0"], "temperature: -1 is below 0"),
-        (["drafterz=[none]"], "did you mean drafters?"),
-        (["categories=[poems]"], "poems"),
-        (["dtype=int8"], "int8"),
-    ],
-)
-def test_mistakes_are_one_line(
-    tmp_path: Path, capsys: Any, overrides: list[str], words: str
-) -> None:
-    assert run(f"prompts={prompts_file(tmp_path)}", f"out={tmp_path}/out", *overrides) == 2
-    shown = capsys.readouterr().err
-    assert words in shown and "Traceback" not in shown
-    assert not (tmp_path / "out" / "report.json").exists()
-
-
-@pytest.mark.parametrize(
     "spec, words",
     [
         ("RUNS/medusa@tre", "unknown shape 'tre'; did you mean RUNS/medusa@tree?"),

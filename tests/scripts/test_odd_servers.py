@@ -224,20 +224,6 @@ def test_what_a_server_does_not_tell_is_not_claimed(tmp_path: Path) -> None:
     assert "x" in (tmp_path / "out/report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["x@http://me:secret@h:1", "x@http://h:1?key=secret", "x@http://h:1@chain", "x@http:///v1"],
-)
-def test_an_address_that_is_none_is_refused_before_anything_is_written(
-    tmp_path: Path, capsys, name: str
-) -> None:
-    for key in ("drafters", "candidates"):
-        code, report = scored(tmp_path, f"{key}=['{name}']")
-        said = capsys.readouterr().err
-        assert code == 2 and not report, said
-        assert f"{key}: x@: its address" in said and "secret" not in said
-
-
 def test_names_of_servers_are_no_folders() -> None:
     assert names.wrong_address("x@http://h:1/v1") == names.wrong_address("runs/a@chain") == ""
     assert names.wrong_address("x@http://h:port") and names.wrong_address("x@http://:80/v1")

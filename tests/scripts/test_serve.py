@@ -524,27 +524,6 @@ def test_every_key_is_read(target: Target) -> None:
 # -- the command
 
 
-@pytest.mark.parametrize(
-    "keys, told",
-    [
-        (
-            ["host=0.0.0.0"],
-            "host: 0.0.0.0 can be reached from other machines, and OUTRIDER_API_KEY is empty",
-        ),
-        (["drafters=[runs/none-such]", "port=0"], "drafters: runs/none-such"),
-        (["longest=99999", "port=0"], "longest: 99999 exceeds the target's context"),
-    ],
-)
-def test_mistakes_of_the_command_are_one_line(
-    keys: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
-    with pytest.raises(SystemExit) as end:
-        serve.main(["target=tiny", "dtype=float32", *keys])
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and told in err and len(err.strip().splitlines()) == 1
-
-
 def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

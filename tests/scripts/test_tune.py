@@ -175,23 +175,3 @@ def test_drawn_trees_are_measured_where_nothing_can_be_replayed(
     left = json.loads((head / DECODE).read_text())
     drafter: Any = resolve_drafter(f"{head}@tree", target)
     assert left["tree"]["nodes"] == drafter.max_nodes and drafter.form.drawn
-
-
-@pytest.mark.parametrize(
-    "overrides, key",
-    [
-        (["drafter=none"], "drafter"),
-        (["drafter=ngram@tree"], "drafter"),
-        (["drafter=runs/no"], "drafter"),
-        (["drafter=ngram+runs/no"], "drafter"),
-        (["drafter=ngram", "confirm=0"], "confirm"),
-        (["drafter=ngram", "prompts=no.jsonl"], "prompts"),
-        (["drafter=ngram", "curve_batches=[0]"], "curve_batches"),
-        (["drafter=ngram", "verify=x"], "verify"),
-    ],
-)
-def test_mistakes_are_one_line(tmp_path: Path, capsys: Any, overrides: list[str], key: str) -> None:
-    assert run(f"out={tmp_path}/out", *overrides) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: {key}") and told.count("\n") == 1
-    assert not (tmp_path / "out" / "tune.json").exists()

@@ -291,23 +291,6 @@ def command(capsys, *args: str) -> tuple[int, str]:
     return caught.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ("+typo=1", "typo"),
-        ("batch_size=999", "batch_size: 999"),
-        ("data.path=nowhere.jsonl", "data.path: no such file"),
-        ("target.arch=nothing", "target.arch"),
-    ],
-)
-def test_mistakes_are_told_in_a_line(
-    data: Path, tmp_path: Path, capsys, change: str, said: str
-) -> None:
-    code, text = command(capsys, *overrides(data, tmp_path / "run"), change)
-    assert code == 2 and text.startswith("error: ") and said in text and "Traceback" not in text
-    assert not list((tmp_path / "run").glob("**/*.safetensors"))
-
-
 def test_every_mistake_of_a_command_line_is_told_at_once(
     data: Path, tmp_path: Path, capsys
 ) -> None:

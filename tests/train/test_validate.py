@@ -78,34 +78,6 @@ def test_sound_heads_pass_every_check(tmp_path: Path, capsys, kind: str) -> None
     assert "FLOP per token" in out and "frozen" in out and "cycles of the engine" in out
 
 
-@pytest.mark.parametrize(
-    "keys, said",
-    [
-        (["start=nothing"], "start: nothing: no head there"),
-        (["head.lora.rank=2"], "head.lora.rank: 2 learns on a head that stays frozen"),
-    ],
-)
-def test_a_start_is_tried_before_a_run_pays_for_it(tmp_path: Path, capsys, keys, said) -> None:
-    data = chats(tmp_path / "data.jsonl")
-    code, _, err = command(capsys, data, "head=medusa", *KINDS["medusa"], *keys)
-    assert code == 2 and said in err
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ("head.kind=meduza", "head.kind: 'meduza'"),
-        ("head.heads=0", "head.heads: 0"),
-        ("head.typo=1", "head.typo"),
-        ("data.path=none.jsonl", "data.path: no such file"),
-        ("steps=0", "steps: is required"),
-    ],
-)
-def test_mistakes_are_told_in_a_line(tmp_path: Path, capsys, change: str, said: str) -> None:
-    code, _, err = command(capsys, chats(tmp_path / "data.jsonl"), change)
-    assert code == 2 and err.startswith("error: ") and said in err
-
-
 def test_the_command_is_the_script(tmp_path: Path) -> None:
     words = "target=tiny", "data.path=none.jsonl", "steps=0"
     said = tmp_path / "said"
