@@ -45,6 +45,7 @@ from conf import packages
 from conf.errors import CheckFailed, Interrupted, UserError
 from conf.typed import (
     convert,
+    default,
     docs,
     key_of,
     keys,
@@ -124,30 +125,16 @@ def entry(
         @functools.wraps(main)
         def command(argv: Sequence[str] | None = None) -> None:
             args = list(sys.argv[1:] if argv is None else argv)
+            act = functools.partial(_run, main, config_name, schema, conf_dir, args)
             if {"-h", "--help"} & set(args):
-                chosen = [a for a in args if group_options(conf_dir, a.partition("=")[0])]
-                tell = functools.partial(_tell, main, config_name, schema, more, conf_dir, chosen)
-                sys.exit(_guarded(tell))
-            sys.exit(_guarded(functools.partial(_run, main, config_name, schema, conf_dir, args)))
+                act = functools.partial(_help, main, config_name, schema, conf_dir, args, more)
+            sys.exit(_guarded(act))
 
         command.schema = schema  # type: ignore[attr-defined]
         command.config_name = config_name  # type: ignore[attr-defined]
         return command
 
     return decorate
-
-
-def _tell(
-    main: Callable[[Any], Any],
-    name: str,
-    schema: type,
-    more: str | Callable[[], str],
-    conf_dir: Path,
-    chosen: list[str],
-) -> int:
-    told = more() if callable(more) else more
-    _say(_help(main, name, schema, conf_dir, told, chosen), sys.stdout)
-    return 0
 
 
 def _run(
@@ -163,10 +150,8 @@ def _run(
     first = next((i for i, a in enumerate(args) if "=" in a and not a.startswith("-")), len(args))
     saved = sys.argv
     with tempfile.TemporaryDirectory() as sweep:  # where Hydra drops its multirun.yaml
-        overrides = [
-            f"hydra.sweep.dir={sweep}",
-            *QUIET,
-        ]  # must stand beside the user's own for argparse
+        # They must stand beside the user's own for argparse.
+        overrides = [f"hydra.sweep.dir={sweep}", *QUIET]
         sys.argv = [saved[0], *args[:first], *overrides, *args[first:]]
         _show_packages()
         try:
@@ -342,9 +327,10 @@ def _help(
     name: str,
     schema: type,
     conf_dir: Path,
-    more: str,
-    chosen: list[str],
-) -> str:
+    args: list[str],
+    more: str | Callable[[], str],
+) -> int:
+    chosen = [a for a in args if group_options(conf_dir, a.partition("=")[0])]
     composed, problems = _compose(name, schema, chosen, conf_dir)
     if composed is None:
         raise_all(problems)
@@ -357,14 +343,15 @@ def _help(
     )
     groups = sorted(str(key) for item in defaults if isinstance(item, DictConfig) for key in item)
     lines = [(sys.modules[main.__module__].__doc__ or name).strip(), ""]
-    if more:
-        lines += [more, ""]
+    if said := more() if callable(more) else more:
+        lines += [said, ""]
     if groups:
         lines += ["Groups (GROUP=OPTION):"]
         lines += [f"  {g}={'|'.join(sorted(options_here(conf_dir, g, schema)))}" for g in groups]
         lines += [""]
     lines += ["Keys (KEY=VALUE, here with their defaults):", *_rows(schema, here)]
-    return "\n".join(lines)
+    _say("\n".join(lines), sys.stdout)
+    return 0
 
 
 def _rows(schema: type, here: dict[str, Any], prefix: str = "") -> list[str]:
@@ -375,16 +362,10 @@ def _rows(schema: type, here: dict[str, Any], prefix: str = "") -> list[str]:
             rows += _rows(nested, here.get(field.name) or {}, f"{prefix}{field.name}.")
             continue
         key = prefix + key_of(field.name)
-        value = (
-            field.default
-            if field.default_factory is dataclasses.MISSING
-            else field.default_factory()
-        )
-        value = here.get(key_of(field.name), value)  # the YAML files win over the schema
-        default = (
-            "(required)" if value is dataclasses.MISSING or value == "???" else f"={_shown(value)}"
-        )
-        rows.append(f"  {key}{default}  {about.get(field.name, '')}".rstrip())
+        value = here.get(key_of(field.name), default(field))  # the YAML files win over the schema
+        needed = value is dataclasses.MISSING or value == "???"
+        shown = "(required)" if needed else f"={_shown(value)}"
+        rows.append(f"  {key}{shown}  {about.get(field.name, '')}".rstrip())
     return rows
 
 
