@@ -46,8 +46,12 @@ class LevelByLevel:
     law: Law
 
     def batches(self, missing: Callable[[], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows and slots [R] to read one after the other, until `missing` [B, N + 1] is empty."""
-        for _ in range(self.tree.layout.levels + 1):
+        """Rows and slots [R] to read one after the other: the roots, then what is `missing` [B, N +
+        1] until nothing is."""
+        rows = torch.arange(len(self.tree.tokens), device=self.tree.tokens.device)
+        slots = torch.zeros_like(rows)
+        yield rows, slots
+        for _ in range(self.tree.layout.levels):
             rows, slots = missing().nonzero(as_tuple=True)
             if not rows.numel():
                 return

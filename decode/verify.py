@@ -175,22 +175,19 @@ def walk(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     drawn = tree.tokens.new_full((tree.tokens.shape[0], tree.width + 1), -1)
     node, up = torch.arange(tree.width, device=drawn.device), tree.parents + 1
     tokens = torch.where(node < tree.size[:, None], tree.tokens, -2)  # padding is nobody's child
+    on = drawn == 0  # [B, N + 1] bool, slots whose node and all above it were drawn: none yet
 
-    def on_path() -> Tensor:
-        """[B, N + 1] bool, slots whose node and all above it were drawn."""
-        wrong = drawn.gather(1, up) != tokens
-        return ~(tree.layout.mask[:, :, 1:] & wrong[:, None]).any(2)
+    def missing() -> Tensor:
+        return on & (drawn < 0)
 
     frontier = LevelByLevel(tree, law) if waits.free(drawn) else AtOnce(tree, law)
-    lawless = []
-    for rows, slots in frontier.batches(lambda: on_path() & (drawn < 0)):
-        support, bad = law.read(rows, slots)
+    for rows, slots in frontier.batches(missing):
+        support, lawless = law.read(rows, slots)
         drawn[rows, slots] = support.token(rng.draw(support.probs, rows, slots - 1))
-        lawless.append((rows, slots, bad))
-    found = on_path()
-    for rows, slots, bad in lawless:
-        law.miss(rows, slots, bad & found[rows, slots])
-    end = torch.where(found, tree.positions(), -1).argmax(1)
+        wrong = drawn.gather(1, up) != tokens
+        on = ~(tree.layout.mask[:, :, 1:] & wrong[:, None]).any(2)
+        law.miss(rows, slots, lawless & on[rows, slots])
+    end = torch.where(on, tree.positions(), -1).argmax(1)
     return _verdict(tree, end, drawn.gather(1, end[:, None])[:, 0])
 
 
