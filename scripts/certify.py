@@ -212,13 +212,13 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     with Steps(*columns(44), quiet=cfg.quiet) as bar:
         if memo.resumed:
             bar.console.print(f"going on with {out / 'unfinished'}", highlight=False)
-        on_progress = by_name(bar)
-        world = certificate.open_world(target, prompts, plan, on_progress, memo)
-        plan = _sized(cfg, world, plan, bar, memo)
-        found = certificate.layers(world, drafter, plan, on_progress, memo)
+        world = certificate.open_world(target, prompts, plan, by_name(bar), memo)
+        plan = _sized(cfg, world, bar)
+        world = replace(world, plan=plan)
+        found = certificate.layers(world, drafter)
         negative = controls.counted(borrowed, plan)
         if cfg.controls == "run":
-            negative = controls.run(world, plan, on_progress, memo)
+            negative = controls.run(world)
     verdict, reasons = certificate.verdict(found.layers, negative, found.power, cfg.detect)
     paper = {
         "format": 3,
@@ -241,17 +241,17 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     files.write_json(out / "certificate.json", paper)
     if verdict != "undecided":
         memo.clear()
-    print(certificate_page.summary(paper, out))
+    certificate_page.table(paper).show()
+    print(f"{out / 'certificate.html'} ({paper['seconds']:.0f} s)")
     return CODES[verdict]
 
 
-def _sized(
-    cfg: CertifyConfig, world: certificate.World, plan: certificate.Plan, bar: Steps, memo: Memo
-) -> certificate.Plan:
+def _sized(cfg: CertifyConfig, world: certificate.World, bar: Steps) -> certificate.Plan:
     """The plan with its number of tokens, which is said with the reason and the time it takes."""
+    plan = world.plan
     if cfg.tokens is not None or plan.sampling.greedy:
         return plan
-    size = certificate.sized(world, plan, cfg.most_tokens, by_name(bar), memo)
+    size = certificate.sized(world, cfg.most_tokens)
     asked = f"a bias of detect={cfg.detect:g} (total variation)"
     why = f"so many surely find {asked}"
     if not size.reached:
@@ -409,8 +409,7 @@ def server(cfg: CertifyServerConfig) -> int:
         files.write_json(out / "certificate.json", paper)
         if paper["verdict"] != "undecided":
             memo.clear()
-        for line in server_certificate.told(paper):
-            print(line)
+        certificate_page.table(paper).show()
         return CODES[paper["verdict"]]
 
 

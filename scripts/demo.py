@@ -26,12 +26,12 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.console import Console
-from rich.table import Table
 
 from conf.schema import entry
 from scripts.common import files
 from scripts.common.pipeline import Command, Pipeline
-from scripts.reports import table
+from scripts.reports import score_table
+from scripts.reports.table import Table
 
 RUNS, REPORTS = Path("runs/demo"), Path("reports/demo")
 # Short drafts: on packed weights a node costs some 6 % of a plain pass. scripts/tune.py finds the
@@ -198,7 +198,7 @@ def main(cfg: DemoConfig) -> int:
         swap("fast" if cfg.fast else "full")
         job = Pipeline("demo", RUNS)
         job.run(todo, again)
-        console.print(where_it_went(job, todo))
+        where_it_went(job, todo).show()
     console.print(
         f"open {REPORTS}/t0/report.html and {REPORTS}/t1/report.html   "
         f"({time.perf_counter() - started:.0f} s)",
@@ -210,7 +210,7 @@ def main(cfg: DemoConfig) -> int:
 def again(command: Command) -> None:
     """Show the scores that an earlier run has left: a command that runs prints its own."""
     if command.leaves.name == "report.json":
-        table.show(json.loads(command.leaves.read_text()))
+        score_table.table(json.loads(command.leaves.read_text())).show()
 
 
 def where_it_went(job: Pipeline, todo: list[Command]) -> Table:
@@ -219,17 +219,14 @@ def where_it_went(job: Pipeline, todo: list[Command]) -> Table:
     lines = {step.title: {"command": step.line, **spent[step.title]} for step in todo}
     about = {"command": files.command(), "environment": files.environment("cpu")}
     files.write_json(REPORTS / "spent.json", {**about, "steps": lines})
-    shown = Table("where the time went", title_justify="left", box=None)
-    for name in ("seconds", "of the processors", "share"):
-        shown.add_column(name, justify="right")
-    keys = ("seconds", "cpu_seconds")
+    rows, keys = [], ("seconds", "cpu_seconds")
     spent["all"] = {key: sum(row[key] for row in spent.values()) for key in keys}
     whole = spent["all"]["cpu_seconds"]
     for title, row in spent.items():
         seconds, cpu = (row[key] for key in keys)
         share = f"{cpu / whole:.0%}" if whole else "–"
-        shown.add_row(title, f"{seconds:.0f}", f"{cpu:.0f}", share)
-    return shown
+        rows.append([title, f"{seconds:.0f}", f"{cpu:.0f}", share])
+    return Table(("where the time went", "seconds", "of the processors", "share"), rows)
 
 
 def swap(budget: str) -> None:

@@ -52,7 +52,7 @@ from scripts.common import files
 from scripts.common.memo import Memo
 from scripts.common.prompts import Prompt, load_prompts, question_ids
 from scripts.common.sampling_keys import PenaltyKeys
-from scripts.reports import table
+from scripts.reports import score_table
 from scripts.reports.wandb_log import to_wandb
 from scripts.scoring import candidates, contest
 from scripts.scoring.breakdown import again
@@ -62,7 +62,7 @@ from scripts.scoring.names import SERVER, label, wrong_address, wrong_drafter
 from scripts.scoring.parity import gates
 from scripts.scoring.same_tokens import lossless
 from scripts.scoring.score import Scores, output_lines
-from scripts.scoring.suites import SuiteConfig, load_suite, notes, suites, table_of
+from scripts.scoring.suites import SuiteConfig, in_one, load_suite, notes, suites
 
 SKIPPED, DISAGREES = 3, 1
 GATE_TOKENS = 64
@@ -190,13 +190,14 @@ def by_suite(cfg: EvaluateConfig, named: list[SuiteConfig], out: Path) -> int:
         codes.append(code)
         kept.append(memo)
     reports = [out / suite.name / "report.json" for suite in named]
-    found, lines = table_of([path for path in reports if path.is_file()], missing)
+    found = in_one([path for path in reports if path.is_file()], missing)
     if not found["suites"]:
         raise UserError(f"{missing[0]} (and no other suite could be had)")
     files.write_json(out / "suites.json", found)
     for memo in kept:
         memo.clear()
-    print("\n".join(["", *lines, f"table: {out / 'suites.json'}"]))
+    score_table.by_suite(found).show()
+    print(f"table: {out / 'suites.json'}")
     return DISAGREES if DISAGREES in codes else max([SKIPPED if missing else 0, *codes])
 
 
@@ -238,45 +239,46 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
     parity = gates(
         lanes, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet
     )
-    points = list(
-        itertools.product(
-            cfg.temperatures or [cfg.temperature], cfg.batch_sizes or [cfg.batch_size]
-        )
-    )
-    reports: list[dict[str, Any]] = []
-    for number, (temperature, batch_size) in enumerate(points):
-        at = replace(cfg, temperature=temperature, batch_size=batch_size)
+    shared = {"parity": {name: found.json() for name, found in parity.items()}}
+    settings = points(cfg)
+    reports, outputs = [], []
+    for at in settings:
         report, lines = measure(at, target, prompts, lanes, skipped, memo)
         report["settings"]["prompts"] = source
-        report["parity"] = {name: found.json() for name, found in parity.items()}
-        reports.append(report)
-        if number:
-            write(report, lines, out / folder(temperature, batch_size))
-            table.show(report)
-        else:
-            first = lines
-            if len(points) > 1:  # the next settings may take hours, and be interrupted
-                write(report, lines, out)
-    reports[0]["others"] = [other(r) for r in reports[1:]]
-    reports[0]["batches"] = batches(reports)
-    reports[0]["batch_limits"] = {
-        label: stops_paying(points) for label, points in reports[0]["batches"].items()
-    }
-    write(reports[0], first, out)
-    table.show(reports[0])
+        reports.append(report | shared)
+        outputs.append(lines)
+        if len(reports) > 1:
+            write(reports[-1], lines, out / folder(at.temperature, at.batch_size))
+        if len(reports) in (1, len(settings)):  # the settings between may take hours
+            write(joined(reports), outputs[0], out)
+        score_table.table(reports[-1]).show()
     for report in reports:
-        print(
-            "\n".join(["", f"ranking, {table.title(report)}", *candidates.lines(report["ranking"])])
-        )
-        for line in shares(report):
-            print(line)
+        score_table.ranking(report).show()
+        print("\n".join(shares(report)), end="\n" if shares(report) else "")
     for name, found in parity.items():
         print("\n".join([f"{name}: {found.lines()[0]}", *found.lines()[1:]]))
     print(f"report: {out / 'report.html'}")
     if cfg.wandb:
-        to_wandb(reports[0], out, "evaluate")
+        to_wandb(joined(reports), out, "evaluate")
     failed = [name for name, found in parity.items() if not found.passed]
     return DISAGREES if failed else SKIPPED if any(r["skipped"] for r in reports) else 0, memo
+
+
+def points(cfg: EvaluateConfig) -> list[EvaluateConfig]:
+    """Every temperature with every batch size."""
+    both = (cfg.temperatures or [cfg.temperature], cfg.batch_sizes or [cfg.batch_size])
+    return [replace(cfg, temperature=t, batch_size=b) for t, b in itertools.product(*both)]
+
+
+def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first report with what it says of the other settings."""
+    by_batch = batches(reports)
+    return {
+        **reports[0],
+        "others": [other(report) for report in reports[1:]],
+        "batches": by_batch,
+        "batch_limits": {label: stops_paying(found) for label, found in by_batch.items()},
+    }
 
 
 def entered(
@@ -288,8 +290,10 @@ def entered(
     names = list(dict.fromkeys([*cfg.drafters, *more]))
     lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
     raise_all([one["reason"] for one in skipped if one["name"] in cfg.drafters])
-    by_reason = {one["reason"]: one for one in [*bad, *skipped[::-1], *unknown]}
-    return lanes, list(by_reason.values())[::-1]
+    left_out: dict[str, dict[str, str]] = {}
+    for one in [*unknown, *skipped, *bad]:
+        left_out.setdefault(one["reason"], one)
+    return lanes, list(left_out.values())
 
 
 def kept_in(
@@ -409,32 +413,21 @@ def folder(temperature: float, batch_size: int) -> str:
     return f"t{temperature:g}-b{batch_size}"
 
 
+# of a drafter, what the first report keeps of another setting
+BRIEFLY = (
+    *("name", "label", "kind", "shape", "group", "accepted_length", "acceptance_by_position"),
+    *("tokens_per_second", "speedup", "end_to_end", "draft_ms", "verify_ms", "break_even"),
+    "lossless",
+)
+
+
 def other(report: dict[str, Any]) -> dict[str, Any]:
     """What the first report keeps of another setting."""
     settings = report["settings"]
-    keys = (
-        "name",
-        "label",
-        "kind",
-        "shape",
-        "group",
-        "accepted_length",
-        "acceptance_by_position",
-        "tokens_per_second",
-        "speedup",
-        "end_to_end",
-        "draft_ms",
-        "verify_ms",
-        "break_even",
-        "lossless",
-    )
     return {
         "folder": folder(settings["temperature"], settings["batch_size"]),
-        "settings": settings,
-        "target": report["target"],
-        "plain_pass_ms": report["plain_pass_ms"],
-        "ranking": report["ranking"],
-        "drafters": [{k: row[k] for k in keys} for row in report["drafters"]],
+        **{key: report[key] for key in ("settings", "target", "plain_pass_ms", "ranking")},
+        "drafters": [{key: row[key] for key in BRIEFLY} for row in report["drafters"]],
     }
 
 

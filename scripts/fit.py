@@ -118,7 +118,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
         "seconds": stages.seconds,
     }
     files.write_json(out / REPORT, report)
-    fit_table.show(report)
+    fit_table.table(report).show()
     print(f"report: {out / REPORT}; drafter: {out}")
     return 1 if paper and paper["verdict"] == "not lossless" else 0
 

@@ -35,6 +35,7 @@ from heads.checkpoint import CARD, recover
 from heads.interop import FORMATS, Foreign, detect, read_folder
 from scripts.common import files
 from scripts.common.prompts import load_prompts, question_ids, spread
+from scripts.reports.table import Table
 from scripts.serving import probe as acceptance_probe
 from scripts.serving.probe import AS_WRITTEN, Reading
 
@@ -157,24 +158,13 @@ def chosen(head: Head, convention: str) -> Any:
 
 def show(found: list[Reading], convention: str) -> None:
     """The probe's table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title="accepted of two draft tokens, teacher-forced on the target's own answers",
-        title_justify="left",
-    )
-    for name, side in (
-        ("convention", "left"),
-        ("accepted", "right"),
-        ("log-probability", "right"),
-        ("", "left"),
-    ):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
-    for i, reading in enumerate(found[:6]):
-        name = convention if i == 0 else reading.name
-        table.add_row(name, f"{reading.accepted:.3f}", f"{reading.logp:.3f}", reading.about)
-    Console(width=110).print(table)
+    rows = [
+        [convention if i == 0 else r.name, f"{r.accepted:.3f}", f"{r.logp:.3f}", r.about]
+        for i, r in enumerate(found[:6])
+    ]
+    title = "accepted of two draft tokens, teacher-forced on the target's own answers"
+    head = ("convention", "accepted", "log-probability", "")
+    Table(head, rows, title, words=(0, -1)).show()
     if max(r.accepted for r in found) < acceptance_probe.LOW:
         print(
             "warning: under no convention does this head draft for this target; was it "

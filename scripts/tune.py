@@ -70,7 +70,7 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     from scripts.reports import tune_page  # matplotlib is slow to import
 
     tune_page.write(report, out)
-    tune_table.show(report, console)
+    tune_table.table(report).show(console)
     folder = settings_folder(draft)
     if cfg.write and folder is not None:
         files.write_json(folder / DECODE, tune_run.tuned_from(report, folder).to_json())

@@ -121,14 +121,6 @@ def test_the_order_is_red_then_changed_then_the_oldest_green() -> None:
     ]
 
 
-def test_files_take_turns_where_nothing_was_ever_green() -> None:
-    names = [f"{file}::{number}" for file in "ab" for number in range(3)]
-    tests = [slow.SlowTest(name, "now", frozenset({name[0]})) for name in names]
-    assert [t.id for t in slow.order(tests, {}, lambda commit: None)] == [
-        *("a::0", "b::0", "a::1", "b::1", "a::2", "b::2")
-    ]
-
-
 def test_what_fits_into_the_time() -> None:
     rows: Rows = {"long": {"seconds": 100}, "short": {"seconds": 5}}
     tests = [slow.SlowTest(name, "h", frozenset()) for name in ("long", "new", "short")]

@@ -46,6 +46,7 @@ class Memo:
         if there:
             known = old or {}
             apart = [n for n in {**known, **stamp} if known.get(n) != stamp.get(n)]
+            apart = apart if known.keys() & stamp.keys() else ["version"]
             _note(f"{folder} was made with another {', '.join(apart)}; all is made anew")
         self.clear()
         files.write_text(mark, json.dumps(stamp))

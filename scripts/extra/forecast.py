@@ -19,8 +19,6 @@ table.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -35,6 +33,7 @@ from conf.schema import entry
 from decode.models.load import load_target
 from decode.models.memory import Plan
 from scripts.common import files
+from scripts.common.pipeline import Command, Pipeline
 from scripts.common.progress import Steps, columns
 from scripts.common.prompts import load_prompts
 from scripts.common.spelling import spelled, target_keys
@@ -74,7 +73,7 @@ def foretold(cfg: ForecastConfig, out: Path, record: Path) -> None:
         else:
             value = forecasting.run(cfg, target, progress, pilots)
     files.write_json(record, value)
-    (table.show_check if cfg.check else table.show)(value, console)
+    (table.check if cfg.check else table.table)(value).show(console)
     console.print(f"written: {record}", highlight=False)
 
 
@@ -86,9 +85,8 @@ def pilot(cfg: ForecastConfig, name: str, out: Path) -> Path:
         raise UserError(f"chats: {data} is no file; give the JSONL of conversations")
     kind, recipe = RECIPES[name]
     folder = (out / "pilots").resolve() / name
-    command = [
-        sys.executable,
-        str(files.ROOT / "train" / f"{ENTRIES[kind][0]}.py"),
+    argv = [
+        f"train/{ENTRIES[kind][0]}.py",
         *target_keys(cfg.target),
         "data=jsonl",
         f"data.path={spelled(str(data))}",
@@ -104,12 +102,8 @@ def pilot(cfg: ForecastConfig, name: str, out: Path) -> Path:
         "eval.parity=0",
         *cfg.more,
     ]
-    done = subprocess.run(command, env=os.environ, check=False)
-    if done.returncode:
-        raise UserError(
-            f"heads: the pilot of {name} stopped (exit code {done.returncode}); what it said "
-            "stands above, the same command goes on"
-        )
+    command = Command(f"a pilot of {name}", argv, [data], folder / "head" / "head.json")
+    Pipeline("forecast", folder.parent).run([command])
     return folder
 
 

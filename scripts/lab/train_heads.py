@@ -255,7 +255,7 @@ def joined(cfg: HeadsConfig, out: Path) -> None:
     about = {"command": files.command(), "environment": next(iter(reports.values()))["environment"]}
     found = {**about, **matched.matched(trained, drafters, reports, cfg.timed)}
     files.write_json(out / "matched.json", found)
-    print(matched.markdown(found), flush=True)
+    print("\n\n".join(one.markdown() for one in matched.tables(found)), flush=True)
 
 
 if __name__ == "__main__":

@@ -70,10 +70,13 @@ class Plan(Setting):
 class World:
     """What every layer on the user's own target works with. noise: see Plain.rounding; tie:
     largest difference of a token's distance to the best one that counts as rounding; theirs:
-    the reference's greedy tokens for the prompts `chosen`."""
+    the reference's greedy tokens for the prompts `chosen`; memo: what was found so far."""
 
     target: Target
     plain: Plain
+    plan: Plan
+    memo: Memo
+    on_progress: OnProgress
     prompts: Sequence[Sequence[int]]
     chosen: list[Sequence[int]]
     noise: dict[str, float]
@@ -105,14 +108,14 @@ def open_world(
     asked = [Request(list(p), plan.greedy_tokens, id=i) for i, p in enumerate(chosen)]
     how = (greedy_of(plan.sampling), plan.batch_size, plan.guidance)
     theirs = reference_tokens(plain, asked, *how, named(on_progress, "reference"), memo)
-    return World(target, plain, prompts, chosen, noise, SAFETY * noise["gap"] * spread, theirs)
+    tie = SAFETY * noise["gap"] * spread
+    return World(target, plain, plan, memo, on_progress, prompts, chosen, noise, tie, theirs)
 
 
-def layers(
-    world: World, drafter: Drafter, plan: Plan, on_progress: OnProgress, memo: Memo
-) -> Findings:
+def layers(world: World, drafter: Drafter) -> Findings:
     """The layers of this drafter and these settings."""
     plain, target, chosen, prompts = world.plain, world.target, world.chosen, world.prompts
+    plan, memo, on_progress = world.plan, world.memo, world.on_progress
     found = Findings([memo.once("exact", lambda: exact_layer(plan, on_progress))])
     how, written = plan.reading(world.tie), named(on_progress, "greedy")
     greedy = greedy_layer(plain, target, drafter, chosen, how, world.theirs, written, memo)
@@ -125,7 +128,7 @@ def layers(
     own = sampling_layer(plain, target, drafter, prompts, plan, None, drawn, memo)
     layer = sampling_json(own, plan.alpha)
     texts = texts_of(memo.lines("sampling")[:1], prompts)
-    found.layers += [layer, passes_layer(world, plan, own, texts, memo)]
+    found.layers += [layer, passes_layer(world, own, texts)]
     name = f"power-{len(own.u)}-{plan.alpha}-{plan.detect}"
     count = len(layer["tests"])
     found.power = {
@@ -133,7 +136,7 @@ def layers(
         "alpha": plan.alpha,
         "detect": plan.detect,
         "cycles_with_a_draft": own.proposals if drafter.max_depth else None,
-        **memo.once(name, lambda: power_of(world, plan, len(own.u), count, on_progress, memo)),
+        **memo.once(name, lambda: power_of(world, len(own.u), count)),
     }
     return found
 
@@ -141,44 +144,44 @@ def layers(
 Texts = list[tuple[list[int], int]]  # ids, and where the answer begins
 
 
-def passes_layer(world: World, plan: Plan, own: Sample, texts: Texts, memo: Memo) -> dict[str, Any]:
+def passes_layer(world: World, own: Sample, texts: Texts) -> dict[str, Any]:
     """The verifier's laws beside those of plain decoding, by place in the cycle."""
-    some, how = texts[: passes.TEXTS], (plan.sampling, plan.guidance)
-    plainly = memo.once("plainly", lambda: passes.yardstick(world.plain, some, *how))
+    some, how = texts[: passes.TEXTS], (world.plan.sampling, world.plan.guidance)
+    plainly = world.memo.once("plainly", lambda: passes.yardstick(world.plain, some, *how))
     first = np.r_[True, own.sequence[1:] != own.sequence[:-1]]
     return passes.passes_json(own.depth, first, own.passes, plainly)
 
 
-def pilot_of(world: World, plan: Plan, memo: Memo) -> size.Pilot:
+def pilot_of(world: World) -> size.Pilot:
     """Plain answers to the prompts, apart from the sample."""
-    return size.Pilot.drawn(world.plain, world.prompts, plan, memo)
+    return size.Pilot.drawn(world.plain, world.prompts, world.plan, world.memo)
 
 
-def sized(world: World, plan: Plan, most: int, on_progress: OnProgress, memo: Memo) -> size.Size:
+def sized(world: World, most: int) -> size.Size:
     """How many tokens the sampling layer takes to find a bias of `plan.detect`, `most` at most;
     known before the first one is drawn."""
-    on_progress(0, 1, "how many tokens")
+    plan = world.plan
+    world.on_progress(0, 1, "how many tokens")
 
     def made() -> dict[str, Any]:
-        pilot = pilot_of(world, plan, memo)
+        pilot = pilot_of(world)
         wanted = plan.alpha, plan.detect, most
         return dataclasses.asdict(size.sized(pilot, world.plain, plan, *wanted))
 
-    found = size.Size(**memo.once(f"size-{plan.alpha}-{plan.detect}-{most}", made))
-    on_progress(1, 1, "how many tokens")
+    found = size.Size(**world.memo.once(f"size-{plan.alpha}-{plan.detect}-{most}", made))
+    world.on_progress(1, 1, "how many tokens")
     return found
 
 
-def power_of(
-    world: World, plan: Plan, tokens: int, tests: int, on_progress: OnProgress, memo: Memo
-) -> dict[str, Any]:
+def power_of(world: World, tokens: int, tests: int) -> dict[str, Any]:
     """What a run of this length finds among the distributions of the pilot."""
-    on_progress(0, 1, "power")
-    answers = pilot_of(world, plan, memo).answers(world.plain, plan)
+    plan = world.plan
+    world.on_progress(0, 1, "power")
+    answers = pilot_of(world).answers(world.plain, plan)
     bank = Bank(world.target.vocab_size, plan.seed, world.target.device)
     known = power.Power(answers, bank, tokens, plan.alpha, tests)
     found = power.measure(known, plan.detect, plan.seed)
-    on_progress(1, 1, "power")
+    world.on_progress(1, 1, "power")
     return found
 
 

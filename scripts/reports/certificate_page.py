@@ -1,17 +1,17 @@
-"""certificate.html and the summary on the terminal, both from certificate.json alone."""
+"""certificate.html and the table on the terminal, both from certificate.json alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from scripts.reports import plots
-from scripts.reports.rendering import Drawing, Table, render, table_of
+from scripts.reports.rendering import Drawing, render
+from scripts.reports.table import Table
 from scripts.scoring import names
 
 TONE = {"lossless": "good", "not lossless": "bad", "undecided": "open"}  # of style.css
@@ -20,26 +20,30 @@ OFF = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "guidance_sc
 PROSE = ("evidence", "result")  # columns whose text may run over several lines
 
 
-def summary(paper: dict[str, Any], out: Path) -> str:
-    """A few lines for the terminal."""
-    drafter = paper["identities"]["drafter"]["name"]
-    target = paper["identities"]["target"].get("name", "target")
-    lines = [f"{paper['verdict'].upper()}: {drafter} on {target}, {_settings(paper)}"]
-    lines += [
-        f"  {layer['name']:<9} {'passed' if layer['passed'] else 'FAILED'}  {_evidence(layer)}"
-        for layer in paper["layers"]
-    ]
+def table(paper: dict[str, Any]) -> Table:
+    """The layers and the controls, the verdict above and its reasons below: of a certificate of
+    scripts/certify.py, of this engine or of a server."""
     controls = paper["negative_controls"]
     caught = f"{sum(c['rejected'] for c in controls)} of {len(controls)} rejected{_origin(paper)}"
-    lines.append(f"  controls  {caught if controls else 'not run'}")
-    lines += [f"  - {reason}" for reason in paper["reasons"]]
-    lines.append(f"  {out / 'certificate.html'}  ({paper['seconds']:.0f} s)")
-    return "\n".join(lines)
+    layers = _layers(paper)
+    rows = [*layers.rows, ["controls", "", caught if controls else "not run"]]
+    if "server" in paper:
+        about = f"{paper['server']['url']} ({paper['server']['kind']})"
+    else:
+        target = paper["identities"]["target"].get("name", "target")
+        about = f"{paper['identities']['drafter']['name']} on {target}, {_settings(paper)}"
+    least = paper["power"].get("min_detectable")
+    if least is not None:
+        families = len(paper["power"]["families"])
+        found = f"smallest bias of {families} families that is surely found: {least:.3f}"
+        rows.append(["power", "", f"{found} (total variation)"])
+    notes = [*paper["reasons"], *paper.get("notes", ())]
+    return Table(layers.head, rows, f"{paper['verdict'].upper()}: {about}", notes, range(3))
 
 
 def _origin(paper: dict[str, Any]) -> str:
     """Where the controls come from, when not from this run."""
-    origin = paper["controls"]
+    origin = paper.get("controls", {})
     borrowed = "created" in origin
     return f", in the certificate {origin['from']} of {origin['created']}" if borrowed else ""
 
@@ -53,6 +57,9 @@ def _settings(paper: dict[str, Any]) -> str:
 
 
 def _evidence(layer: dict[str, Any]) -> str:
+    server = {"greedy": "drafted_tokens", "sampling": "drafted_share"}  # what it does not tell
+    if server.get(layer["name"], "name") not in layer:
+        return f"{layer['tokens']:,} tokens" + (f", p = {layer['p']:.3g}" if "p" in layer else "")
     if layer["name"] == "exact":
         return (
             f"{layer['cases']} toy worlds, {layer['branches']} branches: law off by at most "
@@ -123,17 +130,13 @@ def _cards(paper: dict[str, Any]) -> list[tuple[str, str]]:
     return cards
 
 
-def _table(head: list[str], rows: list[list[str]]) -> Table:
-    return Table(head, rows, PROSE)
-
-
 def _layers(paper: dict[str, Any]) -> Table:
     columns: list[tuple[str, Any]] = [
         ("layer", lambda layer: layer["name"]),
         ("result", lambda layer: "passed" if layer["passed"] else "FAILED: " + layer["why"]),
         ("evidence", _evidence),
     ]
-    return table_of(columns, paper["layers"], PROSE)
+    return Table.of(columns, paper["layers"], prose=PROSE)
 
 
 def _tests(layer: dict[str, Any]) -> Table:
@@ -142,7 +145,7 @@ def _tests(layer: dict[str, Any]) -> Table:
         for t in layer["tests"]
     ]
     first = f"test ({SHOWN} of {len(layer['tests'])}, smallest p)"
-    return _table([first, "tokens", "n", "statistic", "p"], rows[:SHOWN])
+    return Table([first, "tokens", "n", "statistic", "p"], rows[:SHOWN])
 
 
 def _families(power: dict[str, Any]) -> Table:
@@ -166,7 +169,7 @@ def _families(power: dict[str, Any]) -> Table:
         *(f"total variation {x}" for x in shown),
         f"{power['detect']:g}",
     ]
-    return _table([*head, "found with 99 % from"], rows)
+    return Table([*head, "found with 99 % from"], rows)
 
 
 def _strata(layer: dict[str, Any]) -> Table:
@@ -178,7 +181,7 @@ def _strata(layer: dict[str, Any]) -> Table:
         ("shifted far", lambda s: str(s["far"])),
     ]
     last = {**plainly, "stratum": "two plain computations", "far": 0}
-    return table_of(columns, [*layer["strata"], last], PROSE)
+    return Table.of(columns, [*layer["strata"], last])
 
 
 def _controls(paper: dict[str, Any]) -> Table:
@@ -204,7 +207,7 @@ def _controls(paper: dict[str, Any]) -> Table:
         [c["name"], c["layer"], "yes" if c["rejected"] else "NO", evidence(c)]
         for c in paper["negative_controls"]
     ]
-    return _table(["wrong code", "caught by", "rejected", "evidence"], rows)
+    return Table(["wrong code", "caught by", "rejected", "evidence"], rows, prose=PROSE)
 
 
 def _facts(paper: dict[str, Any]) -> list[tuple[str, Table]]:
@@ -222,7 +225,7 @@ def _facts(paper: dict[str, Any]) -> list[tuple[str, Table]]:
         "versions": {**versions.pop("versions"), **versions},
     }
     return [
-        (name, _table([], [[key, str(value)] for key, value in group.items()]))
+        (name, Table([], [[key, str(value)] for key, value in group.items()]))
         for name, group in groups.items()
     ]
 

@@ -8,28 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from scripts.fitting import verdict
-from scripts.reports.block import md_table
-from scripts.reports.table import interval, number
+from scripts.reports.table import Table, change, interval, number
 from scripts.scoring.names import labels as short
 
 Report = dict[str, Any]
 
 
-def show(report: Report, console: Console | None = None) -> None:
-    """Print the table and what was decided."""
-    console = console or Console()
-    table = Table(title=f"{report['start']['path']}, fitted in {report['budget']['minutes']:g} min")
-    for name in ("prompts", "drafter", "accepted length", "against before", "speedup"):
-        table.add_column(name, justify="left" if name in ("prompts", "drafter") else "right")
-    for row in lines(report):
-        table.add_row(*row)
-    console.print(table)
-    for line in told(report):
-        console.print(line, highlight=False, soft_wrap=True)
+def table(report: Report) -> Table:
+    """Before against after, and what was decided."""
+    head = ("prompts", "drafter", "accepted length", "against before", "speedup")
+    title = f"{report['start']['path']}, fitted in {report['budget']['minutes']:g} min"
+    return Table(head, lines(report), title, decided(report), words=(0, 1))
 
 
 def lines(report: Report) -> list[list[str]]:
@@ -59,17 +49,7 @@ def labels(report: Report, part: str) -> list[str]:
     return [roles[i] if i < len(roles) else row["name"] for i, row in enumerate(rows)]
 
 
-def change(cell: dict[str, Any] | None) -> str:
-    """A ratio of accepted length as a change in percent, with its interval."""
-    if not cell or cell["mean"] is None:
-        return "–"
-    mean = f"{cell['mean'] - 1:+.1%}"
-    if cell["low"] is None:
-        return mean
-    return f"{mean} [{cell['low'] - 1:+.1%}, {cell['high'] - 1:+.1%}]"
-
-
-def told(report: Report) -> list[str]:
+def decided(report: Report) -> list[str]:
     """What was decided and why, in lines."""
     gain, training = change(report["gain"]), report["training"]
     found = [f"kept: the new head, {gain} accepted length on the later part"]
@@ -90,7 +70,7 @@ def told(report: Report) -> list[str]:
     return found
 
 
-def markdown(reports: Sequence[Report]) -> str:
+def several(reports: Sequence[Report]) -> Table:
     """The table of docs/fit.md: a row for every fit and drafter of its own; heads that were put
     beside them have rows where they were fitted."""
     head = ("traffic", "drafter", "minutes", "later part", "against before", "general", "bytes")
@@ -106,7 +86,7 @@ def markdown(reports: Sequence[Report]) -> str:
             cells.append(change(row["against_before"]) if i else "")
             cells.append(change(general["against_before"]) if i and general else "")
             rows.append([*cells, f"{report['bytes'][name]:,}"])
-    return md_table(head, rows, (0, 1))
+    return Table(head, rows, words=(0, 1))
 
 
 def page(reports: Sequence[Report]) -> str:
@@ -117,7 +97,7 @@ def page(reports: Sequence[Report]) -> str:
         f"{report['budget']['steps']} steps, kept the {report['kept']} head"
         for report in reports
     ]
-    return "\n".join([markdown(reports), "", *rows])
+    return "\n".join([several(reports).markdown(), "", *rows])
 
 
 def forgotten(path: Path) -> Report:
@@ -129,8 +109,8 @@ def forgotten(path: Path) -> Report:
     return {**origin, **verdict.compared(path, names)}
 
 
-def matrix(report: Report) -> str:
-    """Markdown: drafters down, traffics across; accepted length, and what that is to the first."""
+def matrix(report: Report) -> Table:
+    """Drafters down, traffics across; accepted length, and what that is to the first."""
     rows = report["drafters"]
     names = list(rows[0]["by_category"])
     lines = []
@@ -142,4 +122,4 @@ def matrix(report: Report) -> str:
             cells.append(f"{length}, {change(cell['against_before'])}" if at else length)
         lines.append([name, *cells])
     asked = [f"{name} ({rows[0]['by_category'][name]['prompts']})" for name in names]
-    return md_table(["drafter", *asked], lines)
+    return Table(["drafter", *asked], lines)

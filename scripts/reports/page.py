@@ -8,16 +8,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from scripts.reports import plots, table, tuning_plots
+from scripts.reports import plots, score_table, tuning_plots
 from scripts.reports.rendering import (
     Drawing,
-    Table,
     about_environment,
     about_target,
     listed,
     render,
-    table_of,
 )
+from scripts.reports.score_table import DEPTHS as MOST
+from scripts.reports.score_table import Row, by_depth, ranks
+from scripts.reports.table import Table, interval, number
 from scripts.scoring.extras import stops_paying
 
 
@@ -25,23 +26,21 @@ def page(report: dict[str, Any]) -> str:
     """The whole page as text."""
     head, sub = headline(report)
     timed = [r for r in report["drafters"] if r.get("breakdown")]
-    skipped = [f"skipped {s['name']}: {s['reason']}" for s in report["skipped"]]
     return render(
         "report.html",
         report=report,
         head=head,
         sub=sub,
         cards=cards(report),
-        scores=scores(report),
-        notes=[*table.notes(report), *skipped],
-        ranking=ranking(report),
+        scores=marked(report),
+        ranking=score_table.ranking(report) if len(report.get("ranking") or []) > 1 else None,
         drawn=drawings(report),
-        times=table_of(table.TIMES, timed) if timed else None,
+        times=Table.of(score_table.TIMES, timed) if timed else None,
         sources="; ".join(dict.fromkeys(r["breakdown"]["source"] for r in timed)),
         batches=batches(report),
         others=others(report),
         depths=depths(report),
-        costs=table_of(table.COSTS, report["drafters"]),
+        costs=Table.of(score_table.COSTS, report["drafters"]),
         pairs=pairs(report),
         facts=[about_target(report), settings(report), about_environment(report)],
     )
@@ -77,7 +76,7 @@ def described(name: str, report: dict[str, Any]) -> str:
         return WORDS[name]
     title, unit = BARS[name]
     known = [r for r in report["drafters"] if r.get(name) and r[name]["mean"] is not None]
-    told = [f"{r['label']} {table.interval(r[name], 2, unit)}" for r in known]
+    told = [f"{r['label']} {interval(r[name], 2, unit)}" for r in known]
     return f"{title}: {'; '.join(told)}"
 
 
@@ -89,11 +88,11 @@ def best_of(report: dict[str, Any]) -> dict[str, Any] | None:
 
 def headline(report: dict[str, Any]) -> tuple[str, str]:
     """(title, line below): only what was measured."""
-    best, sub = best_of(report), table.title(report)
+    best, sub = best_of(report), score_table.title(report)
     if best is None:
         return "Plain decoding, measured", sub
     if not report["plain_pass_ms"]["steady"]:
-        tau = table.number(best["accepted_length"]["mean"])
+        tau = number(best["accepted_length"]["mean"])
         return f"{best['label']}: {tau} tokens per target pass, on a machine too busy to time", sub
     speed, low, high = (best["speedup"][key] for key in ("mean", "low", "high"))
     if low is not None and low > 1:
@@ -111,13 +110,13 @@ def cards(report: dict[str, Any]) -> list[tuple[str, str]]:
     facts = []
     if best:
         if report["plain_pass_ms"]["steady"]:
-            speed = table.number(best["speedup"]["mean"]) + "×"
+            speed = number(best["speedup"]["mean"]) + "×"
             facts.append((speed, f"decoding speed, {best['label']}"))
         known = [r for r in plots.drafting(report) if r["accepted_length"]["mean"]]
         longest = max(known, key=lambda r: r["accepted_length"]["mean"], default=best)
-        length = table.number(longest["accepted_length"]["mean"])
+        length = number(longest["accepted_length"]["mean"])
         facts.append((length, f"tokens per target pass, {longest['label']}"))
-        facts.append((table.number(best["tokens_per_second"], 1), f"tokens/s, {best['label']}"))
+        facts.append((number(best["tokens_per_second"], 1), f"tokens/s, {best['label']}"))
     checked = [r["lossless"] for r in rows if r.get("lossless") and r["name"] != "none"]
     if checked:
         same, total = sum(c["equal"] for c in checked), sum(c["checked"] for c in checked)
@@ -128,37 +127,17 @@ def cards(report: dict[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def scores(report: dict[str, Any]) -> Table:
+def marked(report: dict[str, Any]) -> Table:
     """The score table, the fastest row marked, with the colour that each row has in figures."""
-    columns, colors, best = table.columns_of(report), plots.color_of(report), best_of(report)
-    rows = report["drafters"]
-    return Table(
-        [name for name, _ in columns],
-        [[cell(row) for _, cell in columns] for row in rows],
-        best=None if best is None else rows.index(best),
-        dots=[colors[row["name"]] for row in rows],
-    )
+    rows, colors, best = report["drafters"], plots.color_of(report), best_of(report)
+    dots = [colors[row["name"]] for row in rows]
+    return score_table.table(report, best=None if best is None else rows.index(best), dots=dots)
 
 
-def ranking(report: dict[str, Any]) -> Table | None:
-    """The order of the rows that draft, ranks shared where the intervals cannot part them."""
-    found = report.get("ranking") or []
-    if len(found) < 2:
-        return None
-    label = {r["name"]: r["label"] for r in report["drafters"]}
-    told = "not to be told from"
-    columns = [
-        ("drafter", lambda r: f"{r['rank']}. {r['label']}"),
-        ("speedup", lambda r: table.interval(r["speedup"], 2, "×")),
-        (told, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–"),
-    ]
-    return table_of(columns, found, (told,))
-
-
-DEPTHS: dict[str, Callable[[table.Row, int], str]] = {
-    "Accepted at d, given that d − 1 was, %": lambda r, d: table.by_depth(r, "conditional", d),
-    "Accepted up to d, of all cycles, %": lambda r, d: table.by_depth(r, "unconditional", d),
-    "Place of the accepted candidate among its siblings, trees: 1st 2nd 3rd 4th, %": table.ranks,
+DEPTHS: dict[str, Callable[[Row, int], str]] = {
+    "Accepted at d, given that d − 1 was, %": lambda r, d: by_depth(r, "conditional", d),
+    "Accepted up to d, of all cycles, %": lambda r, d: by_depth(r, "unconditional", d),
+    "Place of the accepted candidate among its siblings, trees: 1st 2nd 3rd 4th, %": ranks,
 }
 
 
@@ -169,14 +148,14 @@ def depths(report: dict[str, Any]) -> list[tuple[str, Table]]:
     rows = [r for r in report["drafters"] if r["acceptance_by_position"]]
     if not rows:
         return []
-    most = range(1, 1 + min(table.DEPTHS, max(len(r["acceptance_by_position"]) for r in rows)))
+    most = range(1, 1 + min(MOST, max(len(r["acceptance_by_position"]) for r in rows)))
     parts = []
     for title, cell in DEPTHS.items():
         shown = [r for r in rows if any(cell(r, d) != "–" for d in most)]
         if shown:
             columns: list[tuple[str, Any]] = [("drafter", lambda r: r["label"])]
             columns += [(f"d = {d}", lambda r, cell=cell, d=d: cell(r, d)) for d in most]
-            parts.append((title, table_of(columns, shown)))
+            parts.append((title, Table.of(columns, shown)))
     return parts
 
 
@@ -189,7 +168,7 @@ def batches(report: dict[str, Any]) -> Table | None:
 
     def cell(size: int, row: dict[str, Any]) -> str:
         point = next((p for p in row["points"] if p["batch_size"] == size), None)
-        return "–" if point is None else table.interval({**point, "mean": point["speedup"]}, 2, "×")
+        return "–" if point is None else interval({**point, "mean": point["speedup"]}, 2, "×")
 
     def verdict(row: dict[str, Any]) -> str:
         at = stops_paying(row["points"])["stops_at"]
@@ -204,13 +183,16 @@ def batches(report: dict[str, Any]) -> Table | None:
         ("clearly pays up to", lambda r: str(stops_paying(r["points"])["pays_up_to"] or "–")),
     ]
     rows = [{"label": label, "points": points} for label, points in found.items()]
-    return table_of(columns, rows)
+    return Table.of(columns, rows)
 
 
-def others(report: dict[str, Any]) -> list[tuple[str, str, Table]]:
-    """The tables of the other settings of the same run: (title, folder, table)."""
+def others(report: dict[str, Any]) -> list[tuple[str, Table]]:
+    """The tables of the other settings of the same run: (folder, table)."""
     return [
-        (table.title(one), one["folder"], table_of(table.columns_of(one), one["drafters"]))
+        (
+            one["folder"],
+            Table.of(score_table.columns_of(one), one["drafters"], title=score_table.title(one)),
+        )
         for one in report.get("others") or []
     ]
 
@@ -225,11 +207,11 @@ def pairs(report: dict[str, Any]) -> Table | None:
         ("pair", lambda p: f"{label[p['a']]} against {label[p['b']]}"),
         (
             "accepted length, difference",
-            lambda p: table.interval(p["accepted_length_difference"]),
+            lambda p: interval(p["accepted_length_difference"]),
         ),
-        ("speed, ratio", lambda p: table.interval(p["speed_ratio"], 2, "×")),
+        ("speed, ratio", lambda p: interval(p["speed_ratio"], 2, "×")),
     ]
-    return table_of(columns, found)
+    return Table.of(columns, found)
 
 
 def settings(report: dict[str, Any]) -> Table:

@@ -1,36 +1,20 @@
-"""Pages from the templates beside this file, and the tables that they lay out. In HTML everything
-is escaped but the drawings, which are ours.
+"""Pages from the templates beside this file. In HTML everything is escaped but the drawings, which
+are ours.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from scripts.reports.block import Columns
+from scripts.reports.table import WARNS, Table
 
 TEMPLATES = Path(__file__).parent / "templates"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells of text; what stands in brackets is set small.
-
-    prose: columns whose text may run over several lines. best: the row that is marked. dots: a
-    colour for every row, or none.
-    """
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    prose: Sequence[str] = ()
-    best: int | None = None
-    dots: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -39,15 +23,6 @@ class Drawing:
 
     svg: str
     words: str = ""
-
-
-def table_of(columns: Columns, rows: Sequence[dict[str, Any]], prose: Sequence[str] = ()) -> Table:
-    """The table of named columns, each a function row -> text."""
-    return Table(
-        [name for name, _ in columns],
-        [[cell(row) for _, cell in columns] for row in rows],
-        prose,
-    )
 
 
 def listed(values: dict[str, Any]) -> Table:
@@ -82,7 +57,7 @@ def about_environment(report: dict[str, Any]) -> Table:
 
 @functools.cache
 def _environment() -> Environment:
-    return Environment(
+    known = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=select_autoescape(("html",)),
         keep_trailing_newline=True,
@@ -90,6 +65,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    known.globals["WARNS"] = WARNS
+    return known
 
 
 def render(name: str, **values: Any) -> str:

@@ -9,12 +9,12 @@ from scripts.common import files
 from scripts.reports import plots, tune_table, tuning_plots
 from scripts.reports.rendering import (
     Drawing,
-    Table,
     about_environment,
     about_target,
     listed,
     render,
 )
+from scripts.reports.table import number, percent
 from scripts.scoring import names
 
 UNTOLD = ("target", "prompts_sha256", "device", "out")  # settings that the page leaves out
@@ -61,14 +61,13 @@ def headline(report: dict[str, Any]) -> str:
 
 def html(report: dict[str, Any], figures: list[Drawing]) -> str:
     """The page as text."""
-    chosen, rows = report["chosen"], tune_table.cells(report)
-    names_of = [row["name"] for row, _ in rows]
-    row, _ = rows[names_of.index(chosen["name"])]
+    chosen, measured = report["chosen"], tune_table.table(report)
+    row = next(row for row in report["rows"] if row["name"] == chosen["name"])
     cards = [
         (f"{chosen['speedup']['mean'] or 0.0:.2f}×", "decoding speed, measured"),
-        (tune_table.number(row["measured"]["accepted_length"]["mean"]), "tokens per target pass"),
+        (number(row["measured"]["accepted_length"]["mean"]), "tokens per target pass"),
         (f"{chosen['break_even']:.2f}", "tokens per pass to break even"),
-        (tune_table.percent(row["error"]), "error of the prediction"),
+        (percent(row["error"]), "error of the prediction"),
         (f"{report['searched']:,}", "settings searched"),
     ]
     settings = listed({k: v for k, v in report["settings"].items() if k not in UNTOLD})
@@ -76,14 +75,9 @@ def html(report: dict[str, Any], figures: list[Drawing]) -> str:
         "tune.html",
         report=report,
         head=headline(report),
-        sub=tune_table.title(report),
+        sub=measured.title,
         cards=cards,
-        measured=Table(
-            tune_table.HEADER,
-            [cells for _, cells in rows],
-            best=names_of.index(chosen["name"]),
-        ),
-        notes=tune_table.sentences(report),
+        measured=measured,
         drawn=figures,
         facts=[about_target(report), settings, about_environment(report)],
     )

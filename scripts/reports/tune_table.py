@@ -1,32 +1,26 @@
-"""The result of tuning as a table for the terminal, and the sentences that go with it."""
+"""The result of tuning as a table, and the sentences that go with it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-
-from scripts.reports.block import Columns, md_of, shown_table
-from scripts.reports.table import asked, interval, law_of, number, unsteady
-
-
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:+.1%}"
-
-
-def title(report: dict[str, Any]) -> str:
-    s = report["settings"]
-    where = f"{report['drafter']} on {report['target']['name']}"
-    return f"{where} · {law_of(s['temperature'])} · {asked(s)}"
-
+from scripts.reports.score_table import asked, law_of, unsteady
+from scripts.reports.table import Columns, Table, interval, number, percent
 
 HEADER = ("settings", "accepted length", "predicted", "tokens/s", "predicted", "error", "speedup")
 
 
-def cells(report: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
-    """(row, its cells) in the order of measured speed."""
+def table(report: dict[str, Any]) -> Table:
+    """The measured settings in the order of their speed, the chosen one marked."""
+    s, where = report["settings"], f"{report['drafter']} on {report['target']['name']}"
     rows = sorted(report["rows"], key=lambda r: -(r["measured"]["tokens_per_second"] or 0))
-    return [(row, _line(row, row["measured"])) for row in rows]
+    return Table(
+        HEADER,
+        [_line(row, row["measured"]) for row in rows],
+        f"{where} · {law_of(s['temperature'])} · {asked(s)}",
+        sentences(report),
+        best=[row["name"] for row in rows].index(report["chosen"]["name"]),
+    )
 
 
 def _line(row: dict[str, Any], measured: dict[str, Any]) -> list[str]:
@@ -39,19 +33,6 @@ def _line(row: dict[str, Any], measured: dict[str, Any]) -> list[str]:
         percent(row["error"]),
         interval(measured["speedup"], 2, "×"),
     ]
-
-
-def show(report: dict[str, Any], console: Console) -> None:
-    """Print the measured settings, the chosen one marked, and what follows from it."""
-    wide = console if console.is_terminal else Console(width=130)
-    table = shown_table(title(report), HEADER)
-    for row, line in cells(report):
-        chosen = row["name"] == report["chosen"]["name"]
-        mark = "▸ " if chosen else "  "
-        table.add_row(mark + line[0], *line[1:], style="bold" if chosen else None)
-    wide.print(table)
-    for text in sentences(report):
-        console.print(text, style="dim", highlight=False)
 
 
 def sentences(report: dict[str, Any]) -> list[str]:
@@ -100,7 +81,7 @@ COLLECTED: Columns = (
 )
 
 
-def markdown(known: dict[str, Any]) -> str:
+def collected(known: dict[str, Any]) -> Table:
     """What tuning came to beside a grid of settings that were all measured
     (docs/results/tune.json), a row per drafter."""
-    return md_of(COLLECTED, [{"name": name, **run} for name, run in known.items()], (0, 1))
+    return Table.of(COLLECTED, [{"name": name, **run} for name, run in known.items()], words=(0, 1))

@@ -145,18 +145,3 @@ def ranking(report: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return sorted(found, key=lambda row: row["rank"])  # stable: the faster first
-
-
-def lines(found: Sequence[dict[str, Any]]) -> list[str]:
-    """The ranking for a terminal."""
-    out, label = [], {row["name"]: row["label"] for row in found}
-    for row in found:
-        s = row["speedup"]
-        line = f"{row['rank']}. {row['label']}: "
-        line += "–" if s["mean"] is None else f"{s['mean']:.2f}×"
-        if s["low"] is not None and s["low"] != s["high"]:
-            line += f" [{s['low']:.2f}, {s['high']:.2f}]"
-        if row["tied_with"]:
-            line += f", not to be told from {', '.join(label[n] for n in row['tied_with'])}"
-        out.append(line)
-    return out

@@ -194,9 +194,9 @@ def _on_disk(suite: SuiteConfig) -> Path:
     return place
 
 
-def table_of(reports: list[Path], missing: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """(JSON of the reports of several suites, the same for people): accepted length and speedup
-    of every drafter, by suite. missing: why a suite has no report."""
+def in_one(reports: list[Path], missing: list[str]) -> dict[str, Any]:
+    """JSON of the reports of several suites: accepted length and speedup of every drafter, by
+    suite. missing: why a suite has no report."""
     found: dict[str, Any] = {"format": 1, "suites": [], "missing": missing}
     for path in reports:
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -208,18 +208,4 @@ def table_of(reports: list[Path], missing: list[str]) -> tuple[dict[str, Any], l
         found["suites"].append(
             {**source["suite"], "asked": report["settings"]["num_prompts"], "drafters": rows}
         )
-    names = list(dict.fromkeys(row["name"] for one in found["suites"] for row in one["drafters"]))
-    lines = ["accepted length, speedup by suite"]
-    wide = max(map(len, names), default=0)
-    for one in found["suites"]:
-        lines.append(f"{one['name']} ({one['asked']} prompts, sha256 {one['sha256'][:12]}):")
-        for row in one["drafters"]:
-            lines.append(
-                f"  {row['name']:{wide}}  {_mean(row, 'accepted_length')}, {_mean(row, 'speedup')}×"
-            )
-    return found, [*lines, *(f"left out: {line}" for line in missing)]
-
-
-def _mean(row: dict[str, Any], key: str) -> str:
-    value = (row[key] or {}).get("mean")
-    return "–" if value is None else f"{value:.2f}"
+    return found

@@ -219,25 +219,3 @@ def untested(asked: Asked, plain: Address | None, known: bool = False) -> list[s
             "token drawn from it is met with the weight of whole drafts only"
         )
     return out
-
-
-def told(paper: dict[str, Any]) -> list[str]:
-    """The verdict for people."""
-    lines = [f"{paper['verdict']}: {paper['server']['url']} ({paper['server']['kind']})"]
-    lines += [f"  {reason}" for reason in paper["reasons"]]
-    for layer in paper["layers"]:
-        p = f", p = {layer['p']:.3g}" if "p" in layer else ""
-        state = "passed" if layer["passed"] else "failed"
-        lines.append(f"  {layer['name']}: {state}, {layer['tokens']} tokens{p}")
-    for control in paper["negative_controls"]:
-        state = "rejected" if control["rejected"] else "not rejected"
-        lines.append(f"  control {control['name']}: {state}, {control['tokens']} tokens")
-    least = paper["power"].get("min_detectable")
-    if least is not None:
-        families = len(paper["power"]["families"])
-        lines.append(
-            f"  smallest bias of the {families} known families that is surely found: {least:.3f} "
-            "(total variation)"
-        )
-    lines += [f"  note: {note}" for note in paper["notes"]]
-    return lines

@@ -25,9 +25,10 @@ from heads import drafting_head, settings_folder
 from heads.base import Head
 from heads.names import NGRAM, NONE, Draft, parse
 from heads.tuned import Settings
+from scripts.common.progress import OnProgress
 from scripts.tuning import replay, search
 from scripts.tuning.cost import Shape
-from scripts.tuning.latency import Probe, Tick
+from scripts.tuning.latency import Probe
 from scripts.tuning.replay import Shadow, Text
 from scripts.tuning.search import Candidate, Pricing
 
@@ -225,7 +226,7 @@ class Family:
         return Settings("tree", depth=min(b.depth, self.deepest), nodes=b.nodes, width=b.width)
 
     def record(
-        self, prompts: Sequence[list[int]], tokens: int, seed: int, tick: Tick
+        self, prompts: Sequence[list[int]], tokens: int, seed: int, on_progress: OnProgress
     ) -> dict[str, list[Text]]:
         """What `recorders` draft at every position of the target's plain answers."""
         recorders = self.recorders()
@@ -241,7 +242,7 @@ class Family:
                     out[name].append(
                         Text(run.generations[0].token_ids, limit, shadow.drafts[name][0])
                     )
-            tick()
+            on_progress(i + 1, len(prompts))
         if self.drawn_chain and "chain" in self.kinds:
             deep = self.drafter(Settings("chain", depth=self.deepest))
             asked = [Request(ids, tokens, id=i * 64) for i, ids in enumerate(prompts)]

@@ -10,7 +10,7 @@ Shape letters: B rows, N nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,11 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from scripts.common.clock import clock
+from scripts.common.progress import OnProgress
 from scripts.tuning.cost import OBSERVE, PROPOSE, CostModel, Curve, Linear, Shape
 from scripts.tuning.replay import Clock, Shadow
 
 LOOP = ("target", "verify", "cache", "python")
-Tick = Callable[[], Any]
 
 
 class Star(NoDraft):
@@ -84,7 +84,7 @@ class Bench:
         batch_sizes: Sequence[int],
         rounds: int,
         cycles: int,
-        tick: Tick,
+        on_progress: OnProgress,
     ) -> list[dict[str, Any]]:
         """Raw samples of the loop's parts over (B, N). Every round visits all cases in another
         order."""
@@ -93,7 +93,7 @@ class Bench:
         generator = np.random.default_rng(0)
         samples: list[dict[str, Any]] = []
         for turn in range(rounds + 1):
-            for at in generator.permutation(len(cases)):
+            for number, at in enumerate(generator.permutation(len(cases)), turn * len(cases) + 1):
                 batch, n = cases[at]
                 timing = self.time(stars[n], batch, cycles + 1 if turn else 3, turn)
                 if turn:  # the first round warms caches, allocators and layouts
@@ -102,23 +102,28 @@ class Bench:
                     rest = max(timing.decode_s - sum(parts) - timing.draft_s, 0.0)
                     found = dict(zip(LOOP, (per * x for x in (*parts, rest)), strict=True))
                     samples.append({"batch_size": batch, "nodes": n, **found})
-                tick()
+                on_progress(number, (rounds + 1) * len(cases))
         return samples
 
     def drafters(
-        self, probes: Sequence[Probe], batch_sizes: Sequence[int], tokens: int, tick: Tick
+        self,
+        probes: Sequence[Probe],
+        batch_sizes: Sequence[int],
+        tokens: int,
+        on_progress: OnProgress,
     ) -> dict[str, dict[str, dict[int, Linear]]]:
         """{"propose": kind -> batch size -> fit, "observe": the same}, from a plain run in which
         all probes draft."""
         found: dict[str, dict[str, dict[int, Linear]]] = {"propose": {}, "observe": {}}
         inners = {str(i): probe.drafter for i, probe in enumerate(probes)}
-        for batch in sorted(set(batch_sizes)):
+        sizes = sorted(set(batch_sizes))
+        for number, batch in enumerate(sizes):
             shadow = Shadow(inners, keep=False, sync=clock(self.target.device))
             self.time(shadow, batch, 3)  # warms up
             shadow.clocks = {name: Clock() for name in inners}
-            tick()
+            on_progress(2 * number + 1, 2 * len(sizes))
             self.time(shadow, batch, tokens)
-            tick()
+            on_progress(2 * number + 2, 2 * len(sizes))
             for kind in {p.kind for p in probes}:
                 rows, spent, seen, read = [], [], [], []
                 for probe, timed in zip(probes, shadow.clocks.values(), strict=True):
@@ -139,13 +144,19 @@ class Bench:
         return found
 
     def extra_per_level(
-        self, model: CostModel, probes: Sequence[Probe], tokens: int, batch: int, tick: Tick
+        self,
+        model: CostModel,
+        probes: Sequence[Probe],
+        tokens: int,
+        batch: int,
+        on_progress: OnProgress,
     ) -> dict[str, float]:
         """Per kind: milliseconds of verification, commit and Python per drafted level beyond what
         the loop's curves say, from a real speculative run of one probe (what is beyond them is
         little); 0 where there is nothing beyond them."""
         beyond: dict[str, float] = {}
-        for kind, probe in {p.kind: p for p in probes}.items():
+        kinds = {p.kind: p for p in probes}
+        for number, (kind, probe) in enumerate(kinds.items(), 1):
             timing = self.time(probe.drafter, batch, tokens + 1)
             if timing.cycles and probe.shape.depth:
                 rest = timing.decode_s - timing.target_s - timing.draft_s
@@ -154,7 +165,7 @@ class Bench:
                 known += model.observing(batch, kind, 1.5)
                 per_level = (1000 * rest / timing.cycles - known) / probe.shape.depth
                 beyond[kind] = max(per_level, 0.0)
-            tick()
+            on_progress(number, len(kinds))
         return beyond
 
 

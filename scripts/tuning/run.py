@@ -5,8 +5,9 @@ its command line.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from conf.typed import from_json
 from decode.target import Target
 from heads.tuned import Settings, Tuned, card_sha256
 from scripts.common import files
-from scripts.common.progress import Steps
+from scripts.common.progress import Steps, by_name, named
 from scripts.common.prompts import Prompt, load_prompts, question_ids, spread
 from scripts.scoring import contest
 from scripts.scoring.lanes import drafting, lanes_of
@@ -39,7 +40,7 @@ class Tuning:
     """One run: what was measured so far, stage by stage."""
 
     def __init__(self, cfg: TuneConfig, target: Target, progress: Steps) -> None:
-        self.cfg, self.target, self.progress = cfg, target, progress
+        self.cfg, self.target, self.on_progress = cfg, target, by_name(progress)
         self.sampling = cfg.sampling()
         self.bounds = Bounds(cfg.max_depth, cfg.max_nodes, cfg.max_width)
         self.family = Family.of(cfg.drafter, target, self.sampling, self.bounds)
@@ -48,13 +49,6 @@ class Tuning:
             raise UserError("prompts: the file holds a single prompt; give at least two")
         self.ids = [question_ids(target.tokenizer, p.turns[0]) for p in self.prompts]
         self.batches = sorted({cfg.batch_size, *cfg.curve_batches})
-
-    def stage(self, name: str, total: int) -> Any:
-        if self.progress.plain:  # a log shows no bar
-            line = f"{name}: {total} steps"
-            self.progress.console.print(line, style="dim", highlight=False)
-        task = self.progress.add_task(name, total=total)
-        return lambda: self.progress.advance(task)
 
     def model(self) -> tuple[CostModel, list[dict[str, Any]]]:
         """The fitted cost model, and the raw samples of the loop's curves."""
@@ -67,18 +61,18 @@ class Tuning:
         few = [n for n in (1, 4, 8, 16, 32, 64) if n < biggest] + [biggest]
         rounds = cfg.curve_rounds
         more = [b for b in self.batches if b != cfg.batch_size]
-        total = (rounds + 1) * (len(nodes) + 1) + 3 * (len(few) + 1) * len(more)
-        tick = self.stage("latency curve", total)
-        samples = bench.loop(nodes, [cfg.batch_size], rounds, CURVE_CYCLES, tick)
+        curve = named(self.on_progress, "latency curve")
+        samples = bench.loop(nodes, [cfg.batch_size], rounds, CURVE_CYCLES, curve)
         if more:
-            samples += bench.loop(few, more, 2, CURVE_CYCLES // 2, tick)
+            others = named(self.on_progress, "other batches")
+            samples += bench.loop(few, more, 2, CURVE_CYCLES // 2, others)
         probes = self.family.probes()
-        total = 2 * len(self.batches) + len({p.kind for p in probes})
-        tick = self.stage("drafter's latency", total)
-        fits = bench.drafters(probes, self.batches, FIT_TOKENS, tick)
+        drafting = named(self.on_progress, "drafter's latency")
+        fits = bench.drafters(probes, self.batches, FIT_TOKENS, drafting)
         parts: dict[str, Any] = {**curves_of(samples), **fits}
         first = CostModel(**parts)
-        extra = bench.extra_per_level(first, probes, FIT_TOKENS, cfg.batch_size, tick)
+        levels = named(self.on_progress, "per level")
+        extra = bench.extra_per_level(first, probes, FIT_TOKENS, cfg.batch_size, levels)
         return dataclasses.replace(first, extra=extra), samples
 
     def measure(self, settings: dict[str, Settings]) -> dict[str, Any]:
@@ -91,10 +85,10 @@ class Tuning:
         plan = contest.Settings(
             self.sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify
         )
-        chunks = -(-len(self.prompts) // cfg.batch_size)
-        tick = self.stage("confirming", chunks * len(lanes))
+        total, done = -(-len(self.prompts) // cfg.batch_size) * len(lanes), itertools.count(1)
+        counted = lambda: self.on_progress(next(done), total, "confirming")
         for lane in lanes:
-            lane.run = _ticking(lane.run, tick)
+            lane.run = _then(lane.run, counted)
         first = [Prompt(p.id, p.category, p.turns[:1]) for p in self.prompts]
         found = contest.run_contest(self.target, first, lanes, plan, quiet=True)
         self.scores = Scores(found, lanes, cfg.seed)
@@ -109,10 +103,10 @@ class Tuning:
         return tokens / passes if passes else float(self.cfg.batch_size)
 
 
-def _ticking(run: Any, tick: Any) -> Any:
+def _then(run: Any, after: Callable[[], None]) -> Any:
     def ran(requests: Any, settings: Any) -> Any:
         result = run(requests, settings)
-        tick()
+        after()
         return result
 
     return ran
@@ -199,8 +193,8 @@ class Choice:
 def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
     """Everything but the files."""
     tuning = Tuning(cfg, target, progress)
-    family, tick = tuning.family, tuning.stage("drafting along", len(tuning.prompts))
-    texts = family.record(tuning.ids, cfg.max_new_tokens, cfg.seed, tick)
+    family, along = tuning.family, named(tuning.on_progress, "drafting along")
+    texts = family.record(tuning.ids, cfg.max_new_tokens, cfg.seed, along)
     model, samples = tuning.model()
     choice = Choice.of(cfg, family, model, texts)
     rows = tuning.measure(choice.lanes)

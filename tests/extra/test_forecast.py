@@ -402,18 +402,20 @@ def test_a_pilot_is_trained_from_a_path_of_any_letters(
     from train.config import ENTRIES
 
     commands: list[list[str]] = []
-    done = SimpleNamespace(returncode=0)
-    monkeypatch.setattr(
-        "scripts.extra.forecast.subprocess.run", lambda words, **_: commands.append(words) or done
-    )
+
+    def done(_: Any, step: Any) -> int:
+        commands.append(step.argv)
+        return 0
+
+    monkeypatch.setattr("scripts.common.pipeline.Pipeline._call", done)
     chats = tmp_path / f"{name}.jsonl"
     chats.touch()
     cfg = config(tmp_path / name, tmp_path, heads=["eagle3"], chats=str(chats))
     here = TargetConfig(kind="local", path=str(tmp_path / name), allow_other=True)
     cfg = replace(cfg, target=here)
     command.pilot(cfg, "eagle3", tmp_path / name)
-    assert Path(commands[0][1]).is_file()
-    wanted: Any = compose(*ENTRIES["eagle3"], commands[0][2:])
+    assert (ROOT / commands[0][0]).is_file()
+    wanted: Any = compose(*ENTRIES["eagle3"], commands[0][1:])
     assert wanted.data.path == str(chats)
     assert wanted.out_dir == str(tmp_path / name / "pilots/eagle3")
     assert wanted.target.path == cfg.target.path and wanted.target.allow_other

@@ -170,7 +170,7 @@ def test_an_engine_is_certified_without_a_head(
     assert all(layer["passed"] for layer in row["layers"]), row["reasons"]
     assert asked[0].speculative is None
     assert asked[1].speculative == vllm_server.ngram(3) and asked[1].slots == 8
-    assert sampled.title(report).startswith("vLLM (vllm 9.9) on the CPU · sampled (T = 0.7)")
+    assert sampled.table(report).title.startswith("vLLM (vllm 9.9) on the CPU · sampled (T = 0.7)")
     said = capsys.readouterr().out
     assert "| ngram | greedy | 3 |" in said
     assert "| none | – | – |" in said and "| control passed |" in said

@@ -9,8 +9,12 @@ from typing import Any
 
 from scripts.lab.pages import serves
 from scripts.lab.serving import llamacpp, llamacpp_cases, sampled
-from scripts.reports.block import md_table
+from scripts.reports.table import Table
 
+ASKED = {
+    "settings": {"temperature": 1.0, "at_a_time": [1], "alpha": 0.001},
+    "engine": {"xllamacpp": "1"},
+}
 PAPER = {
     "verdict": "undecided",
     "reasons": ["x"],
@@ -32,7 +36,7 @@ def test_a_certificate_is_kept_without_address_and_single_tests() -> None:
     assert "127.0.0.1" not in json.dumps(found)
     assert found["layers"][1]["tests"] == 3 and found["layers"][1]["smallest"] == {"p": 0.01}
     row = {"case": "eagle3", "mode": "probabilistic", "draft_tokens": 3, **found}
-    text = sampled.markdown({"cases": [row]})
+    text = sampled.table({**ASKED, "cases": [row]}).markdown()
     assert "| 2,010 | 1,234 | 0 of 96 | 0.25 | 1 of 2 | – | 61, 10 | undecided |" in text
 
 
@@ -42,7 +46,7 @@ def test_the_gap_at_which_answers_part_stands_in_the_table() -> None:
 
 
 def test_what_was_not_run_is_not_claimed(tmp_path: Path) -> None:
-    assert serves.markdown(tmp_path).count("\n") == 1  # heading and rule alone
+    assert serves.table(tmp_path).markdown().count("\n") == 1  # heading and rule alone
     case = {
         "case": "eagle3",
         "target": "float32",
@@ -51,20 +55,20 @@ def test_what_was_not_run_is_not_claimed(tmp_path: Path) -> None:
     }
     report = {"engine": {"xllamacpp": "1"}, "cases": [case, {**case, "target": "q.gguf"}]}
     (tmp_path / "engines-llamacpp.json").write_text(json.dumps(report))
-    text = serves.markdown(tmp_path)
+    text = serves.table(tmp_path).markdown()
     assert text.count("eagle3") == 1 and "| 49/50 | 1.250 | – | not run |" in text
     row = {"case": "eagle3", "mode": "greedy", "draft_tokens": 3, **sampled.brief(PAPER)}
     (tmp_path / "engines-llamacpp-sampled.json").write_text(json.dumps({"cases": [row]}))
-    assert "greedy: undecided, 2,010 tokens, p = 0.25" in serves.markdown(tmp_path)
+    assert "greedy: undecided, 2,010 tokens, p = 0.25" in serves.table(tmp_path).markdown()
 
 
 def test_a_table_in_markdown_says_which_columns_are_words() -> None:
     rows = [["a", "1", "x"], ["b", "2", "y"]]
-    assert md_table(("n", "k", "t"), rows, (0, -1)) == (
+    assert Table(("n", "k", "t"), rows, words=(0, -1)).markdown() == (
         "| n | k | t |\n|---|---:|---|\n| a | 1 | x |\n| b | 2 | y |"
     )
-    assert md_table(("n", "k"), []) == "| n | k |\n|---|---:|"
-    assert md_table(("n", "k"), [], ()) == "| n | k |\n|---:|---:|"
+    assert Table(("n", "k"), []).markdown() == "| n | k |\n|---|---:|"
+    assert Table(("n", "k"), [], words=()).markdown() == "| n | k |\n|---:|---:|"
 
 
 def test_the_file_of_another_target_is_made_again(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_the_table_shows_every_case(target) -> None:
         "cases": [plain, case],
         "settings": {"num_prompts": 50, "max_new_tokens": 64},
     }
-    text = engine_case.markdown(report)
+    text = engine_case.table(report).markdown()
     assert "| plain |  | 50/50 | – | – | – | – | 9.5 | – |" in text
     assert (
         "| eagle3-vllm | 3 | 49/50 +1≈ | 1.900 [1.800, 2.000] | 1.910 | 60.0% 30.0% 10.0% |" in text

@@ -14,7 +14,7 @@ from scripts.reports.block import Block
 
 WRITTEN: dict[Block, Callable[[], str]] = {
     **readme.PAGES,
-    reliability.BLOCK: lambda: reliability.markdown(reliability.read(reliability.RESULTS)),
+    reliability.BLOCK: lambda: reliability.table(reliability.read(reliability.RESULTS)).markdown(),
     lossless_page.BLOCK: lambda: lossless_page.render(
         json.loads(lossless_page.RESULTS.read_text())
     ),

@@ -183,7 +183,7 @@ def test_the_demo_tells_where_its_time_went(
     script.write_text(f"open({str(left)!r}, 'w').close()")
     step, job = demo.Command("x", [str(script)], [], left), demo.Pipeline("demo", demo.RUNS)
     job.run([step])
-    assert demo.where_it_went(job, [step]).row_count == 2, "the step that ran, and all"
+    assert len(demo.where_it_went(job, [step]).rows) == 2, "the step that ran, and all"
     found = json.loads((demo.REPORTS / "spent.json").read_text())
     assert found["environment"]["commit"] and found["steps"]["x"]["seconds"] >= 0
     assert found["steps"]["x"]["command"] == f"python {script}"

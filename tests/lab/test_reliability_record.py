@@ -37,7 +37,7 @@ def test_rows_merge_also_from_several_processes(out: Path) -> None:
     assert len(rows) == 40 and rows["row07"]["trials"] == 20 and rows["row08"]["result"] == "1/1"
     assert rows["row07"]["command"].endswith("test_rows_merge_also_from_several_processes")
     assert {"date", "commit", "machine"} <= set(rows["row07"])
-    table = reliability.markdown(rows)
+    table = reliability.table(rows).markdown()
     assert "| fault 7 | 19/20 (**missed**) |" in table and "| fault 8 | 1/1 |" in table
     assert [p.name for p in out.parent.iterdir()] == ["r.json"]
 

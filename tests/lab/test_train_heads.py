@@ -165,7 +165,7 @@ def test_seeds_are_counted_together_and_paired_by_prompt() -> None:
     heads = matched.matched(trained, {n: f"f/{n}" for n in names}, {"0": report})["heads"]
     against = [heads[n]["scores"]["0"]["chain"]["against"]["mean"] for n in names[1:4]]
     assert against == pytest.approx([1.0, 0.5, 0.5]), "each to the reference from its own seed"
-    shown = matched.seeds({"seeds": found})
+    shown = matched.seeds({"seeds": found}).markdown()
     assert shown.startswith("| all seeds together | chain, T = 0 | to eagle3 |")
     assert "| medusa | 2.250 (1.500 to 3.000) | -37.5% [-37.5%, -37.5%] |" in shown
     assert "| eagle3 | 3.000 (3.000 to 3.000) |  |" in shown
@@ -231,11 +231,12 @@ def test_scores_join_cost_and_acceptance(
     half = "-50.0% [-50.0%, -50.0%]"
     assert f"| medusa | 1.40 [1.30, 1.50] | {half} | 2.0 | 1.10× [1.00, 1.20] | 1.40" in out
     assert "| eagle3 | 2.80 [2.70, 2.90] |  | 2.0 | 1.10× [1.00, 1.20] | – | – | – | – |" in out
-    assert "| T = 1 | chain | to eagle3 |" in matched.markdown(found)
+    assert "| T = 1 | chain | to eagle3 |" in matched.scores(found, "1").markdown()
     chains = json.loads(json.dumps(found))
     for head in chains["heads"].values():
         head["scores"]["0"].pop("tree", None)
-    assert "tree" not in matched.scores(chains, "0") and "tree" in matched.scores(chains, "1")
+    assert "tree" not in matched.scores(chains, "0").head
+    assert "tree" in matched.scores(chains, "1").head
     assert matched.title(found).endswith("T = 1: 2 prompts × 64 tokens, batch 1, float32")
     with pytest.raises(SystemExit) as caught:
         train_heads.main([*asked, *more, "scoring=['seed=7']", "timed=false"])
@@ -247,6 +248,6 @@ def test_scores_join_cost_and_acceptance(
     same = untimed["heads"]["medusa"]["scores"]["0"]["chain"]
     assert same["accepted_length"] == medusa["scores"]["0"]["chain"]["accepted_length"]
     assert same["against"] == medusa["scores"]["0"]["chain"]["against"]
-    assert "| eagle3 | 2.80 [2.70, 2.90] |  | – | – |" in matched.scores(untimed, "1")
+    assert "| eagle3 | 2.80 [2.70, 2.90] |  | – | – |" in matched.scores(untimed, "1").markdown()
     assert matched.title(untimed).endswith("float32. No times: the machine did other work.")
     assert "note" not in found

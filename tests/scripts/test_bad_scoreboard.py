@@ -14,7 +14,8 @@ from decode.models.load import TargetConfig, load_target
 from decode.target import Target
 from heads import HEADS, save_head
 from scripts import evaluate
-from scripts.reports import table
+from scripts.reports import score_table
+from scripts.reports.table import interval
 from tests.helpers.commands import code_of
 
 SHAPE = {"layers": 2, "context": 256}
@@ -93,7 +94,7 @@ def test_everything_else_is_scored(
         assert word in reason and "\n" not in reason and "Traceback" not in reason, reason
         assert ";" in reason, f"{reason}: says no way out"
         assert name in shown.out
-    notes = table.notes(report)
+    notes = score_table.notes(report)
     limit = next(r["break_even"] for r in report["drafters"] if r["label"] == "big@chain")
     assert limit > 1 and any(
         "big@chain is no smaller than its target" in n and f"{limit:.2f}" in n for n in notes
@@ -102,7 +103,7 @@ def test_everything_else_is_scored(
     for row in report["drafters"]:
         once, often = row["by_category"]["once"], row["by_category"]["chat"]
         for cell in (once["accepted_length"], once["speedup"]):
-            assert cell["low"] is None and cell["high"] is None and "[" not in table.interval(cell)
+            assert cell["low"] is None and cell["high"] is None and "[" not in interval(cell)
         assert often["speedup"]["low"] is not None
     assert report["settings"]["num_prompts"] == 3
     assert "warning: " in shown.err and "break-even" in shown.err

@@ -32,6 +32,7 @@ from decode.tree import TreeShape
 from decode.verify import RULES, verify
 from scripts import certify
 from scripts.common.memo import Memo
+from scripts.common.progress import silent
 from scripts.proofs import certificate, directions, enumerator, passes, pit, power, size
 from scripts.proofs.controls import certificates as certificate_controls
 from scripts.proofs.controls import drafters as wrong_drafters
@@ -484,17 +485,19 @@ def test_a_control_too_faint_at_a_low_temperature_is_tried_at_one(
 
     monkeypatch.setattr(certificate_controls, "sampling_layer", layer)
     plain, own, prompts = world
-    open_world = certificate.World(plain.target, plain, prompts, [], {}, 0.0, [])
     cold = Sampling(0.2, top_p=0.8)
-    plan = plan_of(cold, 5000)
-    rows = certificate_controls._sampling(open_world, plan, lambda *_: None, Memo(None))
+    plan, memo = plan_of(cold, 5000), Memo(None)
+    parts = (plain.target, plain, plan, memo, silent, prompts)
+    open_world = certificate.World(*parts, [], {}, 0.0, [])
+    rows = certificate_controls._sampling(open_world)
     assert len(rows) == 4 and set(asked) == {(0.2, 2000), (1.0, 5000)}
     for row in rows:
         assert row["rejected"] == (warm < 1e-4) and row["p"] == warm
         assert row["faint"] == {"temperature": 0.2, "rejected": False, "p": 0.03, "tokens": 2000}
     # warm enough to be judged by its own laws
-    plan = dataclasses.replace(plan, sampling=Sampling(0.7))
-    rows = certificate_controls._sampling(open_world, plan, lambda *_: None, Memo(None))
+    warmer = dataclasses.replace(plan, sampling=Sampling(0.7))
+    other = dataclasses.replace(open_world, plan=warmer, memo=Memo(None))
+    rows = certificate_controls._sampling(other)
     assert not any("faint" in row or row["rejected"] for row in rows)
 
 

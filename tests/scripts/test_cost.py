@@ -26,6 +26,7 @@ from heads.names import Draft
 from heads.parallel.medusa import MedusaConfig
 from heads.small_lm.config import SmallLMConfig
 from heads.tuned import Settings
+from scripts.common.progress import silent
 from scripts.tuning import cost, replay, search
 from scripts.tuning.cost import CostModel, Curve, Linear, Shape
 from scripts.tuning.family import Bounds, Family
@@ -293,7 +294,7 @@ def test_drafters_that_read_their_own_tokens_are_searched(kind: str, tmp_path: P
         str(tmp_path / "head"), target, Sampling(), Bounds(depth=3, nodes=8, width=3)
     )
     assert {p.kind for p in family.probes()} == {"chain", "tree"} and str(family.default()) != ""
-    texts = family.record([[5, 6, 7], [8, 9, 5, 6]], 8, 0, lambda: None)
+    texts = family.record([[5, 6, 7], [8, 9, 5, 6]], 8, 0, silent)
     assert set(texts) == {"chain", "tree"} and all(len(t) == 2 for t in texts.values())
     linear = {1: Linear(cost.PROPOSE, (1, 1, 0.1, 0))}
     reads = {1: Linear(cost.OBSERVE, (0.5, 0.1))}

@@ -236,7 +236,8 @@ def test_suites_that_are_measured_wait_for_the_others(
     monkeypatch.setattr(evaluate, "suites", lambda _: found)
     asked_of = (evaluate.load_prompts(prompts_file(tmp_path)), {"path": "p", "sha256": "0" * 64})
     monkeypatch.setattr(evaluate, "asked_of", lambda *_: asked_of)
-    monkeypatch.setattr(evaluate, "table_of", lambda *_: ({"suites": named}, []))
+    told = [{"name": name, "asked": PROMPTS, "drafters": []} for name in named]
+    monkeypatch.setattr(evaluate, "in_one", lambda *_: {"suites": told, "missing": []})
     keys = (*SMALL, *ASKED, "suite=all", f"out={tmp_path}/out")
     with monkeypatch.context() as patch:
         stop_after(43, patch, ctrl_c)  # 40 of the first suite

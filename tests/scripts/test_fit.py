@@ -18,6 +18,7 @@ from scripts import fit as command
 from scripts.fitting import train, verdict
 from scripts.fitting.config import FitConfig
 from scripts.reports import fit_table
+from scripts.reports.table import change
 from tests.heads.test_warm import weights
 from tests.helpers.training import TINY, chats, run, tiny_target
 from train.signals import Interrupted
@@ -145,7 +146,7 @@ def test_only_a_paired_interval_above_one_counts() -> None:
     old, new = report([(2.0, 3.0)])
     assert not verdict.better(verdict.ratio(new, old))  # one prompt allows no interval
     assert verdict.ratio(new, old, "nothing")["mean"] is None
-    assert fit_table.change(verdict.ratio(new, old, "nothing")) == "–"
+    assert change(verdict.ratio(new, old, "nothing")) == "–"
 
 
 def test_the_matrix_pairs_every_head_with_the_first_one_by_traffic(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_the_matrix_pairs_every_head_with_the_first_one_by_traffic(tmp_path: Pat
     found = fit_table.forgotten(tmp_path / "report.json")
     sql = found["drafters"][1]["by_category"]["sql"]["against_before"]
     assert sql["mean"] == pytest.approx(4.15 / 2.15) and sql["low"] > 1
-    head, _, first, second = fit_table.matrix(found).splitlines()
+    head, _, first, second = fit_table.matrix(found).markdown().splitlines()
     assert head == "| drafter | sql (4) | letters (4) |"
     assert first == "| general@tree | 2.15 | 3.15 |"
     assert "| 4.15, +93.0% [+" in second and "| 2.85, -9.5% [-" in second
@@ -418,7 +419,7 @@ def test_logs_to_a_certified_and_exported_lora(start: Path, tmp_path: Path) -> N
     assert len(found["later"]["drafters"]) == 3
     assert found["certificate"]["verdict"] in ("lossless", "undecided")
     assert (tmp_path / "fit/export/outrider.json").is_file()
-    table = fit_table.markdown([{**found, "name": "a log"}])
+    table = fit_table.several([{**found, "name": "a log"}]).markdown()
     assert table.count("\n") == 4 and "LoRA 2" in table
 
 

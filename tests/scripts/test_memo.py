@@ -70,7 +70,8 @@ def test_a_folder_of_another_version_begins_anew(
         (place / "key").write_text(mark)
     again = Memo(place, {"a": 1})
     assert again.lines("x") == [] and not again.resumed
-    assert capsys.readouterr().err.count(f"note: {place} was made with another ") == 1
+    told = f"note: {place} was made with another version; all is made anew\n"
+    assert capsys.readouterr().err == told
     assert (place / "mine.txt").exists()
     again.add("x", 2)
     assert Memo(place, {"a": 1}).lines("x") == [2]

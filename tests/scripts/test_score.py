@@ -13,7 +13,7 @@ from jinja2 import UndefinedError
 
 from decode.engine import Cycle, Generation, Timing
 from decode.timing import PARTS
-from scripts.reports import page, plots, table
+from scripts.reports import page, plots, score_table
 from scripts.reports.rendering import render
 from scripts.scoring.breakdown import breakdown
 from scripts.scoring.contest import Answer, Contest, Lane, Lap
@@ -121,7 +121,7 @@ def test_parts_sum_to_the_measured_wall(contest: Contest) -> None:
     """
     row = Scores(contest, [lane("none", 0), lane("fast", 2)]).row(lane("fast", 2))
     told = row["breakdown"]
-    assert set(told["seconds"]) == set(PARTS) == set(plots.PARTS) == set(table.PARTS)
+    assert set(told["seconds"]) == set(PARTS) == set(plots.PARTS) == set(score_table.PARTS)
     share = {
         "target": 0.6,
         "drafter": 0.2,
@@ -138,8 +138,11 @@ def test_parts_sum_to_the_measured_wall(contest: Contest) -> None:
         == row["ms_per_token"]
     )
     assert told["without"] == pytest.approx({"drafter": 2.5 / 0.8, "all_but_target": 2.5 / 0.6})
-    cells = {name: cell(row) for name, cell in table.TIMES}
-    assert [cell(row) for name, cell in table.TIMES if name == "drafter"] == ["fast", "80.00 [20%]"]
+    cells = {name: cell(row) for name, cell in score_table.TIMES}
+    assert [cell(row) for name, cell in score_table.TIMES if name == "drafter"] == [
+        "fast",
+        "80.00 [20%]",
+    ]
     assert cells["target"] == "240.00 [60%]"
     assert cells["with a free drafter"] == "3.12×" and cells["target alone"] == "4.17×"
 
@@ -348,15 +351,15 @@ def test_a_busy_machine_is_not_believed(report: dict[str, Any], contest: Contest
     contest.laps[0].timing.total_s += 30.0
     report["plain_pass_ms"] = Scores(contest, [lane("none", 0), lane("fast", 2)]).steadiness()
     assert not report["plain_pass_ms"]["steady"] and "too busy" in page.headline(report)[0]
-    assert any(line.startswith("UNSTEADY") for line in table.notes(report))
+    assert any(line.startswith("UNSTEADY") for line in score_table.notes(report))
 
 
 def test_the_table_in_markdown(report: dict[str, Any]) -> None:
-    lines = table.markdown(report).splitlines()
+    lines = score_table.table(report).markdown().splitlines()
     assert len(lines) == 4 and all(line.count("|") == lines[0].count("|") for line in lines)
     assert "| fast | 2.00" in lines[3] and "1/2 +1≈" in lines[3]
     report["drafters"][1]["lossless"]["beyond_rounding"] = 1
-    assert any("NOT LOSSLESS" in line for line in table.notes(report))
+    assert any("NOT LOSSLESS" in line for line in score_table.notes(report))
 
 
 def test_the_report_is_plain_json(report: dict[str, Any]) -> None:

@@ -66,13 +66,9 @@ def order(
         (red if is_red else changed if is_changed(row, test.hash) else same).append(test)
     red.sort(key=lambda test: seconds(rows[test.id]))
 
-    turns: Counter[str] = Counter()
-
-    def waiting(test: SlowTest) -> tuple[str, int, float]:
-        row, file = rows.get(test.id, {}), test.id.partition("::")[0]
-        date, turn = row.get("green", {}).get("date", ""), turns[file]
-        turns[file] += not date  # those that never were green: the files take turns
-        return date, 0 if date else turn, seconds(row)
+    def waiting(test: SlowTest) -> tuple[str, float]:
+        row = rows.get(test.id, {})
+        return row.get("green", {}).get("date", ""), seconds(row)
 
     changed.sort(key=waiting)
     seen: set[str] = set()

@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from conf.commit import commit
 from conf.schema import entry
 from scripts.common import files
@@ -35,7 +33,7 @@ def main(cfg: DryRunConfig) -> int:
     found |= {"command": f"python scripts/validate.py {words}", "commit": commit()}
     path = Path(cfg.out)
     files.write_json(path, found)
-    Console(width=max(100, Console().width)).print(table(found))
+    table(found).show()
     print(f"predicted, not measured; {path}")
     return 0 if found["memory"]["fits"] else 1
 

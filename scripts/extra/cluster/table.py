@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
+from scripts.reports.table import Table
 
 Row = tuple[str, str]
 
 
 def table(found: dict[str, Any]) -> Table:
     """A report of scripts/extra/cluster/plan.py as a table of two columns."""
-    shown = Table(box=None, show_header=False, pad_edge=False)
-    shown.add_column(style="bold")
-    shown.add_column()
     size = found["pass"]
-    shown.add_row(
-        "run",
+    run = (
         f"{found['head']} ({found['trained_parameters'] / 1e6:,.0f} M trained) for "
         f"{found['target']} ({found['parameters'] / 1e9:.2f} B) on {found['gpus']} x "
-        f"{found['gpu']}, passes of {size['rows']} x {size['tokens_a_row']:,} tokens",
+        f"{found['gpu']}, passes of {size['rows']} x {size['tokens_a_row']:,} tokens"
     )
-    rows = [*_memory(found["memory"]), *_speed(found), *_around(found)]
-    for name, told in rows:
-        shown.add_row(name, told)
-    return shown
+    return Table((), [("run", run), *_memory(found["memory"]), *_speed(found), *_around(found)])
 
 
 def _memory(held: dict[str, Any]) -> list[Row]:

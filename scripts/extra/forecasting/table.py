@@ -4,40 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from scripts.reports.block import md_table
-from scripts.reports.table import interval, number
+from scripts.reports.table import Table, interval, number
 
 
-def show(value: dict[str, Any], console: Console) -> None:
-    """The text's statistics, then a row for every head and budget."""
-    found = value["text"]
-    if found["tokens"]:
-        console.print(
-            f"{found['tokens']} tokens of the target's answers: entropy {found['entropy']:.2f} "
-            f"nats, highest probability {found['top1']:.2f}; prompt lookup, which needs no "
-            f"training: accepted length {interval(found['ngram'])}",
-            highlight=False,
-        )
-    batches = [row["batch"] for row in value["forecasts"][0]["by_batch"]]
-    table = Table(title=f"forecast for {value['target']}, 90 % intervals · {value['engine']}")
-    table.add_column("head", no_wrap=True)
-    table.add_column("tokens", no_wrap=True, justify="right")
-    table.add_column("hours", no_wrap=True, justify="right")
-    table.add_column("accepted length")
-    for batch in batches:
-        table.add_column(f"speedup at {batch}")
-    table.add_column("train it?")
+def table(value: dict[str, Any]) -> Table:
+    """A row for every head and budget; the text's statistics below."""
+    found, rows = value["text"], []
     for row in value["forecasts"]:
         cells = [row["head"], f"{row['tokens'] / 1e6:.3g} M", number(row["hours"], 1)]
         cells.append(interval(row["accepted_length"]))
         for one in row["by_batch"]:
             pays = f"pays from {number(one['break_even'])}"
             cells.append(f"{interval(one['speedup'], 2, '×')}\n{pays}")
-        table.add_row(*cells, advice(row))
-    console.print(table)
+        rows.append([*cells, advice(row)])
+    speedups = [f"speedup at {one['batch']}" for one in value["forecasts"][0]["by_batch"]]
+    head = ["head", "tokens", "hours", "accepted length", *speedups, "train it?"]
+    title = f"forecast for {value['target']}, 90 % intervals · {value['engine']}"
+    told = (
+        f"{found['tokens']} tokens of the target's answers: entropy {found['entropy']:.2f} "
+        f"nats, highest probability {found['top1']:.2f}; prompt lookup, which needs no "
+        f"training: accepted length {interval(found['ngram'])}"
+        for _ in range(bool(found["tokens"]))
+    )
+    return Table(head, rows, title, [*told], words=(0, -1))
 
 
 def advice(row: dict[str, Any]) -> str:
@@ -51,21 +40,11 @@ def advice(row: dict[str, Any]) -> str:
 CHECKED = ("head", "tokens", "forecast (90 %)", "measured (95 %)", "error", "inside")
 
 
-def show_check(value: dict[str, Any], console: Console) -> None:
+def check(value: dict[str, Any]) -> Table:
     """Every forecast beside what came; misses stay."""
-    table = Table(title=f"forecast of {value['forecast']['created']} against truth")
-    for name in CHECKED:
-        table.add_column(name)
-    for row in value["rows"]:
-        table.add_row(*checked(row))
-    console.print(table)
-    console.print(f"{value['inside']} of {value['of']} inside", highlight=False)
-
-
-def markdown_check(value: dict[str, Any]) -> str:
-    """The same as Markdown."""
-    rows = [checked(row) for row in value["rows"]]
-    return f"{md_table(CHECKED, rows)}\n\n{value['inside']} of {value['of']} lengths lay inside"
+    title = f"forecast of {value['forecast']['created']} against truth"
+    notes = [f"{value['inside']} of {value['of']} lengths lay inside"]
+    return Table(CHECKED, [checked(row) for row in value["rows"]], title, notes)
 
 
 def checked(row: dict[str, Any]) -> list[str]:

@@ -18,7 +18,8 @@ from conf.commit import commit
 from conf.schema import CONF, compose
 from scripts.extra.cluster.config import DryRunConfig
 from scripts.extra.cluster.plan import plan
-from scripts.reports.block import Block, md_table
+from scripts.reports.block import Block
+from scripts.reports.table import Table
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULT = ROOT / "docs/results/dry-run.json"
@@ -79,7 +80,7 @@ def page(found: dict[str, Any]) -> str:
                 f"{speed['hours']:.1f}",
             ]
         )
-    return "\n".join([*lines, md_table(head, rows, (0, 1))])
+    return "\n".join([*lines, Table(head, rows, words=(0, 1)).markdown()])
 
 
 def main() -> None:

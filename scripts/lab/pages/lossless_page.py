@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from scripts.common import files
-from scripts.reports.block import Block, md_table
+from scripts.reports.block import Block
+from scripts.reports.table import Table
 
 RESULTS = files.ROOT / "docs" / "results" / "lossless.json"
 BLOCK = Block.of("docs/lossless.md", "figures", "scripts/lab/prove.py")
@@ -48,12 +49,12 @@ def slim(paper: dict[str, Any]) -> dict[str, Any]:
 
 def render(known: dict[str, Any]) -> str:
     """The tables of the page."""
-    parts = [md_table(("what", "how much", "found"), _rows(known), (0, 1, 2)), ""]
+    parts = [Table(("what", "how much", "found"), [*_rows(known)], words=(0, 1, 2))]
     if "certificates" in known:
-        parts += [_certificates(known["certificates"]), ""]
+        parts.append(_certificates(known["certificates"]))
     if "controls" in known:
-        parts += [_controls(known["controls"]), ""]
-    return "\n".join(parts)
+        parts.append(_controls(known["controls"]))
+    return "\n\n".join(table.markdown() for table in parts) + "\n"
 
 
 def refresh() -> None:
@@ -111,7 +112,7 @@ def _less(e: dict[str, Any]) -> str:
     return f"{fewer}, by at most {less['largest']:.1e}" if some else fewer
 
 
-def _certificates(e: dict[str, Any]) -> str:
+def _certificates(e: dict[str, Any]) -> Table:
     head = ("certificate", "settings", "tokens", "p (alpha)", "smallest bias found")
     wrong = {
         "typical acceptance": "typical acceptance",
@@ -134,13 +135,13 @@ def _certificates(e: dict[str, Any]) -> str:
         verdict = ": ".join([paper["verdict"], *paper["reasons"][:1]])
         cells = [s["drafter"], words, f"{power['tokens']:,}", p, least]
         rows.append([*cells, *(by.get(name, "–") for name in wrong), verdict])
-    return md_table([*head, *wrong.values(), "verdict"], rows, (0, 1, -1))
+    return Table([*head, *wrong.values(), "verdict"], rows, words=(0, 1, -1))
 
 
-def _controls(e: dict[str, Any]) -> str:
+def _controls(e: dict[str, Any]) -> Table:
     rows = []
     for r in e["rows"]:
         layer = r["layer"] if r["rejected"] else "NOTHING"
         rows.append([r["name"], layer, f"{r['measured']:.2g}", f"{r['correct_code']:.1g}"])
     head = ("known wrong code", "caught by", "measured there", "correct code")
-    return md_table(head, rows, (0, 1))
+    return Table(head, rows, words=(0, 1))

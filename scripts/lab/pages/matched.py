@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scripts.fitting.verdict import ratio, rows_of
-from scripts.reports.block import md_table
-from scripts.reports.fit_table import change
-from scripts.reports.table import interval
+from scripts.reports.table import Table, change, interval
 
 Report = dict[str, Any]
 SHAPES = ("chain", "tree")
@@ -123,14 +121,14 @@ def _pooled(seeds: Sequence[Report]) -> Report:
     return {"per_prompt": list(prompts.values())}
 
 
-def markdown(found: Report) -> str:
+def tables(found: Report) -> list[Table]:
     """What the heads cost, a table of scores for every temperature, and what the seed did."""
     temperatures = next(iter(found["heads"].values()))["scores"]
     parts = [costs(found), *(scores(found, each) for each in temperatures)]
-    return "\n\n".join([*parts, seeds(found)] if "seeds" in found else parts)
+    return [*parts, seeds(found)] if "seeds" in found else parts
 
 
-def seeds(found: Report) -> str:
+def seeds(found: Report) -> Table:
     """A row for every recipe that was trained from several seeds: the smallest and the largest
     accepted length of a seed, and the paired ratio of all seeds together."""
     asked = sorted(
@@ -157,10 +155,10 @@ def seeds(found: Report) -> str:
             cells.append(f"{mean:.3f} ({min(lengths):.3f} to {max(lengths):.3f})")
             cells.append(change(score["against"]) if recipe != REFERENCE else "")
         rows.append(cells)
-    return md_table(columns, rows)
+    return Table(columns, rows)
 
 
-def costs(found: Report) -> str:
+def costs(found: Report) -> Table:
     """What every head learned from, and how often each of its first tokens is accepted where
     the one before was: of its chain, at the first temperature."""
     places = [f"token {k}" for k in range(1, SHOWN + 1)]
@@ -179,10 +177,10 @@ def costs(found: Report) -> str:
             *["–"] * (SHOWN - len(known)),
         ]
         rows.append(cells)
-    return md_table(columns, rows)
+    return Table(columns, rows)
 
 
-def scores(found: Report, temperature: str) -> str:
+def scores(found: Report, temperature: str) -> Table:
     """A row for every head: accepted length with its interval, the paired ratio to the
     reference, milliseconds of drafting a cycle and speedup, as a chain and as a tree."""
     columns = [f"T = {temperature}"]
@@ -208,7 +206,7 @@ def scores(found: Report, temperature: str) -> str:
                 interval(score["speedup"], 2, "×"),
             ]
         rows.append(cells)
-    return md_table(columns, rows)
+    return Table(columns, rows)
 
 
 def title(found: Report) -> str:

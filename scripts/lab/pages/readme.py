@@ -20,8 +20,9 @@ from scripts.lab.pages import matched, serves
 from scripts.lab.serving import case as engine_case
 from scripts.lab.serving import llamacpp_cases
 from scripts.lab.serving import sampled as engine_sampled
-from scripts.reports import fit_table, table, tune_table
-from scripts.reports.block import Block, md_table
+from scripts.reports import fit_table, score_table, tune_table
+from scripts.reports.block import Block
+from scripts.reports.table import Table, change, interval
 from scripts.scoring.names import SERVER
 
 RESULTS = files.ROOT / "docs" / "results"
@@ -108,7 +109,7 @@ def front() -> str:
         f"**`{best['label']}`, its head trained for {seconds / 60:.0f} minutes of one CPU core, "
         f"commits {best['accepted_length']['mean']:.2f} tokens a pass and writes "
         f"{best['tokens_per_second'] / generate:.2f} times as fast as transformers' `generate`** "
-        f"on two cores ({table.interval(best['speedup'], 2, '×')} our own plain decoding; "
+        f"on two cores ({interval(best['speedup'], 2, '×')} our own plain decoding; "
         f"{report['settings']['num_prompts']} prompts of {len(paces)} categories that nothing was "
         f"trained or tuned on, T = 0, bfloat16; the slowest is {slowest}, {paces[slowest]:.2f}×). "
         "In float32 "
@@ -120,16 +121,16 @@ def front() -> str:
     cells = [
         [
             label,
-            table.interval(row["accepted_length"]),
-            table.interval(row["speedup"]),
+            interval(row["accepted_length"]),
+            interval(row["speedup"]),
             f"{row['tokens_per_second'] / generate:.2f}",
-            table.equality(same[label]) if label in same else "–",
+            score_table.equality(same[label]) if label in same else "–",
         ]
         for label, row in rows.items()
         if not label.endswith("(defaults)") and not _drafting_server(row)
     ]
     more = " ".join(filter(None, [fastest(rows), leaders(), fitted()]))
-    return "\n".join([*lines, md_table(head, cells), "", more])
+    return "\n".join([*lines, Table(head, cells).markdown(), "", more])
 
 
 def _drafting_server(row: dict[str, Any]) -> bool:
@@ -144,7 +145,7 @@ def fastest(rows: dict[str, dict[str, Any]]) -> str:
         return ""
     return (
         f"The fastest row of all is `{label}`, another engine's server on the same two cores "
-        f"({table.interval(rows[label]['speedup'], 2, '×')}; [engines](docs/engines.md))."
+        f"({interval(rows[label]['speedup'], 2, '×')}; [engines](docs/engines.md))."
     )
 
 
@@ -163,7 +164,7 @@ def leaders() -> str:
         best = max(scores, key=lambda name: scores[name]["accepted_length"]["mean"])
         cell = f"`{best}@{shape}` ({scores[best]['accepted_length']['mean']:.2f} tokens a pass"
         if best != matched.REFERENCE:
-            cell += f", {fit_table.change(scores[best]['against'])} to `{matched.REFERENCE}`"
+            cell += f", {change(scores[best]['against'])} to `{matched.REFERENCE}`"
         told.append(f"{cell})")
     return (
         f"Of {len(report['heads'])} heads with the same conversations and the same arithmetic "
@@ -222,14 +223,19 @@ def results() -> str:
     blocks = []
     for name, report in known(*headings):
         where = f"{made(report)}, [JSON](results/{name}.json)"
-        blocks += [f"## {headings[name]}", "", f"{table.title(report)} ({where})", ""]
-        shown = table.by_category if name in BY_CATEGORY else table.markdown
-        blocks += [shown(report), ""]
+        by = score_table.by_category if name in BY_CATEGORY else score_table.table
+        blocks += [f"## {headings[name]}", "", *_shown(by(report), where), ""]
     blocks += level()
     for _, report in known("engines"):
-        heading = f"## Exported heads, {engine_case.title(report)}"
-        blocks += [heading, "", "`make engines`", "", engine_case.markdown(report), ""]
+        table = engine_case.table(report)
+        heading = f"## Exported heads, {table.title}"
+        blocks += [heading, "", "`make engines`", "", table.markdown(), ""]
     return "\n".join(blocks)
+
+
+def _shown(table: Table, where: str) -> list[str]:
+    """Title and cells of a table."""
+    return [f"{table.title} ({where})", "", table.markdown()]
 
 
 def level() -> list[str]:
@@ -237,13 +243,14 @@ def level() -> list[str]:
     blocks = []
     for name, report in known(*(path.stem for path in sorted(RESULTS.glob("matched*.json")))):
         where = f"{made(report)}, [JSON](results/{name}.json)"
-        blocks += [f"{matched.title(report)} ({where})", "", matched.markdown(report), ""]
+        blocks += [f"{matched.title(report)} ({where})", ""]
+        blocks += [line for one in matched.tables(report) for line in (one.markdown(), "")]
     return ["## All heads on the same data and arithmetic", "", *blocks] if blocks else []
 
 
 def tuned() -> str:
     """The table of docs/tuning.md."""
-    return tune_table.markdown(read("tune"))
+    return tune_table.collected(read("tune")).markdown()
 
 
 # what shows an engine's file of docs/results, and the command that wrote it
@@ -262,9 +269,9 @@ def engines() -> str:
     """The tables of docs/engines.md, one for every engine that was run."""
     blocks = []
     for name, report in known(*ENGINE_RUNS):
-        room, command = ENGINE_RUNS[name]
-        where = f"`{command}`; {made(report)}"
-        blocks += [f"**{room.title(report)}** ({where})", "", room.markdown(report), ""]
+        module, command = ENGINE_RUNS[name]
+        table = module.table(report)
+        blocks += [f"**{table.title}** (`{command}`; {made(report)})", "", table.markdown(), ""]
     return "\n".join(blocks)
 
 
@@ -285,15 +292,17 @@ def forgotten() -> str:
     found = dict(known("domains")).get("domains")
     if found is None:
         return ""
-    return f"{fit_table.matrix(found)}\n\n`{found['command']}` ({made(found)})"
+    return f"{fit_table.matrix(found).markdown()}\n\n`{found['command']}` ({made(found)})"
 
 
 def foretold() -> str:
     """A frozen forecast and what came, in docs/fit.md."""
     name = "forecast-nine-truth"
     report = read(name)
-    shown = forecast_table.markdown_check(report)
-    return f"{shown}, on {made(report)} ([JSON](results/{name}.json))"
+    table = forecast_table.check(report)
+    return (
+        f"{table.markdown()}\n\n{table.notes[0]}, on {made(report)} ([JSON](results/{name}.json))"
+    )
 
 
 PAGES = {
@@ -304,7 +313,7 @@ PAGES = {
     FIT: fits,
     FORGOTTEN: forgotten,
     FORETOLD: foretold,
-    SERVING: lambda: serves.markdown(RESULTS),
+    SERVING: lambda: serves.table(RESULTS).markdown(),
 }
 
 

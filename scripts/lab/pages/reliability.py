@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import files
-from scripts.reports.block import Block, md_table
+from scripts.reports.block import Block
+from scripts.reports.table import Table
 
 RESULTS = files.ROOT / "docs" / "results" / "reliability.json"
 BLOCK = Block.of("docs/reliability.md", "reliability", "`make slow`")
@@ -59,7 +60,7 @@ def read(path: Path | None = None) -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def markdown(rows: dict[str, dict[str, Any]]) -> str:
+def table(rows: dict[str, dict[str, Any]]) -> Table:
     """The table: what was done, what came of it, when and at which commit."""
     lines = [
         [
@@ -70,7 +71,7 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
         ]
         for _, r in sorted(rows.items())
     ]
-    return md_table(("fault or change", "result", "date", "commit"), lines, range(4))
+    return Table(("fault or change", "result", "date", "commit"), lines, words=range(4))
 
 
 def _path() -> Path:
@@ -108,7 +109,7 @@ def _provenance() -> dict[str, str]:
 
 def main() -> int:
     """Put the table into the page."""
-    BLOCK.write(markdown(read(RESULTS)))
+    BLOCK.write(table(read(RESULTS)).markdown())
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts.reports.block import md_table
+from scripts.reports.table import Table
 
 LLAMACPP = ("engines-llamacpp", "engines-llamacpp-block")
 VLLM = ("engines", "engines-block")
@@ -24,11 +24,11 @@ COLUMNS = (
 )
 
 
-def markdown(results: Path) -> str:
+def table(results: Path) -> Table:
     """The table. results: the folder with the JSON files of LLAMACPP and VLLM that were
     written, and with those of sampled runs (engines-llamacpp-sampled.json, ...)."""
     rows = [*_llamacpp(results), *_vllm(results)]
-    return md_table(COLUMNS, rows, range(len(COLUMNS)))
+    return Table(COLUMNS, rows, words=range(len(COLUMNS)))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -28,8 +28,7 @@ from heads.base import Batch, Head
 from heads.interop import detect, read_folder
 from heads.names import Draft
 from scripts.common import files
-from scripts.reports.block import Columns, md_of
-from scripts.reports.table import interval, number
+from scripts.reports.table import Columns, Table, interval, number
 from scripts.serving.check import comparable
 
 TIE = 1e-3  # logits that lie this near may change places with the order of sums
@@ -270,16 +269,12 @@ def _times(ratio: dict[str, Any] | None) -> str:
     return f"{ratio['mean']:.2f}×" if ratio else "–"
 
 
-def title(report: dict[str, Any]) -> str:
-    """Where and how it was measured."""
+def table(report: dict[str, Any]) -> Table:
+    """Every case; its title says where and how it was measured."""
     said = report["settings"]
-    return (
+    title = (
         f"vLLM {report['engine']['vllm']} on the CPU · float32 · greedy (T = 0) · "
         f"{said['num_prompts']} prompts × "
         f"{said['max_new_tokens']} tokens"
     )
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The table for the README."""
-    return md_of(COLUMNS, report["cases"])
+    return Table.of(COLUMNS, report["cases"], title=title)

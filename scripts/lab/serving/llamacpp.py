@@ -95,7 +95,7 @@ def main(cfg: LlamaCppConfig) -> int:
                 }
             )
     how = {"cache": "float32", "flash_attention": False, "threads": cfg.threads}
-    print(llamacpp_cases.markdown(stage.report({"xllamacpp": version}, how, cases)))
+    print(llamacpp_cases.table(stage.report({"xllamacpp": version}, how, cases)).markdown())
     return stage.end()
 
 

@@ -26,7 +26,7 @@ from decode.target import Target
 from scripts.common.memo import Memo
 from scripts.extra.llamacpp import server as llamacpp
 from scripts.lab.serving.case import Runs
-from scripts.reports.block import md_table
+from scripts.reports.table import Table
 from scripts.serving import contract
 from scripts.serving.asking import Address, Ask, Door
 
@@ -292,15 +292,11 @@ def _gap(parted: Sequence[dict[str, Any]]) -> str:
     return f", gap ≤ {max(gaps):.2g}" if gaps else ""
 
 
-def title(report: dict[str, Any]) -> str:
-    """Where and how it was measured."""
+def table(report: dict[str, Any]) -> Table:
+    """Every case; its title says where and how it was measured."""
     said = report["settings"]
-    return (
+    title = (
         f"llama.cpp (xllamacpp {report['engine']['xllamacpp']}) on the CPU · greedy (T = 0) · "
         f"{said['num_prompts']} prompts × {said['max_new_tokens']} tokens"
     )
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The table for documents."""
-    return md_table(COLUMNS, cells(report), (0, 1))
+    return Table(COLUMNS, cells(report), title=title, words=(0, 1))

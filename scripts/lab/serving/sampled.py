@@ -27,8 +27,7 @@ from scripts.lab.serving.benches import (
     Serving,
     drafters,
 )
-from scripts.reports.block import Columns, md_of
-from scripts.reports.table import number
+from scripts.reports.table import Columns, Table, number
 from scripts.serving import server_certificate
 from scripts.serving.asking import Address
 from scripts.serving.drafter_laws import drafter_laws
@@ -126,7 +125,7 @@ def main(cfg: SampledConfig) -> int:
         "cache": "float32",
         "threads": cfg.threads,
     }
-    print(markdown(stage.report({package: bench.version}, about, cases)))
+    print(table(stage.report({package: bench.version}, about, cases)).markdown())
     return stage.end()
 
 
@@ -241,18 +240,14 @@ COLUMNS: Columns = (
 )
 
 
-def title(report: dict[str, Any]) -> str:
-    """Where and how it was measured."""
+def table(report: dict[str, Any]) -> Table:
+    """Every case; its title says where and how it was measured."""
     said = report["settings"]
     ((package, version),) = report["engine"].items()
     label = next(name for name, known, *_ in ENGINES.values() if known == package)
-    return (
+    title = (
         f"{label} ({package} {version}) on the CPU · sampled "
         f"(T = {said['temperature']:g}), {', '.join(map(str, said['at_a_time']))} at a time · "
         f"alpha {said['alpha']:g}"
     )
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The table for documents."""
-    return md_of(COLUMNS, report["cases"], (0, 1, -1))
+    return Table.of(COLUMNS, report["cases"], title=title, words=(0, 1, -1))

@@ -95,7 +95,7 @@ def main(cfg: EnginesConfig) -> int:
                 }
             )
     settings = {"dtype": "float32", "batch_size": cfg.batch_size, "timed": cfg.timed}
-    print(engine_case.markdown(stage.report(plain["versions"], settings, cases)))
+    print(engine_case.table(stage.report(plain["versions"], settings, cases)).markdown())
     return stage.end()
 
 

@@ -23,7 +23,7 @@ from decode.target import Target
 from scripts.common import files
 from scripts.common.files import ROOT
 from scripts.common.memo import Memo
-from scripts.common.progress import OnProgress, named
+from scripts.common.progress import named
 from scripts.proofs import pit
 from scripts.proofs.certificate import Plan, World, passes_layer
 from scripts.proofs.controls import drafters as wrong_drafters
@@ -43,11 +43,10 @@ GREEDY_PROMPTS = 4  # wrong code differs at once, most times
 TESTED = ("decode", "heads", "scripts/proofs")
 
 
-def run(world: World, plan: Plan, on_progress: OnProgress, memo: Memo) -> list[dict[str, Any]]:
+def run(world: World) -> list[dict[str, Any]]:
     """Every control, in the words of certificate.json."""
-    found = [*_sampling(world, plan, on_progress, memo), *_passes(world, plan, on_progress, memo)]
-    found += measured(controls(), memo, "static", on_progress)
-    return [*found, *_greedy(world, plan, on_progress, memo)]
+    static = measured(controls(), world.memo, "static", world.on_progress)
+    return [*_sampling(world), *_passes(world), *static, *_greedy(world)]
 
 
 def identity(target: Target, plan: Plan, processors: Any) -> dict[str, Any]:
@@ -122,9 +121,8 @@ def counted(listed: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]
     return [{**c, "rejected": c["rejected"] and holds(c)} for c in listed]
 
 
-def _sampling(
-    world: World, plan: Plan, on_progress: OnProgress, memo: Memo
-) -> list[dict[str, Any]]:
+def _sampling(world: World) -> list[dict[str, Any]]:
+    plan = world.plan
     if plan.sampling.greedy:
         return []
     helper = DraftModel(world.target, 3, name="the target itself")
@@ -135,7 +133,7 @@ def _sampling(
     def tried(title: str, who: Any, verify: Any, sampling: Sampling, tokens: int) -> dict[str, Any]:
         changes: dict[str, Any] = {"verify": verify, "sampling": sampling, "tokens": tokens}
         how = dataclasses.replace(plan, chunk=1, **changes)
-        drawn = named(on_progress, title)
+        drawn = named(world.on_progress, title)
         stop = lambda sample: _p(sample) < enough
         bad = sampling_layer(world.plain, world.target, who, world.prompts, how, stop, drawn)
         drawn(tokens, tokens)  # it may stop early
@@ -143,7 +141,7 @@ def _sampling(
         return {"rejected": p < plan.alpha, "p": p, "tokens": len(bad.u)}
 
     def run(key: str, name: str, who: Any, verify: Any, sampling: Sampling = own) -> dict[str, Any]:
-        known = [row for row in memo.lines(key) if row["p"] < enough]
+        known = [row for row in world.memo.lines(key) if row["p"] < enough]
         if known:  # one that got through is tried again, maybe with more tokens
             return known[0]
         cold = sampling.temperature < COLD
@@ -155,7 +153,7 @@ def _sampling(
             faint = {"temperature": sampling.temperature, **found}
             found = tried(f"{title}, T = 1", who, verify, warm, plan.tokens) | {"faint": faint}
         row = {"name": name, "layer": "sampling", **found, "drafter": helper.name}
-        memo.add(key, row)
+        world.memo.add(key, row)
         return row
 
     mangled = Mangled(helper, wrong_drafters.scored_unwarped)
@@ -172,20 +170,21 @@ def _p(sample: Sample) -> float:
     return 0.0 if sample.outside or sample.astray else pit.overall(sample.tests())
 
 
-def _passes(world: World, plan: Plan, on_progress: OnProgress, memo: Memo) -> list[dict[str, Any]]:
+def _passes(world: World) -> list[dict[str, Any]]:
     """Wrong masks and caches: the laws that verification used are not plain decoding's."""
+    plan = world.plan
     if plan.sampling.greedy:
         return []
     how = dataclasses.replace(plan, tokens=min(PASSES, plan.tokens), chunk=1)
 
     def run(key: str, name: str, target: Target, who: Any) -> dict[str, Any]:
-        on_progress(0, 1, f"control: {name}")
+        world.on_progress(0, 1, f"control: {name}")
 
         def tried() -> dict[str, Any]:
             chunks = Memo(None)
             bad = sampling_layer(world.plain, target, who, world.prompts, how, memo=chunks)
             texts = texts_of(chunks.lines("sampling"), world.prompts)
-            layer = passes_layer(world, plan, bad, texts, memo)
+            layer = passes_layer(world, bad, texts)
             return {
                 "name": name,
                 "layer": "passes",
@@ -197,8 +196,8 @@ def _passes(world: World, plan: Plan, on_progress: OnProgress, memo: Memo) -> li
                 "drafter": who.name,
             }
 
-        row = memo.once(key, tried)
-        on_progress(1, 1, f"control: {name}")
+        row = world.memo.once(key, tried)
+        world.on_progress(1, 1, f"control: {name}")
         return row
 
     target = world.target
@@ -212,23 +211,24 @@ def _passes(world: World, plan: Plan, on_progress: OnProgress, memo: Memo) -> li
     return found
 
 
-def _greedy(world: World, plan: Plan, on_progress: OnProgress, memo: Memo) -> list[dict[str, Any]]:
-    helper = DraftModel(world.target, 3, name="the target itself")
+def _greedy(world: World) -> list[dict[str, Any]]:
+    target = world.target
+    helper = DraftModel(target, 3, name="the target itself")
 
     def run(key: str, name: str, who: Target, verify: Any) -> dict[str, Any]:
         most = len(world.chosen)
-        known = [r for r in memo.lines(key) if r["rejected"] or r["prompts"] == most]
+        known = [r for r in world.memo.lines(key) if r["rejected"] or r["prompts"] == most]
         if known:
             return known[0]
-        on_progress(0, 1, f"control: {name}")
-        how = dataclasses.replace(plan.reading(world.tie), verify=verify)
+        world.on_progress(0, 1, f"control: {name}")
+        how = dataclasses.replace(world.plan.reading(world.tie), verify=verify)
         for count in sorted({min(GREEDY_PROMPTS, most), most}):
             # in 16 bits many first differences are ties: look at more
             few, theirs = world.chosen[:count], world.theirs[:count]
             bad = greedy_layer(world.plain, who, helper, few, how, theirs)
             if bad.defects or bad.astray:
                 break
-        on_progress(1, 1, f"control: {name}")
+        world.on_progress(1, 1, f"control: {name}")
         row = {
             "name": name,
             "layer": "greedy",
@@ -239,10 +239,15 @@ def _greedy(world: World, plan: Plan, on_progress: OnProgress, memo: Memo) -> li
             "prompts": bad.prompts,
             "drafter": helper.name,
         }
-        memo.add(key, row)
+        world.memo.add(key, row)
         return row
 
     return [
         run("softmax", "softmax acceptance at T = 0", world.target, wrong_rules.softmax_acceptance),
-        run("rows", "cache keeps the wrong rows", commits_wrong_rows(world.target), plan.verify),
+        run(
+            "rows",
+            "cache keeps the wrong rows",
+            commits_wrong_rows(world.target),
+            world.plan.verify,
+        ),
     ]

@@ -1,0 +1,314 @@
+"""The score table and its notes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from scripts.reports.table import Columns, Table, interval, number
+from scripts.scoring import names
+
+Row = dict[str, Any]
+
+
+def positions(row: Row, most: int = 4) -> str:
+    """Conditional acceptance at the first depths, as percentages."""
+    cells = [
+        f"{p['conditional']:.0%}"
+        for p in row["acceptance_by_position"][:most]
+        if p["conditional"] is not None
+    ]
+    return " ".join(cells) or "–"
+
+
+def equality(row: Row) -> str:
+    """Answers that equal those of `none` token by token; "+n" more within rounding."""
+    found = row.get("lossless")
+    if not found:
+        return "–"
+    text = f"{found['equal']}/{found['checked']}"
+    text += f" +{found['within_rounding']}≈" if found["within_rounding"] else ""
+    return text + (f" !{found['beyond_rounding']}" if found["beyond_rounding"] else "")
+
+
+def unseen(row: Row) -> bool:
+    """Whether a reference drafts where we cannot time it."""
+    return row["kind"] == "reference" and not row["draft_ms"]
+
+
+def by_category(report: dict[str, Any]) -> Table:
+    """Accepted length of every drafter on all prompts and on each category, and who of
+    a union proposed what was accepted."""
+    rows = [row for row in report["drafters"] if row["shape"] != "none"]
+    known = list(rows[0]["by_category"]) if rows else []
+    head = ["drafter", "all", *known, "accepted draft tokens by"]
+    lines = []
+    for row in rows:
+        cells = [row["by_category"][name]["accepted_length"]["mean"] for name in known]
+        shares = [
+            f"{part['name'].rpartition('/')[2]} {part['accepted']} ({part['alone']} alone)"
+            for part in row.get("by_drafter", [])
+        ]
+        told = [row["label"], interval(row["accepted_length"]), *map(number, cells)]
+        lines.append([*told, ", ".join(shares) or "–"])
+    return Table(head, lines, title(report), words=(0, -1))
+
+
+COLUMNS: Columns = [
+    ("drafter", lambda r: r["label"]),
+    ("accepted length", lambda r: interval(r["accepted_length"])),
+    ("accepted at 1…4", positions),
+    ("tokens/s", lambda r: number(r["tokens_per_second"], 1)),
+    ("speedup", lambda r: interval(r["speedup"], 2, "×")),
+    ("end to end", lambda r: interval(r["end_to_end"]["speedup"], 2, "×")),
+    ("draft ms", lambda r: number(None if unseen(r) else r["draft_ms"], 1)),
+    ("verify ms", lambda r: number(r["verify_ms"], 1)),
+    ("same tokens", equality),
+]
+
+
+def millions(value: float | None) -> str:
+    """12.3M; a dash for nothing."""
+    return "–" if not value else f"{value / 1e6:.3g}M" if value < 1e9 else f"{value / 1e9:.3g}B"
+
+
+def trained(row: Row, key: str) -> float | None:
+    return (row.get("training") or {}).get(key)
+
+
+def minutes(row: Row) -> str:
+    seconds = trained(row, "train_seconds")
+    return "–" if seconds is None else f"{seconds / 60:.0f}"
+
+
+# What a drafter costs: a table of its own.
+COSTS: Columns = [
+    ("drafter", lambda r: r["label"]),
+    ("parameters", lambda r: millions(r.get("parameters"))),
+    ("trained on, tokens", lambda r: millions(trained(r, "tokens_seen"))),
+    ("minutes", minutes),
+    (
+        "peak memory, GiB",
+        lambda r: number(r["peak_bytes"] / 2**30 if r.get("peak_bytes") else None, 2),
+    ),
+    ("draft ms", lambda r: "–" if unseen(r) else interval(r.get("draft_ms_interval"), 1)),
+    ("verify ms", lambda r: interval(r.get("verify_ms_interval"), 1)),
+    ("breaks even at", lambda r: number(r.get("break_even"))),
+    ("accepted length", lambda r: interval(r["accepted_length"])),
+]
+# Acceptance by position and by rank.
+DEPTHS = 6
+
+
+def by_depth(row: Row, key: str, depth: int) -> str:
+    found = next((p for p in row["acceptance_by_position"] if p["position"] == depth), None)
+    cell = found and found.get(f"{key}_interval")
+    if not found or not cell or cell["mean"] is None:
+        return "–"
+    text = f"{100 * cell['mean']:.0f}"
+    if cell["low"] is None:
+        return text
+    return f"{text} [{100 * cell['low']:.0f}, {100 * cell['high']:.0f}]"
+
+
+def ranks(row: Row, depth: int, most: int = 4) -> str:
+    """Shares of the accepted candidates at a depth by their place among their siblings."""
+    counts = row.get("acceptance_by_rank") or []
+    if row["shape"] != "tree" or len(counts) < depth or not sum(counts[depth - 1]):
+        return "–"
+    total = sum(counts[depth - 1])
+    return " ".join(f"{100 * c / total:.0f}" for c in counts[depth - 1][:most])
+
+
+# Where the time of a decoded token goes, and what would be left to win.
+PARTS = {
+    "target": "target",
+    "drafter": "drafter",
+    "law": "law",
+    "verify": "verification",
+    "cache": "cache",
+    "python": "Python",
+}
+
+
+def part(row: Row, name: str) -> str:
+    """1.83 ms per token and its share of the decoding time."""
+    found = row.get("breakdown")
+    if not found or (row["kind"] == "reference" and name in ("law", "verify", "cache")):
+        return "–"
+    return f"{found['ms_per_token'][name]:.2f} [{found['share'][name]:.0%}]"
+
+
+def without(row: Row, name: str) -> str:
+    """The speedup if a part took no time; a dash where nothing is drafted or seen."""
+    found = (row.get("breakdown") or {}).get("without") or {}
+    return "–" if row["shape"] == "none" or found.get(name) is None else f"{found[name]:.2f}×"
+
+
+TIMES: Columns = [
+    ("drafter", lambda r: r["label"]),
+    (
+        "ms per token",
+        lambda r: number(
+            sum(r["breakdown"]["ms_per_token"].values()) if r.get("breakdown") else None
+        ),
+    ),
+    *(
+        (label, functools.partial(lambda name, r: part(r, name), name))
+        for name, label in PARTS.items()
+    ),
+    ("speedup", lambda r: "–" if r["speedup"]["mean"] is None else f"{r['speedup']['mean']:.2f}×"),
+    ("with a free drafter", lambda r: without(r, "drafter")),
+    ("target alone", lambda r: without(r, "all_but_target")),
+]
+SPARE = ("end to end", "draft ms", "verify ms")
+
+
+def columns_of(report: dict[str, Any]) -> Columns:
+    """The columns that say something about this report (token equality only at T = 0)."""
+    return [c for c in COLUMNS if c[0] != "same tokens" or report["settings"]["temperature"] == 0]
+
+
+def title(report: dict[str, Any]) -> str:
+    s = report["settings"]
+    law = law_of(s["temperature"])
+    law += f", top-k {s['top_k']}" if s["top_k"] else ""
+    law += f", top-p {s['top_p']:g}" if s["top_p"] < 1 else ""
+    return f"{report['target']['name']} · {law} · {asked(s)}"
+
+
+def law_of(temperature: float) -> str:
+    return "greedy (T = 0)" if temperature == 0 else f"T = {temperature:g}"
+
+
+def asked(s: dict[str, Any]) -> str:
+    """How a report's prompts were answered, from its settings."""
+    return f"{s['dtype']} · batch {s['batch_size']} · {s['num_prompts']} prompts"
+
+
+def table(report: dict[str, Any], **more: Any) -> Table:
+    """The drafters of a report, with what its reader must know. more: fields of the table."""
+    more = {"title": title(report), "notes": notes(report), "spare": SPARE} | more
+    return Table.of(columns_of(report), report["drafters"], **more)
+
+
+def by_suite(found: dict[str, Any]) -> Table:
+    """Accepted length and speedup of every drafter, by suite."""
+    head = ("suite", "drafter", "accepted length", "speedup")
+    rows = [
+        [
+            f"{one['name']} ({one['asked']} prompts)",
+            row["name"],
+            interval(row["accepted_length"]),
+            interval(row["speedup"], 2, "×"),
+        ]
+        for one in found["suites"]
+        for row in one["drafters"]
+    ]
+    notes = [f"left out: {line}" for line in found["missing"]]
+    return Table(head, rows, "accepted length, speedup by suite", notes, words=(0, 1))
+
+
+def ranking(report: dict[str, Any]) -> Table:
+    """The order of the rows that draft, ranks shared where the intervals cannot part them."""
+    label = {r["name"]: r["label"] for r in report["drafters"]}
+    told = "not to be told from"
+    columns: Columns = [
+        ("drafter", lambda r: f"{r['rank']}. {r['label']}"),
+        ("speedup", lambda r: interval(r["speedup"], 2, "×")),
+        (told, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–"),
+    ]
+    named = {"title": f"ranking, {title(report)}", "words": (0, -1), "prose": (told,)}
+    return Table.of(columns, report["ranking"], **named)
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    """What a reader of the table must know."""
+    resampled = (
+        "prompts" if report["settings"]["batch_size"] == 1 else "prompts (times: chunks of prompts)"
+    )
+    lines = [
+        "accepted length counts the bonus token, over cycles that no stop token or limit cut and "
+        f"that lie in no loop; brackets: 95 % bootstrap over {resampled}; speedup: against none in "
+        "the same interleaved run, decoding alone."
+    ]
+    lines += _warnings(report)
+    for row in report["drafters"]:
+        lines += _doubts(row, report["target"])
+    groups = [g for g in dict.fromkeys(r.get("group", "") for r in report["drafters"]) if g]
+    if groups:
+        lines.append(
+            f"Another target: {', '.join(groups)}. For its rows speedup and lossless refer to its "
+            "own plain decoding."
+        )
+    categories = report["drafters"][0]["by_category"]
+    once = [name for name, cell in categories.items() if cell["prompts"] == 1]
+    if once:
+        lines.append(f"Seen once, so without an interval: {', '.join(once)}.")
+    if any(r["kind"] == "reference" and r["max_depth"] for r in report["drafters"]):
+        lines.append(
+            "hf_ rows are transformers' own loops: their cycles are read off the target's passes, "
+            "verify ms is the pass alone, and a dash stands where nothing can be seen from outside."
+        )
+    if any(names.SERVER.fullmatch(r["name"]) for r in report["drafters"]):
+        lines.append(
+            "NAME@URL rows are running servers: decoding is what an answer takes longer than its "
+            "first token, accepted length comes from their own totals; a dash: it tells none."
+        )
+    if len(report.get("sittings", [])) > 1:
+        lines.append(
+            f"The run was stopped and went on: measured in {len(report['sittings'])} sittings. All "
+            "drafters answered a prompt in one of them, and speedups compare within prompts."
+        )
+    if report["skipped_turns"]:
+        lines.append(
+            f"{len(report['skipped_turns'])} later turns outgrew the context and were left out for "
+            "all."
+        )
+    return lines + [f"skipped {one['name']}: {one['reason']}" for one in report["skipped"]]
+
+
+def unsteady(pace: dict[str, Any]) -> str:
+    """That plain passes took unlike times, without a full stop."""
+    return (
+        f"UNSTEADY: a plain pass took {pace['low']:.0f} to {pace['high']:.0f} ms in this run; the "
+        "machine was busy with other work"
+    )
+
+
+def _warnings(report: dict[str, Any]) -> list[str]:
+    """What puts the whole table in doubt."""
+    lines = []
+    if report["target"].get("tuning"):
+        lines.append(
+            f"The target is not the original: a head has tuned it ({report['target']['tuning']}). "
+            "All rows, and the word lossless, refer to the tuned target."
+        )
+    pace = report["plain_pass_ms"]
+    if not pace["steady"]:
+        lines.append(f"{unsteady(pace)}, so do not trust the speeds.")
+    wrong = [
+        r["label"] for r in report["drafters"] if (r.get("lossless") or {}).get("beyond_rounding")
+    ]
+    if wrong:
+        lines.append(
+            f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json."
+        )
+    return lines
+
+
+def _doubts(row: Row, target: dict[str, Any]) -> list[str]:
+    """What speaks against a drafter."""
+    lines = []
+    limit, length = row.get("break_even"), row["accepted_length"]["mean"]
+    if limit is not None and length is not None and length < limit:
+        lines.append(
+            f"{row['label']} does not pay here: its cycles take {limit:.2f} plain tokens' time and "
+            f"give {length:.2f} tokens."
+        )
+    if (row.get("parameters") or 0) >= (target.get("parameters") or float("inf")):
+        lines.append(
+            f"{row['label']} is no smaller than its target ({millions(row['parameters'])} "
+            f"parameters); it would have to reach an accepted length of {number(limit)}."
+        )
+    return lines

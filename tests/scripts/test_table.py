@@ -1,0 +1,85 @@
+"""One table, three ways to show it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from scripts.reports.rendering import render
+from scripts.reports.table import Table, change, interval, number, percent
+
+ROWS = [["a [bold]", "1.40 [1.32, 1.50]", "x"], ["b", "2.00", "longer"]]
+TABLE = Table(
+    ("drafter", "length", "why"),
+    ROWS,
+    "what was measured",
+    ["NOT LOSSLESS: a", "a note [red]"],
+    words=(0, -1),
+    spare=("why",),
+)
+
+
+def shown(table: Table, **how: object) -> str:
+    file = io.StringIO()
+    table.show(Console(file=file, **how))  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def test_markdown() -> None:
+    assert TABLE.markdown() == (
+        "| drafter | length | why |\n|---|---:|---|\n"
+        "| a [bold] | 1.40 [1.32, 1.50] | x |\n| b | 2.00 | longer |"
+    )
+    columns = [("n", lambda row: str(row["n"])), ("k", lambda row: row["k"] * 2)]
+    assert Table.of(columns, [{"n": 1, "k": "x"}]).rows == [["1", "xx"]]
+
+
+def test_terminal_shows_what_stands_there_and_no_markup() -> None:
+    text = shown(TABLE)
+    assert text.splitlines()[0] == "what was measured"
+    assert text.splitlines()[-2:] == ["NOT LOSSLESS: a", "a note [red]"]
+    assert "│ a [bold] │ 1.40 [1.32, 1.50] │ x      │" in text
+    assert "│ b        │              2.00 │ longer │" in text
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_no_brackets() -> None:
+    narrow = shown(TABLE, width=100, force_terminal=True, no_color=True)
+    assert "longer" not in narrow and "1.32" not in narrow and "1.40" in narrow
+    assert "longer" in shown(TABLE, width=130, force_terminal=True, no_color=True)
+    assert "longer" in shown(TABLE, width=60), "a log has no width"
+
+
+def test_the_best_row_is_marked() -> None:
+    text = shown(Table(("drafter", "length"), [["a", "1"], ["b", "2"]], best=1))
+    assert "│   a     │" in text and "│ ▸ b     │" in text
+
+
+def test_names_and_values_have_no_head() -> None:
+    assert shown(Table((), [("memory", "80 GB"), ("hours", "7")])).split() == [
+        *("memory", "80", "GB"),
+        *("hours", "7"),
+    ]
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_html_escapes_cells_and_marks_warnings(head: bool) -> None:
+    columns = TABLE.head if head else ()
+    table = Table(columns, [["<b>", "1.40 [1.32]", "x"]], notes=["UNSTEADY", "fine"], best=0)
+    made = {"created": "today", "command": "x"}
+    text = render(
+        "tune.html", report=made, head="h", sub="s", cards=[], measured=table, drawn=[], facts=[]
+    )
+    assert "&lt;b&gt;" in text and "<b>" not in text.partition("Measured settings")[2]
+    assert "1.40 <small>[1.32]</small>" in text and 'class="best"' in text
+    assert '<p class="note warn">UNSTEADY</p>' in text and '<p class="note">fine</p>' in text
+
+
+def test_figures_in_cells() -> None:
+    cell = {"mean": 1.834, "low": 1.7, "high": 1.95}
+    assert interval(cell) == "1.83 [1.70, 1.95]" and interval(cell, 1, "×") == "1.8× [1.7, 1.9]"
+    assert interval({**cell, "low": None}) == interval({**cell, "low": 2, "high": 2}) == "1.83"
+    assert interval(None) == change(None) == percent(None) == number(None) == "–"
+    assert change(cell) == "+83.4% [+70.0%, +95.0%]" and change({**cell, "low": None}) == "+83.4%"
+    assert percent(-0.051) == "-5.1%" and number(2.345, 1) == "2.3"
