@@ -37,7 +37,7 @@ from scripts.proofs import certificate, directions, enumerator, passes, pit, pow
 from scripts.proofs.controls import certificates as certificate_controls
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import rules as wrong_rules
-from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows
+from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows, leaks_siblings
 from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
 from scripts.proofs.enumerator import Branches, Case, naive_law
 from scripts.proofs.greedy import (
@@ -341,11 +341,10 @@ def test_wrong_masks_and_caches_show_in_the_laws_that_were_used(world: Any) -> N
     plain, own, prompts = world
     how = Setting(ONE, 400, 40, 16)
     tree = DraftModel(own.draft, Form.tree(2, nodes=6, width=2))
-    leaky = Mangled(tree, wrong_drafters.leaks_siblings)
     cases = [
         (plain.target, own, True),
         (plain.target, tree, True),
-        (plain.target, leaky, False),
+        (leaks_siblings(plain.target), tree, False),
         (commits_wrong_rows(plain.target), own, False),
     ]
     for target, drafter, passed in cases:

@@ -16,6 +16,7 @@ a sum of 0), "acceptance floor" (what is lossless and worthless). The layers "gr
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decode.cache import TreeCache
 from decode.drafters import Drafter
 from decode.rng import Rng
 from decode.sampling import Sampling
+from decode.scorer import Step
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from decode.verify import RULES
@@ -219,18 +222,28 @@ def commits_wrong_rows(target: Target) -> Target:
     return wrong
 
 
+def leaks_siblings(target: Target) -> Target:
+    """A target whose attention mask lets a node see every earlier node, not only its ancestors.
+    Verification reads the tree as it is."""
+    wrong = copy.copy(target)
+
+    def score(cache: TreeCache, last: Tensor, tree: DraftTree, taps: Sequence[int] = ()) -> Step:
+        everything = torch.ones_like(tree.layout.mask).tril()
+        layout = dataclasses.replace(tree.layout, mask=everything)
+        return target.score(cache, last, dataclasses.replace(tree, static_layout=layout), taps)
+
+    wrong.score = score  # type: ignore[method-assign]
+    return wrong
+
+
 def _loop() -> list[Control]:
     shape = TreeShape.of([(0,), (1,)])
 
-    def measure(change: Callable[[Target], Target], mangle: Mangle | None) -> float:
+    def measure(change: Callable[[Target], Target]) -> float:
         target = toy_model(vocab=4)
-        target.probe()  # on the sound model: the probe would find the wrong commit by itself
-        drafter: Any = TableDrafter(shape, "without", 4)
-        drafter = Mangled(drafter, mangle) if mangle else drafter
+        target.probe()  # on the sound model: the probe would find the mistake by itself
+        drafter = TableDrafter(shape, "without", 4)
         return engine_law(change(target), drafter, [3, 1, 2], 4, ONE, "rejection", shape).error
-
-    def same(target: Target) -> Target:
-        return target
 
     def adaptive(wrap: Callable[[Drafter], Any]) -> float:
         drafter = wrap(counted_chain(3))  # below the rule: it sees the depth of each row
@@ -239,11 +252,11 @@ def _loop() -> list[Control]:
     def one(name: str, seen: str, wrong: Measure, right: Measure) -> Control:
         return Control(name, "engine enumeration", seen, wrong, right, LOOP)
 
-    rows, leak = commits_wrong_rows, wrong_drafters.leaks_siblings
-    right = lambda: measure(same, None)
+    rows, leak = commits_wrong_rows, leaks_siblings
+    right = lambda: measure(lambda target: target)
     return [
-        one("cache keeps the wrong rows", "mutation", lambda: measure(rows, None), right),
-        one("mask lets siblings see each other", "mutation", lambda: measure(same, leak), right),
+        one("cache keeps the wrong rows", "mutation", lambda: measure(rows), right),
+        one("mask lets siblings see each other", "mutation", lambda: measure(leak), right),
         one(
             "draft length adapted to the tokens just drafted",
             "DSpark, appendix A",

@@ -28,7 +28,13 @@ from scripts.proofs import pit
 from scripts.proofs.certificate import Plan, World, passes_layer
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import rules as wrong_rules
-from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows, controls, measured
+from scripts.proofs.controls.catalogue import (
+    Mangled,
+    commits_wrong_rows,
+    controls,
+    leaks_siblings,
+    measured,
+)
 from scripts.proofs.greedy import greedy_layer
 from scripts.proofs.sampled import Sample, sampling_layer, texts_of
 
@@ -206,8 +212,8 @@ def _passes(world: World) -> list[dict[str, Any]]:
     if target.support == "tree":
         form = Form.tree(2, nodes=6, width=2)
         tree = DraftModel(target, form, name="the target itself, a tree")
-        leaky = Mangled(tree, wrong_drafters.leaks_siblings)
-        found.append(run("passes-leak", "mask lets siblings see each other", target, leaky))
+        leaky = leaks_siblings(target)
+        found.append(run("passes-leak", "mask lets siblings see each other", leaky, tree))
     return found
 
 

@@ -97,13 +97,6 @@ def _own_q(tree: DraftTree) -> Tensor:
     return flat.reshape(rows, n)
 
 
-def leaks_siblings(tree: DraftTree) -> DraftTree:
-    """The attention mask lets a node see every earlier node, not only its ancestors."""
-    layout = tree.layout
-    everything = torch.ones_like(layout.mask).tril()
-    return dataclasses.replace(tree, static_layout=dataclasses.replace(layout, mask=everything))
-
-
 def drops_by_their_own_law(tree: DraftTree) -> DraftTree:
     """Anticipates: a drawn node of a tree makes no room where its own path is unlikely, and
     with it goes what hangs below it and behind it."""
