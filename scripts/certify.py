@@ -213,10 +213,9 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         if memo.resumed:
             bar.console.print(f"going on with {out / 'unfinished'}", highlight=False)
         world = certificate.open_world(target, prompts, plan, by_name(bar), memo)
-        plan = _sized(cfg, world, bar)
-        world = replace(world, plan=plan)
+        world = _sized(cfg, world, bar)
         found = certificate.layers(world, drafter)
-        negative = controls.counted(borrowed, plan)
+        negative = controls.counted(borrowed, world.plan)
         if cfg.controls == "run":
             negative = controls.run(world)
     verdict, reasons = certificate.verdict(found.layers, negative, found.power, cfg.detect)
@@ -246,11 +245,10 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     return CODES[verdict]
 
 
-def _sized(cfg: CertifyConfig, world: certificate.World, bar: Steps) -> certificate.Plan:
-    """The plan with its number of tokens, which is said with the reason and the time it takes."""
-    plan = world.plan
-    if cfg.tokens is not None or plan.sampling.greedy:
-        return plan
+def _sized(cfg: CertifyConfig, world: certificate.World, bar: Steps) -> certificate.World:
+    """With the number of tokens in its plan, which is said with the reason and the time."""
+    if cfg.tokens is not None or world.plan.sampling.greedy:
+        return world
     size = certificate.sized(world, cfg.most_tokens)
     asked = f"a bias of detect={cfg.detect:g} (total variation)"
     why = f"so many surely find {asked}"
@@ -260,7 +258,7 @@ def _sized(cfg: CertifyConfig, world: certificate.World, bar: Steps) -> certific
     more = ", its negative controls up to three times as long" if cfg.controls == "run" else ""
     told = f"{size.tokens:,} tokens: {why}; the sample takes about {minutes:.1f} minutes{more}"
     bar.console.print(told, highlight=False)
-    return replace(plan, tokens=size.tokens)
+    return replace(world, plan=replace(world.plan, tokens=size.tokens))
 
 
 def _target(target: Target, sampling: Sampling) -> dict[str, Any]:
