@@ -25,13 +25,13 @@ from decode.cache import TreeCache
 from decode.drafters import Drafter
 from decode.fits import longest_answer
 from decode.records import Cycle, Generation, Request, Run
-from decode.rng import Rng
+from decode.rng import Coins, Rng
 from decode.sampling import Law, Sampling
 from decode.scorer import Step
 from decode.target import Target
 from decode.timing import Timing, timed
 from decode.tree import DraftTree
-from decode.verify import Coins, Seen, Verdict
+from decode.verify import Seen, Verdict
 from decode.verify import verify as run_verify
 
 __all__ = [

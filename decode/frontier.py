@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,10 @@ from torch import Tensor
 from decode import waits
 from decode.layout import Inner
 from decode.residual import first_ratio
+from decode.rng import Coins
 from decode.sampling import Law, Support
 from decode.siblings import Family, read
 from decode.tree import DraftTree
-
-
-class Draws(Protocol):
-    """Of decode.verify.Coins what is asked here."""
-
-    def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
 
 
 class Judged(NamedTuple):
@@ -74,7 +69,7 @@ class LevelByLevel:
         """All that was judged, as it was read."""
         return judged
 
-    def bonus(self, rng: Draws, end: Tensor, judged: Sequence[Judged]) -> Tensor:
+    def bonus(self, rng: Coins, end: Tensor, judged: Sequence[Judged]) -> Tensor:
         """The token [B] after slot `end` [B]: from the residual where its children failed, from the
         distribution itself at a leaf."""
         bonus = torch.zeros_like(end)
@@ -144,7 +139,7 @@ class AtOnce:
         rest = torch.cat([part.rest for part in judged], 1)
         return [Judged(self._family, self._memory[..., :-1], rest)]
 
-    def bonus(self, rng: Draws, end: Tensor, judged: Sequence[Judged]) -> Tensor:
+    def bonus(self, rng: Coins, end: Tensor, judged: Sequence[Judged]) -> Tensor:
         """As LevelByLevel.bonus: what is left and the distribution of a leaf are laid side by side,
         and every row draws from one."""
         every = torch.arange(len(end), device=end.device)

@@ -12,6 +12,7 @@ Shape letters: R rows in hand, S support size, M tests in a row.
 from __future__ import annotations
 
 import functools
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +47,14 @@ def _numbers(base: Tensor, node: Tensor, purpose: int) -> Tensor:
     """Uniforms of `node` [..] of the cycles that hash to `base` [..]."""
     bits = _mix(_mix(base ^ (node + 1)) ^ purpose)
     return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+
+
+class Coins(Protocol):
+    """What verification asks of its random numbers (Rng, or an enumerator)."""
+
+    def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
+    def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
+    def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
 
 
 class Rng:

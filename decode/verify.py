@@ -28,7 +28,6 @@ Shape letters: B rows, N nodes, C siblings, D levels, R rows in hand, V vocabula
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,16 +36,9 @@ from torch import Tensor
 from conf.errors import UserError
 from decode import residual, waits
 from decode.frontier import AtOnce, Judged, LevelByLevel, parents
+from decode.rng import Coins
 from decode.sampling import Law
 from decode.tree import DraftTree
-
-
-class Coins(Protocol):
-    """What verification asks of its random numbers (decode.rng.Rng, or an enumerator)."""
-
-    def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
-    def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
-    def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
