@@ -18,14 +18,14 @@ cannot be changed after loading is probed as it is, with longer texts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from decode import attention, hidden
+from decode import attention
 from decode.cache import LayerShape
 from decode.masks import FULL, Reach
 from decode.probed import Head, Probe
@@ -489,11 +489,35 @@ def probe_layers(target: Scorer) -> list[nn.Module]:
     with target.rows_apart():
         listed = target.body(**kwargs, output_hidden_states=True).hidden_states
     try:
-        found = hidden.caught(target, stack, range(target.num_layers + 1), kwargs)
+        found = caught(target, stack, range(target.num_layers + 1), kwargs)
     except FAILURES:  # layers of another build
         return []
     same = listed is not None and torch.equal(torch.stack(listed, 2), found)
     return stack if same else []
+
+
+def caught(
+    scorer: Scorer, layers: Sequence[nn.Module], taps: Sequence[int], kwargs: dict[str, Any]
+) -> Tensor:
+    """The hidden states `taps` [B, T, taps, D] of a pass with `kwargs`, and no other one held
+    meanwhile: what goes into the layers is read on the way."""
+    found: dict[int, Tensor] = {}
+
+    def reader(tap: int) -> Any:
+        def read(_: nn.Module, args: Any, named: Any) -> None:
+            found[tap] = args[0] if args else named["hidden_states"]
+
+        return read
+
+    wanted = {tap for tap in taps if tap < scorer.num_layers}
+    hooks = [layers[t].register_forward_pre_hook(reader(t), with_kwargs=True) for t in wanted]
+    try:
+        with scorer.rows_apart():
+            found[scorer.num_layers] = scorer.body(**kwargs).last_hidden_state
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack([found[tap] for tap in taps], 2)
 
 
 def packing_error(target: Scorer, features: Callable[..., Tensor]) -> float:

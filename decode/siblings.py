@@ -8,7 +8,7 @@ rest, or those of the draft vocabulary and one for the rest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -40,21 +40,12 @@ class Family:
     view: View
 
     def part(self, start: int, stop: int, ranks: int) -> Family:
-        """The slots [:, start:stop], who have at most `ranks` children."""
-
+        """The slots [:, start:stop], who have at most `ranks` children, to be judged."""
         here = slice(start, stop)
-        p, q, column, scale, q_token = self.siblings
-        columns = (t[:, here, :ranks] for t in (column, scale, q_token))
-        return Family(
-            self.rows[:, here],
-            self.slots[:, here],
-            self.kids[:, here, :ranks],
-            self.valid[:, here, :ranks],
-            self.below[:, here, :ranks],
-            self.lawless[:, here],
-            Siblings(p[:, here], q[:, here], *columns),
-            self.view,
-        )
+        p, q, *of_child = self.siblings
+        siblings = Siblings(p[:, here], q[:, here], *(t[:, here, :ranks] for t in of_child))
+        rows, slots, below = self.rows[:, here], self.slots[:, here], self.below[:, here, :ranks]
+        return replace(self, rows=rows, slots=slots, below=below, siblings=siblings)
 
     def report(self, law: Law, reach: Tensor, rest: Tensor) -> None:
         """Note the slots where a distribution or a chance is not finite: `law.check` refuses the

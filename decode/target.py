@@ -13,9 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode import hidden, waits
+from decode import waits
 from decode.packing import PackingScorer
-from decode.probe import TOLERANCE, packing_error, probe_head, probe_layers, probe_target
+from decode.probe import (
+    TOLERANCE,
+    caught,
+    packing_error,
+    probe_head,
+    probe_layers,
+    probe_target,
+)
 from decode.probed import Head, Probe
 
 
@@ -83,7 +90,7 @@ class Target(PackingScorer):
                 )
             several = self._wants_all(taps)
             if several and not grad and (layers := self.tapped_layers):
-                return hidden.caught(self, layers, taps, kwargs)
+                return caught(self, layers, taps, kwargs)
             with self.rows_apart():
                 out = self.body(**kwargs, output_hidden_states=several)
             return self._taps(out, taps)

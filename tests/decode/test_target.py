@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from decode import attention, hidden
+from decode import attention, probe
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from tests.helpers.archs import CHAIN, REFUSED, TREE, VOCAB, build
@@ -303,6 +303,6 @@ def test_a_model_whose_layers_do_not_say_their_inputs_is_asked_for_the_list(
 ) -> None:
     target = Target(build("llama"))
     ids = torch.arange(3, 9)[None]
-    monkeypatch.setattr(hidden, "caught", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(probe, "caught", lambda *_: torch.zeros(1))
     found = target.features(ids, torch.ones_like(ids, dtype=torch.bool), (1, 2))
     assert target.tapped_layers == [] and found.shape[2] == 2
