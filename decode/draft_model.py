@@ -89,6 +89,7 @@ class DraftModel:
         if self.shape == "tree":
             scratch = max(self.max_depth * self.form.width, len(self.form.static or ()))
         self.cache = self.draft.new_cache(rows, self.limit, scratch + self.max_depth)
+        self.cache.finite = True
         # Prompts' first tokens, of rows that have observed nothing yet.
         self.first: list[Tensor] = []
         self.blind: list[bool] = []  # rows that have outgrown the draft's span

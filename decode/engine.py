@@ -227,6 +227,11 @@ class Engine:
     def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
         with self.part("drafter"):
             tree = self.drafter.propose(budget, self.sampling, rng)
+        return self._checked(tree)
+
+    def _checked(self, tree: DraftTree) -> DraftTree:
+        """The draft, held against its rules as far as the host may ask. Raises what
+        `tree.validate` does."""
         if waits.free(tree.tokens) or tree.static_layout is None:  # which is asked for as well
             tree.validate(self.target.vocab_size, self.drafter.max_nodes)
         else:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from decode import waits
 from decode.cache import TreeCache
 from decode.drafters import Drafter
 from decode.engine import Engine, Generation, Request, _Row
@@ -80,6 +81,9 @@ class Seat:
 class LiveBatch(Engine):
     """An engine without a list of requests. All rows share one law (`sampling`) and one rule.
 
+    A row whose draft holds NaN or infinity has no draft in that cycle, and nobody else learns of
+    it; `wild` says how many there were.
+
     After an exception of `step` the batch is broken: throw it away. Its requests may `resume` in
     another one.
     """
@@ -108,6 +112,12 @@ class LiveBatch(Engine):
         self._joined = 0
         self._seats: dict[int, tuple[Seat, _Row]] = {}
         self._at: tuple[Tensor, list[_Row], Tensor | None] | None = None
+        self._wild = torch.zeros((), dtype=torch.int64, device=target.device)
+
+    @property
+    def wild(self) -> int:
+        """Drafts so far that were left out since they were not finite; asks the device."""
+        return int(self._wild)
 
     @property
     def busy(self) -> bool:
@@ -183,6 +193,17 @@ class LiveBatch(Engine):
     def _ended(self) -> list[Seat]:
         gone = [number for number, (_, row) in self._seats.items() if row.done]
         return [self._seats.pop(number)[0] for number in gone]
+
+    def _checked(self, tree: DraftTree) -> DraftTree:
+        """Where the host may ask, only a draft that is refused is looked at twice."""
+        if waits.free(tree.tokens):
+            try:
+                return super()._checked(tree)
+            except UserError:  # not finite; whatever else is wrong is an error of ours
+                pass
+        wild = tree.wild()
+        self._wild += wild.sum()
+        return super()._checked(tree.without(wild))
 
     # -- what the engine hands over on its way
 

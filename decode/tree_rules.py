@@ -14,6 +14,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 
+ANY_VOCABULARY = 1 << 62
 _WILD_SCORE = (
     "its score is NaN or infinite; check the head's weights, and whether its logits overflow in "
     "this dtype"
@@ -65,6 +66,14 @@ def validate(tree: Tree, vocab_size: int, max_nodes: int | None = None) -> None:
 def doubtful(tree: Tree, vocab_size: int) -> Tensor:
     """[B] bool, rows that `validate` would refuse, without asking the device."""
     return _doubtful(list(_problems(tree, vocab_size)))
+
+
+def wild(tree: Tree) -> Tensor:
+    """[B] bool, rows whose score, or a distribution that they were drawn from, is not finite,
+    without asking the device."""
+    problems = _problems(tree, ANY_VOCABULARY)
+    found = [bad.any(1) for bad, _, why in problems if why in (_WILD_SCORE, _WILD_LAW)]
+    return torch.stack([torch.zeros_like(tree.size, dtype=torch.bool), *found]).any(0)
 
 
 def check_form(tree: Tree, max_nodes: int | None = None) -> None:

@@ -21,7 +21,6 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree
 
-ANY_VOCABULARY = 1 << 62  # token ids are looked at in the union itself
 # How all but the first draft, whatever the temperature.
 MOST_PROBABLE = Sampling()
 
@@ -74,10 +73,16 @@ def joined(trees: Sequence[DraftTree]) -> DraftTree:
     """One tree of the nodes of all. Those of the first keep their numbers, their order among
     siblings and their laws; the others, which must be deterministic, follow, each path that is
     there already being left where it is. `drafters` of the outcome says who proposed a node."""
-    for tree in trees:
-        # The union keeps no scores, so nobody would see later that one is NaN.
-        if tree.score is not None and not bool(tree.score.isfinite().all()):
-            tree.validate(ANY_VOCABULARY)
+    tree = _joined(trees)
+    bad = [part.wild() for part in trees if part.score is not None and part.width]
+    if not bad or not bool((wild := torch.stack(bad).any(0)).any()):
+        return tree
+    # The union keeps no scores: this one says that a part's is NaN.
+    score = torch.zeros(tree.tokens.shape, device=wild.device)
+    return replace(tree, score=score.masked_fill(wild[:, None], torch.nan))
+
+
+def _joined(trees: Sequence[DraftTree]) -> DraftTree:
     first, *others = trees
     device, (count, width) = first.tokens.device, first.tokens.shape
     if not any(other.width for other in others):

@@ -32,7 +32,7 @@ class DraftCache:
         c = net.config
         heads, size = int(c.num_key_value_heads or 0), int(c.head_dim or 0)
         shape = [c.num_hidden_layers, rows, heads, slots, size]
-        # Zeros: a hidden slot has weight 0, and 0 * NaN would still be NaN.
+        # Zeros: a hidden slot has weight 0, and 0 * NaN would still be NaN. `update` writes none.
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.rows, self.low, self.reach, self.start = slice(0, 0), 0, 0, 0
         self.slots: tuple[Tensor, Tensor] | None = None
@@ -64,7 +64,9 @@ class DraftCache:
         look at.
         """
         out = []
-        for buffer, new in ((self.keys[layer], key), (self.values[layer], value)):
+        for buffer, given in ((self.keys[layer], key), (self.values[layer], value)):
+            # What one request's numbers overflow to must not meet the next one in that slot.
+            new = torch.nan_to_num(given, 0.0, 0.0, 0.0)
             if self.slots is None:
                 buffer[self.rows, :, self.start : self.start + new.shape[2]] = new
             else:

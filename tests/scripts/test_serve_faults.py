@@ -237,7 +237,11 @@ def test_a_request_that_the_target_cannot_do_fails_alone(
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)])
 def test_a_draft_that_is_not_finite_ends_nobody(
-    target: Target, monkeypatch: pytest.MonkeyPatch, value: float, sampling: Sampling
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    value: float,
+    sampling: Sampling,
 ) -> None:
     """A head whose logits are, as soon as a certain token is read, in a batch of three."""
     draft = load_target(TargetConfig(kind="tiny", layers=1, context=256), "float32", "cpu")
@@ -252,13 +256,17 @@ def test_a_draft_that_is_not_finite_ends_nobody(
             super().begin(prompts, sampling)
 
     monkeypatch.setattr(module, "resolve_drafter", lambda *args: Wild(draft, 3))
+    broken: list[Any] = []
+    monkeypatch.setattr(Worker, "_break", lambda *args: broken.append(args))
     worker = Worker(target, ["ngram"], Limits(8, 128, 2, 32), "traversal")
     worker.start()
     try:
         some = [ask(worker, ids, sampling=sampling) for ids in [*HONEST, [POISON, 4, 5]]]
-        assert all(isinstance(one.end(), Ended) for one in some)
+        assert all(isinstance(one.end(), Ended) for one in some) and not broken
     finally:
         worker.close()
+    said = capsys.readouterr().err
+    assert ("hold NaN or infinity and were left out" in said) == (not sampling.greedy)
 
 
 def test_a_batch_that_breaks_with_nobody_at_fault_ends(

@@ -1,0 +1,137 @@
+"""A row whose drafter gives NaN goes on without a draft in a running batch: with its own random
+numbers, and neither its neighbours nor who comes after it in its place learn of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from decode import waits
+from decode.adaptive import Adaptive
+from decode.drafters import Drafter, NGram, NoDraft
+from decode.engine import Generation, Request, generate
+from decode.live import LiveBatch, Room
+from decode.sampling import Sampling
+from decode.target import Target
+from decode.tree import DraftTree
+from decode.union import Union
+from decode.wrapped import Wrapped
+from heads.names import Draft
+from tests.contract.cases import CASES, moved
+
+ILL, SUCCESSOR = 7, 9
+DRAWN = Sampling(1.0)
+
+
+@dataclass
+class Sick(Wrapped):
+    """Shows its inner drafter NaN in place of what the target gave the rows in `ill`, as a head
+    whose numbers overflow would have it. calm: leaves their drafts out by itself."""
+
+    inner: Drafter
+    calm: bool = False
+    ill: set[int] = field(default_factory=set)
+    rows: list[int] = field(default_factory=list)  # the prompt's first token of every live row
+
+    def reset(self, rows: int, max_len: int) -> None:
+        self.rows = []
+        super().reset(rows, max_len)
+
+    def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
+        self.rows += [int(prompt[0]) for prompt in prompts]
+        super().begin(prompts, sampling)
+
+    def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
+        ill = [first in self.ill for first in self.rows[rows]]
+        if feats is not None and any(ill):
+            feats = feats.masked_fill(torch.tensor(ill)[:, None, None, None], torch.nan)
+        super().observe(tokens, feats, n, rows)
+
+    def propose(self, *args: Any) -> DraftTree:
+        tree = super().propose(*args)
+        return tree.without(tree.wild()) if self.calm else tree
+
+    def select(self, rows: list[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+        super().select(rows)
+
+
+# Two neighbours, shorter than the row that is ill when it leaves, and one that comes later. Each is
+# known by the first token of its prompt.
+PROMPTS = {3: [3, 4, 5, 6], ILL: [7, *range(20, 53)], 5: [5, 4, 3, 4, 5, 4, 3, 4, 5], 9: [9, 8]}
+
+
+def ask(first: int) -> Request:
+    return Request(PROMPTS[first], 12 if first == ILL else 40, id=first)
+
+
+def together(
+    target: Target, drafter: Drafter, sampling: Sampling
+) -> tuple[dict[int, Generation], int]:
+    """What every request gets, and how many drafts were left out."""
+    batch = LiveBatch(target, drafter, sampling, Room(3, 64))
+    batch.eos = frozenset()
+    seats = {first: batch.join(ask(first), lambda fresh: None) for first in (3, ILL, 5, SUCCESSOR)}
+    while batch.busy:
+        batch.step()
+    return {first: seat.generation for first, seat in seats.items()}, batch.wild
+
+
+def alone(target: Target, drafter: Drafter, first: int, sampling: Sampling) -> Generation:
+    return generate(target, drafter, [ask(first)], sampling, eos_ids=()).generations[0]
+
+
+FORMS = [
+    *((case, shape, "") for case in CASES for shape in ("chain", "tree")),
+    ("eagle3", "chain", "ngram"),
+    ("eagle3", "tree", "ngram"),
+    ("eagle3", "tree", "adaptive"),
+    ("dspark", "chain", "adaptive"),
+]
+SEES = [form for form in FORMS if "small_lm" not in form[0]]
+
+
+def made(form: tuple[str, str, str]) -> tuple[Target, Drafter]:
+    """A head that learned nothing and is accepted now and then all the same."""
+    case, shape, around = form
+    target, head = moved(CASES[case])
+    drafter: Drafter = head.drafter(target, Draft(shape=shape))
+    if around == "ngram":
+        return target, Union([drafter, NGram()])
+    return target, Adaptive(drafter) if around else drafter
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("form", SEES, ids="-".join)
+def test_nobody_learns_of_a_row_that_is_ill(form: tuple[str, str, str], sampling: Sampling) -> None:
+    target, drafter = made(form)
+    sound, none = together(target, Sick(drafter), sampling)
+    found, wild = together(target, Sick(drafter, ill={ILL}), sampling)
+    assert none == 0 and all(g.cycles for g in sound.values())
+    for first in (3, 5, SUCCESSOR):
+        assert found[first] == sound[first] == alone(target, drafter, first, sampling)
+    own = alone(target, Sick(drafter, calm=True, ill={ILL}), ILL, sampling)
+    assert found[ILL] == own and len(own.token_ids) == 12
+    if sampling.greedy:
+        assert own.token_ids == alone(target, NoDraft(), ILL, sampling).token_ids
+    elif form[0].startswith(("dflash", "dspark")):
+        assert wild == 0  # what a block reads of the target is keys alone, and those stay finite
+    else:
+        assert wild > 0
+        with pytest.raises(UserError, match="nothing was committed"):
+            alone(target, Sick(drafter, ill={ILL}), ILL, sampling)
+
+
+@pytest.mark.parametrize("form", [("eagle3", "chain", ""), ("medusa", "tree", "")], ids="-".join)
+def test_the_same_without_waiting_for_the_device(
+    form: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = made(form)
+    want = together(target, Sick(drafter, ill={ILL}), DRAWN)
+    monkeypatch.setattr(waits, "free", lambda tensor: False)
+    assert together(target, Sick(drafter, ill={ILL}), DRAWN) == want
