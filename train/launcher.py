@@ -22,7 +22,8 @@ from collections.abc import Callable
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"  # the older names of it yield to this one
 OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-PREPARED = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+# How many prepared matrix products are kept: by oneDNN, and by torch on top of it.
+PREPARED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 SHAPES = 64  # docs/internals/experiments.md says what other numbers cost and hold
 # What `--help` says of every training script.
 SAME = """\
@@ -38,12 +39,14 @@ def set_memory() -> None:
     environment says it already. torch reads it while it is imported, so this comes first.
 
     On a GPU memory grows in place: what a narrower batch left would not do for a wider one. On a
-    CPU few prepared matrix products are kept: oneDNN keeps a thousand, one for every shape, each
-    with memory of its own, and a run would grow to the end.
+    CPU few prepared matrix products are kept: two libraries keep a thousand each, one for every
+    shape, with memory of its own in the midst of what a step frees, and a run would grow to its
+    end.
     """
     if not any(name in os.environ for name in (ALLOCATOR, *OLDER)):
         os.environ[ALLOCATOR] = "expandable_segments:True"
-    os.environ.setdefault(PREPARED, str(SHAPES))
+    for name in PREPARED:
+        os.environ.setdefault(name, str(SHAPES))
 
 
 def run(command: Callable[[], None]) -> None:

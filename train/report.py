@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from train.clock import PARTS, shares
 from train.evaluation import seen
-from train.measure.memory import give_back, on_gpu, peak_bytes
+from train.measure.memory import on_gpu, peak_bytes
 from train.run import Run
-
-GIVEN_BACK = 20  # steps between two times; what was returned has to be had anew
 
 
 def report(run: Run, norm: float, rate: float) -> None:
-    """The live line at every step, a line of metrics at every log_every-th; now and then freed
-    memory goes back to the system."""
+    """The live line at every step, a line of metrics at every log_every-th."""
     state, sums = run.state, run.state.window
     mean = {k: (total / count if count else 0.0) for k, (total, count) in sums.items()}
     speed = sums["tokens"][0] / sums["seconds"][0]
@@ -41,5 +38,3 @@ def report(run: Run, norm: float, rate: float) -> None:
             },
         )
         state.window = {}
-    if run.due(GIVEN_BACK):
-        give_back(run.device)

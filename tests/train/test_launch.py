@@ -189,17 +189,19 @@ def test_what_is_done_with_memory_is_said_before_torch_reads_it(
         "import os, runpy, sys; sys.modules['torch'] = None\n"
         "try: runpy.run_path(sys.argv[1])\n"
         "except ImportError as error: assert error.name == 'torch', error\n"
-        "print({k: v for k, v in os.environ.items() if 'ALLOC_CONF' in k or 'ONEDNN' in k})"
+        "print({k: v for k, v in os.environ.items() if k.endswith(('ALLOC_CONF', 'CACHE_CAPACITY'))})"
     )
     unset = ("ALLOC_CONF", "CACHE_CAPACITY")
     kept = {k: v for k, v in os.environ.items() if not k.endswith(unset)}
     ours = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+        "LRU_CACHE_CAPACITY": "64",
     }
     theirs = {
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024",
+        "LRU_CACHE_CAPACITY": "512",
     }
     given: list[dict[str, str]] = [{}, theirs]
     for own in given:

@@ -7,8 +7,6 @@ kernel records.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import resource
 from dataclasses import dataclass
@@ -50,16 +48,6 @@ def held_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
-
-
-def give_back(device: torch.device) -> None:
-    """Return what was freed to the system, on a CPU: batches of ever new widths leave the heap in
-    pieces, which glibc keeps, and a run would grow to its end. With another C library nothing
-    happens.
-    """
-    if device.type == "cpu":
-        with contextlib.suppress(OSError, AttributeError, TypeError):
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_peak(device: torch.device) -> None:
