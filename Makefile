@@ -51,7 +51,7 @@ test: lint
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow"
 
 slow: .venv
-	@$(PY) -m tests.slow $(if $(MINUTES),--minutes $(MINUTES)); code=$$?; $(PY) -m scripts.lab.pages.reliability; exit $$code
+	@OUTRIDER_RELIABILITY=$(CURDIR)/docs/results/reliability.json $(PY) -m tests.slow $(if $(MINUTES),--minutes $(MINUTES)); code=$$?; $(PY) -m scripts.lab.pages.reliability; exit $$code
 
 readme: .venv
 	@$(PY) -m scripts.lab.pages.readme

@@ -16,6 +16,7 @@ from heads.base import Head
 from heads.given import vocabulary_in
 from heads.interop import served
 from train.config import TrainConfig, flat
+from train.state import RATE, RATED
 from train.texts.batches import Plan, Rows
 from train.texts.sharing import Limits
 
@@ -33,6 +34,8 @@ def meaning_of(cfg: TrainConfig, target: Target, rows: Rows) -> dict[str, Any]:
         ids = vocabulary_in(folder, target.vocab_size)
         files["head.draft_vocab_from"] = hashlib.sha256(ids.numpy().data).hexdigest()
     found = {**flat(cfg), **hashes, "data.sha256": rows.sha256(), **files}
+    if cfg.head.draft_vocab and any(found.get(term) for term in RATED):
+        found[RATE] = "the target's own"
     return json.loads(json.dumps(found))
 
 

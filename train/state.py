@@ -38,6 +38,9 @@ WEIGHTS, OPTIMIZER, STATE, MANIFEST = (
     "manifest.json",
 )
 MARGIN = 1 << 20  # bytes that a save leaves free
+# Terms that learn from an acceptance rate, and what says by whose probabilities over a draft
+# vocabulary; no key, since it cannot be chosen.
+RATED, RATE = ("head.loss.tv", "head.loss.lk", "head.confidence"), "head.loss.rate"
 
 
 @dataclass
@@ -329,7 +332,8 @@ def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:
 def implied(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Keys that a checkpoint lacks, and what its version did: parallel heads learned from the
     target's law where its most probable token lies in the draft vocabulary, before
-    head.loss.mask said so; a LoRA left the frozen head its tokens, before head.lora.words."""
+    head.loss.mask said so; a LoRA left the frozen head its tokens, before head.lora.words; the
+    acceptance rate was that of probabilities renormalised over the draft vocabulary."""
     found: dict[str, Any] = {}
     parallel = saved.get("head.kind") in ("medusa", "medusa2", "hydra_heads")
     law = any(saved.get(f"head.loss.{term}") for term in ("soft", "tv", "lk"))
@@ -337,6 +341,7 @@ def implied(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
         found["head.loss.mask"] = "argmax"
     if saved.get("start") and saved.get("head.lora.rank"):
         found["head.lora.words"] = False
+    found[RATE] = "renormalised"
     return {key: value for key, value in found.items() if key in now and key not in saved}
 
 

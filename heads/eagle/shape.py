@@ -88,7 +88,8 @@ def layer_config(target: Target, layers: int, keys: LayerKeys) -> dict[str, Any]
 def _inner(config: Any, width: int) -> int:
     """Width of the MLP of a draft layer after a target's config. width: of its hidden states."""
     names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-    inner = int(_first(config, *names, default=4 * width))
+    inner = _first(config, *names, default=4 * width)
+    inner = max(map(int, inner)) if isinstance(inner, list | tuple) else int(inner)  # Gemma 3n
     experts = _first(config, *EXPERTS, default=0)
     return max(inner, WIDE * width) if experts > 1 else inner
 

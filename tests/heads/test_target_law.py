@@ -5,6 +5,7 @@ family uses it.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -24,8 +25,10 @@ from heads.parallel.medusa import MedusaConfig, TuneConfig
 from heads.teacher import stored_law, target_law
 from scripts.proofs.enumerator import Case, enumerate_case
 from tests.helpers.archs import VOCAB, build
-from tests.helpers.training import random_batch, tiny_target
-from train.state import check_meaning
+from tests.helpers.training import chats, random_batch, run_config, tiny_target
+from train.facts import meaning_of
+from train.state import RATE, check_meaning
+from train.texts.batches import load_rows
 
 SOFT = LossWeights(hard=0.0, soft=1.0)
 FAMILIES: dict[str, Any] = {
@@ -156,6 +159,29 @@ def test_an_unknown_mask_is_told() -> None:
     assert faults(LossWeights(mask="some")) == [
         "mask: 'some' is none of token, argmax, all; choose one"
     ]
+
+
+def test_a_run_that_learned_a_renormalised_rate_is_not_mixed(tmp_path: Path) -> None:
+    """Over a draft vocabulary; over the whole one both rates are the same."""
+    target, data = tiny_target(), chats(tmp_path / "data.jsonl")
+    for keys, mixed in {
+        ("head.loss.tv=1",): True,
+        ("head.loss.lk=1",): True,
+        ("head.loss.soft=1",): False,
+        ("head.loss.lk=1", "head.draft_vocab=0"): False,
+    }.items():
+        cfg = run_config(data, tmp_path / "run", "head.draft_vocab=64", *keys)
+        rows = load_rows(
+            cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
+        )
+        now = meaning_of(cfg, target, rows)
+        assert check_meaning(now, now, tmp_path, {}) == []
+        earlier = {key: value for key, value in now.items() if key != RATE}
+        if mixed:
+            with pytest.raises(UserError, match="head.loss.rate: renormalised in the checkpoint"):
+                check_meaning(earlier, now, tmp_path, {})
+        else:
+            assert check_meaning(earlier, now, tmp_path, {}) == []
 
 
 def test_a_run_of_parallel_heads_begun_with_the_other_mask_is_not_mixed() -> None:

@@ -42,6 +42,16 @@ def test_rows_merge_also_from_several_processes(out: Path) -> None:
     assert [p.name for p in out.parent.iterdir()] == ["r.json"]
 
 
+def test_a_test_writes_nothing_into_the_tree_that_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OUTRIDER_RELIABILITY", raising=False)
+    monkeypatch.setattr(reliability.tempfile, "gettempdir", lambda: str(tmp_path))
+    before = reliability.RESULTS.read_bytes()
+    reliability.record("row", what="fault", result="1/1", met=True)
+    assert list(reliability.read()) == ["row"] and reliability.RESULTS.read_bytes() == before
+
+
 def test_the_committed_rows_are_whole_and_name_no_machine_of_ours() -> None:
     rows = reliability.read(reliability.RESULTS)
     for name, row in rows.items():

@@ -12,8 +12,9 @@ and merge: a row that was measured again replaces the old one and no other, also
 test processes record at once. Each row carries its own commit, date, command and machine. Fast
 tests record nothing: their share is too small to be a figure.
 
-`python -m scripts.lab.pages.reliability` puts the table into the page; `make slow` and `make
-readme` call it. $OUTRIDER_RELIABILITY names another JSON file, for trials.
+Rows go to the file that $OUTRIDER_RELIABILITY names, as `make slow` has it, and else to a scratch
+file: a test writes nothing into the tree that it runs in. `python -m
+scripts.lab.pages.reliability` puts the table into the page; `make slow` and `make readme` call it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -75,7 +77,8 @@ def table(rows: dict[str, dict[str, Any]]) -> Table:
 
 
 def _path() -> Path:
-    return Path(os.environ.get("OUTRIDER_RELIABILITY") or RESULTS)
+    scratch = Path(tempfile.gettempdir()) / f"outrider-{os.getuid()}" / RESULTS.name
+    return Path(os.environ.get("OUTRIDER_RELIABILITY") or scratch)
 
 
 @contextlib.contextmanager
