@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import UserError
+from conf.jsonl import HALF, is_whole
 from train.texts.spans import arguments
 
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)  # worth another try
@@ -27,6 +28,7 @@ LONGEST_WAIT = 60.0  # seconds between two tries, unless the server asks for mor
 LONGEST_PAUSE = 600.0  # seconds that a server's Retry-After is believed
 CONNECT = 60.0  # seconds that a connection may take
 MAX_BYTES = 16 << 20  # a longer answer is no answer
+MOST_TOKENS = 1 << 31  # of an answer; a larger count is none
 
 
 class Refused(Exception):
@@ -250,8 +252,8 @@ class OpenAIServer:
 
 def read_answer(reply: Any) -> Answer:
     """The first choice of a chat completion. Raises Again for a form that is none, Refused for
-    an empty answer, one that ended within nothing but reasoning, and a tool call that is cut.
-    """
+    an empty answer, one that ended within nothing but reasoning, half a character, and a tool
+    call that is cut or cannot be read."""
     try:
         choice = reply["choices"][0]
         message, reason = choice["message"], choice["finish_reason"]
@@ -262,6 +264,8 @@ def read_answer(reply: Any) -> Answer:
         raise Again("an answer of another form") from None
     if reason == "content_filter":
         raise Refused("the answer is filtered")
+    if not is_whole(f"{text}{thought}"):
+        raise Refused(f"the answer holds {HALF}")
     if not isinstance(text, str | None) or reason not in (*ENDED, "length", None):
         raise Again("an answer of another form")
     finished, blank = reason in ENDED, not (text or "").strip()
@@ -273,7 +277,7 @@ def read_answer(reply: Any) -> Answer:
     return Answer(
         text or "",
         finished,
-        tokens if isinstance(tokens, int) else -1,
+        tokens if type(tokens) is int and 0 <= tokens < MOST_TOKENS else -1,
         ids if whole else None,
         thought,
         calls,
@@ -292,7 +296,11 @@ def _reasoning(message: dict[str, Any]) -> str:
 def _calls(called: Any, finished: bool) -> list[dict[str, Any]]:
     """Tool calls as they go into a row. Raises Refused for a cut one and for another form."""
     try:
+        if isinstance(called, str):
+            raise ValueError("tool_calls are not a list of objects")
         arguments(called)
+        if not is_whole(json.dumps(called, ensure_ascii=False)):
+            raise ValueError(f"it holds {HALF}")
     except ValueError as error:
         raise Refused(f"the answer is a tool call that cannot be read ({error})") from None
     if not finished:

@@ -214,6 +214,41 @@ def test_what_an_answer_may_lack() -> None:
             read(reason, **message)
 
 
+DEEP = json.loads('{"a":' * 480 + "1" + "}" * 480)
+CALL = {"function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "half \ud83d"},
+        {"content": "whole", "reasoning": "half \ud83d"},
+        {"tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\ud83d"}'}}]},
+        {"tool_calls": json.dumps([CALL])},
+        {"tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]},
+    ],
+    ids=["text", "reasoning", "call", "calls-as-text", "deep"],
+)
+def test_an_answer_that_no_row_can_hold_costs_one_question(message: dict[str, Any]) -> None:
+    """Half a character ended the run as soon as it was to be written, and every run after it."""
+    with pytest.raises(Refused):
+        read_answer({"choices": [{"message": message, "finish_reason": "stop"}]})
+
+
+def test_arguments_that_are_no_json_stay_text() -> None:
+    for text in ("[" * 100_000, "{", ""):
+        given = [{"function": {"name": "f", "arguments": text}}]
+        choice = {"message": {"tool_calls": given}, "finish_reason": "tool_calls"}
+        assert read_answer({"choices": [choice]}).calls == given
+
+
+@pytest.mark.parametrize("count", [True, -5, 10**400, 1.5, "7", None, [3]])
+def test_a_count_that_is_none_is_unknown(count: Any) -> None:
+    choice = {"message": {"content": "a"}, "finish_reason": "stop"}
+    reply = {"choices": [choice], "usage": {"completion_tokens": count}}
+    assert read_answer(reply).tokens == -1
+
+
 def test_the_usual_length_follows_the_backend() -> None:
     def usual(*more: str) -> tuple[int | None, int | None]:
         cfg = compose("synthesize", SynthesizeConfig, ["target=tiny", "out=x", *more])

@@ -197,7 +197,10 @@ def arguments(calls: Any) -> list[Any]:
         calls = json.loads(calls)
     if not isinstance(calls, list | tuple) or not all(isinstance(c, dict) for c in calls):
         raise ValueError("tool_calls are not a list of objects")
-    found = copy.deepcopy(list(calls))
+    try:
+        found = copy.deepcopy(list(calls))
+    except RecursionError:
+        raise ValueError("tool_calls are nested too deeply") from None
     for call in found:
         inner = call.get("function", call)
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
@@ -206,7 +209,7 @@ def arguments(calls: Any) -> list[Any]:
         if isinstance(given, str):
             try:
                 value = json.loads(given)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(value, dict):
                 inner["arguments"] = value
