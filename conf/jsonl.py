@@ -21,6 +21,15 @@ PACKED = {  # how a file begins that holds no lines, and what unpacks it
 HALF = "half of a surrogate pair (half an emoji, as in a text that was cut)"
 
 
+def inner(text: str) -> Any:
+    """What the JSON inside a value says. Raises ValueError for what is none, and for one that is
+    nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
 def is_whole(text: str) -> bool:
     """Whether a text can be written as UTF-8: JSON may name halves of surrogate pairs, which
     are no characters."""

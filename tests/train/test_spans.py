@@ -251,6 +251,7 @@ def test_lists_of_text_parts_are_joined_and_other_parts_refused() -> None:
         ("tool_calls", 3, "turn 2: tool_calls are not a list"),
         ("tool_calls", [{"function": {}}], "turn 2: a tool call has no function name"),
         ("tool_calls", "{", "turn 2: "),
+        ("tool_calls", "[" * 100_000, "turn 2: is nested too deeply"),
     ],
 )
 def test_malformed_calls_are_named(key: str, value: Any, why: str) -> None:
@@ -258,8 +259,9 @@ def test_malformed_calls_are_named(key: str, value: Any, why: str) -> None:
     turns[-1][key] = value
     with pytest.raises(ValueError, match=why):
         interpret({"messages": turns}, "f:1")
-    with pytest.raises(ValueError, match="tools are"):
-        interpret({"messages": chat("one"), "tools": "{"}, "f:1")
+    for tools in ("{", "[" * 100_000):
+        with pytest.raises(ValueError, match="tools are"):
+            interpret({"messages": chat("one"), "tools": tools}, "f:1")
 
 
 def write(path: Path, rows: int = 12) -> Path:

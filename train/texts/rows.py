@@ -9,7 +9,6 @@ handed to the template; a row of which the template would show less than there i
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conf.errors import UserError, first_line
-from conf.jsonl import parse_line
+from conf.jsonl import inner, parse_line
 from train.texts.answers import Served, Unshown, check, cut_inside, served
 from train.texts.reasoning import pieces
 from train.texts.spans import (
@@ -184,7 +183,7 @@ def tools_of(given: Any) -> list[Any] | None:
         return None
     if isinstance(given, str):
         try:
-            given = json.loads(given)
+            given = inner(given)
         except ValueError:
             raise ValueError("tools are neither a list nor its JSON text") from None
     if not isinstance(given, list | tuple) or not all(isinstance(t, dict) for t in given):

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from conf.jsonl import inner
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names that templates know
 KNOWN_BY_SOME = ("developer", "tool")  # roles that a template may pass over
@@ -194,7 +195,7 @@ def arguments(calls: Any) -> list[Any]:
     """Tool calls with their arguments as objects, as engines hand them to templates: the API
     keeps them as JSON text. Raises ValueError for what is no list of calls."""
     if isinstance(calls, str):
-        calls = json.loads(calls)
+        calls = inner(calls)
     if not isinstance(calls, list | tuple) or not all(isinstance(c, dict) for c in calls):
         raise ValueError("tool_calls are not a list of objects")
     try:
@@ -202,15 +203,15 @@ def arguments(calls: Any) -> list[Any]:
     except RecursionError:
         raise ValueError("tool_calls are nested too deeply") from None
     for call in found:
-        inner = call.get("function", call)
-        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError("a tool call has no function name")
-        given = inner.get("arguments")
+        given = function.get("arguments")
         if isinstance(given, str):
             try:
-                value = json.loads(given)
-            except (ValueError, RecursionError):
+                value = inner(given)
+            except ValueError:
                 continue
             if isinstance(value, dict):
-                inner["arguments"] = value
+                function["arguments"] = value
     return found
