@@ -302,6 +302,7 @@ def _fits(
 
 
 def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch.device) -> Any:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
@@ -321,6 +322,11 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
             trust_remote_code=cfg.trust_remote_code,
             **extra,
         ).eval()
+    except SafetensorError as e:
+        raise UserError(
+            f"target: a weights file in {folder} is cut or is none ({first_line(e)}); fetch it "
+            "again (a small text file in its place is git-lfs's: git lfs pull)"
+        ) from e
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as e:
         raise UserError(
             f"target: no loadable causal language model in {folder} ({first_line(e)}); "

@@ -11,10 +11,11 @@ import huggingface_hub
 import pytest
 import transformers
 
+from conf.errors import UserError
 from decode.models.identity import INDEX, sha256_weights, weight_files
-from decode.models.load import TargetConfig, load_tokenizer, source_folder
+from decode.models.load import TargetConfig, load_target, load_tokenizer, source_folder
 from decode.models.memory import parameters
-from decode.models.tiny import tiny_model
+from decode.models.tiny import byte_tokenizer, tiny_model
 
 CONFIG = TargetConfig(kind="hub", name="somebody/model")
 
@@ -35,6 +36,17 @@ def test_weights_that_lie_there_twice_count_once(repository: Path) -> None:
     assert (sha256_weights(repository), parameters(repository)) == before
     assert [file.name for file in weight_files(repository)] == names
     assert len(names) > 1 or names == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("left", [b"", b"version https://git-lfs.github.com/spec/v1\n", None])
+def test_weights_that_were_not_fetched_whole_are_told(repository: Path, left: bytes | None) -> None:
+    byte_tokenizer().save_pretrained(repository)
+    file = sorted(repository.glob("*.safetensors"))[-1]
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2] if left is None else left)
+    with pytest.raises(UserError, match="is cut or is none.*fetch it again") as told:
+        load_target(TargetConfig(kind="local", path=str(repository)), "float32", "cpu")
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}'])
