@@ -30,6 +30,7 @@ from decode.sampling import Law, Sampling
 from decode.scorer import Step
 from decode.target import Target
 from decode.tree import DraftTree
+from decode.tree_rules import WILD
 from decode.verify import Seen
 
 LEFT = "left"  # how a generation ends whose request was taken away
@@ -82,7 +83,7 @@ class LiveBatch(Engine):
     """An engine without a list of requests. All rows share one law (`sampling`) and one rule.
 
     A row whose draft holds NaN or infinity has no draft in that cycle, and nobody else learns of
-    it; `wild` says how many there were.
+    it; `left_out` says how many there were.
 
     After an exception of `step` the batch is broken: throw it away. Its requests may `resume` in
     another one.
@@ -114,10 +115,11 @@ class LiveBatch(Engine):
         self._at: tuple[Tensor, list[_Row], Tensor | None] | None = None
         self._wild = torch.zeros((), dtype=torch.int64, device=target.device)
 
-    @property
-    def wild(self) -> int:
-        """Drafts so far that were left out since they were not finite; asks the device."""
-        return int(self._wild)
+    def left_out(self) -> str:
+        """What to say of the drafts so far that were left out, "" if there were none; asks the
+        device."""
+        count = int(self._wild)
+        return f"{count} drafts hold NaN or infinity and were left out; {WILD}" if count else ""
 
     @property
     def busy(self) -> bool:

@@ -15,14 +15,9 @@ from torch import Tensor
 from conf.errors import UserError
 
 ANY_VOCABULARY = 1 << 62
-_WILD_SCORE = (
-    "its score is NaN or infinite; check the head's weights, and whether its logits overflow in "
-    "this dtype"
-)
-_WILD_LAW = (
-    "the law that it was drawn from holds NaN or infinity; check the head's weights, and whether "
-    "its logits overflow in this dtype"
-)
+WILD = "check the head's weights, and whether its logits overflow in this dtype"
+_WILD_SCORE = f"its score is NaN or infinite; {WILD}"
+_WILD_LAW = f"the law that it was drawn from holds NaN or infinity; {WILD}"
 
 
 class Tree(Protocol):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import secrets
 import subprocess
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,6 +121,8 @@ class Answer:
             begin = time.perf_counter()
             self._batch.step()
             self._seconds += time.perf_counter() - begin
+            if not self._batch.busy and (said := self._batch.left_out()):
+                warnings.warn(said, stacklevel=2)
 
     def _whole(self) -> Generation:
         for _ in self:

@@ -30,10 +30,6 @@ STOP, LENGTH = "stop", "length"
 PROBATION = 2  # steps that each request of a broken batch makes alone: one reads, one drafts
 MOST_BREAKS = 3  # batches that may break under a request with nobody at fault
 ENDING = "the server is ending"
-WILD = (
-    "of this batch hold NaN or infinity and were left out; check the head's weights, and whether "
-    "its logits overflow in this dtype"
-)
 PLAIN = "none"  # the drafter of those whose own failed
 SHORTEST_WAIT, LONGEST_WAIT = 1, 60  # seconds that a client is asked to wait
 
@@ -106,15 +102,15 @@ class Job:
 
 @dataclass
 class Lane:
-    """A batch of one setting. seconds: what its steps have taken. wild: drafts that were left out
-    since they were not finite, as far as it was said."""
+    """A batch of one setting. seconds: what its steps have taken. said: the last word on drafts
+    that were left out."""
 
     key: tuple[str, Sampling]
     drafter: Drafter
     batch: LiveBatch
     jobs: dict[int, Job] = field(default_factory=dict)
     seconds: float = 0.0
-    wild: int = 0
+    said: str = ""
 
 
 @dataclass(frozen=True)
@@ -305,9 +301,9 @@ class Worker(threading.Thread):
             return _failed("the engine", error, mine=True)
         finally:
             lane.seconds += time.perf_counter() - begin
-        if ended and (wild := lane.batch.wild) not in (0, lane.wild):
-            lane.wild = wild
-            print(f"serve: {lane.key[0]}: {wild} drafts {WILD}", file=sys.stderr)
+        if ended and (said := lane.batch.left_out()) not in ("", lane.said):
+            lane.said = said
+            print(f"serve: {lane.key[0]}: {said}", file=sys.stderr)
         for seat in ended:
             job = lane.jobs.pop(seat.number)
             if job not in self._owed:

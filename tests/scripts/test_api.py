@@ -11,9 +11,10 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 
 from conf.errors import UserError
-from decode.drafters import NGram, NoDraft
+from decode.drafters import DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.sampling import Sampling
 from scripts import api
@@ -57,6 +58,17 @@ def test_an_answer_is_the_engine_s_own() -> None:
             assert answer.text == "".join(p.text for p in pieces)
             assert answer.tokens_per_second > 0
             assert (answer.accepted_length > 1) == any(own.from_draft)
+
+
+def test_a_draft_that_is_left_out_is_told() -> None:
+    """The answer is whole, and as slow as without a drafter."""
+    target = api.load_target("tiny", "float32", "cpu")
+    made = DraftModel(target, 3)
+    made.logits = lambda state: torch.full((*state.shape[:-1], target.vocab_size), torch.nan)  # type: ignore[method-assign]
+    answer = api.generate(target, [3, 4, 5], made, 8, temperature=1.0, seed=5)
+    with pytest.warns(UserWarning, match="drafts hold NaN or infinity and were left out; check"):
+        assert len(answer.token_ids) == 8
+    assert not any(answer.from_draft)
 
 
 def test_it_is_decoded_as_it_is_read() -> None:
