@@ -494,4 +494,4 @@ def test_a_second_drafter_whose_scores_are_nan_is_refused() -> None:
     tokens, parents, size = torch.tensor([[3]]), torch.tensor([[-1]]), torch.tensor([1])
     wild = DraftTree(tokens, parents, size, score=torch.tensor([[torch.nan]]))
     with pytest.raises(UserError, match="row 0, node 0: its score is NaN"):
-        joined([DraftTree.empty(1), wild])
+        joined([DraftTree.empty(1), wild]).validate(8)
