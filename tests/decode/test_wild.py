@@ -12,15 +12,15 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode import waits
-from decode.adaptive import Adaptive
-from decode.drafters import Drafter, NGram, NoDraft
+from decode.drafters import Drafter, NoDraft
 from decode.engine import Generation, Request, generate
 from decode.live import LiveBatch, Room
+from decode.ngram import NGram
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
 from decode.union import Union
-from decode.wrapped import Wrapped
+from decode.wrapped import Adaptive, Wrapped
 from heads.names import Draft
 from tests.contract.cases import CASES, moved
 

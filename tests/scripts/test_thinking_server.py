@@ -250,11 +250,11 @@ def test_a_count_that_is_none_is_unknown(count: Any) -> None:
 
 
 def test_the_usual_length_follows_the_backend() -> None:
-    def usual(*more: str) -> tuple[int | None, int | None]:
+    def usual(*more: str) -> tuple[int, int]:
         cfg = compose("synthesize", SynthesizeConfig, ["target=tiny", "out=x", *more])
-        return cfg.max_new_tokens, cfg.concurrency
+        return cfg.longest, cfg.at_a_time
 
     server = ("backend=openai", "base_url=http://h:1/v1", "prompts=x")
     assert usual() == (200, 32) and usual(*server) == (4096, 256)
     assert usual(*server, "max_new_tokens=200", "concurrency=3") == (200, 3)
-    assert SynthesizeConfig(out="x", backend="openai").max_new_tokens == 4096
+    assert SynthesizeConfig(out="x", backend="openai").longest == 4096
