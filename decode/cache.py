@@ -87,9 +87,6 @@ class TreeCache(Cache):
         self.offset = 0  # scratch offset of the pass under way
         # Nodes of the tree that was scored last and not yet committed.
         self.pending: int | None = None
-        # A drafter's: NaN and infinity are written as 0. What one request's numbers overflow to
-        # must not meet the next one in its slots; a target's own are refused with its logits.
-        self.finite = False
         self.in_place = False  # chain mode: row b's nodes lie at len_b already
         # Two tensors per layer (K, V), grouped by shape into one buffer [n, max_rows * width,
         # Hkv, L, hd] each.
@@ -142,9 +139,6 @@ class TreeCache(Cache):
         place = self._place[layer_idx]
         assert place is not None, f"layer {layer_idx} held no keys when the target was probed"
         (g, k), (h, v) = place
-        if self.finite:
-            key_states = torch.nan_to_num(key_states, 0.0, 0.0, 0.0)
-            value_states = torch.nan_to_num(value_states, 0.0, 0.0, 0.0)
         self._write[g][k].copy_(key_states)
         self._write[h][v].copy_(value_states)
         return self._read[g][k], self._read[h][v]

@@ -13,6 +13,8 @@ of a pass, S slots.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
+
+Update = Callable[..., tuple[Tensor, Tensor]]
 
 
 class DraftModel:
@@ -89,7 +93,8 @@ class DraftModel:
         if self.shape == "tree":
             scratch = max(self.max_depth * self.form.width, len(self.form.static or ()))
         self.cache = self.draft.new_cache(rows, self.limit, scratch + self.max_depth)
-        self.cache.finite = True
+        # What one request's numbers overflow to must not meet the next one in its slots.
+        self.cache.update = functools.partial(_finite, self.cache.update)  # type: ignore[method-assign]
         # Prompts' first tokens, of rows that have observed nothing yet.
         self.first: list[Tensor] = []
         self.blind: list[bool] = []  # rows that have outgrown the draft's span
@@ -298,3 +303,8 @@ def scratch(
     }
     found = {kind: made[bound.get(kind, FULL)] for kind in masks.reaches}
     return found if len(found) > 1 else next(iter(found.values()))
+
+
+def _finite(update: Update, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """TreeCache.update, with 0 in the place of NaN and infinity."""
+    return update(*(torch.nan_to_num(t, 0.0, 0.0, 0.0) for t in (key, value)), layer)

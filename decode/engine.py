@@ -217,8 +217,7 @@ class Engine:
         return self.timing.part(name, self.clock)
 
     def _budget(self) -> Tensor:
-        """[B] levels that each row may draft, on the host: the bonus token takes one of those
-        that remain."""
+        """[B] levels that each row may draft, on the host: one less for the bonus token."""
         most = self.drafter.max_depth
         levels = [min(row.remaining - 1, most, self._headroom(row)) for row in self.rows]
         return torch.tensor(levels)
@@ -230,8 +229,7 @@ class Engine:
         return self._checked(tree)
 
     def _checked(self, tree: DraftTree) -> DraftTree:
-        """The draft, held against its rules as far as the host may ask. Raises what
-        `tree.validate` does."""
+        """The draft, held against its rules. Raises what `tree.validate` does."""
         if waits.free(tree.tokens) or tree.static_layout is None:  # which is asked for as well
             tree.validate(self.target.vocab_size, self.drafter.max_nodes)
         else:

@@ -30,7 +30,7 @@ from decode.sampling import Law, Sampling
 from decode.scorer import Step
 from decode.target import Target
 from decode.tree import DraftTree
-from decode.tree_rules import WILD
+from decode.tree_rules import WILD, emptied, wild
 from decode.verify import Seen
 
 LEFT = "left"  # how a generation ends whose request was taken away
@@ -203,9 +203,9 @@ class LiveBatch(Engine):
                 return super()._checked(tree)
             except UserError:  # not finite; whatever else is wrong is an error of ours
                 pass
-        wild = tree.wild()
-        self._wild += wild.sum()
-        return super()._checked(tree.without(wild))
+        ill = wild(tree)
+        self._wild += ill.sum()
+        return super()._checked(emptied(tree, ill))
 
     # -- what the engine hands over on its way
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 
 import torch
@@ -171,14 +171,6 @@ class DraftTree:
     def doubtful(self, vocab_size: int) -> Tensor:
         """[B] bool, rows that `validate` would refuse, without asking the device."""
         return tree_rules.doubtful(self, vocab_size)
-
-    def wild(self) -> Tensor:
-        """[B] bool, rows whose drafter gave NaN or infinity, without asking the device."""
-        return tree_rules.wild(self)
-
-    def without(self, rows: Tensor) -> DraftTree:
-        """The same without a draft for `rows` [B] bool; all others keep every node and number."""
-        return replace(self, size=self.size.masked_fill(rows, 0))
 
     def check_form(self, max_nodes: int | None = None) -> None:
         """Raise ValueError for wrong shapes or dtypes, or for more than `max_nodes` nodes."""

@@ -7,6 +7,7 @@ Shape letters: as in decode/tree.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +70,11 @@ def wild(tree: Tree) -> Tensor:
     problems = _problems(tree, ANY_VOCABULARY)
     found = [bad.any(1) for bad, _, why in problems if why in (_WILD_SCORE, _WILD_LAW)]
     return torch.stack([torch.zeros_like(tree.size, dtype=torch.bool), *found]).any(0)
+
+
+def emptied(tree: Any, rows: Tensor) -> Any:
+    """The tree without a draft for `rows` [B] bool; all others keep every node and number."""
+    return replace(tree, size=tree.size.masked_fill(rows, 0))
 
 
 def check_form(tree: Tree, max_nodes: int | None = None) -> None:

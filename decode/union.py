@@ -20,6 +20,7 @@ from decode.ngram import listed
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree
+from decode.tree_rules import wild
 
 # How all but the first draft, whatever the temperature.
 MOST_PROBABLE = Sampling()
@@ -74,12 +75,12 @@ def joined(trees: Sequence[DraftTree]) -> DraftTree:
     siblings and their laws; the others, which must be deterministic, follow, each path that is
     there already being left where it is. `drafters` of the outcome says who proposed a node."""
     tree = _joined(trees)
-    bad = [part.wild() for part in trees if part.score is not None and part.width]
-    if not bad or not bool((wild := torch.stack(bad).any(0)).any()):
+    bad = [wild(part) for part in trees if part.score is not None and part.width]
+    if not bad or not bool((ill := torch.stack(bad).any(0)).any()):
         return tree
     # The union keeps no scores: this one says that a part's is NaN.
-    score = torch.zeros(tree.tokens.shape, device=wild.device)
-    return replace(tree, score=score.masked_fill(wild[:, None], torch.nan))
+    score = torch.zeros(tree.tokens.shape, device=ill.device)
+    return replace(tree, score=score.masked_fill(ill[:, None], torch.nan))
 
 
 def _joined(trees: Sequence[DraftTree]) -> DraftTree:

@@ -65,7 +65,6 @@ class DraftCache:
         """
         out = []
         for buffer, given in ((self.keys[layer], key), (self.values[layer], value)):
-            # What one request's numbers overflow to must not meet the next one in that slot.
             new = torch.nan_to_num(given, 0.0, 0.0, 0.0)
             if self.slots is None:
                 buffer[self.rows, :, self.start : self.start + new.shape[2]] = new

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode import waits
+from decode.draft_model import DraftModel
 from decode.drafters import Drafter, NoDraft
 from decode.engine import Generation, Request, generate
 from decode.live import LiveBatch, Room
@@ -19,10 +20,12 @@ from decode.ngram import NGram
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
+from decode.tree_rules import emptied, wild
 from decode.union import Union
 from decode.wrapped import Adaptive, Wrapped
 from heads.names import Draft
 from tests.contract.cases import CASES, moved
+from tests.helpers.training import tiny_target
 
 ILL, SUCCESSOR = 7, 9
 DRAWN = Sampling(1.0)
@@ -54,7 +57,7 @@ class Sick(Wrapped):
 
     def propose(self, *args: Any) -> DraftTree:
         tree = super().propose(*args)
-        return tree.without(tree.wild()) if self.calm else tree
+        return emptied(tree, wild(tree)) if self.calm else tree
 
     def select(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
@@ -111,7 +114,7 @@ def made(form: tuple[str, str, str]) -> tuple[Target, Drafter]:
 def test_nobody_learns_of_a_row_that_is_ill(form: tuple[str, str, str], sampling: Sampling) -> None:
     target, drafter = made(form)
     sound, none = together(target, Sick(drafter), sampling)
-    found, wild = together(target, Sick(drafter, ill={ILL}), sampling)
+    found, said = together(target, Sick(drafter, ill={ILL}), sampling)
     assert none == "" and all(g.cycles for g in sound.values())
     for first in (3, 5, SUCCESSOR):
         assert found[first] == sound[first] == alone(target, drafter, first, sampling)
@@ -120,9 +123,9 @@ def test_nobody_learns_of_a_row_that_is_ill(form: tuple[str, str, str], sampling
     if sampling.greedy:
         assert own.token_ids == alone(target, NoDraft(), ILL, sampling).token_ids
     elif form[0].startswith(("dflash", "dspark")):
-        assert wild == ""  # what a block reads of the target is keys alone, and those stay finite
+        assert said == ""  # what a block reads of the target is keys alone, and those stay finite
     else:
-        assert "drafts hold NaN or infinity" in wild
+        assert "drafts hold NaN or infinity" in said
         with pytest.raises(UserError, match="nothing was committed"):
             alone(target, Sick(drafter, ill={ILL}), ILL, sampling)
 
@@ -135,3 +138,13 @@ def test_the_same_without_waiting_for_the_device(
     want = together(target, Sick(drafter, ill={ILL}), DRAWN)
     monkeypatch.setattr(waits, "free", lambda tensor: False)
     assert together(target, Sick(drafter, ill={ILL}), DRAWN) == want
+
+
+def test_a_separate_draft_remembers_nothing_that_is_not_finite() -> None:
+    target, draft = tiny_target(), tiny_target(seed=5)
+    with torch.no_grad():
+        draft.model.get_input_embeddings().weight[ILL] = torch.nan
+    drafter = DraftModel(draft, 3)
+    found, _ = together(target, drafter, DRAWN)
+    assert drafter.cache is not None and len(found[3].token_ids) == 40
+    assert all(bool(buffer.isfinite().all()) for buffer in drafter.cache.buffers)
