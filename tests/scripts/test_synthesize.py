@@ -208,7 +208,7 @@ def test_model_that_invents_nothing_is_refused(tmp_path) -> None:
 
 def test_command_line(tmp_path) -> None:
     cfg = compose("synthesize", SynthesizeConfig, ["target=tiny", f"out={tmp_path}/a", "seed=4"])
-    assert (cfg.num_conversations, cfg.batch, cfg.seed, cfg.target.kind) == (600, 96, 4, "tiny")
+    assert (cfg.conversations, cfg.batch, cfg.seed, cfg.target.kind) == (600, 96, 4, "tiny")
 
 
 def test_real_signal_leaves_whole_lines_and_code_130(
