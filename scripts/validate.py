@@ -9,8 +9,8 @@ and FLOPs of the run; an oracle that shows a shift by one; a head trained on one
 decoded through the real engine. Exit code 0: all passed; 1: a check failed; 2: a mistake to
 mend. Takes the keys of the training scripts (--help lists them); the work is done by
 train/validate.py, which takes this process over: signals and exit code are its own. With
-dry_run=true nothing is loaded, read or run: the run is counted from the target's config alone,
-as it would be on a cluster (scripts/extra/cluster/dry_run.py; dry_run=true --help lists its keys).
+dry_run=true nothing is loaded or run: the run is counted from the target's config alone, as it
+would be on a cluster (scripts/extra/cluster/dry_run.py; dry_run=true --help lists its keys).
 """
 
 from __future__ import annotations

@@ -39,12 +39,17 @@ def meaning_of(cfg: TrainConfig, target: Target, rows: Rows) -> dict[str, Any]:
     return json.loads(json.dumps(found))
 
 
+def limits_of(cfg: TrainConfig) -> Limits:
+    """What a pass of a run may hold."""
+    pack = cfg.data.max_length if cfg.data.packing else 0
+    return Limits(cfg.micro_batch, cfg.micro_tokens, pack, cfg.shard_target)
+
+
 def facts_of(
     cfg: TrainConfig, target: Target, rows: Rows, plan: Plan, head: Head, world: int
 ) -> dict[str, Any]:
     """Lines of the header: name -> text."""
-    held, pack = int(rows.held.sum()), cfg.data.max_length if cfg.data.packing else 0
-    limits = Limits(cfg.micro_batch, cfg.micro_tokens, pack, cfg.shard_target)
+    held = int(rows.held.sum())
     supervised = rows.supervised
     facts = {
         "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
@@ -55,7 +60,7 @@ def facts_of(
         + (f", {plan.skipped} skipped as data.skip says" if cfg.data.skip else ""),
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
         f"epoch, {cfg.steps} steps, "
-        f"{plan.waste(limits, world):.1%} padding",
+        f"{plan.waste(limits_of(cfg), world):.1%} padding",
     }
     if mixture := plan.mixture():
         facts["files"] = mixture

@@ -164,7 +164,7 @@ def load_tokenizer(cfg: TargetConfig) -> Any:
         return tiny.byte_tokenizer(cfg.vocab)
     from transformers import AutoTokenizer
 
-    folder = source_folder(cfg)
+    folder = source_folder(cfg, weights=False)
     _announce(cfg, folder)
     try:
         return AutoTokenizer.from_pretrained(
@@ -223,9 +223,10 @@ def _check(cfg: TargetConfig) -> None:
         raise UserError("; ".join(problems))
 
 
-def source_folder(cfg: TargetConfig) -> Path:
+def source_folder(cfg: TargetConfig, weights: bool = True) -> Path:
     """The folder on disk with the files of a target (not of target=tiny, which has none);
-    fetches them for smollm2 and hub. Raises UserError where there is none."""
+    fetches them for smollm2 and hub, there without `weights` if those are not wanted. Raises
+    UserError where there is none."""
     if cfg.kind == "smollm2":
         return smollm2.ensure(cfg.path)
     if cfg.kind == "local":
@@ -241,7 +242,8 @@ def source_folder(cfg: TargetConfig) -> Path:
         return folder.resolve()
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    wanted = ["*.json", "*.jinja", "*.model", "*.txt"]
+    wanted += ["*.safetensors"] if weights else []
     wanted += ["*.py"] if cfg.trust_remote_code else []
     try:
         return Path(

@@ -78,16 +78,26 @@ def test_what_lies_there_twice_is_not_fetched(
         names, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
     )
     assert [*kept] == ["model.safetensors"]
+    source_folder(CONFIG, weights=False)
+    few = huggingface_hub.utils.filter_repo_objects(
+        [*names, "tokenizer.json"], allow_patterns=asked["allow_patterns"]
+    )
+    assert [*few] == ["tokenizer.json"]
 
 
 def test_the_tokenizer_is_the_one_of_its_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether mistral-common is installed or not."""
+    """Whether mistral-common is installed or not; no weights are fetched for it."""
     asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **keys: (asked.update(keys), "/")[1]
+    )
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(
         transformers.AutoTokenizer, "from_pretrained", lambda folder, **keys: asked.update(keys)
     )
     load_tokenizer(TargetConfig(kind="local", path=str(tmp_path)))
-    assert asked["mistral_format"] is False
+    load_tokenizer(CONFIG)
+    assert asked["mistral_format"] is False and "*.json" in asked["allow_patterns"]
+    assert not any("safetensors" in pattern for pattern in asked["allow_patterns"])

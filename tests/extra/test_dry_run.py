@@ -1,12 +1,17 @@
 """scripts/validate.py dry_run=true: sizes of published models, every recipe on its own hardware,
-remedies, mistakes in one line; and its counts against two that owe it nothing: the allocator's
-record of a real pass, and a count on torch's meta device."""
+steps as the plan of training makes them, remedies, mistakes in one line; and its counts against two
+that owe it nothing: the allocator's record of a real pass, and a count on torch's meta device."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
+import operator
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +26,26 @@ from scripts.extra.cluster import count as counting
 from scripts.extra.cluster import gpus, models, phantom
 from scripts.extra.cluster.config import DryRunConfig
 from scripts.extra.cluster.count import Asked, Shape, count
-from scripts.extra.cluster.plan import _rows_a_pass, plan, shape_of, with_keys
+from scripts.extra.cluster.lengths import blank, lengths_of
+from scripts.extra.cluster.plan import plan
+from scripts.extra.cluster.run import shape_of, with_keys
+from scripts.extra.cluster.steps import fitted, sizes, step_of, trials
 from scripts.extra.cluster.table import table
 from scripts.lab.pages import cluster as page
 from tests.heads.test_ttt_attention import batch_of, held_by_8b
 from tests.helpers import faults
+from tests.helpers.training import chats
+from tests.train.test_sharing import EXCHANGE, MEAN, drawn, rows_of, seconds
+from train.facts import limits_of
+from train.texts.batches import Plan
+from train.texts.sharing import Limits
 from train.validate import head_config
 
 pytestmark = pytest.mark.skipif(bool(phantom.missing()), reason=phantom.missing() or "torch has it")
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
 ON_GPUS = [n for n in RECIPES if not n.startswith("smollm2")]
+HOURS = ["data synthesis", "start-up", "training", "to the end"]
 TINY = ["target=tiny", "target.layers=6", "head.draft_vocab=64", "data.max_length=64", "gpus=1"]
 
 
@@ -108,19 +122,21 @@ def test_recipes_for_gpus_size_their_passes_by_tokens() -> None:
 
 def test_short_conversations_share_a_pass() -> None:
     """Sized by tokens a rank's rows go through together; by rows they do not."""
-    base = config(*TINY, "batch_size=8", "row_tokens=16")
+    base = config(*TINY, "batch_size=8", "row_tokens=16", "row_sigma=0")
     model = models.model_of(base.target)
-    for keys, rows, mean in (
-        ({"micro_tokens": 128}, 2, 8),
-        ({"micro_batch": 2}, 2, 2),
-        ({"micro_tokens": 128, "micro_batch": 1}, 1, 1),
-        ({"micro_tokens": 128, "micro_batch": 4}, 2, 4),
-        ({"micro_tokens": 8}, 1, 1),
-        ({}, 8, 8),
+    lengths, _ = lengths_of(base, model)
+    for keys, rows, passes in (
+        ({"micro_tokens": 128}, 2, 1),
+        ({"micro_batch": 2}, 2, 4),
+        ({"micro_tokens": 128, "micro_batch": 1}, 1, 8),
+        ({"micro_tokens": 128, "micro_batch": 4}, 2, 2),
+        ({"micro_tokens": 8}, 1, 8),
+        ({}, 8, 1),
     ):
         cfg = dataclasses.replace(base, **keys)
-        shape = shape_of(cfg, model)
-        assert shape.rows == rows and min(8, _rows_a_pass(cfg, shape, 16)) == mean, keys
+        step = step_of(*lengths.plan(cfg, 8), 1, limits_of(cfg), lambda size: (1.0, 0.0))
+        assert shape_of(cfg, model).rows == rows and step.passes == passes, keys
+        assert step.seconds == passes and step.padding == 0 and step.tokens == 128
     fast, slow = (
         plan(dataclasses.replace(base, gpu="l40s-48gb", **keys))["speed"]["tokens_a_second"]
         for keys in ({"micro_tokens": 128}, {"micro_batch": 2})
@@ -213,6 +229,142 @@ def test_the_peak_of_a_real_pass_is_predicted(kind: str) -> None:
     assert mine == pytest.approx(real, rel=0.05), (mine, real)
 
 
+# The time of a step
+# -------------------------------------------------------------------------------------------
+
+QWEN = "qwen3_8b_eagle3"
+TALKS = f"row_tokens={530 * math.exp(0.9**2 / 2):.0f}", "row_sigma=0.9"  # as test_sharing draws
+
+
+@functools.cache
+def qwen(*keys: str) -> dict[str, Any]:
+    return page.predicted(QWEN, [*TALKS, *keys])
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_a_step_takes_what_the_plan_takes_batch_by_batch(ranks: int) -> None:
+    """Charged by others' figures, over other rows of the same distribution: within 5 %."""
+    rows, steps = rows_of(drawn(20_000)), 60
+    executed = Plan(rows, 64, 1, 0)
+    slowest = 0.0
+    for step in range(steps):
+        shares = executed.shares(step, ranks, Limits(tokens=16384))
+        slowest += max(seconds(rows, share) for share in shares) / steps
+    found = qwen(f"gpus={ranks}")
+    speed, data = found["speed"], found["data"]
+    assert speed["step_seconds"] == pytest.approx(slowest + EXCHANGE[ranks], rel=0.05)
+    assert speed["step_seconds"] == pytest.approx(sum(speed["parts"].values()))
+    assert data["tokens_a_row"] == pytest.approx(MEAN, rel=0.01)
+    assert 0 < speed["padding"] < 0.1 < 1.02 < speed["slowest_rank"] < 1.3
+    told = table(found)
+    said = " ".join(" ".join(map(str, column._cells)) for column in told.columns)
+    assert f"{speed['padding']:.0%} of the positions are padding" in said
+    assert f"{speed['slowest_rank']:.2f} times the mean one" in said
+    assert "log-normal of mean 795 and sigma 0.9, cut at 4,096 (assumed)" in said
+
+
+def test_the_time_of_a_pass_follows_from_four_that_are_counted() -> None:
+    """Of passes that were not among them, target and head each."""
+    cfg = compose("validate", DryRunConfig, [f"experiment={QWEN}", "data.path=none"])
+    model, gpu = models.model_of(cfg.target), gpus.gpu_of("h100-80gb")
+    shape = shape_of(cfg, model)
+    others = [[600] * 9 + [650] * 11, [300, 260, 280, 240, 310], [2400, 2600, 2500]]
+    passes = [*trials(cfg.micro_tokens, shape.tokens, cfg.micro_tokens), *others]
+    run = (model, head_config(cfg.head), "bfloat16", shape, None, True)
+    found = counting.seconds(Asked(*run, phantom.NAME, gpu.seconds), passes, 0)
+    size = [sizes(lengths, 0) for lengths in passes]
+    for part in (counting.FEATURES, counting.PASS):
+        took = [trial[part] for trial in found]
+        cost = fitted(size[:4], took[:4])
+        for now, real in zip(size[4:], took[4:], strict=True):
+            assert sum(map(operator.mul, cost, now)) == pytest.approx(real, rel=0.06), (part, now)
+
+
+def test_costs_that_made_the_figures_are_found_and_none_is_below_zero() -> None:
+    size = [sizes(lengths, 0) for lengths in trials(16384, 4096, 16384)]
+    for true in ([0.02, 3e-5, 2e-5, 4e-9], [0.02, 0, 5e-5, 0], [0, 1e-5, 0, 1e-9]):
+        took = [sum(map(operator.mul, true, one)) for one in size]
+        assert fitted(size, took) == pytest.approx(true, rel=1e-6, abs=1e-15)
+    falling = [1.0 / (1 + i) for i in range(4)]
+    assert all(cost >= 0 for cost in fitted(size, falling))
+
+
+def test_a_rank_that_is_slower_is_waited_for() -> None:
+    """Rows of 8, 8 and 24 tokens on three ranks; together: in every pass."""
+    rows = blank([24, 8, 8])
+    cost = lambda size: (size[1], 0.0)
+    alone = step_of(Plan(rows, 3, 1, 0), 1, 3, Limits(tokens=24), cost)
+    assert (alone.target, alone.seconds, alone.tokens) == pytest.approx((40 / 3, 24, 40))
+    assert alone.slowest == pytest.approx(1.8) and alone.padding == 0 and alone.passes == 1
+    plan = Plan(blank([24, 8, 8, 8]), 4, 1, 0)
+    both = step_of(plan, 1, 2, Limits(rows=1, together=True), cost)
+    assert both.passes == 2 and both.seconds == pytest.approx(24 + 8)
+
+
+def test_more_of_what_costs_takes_longer() -> None:
+    eight, sixteen = qwen("gpus=8"), qwen("gpus=16")
+    pace = lambda found: found["speed"]["tokens_a_second"]
+    assert pace(eight) < pace(sixteen) < 2 * pace(eight)
+    even, wide = qwen("gpus=8", "row_sigma=0"), qwen("gpus=8", "row_sigma=1.2")
+    assert even["speed"]["padding"] == 0 and even["speed"]["slowest_rank"] == pytest.approx(1)
+    assert pace(even) > pace(eight) > pace(wide)
+    slower = qwen("gpus=8", "gpu=a100-80gb")
+    assert pace(slower) < pace(eight)
+    assert (
+        qwen("gpus=8", "micro_tokens=4096")["speed"]["step_seconds"]
+        > (eight["speed"]["step_seconds"])
+    )
+
+
+def test_the_whole_is_synthesis_start_and_training() -> None:
+    found = qwen("gpus=8")
+    written, start, total = found["synthesis"], found["start_up"], found["total"]
+    tokens = 500_000 * found["data"]["tokens_a_row"] * 0.8
+    assert written["answers"] == 500_000
+    assert written["hours"] == pytest.approx(tokens / (256 * 60) / 3600)
+    assert 60 <= start["again"] <= 120 and start["again"] < start["first"]
+    assert total["training"] == found["speed"]["hours"]
+    assert total["hours"] == pytest.approx(
+        written["hours"] + start["first"] / 3600 + found["speed"]["hours"]
+    )
+    names = table(found).columns[0]._cells
+    assert [name for name in names if name in HOURS] == HOURS
+    twice = qwen("gpus=8", "concurrency=512")["synthesis"]["hours"]
+    assert twice == pytest.approx(written["hours"] / 2)
+    assert qwen("gpus=8", "answers=0")["synthesis"]["hours"] == 0
+
+
+def test_few_rows_a_rank_are_told_with_the_gain_of_more() -> None:
+    """64 rows over 64 ranks; none is recommended where there is nothing to win."""
+    found = qwen("gpus=64")
+    better = found["recommended"]
+    assert found["speed"]["slowest_rank"] > 3 and better["rows_a_rank"] >= 8
+    assert better["keys"] == {"batch_size": 64 * better["rows_a_rank"]}
+    again = qwen("gpus=64", f"batch_size={64 * better['rows_a_rank']}")
+    assert again["speed"]["tokens_a_second"] == pytest.approx(better["tokens_a_second"])
+    assert again["memory"]["peak"] == better["peak"] and "recommended" not in again
+    assert better["times_as_fast"] > 2
+    assert f"batch_size={64 * better['rows_a_rank']}" in str(table(found).columns[1]._cells)
+    assert "recommended" not in qwen("gpus=8")
+
+
+def test_data_that_are_there_are_read(tmp_path: Path) -> None:
+    file = chats(tmp_path / "data.jsonl", 48)
+    keys = ["data.max_length=96", "data.held_out=0", "data.cache=false", "batch_size=8"]
+    cfg = config(*TINY, *keys, f"data.path={file}")
+    lengths, told = lengths_of(cfg, models.model_of(cfg.target))
+    assert lengths.known is not None and told.rows == 48 and told.answers == 0
+    size = lengths.known.lengths.tolist()
+    assert lengths.tokens == pytest.approx(statistics.mean(size)) and max(size) <= 96
+    assert told.supervised == lengths.known.supervised / sum(size)
+    found = plan(cfg)
+    assert found["data"]["tokens"] == sum(size) and found["synthesis"]["hours"] == 0
+    assert str(file) in found["data"]["lengths"]
+    assert lengths.cut(30).plan(cfg, 8)[0].rows.lengths.max() == 30
+    with pytest.raises(UserError, match=r"^batch_size: 64 rows, but only 48"):
+        plan(dataclasses.replace(cfg, batch_size=64))
+
+
 # What to change
 # -------------------------------------------------------------------------------------------
 
@@ -246,6 +398,9 @@ def test_remedies_are_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
         (["supervised=0"], "supervised: 0"),
         (["margin=1"], "margin: 1"),
         (["rows=0"], "rows: 0"),
+        (["row_sigma=-1"], "row_sigma: -1"),
+        (["concurrency=0"], "concurrency: 0"),
+        (["answer_speed=0"], "answer_speed: 0"),
         (["target=hub", "target.name=nobody/nothing"], "target.name: the config of nobody/nothing"),
         (["target=local", "target.path=/none"], "target.path: /none/config.json is no model's"),
         (["head=small_lm"], "head."),

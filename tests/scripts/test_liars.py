@@ -3,13 +3,17 @@ answers taken from earlier ones, random numbers that serve twice (scripts/proofs
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import kstest
 
 from decode.sampling import Sampling
+from scripts.lab.pages.reliability import record
 from scripts.proofs import pit, recorder
 from scripts.proofs.repeats import LONG, Repeats
 from scripts.proofs.sampled import Sample
@@ -131,21 +135,70 @@ def test_answers_of_no_token_and_of_none_twice_are_no_test() -> None:
     assert len(found.tests()) == 1
 
 
-@pytest.mark.slow
-def test_the_sound_server_and_the_sound_engine_pass_many_seeds(bench: detection.Bench) -> None:
-    """At most one of each rejected at 1e-3, and p-values of single tests that are uniform."""
-    served = [liars.judged(liars.answers(s, FEW // liars.LIMIT), s) for s in range(100)]
-    own = [bench.sample(Sampling(1.0), FEW, 100 + seed) for seed in range(40)]
-    for found in (served, own):
-        tests = [one.tests() for one in found]
-        assert sum(pit.overall(some) < 1e-3 for some in tests) <= 1
-        for stratum in ("first of an answer", "two answers at one place"):
-            p = np.array([t.p for some in tests for t in some if t.stratum == stratum])
-            assert not len(p) or (0.05 < (p < 0.1).mean() < 0.15), stratum
+UNIFORM = "Kolmogorov-Smirnov, by probability", "chi-square, by probability", "correlation, by id"
+
+
+def uniform(name: str, told: str, found: Sequence[list[pit.Test]]) -> None:
+    """Of many samples of a sound decoder at most one is rejected at 1e-3, and the p-values of its
+    tests are uniform: over the samples, of each test by itself, and how often they are small."""
+    rejected = sum(pit.overall(tests) < 1e-3 for tests in found)
+    by_test = defaultdict[tuple[str, str], list[float]](list)
+    for tests in found:
+        for test in tests:
+            if test.name in UNIFORM:
+                by_test[test.name, test.stratum].append(test.p)
+    full = {key: p for key, p in by_test.items() if len(p) == len(found)}
+    every = {key: float(kstest(p, "uniform").pvalue) for key, p in full.items()}
+    pooled = np.concatenate([*full.values()])
+    small = {level: float((pooled <= level).mean()) for level in (0.5, 0.1, 0.01)}
+    odd = [*map(" of ".join, (key for key, p in every.items() if p < 1e-3 / len(every)))]
+    record(
+        name,
+        what=f"p-values of {told}, {len(found)} seeds of {FEW:,} tokens",
+        result=f"{rejected} rejected at 1e-3; {len(every) - len(odd)}/{len(every)} tests uniform",
+        met=rejected <= 1 and not odd,
+        rejected=rejected,
+        share_at_most={str(level): round(share, 4) for level, share in small.items()},
+        least=min(every.values()),
+        odd=odd,
+    )
+    assert rejected <= 1 and not odd and len(every) > 5
 
 
 @pytest.mark.slow
-def test_both_lies_of_the_engine_are_found_at_full_size(bench: detection.Bench) -> None:
+def test_the_sound_server_passes_many_seeds() -> None:
+    seeds = range(200)
+    found = [liars.judged(liars.answers(s, FEW // liars.LIMIT), s).tests() for s in seeds]
+    uniform("sound_server", "a sound server", found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [0, 1])
+def test_the_sound_engine_passes_many_seeds(bench: detection.Bench, half: int) -> None:
+    seeds = range(100 * half, 100 * half + 100)
+    found = [bench.sample(Sampling(1.0), FEW, seed).tests() for seed in seeds]
+    uniform(f"sound_engine_{half + 1}", f"the sound engine, half {half + 1} of two", found)
+
+
+@pytest.mark.slow
+def test_both_lies_are_found_at_full_size(bench: detection.Bench) -> None:
     cache = liars.sharing(liars.every_fifth_from(len(bench.prompts)))
-    for rule, rng in ((liars.greedy_first, None), ("traversal", cache)):
-        assert pit.overall(sample(bench, MANY, rule, rng).tests()) < ALPHA
+    count = MANY // liars.LIMIT
+    p = {
+        "engine, greedy first tokens": sample(bench, MANY, liars.greedy_first).tests(),
+        "engine, every fifth answer repeated": sample(bench, MANY, rng=cache).tests(),
+        "server, greedy first tokens": liars.judged(liars.answers(1, count, greedy=True)).tests(),
+        "server, every fifth answer from a cache": liars.judged(
+            liars.answers(1, count, cached=5)
+        ).tests(),
+    }
+    found = {name: pit.overall(tests) for name, tests in p.items()}
+    caught = sum(value < ALPHA for value in found.values())
+    record(
+        "liars",
+        what=f"decoders that lie in first tokens or in repeated answers, {MANY:,} tokens",
+        result=f"{caught}/{len(found)} rejected at {ALPHA:g}",
+        met=caught == len(found),
+        p=found,
+    )
+    assert caught == len(found)

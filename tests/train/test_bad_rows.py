@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import Interrupted, UserError
+from conf.errors import Interrupted, UserError, first_line
 from heads import HEADS
 from heads.base import Batch, LossOut
+from scripts.lab.pages.reliability import record
 from tests.helpers.faults import digest, finish
 from tests.helpers.training import chats, run_config, sigterm_at_update
 from train import loop
@@ -178,13 +179,29 @@ def test_ranks_of_a_sharded_target_leave_out_a_row_together(data: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLACES)
-def test_a_bad_row_anywhere_is_left_out_on_all_ranks(name: str, data: Path, tmp_path: Path) -> None:
-    """With a whole target and with a sharded one: the same weights."""
-    how = "loss" if list(PLACES).index(name) % 2 else "gradient"
-    whole = placed(data, tmp_path / "whole", PLACES[name], how)
-    shards = placed(data, tmp_path / "shards", PLACES[name], how, "shard_target=true")
-    assert torch.allclose(whole, shards, rtol=0, atol=1e-12)
+def test_a_bad_row_anywhere_is_left_out_on_all_ranks(data: Path, tmp_path: Path) -> None:
+    """With a whole target (DDP) and with a sharded one (FSDP2): the same weights."""
+    failed, trials = [], 0
+    for i, (name, places) in enumerate(PLACES.items()):
+        how, ended = "loss" if i % 2 else "gradient", []
+        for kind, keys in (("ddp", ()), ("fsdp2", ("shard_target=true",))):
+            trials += 1
+            try:
+                ended.append(placed(data, tmp_path / f"{kind}{i}", places, how, *keys))
+                if len(ended) > 1:
+                    torch.testing.assert_close(ended[0], ended[1], rtol=0, atol=1e-12)
+            except AssertionError as error:
+                failed.append(f"{kind}, {how}, {name}: {first_line(error)}")
+    record(
+        "bad_rows",
+        what="rows whose loss or gradient is not finite, at any place of two ranks, with a whole "
+        "target (DDP) and with a sharded one (FSDP2)",
+        result=f"{trials - len(failed)}/{trials} named, left out, exit code 0, equal weights",
+        met=not failed,
+        trials=trials,
+        failed=failed,
+    )
+    assert not failed and trials == 20
 
 
 def test_many_bad_steps_in_a_row_and_a_step_without_a_sound_row_stop(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from conf.rules import BelowOne, NotEmpty, OneOrMore
+from conf.rules import AboveZero, BelowOne, NotEmpty, NotNegative, OneOrMore, ZeroOrMore
 from train.validate import ValidateConfig
 
 
@@ -22,12 +22,22 @@ class DryRunConfig(ValidateConfig):
     # which, and its memory: h100-80gb, h200-141gb, b200-180gb, a100-80gb, a100-40gb, l40s-48gb,
     # rtx4090-24gb, cpu-16gb
     gpu: str = "h100-80gb"
-    # conversations of the training data, assumed
+    # rows of the training data; this and the next three are assumed where data.path is not there,
+    # else read from it, by the target's tokenizer
     rows: OneOrMore = 500_000
-    # tokens of a conversation on average, assumed (at most data.max_length)
+    # tokens of a row on average: lengths are log-normal, cut at data.max_length
     row_tokens: OneOrMore = 800
-    # share of the tokens that is supervised, assumed
+    # their spread: standard deviation of the logarithm of a length; 0 = all are alike
+    row_sigma: NotNegative = 0.9
+    # share of the tokens that is supervised
     supervised: Annotated[float, Interval(gt=0, le=1)] = 0.8
+    # answers that a server still has to write for these data; null = one for each row, none where
+    # data.path is there
+    answers: ZeroOrMore | None = None
+    # answers under way at a time (scripts/synthesize.py backend=openai concurrency=N), assumed
+    concurrency: OneOrMore = 256
+    # tokens that the server writes in a second of each of them, assumed
+    answer_speed: AboveZero = 60.0
     # share of the GPU's memory that must stay free
     margin: BelowOne = 0.0
     # JSON file with the result

@@ -1,5 +1,5 @@
 """What one rank's passes take, counted on fake tensors: memory by part, arithmetic, traffic,
-launches, host reads.
+launches, host reads; and how long passes of other sizes take.
 
 The head's pass is counted whole; of the pieces in which its losses meet the vocabulary three are
 run, since those between are alike. Of the target a few layers are run, and what a layer adds is
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
 from conf.errors import UserError, first_line
 from decode.models.load import torch_dtype
@@ -29,6 +30,8 @@ from decode.probe import layer_stack
 from decode.target import Target
 from heads import head_class, losses
 from heads.base import Batch, Head
+from heads.batch import moved
+from scripts.extra.cluster.lengths import blank
 from scripts.extra.cluster.models import Model
 from scripts.extra.cluster.phantom import Phantom, phantom
 from train.resolve import DRAFT_VOCAB
@@ -38,7 +41,7 @@ RUN = 3  # pieces of a loss that are run
 FEW = 4  # layers of the target that are run, and two more
 TARGET, HEAD, GRADIENTS, PASS = "target", "head", "gradients", "activations"
 FEATURES, LOGITS, BATCH = "target's pass", "logits and laws", "batch"
-WORK = ("flops", "traffic", "seconds", "launches")
+WORK = ("flops", "traffic", "launches")
 _passed: dict[Any, Counted] = {}
 _asked: dict[str, bool] = {}
 
@@ -67,7 +70,7 @@ class Counted:
     trained: parameters with gradient; head: weights and buffers; copy: the head in the target's
     dtype, which decodes. parts: at the peak of the head's pass, without the target's weights.
     features: peak of the target's pass alone. calibration: peak of the pass that evaluation and
-    gate make. flops, seconds, launches: of a pass, the target's and the head's (forward and
+    gate make. flops, traffic, launches: of a pass, the target's and the head's (forward and
     backward). reads: host reads of a pass, as file:line.
     """
 
@@ -80,7 +83,6 @@ class Counted:
     calibration: int = 0
     flops: dict[str, float] = field(default_factory=dict)
     traffic: dict[str, float] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
     launches: dict[str, float] = field(default_factory=dict)
     reads: list[str] = field(default_factory=list)
 
@@ -91,15 +93,23 @@ class Counted:
 
 
 def full_batch(ghost: Phantom, shape: Shape, head: Head | None = None) -> Batch:
-    """Rows of ones of the shape, on the watched device, their values known, with what `head`
-    plans for them beforehand."""
-    ids = torch.ones(shape.rows, shape.tokens, dtype=torch.int64)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    loss = mask.clone()
-    loss[:, : int(shape.tokens * (1 - shape.supervised))] = False
-    batch = Batch(
-        ghost.own(ids), ghost.own(mask), ghost.own(loss), ghost.own(torch.arange(shape.rows))
-    )
+    """Rows of the shape, see `ragged`."""
+    return ragged(ghost, (shape.tokens,) * shape.rows, shape.supervised, 0, head)
+
+
+def ragged(
+    ghost: Phantom,
+    lengths: Sequence[int],
+    supervised: float,
+    pack: int,
+    head: Head | None = None,
+) -> Batch:
+    """Rows of ones of these lengths as a run makes a batch of them, on the watched device, their
+    values known, with what `head` plans for them beforehand. supervised: the last part of each.
+    pack: of a sequence, 0: they are padded."""
+    with no_dispatch():
+        plain = blank(lengths, supervised).batch(range(len(lengths)), pack)
+    batch: Batch = moved(plain, ghost.own)
     if head is not None:
         batch = dataclasses.replace(batch, plan=head.plan(batch, 1))
     return batch.to(ghost.device)
@@ -131,8 +141,7 @@ class Asked:
 def count(asked: Asked) -> Counted:
     """Count the passes. Raises UserError for a head that such a target cannot have."""
     layers, shape, room = asked.model.layers, asked.shape, asked.room
-    few = min(layers, max(FEW, getattr(asked.typed, "from_target_layers", 0) + 1))
-    more = min(layers, few + 2)
+    few, more = _layers(asked)
     first = _passes(asked, few)
     if more == few:
         return first
@@ -149,6 +158,53 @@ def count(asked: Asked) -> Counted:
         grown = (third.features - second.features) * steps * room.rows / shape.rows
         first.calibration = max(first.calibration, round(second.features + grown))
     return first
+
+
+def _layers(asked: Asked) -> tuple[int, int]:
+    """Of the target, how many are run, and how many for what the others add."""
+    few = max(FEW, getattr(asked.typed, "from_target_layers", 0) + 1)
+    return min(asked.model.layers, few), min(asked.model.layers, few + 2)
+
+
+def seconds(asked: Asked, trials: Sequence[Sequence[int]], pack: int) -> list[dict[str, float]]:
+    """Of passes over rows of these lengths: the target's and the head's, forward and backward.
+    pack: see `ragged`. Raises UserError as `count`."""
+    few, more = _layers(asked)
+    first = _trials(asked, few, trials, pack)
+    if more == few:
+        return first
+    frozen = not head_class(asked.typed.kind).trains_target
+    less = _trials(asked, few, trials, pack, alone=True) if frozen else first
+    most = _trials(asked, more, trials, pack, alone=frozen)
+    ratio = (asked.model.layers - few) / (more - few)
+    return [
+        {part: amount + ratio * (b[part] - a[part]) for part, amount in trial.items()}
+        for trial, a, b in zip(first, less, most, strict=True)
+    ]
+
+
+def _trials(
+    asked: Asked, layers: int, trials: Sequence[Sequence[int]], pack: int, alone: bool = False
+) -> list[dict[str, float]]:
+    """With `layers` layers of the target; alone: without a head."""
+    found = []
+    with phantom(asked.device, asked.cost) as ghost:
+        target = asked.target(ghost, layers)
+        head = None if alone else _head(ghost, target, asked.typed, asked.dtype)
+        if head is not None:
+            head.train().begin_step(1, 2)
+        for lengths in trials:
+            with ghost.within(BATCH):
+                batch = ragged(ghost, lengths, asked.shape.supervised, pack, head)
+            _ask(asked.model, target, batch)
+            ghost.restart()
+            with _parts(ghost, target), ghost.within(PASS):
+                if head is None:
+                    target.features(batch.ids, batch.mask, (layers,), position=batch.position)
+                else:
+                    head(batch, target).sum.backward()
+            found.append(_two(ghost.seconds))
+    return found
 
 
 def _passes(asked: Asked, layers: int) -> Counted:
@@ -178,23 +234,25 @@ def _passes(asked: Asked, layers: int) -> Counted:
         _ask(asked.model, target, batch)
         ghost.restart()
         with _parts(ghost, target), ghost.within(PASS):
-            out = head(batch, target)
-            out.sum.backward()
+            head(batch, target).sum.backward()
         found.parts = {k: int(v) for k, v in ghost.peak.items() if v}
         found.parts[TARGET] = found.parts.get(TARGET, 0) - base
         found.reads = ghost.list_reads()
         for name in WORK:
-            counter = getattr(ghost, name)
-            rest = sum((amount for part, amount in counter.items() if part != FEATURES), 0.0)
-            setattr(found, name, {FEATURES: counter.get(FEATURES, 0.0), PASS: rest})
+            setattr(found, name, _two(getattr(ghost, name)))
         found.features = found.peak
-        del out
         for p in trained:
             p.grad = None
         if asked.room is not None:
             del batch
             found.calibration = _calibration(ghost, target, head, asked.room)
         return found
+
+
+def _two(counter: dict[str, float]) -> dict[str, float]:
+    """What the target's pass took, and everything else."""
+    rest = sum((amount for part, amount in counter.items() if part != FEATURES), 0.0)
+    return {FEATURES: counter.get(FEATURES, 0.0), PASS: rest}
 
 
 def _calibration(ghost: Phantom, target: Target, head: Head, room: Shape) -> int:

@@ -1,10 +1,12 @@
-"""A whole training run on a laptop, without weights, data or GPU: what it will take on a cluster.
+"""A whole training run on a laptop, without weights or GPU: what it will take on a cluster.
 
     python scripts/validate.py dry_run=true experiment=llama31_8b_eagle3 gpus=8 gpu=h100-80gb
 
 Counted on fake tensors from the target's config alone (scripts/extra/cluster): peak memory by
 part and whether it fits; arithmetic, traffic, speed and GPU-hours by a roofline whose assumptions
-are named; bytes of stored features; start-up time; and, where it does not fit, which key to set.
+are named, over the plan of training for rows as long as those of data.path, or as assumed; hours
+of data synthesis, of start-up and of training; bytes of stored features; and which key to set
+where it does not fit, or where ranks wait for each other.
 Prints a table, writes `out` (JSON). Exit code 0: it fits, 1: it does not, 2: a mistake to mend.
 """
 
@@ -21,7 +23,7 @@ from scripts.extra.cluster.config import DryRunConfig
 from scripts.extra.cluster.plan import plan
 from scripts.extra.cluster.table import table
 
-DATA = "data.path="  # the keys demand it, a dry run does not read it
+DATA = "data.path="  # the keys demand it, a dry run does without
 
 
 @entry("validate", DryRunConfig)
@@ -41,4 +43,4 @@ def main(cfg: DryRunConfig) -> int:
 def command(argv: Sequence[str]) -> None:
     """The command line, with or without data."""
     given = any(arg.lstrip("+").startswith(DATA) for arg in argv)
-    main([*argv, *([] if given else [DATA + "not-read"])])
+    main([*argv, *([] if given else [DATA + "not-there"])])

@@ -7,83 +7,24 @@ stated shares of what the GPU's maker promises (gpus.py). A prediction, until a 
 
 from __future__ import annotations
 
-import copy
-import functools
-import json
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from conf.errors import UserError
-from decode.models import memory, quantize
-from decode.models.facts import context_length
-from decode.models.load import torch_dtype
+from decode.models import memory
 from heads import head_class
+from scripts.extra.cluster import hours
 from scripts.extra.cluster.config import DryRunConfig
-from scripts.extra.cluster.count import (
-    BATCH,
-    FEATURES,
-    GRADIENTS,
-    LOGITS,
-    PASS,
-    TARGET,
-    Asked,
-    Counted,
-    Shape,
-    count,
-)
-from scripts.extra.cluster.gpus import FRAGMENTS, SHARE_OF_BANDWIDTH, Gpu, gpu_of
-from scripts.extra.cluster.models import Model, model_of
-from scripts.extra.cluster.phantom import NAME
+from scripts.extra.cluster.count import BATCH, FEATURES, GRADIENTS, LOGITS, PASS, TARGET
+from scripts.extra.cluster.gpus import FRAGMENTS, gpu_of
+from scripts.extra.cluster.lengths import lengths_of
+from scripts.extra.cluster.models import model_of
+from scripts.extra.cluster.run import NETWORK, NODE, Run, whole_weights
 from train.facts import check_ranks
-from train.run import room_of
 from train.validate import head_config
 
-NODE = 8  # GPUs that share a node's links
-NETWORK = 50e9  # bytes/s of a GPU's share of the network: 400 Gbit/s
-CORES = 32  # of a node, that tokenize
-CHATS = 200.0  # that a core tokenizes in a second
-DISK, HASH = 2e9, 1e9  # bytes/s: reading weights, and hashing them once
-ACCEPTED = 3.0  # tokens of a cycle of decoding
-STEP_BYTES = 40  # of a weight: AdamW reads and writes it, its moments, its gradient twice
-_known: dict[str, Counted] = {}
-
-
-@dataclass(frozen=True)
-class Run:
-    """A training run on paper. typed: the head's keys."""
-
-    cfg: DryRunConfig
-    gpu: Gpu
-    model: Model
-    typed: Any
-
-    @functools.cached_property
-    def shape(self) -> Shape:
-        """The largest pass of a rank."""
-        return shape_of(self.cfg, self.model)
-
-    @functools.cached_property
-    def found(self) -> Counted:
-        """What its passes take."""
-        return _counted(self)
-
-    @property
-    def width(self) -> int:
-        """Bytes of a number of the target."""
-        return torch_dtype(self.cfg.dtype).itemsize
-
-    @property
-    def can_shard(self) -> bool:
-        """Whether the target's weights could be sharded, and are not."""
-        trains = head_class(self.typed.kind).trains_target
-        return self.cfg.gpus > 1 and not self.cfg.shard_target and not trains
-
-    def changed(self, keys: dict[str, Any]) -> Run:
-        """With other values of dotted keys."""
-        cfg, typed = with_keys(self.cfg, self.typed, keys)
-        return Run(cfg, self.gpu, self.model, typed)
+MOST_ROWS = 64  # of a rank, that are looked at
+WORTH = 1.2  # times the tokens/s that twice the rows must bring: larger steps are fewer, too
 
 
 def plan(cfg: DryRunConfig, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
@@ -92,11 +33,15 @@ def plan(cfg: DryRunConfig, tell: Callable[[str], None] = lambda _: None) -> dic
     Raises UserError for a GPU or a target nobody knows, a run that its own command would refuse,
     and a head that cannot be made.
     """
-    run = Run(cfg, gpu_of(cfg.gpu), model_of(cfg.target), head_config(cfg.head))
-    _check(cfg, run.typed)
+    gpu, model, typed = gpu_of(cfg.gpu), model_of(cfg.target), head_config(cfg.head)
+    _check(cfg, typed)
+    lengths, cfg = lengths_of(cfg, model)
+    run = Run(cfg, gpu, model, typed, lengths)
     found = _report(run)
     if not found["memory"]["fits"]:
         found["changes"] = changes(run, found["memory"]["parts"], tell)
+    elif better := recommended(run, found["speed"]):
+        found["recommended"] = better
     return found
 
 
@@ -128,6 +73,7 @@ def _not_counted(cfg: DryRunConfig) -> list[str]:
 def _report(run: Run) -> dict[str, Any]:
     """The report of a run as it is configured."""
     cfg, gpu, shape, found = run.cfg, run.gpu, run.shape, run.found
+    speed, written, start = hours.speed(run), hours.synthesis(run), hours.start_up(run)
     return {
         "predicted": True,
         "target": run.model.name,
@@ -138,52 +84,29 @@ def _report(run: Run) -> dict[str, Any]:
         "gpu": gpu.name,
         "pass": {"rows": shape.rows, "tokens_a_row": shape.tokens},
         "memory": _memory(run),
-        "speed": _speed(run),
-        "data": _data(run),
-        "start_up": _start_up(run),
+        "speed": speed,
+        "data": hours.data(run),
+        "synthesis": written,
+        "start_up": start,
+        "total": hours.total(speed["hours"], written, start),
         "host_reads_a_pass": found.reads,
         "not_counted": _not_counted(cfg),
         "assumptions": {
             **gpu.assumed,
             "rows": cfg.rows,
             "row_tokens": cfg.row_tokens,
+            "row_sigma": cfg.row_sigma,
             "supervised": cfg.supervised,
-            "accepted_length": ACCEPTED,
-            "cores": CORES,
-            "chats_a_core_and_second": CHATS,
-            "disk": DISK,
-            "hash": HASH,
+            "concurrency": cfg.concurrency,
+            "answer_speed": cfg.answer_speed,
+            "accepted_length": hours.ACCEPTED,
+            "cores": hours.CORES,
+            "chats_a_core_and_second": hours.CHATS,
+            "disk": hours.DISK,
+            "hash": hours.HASH,
             "network": NETWORK,
         },
     }
-
-
-def shape_of(cfg: DryRunConfig, model: Model) -> Shape:
-    """The largest pass of a rank."""
-    tokens = min(cfg.data.max_length, context_length(model.text))
-    mine = max(1, cfg.batch_size // cfg.gpus)
-    rows = min(mine, cfg.micro_batch or mine)
-    if cfg.micro_tokens:
-        rows = min(rows, max(1, cfg.micro_tokens // tokens))
-    return Shape(rows, tokens, cfg.supervised)
-
-
-def _counted(run: Run) -> Counted:
-    """The passes, counted once for equal ones."""
-    cfg, gpu, shape, room = run.cfg, run.gpu, run.shape, None
-    if cfg.eval.every or cfg.eval.parity:
-        most = room_of(cfg, cfg.gpus)
-        fits = max(1, most.tokens // shape.tokens)
-        room = Shape(min(most.rows, fits), shape.tokens, shape.supervised)
-    # Of several ranks the gradients lie in DDP's buckets (train/launch_keys.py), which stay.
-    accumulates = cfg.gpus > 1 or shape.rows < cfg.batch_size
-    meant = [run.model.key, asdict(run.typed), cfg.dtype, str(shape), str(room), accumulates]
-    key = json.dumps([*meant, gpu.name])
-    if key not in _known:
-        device = "cpu" if gpu.is_cpu else NAME
-        target = (run.model, run.typed, cfg.dtype, shape, room)
-        _known[key] = count(Asked(*target, accumulates, device, gpu.seconds))
-    return _known[key]
 
 
 # Memory
@@ -235,17 +158,11 @@ def _memory(run: Run) -> dict[str, Any]:
     }
 
 
-def _whole_weights(run: Run) -> int:
-    """Bytes of the target's weights, unsharded."""
-    few, size = quantize.bits(run.cfg.target.quantize) or 8 * run.width, run.model.size
-    return round((size.stacked * few + (size.total - size.stacked) * 8 * run.width) / 8)
-
-
 def _loading(run: Run) -> int:
     """Bytes of host memory of one rank while it loads the target. Sharded: what stays whole, and
     one weight at a time (decode/models/shards.py)."""
     if not run.cfg.shard_target:
-        return _whole_weights(run)
+        return whole_weights(run)
     size = run.model.size
     return (size.total - size.stacked + size.weight) * run.width
 
@@ -254,7 +171,7 @@ def _weights(run: Run) -> int:
     """Bytes of the target's weights on one GPU. Sharded: three layers beside the shards,
     the one that computes, as it arrived and unpacked, and the next one as it arrives."""
     if not run.cfg.shard_target:
-        return _whole_weights(run)
+        return whole_weights(run)
     size, width = run.model.size, run.width
     ranks = run.cfg.shard_group or run.cfg.gpus
     kept = (size.total - size.stacked) * width
@@ -270,102 +187,6 @@ def _decoding(run: Run) -> int:
     return need.cache + need.tree
 
 
-# Time and bytes
-# -------------------------------------------------------------------------------------------
-
-
-def _speed(run: Run) -> dict[str, Any]:
-    """Of a step with rows of average length, and of the run."""
-    cfg, gpu, shape, found = run.cfg, run.gpu, run.shape, run.found
-    mean = min(cfg.row_tokens, shape.tokens)
-    link = (gpu.link if cfg.gpus <= NODE else min(NETWORK, gpu.link)) * SHARE_OF_BANDWIDTH
-    ranks = cfg.gpus
-    mine = max(1, cfg.batch_size // ranks)
-    passes = math.ceil(mine / min(mine, _rows_a_pass(cfg, shape, mean)))
-    share = mine * mean / (passes * shape.rows * shape.tokens)
-    target, head = (
-        max(found.seconds[part] * share, found.launches[part] * gpu.launch)
-        for part in (FEATURES, PASS)
-    )
-    gathered = 0.0
-    if cfg.shard_target:
-        group = cfg.shard_group or ranks
-        inside = gpu.link * SHARE_OF_BANDWIDTH if group <= NODE else link
-        gathered = run.model.size.stacked * run.width * (group - 1) / group / inside
-    exchange = 2 * (ranks - 1) / ranks * 4 * found.trained / link
-    update = STEP_BYTES * found.trained / (gpu.bandwidth * SHARE_OF_BANDWIDTH)
-    step = passes * (max(target, gathered) + head) + exchange + update
-    evaluation = _evaluation(run, gathered)
-    times = cfg.steps // cfg.eval.every + 1 if cfg.eval.every else 0
-    seconds = cfg.steps * step + times * evaluation
-    tokens = cfg.batch_size * mean
-    flops = sum(found.flops.values()) * share * passes
-    return {
-        "flops_a_token": sum(found.flops.values()) / (shape.rows * shape.tokens),
-        "traffic_a_token": sum(found.traffic.values()) / (shape.rows * shape.tokens),
-        "launches_a_pass": round(sum(found.launches.values())),
-        "step_seconds": step,
-        "parts": {
-            "target": passes * max(target, gathered),
-            "head": passes * head,
-            "exchange": exchange,
-            "update": update,
-        },
-        "tokens_a_second": tokens / step,
-        "tokens_a_second_and_gpu": tokens / step / ranks,
-        "share_of_peak_flops": flops / step / gpu.flops,
-        "evaluation_seconds": evaluation,
-        "hours": seconds / 3600,
-        "gpu_hours": seconds / 3600 * ranks,
-    }
-
-
-def _rows_a_pass(cfg: DryRunConfig, shape: Shape, mean: int) -> int:
-    """Rows of a pass where all are of average length."""
-    if not cfg.micro_tokens:
-        return shape.rows
-    return min(cfg.micro_batch or cfg.batch_size, max(1, cfg.micro_tokens // mean))
-
-
-def _evaluation(run: Run, gathered: float) -> float:
-    """Seconds of one: prompts over the ranks (a sharded target's run them together), cycles that
-    read all weights once."""
-    cfg, gpu = run.cfg, run.gpu
-    prompts = cfg.eval.prompts if cfg.shard_target else math.ceil(cfg.eval.prompts / cfg.gpus)
-    waves = math.ceil(prompts / cfg.eval.batch_size)
-    read = _whole_weights(run) / (gpu.bandwidth * SHARE_OF_BANDWIDTH)
-    launched = run.found.launches[FEATURES] * gpu.launch * 1.5
-    return waves * cfg.eval.max_new_tokens / ACCEPTED * max(read + launched, gathered)
-
-
-def _data(run: Run) -> dict[str, float]:
-    """Tokens of the data, epochs, and bytes on disk."""
-    cfg, found = run.cfg, run.found
-    tokens = cfg.rows * min(cfg.row_tokens, cfg.data.max_length)
-    state = found.hidden_states * run.model.text.hidden_size * run.width
-    return {
-        "tokens": tokens,
-        "epochs": cfg.steps * cfg.batch_size / cfg.rows,
-        "stored_features_bytes": tokens * state,
-        "token_cache_bytes": 5 * tokens,
-        "checkpoint_bytes": 12 * found.trained,
-    }
-
-
-def _start_up(run: Run) -> dict[str, float]:
-    """Seconds before the first step: the first start, and one with a full cache."""
-    weights = _whole_weights(run)
-    tokenizing = run.cfg.rows / CHATS / (run.cfg.data.workers or CORES)
-    hashing, load = weights / HASH, weights / DISK
-    return {
-        "tokenizing": tokenizing,
-        "hashing_weights": hashing,
-        "loading": load,
-        "first": tokenizing + hashing + load,
-        "again": load,
-    }
-
-
 # What to change
 # -------------------------------------------------------------------------------------------
 
@@ -378,14 +199,15 @@ def changes(run: Run, held: dict[str, int], tell: Callable[[str], None]) -> dict
     def tried(keys: dict[str, Any]) -> dict[str, Any] | None:
         """What to tell of keys with which the run fits, None where it does not."""
         tell(f"trying {_shown(keys)}")
-        outcome = _report(run.changed(keys))
-        if not outcome["memory"]["fits"]:
+        other = run.changed(keys)
+        held = _memory(other)
+        if not held["fits"]:
             return None
         return {
             "keys": keys,
             "told": _shown(keys),
-            "peak": outcome["memory"]["peak"],
-            "tokens_a_second": outcome["speed"]["tokens_a_second"],
+            "peak": held["peak"],
+            "tokens_a_second": hours.speed(other)["tokens_a_second"],
         }
 
     # Weights that no GPU holds come first.
@@ -406,6 +228,40 @@ def changes(run: Run, held: dict[str, int], tell: Callable[[str], None]) -> dict
         "keys": {},
         "why": f"weights and optimizer alone take {steady / 1e9:.0f} GB; take a larger gpu, more "
         "gpus with shard_target=true, or a smaller target",
+    }
+
+
+def recommended(run: Run, speed: dict[str, Any]) -> dict[str, Any] | None:
+    """The batch size that wastes less: twice the rows a rank as long as that is worth it; None
+    where it is not for this run. speed: of the run."""
+    cfg, around = run.cfg, hours.exchange(run) + hours.update(run)
+
+    def keys(rows: int) -> dict[str, Any]:
+        """Passes stay as large as they are."""
+        same = {"micro_tokens": run.shape.rows * run.shape.tokens}
+        sized = cfg.micro_tokens or cfg.micro_batch
+        return {"batch_size": rows * cfg.gpus} | ({} if sized else same)
+
+    best, pace = 0, speed["tokens_a_second"]
+    rows = 2 * cfg.batch_size // cfg.gpus
+    while cfg.gpus > 1 and rows <= MOST_ROWS and rows * cfg.gpus <= cfg.rows:
+        step = run.changed(keys(rows)).step(rows * cfg.gpus)
+        faster = step.tokens / (step.seconds + around)
+        if faster < WORTH * pace:
+            break
+        best, pace, rows = rows, faster, 2 * rows
+    if not best:
+        return None
+    held = _memory(run.changed(keys(best)))
+    if not held["fits"]:
+        return None
+    return {
+        "keys": keys(best),
+        "told": _shown(keys(best)),
+        "rows_a_rank": best,
+        "peak": held["peak"],
+        "tokens_a_second": pace,
+        "times_as_fast": pace / speed["tokens_a_second"],
     }
 
 
@@ -435,16 +291,6 @@ def _smaller(run: Run) -> Iterator[dict[str, Any]]:
     while rows:
         yield {"micro_tokens": rows * run.shape.tokens} if by_tokens else {"micro_batch": rows}
         rows //= 2
-
-
-def with_keys(cfg: DryRunConfig, typed: Any, keys: dict[str, Any]) -> tuple[DryRunConfig, Any]:
-    """Copies with other values of dotted keys."""
-    new, fresh = copy.deepcopy(cfg), copy.deepcopy(typed)
-    for key, value in keys.items():
-        group, _, name = key.rpartition(".")
-        holder = fresh if group == "head" else getattr(new, group) if group else new
-        setattr(holder, name, value)
-    return new, fresh
 
 
 def _shown(keys: dict[str, Any]) -> str:

@@ -17,7 +17,8 @@ def table(found: dict[str, Any]) -> Table:
         f"{found['target']} ({found['parameters'] / 1e9:.2f} B) on {found['gpus']} x "
         f"{found['gpu']}, passes of {size['rows']} x {size['tokens_a_row']:,} tokens"
     )
-    return Table((), [("run", run), *_memory(found["memory"]), *_speed(found), *_around(found)])
+    rest = [*_memory(found["memory"]), *_speed(found), *_hours(found), *_around(found)]
+    return Table((), [("run", run), *rest])
 
 
 def _memory(held: dict[str, Any]) -> list[Row]:
@@ -44,26 +45,64 @@ def _speed(found: dict[str, Any]) -> list[Row]:
         f"{speed['tokens_a_second_and_gpu']:,.0f} tokens/s a GPU, {speed['tokens_a_second']:,.0f} "
         f"in all; {speed['share_of_peak_flops']:.0%} of the peak's FLOP/s"
     )
-    return [
+    waste = (
+        f"{speed['padding']:.0%} of the positions are padding, the slowest rank takes "
+        f"{speed['slowest_rank']:.2f} times the mean one; {speed['rows_a_rank']:g} rows and "
+        f"{speed['passes_a_rank']:.1f} passes a rank, lengths: {found['data']['lengths']}"
+    )
+    rows = [
         ("work", work),
         ("step", f"{speed['step_seconds']:.3g} s ({parts})"),
+        ("waste", waste),
         ("speed", pace),
-        ("to the end", f"{speed['hours']:,.1f} hours, {speed['gpu_hours']:,.0f} GPU-hours"),
+    ]
+    if better := found.get("recommended"):
+        told = (
+            f"{better['told']}, at least {better['rows_a_rank']} rows a rank: "
+            f"{better['times_as_fast']:.1f} times as many tokens/s "
+            f"({better['tokens_a_second']:,.0f} in all; {_size(better['peak'])}); such steps are "
+            "larger and fewer, so that optim.lr and steps change with them"
+        )
+        rows.append(("recommended", told))
+    return rows
+
+
+def _hours(found: dict[str, Any]) -> list[Row]:
+    """The parts of the whole, each predicted."""
+    written, start, total = found["synthesis"], found["start_up"], found["total"]
+    about, speed = found["assumptions"], found["speed"]
+    answers = (
+        f"{written['hours']:,.1f} hours for {written['answers']:,} answers of "
+        f"{written['tokens_an_answer']:,.0f} tokens, {about['concurrency']:,} at a time, "
+        f"{about['answer_speed']:g} tokens/s each (assumed)"
+        if written["answers"]
+        else "none: the data are there"
+    )
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {seconds:,.0f}"
+        for name, seconds in start.items()
+        if seconds and name not in ("first", "again")
+    )
+    begins = (
+        f"{start['first'] / 60:,.1f} minutes the first time, {start['again'] / 60:,.1f} after an "
+        f"interruption (seconds: {parts})"
+    )
+    return [
+        ("data synthesis", answers),
+        ("start-up", begins),
+        ("training", f"{speed['hours']:,.1f} hours, {speed['gpu_hours']:,.0f} GPU-hours"),
+        ("to the end", f"{total['hours']:,.1f} hours"),
     ]
 
 
 def _around(found: dict[str, Any]) -> list[Row]:
-    """Data, start-up, and what the figures rest on."""
-    data, start, about = found["data"], found["start_up"], found["assumptions"]
+    """Data, and what the figures rest on."""
+    data, about = found["data"], found["assumptions"]
     stored = (
         f"{data['tokens'] / 1e6:,.0f} M tokens, {data['epochs']:.1f} epochs; features stored: "
         f"{_size(data['stored_features_bytes'])}; a checkpoint {_size(data['checkpoint_bytes'])}"
     )
-    begins = (
-        f"{start['first'] / 60:,.1f} minutes the first time (tokenizing "
-        f"{start['tokenizing'] / 60:,.1f}), {start['again'] / 60:,.1f} afterwards"
-    )
-    rows = [("data", stored), ("start-up", begins)]
+    rows = [("data", stored)]
     if change := found.get("changes"):
         told = f"{change['told']} ({_size(change['peak'])})" if change["keys"] else change["why"]
         rows.append(("to change", told))
@@ -72,8 +111,8 @@ def _around(found: dict[str, Any]) -> list[Row]:
     assumed = (
         f"{about['share_of_flops']:.0%} of {about['flops'] / 1e12:,.0f} TFLOP/s, "
         f"{about['share_of_bandwidth']:.0%} of {about['bandwidth'] / 1e12:.2f} TB/s, "
-        f"{about['launch'] * 1e6:.0f} us a launch; {about['rows']:,} conversations of "
-        f"{about['row_tokens']:,} tokens, {about['supervised']:.0%} supervised"
+        f"{about['launch'] * 1e6:.0f} us a launch; {about['rows']:,} conversations, "
+        f"{about['supervised']:.0%} supervised"
     )
     return [*rows, ("assumed", assumed)]
 

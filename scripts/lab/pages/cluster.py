@@ -19,7 +19,7 @@ from conf.schema import CONF, compose
 from scripts.extra.cluster.config import DryRunConfig
 from scripts.extra.cluster.plan import plan
 from scripts.reports.block import Block
-from scripts.reports.table import Table
+from scripts.reports.table import Columns, Table
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULT = ROOT / "docs/results/dry-run.json"
@@ -46,41 +46,73 @@ def predicted(name: str, keys: list[str]) -> dict[str, Any]:
 def page(found: dict[str, Any]) -> str:
     """What stands between the markers, from the JSON alone."""
     first = found["recipes"][FIRST]
-    held, speed = first["memory"], first["speed"]
+    held, speed, total = first["memory"], first["speed"], first["total"]
     data, start, about = first["data"], first["start_up"], first["assumptions"]
-    gib = 1e9
+    written = first["synthesis"]
     lines = [
         f"Predicted, not measured, for {first['gpus']} x {first['gpu']}: a peak of "
-        f"**{held['peak'] / gib:.0f} GB** of {held['of'] / gib:.0f} on each "
-        f"({held['spare']:.0%} to spare), {speed['tokens_a_second_and_gpu']:,.0f} tokens/s a GPU, "
-        f"**{speed['hours']:.1f} hours** for {data['epochs']:.0f} passes over {about['rows']:,} "
-        f"conversations of {about['row_tokens']} tokens ({speed['gpu_hours']:.0f} GPU-hours), "
-        f"{start['first'] / 60:.1f} minutes of start-up before that, {start['again']:.0f} seconds "
-        f"after an interruption; {held['host_while_loading'] / gib:.0f} GB of host memory while "
-        f"loading, a checkpoint of {data['checkpoint_bytes'] / gib:.1f} GB, and "
-        f"{data['stored_features_bytes'] / 1e12:.1f} TB if features were stored.",
+        f"**{held['peak'] / GB:.0f} GB** of {held['of'] / GB:.0f} on each "
+        f"({held['spare']:.0%} to spare), {held['host_while_loading'] / GB:.0f} GB of host memory "
+        f"while loading, a checkpoint of {data['checkpoint_bytes'] / GB:.1f} GB, "
+        f"{data['stored_features_bytes'] / 1e12:.1f} TB if features were stored; and "
+        f"**{total['hours']:.1f} hours** in all:",
         "",
-        f"Assumed: {about['share_of_flops']:.0%} of {about['flops'] / 1e12:.0f} TFLOP/s and "
-        f"{about['share_of_bandwidth']:.0%} of {about['bandwidth'] / 1e12:.2f} TB/s are reached, "
-        f"{about['launch'] * 1e6:.0f} microseconds a launch, {about['supervised']:.0%} of the "
-        f"tokens supervised, one operation after the other, nothing of the exchange hidden.",
+        f"- data synthesis {written['hours']:.1f} hours: {written['answers']:,} answers of "
+        f"{written['tokens_an_answer']:.0f} tokens on average, {about['concurrency']} at a time, "
+        f"{about['answer_speed']:g} tokens/s each (assumed: `concurrency`, `answer_speed`);",
+        f"- start-up {start['first'] / 60:.1f} minutes (tokenizing {start['tokenizing']:.0f} "
+        f"seconds and hashing the weights {start['hashing_weights']:.0f}, once; imports "
+        f"{start['imports']:.0f}, communicators {start['communicators']:.0f}, reading weights "
+        f"{start['weights']:.0f}, first passes {start['first_passes']:.0f}); "
+        f"{start['again'] / 60:.1f} minutes after an interruption;",
+        f"- training {speed['hours']:.1f} hours ({speed['gpu_hours']:.0f} GPU-hours) for "
+        f"{data['epochs']:.0f} passes over {about['rows']:,} conversations: "
+        f"{speed['tokens_a_second_and_gpu']:,.0f} tokens/s a GPU, a step of "
+        f"{speed['step_seconds']:.2f} seconds.",
+        "",
+        f"Assumed: rows are {data['lengths'].replace(' (assumed)', '')} tokens "
+        f"({data['tokens_a_row']:.0f} on average then; `row_tokens`, `row_sigma`), "
+        f"{about['supervised']:.0%} of them supervised; {about['share_of_flops']:.0%} of "
+        f"{about['flops'] / 1e12:.0f} TFLOP/s and {about['share_of_bandwidth']:.0%} of "
+        f"{about['bandwidth'] / 1e12:.2f} TB/s are reached, {about['launch'] * 1e6:.0f} "
+        "microseconds a launch, one operation after the other, nothing of the exchange hidden.",
         "",
     ]
-    head = ("recipe", "GPUs", "peak, GB", "to spare", "tokens/s a GPU", "hours")
-    rows = []
-    for name, run in found["recipes"].items():
-        held, speed = run["memory"], run["speed"]
-        rows.append(
-            [
-                f"`{name}`",
-                f"{run['gpus']} x {run['gpu']}",
-                f"{held['peak'] / gib:.0f}",
-                f"{held['spare']:.0%}",
-                f"{speed['tokens_a_second_and_gpu']:,.0f}",
-                f"{speed['hours']:.1f}",
-            ]
-        )
-    return "\n".join([*lines, Table(head, rows, words=(0, 1)).markdown()])
+    recipes = Table.of(
+        COLUMNS, ({"name": n, **run} for n, run in found["recipes"].items()), words=(0, 1)
+    ).markdown()
+    more = Table.of(MORE, found["more_gpus"], words=(-1,)).markdown()
+    return "\n".join([*lines, recipes, "", f"`{FIRST}` on more GPUs, predicted:", "", more])
+
+
+GB = 1e9
+COLUMNS: Columns = (
+    ("recipe", lambda r: f"`{r['name']}`"),
+    ("GPUs", lambda r: f"{r['gpus']} x {r['gpu']}"),
+    ("peak, GB", lambda r: f"{r['memory']['peak'] / GB:.1f}"),
+    ("to spare", lambda r: f"{r['memory']['spare']:.0%}"),
+    ("padding", lambda r: f"{r['speed']['padding']:.0%}"),
+    ("slowest rank", lambda r: f"{r['speed']['slowest_rank']:.2f}"),
+    ("tokens/s a GPU", lambda r: f"{r['speed']['tokens_a_second_and_gpu']:,.0f}"),
+    ("training, hours", lambda r: f"{r['speed']['hours']:.1f}"),
+)
+MORE: Columns = (
+    ("GPUs", lambda r: f"{r['gpus']}"),
+    ("rows a rank", lambda r: f"{r['speed']['rows_a_rank']:g}"),
+    ("step, s", lambda r: f"{r['speed']['step_seconds']:.2f}"),
+    ("slowest rank", lambda r: f"{r['speed']['slowest_rank']:.2f}"),
+    ("tokens/s", lambda r: f"{r['speed']['tokens_a_second']:,.0f}"),
+    ("training, hours", lambda r: f"{r['speed']['hours']:.1f}"),
+    ("recommended", lambda r: advice(r.get("recommended"))),
+)
+
+
+def advice(better: dict[str, Any] | None) -> str:
+    """A cell of the table."""
+    if better is None:
+        return "as it is"
+    pace = f"{better['tokens_a_second']:,.0f} tokens/s ({better['times_as_fast']:.1f} times)"
+    return f"`{better['told']}`, {better['rows_a_rank']} rows a rank: {pace}"
 
 
 def main() -> None:
@@ -91,8 +123,13 @@ def main() -> None:
         if told and not any(key.startswith("gpu=cpu") for key in told[0]):
             print(f"counting {path.stem}", file=sys.stderr, flush=True)
             recipes[path.stem] = predicted(path.stem, told[0])
-    command = "python -m scripts.lab.pages.cluster"
-    found = {"command": command, "commit": commit(), "predicted": True, "recipes": recipes}
+    found = {
+        "command": "python -m scripts.lab.pages.cluster",
+        "commit": commit(),
+        "predicted": True,
+        "recipes": recipes,
+        "more_gpus": [predicted(FIRST, [f"gpus={gpus}"]) for gpus in (8, 16, 64)],
+    }
     RESULT.write_text(json.dumps(found, indent=1) + "\n")
     BLOCK.write(page(found))
 

@@ -1,0 +1,169 @@
+"""A training run on paper: its keys, its target, its GPU, and what is counted of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from decode.models import quantize
+from decode.models.facts import context_length
+from decode.models.load import torch_dtype
+from heads import head_class
+from scripts.extra.cluster.config import DryRunConfig
+from scripts.extra.cluster.count import (
+    FEATURES,
+    MOST_TOKENS,
+    PASS,
+    Asked,
+    Counted,
+    Shape,
+    count,
+    seconds,
+)
+from scripts.extra.cluster.gpus import SHARE_OF_BANDWIDTH, Gpu
+from scripts.extra.cluster.lengths import Lengths
+from scripts.extra.cluster.models import Model
+from scripts.extra.cluster.phantom import NAME
+from scripts.extra.cluster.steps import Pair, Size, Step, fitted, sizes, step_of, trials
+from train.facts import limits_of
+from train.run import room_of
+
+NODE = 8  # GPUs that share a node's links
+NETWORK = 50e9  # bytes/s of a GPU's share of the network: 400 Gbit/s
+_known: dict[str, Counted] = {}
+_costs: dict[str, tuple[Size, Size]] = {}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run on paper. typed: the head's keys."""
+
+    cfg: DryRunConfig
+    gpu: Gpu
+    model: Model
+    typed: Any
+    lengths: Lengths
+
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """The largest pass of a rank."""
+        return shape_of(self.cfg, self.model)
+
+    @functools.cached_property
+    def found(self) -> Counted:
+        """What its passes take, counted once for equal ones."""
+        asked = self._asked
+        key = json.dumps([self._meant, str(asked.shape), str(asked.room), asked.accumulates])
+        if key not in _known:
+            _known[key] = count(asked)
+        return _known[key]
+
+    @functools.cached_property
+    def _asked(self) -> Asked:
+        cfg, gpu, shape, room = self.cfg, self.gpu, self.shape, None
+        if cfg.eval.every or cfg.eval.parity:
+            most = room_of(cfg, cfg.gpus)
+            fits = max(1, most.tokens // shape.tokens)
+            room = Shape(min(most.rows, fits), shape.tokens, shape.supervised)
+        # Of several ranks the gradients lie in DDP's buckets (train/launch_keys.py), which stay.
+        accumulates = cfg.gpus > 1 or shape.rows < cfg.batch_size
+        device = "cpu" if gpu.is_cpu else NAME
+        target = (self.model, self.typed, cfg.dtype, shape, room)
+        return Asked(*target, accumulates, device, gpu.seconds)
+
+    @property
+    def _meant(self) -> list[Any]:
+        """What a pass depends on beside its size."""
+        return [self.model.key, asdict(self.typed), self.cfg.dtype, self.gpu.name]
+
+    @property
+    def link(self) -> float:
+        """Bytes/s of a GPU to all others."""
+        most = self.gpu.link if self.cfg.gpus <= NODE else min(NETWORK, self.gpu.link)
+        return most * SHARE_OF_BANDWIDTH
+
+    @property
+    def gathered(self) -> float:
+        """Seconds in which a sharded target's weights come to a GPU; 0: they lie there."""
+        if not self.cfg.shard_target:
+            return 0.0
+        group = self.cfg.shard_group or self.cfg.gpus
+        link = self.gpu.link * SHARE_OF_BANDWIDTH if group <= NODE else self.link
+        return self.model.size.stacked * self.width * (group - 1) / group / link
+
+    def step(self, batch_size: int) -> Step:
+        """A step of so many rows, counted from passes as large as this run's."""
+        limits = limits_of(self.cfg)
+        target, head = self._costs
+        gathered = self.gathered
+
+        def cost(size: Size) -> Pair:
+            parts = (sum(a * b for a, b in zip(each, size, strict=True)) for each in (target, head))
+            return max(next(parts), gathered), next(parts)
+
+        plan, steps = self.lengths.plan(self.cfg, batch_size)
+        return step_of(plan, steps, self.cfg.gpus, limits, cost)
+
+    @property
+    def _costs(self) -> tuple[Size, Size]:
+        """What each of `sizes` costs in the target's and in the head's pass."""
+        shape, limits = self.shape, limits_of(self.cfg)
+        most = min(limits.tokens or shape.rows * shape.tokens, MOST_TOKENS - 1)
+        passes = trials(most, shape.tokens, limits.rows or most)
+        key = json.dumps([self._meant, shape.supervised, limits.pack, passes])
+        if key not in _costs:
+            found = seconds(self._asked, passes, limits.pack)
+            size = [sizes(lengths, limits.pack) for lengths in passes]
+            target, head = (
+                fitted(size, [trial[part] for trial in found]) for part in (FEATURES, PASS)
+            )
+            _costs[key] = target, head
+        return _costs[key]
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of the target."""
+        return torch_dtype(self.cfg.dtype).itemsize
+
+    @property
+    def can_shard(self) -> bool:
+        """Whether the target's weights could be sharded, and are not."""
+        trains = head_class(self.typed.kind).trains_target
+        return self.cfg.gpus > 1 and not self.cfg.shard_target and not trains
+
+    def changed(self, keys: dict[str, Any]) -> Run:
+        """With other values of dotted keys."""
+        cfg, typed = with_keys(self.cfg, self.typed, keys)
+        longest = shape_of(cfg, self.model).tokens
+        return Run(cfg, self.gpu, self.model, typed, self.lengths.cut(longest))
+
+
+def shape_of(cfg: DryRunConfig, model: Model) -> Shape:
+    """The largest pass of a rank."""
+    tokens = min(cfg.data.max_length, context_length(model.text))
+    mine = max(1, cfg.batch_size // cfg.gpus)
+    rows = min(mine, cfg.micro_batch or mine)
+    if cfg.micro_tokens:
+        rows = min(rows, max(1, cfg.micro_tokens // tokens))
+    return Shape(rows, tokens, cfg.supervised)
+
+
+def with_keys(cfg: DryRunConfig, typed: Any, keys: dict[str, Any]) -> tuple[DryRunConfig, Any]:
+    """Copies with other values of dotted keys."""
+    for key, value in keys.items():
+        group, _, name = key.rpartition(".")
+        if group == "head":
+            typed = replace(typed, **{name: value})
+        elif group:
+            cfg = replace(cfg, **{group: replace(getattr(cfg, group), **{name: value})})
+        else:
+            cfg = replace(cfg, **{name: value})
+    return cfg, typed
+
+
+def whole_weights(run: Run) -> int:
+    """Bytes of the target's weights, unsharded."""
+    few, size = quantize.bits(run.cfg.target.quantize) or 8 * run.width, run.model.size
+    return round((size.stacked * few + (size.total - size.stacked) * 8 * run.width) / 8)
