@@ -28,7 +28,7 @@ BLOCK = Block(
     "<!-- dry run: python -m scripts.lab.pages.cluster -->",
     "<!-- end of dry run -->",
 )
-FIRST, LONG = "qwen3_8b_eagle3", "llama31_8b_eagle3_long"
+FIRST = "qwen3_8b_eagle3"
 STATED = re.compile(r"^# dry run: gpus=(\d+) gpu=(\S+) margin=([\d.]+)$", re.M)
 
 
@@ -82,16 +82,8 @@ def page(found: dict[str, Any]) -> str:
         COLUMNS, ({"name": n, **run} for n, run in found["recipes"].items()), words=(0, 1)
     ).markdown()
     more = Table.of(MORE, found["more_gpus"], words=(-1,)).markdown()
-    whole, window = (run["speed"] for run in found["windows"])
-    long = (
-        f"`{LONG}` on rows of {found['windows'][0]['assumptions']['row_tokens']:,} tokens, "
-        f"predicted: {whole['tokens_a_second_and_gpu']:,.0f} tokens/s a GPU without its window, "
-        f"{window['tokens_a_second_and_gpu']:,.0f} with it "
-        f"({whole['flops_a_token'] / 1e9:.1f} and {window['flops_a_token'] / 1e9:.1f} GFLOP a "
-        "token)."
-    )
     title = f"`{FIRST}` on more GPUs, predicted:"
-    return "\n".join([*lines, recipes, "", title, "", more, "", long])
+    return "\n".join([*lines, recipes, "", title, "", more])
 
 
 GB = 1e9
@@ -124,13 +116,6 @@ def advice(better: dict[str, Any] | None) -> str:
     return f"`{better['told']}`, {better['rows_a_rank']} rows a rank: {pace}"
 
 
-def windows() -> list[dict[str, Any]]:
-    """The recipe for long texts without and with its window, on rows that are all as long as its
-    longest."""
-    rows = ["row_tokens=32768", "row_sigma=0"]
-    return [predicted(LONG, [*rows, *more]) for more in (["head.sliding_window=null"], [])]
-
-
 def main() -> None:
     """Count every recipe for GPUs; write JSON and page."""
     recipes = {}
@@ -145,7 +130,6 @@ def main() -> None:
         "predicted": True,
         "recipes": recipes,
         "more_gpus": [predicted(FIRST, [f"gpus={gpus}"]) for gpus in (8, 16, 64)],
-        "windows": windows(),
     }
     RESULT.write_text(json.dumps(found, indent=1) + "\n")
     BLOCK.write(page(found))
