@@ -245,12 +245,12 @@ class Engine:
     def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> Seen:
         """What the target takes of the draft, in the one round trip of a cycle. Raises what
         `tree.validate` and `law.check` do: nothing is committed yet."""
-        with self.part("law"):
+        with self.part("distribution"):
             law = self._law(step.logits, tree, self.rows)
         verdict = self.rule(tree, law, rng)
-        self.timing.law_s += law.seconds
+        self.timing.distribution_s += law.seconds
         self.law_rows += law.computed
-        with self.part("law"):
+        with self.part("distribution"):
             doubtful = law.doubtful()
             if not waits.free(tree.tokens):
                 doubtful = doubtful | tree.doubtful(self.target.vocab_size)

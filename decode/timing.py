@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
-PARTS = ("target", "drafter", "law", "verify", "cache", "python")
+PARTS = ("target", "drafter", "distribution", "verify", "cache", "python")
 
 
 @dataclass
@@ -18,8 +18,8 @@ class Timing:
 
     The phases of a cycle, one after the other: draft_s until the proposal is there, target_s
     until it is scored, verify_s until the path is chosen, commit_s until the next cycle may
-    begin. Within them: drafter_s proposing and observing, law_s turning logits into laws
-    (inside verify_s), cache_s keeping accepted rows of the K/V cache.
+    begin. Within them: drafter_s proposing and observing, distribution_s from logits to
+    distributions (inside verify_s), cache_s keeping accepted rows of the K/V cache.
     """
 
     prefill_s: float = 0.0
@@ -30,7 +30,7 @@ class Timing:
     total_s: float = 0.0
     cycles: int = 0  # target passes after prefill
     drafter_s: float = 0.0
-    law_s: float = 0.0
+    distribution_s: float = 0.0
     cache_s: float = 0.0
 
     @contextlib.contextmanager
@@ -51,8 +51,8 @@ class Timing:
         known = {
             "target": self.target_s,
             "drafter": self.drafter_s,
-            "law": self.law_s,
-            "verify": self.verify_s - self.law_s,
+            "distribution": self.distribution_s,
+            "verify": self.verify_s - self.distribution_s,
             "cache": self.cache_s,
         }
         return {**known, "python": self.decode_s - sum(known.values())}
@@ -79,3 +79,9 @@ def timed(part: str) -> Callable[[Method], Method]:
         return cast(Method, run)
 
     return wrap
+
+
+def part_of(parts: Mapping[str, float], name: str) -> float | None:
+    """Seconds, milliseconds or share of one of PARTS; None where it was not measured. Reports of
+    version 0.1 call "distribution" by another name."""
+    return parts.get(name, parts.get("law") if name == "distribution" else None)

@@ -253,7 +253,7 @@ def _sized(cfg: CertifyConfig, world: certificate.World, bar: Steps) -> certific
     asked = f"a bias of detect={cfg.detect:g} (total variation)"
     why = f"so many surely find {asked}"
     if not size.reached:
-        why = f"too few to surely find {asked}: undecided at best; set most_tokens or detect higher"
+        why = f"too few to surely find {asked}: undecided; set most_tokens or detect higher"
     minutes = size.tokens * size.seconds / 60
     more = ", its negative controls up to three times as long" if cfg.controls == "run" else ""
     told = f"{size.tokens:,} tokens: {why}; the sample takes about {minutes:.1f} minutes{more}"

@@ -300,7 +300,7 @@ def sampling_json(judge: Judge, alpha: float) -> dict[str, Any]:
     tests = sorted(judge.tests(), key=lambda t: t.p)
     p = pit.overall(tests)
     if judge.outside:
-        why = f"{judge.outside} tokens have probability 0 under the law that their text owes them"
+        why = f"{judge.outside} tokens have probability 0 after their text"
     else:
         why = pit.objection(tests, alpha)
     return {

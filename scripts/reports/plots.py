@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from decode.timing import part_of
 from scripts.scoring.names import clipped
 
 THEMED = {
@@ -33,7 +34,7 @@ COLORS = ("#3767d6", "#e2762b", "#1f9d73", "#8b56c9", "#d43f5e", "#0f93a8", "#a8
 PARTS = {
     "target": ("target's passes", "#3767d6"),
     "drafter": ("drafter", "#8b56c9"),
-    "law": ("law", "#1f9d73"),
+    "distribution": ("distribution", "#1f9d73"),
     "verify": ("verification", "#a8d06b"),
     "cache": ("cache", "#e2762b"),
     "python": ("Python", "#b9bfcc"),
@@ -170,7 +171,7 @@ def stacked(ax: Axes, rows: Sequence[tuple[str, dict[str, float]]]) -> None:
     for y, (_, parts) in enumerate(rows[::-1]):
         left = 0.0
         for part, (name, color) in PARTS.items():
-            width = max(parts.get(part) or 0.0, 0.0)
+            width = max(part_of(parts, part) or 0.0, 0.0)
             label = None if y else name
             ax.barh(y, width, left=left, height=0.62, color=color, label=label)
             left += width

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from decode.timing import part_of
 from scripts.reports.table import Columns, Table, interval, number
 from scripts.scoring import names
 
@@ -124,7 +125,7 @@ def ranks(row: Row, depth: int, most: int = 4) -> str:
 PARTS = {
     "target": "target",
     "drafter": "drafter",
-    "law": "law",
+    "distribution": "distribution",
     "verify": "verification",
     "cache": "cache",
     "python": "Python",
@@ -134,9 +135,10 @@ PARTS = {
 def part(row: Row, name: str) -> str:
     """1.83 ms per token and its share of the decoding time."""
     found = row.get("breakdown")
-    if not found or (row["kind"] == "reference" and name in ("law", "verify", "cache")):
+    if not found or (row["kind"] == "reference" and name in ("distribution", "verify", "cache")):
         return "–"
-    return f"{found['ms_per_token'][name]:.2f} [{found['share'][name]:.0%}]"
+    ms, share = (part_of(found[key], name) or 0.0 for key in ("ms_per_token", "share"))
+    return f"{ms:.2f} [{share:.0%}]"
 
 
 def without(row: Row, name: str) -> str:

@@ -388,7 +388,7 @@ def test_a_cycle_tells_how_deep_each_row_drafted(target: Target) -> None:
     assert [c.proposed for c in short.cycles] == [1 - 1]
     assert long.cycles[0].proposed == 3
     assert all(c.proposed <= 3 for c in long.cycles)
-    assert min(vars(found.timing).values()) >= 0 and found.timing.law_s > 0
+    assert min(vars(found.timing).values()) >= 0 and found.timing.distribution_s > 0
 
 
 def test_what_a_rule_spends_on_laws_is_counted_as_law(target: Target) -> None:
@@ -398,4 +398,4 @@ def test_what_a_rule_spends_on_laws_is_counted_as_law(target: Target) -> None:
         return verdict
 
     timing = generate(target, Tree(), requests(2), Sampling(), eos_ids=(), verify=slow).timing
-    assert timing.law_s >= 100 * timing.cycles > 0
+    assert timing.distribution_s >= 100 * timing.cycles > 0

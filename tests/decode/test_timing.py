@@ -13,7 +13,7 @@ from decode.engine import Request, generate
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
-from decode.timing import PARTS, Timing
+from decode.timing import PARTS, Timing, part_of
 from decode.verify import walk
 
 ASKED = [
@@ -70,7 +70,7 @@ def timed(
     support = Sampling.support
 
     def law(self: Sampling, scores: Any) -> Any:
-        hand.calls["law"] += 1
+        hand.calls["distribution"] += 1
         hand.now += 5.0
         return support(self, scores)
 
@@ -110,7 +110,7 @@ def test_every_part_gets_its_own_seconds(
     assert parts["verify"] == 7.0 * passes == 7.0 * (hand.calls["verify"] - admitted)
     in_prefill = 5.0 * admitted + 7.0 * admitted + 13.0 * len(ASKED) + 1000.0 * admitted
     assert timing.prefill_s == in_prefill
-    assert parts["law"] == 5.0 * (hand.calls["law"] - admitted) >= 5.0 * passes
+    assert parts["distribution"] == 5.0 * (hand.calls["distribution"] - admitted) >= 5.0 * passes
     assert parts["python"] == 13.0 * (hand.calls["python"] - len(ASKED))
     assert sum(parts.values()) == timing.decode_s == timing.total_s - timing.prefill_s
     phases = timing.draft_s + timing.target_s + timing.verify_s + timing.commit_s
@@ -124,3 +124,9 @@ def test_parts_of_a_real_clock_sum_to_the_wall(target: Target) -> None:
         seconds >= 0 for seconds in parts.values()
     )
     assert all(parts[name] > 0 for name in PARTS)
+
+
+def test_parts_of_older_reports_are_read() -> None:
+    assert part_of({"law": 0.5, "target": 2.0}, "distribution") == 0.5
+    assert part_of({"distribution": 0.25, "law": 0.5}, "distribution") == 0.25
+    assert part_of({"target": 2.0}, "cache") is None

@@ -125,7 +125,7 @@ def test_parts_sum_to_the_measured_wall(contest: Contest) -> None:
     share = {
         "target": 0.6,
         "drafter": 0.2,
-        "law": 0.04,
+        "distribution": 0.04,
         "verify": 0.06,
         "cache": 0.05,
         "python": 0.05,
