@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 import sys
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, distributions
@@ -24,6 +25,7 @@ from conf.errors import UserError, first_line
 
 POINTS = "outrider.heads"  # the group of entry points
 GROUP = "head"  # the folder of conf/ with the keys of a kind
+NAME = re.compile(r"[\w.-]{1,80}")  # of a kind or a file: it is printed, and typed
 LONGEST = 80  # characters of another's text in a message
 
 
@@ -91,9 +93,9 @@ def roots() -> list[Path]:
 
 def options(conf_dir: Path, group: str) -> dict[str, Path]:
     """The YAML files of a group by name: those in conf_dir, and of packages those behind them."""
-    folders = [conf_dir, *roots()]
-    files = [path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")]
-    return {path.stem: path for path in files}
+    others = [path for root in reversed(roots()) for path in (root / group).glob("*.yaml")]
+    found = {path.stem: path for path in others if NAME.fullmatch(path.stem)}
+    return found | {path.stem: path for path in (conf_dir / group).glob("*.yaml")}
 
 
 def missing(kind: str) -> str:
@@ -122,9 +124,10 @@ def _read(_: tuple[str, ...]) -> tuple[tuple[Packaged, ...], dict[str, str]]:
         except Exception:  # whoever wrote it: what somebody else's tools need is not ours to judge
             damaged |= {package: text} if POINTS in text else {}
             continue
+        name = package.partition(" ")[0]
         for point in points:
-            name = package.partition(" ")[0]
-            found.setdefault((point.name, name), Packaged(point.name, package, point))
+            if NAME.fullmatch(point.name):
+                found.setdefault((point.name, name), Packaged(point.name, package, point))
     return tuple(found[key] for key in sorted(found)), damaged
 
 

@@ -17,7 +17,7 @@ from conf import packages
 from conf.schema import compose
 from heads import head_class, load_head, save_head
 from scripts import cli
-from tests.helpers.packages import CODE, KEYS, blocks, installed, write
+from tests.helpers.packages import CODE, KEYS, blocks, installed, point, write
 from tests.helpers.training import TINY, chats, tiny_target
 from train.config import HeadRun, MedusaRun, entry_of
 
@@ -230,6 +230,24 @@ def test_a_package_that_is_no_good_costs_a_line(
         assert command("train.head", ["--help"]) == 0, "and nobody else"
         assert compose("medusa", MedusaRun, keys(tmp_path)[1:]).head.kind == "medusa"
         assert "medusa" in cli.options("head")
+
+
+def test_nothing_that_a_package_calls_itself_reaches_the_terminal_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = "\x1b[2Jturn"
+    files = {
+        f"outrider_turn/conf/head/{odd}.yaml": "# \x1b[2J\nkind: turn\n",
+        CODE: 'raise OSError("\x1b[2J\\n\x07")\n',
+    }
+    with installed(tmp_path / "site", monkeypatch, files, f"{odd} = outrider_turn:Turn\n{point()}"):
+        assert [one.kind for one in packages.packaged()] == ["turn"]
+        assert "turn" in listed(capsys, "ls", "heads")
+        assert command("train.head", keys(tmp_path)) == 2
+        said = capsys.readouterr()
+        assert "cannot be imported (OSError: " in said.err and "\x1b" not in said.err + said.out
+        assert command("train.head", ["head=", *keys(tmp_path)[1:]]) == 2
+        assert "\x1b" not in capsys.readouterr().err
 
 
 def test_two_packages_with_one_kind_are_refused(
