@@ -108,7 +108,7 @@ def exact(schema: type[T], cfg: DictConfig) -> type[T]:
 
 
 def entry(
-    config_name: str, schema: type, conf_dir: Path = CONF, more: str | Callable[[], str] = ""
+    config_name: str, schema: type, conf_dir: Path = CONF, more: str = ""
 ) -> Callable[[Callable[[Any], Any]], Any]:
     """Decorator: main(cfg: schema) becomes a command. Its integer result, if any, is the exit
     code.
@@ -118,16 +118,21 @@ def entry(
     their traceback. Ranks above 0 print nothing. The command takes an optional list of
     arguments in place of sys.argv[1:].
 
-    more: what `--help` says after the docstring of main's module, or who makes it.
+    more: what `--help` says after the docstring of main's module.
     """
 
     def decorate(main: Callable[[Any], Any]) -> Any:
+        def show_help(args: Sequence[str]) -> int:
+            doc = sys.modules[main.__module__].__doc__ or config_name
+            _say(help_text(doc, config_name, schema, more, conf_dir, args), sys.stdout)
+            return 0
+
         @functools.wraps(main)
         def command(argv: Sequence[str] | None = None) -> None:
             args = list(sys.argv[1:] if argv is None else argv)
             act = functools.partial(_run, main, config_name, schema, conf_dir, args)
             if {"-h", "--help"} & set(args):
-                act = functools.partial(_help, main, config_name, schema, conf_dir, args, more)
+                act = functools.partial(show_help, args)
             sys.exit(_guarded(act))
 
         command.schema = schema  # type: ignore[attr-defined]
@@ -322,15 +327,17 @@ def _groups(conf_dir: Path) -> list[str]:
     return sorted(found - {".", "launch"})  # launch holds the launcher's files, not ours
 
 
-def _help(
-    main: Callable[[Any], Any],
+def help_text(
+    doc: str,
     name: str,
     schema: type,
-    conf_dir: Path,
-    args: list[str],
-    more: str | Callable[[], str],
-) -> int:
-    chosen = [a for a in args if group_options(conf_dir, a.partition("=")[0])]
+    more: str = "",
+    conf_dir: Path = CONF,
+    words: Sequence[str] = (),
+) -> str:
+    """What `--help` says of a command: its words, its groups, its keys with their defaults. words:
+    the command line, whose choices of groups hold. Raises UserError for one that is none."""
+    chosen = [word for word in words if group_options(conf_dir, word.partition("=")[0])]
     composed, problems = _compose(name, schema, chosen, conf_dir)
     if composed is None:
         raise_all(problems)
@@ -342,16 +349,15 @@ def _help(
         typing.cast(DictConfig, OmegaConf.load(conf_dir / f"{name}.yaml")).get("defaults") or []
     )
     groups = sorted(str(key) for item in defaults if isinstance(item, DictConfig) for key in item)
-    lines = [(sys.modules[main.__module__].__doc__ or name).strip(), ""]
-    if said := more() if callable(more) else more:
-        lines += [said, ""]
+    lines = [doc.strip(), ""]
+    if more:
+        lines += [more, ""]
     if groups:
         lines += ["Groups (GROUP=OPTION):"]
         lines += [f"  {g}={'|'.join(sorted(options_here(conf_dir, g, schema)))}" for g in groups]
         lines += [""]
     lines += ["Keys (KEY=VALUE, here with their defaults):", *_rows(schema, here)]
-    _say("\n".join(lines), sys.stdout)
-    return 0
+    return "\n".join(lines)
 
 
 def _rows(schema: type, here: dict[str, Any], prefix: str = "") -> list[str]:

@@ -9,7 +9,6 @@ Shape letters: B rows, T positions, D width of the target's features.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,40 +21,12 @@ from decode.target import Target
 from decode.tree import TreeShape
 from heads import shapes, vocab
 from heads.batch import Batch, LossOut, moved
+from heads.config import HeadConfig as HeadConfig
 from heads.forced import ranks
-from heads.limits import Count, CountOrZero, Draw, Nodes, Shape
-from heads.lora import LoraKeys
-from heads.losses import LossWeights
 from heads.names import DEFAULT_DRAW, Draft
 from heads.stored import Stored
 
 __all__ = ["Batch", "Head", "HeadConfig", "LossOut"]
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """The keys every head has; `head=` YAMLs choose the rest."""
-
-    # which head (outrider ls heads)
-    kind: str = ""
-    # tree at temperature > 0: sampled = drawn without replacement on a static tree, fixed =
-    # the most probable tokens
-    tree_draw: Draw = "sampled"
-    # folder of a head, a run or an export whose draft vocabulary is taken; empty = the tokens
-    # that are supervised most often
-    draft_vocab_from: str = ""
-    # a LoRA in place of full weights: on the frozen head at start=, or on a separate draft
-    lora: LoraKeys = field(default_factory=LoraKeys)
-    # frequent tokens the head predicts; 0 = all, null = those of the head at start=, else 8,192
-    draft_vocab: CountOrZero | None = 8192
-    # what the head learns from
-    loss: LossWeights = field(default_factory=LossWeights)
-    # supervised tokens whose logits exist at the same time; null = 512 on CPUs, 4096 on GPUs
-    chunk: Count | None = None
-    # shape of the draft when the drafter is named without @chain or @tree
-    shape: Shape = "chain"
-    # nodes of the draft tree
-    nodes: Nodes = 24
 
 
 class Head(Stored):

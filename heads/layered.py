@@ -6,7 +6,7 @@ Shape letters: T positions of all rows, n predicted tokens, D width, Vd draft vo
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,26 +14,13 @@ from torch import Tensor
 
 from decode.target import Target
 from heads import vocab
-from heads.base import Head, HeadConfig
+from heads.base import Head
+from heads.config import LayeredConfig as LayeredConfig
 from heads.eagle.init import reset_weights, start_norm
-from heads.eagle.shape import LayerKeys, LayerShape, as_made, layer_config
+from heads.eagle.shape import LayerShape, as_made, layer_config
 from heads.layered_saved import LayeredSaved
-from heads.limits import Layers, TokenId, Width
 from heads.lora import weight_of
 from heads.teacher import TeacherFn, stored_law, target_law
-
-
-@dataclass(frozen=True)
-class LayeredConfig(LayerKeys, HeadConfig):
-    """Keys of heads that run decoder layers of their own."""
-
-    # decoder layers of the drafter
-    layers: Layers = 1
-    # id of a reserved token whose embedding in the target is the mask's, as in engines; -1 = a
-    # trained one
-    mask_token: TokenId = -1
-    # dynamic tree: nodes expanded per level, and children looked at of each
-    width: Width = 6
 
 
 class LayeredHead(Head):

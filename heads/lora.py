@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from conf.rules import BelowOne, Filled
+from heads.config import LoraKeys as LoraKeys
 from heads.limits import Count, CountOrZero
 
 # Keys that are no part of a head: it holds its draft vocabulary, however that came about.
@@ -31,29 +32,6 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LM_HEAD = "lm_head"
 PREFIX = "base_model.model."  # before the names of tensors in peft's files
 ENDS = tuple(f".lora_{side}.{NAME}.weight" for side in "AB")
-
-
-@dataclass(frozen=True)
-class LoraKeys:
-    """A LoRA on linear layers; the rest stays as it is."""
-
-    # rank of the update; 0 = no LoRA, all weights learn
-    rank: CountOrZero = 0
-    # the update counts alpha / rank
-    alpha: CountOrZero = 16
-    # dropout before it
-    dropout: BelowOne = 0.0
-    # names of the layers it is put on, such as q_proj; empty = all linear layers
-    targets: list[str] = field(default_factory=list)
-    # on a frozen head, for data with words of their own: its LM head learns as well, and its
-    # draft vocabulary takes in tokens that it lacks, for as many that the data lack
-    words: bool = True
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        if not self.rank and (self.targets or self.dropout):
-            return ["rank: 0 is no LoRA; give 1 or more, or leave targets and dropout out"]
-        return []
 
 
 @dataclass

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from conf.rules import NotNegative
+from heads.config import LossWeights as LossWeights
 from heads.teacher import Teacher, TeacherFn
 
 # Tokens whose logits exist at the same time: a CPU's caches are small, a GPU writes the gradient
@@ -29,36 +29,6 @@ CHUNKS = {"cpu": 512}
 CHUNK = 4096
 # A smaller acceptance rate counts as this one where its logarithm is taken.
 LEAST = 1e-6
-
-Mask = Literal["token", "argmax", "all"]
-
-
-@dataclass(frozen=True)
-class LossWeights:
-    """Weights of the loss terms; at least one above 0."""
-
-    # cross-entropy with the token of the data
-    hard: NotNegative = 1.0
-    # cross-entropy with the target's own law (the forward KL up to a constant)
-    soft: NotNegative = 0.0
-    # the rejection rate: total variation between the target's law and the head's
-    tv: NotNegative = 0.0
-    # minus the logarithm of the acceptance rate
-    lk: NotNegative = 0.0
-    # where the target's law teaches a draft vocabulary: token = the data's token lies inside,
-    # argmax = the target's most probable one does (needs the whole LM head), all = everywhere
-    mask: Mask = "token"
-
-    @property
-    def needs_law(self) -> bool:
-        """Whether the target's law must be computed."""
-        return bool(self.soft or self.tv or self.lk)
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        if self.hard or self.needs_law:
-            return []
-        return ["hard: all loss weights are 0; set one above 0"]
 
 
 def plain_loss(

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 # Run as a file: scripts/ comes first on the path and would shadow libraries.
 if __name__ == "__main__":
@@ -23,40 +22,16 @@ if __name__ == "__main__":
 
 
 from conf.errors import UserError
-from conf.rules import NotNegative, OneOrMore, Seed, one_of
 from conf.schema import entry
 from decode.engine import Request, Run, generate
-from decode.models.load import DTYPES, TargetConfig, load_target
+from decode.models.load import load_target
 from decode.wrapped import Monitor
 from heads import asked, resolve_drafter
+from scripts.common.config import ChatConfig
 from scripts.common.prompts import chat_ids
-from scripts.common.sampling_keys import SamplingKeys
 from scripts.common.talk import Stream, Tally
 
 DRAFTED = "bright_green"
-
-
-@dataclass(frozen=True)
-class ChatConfig(SamplingKeys):
-    """Keys of scripts/chat.py."""
-
-    # the model to talk to
-    target: TargetConfig = field(default_factory=TargetConfig)
-    # none, ngram, or a run folder or head folder, @chain, @tree or @fixed behind them;
-    # @adaptive adapts the depth
-    drafter: str = "none"
-    # a tuned drafter below its break-even (scripts/tune.py): off, warn in the footer, or
-    # fallback to plain decoding
-    monitor: Literal["off", "warn", "fallback"] = "warn"
-    temperature: NotNegative = 0.7
-    # longest answer, tokens
-    max_new_tokens: OneOrMore = 256
-    # number format of the target: bfloat16, float32 or float16
-    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
-    # seed of all draws
-    seed: Seed = 0
-    # system message; empty: the chat template's own
-    system: str = ""
 
 
 class Chat:

@@ -9,35 +9,16 @@ it does not, with the place where it parts.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from conf.rules import AboveZero, ZeroOrMore
 from conf.schema import entry
 from scripts.common import files
 from scripts.serving import contract, contract_check
 from scripts.serving.asking import Address
-
-
-@dataclass(frozen=True)
-class CheckConfig:
-    """Keys of scripts/check.py."""
-
-    # address of the running server, such as http://127.0.0.1:8080
-    url: str
-    # the exported folder, or its expected.json
-    expected: str
-    # seconds for one answer
-    timeout: AboveZero = 120.0
-    # tries after the first
-    retries: ZeroOrMore = 4
-    # environment variable that holds the server's key; empty = none
-    key_env: str = ""
-    # JSON to write; empty = none
-    out: str = ""
+from scripts.serving.config import CheckConfig
 
 
 @entry("check", CheckConfig)

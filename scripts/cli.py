@@ -6,17 +6,17 @@ name, from any folder.
     outrider ls heads
 
 A verb is a file: the process becomes `python FILE KEY=VALUE ...`, so keys, errors and exit
-codes are the file's own, and nothing here reads a key. The table of verbs is read off the files
-without importing them, and `VERB --help` runs the file on stand-ins; so help, `ls` and completion
-load neither torch nor transformers.
+codes are the file's own, and nothing here reads a key. `VERB --help` is made of the file's first
+words and of its keys (KEYS below), whose modules import neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,7 +26,7 @@ from click.shell_completion import CompletionItem
 
 from conf import packages
 from conf.errors import UserError
-from scripts.common import light
+from heads.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -48,8 +48,40 @@ FOLDERS = {  # what `ls` lists: (a folder of conf/, how one of its files is aske
     "suites": ("suite", "suite=NAME of evaluate"),
 }
 MARKS = ("@", "dry run:")  # comments for Hydra and for the dry run
-FORMATS = ROOT / "heads" / "interop" / "__init__.py"
+# Where the keys of a verb stand, "module:class". They are those of conf/FILE.yaml, FILE being its
+# file; `HANDED_ON` says the same of verbs whose first word or whose key names another file.
+KEYS = {
+    "synthesize": "scripts.synthesis.config:SynthesizeConfig",
+    "cache_features": "train.config:CacheConfig",
+    "fit": "scripts.fitting.config:FitConfig",
+    "validate": "train.config:ValidateConfig",
+    "evaluate": "scripts.scoring.config:EvaluateConfig",
+    "tune": "scripts.tuning.config:TuneConfig",
+    "certify": "scripts.proofs.config:CertifyConfig",
+    "export": "scripts.serving.config:ExportConfig",
+    "check": "scripts.serving.config:CheckConfig",
+    "serve": "scripts.serve_http.config:ServeConfig",
+    "chat": "scripts.common.config:ChatConfig",
+    "import_head": "scripts.serving.config:ImportConfig",
+    "demo": "scripts.common.config:DemoConfig",
+    "doctor": "scripts.machine.config:DoctorConfig",
+    "forecast": "scripts.extra.forecasting.config:ForecastConfig",
+    "first_gpu": "scripts.extra.config:FirstConfig",
+    "tune_engine": "scripts.extra.config:TuneEngineConfig",
+    "certify_server": "scripts.proofs.config:CertifyServerConfig",
+    "dry_run": "scripts.extra.cluster.config:DryRunConfig",
+}
+# (verb, word) -> (file that speaks, its keys in KEYS, its YAML)
+HANDED_ON = {
+    ("tune", "engine"): ("scripts/extra/engine_settings.py", "tune_engine", "tune_engine"),
+    ("doctor", "first_gpu"): ("scripts/extra/first_gpu.py", "first_gpu", "first_gpu"),
+    ("certify", "url"): ("scripts/certify.py", "certify_server", "certify_server"),
+    ("validate", "dry_run"): ("scripts/extra/cluster/dry_run.py", "dry_run", "validate"),
+    ("validate", ""): ("train/validate.py", "validate", "validate"),
+    ("cache_features", ""): ("train/cache_features.py", "cache_features", "cache_features"),
+}
 COMPLETION = 'Completion: eval "$(_OUTRIDER_COMPLETE=bash_source outrider)", also zsh_ and fish_'
+HELP = frozenset({"-h", "--help"})
 RAW = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
@@ -91,14 +123,6 @@ def options(group: str) -> dict[str, str]:
     return found
 
 
-def formats() -> list[str]:
-    """The formats of `outrider export`, read off the table's file."""
-    for node in ast.parse(FORMATS.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FORMATS":
-            return [str(name) for name in ast.literal_eval(node.value)]
-    return []
-
-
 def trainer(name: str) -> tuple[Verb, list[str]] | None:
     """(what trains `name`, a head or an entry point; the key that chooses the head); None where
     there is neither."""
@@ -108,21 +132,48 @@ def trainer(name: str) -> tuple[Verb, list[str]] | None:
     return (known["head"], [f"head={name}"]) if name in options("head") else None
 
 
+def own_words(file: Path) -> str:
+    """The docstring of a file."""
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")), clean=False) or ""
+
+
+def help_of(verb: str, words: Sequence[str]) -> str:
+    """What `VERB WORDS --help` says. verb: the name of its file. Raises UserError where a part
+    that it is handed on to is not installed."""
+    from conf.schema import help_text
+
+    given = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
+    word = next((w for w in given if (verb, w) in HANDED_ON and given[w] != "false"), "")
+    folder = "scripts/extra" if verb in extras() else "scripts"
+    file, keys, config = HANDED_ON.get((verb, word), (f"{folder}/{verb}.py", verb, verb))
+    if not (ROOT / file).exists():
+        raise UserError(f"{word}: needs {file}, which is not installed")
+    module, _, name = KEYS[keys].partition(":")
+    schema = getattr(importlib.import_module(module), name)
+    return help_text(own_words(ROOT / file), config, schema, words=words)
+
+
+def help_of_training(name: str, words: Sequence[str]) -> str:
+    """What `train/NAME.py WORDS --help` says."""
+    from conf.schema import help_text
+    from train.config import ENTRIES, HeadRun
+    from train.launcher import SAME
+
+    schema: type = dict(ENTRIES.values()).get(name, HeadRun)
+    return help_text(own_words(ROOT / "train" / f"{name}.py"), name, schema, SAME, words=words)
+
+
 def _runnable(folder: Path) -> dict[str, Verb]:
     found = {}
     for path in sorted(folder.glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "\nif __name__ == " in text:
-            doc = text.split('"""')[1] if text.startswith('"""') else ""
-            found[path.stem] = Verb(path, " ".join(doc.split("\n\n")[0].split()))
+            found[path.stem] = Verb(path, " ".join(own_words(path).split("\n\n")[0].split()))
     return found
 
 
 def become(words: list[str]) -> NoReturn:
-    """Run a command line in place of this process; `--help` here, without frameworks."""
-    if light.HELP & {*words}:
-        light.told(words[1:])
-        raise SystemExit(0)
+    """Run a command line in place of this process."""
     sys.stdout.flush()
     sys.stderr.flush()
     # Waiting OpenMP threads that spin starve each other on shared cores.
@@ -190,10 +241,16 @@ def _keys(path: Path) -> list[str]:
 
 
 def _command(name: str, verb: Verb) -> click.Command:
+    def run(words: tuple[str, ...]) -> NoReturn:
+        if HELP & {*words} and verb.file.stem in KEYS:
+            click.echo(help_of(verb.file.stem, words))
+            raise SystemExit(0)
+        become([sys.executable, str(verb.file), *words])
+
     return click.Command(
         name,
         params=[Keys(verb.file.stem)],
-        callback=lambda words: become([sys.executable, str(verb.file), *words]),
+        callback=run,
         help=verb.about,
         short_help=verb.about,
         context_settings=RAW,
@@ -246,7 +303,10 @@ class Train(Verbs):
         verb, head = found
 
         def run(launch: int, words: tuple[str, ...]) -> NoReturn:
-            become(launched(verb, 1 if light.HELP & {*words} else launch, [*head, *words]))
+            if HELP & {*words}:
+                click.echo(help_of_training(verb.file.stem, [*head, *words]))
+                raise SystemExit(0)
+            become(launched(verb, launch, [*head, *words]))
 
         about = options("head").get(cmd_name) or verb.about
         processes = click.Option(
@@ -275,7 +335,7 @@ def ls(kind: str | None) -> None:
         _no_such("list", kind, known)
     for name in known if kind is None else [kind]:
         folder, asked = FOLDERS.get(name, ("", "format=NAME of export"))
-        rows = options(folder) if folder else dict.fromkeys(formats(), "")
+        rows = options(folder) if folder else dict.fromkeys(FORMATS, "")
         if kind is None:
             click.echo(f"{name} ({asked}):")
         indent = "  " if kind is None else ""

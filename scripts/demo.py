@@ -29,6 +29,7 @@ from rich.console import Console
 
 from conf.schema import entry
 from scripts.common import files
+from scripts.common.config import DemoConfig
 from scripts.common.pipeline import Command, Pipeline
 from scripts.reports import score_table
 from scripts.reports.table import Table
@@ -46,16 +47,6 @@ DRAFTERS = [
     f"{RUNS}/eagle3@chain:2+ngram",
 ]
 BLOCK = f"{RUNS}/dspark@chain:2"
-
-
-@dataclass(frozen=True)
-class DemoConfig:
-    """Keys of scripts/demo.py."""
-
-    # tiny budgets: a check that all parts work together
-    fast: bool = False
-    # train a block head (DSpark) too, and put it into the tables
-    block: bool = False
 
 
 @dataclass(frozen=True)

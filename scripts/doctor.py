@@ -20,32 +20,17 @@ through the same steps with a tiny target, in well under a minute.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from conf.rules import Device
 from conf.schema import entry
 from scripts.common import files
 from scripts.common.extra import extra
 from scripts.machine import look
-
-
-@dataclass(frozen=True)
-class DoctorConfig:
-    """Keys of scripts/doctor.py."""
-
-    # cpu, cuda or cuda:N that runs would use; empty = what is there
-    device: Device = ""
-    # dtype that runs would use
-    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    # folder where runs would lie
-    out_dir: str = "runs"
-    # JSON file with the findings; empty = none
-    out: str = ""
+from scripts.machine.config import DoctorConfig
 
 
 @entry("doctor", DoctorConfig)

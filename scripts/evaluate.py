@@ -30,35 +30,33 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
 from conf.errors import UserError, resumable
-from conf.rules import Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from conf.schema import entry
 from conf.typed import raise_all
 from decode.models import facts, packed
-from decode.models.load import DTYPES, TargetConfig, load_target
+from decode.models.load import load_target
 from decode.models.memory import Plan
 from decode.target import Target
-from decode.verify import RULES
 from heads.small_lm.net import parameters
 from scripts.common import files
 from scripts.common.memo import Memo
 from scripts.common.prompts import Prompt, load_prompts, question_ids
-from scripts.common.sampling_keys import PenaltyKeys
 from scripts.reports import score_table
 from scripts.reports.wandb_log import to_wandb
 from scripts.scoring import candidates, contest
 from scripts.scoring.breakdown import again
+from scripts.scoring.config import EvaluateConfig
 from scripts.scoring.extras import batches, extras, stops_paying
 from scripts.scoring.lanes import lanes_of
-from scripts.scoring.names import SERVER, label, wrong_address, wrong_drafter
+from scripts.scoring.names import wrong_drafter
 from scripts.scoring.parity import gates
 from scripts.scoring.same_tokens import lossless
 from scripts.scoring.score import Scores, output_lines
@@ -90,75 +88,6 @@ ELSEWHERE = (
     "quiet",
 )
 MEASURED = ("decode", "heads", "scripts/scoring")  # code that answers and times depend on
-
-
-@dataclass(frozen=True)
-class EvaluateConfig(PenaltyKeys):
-    """Keys of scripts/evaluate.py."""
-
-    # folder for report.json, report.html, outputs.jsonl and figures/
-    out: str
-    # the frozen model that all drafters draft for
-    target: TargetConfig = field(default_factory=TargetConfig)
-    # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree
-    # choose the shape, @adaptive behind any of them an adaptive draft length; FOLDER@tree+ngram
-    # joins the drafts of two; NAME@http://HOST:PORT is a running server. All of them must load
-    drafters: Filled[str] = field(default_factory=lambda: ["none", "ngram"])
-    # further drafters to choose among: folders, folders of runs, repositories, families (a
-    # kind of head). What cannot be loaded is named and left out
-    candidates: list[str] = field(default_factory=list)
-    # where runs of a family are looked for
-    runs: str = "runs"
-    # JSONL of {question_id, category, turns: [...]}, as MT-Bench and Spec-Bench write it
-    prompts: str = "scripts/prompts/demo.jsonl"
-    # a published set in place of `prompts`: suite=mtbench, suite=all (conf/suite)
-    suite: SuiteConfig | None = None
-    # how many prompts, spread evenly over the categories; null = all, of a suite as it says
-    num_prompts: OneOrMore | None = None
-    # only these categories; [] = all
-    categories: list[str] = field(default_factory=list)
-    # several temperatures in one report; [] = temperature alone
-    temperatures: list[NotNegative] = field(default_factory=list)
-    # most tokens per answer
-    max_new_tokens: OneOrMore = 128
-    # float32, bfloat16 or float16
-    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
-    # cpu, cuda, cuda:1; null = the GPU when there is one
-    device: str | None = None
-    # prompts that are decoded together
-    batch_size: OneOrMore = 1
-    # several batch sizes in one report; [] = batch_size alone
-    batch_sizes: list[OneOrMore] = field(default_factory=list)
-    # addresses all random numbers: same seed, same answers
-    seed: Seed = 0
-    # rule of verification: traversal accepts more, rejection is the classic; both are lossless
-    verify: Annotated[str, one_of(RULES)] = "traversal"
-    # prompts of the parity gate: a chain at T = 0 against the training pass and a reloaded
-    # head; 0 = no gate
-    parity: ZeroOrMore = 6
-    # on a GPU: prompts that are decoded once more to see where the time goes, the device
-    # waited for at every part; they enter no speed. 0 = none; without a GPU the run's own
-    # timers tell
-    breakdown: ZeroOrMore = 4
-    # log table and figures to Weights & Biases
-    wandb: bool = False
-    # no progress bar
-    quiet: bool = False
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix", at every temperature."""
-        every = {self.temperature, *self.temperatures}
-        found = [line for t in every for line in PenaltyKeys.validate(replace(self, temperature=t))]
-        for key in ("drafters", "candidates"):
-            wrong = (wrong_address(name) for name in getattr(self, key))
-            found += [f"{key}: {line}" for line in wrong if line]
-            served = [name for name in getattr(self, key) if SERVER.fullmatch(name)]
-            if served and self.repetition_penalty != 1:
-                found.append(
-                    f"{key}: {label(served[0])} is a server, which is asked without "
-                    f"repetition_penalty={self.repetition_penalty:g}; leave one of them out"
-                )
-        return found
 
 
 @entry("evaluate", EvaluateConfig)

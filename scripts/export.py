@@ -16,30 +16,27 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import UserError
-from conf.rules import OneOrMore, one_of
 from conf.schema import entry
-from decode.models.load import DTYPES, TargetConfig, load_target, torch_dtype
+from decode.models.load import DTYPES, load_target, torch_dtype
 from decode.target import Target
 from heads import find_head, load_head, tuned
 from heads.base import Head
 from heads.checkpoint import read_card, recover, staged
 from heads.folders import is_plain
 from heads.interop import (
-    FORMATS,
     LAYOUTS,
     MANIFEST,
     Facts,
     exported,
     find_layout,
-    gguf_write,
     served,
 )
 from heads.names import NONE, Draft
@@ -50,61 +47,9 @@ from scripts.serving import card as export_card
 from scripts.serving import contract, costs, gguf_export, settings
 from scripts.serving import draft as export_draft
 from scripts.serving.check import Check, check_export, comparable
+from scripts.serving.config import ExportConfig
 
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
-
-
-@dataclass(frozen=True)
-class ExportConfig:
-    """Keys of scripts/export.py."""
-
-    # run folder or head folder to export; with format=gguf also an ordinary model folder, or
-    # none for the target itself
-    drafter: str
-    # vllm, speculators, sglang, medusa, eagle, transformers or gguf
-    format: Annotated[str, one_of(FORMATS)]
-    # folder to write
-    out: str
-    # the target that the head was trained for
-    target: TargetConfig = field(default_factory=TargetConfig)
-    # replace an earlier export in `out`, as a whole
-    overwrite: bool = False
-    # float32, bfloat16 or float16, with format=gguf also q8_0 and no bfloat16; null = as the
-    # head was imported, else float32
-    dtype: str | None = None
-    # Medusa: export the first so many heads (vLLM drafts with all that it is given); null =
-    # all
-    heads: OneOrMore | None = None
-    # name or folder by which the engine loads the target; empty = its repository, else its
-    # folder
-    verifier: str = ""
-    # with format=gguf: a GGUF file of the target whose tokenizer is taken; empty = made from
-    # the target's own, where llama.cpp's name for it is known
-    tokenizer_from: str = ""
-    # prompts of the self-check and of expected.json, JSONL as scripts/evaluate.py reads it
-    prompts: str = "scripts/prompts/demo.jsonl"
-    # how many of them
-    num_prompts: OneOrMore = 8
-    # most tokens of an answer in expected.json
-    max_new_tokens: OneOrMore = 32
-    # what a step costs on the engine that will serve (measured rows, docs/serving.md):
-    # the serve command then drafts what pays there; empty = not known
-    costs: str = ""
-    # cpu, cuda, cuda:1; null = the GPU when there is one
-    device: str | None = None
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = []
-        known = gguf_write.DTYPES if self.format == "gguf" else DTYPES
-        if self.dtype is not None and self.dtype not in known:
-            found.append(
-                f"dtype: {self.dtype} is none of {', '.join(known)}, which format={self.format} "
-                "takes"
-            )
-        if self.tokenizer_from and self.format != "gguf":
-            found.append("tokenizer_from: is for format=gguf; leave it out")
-        return found
 
 
 @entry("export", ExportConfig)

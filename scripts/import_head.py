@@ -16,60 +16,28 @@ again with convention=NAME.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conf.errors import UserError
-from conf.rules import OneOrMore, one_of
 from conf.schema import entry
 from decode.models.identity import Identity
-from decode.models.load import DTYPES, TargetConfig, load_target
+from decode.models.load import load_target
 from decode.target import Target
 from heads import save_head
 from heads.base import Head
 from heads.checkpoint import CARD, recover
-from heads.interop import FORMATS, Foreign, detect, read_folder
+from heads.interop import Foreign, detect, read_folder
 from scripts.common import files
 from scripts.common.prompts import load_prompts, question_ids, spread
 from scripts.reports.table import Table
 from scripts.serving import probe as acceptance_probe
-from scripts.serving.probe import AS_WRITTEN, Reading
-
-READABLE = ("auto", *(f for f in FORMATS if f not in ("transformers", "gguf")))
-
-
-@dataclass(frozen=True)
-class ImportConfig:
-    """Keys of scripts/import_head.py."""
-
-    # folder of the published head: config.json and its weights
-    from_: str
-    # head folder to write
-    out: str
-    # the target that the head was trained for
-    target: TargetConfig = field(default_factory=TargetConfig)
-    # auto, vllm, speculators, sglang, medusa or eagle
-    format: Annotated[str, one_of(READABLE)] = "auto"
-    # how to read what files cannot show; the probe names the one that fits
-    convention: str = AS_WRITTEN
-    # try the known conventions on a few prompts
-    probe: bool = True
-    # prompts of the probe, JSONL as scripts/evaluate.py reads it
-    prompts: str = "scripts/prompts/demo.jsonl"
-    # how many of them
-    num_prompts: OneOrMore = 16
-    # tokens of each answer
-    max_new_tokens: OneOrMore = 48
-    # dtype that the target runs in: float32, bfloat16 or float16
-    dtype: Annotated[str, one_of(DTYPES)] = "float32"
-    # cpu, cuda, cuda:1; null = the GPU when there is one
-    device: str | None = None
-    # replace a head in `out`, as a whole
-    overwrite: bool = False
+from scripts.serving.config import AS_WRITTEN, ImportConfig
+from scripts.serving.probe import Reading
 
 
 @entry("import_head", ImportConfig)

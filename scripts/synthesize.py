@@ -156,13 +156,7 @@ def draw(cfg: SynthesizeConfig, target: Target, ledger: Ledger, signals: Signals
     )
 
 
-def masked() -> str:
-    """What `logs=` masks, for `--help`."""
-    text: str = extra("logs", "logs").told()
-    return text
-
-
-@entry("synthesize", SynthesizeConfig, more=masked)
+@entry("synthesize", SynthesizeConfig)
 def main(cfg: SynthesizeConfig) -> None:
     """Command-line entry."""
     synthesize(cfg)

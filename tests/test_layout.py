@@ -122,9 +122,10 @@ LINES = 60  # of a function, at most
 # training loop, and one head with what it shares with its kin. Other drafters than that one do
 # not count (n-grams, a separate model, EAGLE-1), nor what the model is asked once
 # (decode/probe.py), what comes before the first step (train/begin.py), what is refused
-# (decode/fits.py, decode/tree_rules.py), how a head is written and read (heads/stored.py), and
-# what is the same function at less cost (decode/frontier.py, decode/view.py,
-# heads/eagle/modules.py, heads/eagle/merged.py). Lines may only become fewer.
+# (decode/fits.py, decode/tree_rules.py), the keys that heads share (heads/config.py), how a head
+# is written and read (heads/stored.py), and what is the same function at less cost
+# (decode/frontier.py, decode/view.py, heads/eagle/modules.py, heads/eagle/merged.py). Lines may
+# only become fewer.
 ALGORITHM = (
     *("verify", "residual", "siblings", "engine", "tree", "layout", "grow", "sampling"),
     *("rng", "records", "scorer", "target", "cache", "masks", "attention", "drafters"),
@@ -138,7 +139,10 @@ EAGLE = (*("head", "config", "net", "layer", "places", "attention", "cache", "in
 READING = {
     "Medusa": (
         4780,
-        ("heads/parallel/base.py", "heads/parallel/medusa.py", "heads/parallel/drafter.py"),
+        (
+            *("heads/parallel/config.py", "heads/parallel/base.py"),
+            *("heads/parallel/medusa.py", "heads/parallel/drafter.py"),
+        ),
     ),
     "EAGLE": (
         5577,

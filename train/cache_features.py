@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
 # train/ stands first and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -31,55 +29,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from conf.errors import Interrupted
-from conf.rules import NotEmpty, OneOrMore, ZeroOrMore, one_of
 from conf.schema import entry
-from decode.models.load import DTYPES, TargetConfig, load_target
-from heads import kinds
+from decode.models.load import load_target
 from train import launcher
-from train.config import DataConfig
+from train.config import CacheConfig
 from train.signals import CODES, Stop
 from train.stored.features import MANIFEST
 from train.stored.writer import Writer
 from train.texts.batches import load_rows
 from train.waiting import meet
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    """Keys of scripts/cache_features.py."""
-
-    # the frozen target
-    target: TargetConfig
-    # training text, as the training run will name it
-    data: DataConfig
-    # folder to write or to continue
-    out: NotEmpty
-    # kinds of head that will read the features; their default taps are stored
-    heads: list[str] = field(default_factory=lambda: ["medusa", "eagle3"])
-    # further taps, hidden_states[k] of transformers
-    taps: list[int] = field(default_factory=list)
-    # dtype of the target, which must be that of the training run
-    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
-    # dtype on disk; empty = that of the target
-    store: Annotated[str, one_of(["", *DTYPES])] = ""
-    # eagle3 alone: store the target's so many most probable tokens in place of its last hidden
-    # state; 0 = the state
-    law_top_k: ZeroOrMore = 0
-    # tokens of one forward pass, padding included
-    batch_tokens: OneOrMore = 4096
-    # megabytes of one file
-    shard_mb: OneOrMore = 256
-    # cpu, cuda, or empty for what is there
-    device: str = ""
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        known = kinds()
-        return [
-            f"heads: {name!r} is none of {', '.join(known)}; choose one"
-            for name in self.heads
-            if name not in known
-        ]
 
 
 def write(writer: Writer, rank: int, world: int, console: Console) -> bool:

@@ -33,15 +33,12 @@ from conf.rules import (
     one_of,
 )
 from conf.typed import default
-from decode.models.load import DTYPES, TargetConfig
-from heads.base import HeadConfig
+from decode.models.config import DTYPES, TargetConfig
 from heads.block.config import BlockConfig
+from heads.config import HeadConfig
 from heads.eagle.config import EagleConfig
-from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig
-from heads.registry import head_class
+from heads.parallel.config import HydraHeadsConfig, MedusaConfig
 from heads.small_lm.config import SmallLMConfig
-from train.measure.profile import problems as profile_problems
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
@@ -101,6 +98,24 @@ REPLANNED = {
     "optim.lr": "the rate follows the new peak",
     "steps": "the schedule is that of a run of so many steps",
 }
+
+
+MOST_PROFILED = 100  # steps of a window of the profiler: a trace of more opens nowhere
+
+
+def profile_problems(window: list[int]) -> list[str]:
+    """What is wrong with the key `profile`."""
+    if not window:
+        return []
+    good = len(window) == 2 and 1 <= window[0] <= window[1]
+    if not good:
+        return [f"profile: {window} is no [FROM,TO]; give two steps, counted from 1"]
+    count = window[1] - window[0] + 1
+    if count > MOST_PROFILED:
+        return [
+            f"profile: {count} steps make a trace that opens nowhere; give {MOST_PROFILED} or fewer"
+        ]
+    return []
 
 
 @dataclass(frozen=True)
@@ -389,6 +404,14 @@ class HeadRun(TrainConfig):
         return entry_of(str(kind))[1]
 
 
+@dataclass(frozen=True)
+class ValidateConfig(TrainConfig):
+    """A run of any kind of head: conf/validate.yaml."""
+
+    # the keys of conf/head/KIND.yaml
+    head: dict[str, Any]  # type: ignore[assignment]
+
+
 # kind of head -> (the script under train/ that trains it, by whose name conf/ has its defaults,
 # and the schema of its keys)
 ENTRIES: dict[str, tuple[str, type[TrainConfig]]] = {
@@ -407,6 +430,8 @@ def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
     """As ENTRIES has it, of any kind of head. Raises UserError for one that nobody brings."""
     if kind in ENTRIES:
         return ENTRIES[kind]
+    from heads.registry import head_class
+
     keys = head_class(kind).Config
     made = dataclasses.make_dataclass(
         HeadRun.__name__,
@@ -415,6 +440,46 @@ def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
         frozen=True,
     )
     return "head", made
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Keys of scripts/cache_features.py."""
+
+    # the frozen target
+    target: TargetConfig
+    # training text, as the training run will name it
+    data: DataConfig
+    # folder to write or to continue
+    out: NotEmpty
+    # kinds of head that will read the features; their default taps are stored
+    heads: list[str] = field(default_factory=lambda: ["medusa", "eagle3"])
+    # further taps, hidden_states[k] of transformers
+    taps: list[int] = field(default_factory=list)
+    # dtype of the target, which must be that of the training run
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    # dtype on disk; empty = that of the target
+    store: Annotated[str, one_of(["", *DTYPES])] = ""
+    # eagle3 alone: store the target's so many most probable tokens in place of its last hidden
+    # state; 0 = the state
+    law_top_k: ZeroOrMore = 0
+    # tokens of one forward pass, padding included
+    batch_tokens: OneOrMore = 4096
+    # megabytes of one file
+    shard_mb: OneOrMore = 256
+    # cpu, cuda, or empty for what is there
+    device: str = ""
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        from heads.registry import kinds
+
+        known = kinds()
+        return [
+            f"heads: {name!r} is none of {', '.join(known)}; choose one"
+            for name in self.heads
+            if name not in known
+        ]
 
 
 def _leaves(cfg: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

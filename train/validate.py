@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,9 @@ from heads.batch import hash_u63
 from train import checks
 from train.begin import first_head, prepared
 from train.config import TrainConfig
+from train.config import ValidateConfig as ValidateConfig
 from train.launch_keys import device_of
 from train.resolve import adapts, resolve, whole
-
-
-@dataclass(frozen=True)
-class ValidateConfig(TrainConfig):
-    """A run of any kind of head: conf/validate.yaml."""
-
-    # the keys of conf/head/KIND.yaml
-    head: dict[str, Any]  # type: ignore[assignment]
 
 
 def head_config(given: dict[str, Any]) -> Any:

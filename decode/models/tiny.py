@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from conf.errors import UserError
+from decode.models.config import MIN_VOCAB
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # ids 0, 1, 2
 FIRST_BYTE = (
     3  # ids 3..258 are the 256 bytes; further ids up to the vocabulary size are reserved words
 )
-MIN_VOCAB = 260
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from conf.rules import AboveZero, BelowOne
-from heads.layered import LayeredConfig
+from heads.config import LayeredConfig
 from heads.limits import MOST_DEPTH, CountOrZero, Layers, Size
 
 

@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
+from heads.config import LayeredConfig, LossWeights
 from heads.eagle.clashes import problems
-from heads.layered import LayeredConfig
 from heads.limits import Count, CountOrZero, Levels, Size
-from heads.losses import LossWeights
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from conf.errors import UserError, first_line
-from conf.rules import BelowOne, one_of
+from conf.rules import BelowOne
 from conf.typed import SHORT
 from decode.target import Target
+from heads.config import LayerKeys as LayerKeys
 from heads.eagle.rope import rope_table
 from heads.limits import Count, Layers
 
@@ -28,17 +29,6 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 # dense layers. Dense targets have 3 to 4; heads published for mixtures have 6 (gpt-oss,
 # Qwen3-30B-A3B) to 8 (Qwen3-Next).
 WIDE = 4
-
-
-@dataclass(frozen=True)
-class LayerKeys:
-    """What of its draft layers a head chooses; the rest of their shape is the target's."""
-
-    # width of the draft layers' MLP; null = the target's, and 4 times its hidden width or more
-    # where it has experts
-    intermediate_size: Count | None = None
-    # activation of the draft layers' MLP, whatever the target's is: engines know silu alone
-    hidden_act: Annotated[str, one_of(ACT2FN)] = "silu"
 
 
 K = TypeVar("K", bound=LayerKeys)

@@ -10,6 +10,7 @@ import re
 
 from conf.errors import UserError
 from heads.base import Head
+from heads.formats import FORMATS
 from heads.interop.block import (
     DFlashSpeculators,
     DFlashVllm,
@@ -54,16 +55,6 @@ LAYOUTS: dict[tuple[str, str], Layout] = {
         DSparkSpeculators(),
     )
 }
-FORMATS = (
-    "vllm",
-    "speculators",
-    "sglang",
-    "deepspec",
-    "medusa",
-    "eagle",
-    "transformers",
-    "gguf",
-)
 # speculators_model_type -> kind of head
 SPECULATORS = {
     "eagle3": "eagle3",

@@ -13,37 +13,19 @@ r low rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from annotated_types import Interval
 from torch import Tensor, nn
 
 from decode.target import Target
 from heads import losses, vocab
 from heads.base import Head, HeadConfig
 from heads.batch import Batch, LossOut
-from heads.limits import Layers, Levels, Nodes, Shape
 from heads.losses import Taught, chunk_of, chunked_loss
+from heads.parallel.config import ParallelConfig as ParallelConfig
 from heads.parallel.saved import ParallelSaved
 from heads.teacher import target_law
-
-
-@dataclass(frozen=True)
-class ParallelConfig(HeadConfig):
-    """Keys that Medusa and Hydra heads share."""
-
-    # K: how many tokens ahead of the LM head to guess
-    heads: Levels = 4
-    # L: residual blocks of each head
-    blocks: Layers = 1
-    # use the target's frozen LM head in place of a projection of each head's own
-    share_lm_head: bool = False
-    # head i's loss counts decay ** i
-    decay: Annotated[float, Interval(gt=0, le=1)] = 0.8
-    shape: Shape = "tree"
-    nodes: Nodes = 16
 
 
 class ParallelHead(Head):

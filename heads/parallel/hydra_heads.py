@@ -20,8 +20,8 @@ supervised tokens, P parents.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -31,27 +31,14 @@ from decode.grow import Form, Nodes
 from decode.sampling import Sampling
 from decode.target import Target
 from heads.batch import Batch
-from heads.eagle.shape import LayerKeys, LayerShape, as_made, layer_config
-from heads.limits import Layers, SomeLayers
-from heads.losses import LossWeights
-from heads.parallel.base import ParallelConfig, ParallelHead
+from heads.eagle.shape import LayerShape, as_made, layer_config
+from heads.parallel.base import ParallelHead
+from heads.parallel.config import HydraHeadsConfig as HydraHeadsConfig
 from heads.parallel.drafter import LastFeature
 from heads.parallel.prefix import Prefix, PrefixState
 from heads.parallel.saved import ParallelSaved
 
 LARGEST_SCALE = 1e6  # of embeddings that are next to zero
-
-
-@dataclass(frozen=True)
-class HydraHeadsConfig(LayerKeys, ParallelConfig):
-    """Keys of Hydra heads; those of layers are the prefix layers'."""
-
-    kind: Literal["hydra_heads"] = "hydra_heads"
-    # L: blocks of each head, the first of which reads the tokens (the paper: 4)
-    blocks: Layers = 2
-    # decoder layers over the target's features in front of all heads; 0 = none, 1 = Hydra++
-    prefix_layers: SomeLayers = 0
-    loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
 
 
 @dataclass(kw_only=True)

@@ -18,8 +18,8 @@ supervised tokens, r rank, P nodes of one level.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,44 +29,13 @@ from decode.drafters import Drafter
 from decode.grow import Form, Nodes
 from decode.target import Target
 from heads.batch import Batch
-from heads.limits import CountOrZero
 from heads.names import Draft
-from heads.parallel.base import ParallelConfig, ParallelHead
+from heads.parallel.base import ParallelHead
+from heads.parallel.config import MedusaConfig, TuneConfig
 from heads.parallel.drafter import AtOnce
 from heads.parallel.saved import ParallelSaved
-from heads.parallel.tune_keys import TuneConfig
 
 __all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead", "TuneConfig"]
-
-
-@dataclass(frozen=True)
-class MedusaConfig(ParallelConfig):
-    """Medusa's keys."""
-
-    kind: Literal["medusa", "medusa2"] = "medusa"
-    # rank of a term of the token before the guessed one, added to all heads' logits; 0 = none
-    markov_rank: CountOrZero = 0
-    # Medusa-2 alone
-    tune: TuneConfig = field(default_factory=TuneConfig)
-    # Medusa-2: keep the input of every layer of the target alone and compute the rest again in
-    # the backward pass
-    activation_checkpointing: bool = False
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        wrong = []
-        if self.activation_checkpointing and self.kind != "medusa2":
-            wrong.append(
-                "activation_checkpointing: true with kind medusa, which keeps next to "
-                "nothing; leave it out"
-            )
-        if (self.kind == "medusa2") != bool(self.tune.rank):
-            rank = self.tune.rank
-            wrong.append(
-                f"tune.rank: {rank} with kind {self.kind}; head=medusa2 needs 1 or more, "
-                "head=medusa 0"
-            )
-        return wrong
 
 
 @dataclass(kw_only=True)

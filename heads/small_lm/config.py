@@ -7,10 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from heads.base import HeadConfig
+from heads.config import HeadConfig, LoraKeys, LossWeights
 from heads.limits import Count, CountOrZero, Levels, SomeLayers, Width
-from heads.lora import LoraKeys
-from heads.losses import LossWeights
 
 __all__ = ["LoraKeys", "SmallLMConfig"]
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval
 
 from conf.errors import UserError
 from conf.rules import AboveZero, BelowOne, NotNegative, ZeroOrMore
-from decode.sampling import Sampling
+
+if TYPE_CHECKING:
+    from decode.sampling import Sampling
+
+Verify = Literal["traversal", "rejection"]  # the names in decode.verify.RULES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,8 @@ class SamplingKeys:
 
     def sampling(self) -> Sampling:
         """The law. Raises UserError for keys that do not go together."""
+        from decode.sampling import Sampling
+
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def validate(self) -> list[str]:
@@ -47,5 +53,7 @@ class PenaltyKeys(SamplingKeys):
 
     def sampling(self) -> Sampling:
         """See SamplingKeys."""
+        from decode.sampling import Sampling
+
         drawn = (self.temperature, self.top_k, self.top_p, self.min_p)
         return Sampling(*drawn, self.repetition_penalty)

@@ -11,26 +11,13 @@ into an export.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from conf.errors import UserError
-from conf.rules import NotEmpty
 from conf.schema import entry
 from heads.interop import exported
+from scripts.extra.config import TuneEngineConfig
 from scripts.serving import contract, costs, settings
-
-
-@dataclass(frozen=True)
-class TuneEngineConfig:
-    """Keys of scripts/tune.py engine."""
-
-    # the exported folder, or its expected.json: whose acceptance is served
-    expected: str
-    # JSON file of measured rows: concurrent requests, draft tokens, tokens or seconds
-    costs: NotEmpty
-    # folder for serving.json and sglang-adaptive.json
-    out: str
 
 
 @entry("tune_engine", TuneEngineConfig)

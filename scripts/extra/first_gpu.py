@@ -18,17 +18,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from annotated_types import Ge
 
 from conf.errors import UserError, first_line, last_line
 from conf.jsonl import records
-from conf.rules import Device, NotEmpty, OneOrMore, Seed
 from conf.schema import compose, entry
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
@@ -37,6 +34,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads import load_head
 from scripts.common import files
+from scripts.extra.config import FirstConfig
 from scripts.machine import kernels, look
 from train.begin import measured
 from train.config import EagleRun
@@ -56,40 +54,6 @@ SIZES = {  # length of a row in tokens, rows of a step, rows of a pass, EAGLE's 
 }
 SENTENCE = "the rider goes ahead of a slow horse and looks back along"
 WORDS = SENTENCE.split()
-
-
-@dataclass(frozen=True)
-class FirstConfig:
-    """Keys of scripts/doctor.py first_gpu."""
-
-    # cpu, cuda or cuda:N; empty = what is there
-    device: Device = ""
-    # dtype of the target and of the matmuls
-    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    # further keys of train/eagle.py
-    keys: list[str] = field(default_factory=list)
-    # steps of training
-    steps: Annotated[int, Ge(4)] = 20
-    # prompts that are decoded
-    prompts: OneOrMore = 8
-    # tokens of an answer
-    max_new_tokens: OneOrMore = 64
-    # folder for data and run; what lies there from before is replaced
-    work: NotEmpty = "runs/first_gpu"
-    # JSON file with the result
-    out: NotEmpty = "docs/results/first_gpu.json"
-    # of data, training and prompts
-    seed: Seed = 0
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = []
-        taken = ("out_dir", "steps", "device", "dtype", "seed", "profile")
-        for text in self.keys:
-            name = text.partition("=")[0].lstrip("+")
-            if "=" not in text or name in taken:
-                found.append(f"keys: {text!r}; give KEY=VALUE of train/eagle.py, none of {taken}")
-        return found
 
 
 @entry("first_gpu", FirstConfig)

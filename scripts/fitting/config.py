@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Interval
 
 from conf.rules import AboveZero, Inside, NotEmpty, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
-from decode.models.load import TargetConfig
-from heads.interop import FORMATS
-from heads.lora import LoraKeys
+from decode.models.config import TargetConfig
+from heads.config import LoraKeys
+from heads.formats import FORMATS
 from scripts.synthesis.config import Mask
 
 # Keys under whose other values a folder goes on: where things lie, and what is told.

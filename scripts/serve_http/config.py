@@ -9,8 +9,8 @@ from typing import Annotated
 from annotated_types import Interval
 
 from conf.rules import Filled, OneOrMore, ZeroOrMore, one_of
-from decode.models.load import DTYPES, TargetConfig
-from decode.verify import RULES
+from decode.models.config import DTYPES, TargetConfig
+from scripts.common.sampling_keys import Verify
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ServeConfig:
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
     # rule of verification: traversal or rejection
-    verify: Annotated[str, one_of(RULES)] = "traversal"
+    verify: Verify = "traversal"
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""

@@ -27,10 +27,10 @@ from heads.base import Batch, Head
 from heads.eagle.eagle1 import Eagle1Head
 from heads.eagle.head import Eagle3Head, EagleHead
 from heads.parallel.medusa import MedusaHead
+from scripts.serving.config import AS_WRITTEN as AS_WRITTEN
 
 SURE = 4.0  # standard errors by which a convention must be better
 LOW = 0.05  # accepted draft tokens of two, below which the head hardly drafts for this target
-AS_WRITTEN = "as_written"
 
 
 @dataclass

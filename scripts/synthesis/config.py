@@ -22,7 +22,7 @@ from conf.rules import (
     ZeroOrMore,
     one_of,
 )
-from decode.models.load import DTYPES, TargetConfig
+from decode.models.config import DTYPES, TargetConfig
 
 REGIONS = ("US", "GB", "DE", "FR")  # whose telephone numbers are known without being told
 

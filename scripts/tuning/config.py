@@ -7,10 +7,9 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from conf.rules import OneOrMore, Seed, one_of
-from decode.models.load import TargetConfig
-from decode.verify import RULES
-from scripts.common.sampling_keys import PenaltyKeys
+from conf.rules import OneOrMore, Seed
+from decode.models.config import TargetConfig
+from scripts.common.sampling_keys import PenaltyKeys, Verify
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class TuneConfig(PenaltyKeys):
     # log figures and table to Weights & Biases
     wandb: bool = False
     # rule of verification
-    verify: Annotated[str, one_of(RULES)] = "traversal"
+    verify: Verify = "traversal"
     # addresses all random numbers
     seed: Seed = 0
     # no progress bar

@@ -567,15 +567,6 @@ def test_rules_are_listed(tmp_path: Path, tokenizer: Any) -> None:
     assert len({r["name"] for r in listed}) == len(listed)
 
 
-def test_help_lists_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
-    from scripts.synthesize import main
-
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    said = capsys.readouterr().out
-    assert all(rule.name in said for rule in RULES if rule.source == "own")
-
-
 def test_tool_arguments_and_tools_are_masked(tmp_path: Path, tokenizer: Any) -> None:
     function = {"name": "mail", "arguments": '{"to": "bob@x.org", "bob@x.org": 1}'}
     called = reply(end="tool_calls")

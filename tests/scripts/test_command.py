@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import runpy
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import click
@@ -14,8 +16,8 @@ import pytest
 
 from conf.errors import UserError
 from conf.schema import options_here
+from heads.interop import FORMATS
 from scripts import cli
-from scripts.common import light
 from scripts.common.files import ROOT
 
 SAYS = (
@@ -47,19 +49,18 @@ def test_help_and_ls_load_no_framework(words: list[str], tmp_path: Path) -> None
     assert "eagle3" in done.stdout or "evaluate" in done.stdout
 
 
+HEAVY = ("torch", "transformers", "numpy", "datasets", "accelerate", "httpx", "uvicorn", "wandb")
 HELPS = """
 import contextlib, io, json, sys
 sys.path.insert(0, {root!r})
 from scripts import cli
-from scripts.common.light import HEAVY
 texts = {{}}
 for words in {asked!r}:
     sys.argv = ["outrider", *words, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         cli.main()
     texts[" ".join(words)] = out.getvalue()
-files = [str(getattr(module, "__file__", "")) for module in list(sys.modules.values())]
-print(json.dumps([texts, [n for n in HEAVY if any(f"/site-packages/{{n}}/" in f for f in files)]]))
+print(json.dumps([texts, [name for name in {heavy!r} if name in sys.modules]]))
 """
 
 
@@ -74,8 +75,10 @@ def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
         ["tune", "engine"],
         ["doctor", "first_gpu"],
         ["certify", "url=x"],
+        ["validate", "dry_run=true"],
+        ["validate", "dry_run=false"],
     ]
-    code = HELPS.format(root=str(ROOT), asked=asked)
+    code = HELPS.format(root=str(ROOT), asked=asked, heavy=HEAVY)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -84,12 +87,37 @@ def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
     assert not heavy
     assert all("Keys (KEY=VALUE" in text for text in texts.values())
 
-    monkeypatch.setattr(light, "stand_in", lambda: None)  # here the files import what they name
-    monkeypatch.setattr(os, "execv", os.execv)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(os, "execv", lambda _, words: executed(words[1:]))
     for words, text in texts.items():
-        assert call([*words.split(), "--help"], monkeypatch) == 0
+        verb, *more = words.split()
+        if verb == "train":
+            found = cli.trainer(more[0])
+            assert found is not None
+            file, more = found[0].file, found[1]
+        else:
+            file = {**cli.verbs(), **cli.extras()}[verb].file
+        assert executed([str(file), *more, "--help"]) == 0
         assert capsys.readouterr().out == text, words
+
+
+def executed(words: list[str]) -> int:
+    """The exit code of a file that is run here as `python FILE WORDS` would."""
+    argv, sys.argv = sys.argv, words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        sys.argv = argv
+    return 0
+
+
+def test_the_names_of_rules_are_those_of_the_verifier() -> None:
+    from decode.verify import RULES
+    from scripts.common.sampling_keys import Verify
+
+    assert set(typing.get_args(Verify)) == set(RULES)
 
 
 def test_the_verbs_are_the_files() -> None:
@@ -220,9 +248,8 @@ def test_a_mistake_in_a_key_is_the_script_s_own(tmp_path: Path) -> None:
 
 
 def test_ls_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    from heads.interop import FORMATS
-
-    assert tuple(cli.formats()) == FORMATS
+    cli.ls.main(["formats"], standalone_mode=False)
+    assert tuple(capsys.readouterr().out.split()) == FORMATS
     for folder, _ in cli.FOLDERS.values():
         assert all(cli.options(folder).values()), f"a file of conf/{folder} without a first line"
     cli.ls.main(["targets"], standalone_mode=False)

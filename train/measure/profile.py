@@ -12,7 +12,6 @@ import torch
 from conf.errors import first_line
 
 FOLDER = "profile"  # in the run folder
-MOST = 100  # steps of a window: a trace of more than that opens nowhere
 
 
 class Window:
@@ -66,16 +65,3 @@ class Window:
                 path.unlink(missing_ok=True)
             return
         self.say(f"profile: steps {self._begun} to {self._done} in {path} (open in Perfetto)")
-
-
-def problems(window: list[int]) -> list[str]:
-    """What is wrong with the key `profile`."""
-    if not window:
-        return []
-    good = len(window) == 2 and 1 <= window[0] <= window[1]
-    if not good:
-        return [f"profile: {window} is no [FROM,TO]; give two steps, counted from 1"]
-    count = window[1] - window[0] + 1
-    if count > MOST:
-        return [f"profile: {count} steps make a trace that opens nowhere; give {MOST} or fewer"]
-    return []

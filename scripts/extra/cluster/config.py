@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Interval
 
 from conf.rules import AboveZero, BelowOne, NotEmpty, NotNegative, OneOrMore, ZeroOrMore
-from train.validate import ValidateConfig
+from train.config import ValidateConfig
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from pathlib import Path
 from decode.models.load import load_tokenizer
 from scripts.common.files import sole_folder
 from scripts.extra.logs.ask import asker
-from scripts.extra.logs.masking import told
 from scripts.extra.logs.prepare import LATER, TRAIN, LogOptions, LogsReport, prepare
 from scripts.synthesis.config import SynthesizeConfig
 
-__all__ = ["LATER", "TRAIN", "LogOptions", "LogsReport", "prepare", "told", "write"]
+__all__ = ["LATER", "TRAIN", "LogOptions", "LogsReport", "prepare", "write"]
 
 
 def write(cfg: SynthesizeConfig, out: Path) -> None:

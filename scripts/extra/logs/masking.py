@@ -239,17 +239,6 @@ def rules(regions: Sequence[str] = REGIONS, own: str = "") -> list[Rule]:
     return [*found, number, *OWN, *([hook(own)] if own else [])]
 
 
-def told() -> str:
-    """The rules for `--help`."""
-    own = "".join(f"\n  {rule.name}" for rule in OWN)
-    return (
-        "What mask=true replaces: what detect-secrets knows by its form, telephone numbers that\n"
-        f"phonenumbers finds valid in one of regions, and by own rules:{own}\n"
-        "mask=MODULE:FUNCTION masks what your function finds as well; names of persons and\n"
-        "addresses are not looked for."
-    )
-
-
 # -- masking
 
 

@@ -1,0 +1,122 @@
+"""The keys that every head has, and those that families share; nothing here loads torch, so that
+help need not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+from conf.rules import BelowOne, NotNegative, one_of
+from heads.limits import Count, CountOrZero, Draw, Layers, Nodes, Shape, TokenId, Width
+
+Mask = Literal["token", "argmax", "all"]
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the loss terms; at least one above 0."""
+
+    # cross-entropy with the token of the data
+    hard: NotNegative = 1.0
+    # cross-entropy with the target's own law (the forward KL up to a constant)
+    soft: NotNegative = 0.0
+    # the rejection rate: total variation between the target's law and the head's
+    tv: NotNegative = 0.0
+    # minus the logarithm of the acceptance rate
+    lk: NotNegative = 0.0
+    # where the target's law teaches a draft vocabulary: token = the data's token lies inside,
+    # argmax = the target's most probable one does (needs the whole LM head), all = everywhere
+    mask: Mask = "token"
+
+    @property
+    def needs_law(self) -> bool:
+        """Whether the target's law must be computed."""
+        return bool(self.soft or self.tv or self.lk)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        if self.hard or self.needs_law:
+            return []
+        return ["hard: all loss weights are 0; set one above 0"]
+
+
+@dataclass(frozen=True)
+class LoraKeys:
+    """A LoRA on linear layers; the rest stays as it is."""
+
+    # rank of the update; 0 = no LoRA, all weights learn
+    rank: CountOrZero = 0
+    # the update counts alpha / rank
+    alpha: CountOrZero = 16
+    # dropout before it
+    dropout: BelowOne = 0.0
+    # names of the layers it is put on, such as q_proj; empty = all linear layers
+    targets: list[str] = field(default_factory=list)
+    # on a frozen head, for data with words of their own: its LM head learns as well, and its
+    # draft vocabulary takes in tokens that it lacks, for as many that the data lack
+    words: bool = True
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        if not self.rank and (self.targets or self.dropout):
+            return ["rank: 0 is no LoRA; give 1 or more, or leave targets and dropout out"]
+        return []
+
+
+def _activation(value: str) -> str:
+    """The rule that a text is one of transformers' activations, which are looked up when asked."""
+    from transformers.activations import ACT2FN
+
+    return str(one_of(ACT2FN).func(value))  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class LayerKeys:
+    """What of its draft layers a head chooses; the rest of their shape is the target's."""
+
+    # width of the draft layers' MLP; null = the target's, and 4 times its hidden width or more
+    # where it has experts
+    intermediate_size: Count | None = None
+    # activation of the draft layers' MLP, whatever the target's is: engines know silu alone
+    hidden_act: Annotated[str, AfterValidator(_activation)] = "silu"
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The keys every head has; `head=` YAMLs choose the rest."""
+
+    # which head (outrider ls heads)
+    kind: str = ""
+    # tree at temperature > 0: sampled = drawn without replacement on a static tree, fixed =
+    # the most probable tokens
+    tree_draw: Draw = "sampled"
+    # folder of a head, a run or an export whose draft vocabulary is taken; empty = the tokens
+    # that are supervised most often
+    draft_vocab_from: str = ""
+    # a LoRA in place of full weights: on the frozen head at start=, or on a separate draft
+    lora: LoraKeys = field(default_factory=LoraKeys)
+    # frequent tokens the head predicts; 0 = all, null = those of the head at start=, else 8,192
+    draft_vocab: CountOrZero | None = 8192
+    # what the head learns from
+    loss: LossWeights = field(default_factory=LossWeights)
+    # supervised tokens whose logits exist at the same time; null = 512 on CPUs, 4096 on GPUs
+    chunk: Count | None = None
+    # shape of the draft when the drafter is named without @chain or @tree
+    shape: Shape = "chain"
+    # nodes of the draft tree
+    nodes: Nodes = 24
+
+
+@dataclass(frozen=True)
+class LayeredConfig(LayerKeys, HeadConfig):
+    """Keys of heads that run decoder layers of their own."""
+
+    # decoder layers of the drafter
+    layers: Layers = 1
+    # id of a reserved token whose embedding in the target is the mask's, as in engines; -1 = a
+    # trained one
+    mask_token: TokenId = -1
+    # dynamic tree: nodes expanded per level, and children looked at of each
+    width: Width = 6

@@ -1,0 +1,43 @@
+"""The keys of scripts/chat.py and scripts/demo.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from conf.rules import NotNegative, OneOrMore, Seed, one_of
+from decode.models.config import DTYPES, TargetConfig
+from scripts.common.sampling_keys import SamplingKeys
+
+
+@dataclass(frozen=True)
+class ChatConfig(SamplingKeys):
+    """Keys of scripts/chat.py."""
+
+    # the model to talk to
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # none, ngram, or a run folder or head folder, @chain, @tree or @fixed behind them;
+    # @adaptive adapts the depth
+    drafter: str = "none"
+    # a tuned drafter below its break-even (scripts/tune.py): off, warn in the footer, or
+    # fallback to plain decoding
+    monitor: Literal["off", "warn", "fallback"] = "warn"
+    temperature: NotNegative = 0.7
+    # longest answer, tokens
+    max_new_tokens: OneOrMore = 256
+    # number format of the target: bfloat16, float32 or float16
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    # seed of all draws
+    seed: Seed = 0
+    # system message; empty: the chat template's own
+    system: str = ""
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Keys of scripts/demo.py."""
+
+    # tiny budgets: a check that all parts work together
+    fast: bool = False
+    # train a block head (DSpark) too, and put it into the tables
+    block: bool = False

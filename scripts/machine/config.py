@@ -1,0 +1,22 @@
+"""The keys of scripts/doctor.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from conf.rules import Device
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Keys of scripts/doctor.py."""
+
+    # cpu, cuda or cuda:N that runs would use; empty = what is there
+    device: Device = ""
+    # dtype that runs would use
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    # folder where runs would lie
+    out_dir: str = "runs"
+    # JSON file with the findings; empty = none
+    out: str = ""

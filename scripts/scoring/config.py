@@ -1,0 +1,82 @@
+"""The keys of scripts/evaluate.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from conf.rules import Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
+from decode.models.config import DTYPES, TargetConfig
+from scripts.common.sampling_keys import PenaltyKeys, Verify
+from scripts.scoring.suites import SuiteConfig
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(PenaltyKeys):
+    """Keys of scripts/evaluate.py."""
+
+    # folder for report.json, report.html, outputs.jsonl and figures/
+    out: str
+    # the frozen model that all drafters draft for
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree
+    # choose the shape, @adaptive behind any of them an adaptive draft length; FOLDER@tree+ngram
+    # joins the drafts of two; NAME@http://HOST:PORT is a running server. All of them must load
+    drafters: Filled[str] = field(default_factory=lambda: ["none", "ngram"])
+    # further drafters to choose among: folders, folders of runs, repositories, families (a
+    # kind of head). What cannot be loaded is named and left out
+    candidates: list[str] = field(default_factory=list)
+    # where runs of a family are looked for
+    runs: str = "runs"
+    # JSONL of {question_id, category, turns: [...]}, as MT-Bench and Spec-Bench write it
+    prompts: str = "scripts/prompts/demo.jsonl"
+    # a published set in place of `prompts`: suite=mtbench, suite=all (conf/suite)
+    suite: SuiteConfig | None = None
+    # how many prompts, spread evenly over the categories; null = all, of a suite as it says
+    num_prompts: OneOrMore | None = None
+    # only these categories; [] = all
+    categories: list[str] = field(default_factory=list)
+    # several temperatures in one report; [] = temperature alone
+    temperatures: list[NotNegative] = field(default_factory=list)
+    # most tokens per answer
+    max_new_tokens: OneOrMore = 128
+    # float32, bfloat16 or float16
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    # cpu, cuda, cuda:1; null = the GPU when there is one
+    device: str | None = None
+    # prompts that are decoded together
+    batch_size: OneOrMore = 1
+    # several batch sizes in one report; [] = batch_size alone
+    batch_sizes: list[OneOrMore] = field(default_factory=list)
+    # addresses all random numbers: same seed, same answers
+    seed: Seed = 0
+    # rule of verification: traversal accepts more, rejection is the classic; both are lossless
+    verify: Verify = "traversal"
+    # prompts of the parity gate: a chain at T = 0 against the training pass and a reloaded
+    # head; 0 = no gate
+    parity: ZeroOrMore = 6
+    # on a GPU: prompts that are decoded once more to see where the time goes, the device
+    # waited for at every part; they enter no speed. 0 = none; without a GPU the run's own
+    # timers tell
+    breakdown: ZeroOrMore = 4
+    # log table and figures to Weights & Biases
+    wandb: bool = False
+    # no progress bar
+    quiet: bool = False
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix", at every temperature."""
+        from scripts.scoring.names import SERVER, label, wrong_address
+
+        every = {self.temperature, *self.temperatures}
+        found = [line for t in every for line in PenaltyKeys.validate(replace(self, temperature=t))]
+        for key in ("drafters", "candidates"):
+            wrong = (wrong_address(name) for name in getattr(self, key))
+            found += [f"{key}: {line}" for line in wrong if line]
+            served = [name for name in getattr(self, key) if SERVER.fullmatch(name)]
+            if served and self.repetition_penalty != 1:
+                found.append(
+                    f"{key}: {label(served[0])} is a server, which is asked without "
+                    f"repetition_penalty={self.repetition_penalty:g}; leave one of them out"
+                )
+        return found

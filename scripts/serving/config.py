@@ -1,0 +1,116 @@
+"""The keys of scripts/export.py, scripts/check.py and scripts/import_head.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from conf.rules import AboveZero, OneOrMore, ZeroOrMore, one_of
+from decode.models.config import DTYPES, TargetConfig
+from heads.formats import FORMATS
+
+AS_WRITTEN = "as_written"
+READABLE = ("auto", *(f for f in FORMATS if f not in ("transformers", "gguf")))
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Keys of scripts/export.py."""
+
+    # run folder or head folder to export; with format=gguf also an ordinary model folder, or
+    # none for the target itself
+    drafter: str
+    # vllm, speculators, sglang, medusa, eagle, transformers or gguf
+    format: Annotated[str, one_of(FORMATS)]
+    # folder to write
+    out: str
+    # the target that the head was trained for
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # replace an earlier export in `out`, as a whole
+    overwrite: bool = False
+    # float32, bfloat16 or float16, with format=gguf also q8_0 and no bfloat16; null = as the
+    # head was imported, else float32
+    dtype: str | None = None
+    # Medusa: export the first so many heads (vLLM drafts with all that it is given); null =
+    # all
+    heads: OneOrMore | None = None
+    # name or folder by which the engine loads the target; empty = its repository, else its
+    # folder
+    verifier: str = ""
+    # with format=gguf: a GGUF file of the target whose tokenizer is taken; empty = made from
+    # the target's own, where llama.cpp's name for it is known
+    tokenizer_from: str = ""
+    # prompts of the self-check and of expected.json, JSONL as scripts/evaluate.py reads it
+    prompts: str = "scripts/prompts/demo.jsonl"
+    # how many of them
+    num_prompts: OneOrMore = 8
+    # most tokens of an answer in expected.json
+    max_new_tokens: OneOrMore = 32
+    # what a step costs on the engine that will serve (measured rows, docs/serving.md):
+    # the serve command then drafts what pays there; empty = not known
+    costs: str = ""
+    # cpu, cuda, cuda:1; null = the GPU when there is one
+    device: str | None = None
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        from heads.interop import gguf_write
+
+        found = []
+        known = gguf_write.DTYPES if self.format == "gguf" else DTYPES
+        if self.dtype is not None and self.dtype not in known:
+            found.append(
+                f"dtype: {self.dtype} is none of {', '.join(known)}, which format={self.format} "
+                "takes"
+            )
+        if self.tokenizer_from and self.format != "gguf":
+            found.append("tokenizer_from: is for format=gguf; leave it out")
+        return found
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """Keys of scripts/check.py."""
+
+    # address of the running server, such as http://127.0.0.1:8080
+    url: str
+    # the exported folder, or its expected.json
+    expected: str
+    # seconds for one answer
+    timeout: AboveZero = 120.0
+    # tries after the first
+    retries: ZeroOrMore = 4
+    # environment variable that holds the server's key; empty = none
+    key_env: str = ""
+    # JSON to write; empty = none
+    out: str = ""
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """Keys of scripts/import_head.py."""
+
+    # folder of the published head: config.json and its weights
+    from_: str
+    # head folder to write
+    out: str
+    # the target that the head was trained for
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # auto, vllm, speculators, sglang, medusa or eagle
+    format: Annotated[str, one_of(READABLE)] = "auto"
+    # how to read what files cannot show; the probe names the one that fits
+    convention: str = AS_WRITTEN
+    # try the known conventions on a few prompts
+    probe: bool = True
+    # prompts of the probe, JSONL as scripts/evaluate.py reads it
+    prompts: str = "scripts/prompts/demo.jsonl"
+    # how many of them
+    num_prompts: OneOrMore = 16
+    # tokens of each answer
+    max_new_tokens: OneOrMore = 48
+    # dtype that the target runs in: float32, bfloat16 or float16
+    dtype: Annotated[str, one_of(DTYPES)] = "float32"
+    # cpu, cuda, cuda:1; null = the GPU when there is one
+    device: str | None = None
+    # replace a head in `out`, as a whole
+    overwrite: bool = False
