@@ -2,7 +2,7 @@
 (scripts/serving/reader.py) against what the source head drafts through its own drafter, on
 real prompts with the real target.
 
-Shape letters: n committed tokens, F features, D width, K drafted tokens, V vocabulary.
+LayerDims letters: n committed tokens, F features, D width, K drafted tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ from heads.interop.block import folded
 from heads.layered_drafter import LayeredDrafter
 from heads.names import Draft
 from heads.parallel.medusa import MedusaDrafter
-from scripts.serving.reader import Drafts, Exported, Features
+from scripts.serving import loaders
+from scripts.serving.reader import EngineFile
 
 FROM_TARGET = ("net.mask", "net.mask_embed")  # of exported heads: rows of the target's table
 TOLERANCE = 5e-4  # of the largest logit; float32 against float32 in another order of sums
@@ -82,7 +83,7 @@ def check_export(
     """Compare drafts behind every prompt (1-D int64, two tokens or more). Raises UserError at
     the first difference.
     """
-    served = Exported(
+    served = loaders.folder(
         folder,
         format,
         target.model.get_input_embeddings().weight,
@@ -92,16 +93,8 @@ def check_export(
     return check_drafts(served, comparable(head, dtype), target, prompts)
 
 
-class Reader(Protocol):
-    """An independent reader of an export."""
-
-    def draft(self, ids: Tensor, features: Features, count: int) -> Drafts:
-        """Greedy drafts behind ids [n + 1], of which the last one has no feature yet."""
-        ...
-
-
 @torch.inference_mode()
-def check_drafts(served: Reader, twin: Any, target: Target, prompts: Sequence[Tensor]) -> Check:
+def check_drafts(served: EngineFile, twin: Any, target: Target, prompts: Sequence[Tensor]) -> Check:
     """Compare the drafts of a reader with those of `twin`, a head with the exported numbers.
 
     prompts: 1-D int64, two tokens or more. Raises UserError at the first difference.

@@ -1,5 +1,5 @@
 """What `format=gguf` writes: a head, a separate draft or the target itself as one GGUF file,
-read again by scripts/serving/gguf_reader.py before it counts.
+read again by scripts/serving/reader.py before it counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from heads.interop.gguf_write import GgufModel
 from scripts.common import files
 from scripts.reports.rendering import render
 from scripts.serving.check import TOLERANCE, Check, check_drafts, rounded
-from scripts.serving.gguf_reader import Served
+from scripts.serving.loaders import gguf
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
 
@@ -54,7 +54,7 @@ def write_head(
         made = gguf_write.eagle3(head, target, words)
     gguf_write.write(stage / DRAFT, made, kind.dtype)
     twin = rounded_head(head, kind.dtype)
-    served = Served(stage / DRAFT, target.model.get_input_embeddings().weight)
+    served = gguf(stage / DRAFT, target.model.get_input_embeddings().weight)
     return twin, check_drafts(served, twin, target, prompts)
 
 
@@ -96,7 +96,7 @@ def write_model(
         )
     written: GgufModel = gguf_write.llama(model, target.vocab_size, words)
     gguf_write.write(path, written, kind.dtype)
-    served = Served(path, model.get_input_embeddings().weight)
+    served = gguf(path, model.get_input_embeddings().weight)
     twin = copy.deepcopy(model).float().cpu()
     for weight in twin.parameters():
         weight.data = gguf_write.rounded(weight.data, kind.dtype)

@@ -1,32 +1,30 @@
-"""How a serving engine reads an exported head, written from the engines' forward passes and
+"""How a serving engine drafts with an exported head, written from the engines' forward passes and
 from nothing of heads/: the self-check of every export, and the oracle of the import tests.
 
-It reads config.json and the tensors as the engine would (its layer numbers, its flags, its
-renamings) and computes greedy drafts in float32 without a cache. What an engine ignores, it
-ignores: Medusa biases without medusa_fc_bias, vLLM's fc.bias.
+An EngineFile is what an engine makes of an export (scripts/serving/loaders.py: a folder, a block
+head's folder, a GGUF file): its tensors under plain names, and every flag as the engine takes it.
+Drafts are greedy, in float32, without a cache.
 
-Shape letters: n committed tokens that have a feature, D width, F features, K drafted tokens, V
-vocabulary, T rows.
+LayerDims letters: n committed tokens that have a feature, D width, F features, K drafted tokens, V
+vocabulary, T rows, R of them with queries, H heads, S head size.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
-
-from scripts.serving.block_reader import BlockFile, block_rows, chosen
 
 Features = Callable[
     [tuple[int, ...]], Tensor
 ]  # taps -> [n, F, D], taps counted as hidden_states[k]
+Turn = Callable[[Tensor, Tensor], Tensor]  # [.., T, S] and places [T] -> turned by them
+Kind = Literal["medusa", "eagle1", "eagle3", "block", "model"]
+LAYER = "layers.0."
 
 
 @dataclass
@@ -37,209 +35,203 @@ class Drafts:
     logits: Tensor
 
 
-class Exported:
-    """An exported folder as `format`'s engine sees it. embed, lm_head: the target's [V, D];
-    layers: its layers.
-    """
+@dataclass(frozen=True)
+class LayerDims:
+    """Of decoder layers. groups: key-value heads. size: of a head. window: how many keys back a
+    row sees, itself counted; 0: all."""
 
-    def __init__(
-        self, folder: Path, format: str, embed: Tensor, lm_head: Tensor, layers: int
-    ) -> None:
-        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        self.format, self.layers = format, layers
-        raw = {
-            k: v
-            for file in sorted(folder.glob("*.safetensors"))
-            for k, v in load_file(file).items()
-        }
-        self.tensors = {k: v.float() if v.is_floating_point() else v for k, v in raw.items()}
-        self.embed, self.lm_head = embed.float().cpu(), lm_head.float().cpu()
+    heads: int
+    groups: int
+    size: int
+    eps: float
+    layers: int = 1
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class EngineFile:
+    """An export as its engine sees it.
+
+    embed: [V, D]. head: [Vd, D], the LM head. ids: [Vd] int64, the target's ids of its rows; None:
+    all of the vocabulary. scale: of its logits. taps: what is read of the target. turn: the rotary
+    positions. stacks: of Medusa, for each head its blocks (weight, bias or None) and its
+    projection. mask: the token of a mask. block, causal, before: of block heads, rows of a
+    block, whether they see earlier ones alone, and how many stand in front of the first slot."""
+
+    kind: Kind
+    tensors: Mapping[str, Tensor]
+    embed: Tensor
+    head: Tensor
+    ids: Tensor | None = None
+    taps: tuple[int, ...] = ()
+    shape: LayerDims = LayerDims(1, 1, 1, 1e-6)
+    turn: Turn = lambda x, _: x
+    scale: float = 1.0
+    stacks: tuple[tuple[list[tuple[Tensor, Tensor | None]], Tensor], ...] = ()
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    mask: int = -1
+    block: int = 0
+    causal: bool = True
+    before: int = 0
 
     def draft(self, ids: Tensor, features: Features, count: int) -> Drafts:
         """Greedy drafts behind ids [n + 1] (the last one has no feature yet)."""
-        if any(name.split(".")[0] == "blocks" or name[0].isdigit() for name in self.tensors):
+        if self.kind == "medusa":
             return self._medusa(features)
-        if "hidden_norm.weight" in self.tensors:
+        if self.kind == "block":
             return self._block(ids, features, count)
-        return self._eagle(ids, features, count)
+        return self._own(ids, count) if self.kind == "model" else self._eagle(ids, features, count)
 
-    # -- block heads
-
-    def _block(self, ids: Tensor, features: Features, count: int) -> Drafts:
-        file = BlockFile.of(self.config, self.tensors)
-        cos, sin = rotary(file.shape, len(ids) + file.block)
-
-        def turn(x: Tensor, places: Tensor) -> Tensor:
-            left, right = x.chunk(2, -1)
-            return x * cos[places] + torch.cat([-right, left], -1) * sin[places]
-
-        feats = features(file.taps).float()
-        hidden = block_rows(file, self.embed, ids, feats, turn)[file.before :][:count]
-        bias = None
-        if "markov_head.markov_w1.weight" in self.tensors:
-            near, far = (self.tensors[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
-            bias = (near, self._spread(far, 0.0))
-        return Drafts(*chosen(hidden, int(ids[-1]), lambda h: self._read(h, True), bias))
-
-    def _spread(self, own: Tensor, rest: float) -> Tensor:
-        """Rows of the draft vocabulary at their target ids; `rest` elsewhere."""
-        if "d2t" not in self.tensors:
-            return own
-        out = torch.full((self.embed.shape[0], *own.shape[1:]), rest)
-        out[torch.arange(len(own)) + self.tensors["d2t"]] = own
-        return out
-
-    # -- Medusa
+    # -- the kinds
 
     def _medusa(self, features: Features) -> Drafts:
-        x = features((self.layers,))[-1, 0].float()
-        native = "lm_heads.0.weight" in self.tensors
-        biased = not native or bool(self.config.get("medusa_fc_bias"))
-        heads = self.config["num_heads" if native else "medusa_num_heads"]
-        blocks = self.config["num_hidden_layers" if native else "medusa_num_layers"]
-        rows = []
-        for k in range(heads):
+        x, rows = features(self.taps)[-1, 0].float(), []
+        for blocks, projection in self.stacks:
             y = x
-            for number in range(blocks):
-                name = f"blocks.{k}.layers.{number}" if native else f"{k}.{number}.linear"
-                z = self.tensors[f"{name}.weight"] @ y
-                y = y + F.silu(z + self.tensors[f"{name}.bias"] if biased else z)
-            rows.append(
-                self.tensors[f"lm_heads.{k}.weight" if native else f"{k}.{blocks}.weight"] @ y
-            )
+            for weight, bias in blocks:
+                z = weight @ y
+                y = y + F.silu(z if bias is None else z + bias)
+            rows.append(projection @ y)
         logits = torch.stack(rows)
         return Drafts(logits.argmax(-1), logits)
 
-    # -- EAGLE
-
-    def taps(self) -> tuple[int, ...]:
-        """Which inner layers the engine hands over, in ascending order, counted as
-        hidden_states[k].
-        """
-        nested = (self.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        top = self.config.get("eagle_aux_hidden_state_layer_ids")
-        default = (2, self.layers // 2, self.layers - 3)
-        if self.format == "eagle":
-            return default
-        if self.format == "sglang":
-            return tuple(k + 1 for k in nested) if nested else default
-        return tuple(sorted(top or nested or default))
-
     def _eagle(self, ids: Tensor, features: Features, count: int) -> Drafts:
-        three = any("hidden_norm" in name for name in self.tensors)
-        shape = self.config.get("transformer_layer_config", self.config)
-        get = self._layer()
-        flag = self.config.get
-        eps = float(shape["rms_norm_eps"])
-        if three:
-            hidden = self._fused(features(self.taps()).float().flatten(1), eps)
-        else:
-            hidden = features((self.layers,))[:, 0].float()
-        embed = self.tensors.get("embed_tokens.weight", self.embed)
-        tokens = ids[1:].tolist()
-        cos, sin = rotary(shape, len(tokens) + count)
-        out, logits = [], []
+        three, get = self.kind == "eagle3", self.tensors
+        feats = features(self.taps).float().flatten(1)
+        hidden = self._fused(feats) if three else feats
+        tokens, rows = ids[1:].tolist(), []
         for _ in range(count):
-            e = embed[torch.tensor(tokens)]
+            e = self.embed[torch.tensor(tokens)]
             if three:
-                normed = norm(hidden, get("hidden_norm.weight"), eps)
-                base = normed if self._residual_normed() else hidden
-                read = torch.cat([norm(e, get("input_layernorm.weight"), eps), normed], -1)
+                normed = self._norm(hidden, f"{LAYER}hidden_norm")
+                base = normed if self.norm_before_residual else hidden
+                read = torch.cat([self._norm(e, f"{LAYER}input_layernorm"), normed], -1)
             else:
-                base = torch.cat([e, hidden], -1) @ self.tensors["fc.weight"].T
-                if self.format != "vllm" and "fc.bias" in self.tensors:
-                    base = base + self.tensors["fc.bias"]
+                base = torch.cat([e, hidden], -1) @ get["fc.weight"].T + get.get("fc.bias", 0.0)
                 read = base
-            y = base + attention(read, get, shape, cos, sin)
-            z = norm(y, get("post_attention_layernorm.weight"), eps)
-            up = F.silu(z @ get("mlp.gate_proj.weight").T) * (z @ get("mlp.up_proj.weight").T)
-            y = (y + up @ get("mlp.down_proj.weight").T)[-1]
-            after = norm(y, self.tensors["norm.weight"], eps) if three else y
-            row = self._read(after, three)
-            out.append(int(row.argmax()))
-            logits.append(row)
-            handed = (after if three and flag("norm_output") else y)[None]
-            if "mask_hidden" in self.tensors:  # P-EAGLE: masks in place of what was drafted
-                handed = self._fused(self.tensors["mask_hidden"], eps)
-                tokens.append(flag("pard_token", flag("mask_token_id")))
-            else:
-                tokens.append(out[-1])
+            y = self._layer(LAYER, base, read, read, earlier(len(read), self.shape.window))[-1]
+            after = self._norm(y, "norm") if three else y
+            rows.append(self._logits(after))
+            handed = (after if self.norm_output else y)[None]
+            if "mask_hidden" in get:  # P-EAGLE: masks in place of what was drafted
+                handed = self._fused(get["mask_hidden"])
+            tokens.append(self.mask if "mask_hidden" in get else int(rows[-1].argmax()))
             hidden = torch.cat([hidden, handed])
-        return Drafts(torch.tensor(out), torch.stack(logits))
+        logits = torch.stack(rows)
+        return Drafts(logits.argmax(-1), logits)
 
-    def _fused(self, x: Tensor, eps: float) -> Tensor:
+    def _fused(self, x: Tensor) -> Tensor:
         """Features side by side [n, F D] -> [n, D]."""
-        if self.config.get("norm_before_fc"):
-            x = norm(x, self.tensors["input_norm.weight"], eps)
-        if self.config.get("fc_norm"):
-            parts = enumerate(x.chunk(len(self.taps()), -1))
-            x = torch.cat([norm(p, self.tensors[f"fc_norm.{i}.weight"], eps) for i, p in parts], -1)
+        if self.norm_before_fc:
+            x = self._norm(x, "input_norm")
+        if self.fc_norm:
+            parts = enumerate(x.chunk(len(self.taps), -1))
+            x = torch.cat([self._norm(part, f"fc_norm.{i}") for i, part in parts], -1)
         return x @ self.tensors["fc.weight"].T
 
-    def _layer(self) -> Callable[[str], Tensor]:
-        prefix = (
-            "midlayer."
-            if any(name.startswith("midlayer.") for name in self.tensors)
-            else "layers.0."
-        )
-        return lambda name: self.tensors[prefix + name]
+    def _block(self, ids: Tensor, features: Features, count: int) -> Drafts:
+        get, rows = self.tensors, self.block or count + self.before
+        feats = features(self.taps).float().flatten(1)
+        context = self._norm(feats @ get["fc.weight"].T, "hidden_norm")
+        x = torch.cat([self.embed[ids[-1:]], self.embed[torch.full((rows - 1,), self.mask)]])
+        hidden = torch.zeros(rows, len(context) + rows, dtype=torch.bool)
+        if self.causal:
+            hidden[:, len(context) :] = earlier(rows)
+        for number in range(self.shape.layers):
+            name = f"layers.{number}."
+            y = self._norm(x, f"{name}input_layernorm")
+            x = self._layer(name, x, y, torch.cat([context, y]), hidden)
+        near, far = (get.get(f"markov_w{i}.weight") for i in (1, 2))
+        last, tokens, logits = int(ids[-1]), [], []
+        for slot in self._norm(x, "norm")[self.before :][:count]:
+            row = self._logits(slot)
+            if near is not None and far is not None:
+                row = row + self._spread(far @ near[last], 0.0)
+            last = int(row.argmax())
+            tokens.append(last)
+            logits.append(row)
+        return Drafts(torch.tensor(tokens), torch.stack(logits))
 
-    def _residual_normed(self) -> bool:
-        """The speculators reader of vLLM takes true where the key is absent, the others false."""
-        return bool(self.config.get("norm_before_residual", self.format == "speculators"))
+    def _own(self, ids: Tensor, count: int) -> Drafts:
+        rows: list[Tensor] = []
+        for _ in range(count):
+            rows.append(self.logits(ids))
+            ids = torch.cat([ids, rows[-1].argmax()[None]])
+        return Drafts(ids[-count:], torch.stack(rows))
 
-    def _read(self, h: Tensor, three: bool) -> Tensor:
-        if not three:
-            return (self.lm_head @ h) * float(self.config.get("logit_scale", 1.0))
-        return self._spread(self.tensors.get("lm_head.weight", self.lm_head) @ h, -torch.inf)
+    def logits(self, ids: Tensor) -> Tensor:
+        """[V] behind ids [T], of a whole model."""
+        y, hidden = self.embed[ids], earlier(len(ids))
+        for number in range(self.shape.layers):
+            name = f"layers.{number}."
+            x = self._norm(y, f"{name}input_layernorm")
+            y = self._layer(name, y, x, x, hidden)
+        return self._logits(self._norm(y[-1], "norm"))
+
+    # -- parts of a layer
+
+    def _logits(self, h: Tensor) -> Tensor:
+        return self._spread((self.head @ h) * self.scale, -torch.inf)
+
+    def _spread(self, own: Tensor, rest: float) -> Tensor:
+        """Rows of the draft vocabulary at their target ids; `rest` elsewhere."""
+        if self.ids is None:
+            return own
+        out = torch.full((self.embed.shape[0], *own.shape[1:]), rest)
+        out[self.ids] = own
+        return out
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        """Root mean square norm over the last dimension."""
+        scale = torch.sqrt(x.square().mean(-1, keepdim=True) + self.shape.eps)
+        return x / scale * self.tensors[f"{name}.weight"]
+
+    def _layer(self, name: str, base: Tensor, read: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+        """One layer over base [R, D]. read: [R, ..], what queries come from, the last of keys
+        [T, ..]. hidden: [R, T] bool, keys that a row does not see."""
+        y = base + self._attention(name, read, keys, hidden)
+        z = self._norm(y, f"{name}post_attention_layernorm")
+        gate, up, down = (self.tensors[f"{name}mlp.{p}_proj.weight"].T for p in PARTS)
+        return y + (F.silu(z @ gate) * (z @ up)) @ down
+
+    def _attention(self, name: str, read: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+        shape, places = self.shape, torch.arange(len(keys))
+
+        def split(part: str, rows: Tensor, count: int) -> Tensor:
+            made = rows @ self.tensors[f"{name}self_attn.{part}_proj.weight"].T
+            made = made.view(len(rows), count, shape.size).transpose(0, 1)
+            own = f"{name}self_attn.{part}_norm"
+            return self._norm(made, own) if f"{own}.weight" in self.tensors else made
+
+        q = self.turn(split("q", read, shape.heads), places[len(keys) - len(read) :])
+        k, v = self.turn(split("k", keys, shape.groups), places), split("v", keys, shape.groups)
+        k, v = (t.repeat_interleave(shape.heads // shape.groups, 0) for t in (k, v))
+        score = (q @ k.mT / shape.size**0.5).masked_fill(hidden, -torch.inf)
+        mixed = (score.softmax(-1) @ v).transpose(0, 1).reshape(len(read), -1)
+        return mixed @ self.tensors[f"{name}self_attn.o_proj.weight"].T
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last dimension."""
-    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+PARTS = ("gate", "up", "down")
 
 
-def rotary(shape: dict[str, Any], length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [length, head size]; each frequency serves the two halves of a head."""
-    scaled = shape.get("rope_scaling")
-    size = int(shape["head_dim"])
-    if scaled:
-        from transformers import LlamaConfig
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        config = LlamaConfig(
-            **{k: v for k, v in shape.items() if k not in ("architectures", "model_type")}
-        )
-        frequency, factor = ROPE_INIT_FUNCTIONS[scaled["rope_type"]](config, torch.device("cpu"))
-    else:
-        frequency = float(shape["rope_theta"]) ** (-torch.arange(0, size, 2).float() / size)
-        factor = 1.0
-    angle = torch.arange(length).float()[:, None] * frequency
-    angle = torch.cat([angle, angle], -1)
-    return angle.cos() * factor, angle.sin() * factor
-
-
-def attention(
-    x: Tensor, get: Callable[[str], Tensor], shape: dict[str, Any], cos: Tensor, sin: Tensor
-) -> Tensor:
-    """Causal attention of one Llama layer over rows x [T, ..] at positions 0 .. T - 1."""
-    length, size = x.shape[0], int(shape["head_dim"])
-    heads, groups = int(shape["num_attention_heads"]), int(shape["num_key_value_heads"])
-
-    def split(name: str, count: int) -> Tensor:
-        return (
-            (x @ get(f"self_attn.{name}_proj.weight").T).view(length, count, size).transpose(0, 1)
-        )
-
-    def turn(y: Tensor) -> Tensor:
-        left, right = y.chunk(2, -1)
-        return y * cos[:length] + torch.cat([-right, left], -1) * sin[:length]
-
-    q, k, v = turn(split("q", heads)), turn(split("k", groups)), split("v", groups)
-    k, v = (t.repeat_interleave(heads // groups, 0) for t in (k, v))
-    score = q @ k.transpose(1, 2) / size**0.5
+def earlier(length: int, window: int = 0) -> Tensor:
+    """[T, T] bool: the keys that a causal row does not see."""
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-    if "sliding_attention" in (shape.get("layer_types") or ()):
-        hidden |= torch.ones_like(hidden).tril(-int(shape["sliding_window"]))
-    mixed = torch.softmax(score.masked_fill(hidden, -torch.inf), -1) @ v
-    return mixed.transpose(0, 1).reshape(length, heads * size) @ get("self_attn.o_proj.weight").T
+    return hidden | torch.ones_like(hidden).tril(-window) if window else hidden
+
+
+def rotary(frequency: Tensor, factor: float = 1.0, neighbours: bool = False) -> Turn:
+    """Positions by [S / 2] frequencies: each turns the two halves of a head, or (neighbours) two
+    numbers side by side."""
+
+    def turn(x: Tensor, places: Tensor) -> Tensor:
+        angle = places.float()[:, None] * frequency
+        cos, sin = angle.cos() * factor, angle.sin() * factor
+        a, b = (x[..., 0::2], x[..., 1::2]) if neighbours else x.chunk(2, -1)
+        parts = [a * cos - b * sin, a * sin + b * cos]
+        return torch.stack(parts, -1).flatten(-2) if neighbours else torch.cat(parts, -1)
+
+    return turn

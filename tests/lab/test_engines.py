@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from scripts.lab.serving import case as engine_case
+from scripts.serving import loaders
 from scripts.serving import probe as acceptance_probe
-from scripts.serving.reader import Exported
 from tests.helpers.interop import DEEP, MASK, deep_target, folder, random_head
 
 LIMIT, K = 12, 3
@@ -30,7 +30,7 @@ def simulated(target, path: Path, prompts: list[list[int]]) -> dict:
     one token more, count all of it, stop after the stop token or the limit. Written apart from
     our engine and our drafters."""
     embed, lm_head = target.model.get_input_embeddings().weight, target.lm_head_weight
-    served = Exported(path, "vllm", embed, lm_head, target.num_layers)
+    served = loaders.folder(path, "vllm", embed, lm_head, target.num_layers)
     answers, drafts, hits = [], 0, [0] * K
     for prompt in prompts:
         ids = list(prompt)

@@ -19,7 +19,7 @@ from heads.interop import gguf_write
 from heads.interop.gguf_read import read_gguf
 from scripts.export import main
 from scripts.serving import gguf_export
-from scripts.serving.gguf_reader import Served
+from scripts.serving.loaders import gguf as read
 from tests.helpers.interop import DEEP, deep_target, random_head
 
 FEW = ("max_new_tokens=4",)
@@ -164,7 +164,7 @@ def test_a_file_that_drafts_otherwise_never_appears(
 def test_the_target_itself(target, prompts, tmp_path: Path, dtype: str) -> None:
     out = tmp_path / "out"
     assert run(prompts, "drafter=none", f"out={out}", f"dtype={dtype}") == 0
-    served = Served(out / "target.gguf", torch.zeros(0))
+    served = read(out / "target.gguf", torch.zeros(0))
     ids = torch.tensor([5, 77, 200, 31])
     theirs = served.logits(ids)
     mine = target.model(ids[None]).logits[0, -1]

@@ -1,0 +1,225 @@
+"""What an engine makes of an exported file, for scripts/serving/reader.py: a folder of a Medusa or
+EAGLE head, a folder of a block head (DFlash, DSpark), a GGUF file. Written from the engines'
+loaders and from nothing of heads/ but the reader of GGUF's bytes.
+
+Each counts layers, takes flags and renames tensors as its engine does; what an engine ignores is
+ignored: Medusa biases without medusa_fc_bias, vLLM's fc.bias.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from heads.interop.gguf_read import read_gguf
+from scripts.serving.reader import LAYER, EngineFile, Kind, LayerDims, Turn, rotary
+
+# llama.cpp's names of tensors -> plain ones; the longer ones first
+NAMES = {
+    "output_norm": "norm",
+    "blk.": "layers.",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm_2": "hidden_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+KINDS: dict[str, Kind] = {"dflash": "block", "eagle3": "eagle3"}  # others are whole models
+
+
+def folder(path: Path, format: str, embed: Tensor, lm_head: Tensor, layers: int) -> EngineFile:
+    """An exported folder as `format`'s engine sees it. embed, lm_head: the target's [V, D];
+    layers: its layers."""
+    config: dict[str, Any] = json.loads((path / "config.json").read_text())
+    raw = {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
+    tensors = {k: v.float() if v.is_floating_point() else v for k, v in raw.items()}
+    embed, lm_head = embed.float().cpu(), lm_head.float().cpu()
+    if any(name.split(".")[0] == "blocks" or name[0].isdigit() for name in tensors):
+        return _medusa(config, tensors, embed, layers)
+    d2t = tensors.get("d2t")
+    ids = None if d2t is None else torch.arange(len(d2t)) + d2t
+    head = tensors.get("lm_head.weight", lm_head)
+    if "hidden_norm.weight" in tensors:
+        return _block(config, tensors, embed, head, ids)
+    tensors = {k.replace("midlayer.", LAYER): v for k, v in tensors.items()}
+    embed = tensors.get("embed_tokens.weight", embed)
+    shape = config.get("transformer_layer_config", config)
+    how: dict[str, Any] = {"shape": shape_of(shape), "turn": turn_of(shape)}
+    if not any("hidden_norm" in name for name in tensors):
+        if format == "vllm":
+            tensors.pop("fc.bias", None)
+        scale = float(config.get("logit_scale", 1.0))
+        return EngineFile("eagle1", tensors, embed, lm_head, taps=(layers,), scale=scale, **how)
+    return EngineFile(
+        "eagle3",
+        tensors,
+        embed,
+        head,
+        ids,
+        taps_of(config, format, layers),
+        norm_before_fc=bool(config.get("norm_before_fc")),
+        fc_norm=bool(config.get("fc_norm")),
+        norm_output=bool(config.get("norm_output")),
+        # the speculators reader of vLLM takes true where the key is absent, the others false
+        norm_before_residual=bool(config.get("norm_before_residual", format == "speculators")),
+        mask=config.get("pard_token", config.get("mask_token_id", -1)),
+        **how,
+    )
+
+
+def _medusa(
+    config: dict[str, Any], tensors: dict[str, Tensor], embed: Tensor, layers: int
+) -> EngineFile:
+    native = "lm_heads.0.weight" in tensors
+    biased = not native or bool(config.get("medusa_fc_bias"))
+    heads = config["num_heads" if native else "medusa_num_heads"]
+    blocks = config["num_hidden_layers" if native else "medusa_num_layers"]
+    stacks = []
+    for k in range(heads):
+        names = [
+            f"blocks.{k}.layers.{number}" if native else f"{k}.{number}.linear"
+            for number in range(blocks)
+        ]
+        stack = [(tensors[f"{n}.weight"], tensors[f"{n}.bias"] if biased else None) for n in names]
+        last = f"lm_heads.{k}.weight" if native else f"{k}.{blocks}.weight"
+        stacks.append((stack, tensors[last]))
+    return EngineFile("medusa", tensors, embed, embed, taps=(layers,), stacks=tuple(stacks))
+
+
+def taps_of(config: dict[str, Any], format: str, layers: int) -> tuple[int, ...]:
+    """Which inner layers the engine hands to EAGLE-3, in ascending order, counted as
+    hidden_states[k]."""
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    top = config.get("eagle_aux_hidden_state_layer_ids")
+    default = (2, layers // 2, layers - 3)
+    if format == "eagle":
+        return default
+    if format == "sglang":
+        return tuple(k + 1 for k in nested) if nested else default
+    return tuple(sorted(top or nested or default))
+
+
+def _block(
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    embed: Tensor,
+    head: Tensor,
+    ids: Tensor | None,
+) -> EngineFile:
+    """Whether the rows of a block see each other goes by the rules of vLLM's loaders."""
+    if config.get("speculators_model_type") is not None:
+        shape = config["transformer_layer_config"]
+        causal = not config.get("sliding_window_non_causal", False)
+        taps, mask = config["aux_hidden_state_layer_ids"], config["mask_token_id"]
+        first = config.get("sample_from_anchor", False)
+    else:
+        nested = config.get("dflash_config", {})
+        shape, given = config, {**config, **nested}
+        causal = config.get("is_causal", nested.get("causal", False))
+        taps, mask = [number + 1 for number in given["target_layer_ids"]], given["mask_token_id"]
+        first = config.get("sample_from_anchor", "DSpark" in config["architectures"][0])
+    return EngineFile(
+        "block",
+        {k.removeprefix("markov_head."): v for k, v in tensors.items()},
+        embed,
+        head,
+        ids,
+        tuple(taps),
+        shape_of(shape, int(shape["num_hidden_layers"])),
+        turn_of(shape),
+        mask=mask,
+        block=config["block_size"],
+        causal=causal,
+        before=int(not first),
+    )
+
+
+def shape_of(config: dict[str, Any], layers: int = 1) -> LayerDims:
+    """The shape of a transformers config's layers."""
+    sliding = "sliding_attention" in (config.get("layer_types") or ())
+    return LayerDims(
+        int(config["num_attention_heads"]),
+        int(config["num_key_value_heads"]),
+        int(config["head_dim"]),
+        float(config["rms_norm_eps"]),
+        layers,
+        int(config["sliding_window"]) if sliding else 0,
+    )
+
+
+def turn_of(config: dict[str, Any]) -> Turn:
+    """The rotary positions of a transformers config."""
+    scaled = config.get("rope_scaling")
+    if not scaled:
+        return rotary(frequencies(float(config["rope_theta"]), int(config["head_dim"])))
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    plain = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
+    made = ROPE_INIT_FUNCTIONS[scaled["rope_type"]](LlamaConfig(**plain), torch.device("cpu"))
+    return rotary(*made)
+
+
+def frequencies(base: float, size: int) -> Tensor:
+    """[S / 2] of rotary positions."""
+    return base ** (-torch.arange(0, size, 2).float() / size)
+
+
+def gguf(path: Path, embed: Tensor) -> EngineFile:
+    """A GGUF file as llama.cpp sees it: a `llama`, `eagle3` or `dflash` file. embed: the target's
+    [V, D], for files without one. Rotary positions of the first two turn neighbouring numbers,
+    those of the third the halves of a head, and d2t holds target ids."""
+    file = read_gguf(path)
+    arch = str(file.fields["general.architecture"])
+    lead = f"{arch}."
+    field = {k.removeprefix(lead): v for k, v in file.fields.items() if k.startswith(lead)}
+    inner = "hidden_norm" if arch == "dflash" else "input_norm"
+    tensors = {_plain(name, inner): value for name, value in file.tensors.items()}
+    embed = tensors.get("token_embd.weight", embed.detach().float().cpu())
+    size = int(field["attention.key_length"])
+    frequency = frequencies(float(field["rope.freq_base"]), size)
+    biased = "markov_w1.weight" in tensors
+    if arch != "dflash":
+        frequency = frequency / tensors.get("rope_freqs.weight", torch.ones(()))
+    return EngineFile(
+        KINDS.get(arch, "model"),
+        tensors,
+        embed,
+        tensors["output.weight"] if arch in KINDS else tensors.get("output.weight", embed),
+        tensors.get("d2t"),
+        tuple(int(k) for k in field.get("target_layers", ())),
+        LayerDims(
+            int(field["attention.head_count"]),
+            int(field["attention.head_count_kv"]),
+            size,
+            float(field["attention.layer_norm_rms_epsilon"]),
+            int(field["block_count"]),
+        ),
+        rotary(frequency, neighbours=arch != "dflash"),
+        norm_before_fc=bool(field.get("norm_before_fc")),
+        norm_before_residual=bool(field.get("norm_before_residual")),
+        mask=int(file.fields.get("tokenizer.ggml.mask_token_id", -1)),
+        causal=bool(field.get("attention.causal")),
+        before=int(not (biased and field.get("sample_from_anchor", True))),
+    )
+
+
+def _plain(name: str, inner: str) -> str:
+    """inner: what the norm of an encoder is."""
+    name = name.replace("enc.output_norm", inner)
+    for theirs, plain in NAMES.items():
+        name = name.replace(theirs, plain)
+    return name
