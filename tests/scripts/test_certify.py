@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conf.typed import faults
-from decode import verify as rules_of_verification
+from decode import residual, siblings, view
 from decode.cache import TreeCache
 from decode.drafters import Drafter, DraftModel, NoDraft
 from decode.engine import Generation, Request, generate
@@ -572,18 +572,22 @@ def test_exact_layer_looks_at_the_edges_of_float32(monkeypatch: pytest.MonkeyPat
     """A verifier in float32, to which 1e-300 is 0, goes on with what is not finite."""
     assert exact(0.2)["passed"] and exact(0.0)["edge_cases"] == 0
 
-    class Narrow:
-        float64 = torch.float32
+    whole = residual.level
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
+    def rounded(value: Any) -> Any:
+        return value.float().to(value.dtype) if value.is_floating_point() else value
 
-    monkeypatch.setattr(rules_of_verification, "torch", Narrow())
+    def narrow(siblings: Any, reach: Any, out: Any = None) -> Any:
+        found = whole(residual.Siblings(*map(rounded, siblings)), rounded(reach), out)
+        return residual.Level(*map(rounded, found))
+
+    monkeypatch.setattr(residual, "level", narrow)
     monkeypatch.setattr(Law, "refuse", lambda *_: None)
     layer = exact(0.2)
     assert layer["edge_max_error"] > 0.1 and not layer["passed"]
     # With a threshold that float32 knows only its rounding is left, at the edges too.
-    monkeypatch.setattr(rules_of_verification, "NOTHING", 1e-30)
+    for module in (residual, siblings, view):
+        monkeypatch.setattr(module, "NOTHING", 1e-30)
     layer = exact(0.2)
     assert 1e-12 < layer["max_error"] < 1e-6 and layer["edge_max_error"] < 1e-6
     assert not layer["passed"]
