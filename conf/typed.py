@@ -266,8 +266,16 @@ def _plain(raw: Any, key: str, problems: list[str]) -> Any:
 
 
 def wrong_kind(cfg: DictConfig, schema: type) -> bool:
-    """Whether a group's options are of a `kind` that the schema does not take."""
-    return any(line.startswith("kind: ") for line in convert(cfg, schema)[1])
+    """Whether a group's options are of a `kind` that the schema does not take. The rules of other
+    keys are not asked: some of them look a framework up."""
+    rule = typing.get_type_hints(schema, include_extras=True).get("kind")
+    if rule is None or "kind" not in cfg:
+        return "kind" in cfg
+    try:
+        _adapter(rule).validate_python(cfg["kind"])
+    except (ValidationError, OmegaConfBaseException):
+        return True
+    return False
 
 
 # What a value may be
