@@ -5,8 +5,6 @@ whose losslessness it is.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from conf.schema import compose
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.sampling import Sampling
-from heads import HEADS, load_head, resolve_drafter, save_head
+from heads import load_head, resolve_drafter, save_head
 from heads.checkpoint import read_card
 from heads.losses import LossWeights
 from heads.names import Draft
@@ -208,37 +206,6 @@ def test_targets_that_cannot_train_are_refused() -> None:
         fresh(tiny_target("float16"))
     with pytest.raises(UserError, match="head.tune.targets: "):
         fresh(tiny_target(), targets=["nowhere"])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_training_tunes_and_resumes_bitwise(tmp_path: Path, dtype: str) -> None:
-    data = chats(tmp_path / "data.jsonl")
-    more = [
-        *TUNE,
-        f"dtype={dtype}",
-        "eval.every=3",
-        "eval.prompts=1",
-        "eval.max_new_tokens=6",
-        "data.held_out=0.2",
-        "optim.lr=0.01",
-        "save_every=3",
-    ]
-
-    def run(out: Path) -> str:
-        cfg = compose("medusa", MedusaRun, [*overrides(data, out), *more])
-        fit(cfg, HEADS[cfg.head.kind])
-        return hashlib.sha256((out / "head/head.safetensors").read_bytes()).hexdigest()
-
-    whole, cut = run(tmp_path / "whole"), tmp_path / "cut"
-    run(cut)
-    shutil.rmtree(cut / "head")
-    shutil.rmtree(cut / "checkpoints/step-6")
-    assert run(cut) == whole
-    head = load_head(cut / "head", tiny_target(dtype))
-    assert (
-        any(v.any() for k, v in head.adapter.items() if k.endswith("lora_B"))
-        and head.calibration["positions"] > 0
-    )
 
 
 def test_the_loop_multiplies_the_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ every kind of head.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,14 @@ RUNS: dict[str, tuple[str, type, list[str]]] = {
     "dspark": ("block", BlockRun, ["head=dspark", "head.draft_vocab=0"]),
     "small_lm": ("draft", DraftRun, ["target.layers=2", "head.from_target_layers=1"]),
 }
-EVERY_KIND = [k if k == "eagle3" else pytest.param(k, marks=pytest.mark.slow) for k in RUNS]
+VARIANTS: dict[str, tuple[str, list[str]]] = {
+    **{kind: (kind, []) for kind in RUNS},
+    "hydra_heads with a prefix layer": ("hydra_heads", ["head.prefix_layers=1"]),
+    "medusa with a Markov bias": ("medusa", ["head.markov_rank=3"]),
+    "medusa2 in bfloat16": ("medusa2", ["dtype=bfloat16"]),
+    "small_lm with an embedding of its own": ("small_lm", ["head.embedding=own"]),
+    "small_lm as a LoRA": ("small_lm", ["head.lora.rank=2", "head.lora.dropout=0.3"]),
+}
 
 
 def test_every_kind_of_head_is_among_the_cases() -> None:
@@ -73,7 +81,8 @@ def test_a_card_gives_back_what_was_measured(kind: str) -> None:
         assert other.calibration == head.calibration and other.coverage == head.coverage
 
 
-def run(kind: str, data: Path, out: Path) -> Path:
+def run(variant: str, data: Path, out: Path) -> Path:
+    kind, own = VARIANTS[variant]
     name, schema, more = RUNS[kind]
     shared = overrides(
         data,
@@ -85,27 +94,41 @@ def run(kind: str, data: Path, out: Path) -> Path:
         "eval.max_new_tokens=4",
     )
     keys = [k for k in shared if name in ("medusa", "hydra_heads") or not k.startswith("head.")]
-    fit(compose(name, schema, [*keys, *more]), HEADS[kind])
+    fit(compose(name, schema, [*keys, *more, *own]), HEADS[kind])
     return out
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
-def test_a_run_killed_before_its_final_head_ends_as_if_it_was_not(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(v, marks=pytest.mark.slow) if v in RUNS and v != "eagle3" else v
+        for v in VARIANTS
+    ],
+)
+def test_a_run_that_was_cut_short_ends_with_the_same_bits(
+    tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed between the last checkpoint and head/. The last checkpoint holds the calibration
-    of the evaluation before, since a step is saved before it is evaluated.
+    """Killed between the last checkpoint and head/, then between the two checkpoints. The last
+    checkpoint holds the calibration of the evaluation before, since a step is saved before it is
+    evaluated.
     """
-    data = chats(tmp_path / "data.jsonl")
-    whole = run(kind, data, tmp_path / "whole")
+    data, parts = chats(tmp_path / "data.jsonl"), tmp_path / "parts"
+    whole = run(variant, data, tmp_path / "whole")
+
+    def check() -> None:
+        run(variant, data, parts)
+        for place in ("head", "checkpoints/step-2"):
+            cards = [json.loads((at / place / "head.json").read_text()) for at in (whole, parts)]
+            assert cards[0]["head"]["calibration"] and cards[0]["head"] == cards[1]["head"], place
+            assert cards[0]["weights"] == cards[1]["weights"], place
+        moments = "checkpoints/step-2/optimizer.safetensors"
+        assert (parts / moments).read_bytes() == (whole / moments).read_bytes()
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("train.loop.save_head", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        run(kind, data, tmp_path / "parts")
-    assert not (tmp_path / "parts/head").exists()
-    parts = run(kind, data, tmp_path / "parts")
-    for place in ("head", "checkpoints/step-2"):
-        cards = [
-            json.loads((folder / place / "head.json").read_text()) for folder in (whole, parts)
-        ]
-        assert cards[0]["head"]["calibration"] and cards[0]["head"] == cards[1]["head"], place
-        assert cards[0]["weights"] == cards[1]["weights"], place
+        run(variant, data, parts)
+    assert not (parts / "head").exists()
+    check()
+    shutil.rmtree(parts / "head")
+    shutil.rmtree(parts / "checkpoints/step-2")
+    check()

@@ -6,30 +6,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from conf.schema import compose
 from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.rng import Rng
 from decode.sampling import Sampling
-from heads import HEADS, load_head, vocab
+from heads import HEADS, vocab
 from heads.batch import Batch
 from heads.losses import LossWeights
 from heads.names import Draft
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig
-from tests.helpers.training import chats, overrides, random_batch, tiny_target
-from train.hydra_heads import HydraHeadsRun
-from train.loop import fit
-from train.medusa import MedusaRun
+from tests.helpers.training import random_batch, tiny_target
 
 CASES = {
     "one-block": HydraHeadsConfig(heads=3, blocks=1, draft_vocab=0),
@@ -249,32 +242,6 @@ def test_overfit_on_one_sample_is_accepted_nearly_whole(target, cfg, shape) -> N
         )
         at += 1
     assert sum(found) / len(found) > 2.8
-
-
-RUNS = {
-    "hydra_heads": (HydraHeadsRun, "hydra_heads", ["head.prefix_layers=1"]),
-    "markov": (MedusaRun, "medusa", ["head.markov_rank=4"]),
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_training_resumes_bitwise(tmp_path: Path, name: str) -> None:
-    schema, config, more = RUNS[name]
-    data = chats(tmp_path / "data.jsonl")
-    evals = ["eval.every=3", "eval.prompts=1", "eval.max_new_tokens=6", "data.held_out=0.2"]
-
-    def run(out: Path, *extra: str) -> str:
-        cfg = compose(config, schema, [*overrides(data, out), *evals, *more, *extra])
-        fit(cfg, HEADS[cfg.head.kind])
-        return hashlib.sha256((out / "head/head.safetensors").read_bytes()).hexdigest()
-
-    whole = run(tmp_path / "whole", "save_every=3")
-    cut = tmp_path / "cut"
-    run(cut, "save_every=3")
-    shutil.rmtree(cut / "head")
-    shutil.rmtree(cut / "checkpoints/step-6")
-    assert run(cut, "save_every=3") == whole
-    assert load_head(cut / "head", tiny_target()).calibration["positions"] > 0
 
 
 @each

@@ -4,7 +4,6 @@ chains and trees.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conf.errors import Interrupted, UserError
+from conf.errors import UserError
 from conf.schema import compose
 from decode.drafters import DraftModel, NoDraft
 from decode.engine import Request, generate
@@ -30,8 +29,7 @@ from heads.small_lm.cut import chosen_layers, cut
 from heads.small_lm.head import SmallLM
 from tests.helpers.archs import build
 from tests.helpers.decoding import texts
-from tests.helpers.training import chats, overrides, random_batch, sigterm_at_update, tiny_target
-from train import state as disk
+from tests.helpers.training import chats, overrides, random_batch, tiny_target
 from train.config import DraftRun
 from train.loop import fit
 
@@ -85,29 +83,6 @@ def test_the_finished_head_is_an_ordinary_model_and_an_assistant(
     for spec in (f"{out}@chain", f"{out}@tree"):
         found = generate(target, resolve_drafter(spec, target), asked(), Sampling(), batch_size=2)
         assert found.generations[0].token_ids == want, spec
-
-
-@pytest.mark.parametrize(
-    "more", [["head.embedding=own"], ["head.lora.rank=2", "head.lora.dropout=0.3"]]
-)
-def test_resume_is_bitwise_exact(
-    tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def digest(folder: Path, name: str) -> str:
-        return hashlib.sha256((folder / name).read_bytes()).hexdigest()
-
-    more = ["head.from_target_layers=1", *more]
-    whole = run(tmp_path, tmp_path / "whole", *more)
-    sigterm_at_update(monkeypatch, 2)
-    with pytest.raises(Interrupted):
-        run(tmp_path, tmp_path / "parts", *more)
-    parts = run(tmp_path, tmp_path / "parts", *more)
-    assert digest(parts / "head", "model.safetensors") == digest(
-        whole / "head", "model.safetensors"
-    )
-    last = [disk.checkpoints(f)[0] for f in (parts, whole)]
-    for name in ("head.safetensors", "optimizer.safetensors"):
-        assert digest(last[0], name) == digest(last[1], name)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "gemma2", "cohere"])
