@@ -56,13 +56,13 @@ def _filled(text: str) -> Iterator[str]:
 def resumable() -> Iterator[None]:
     """Ctrl-C and SIGTERM in here end the work at once and say that the same command goes on; also
     a decorator. Outside the main thread SIGTERM stays what it was."""
-    owner, asked = os.getpid(), list[int]()
+    owner, requested = os.getpid(), list[int]()
 
     def stop(number: int, frame: object) -> None:
         if os.getpid() != owner:  # a forked child, whose end is nobody's news
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        asked.append(number)
+        requested.append(number)
         raise KeyboardInterrupt
 
     here = threading.current_thread() is threading.main_thread()
@@ -70,7 +70,7 @@ def resumable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(code=75 if asked else 130) from None
+        raise Interrupted(code=75 if requested else 130) from None
     finally:
         if here:
             signal.signal(signal.SIGTERM, before)

@@ -48,9 +48,9 @@ class Packaged:
 
     def wrong(self, why: str) -> UserError:
         """What to tell about a package that is no good."""
-        told = plain(why, 4 * LONGEST)
+        message = plain(why, 4 * LONGEST)
         return UserError(
-            f"head={plain(self.kind)}: package {self.package} {told}; mend or uninstall it"
+            f"head={plain(self.kind)}: package {self.package} {message}; mend or uninstall it"
         )
 
     def conf(self) -> Path | None:

@@ -189,7 +189,7 @@ def _read(data: Any, schema: type, problems: list[str], prefix: str = "") -> Any
     try:
         return _validator(schema).validate_python(data)
     except ValidationError as error:
-        problems += _told(error.errors(include_url=False), schema, prefix)
+        problems += _summary(error.errors(include_url=False), schema, prefix)
         return INVALID
 
 
@@ -349,7 +349,7 @@ WORDS = {
 WRONG_TYPE = ("_type", "finite_number")
 
 
-def _told(errors: list[ErrorDetails], schema: type, prefix: str) -> list[str]:
+def _summary(errors: list[ErrorDetails], schema: type, prefix: str) -> list[str]:
     """pydantic's errors as "key: value; rule; fix"."""
     found = {".".join(map(str, error["loc"])): error for error in errors}
     # The other keys of a group of another kind are no mistakes: they belong to another schema.

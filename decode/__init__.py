@@ -1,19 +1,19 @@
 """Decoding: one loop for every drafter, every batch size and plain decoding, and the rules that
-leave the target's law as it is.
+leave the target's distribution as it is.
 
 The contract: a drafter (drafters.py) sees committed tokens and the features that predicted
 them, and proposes a DraftTree (tree.py) that states what every node was drawn from; nothing
 else of it counts. The target scores the tree in one pass, a rule of verify.py picks a path and
-one token more, and those are committed. So a broken drafter costs speed, never the law. Random
-numbers are addressed by (seed, request, cycle, node, purpose): no row depends on its
+one token more, and those are committed. So a broken drafter costs speed, never the distribution.
+Random numbers are addressed by (seed, request, cycle, node, purpose): no row depends on its
 neighbours. What a drafter decides must follow from earlier cycles alone.
 
 Read in this order: verify.py (the rule) and residual.py (its arithmetic), engine.py (the cycle),
-tree.py and grow.py (drafts), sampling.py (laws), scorer.py and cache.py (the pass); siblings.py
-and frontier.py say what the rule reads of a tree, and when. A drafter that knows logits level by
-level implements grow.Source and has chains, static and dynamic trees; one that works otherwise
-implements drafters.Drafter. A model that cannot be scored is refused by probe.py, which asks
-the model, not a table of names.
+tree.py and grow.py (drafts), sampling.py (distributions), scorer.py and cache.py (the pass);
+siblings.py and frontier.py say what the rule reads of a tree, and when. A drafter that knows logits
+level by level implements grow.LevelSource and has chains, static and dynamic trees; one that works
+otherwise implements drafters.Drafter. A model that cannot be scored is refused by probe.py, which
+asks the model, not a table of names.
 
 Not to be changed without the enumerator (scripts/lab/prove.py, tests/decode/test_verify*.py) and
 the golden tokens (tests/golden): verify.py, residual.py, siblings.py, sampling.py, rng.py, grow.py,

@@ -88,8 +88,10 @@ def _capped(
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
-    law = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    return nn.functional.dropout(law, dropout) @ value
+    distribution = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
+        value.dtype
+    )
+    return nn.functional.dropout(distribution, dropout) @ value
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, tree_attention)

@@ -38,10 +38,10 @@ class DraftModel:
     """Chain or tree over `draft`, which must share the target's tokenizer
     (decode.models.tokenizers).
 
-    T = 0: its most probable tokens. T > 0: a chain or a static tree sampled from its own law
-    under the target's settings, so that a step of a chain is accepted with probability 1 - TV;
-    the dynamic tree's candidates are deterministic. A row that has outgrown the draft's span
-    is decoded plainly.
+    T = 0: its most probable tokens. T > 0: a chain or a static tree sampled from its own
+    distribution under the target's settings, so that a step of a chain is accepted with probability
+    1 - TV; the dynamic tree's candidates are deterministic. A row that has outgrown the draft's
+    span is decoded plainly.
     """
 
     taps: tuple[int, ...] = ()
@@ -178,19 +178,19 @@ class DraftModel:
         self.state = self.state[rows]
         self.blind = [self.blind[r] for r in rows]
 
-    # -- growing (decode.grow.Source)
+    # -- growing (decode.grow.LevelSource)
 
     def draft_ids(self) -> Tensor | None:
-        """See decode.grow.Source."""
+        """See decode.grow.LevelSource."""
         return self._ids
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.Source."""
+        """See decode.grow.LevelSource."""
         self.levels_read: list[int] = []  # the level of every token read in this cycle
         return self.logits(self.state[:, None])
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.Source; a token's own pass sees what is above it."""
+        """See decode.grow.LevelSource; a token's own pass sees what is above it."""
         return self.logits(self._extend(nodes.tokens, nodes.seen, nodes.level))
 
     def logits(self, state: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 and a separate model (decode/draft_model.py). Trained heads stand in heads/.
 
 A drafter sees committed tokens and the target features that predicted them, and proposes a
-DraftTree. Whatever a drafter does, the output law is the target's: a broken one only lowers
-acceptance, so acceptance has tests of its own.
+DraftTree. Whatever a drafter does, the output distribution is the target's: a broken one only
+lowers acceptance, so acceptance has tests of its own.
 
 Shape letters: B live rows, n tokens per row, K taps, D hidden size.
 """

@@ -24,9 +24,9 @@ from decode import waits
 from decode.cache import TreeCache
 from decode.drafters import Drafter
 from decode.fits import longest_answer
-from decode.records import Cycle, Generation, Request, Run
+from decode.records import Cycle, DecodedRun, Generation, Request
 from decode.rng import Coins, Rng
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.scorer import Step
 from decode.target import Target
 from decode.timing import Timing, timed
@@ -37,19 +37,19 @@ from decode.verify import verify as run_verify
 __all__ = [
     "CoinSource",
     "Cycle",
+    "DecodedRun",
     "Engine",
     "Generation",
     "OnTokens",
     "Request",
     "Rule",
-    "Run",
     "Timing",
     "generate",
 ]
 
 
 OnTokens = Callable[[int, list[int], list[bool]], None]
-Rule = Callable[[DraftTree, Law, Coins], Verdict]
+Rule = Callable[[DraftTree, Distribution, Coins], Verdict]
 CoinSource = Callable[[int, Tensor, Tensor], Rng]
 Clock = Callable[[], float]
 
@@ -88,7 +88,7 @@ class Engine:
     and the whole slower.
 
     Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary,
-    and, while it runs, for logits without a law.
+    and, while it runs, for logits without a distribution.
     """
 
     target: Target
@@ -109,7 +109,7 @@ class Engine:
         rule = self.verify
         self.rule: Rule = rule if callable(rule) else functools.partial(run_verify, rule=rule)
         self.eos = frozenset(self.target.eos_ids if self.eos_ids is None else self.eos_ids)
-        self.timing, self.law_rows = Timing(), 0
+        self.timing, self.probs_rows = Timing(), 0
         room = self.target.context_length, self.target.vocab_size
         self.all = [
             _Row(i, r, Generation(list(r.prompt)), longest_answer(r, i, *room))
@@ -119,7 +119,7 @@ class Engine:
         self.rows: list[_Row] = []
 
     @torch.inference_mode()
-    def run(self) -> Run:
+    def run(self) -> DecodedRun:
         """Decode them all."""
         self.target.pack_weights()  # once, so no part of a run's time
         start = self.clock()
@@ -138,7 +138,7 @@ class Engine:
                 if self.rows:
                     self._cycle(cache)
         self.timing.total_s = self.clock() - start
-        return Run([row.out for row in self.all], self.timing, self.law_rows)
+        return DecodedRun([row.out for row in self.all], self.timing, self.probs_rows)
 
     def _admit(self, cache: TreeCache) -> None:
         """Prefill waiting requests into free rows and draw their next token.
@@ -161,10 +161,12 @@ class Engine:
             if self.guidance is not None:
                 uncond = self._tensors([*row.uncond, *row.out.token_ids] for row in new)
             step = self.target.prefill(cache, prompts, self.drafter.taps, uncond)
-            law = self._law(step.logits, DraftTree.empty(count, self.target.device), new)
-            verdict = self.rule(law.tree, law, self._rng(new))
-            law.check()
-            self.law_rows += law.computed
+            distribution = self._distribution(
+                step.logits, DraftTree.empty(count, self.target.device), new
+            )
+            verdict = self.rule(distribution.tree, distribution, self._rng(new))
+            distribution.check()
+            self.probs_rows += distribution.computed
             first = verdict.bonus.tolist()
             old = len(self.rows)
             self.rows += new
@@ -244,20 +246,20 @@ class Engine:
     @timed("verify")
     def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> Seen:
         """What the target takes of the draft, in the one round trip of a cycle. Raises what
-        `tree.validate` and `law.check` do: nothing is committed yet."""
+        `tree.validate` and `distribution.check` do: nothing is committed yet."""
         with self.part("distribution"):
-            law = self._law(step.logits, tree, self.rows)
-        verdict = self.rule(tree, law, rng)
-        self.timing.distribution_s += law.seconds
-        self.law_rows += law.computed
+            distribution = self._distribution(step.logits, tree, self.rows)
+        verdict = self.rule(tree, distribution, rng)
+        self.timing.distribution_s += distribution.seconds
+        self.probs_rows += distribution.computed
         with self.part("distribution"):
-            doubtful = law.doubtful()
+            doubtful = distribution.doubtful()
             if not waits.free(tree.tokens):
                 doubtful = doubtful | tree.doubtful(self.target.vocab_size)
             seen = verdict.to_host(tree, doubtful)
         if seen.doubtful:
             tree.validate(self.target.vocab_size, self.drafter.max_nodes)
-            law.check()
+            distribution.check()
         return seen
 
     @timed("commit")
@@ -331,20 +333,20 @@ class Engine:
             rng.reserve(self.drafter.max_nodes)
         return rng
 
-    def _law(self, logits: Tensor, tree: DraftTree, rows: list[_Row]) -> Law:
+    def _distribution(self, logits: Tensor, tree: DraftTree, rows: list[_Row]) -> Distribution:
         if not self.sampling.uses_history:
-            return Law(self.sampling, logits, tree, clock=self.clock)
+            return Distribution(self.sampling, logits, tree, clock=self.clock)
         ids = [[*row.request.prompt, *row.out.token_ids] for row in rows]
         longest = max(map(len, ids))
         history = torch.tensor([i + [0] * (longest - len(i)) for i in ids], device=logits.device)
         lengths = torch.tensor([len(i) for i in ids], device=logits.device)
-        return Law(self.sampling, logits, tree, history, lengths, self.clock)
+        return Distribution(self.sampling, logits, tree, history, lengths, self.clock)
 
 
-def _run_of(engine: Callable[P, Engine]) -> Callable[P, Run]:
+def _run_of(engine: Callable[P, Engine]) -> Callable[P, DecodedRun]:
     """A function that takes what `engine` takes: its options stand in one place."""
 
-    def generate(*args: P.args, **kwargs: P.kwargs) -> Run:
+    def generate(*args: P.args, **kwargs: P.kwargs) -> DecodedRun:
         """Decode every request: the run of an `Engine`, whose arguments it takes. Raises UserError
         as it does."""
         return engine(*args, **kwargs).run()

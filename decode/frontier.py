@@ -19,14 +19,14 @@ from decode import waits
 from decode.layout import Inner
 from decode.residual import first_ratio
 from decode.rng import Coins
-from decode.sampling import Law, Support
+from decode.sampling import Distribution, Support
 from decode.siblings import Family, read
 from decode.tree import DraftTree
 
 
 class Judged(NamedTuple):
     """A family, what is left of its distributions [.., S] and the chance [..] that its slots remain
-    (residual.Level)."""
+    (residual.LevelVerdict)."""
 
     family: Family
     residual: Tensor
@@ -38,7 +38,7 @@ class LevelByLevel:
     """Where asking is free: only what can be reached, and loops end as soon as nothing is."""
 
     tree: DraftTree
-    law: Law
+    distribution: Distribution
 
     def batches(self, missing: Callable[[], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows and slots [R] to read one after the other: the roots, then what is `missing` [B, N +
@@ -60,7 +60,7 @@ class LevelByLevel:
         present = torch.arange(n + 1, device=reach.device) <= tree.size[:, None]
         for level in range(tree.layout.levels):
             here = (level_of == level) & present & (reach[:, : n + 1] > 0)
-            family = parents(tree, self.law, *here.nonzero(as_tuple=True))
+            family = parents(tree, self.distribution, *here.nonzero(as_tuple=True))
             if family is None:
                 return
             yield family, None
@@ -82,17 +82,17 @@ class LevelByLevel:
                 leaf[rows] = False
         rows = leaf.nonzero()[:, 0]
         if rows.numel():
-            support = self.law.at(rows, end[rows])
+            support = self.distribution.at(rows, end[rows])
             bonus[rows] = support.token(rng.draw(support.probs, rows, end[rows] - 1))
         return bonus
 
 
 @dataclass
-class AtOnce:
+class AllAtOnce:
     """Where asking would wait for the device: every slot. See LevelByLevel."""
 
     tree: DraftTree
-    law: Law
+    distribution: Distribution
     _family: Family | None = None  # all that was read, and what is left of it
     _memory: Tensor | None = None
 
@@ -130,7 +130,7 @@ class AtOnce:
         slots, kids = inner.slots.expand(count, -1), inner.kids.expand(count, -1, -1)
         rows = torch.arange(count, device=slots.device)[:, None].expand_as(slots)
         valid = (kids >= 0) & (kids < tree.size[:, None, None])
-        return read(tree, self.law, rows, slots, kids, valid)
+        return read(tree, self.distribution, rows, slots, kids, valid)
 
     def whole(self, judged: list[Judged]) -> list[Judged]:
         """The runs as the one family that was read."""
@@ -143,7 +143,7 @@ class AtOnce:
         """As LevelByLevel.bonus: what is left and the distribution of a leaf are laid side by side,
         and every row draws from one."""
         every = torch.arange(len(end), device=end.device)
-        leaf = self.law.at(every, end)
+        leaf = self.distribution.at(every, end)
         if not judged:
             return leaf.token(rng.draw(leaf.probs, every, end - 1))
         ((family, residual, _),) = judged
@@ -161,7 +161,9 @@ class AtOnce:
         return support.token(rng.draw(support.probs, every, end - 1))
 
 
-def parents(tree: DraftTree, law: Law, rows: Tensor, slots: Tensor) -> Family | None:
+def parents(
+    tree: DraftTree, distribution: Distribution, rows: Tensor, slots: Tensor
+) -> Family | None:
     """Those of the slots [R] of `rows` [R] that have children; None where none has."""
     table = tree.layout.children
     kids = table[rows, slots] if table.shape[0] > 1 else table[0, slots]
@@ -172,4 +174,4 @@ def parents(tree: DraftTree, law: Law, rows: Tensor, slots: Tensor) -> Family | 
     if not rows.numel():
         return None
     ranks = int(valid.any(0).sum()) if waits.free(valid) else valid.shape[1]
-    return read(tree, law, rows, slots, kids[:, :ranks], valid[:, :ranks])
+    return read(tree, distribution, rows, slots, kids[:, :ranks], valid[:, :ranks])

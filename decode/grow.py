@@ -1,9 +1,9 @@
 """Drawing a draft, level by level: the one loop behind every chain and every static tree, and
-the dynamic tree (EAGLE-2). What is known of the next token is the drafter's own (`Source`).
+the dynamic tree (EAGLE-2). What is known of the next token is the drafter's own (`LevelSource`).
 
-Where T > 0 a chain's tokens are drawn from the drafter's own law under the target's settings,
-and so are those of a tree, siblings one after the other without replacement. Else the most
-probable tokens are taken, each a point mass. Which nodes exist does not depend on what was
+Where T > 0 a chain's tokens are drawn from the drafter's own distribution under the target's
+settings, and so are those of a tree, siblings one after the other without replacement. Else the
+most probable tokens are taken, each a point mass. Which nodes exist does not depend on what was
 drawn; where growing has a price (decode.price), on nothing that was drawn later.
 
 Shape letters: B live rows, P parents, Vd draft vocabulary, W width of a level, N nodes, M
@@ -24,7 +24,7 @@ from decode import waits
 from decode.price import FREE, Draws, Growth, Price, pruned
 from decode.rng import Rng
 from decode.sampling import Sampling
-from decode.tree import DraftTree, Layout, Proposal, TreeShape
+from decode.tree import DraftTree, Proposal, TreeLayout, TreeShape
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Nodes:
         return values[rows[:, None], self.above]
 
 
-class Source(Protocol):
+class LevelSource(Protocol):
     """What a drafter knows of the next token."""
 
     @property
@@ -111,7 +111,9 @@ class Source(Protocol):
         ...
 
 
-def draft(source: Source, form: Form, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+def draft(
+    source: LevelSource, form: Form, budget: Tensor, sampling: Sampling, rng: Rng
+) -> DraftTree:
     """A draft of `form` for every row, at most budget [B] levels deep (on the host)."""
     levels = min(form.depth, int(budget.max())) if budget.numel() else 0
     drawn = not sampling.greedy and (form.drawn or form.shape == "chain")
@@ -119,18 +121,18 @@ def draft(source: Source, form: Form, budget: Tensor, sampling: Sampling, rng: R
         return DraftTree.empty(budget.numel(), source.device, drawn and form.static is not None)
     if form.static is None or (form.width and not drawn):
         return dynamic(source, levels, budget, form.width, form.nodes, form.price)
-    shape, law = form.static.cut(levels), sampling if drawn else None
+    shape, drawing = form.static.cut(levels), sampling if drawn else None
     if form.price.nothing:
-        return static(source, shape, budget, law, rng)
+        return static(source, shape, budget, drawing, rng)
     is_chain = len(form.static) == form.static.depth
     growth = Growth(form.price, source, shape, budget, rng, is_chain)
-    tree = static(source, shape, budget, law, growth, growth)
+    tree = static(source, shape, budget, drawing, growth, growth)
     tree = replace(tree, score=growth.chance[:, : tree.width])
     return pruned(tree, growth.there[:, : tree.width])
 
 
 def static(
-    source: Source,
+    source: LevelSource,
     shape: TreeShape,
     budget: Tensor,
     sampling: Sampling | None,
@@ -138,8 +140,8 @@ def static(
     growth: Growth | None = None,
 ) -> DraftTree:
     """Chains and static trees. sampling: what is drawn under, None: nothing is, the children
-    of a node are its most probable tokens. Where a law has run out of tokens the next best one
-    stands in as a deterministic candidate. growth: asked before every level."""
+    of a node are its most probable tokens. Where a distribution has run out of tokens the next best
+    one stands in as a deterministic candidate. growth: asked before every level."""
     ids = source.draft_ids()
     count, device = budget.shape[0], source.device
     known = None
@@ -147,7 +149,7 @@ def static(
         known = at_once(shape.depth)
     tokens = torch.empty(count, len(shape), dtype=torch.int64, device=device)
     stand_ins: list[tuple[Tensor, Tensor]] = []
-    laws: list[Tensor] = []
+    all_probs: list[Tensor] = []
     levels = tables.levels_of(shape, device) if known is None else (tables.merged(shape, device),)
     for level in levels:
         if growth and not growth.enter(level):
@@ -167,15 +169,15 @@ def static(
             if growth:
                 growth.point(logits, place, level.number)
         else:
-            laws.append(sampling.draft_law(logits.flatten(0, 1)).view(logits.shape))
-            each = [laws[-1], logits]
-            if level.law is not None:
-                each = [t[:, level.law] for t in each]
-            law, logits = (t.expand(-1, len(level.kids), -1) for t in each)
+            all_probs.append(sampling.draft_probs(logits.flatten(0, 1)).view(logits.shape))
+            each = [all_probs[-1], logits]
+            if level.distribution is not None:
+                each = [t[:, level.distribution] for t in each]
+            probs, logits = (t.expand(-1, len(level.kids), -1) for t in each)
             if level.width == 1:
-                place = _drawn(law, level.kids, rng)
+                place = _drawn(probs, level.kids, rng)
             else:
-                nodes, place, fresh = siblings(law, logits, level.kids, rng)
+                nodes, place, fresh = siblings(probs, logits, level.kids, rng)
                 stand_ins.append((nodes, fresh))
         tokens[:, nodes] = place if ids is None else ids[place]
     tokens = tokens[:, : len(shape)]
@@ -184,9 +186,9 @@ def static(
     drawn = torch.ones_like(tokens, dtype=torch.bool)
     for nodes, fresh in stand_ins:
         drawn[:, nodes] = fresh
-    law = laws[0] if len(laws) == 1 else torch.cat(laws, 1)
-    row = tables.law_rows(shape, device)[int(law.shape[1] > shape.depth)].expand(count, -1)
-    return DraftTree.static(shape, tokens, shape.size_at(budget), drawn, Proposal(law, row, ids))
+    probs = all_probs[0] if len(all_probs) == 1 else torch.cat(all_probs, 1)
+    row = tables.probs_rows(shape, device)[int(probs.shape[1] > shape.depth)].expand(count, -1)
+    return DraftTree.static(shape, tokens, shape.size_at(budget), drawn, Proposal(probs, row, ids))
 
 
 def _best(logits: Tensor, level: tables.Level) -> Tensor:
@@ -197,15 +199,15 @@ def _best(logits: Tensor, level: tables.Level) -> Tensor:
     return best[:, level.parent, level.rank]
 
 
-def _drawn(law: Tensor, kids: Sequence[Sequence[int]], rng: Draws) -> Tensor:
-    """[B, P] places drawn for parents with one child each: law [B, P, Vd]."""
-    count, parents, width = law.shape
-    _, ((row, number),) = tables.turns_of(tuple(map(tuple, kids)), count, law.device)
-    return rng.draft(law.reshape(-1, width), row, number).view(count, parents)
+def _drawn(probs: Tensor, kids: Sequence[Sequence[int]], rng: Draws) -> Tensor:
+    """[B, P] places drawn for parents with one child each: distribution [B, P, Vd]."""
+    count, parents, width = probs.shape
+    _, ((row, number),) = tables.turns_of(tuple(map(tuple, kids)), count, probs.device)
+    return rng.draft(probs.reshape(-1, width), row, number).view(count, parents)
 
 
 def dynamic(
-    source: Source, levels: int, budget: Tensor, width: int, nodes: int, price: Price = FREE
+    source: LevelSource, levels: int, budget: Tensor, width: int, nodes: int, price: Price = FREE
 ) -> DraftTree:
     """EAGLE-2 (Li et al. 2406.16858): expand the `width` best nodes of every level by
     cumulative log-probability, then keep the `nodes` best candidates of all levels. Candidates
@@ -275,27 +277,27 @@ def rerank(
     where.scatter_(1, torch.where(used, chosen, total), node.expand(count, nodes))
     above = origin.gather(1, chosen)
     parents = torch.where(used & (above >= 0), where.gather(1, above.clamp(min=0)), -1)
-    layout = Layout.of(parents, torch.where(used, level[chosen], 0), levels)
+    layout = TreeLayout.of(parents, torch.where(used, level[chosen], 0), levels)
     return DraftTree(
         token.gather(1, chosen), parents, size, static_layout=layout, score=score.gather(1, chosen)
     )
 
 
 def siblings(
-    law: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Draws
+    probs: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Draws
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw the children of P parents, the elder ones of all parents first, without replacement
     among siblings.
 
-    law, logits: [B, P, Vd] of the parents' children. kids: for each parent the numbers of its
-    children in draw order, which address the random numbers. Returns the numbers of all
+    distribution, logits: [B, P, Vd] of the parents' children. kids: for each parent the numbers of
+    its children in draw order, which address the random numbers. Returns the numbers of all
     children [K] int64, their places in the draft vocabulary [B, K] int64 and [B, K] bool, false
-    where the law had no token left and the best remaining logit was taken.
+    where the distribution had no token left and the best remaining logit was taken.
     """
-    count, width = law.shape[0], law.shape[2]
+    count, width = probs.shape[0], probs.shape[2]
     kids = tuple(map(tuple, kids))
-    order, turns = tables.turns_of(kids, count, law.device)
-    left = law[:, order]  # a copy
+    order, turns = tables.turns_of(kids, count, probs.device)
+    left = probs[:, order]  # a copy
     places: list[Tensor] = []
     masses: list[Tensor] = []
     for row, number in turns:
@@ -305,14 +307,14 @@ def siblings(
         masses.append(some.gather(2, place))
         if len(places) < len(turns):
             some.scatter_(2, place, 0.0)
-    # A law without mass gives some place without. One of NaN counts as drawn from, wherever its
-    # NaN stands: then the tree is refused.
+    # A distribution without mass gives some place without. One of NaN counts as drawn from,
+    # wherever its NaN stands: then the tree is refused.
     there = ~(torch.cat(masses, 1) <= 0)
-    if not waits.free(law) or not bool(there.all()):
-        there[:, : len(kids)] |= law.sum(2, keepdim=True).isnan()[:, order]
+    if not waits.free(probs) or not bool(there.all()):
+        there[:, : len(kids)] |= probs.sum(2, keepdim=True).isnan()[:, order]
         sizes = [place.shape[1] for place in places]
         _stand_in(places, there.split(sizes, 1), logits[:, order].float())
-    return tables.nodes_of(kids, law.device), torch.cat(places, 1)[..., 0], there[..., 0]
+    return tables.nodes_of(kids, probs.device), torch.cat(places, 1)[..., 0], there[..., 0]
 
 
 def _stand_in(places: list[Tensor], there: Sequence[Tensor], spare: Tensor) -> None:

@@ -1,5 +1,5 @@
 """The slots of a draft tree that have children, of all levels in one table: how verification goes
-on where it may not ask the device which they are (frontier.AtOnce).
+on where it may not ask the device which they are (frontier.AllAtOnce).
 
 Shape letters: as in decode/layout.py; I slots with children.
 """

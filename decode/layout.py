@@ -18,7 +18,7 @@ from decode.inner import Inner, Room
 
 
 @dataclass(frozen=True)
-class Layout:
+class TreeLayout:
     """What follows from the parents alone. Leading dimension B, or 1 where all rows share one
     static shape.
 
@@ -89,12 +89,12 @@ class Layout:
         levels: int = 0,
         most: int | None = None,
         room: Room | None = None,
-    ) -> Layout:
+    ) -> TreeLayout:
         """Derive the layout of `parents` [B, N] int64 (already validated: parents[b, i] < i).
 
         depth: [B, N], and how many `levels` there are at most, where they are known; else two
         host round trips on an accelerator (levels, width), which static trees pay once. most:
-        children of one slot, at most, where that is known. room: see Layout."""
+        children of one slot, at most, where that is known. room: see TreeLayout."""
         rows, n = parents.shape
         slot = torch.arange(n + 1, device=parents.device)
         ask = depth is None
@@ -119,4 +119,4 @@ class Layout:
         children = parents.new_full((rows, n + 1, width + 1), -1)
         batch = torch.arange(rows, device=parents.device)[:, None].expand(rows, n)
         children[batch, parents + 1, rank.clamp(max=width)] = slot[:n].expand(rows, n)
-        return Layout(parents, depth, mask, children[..., :width], rank, levels, room)
+        return TreeLayout(parents, depth, mask, children[..., :width], rank, levels, room)

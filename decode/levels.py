@@ -23,8 +23,9 @@ class Level:
 
     nodes, number: theirs, [n]. width: most children of one. kids: the children of each parent
     in draw order. parent, rank: [n] int64 place of a node's parent among the parents, and its
-    own among its siblings. parents: [P] their node numbers. above, seen: as in `Nodes`. law: [P]
-    which of the laws that are given is that of a parent's children; None: its own, or the one.
+    own among its siblings. parents: [P] their node numbers. above, seen: as in `Nodes`.
+    distribution: [P] which of the distributions that are given is that of a parent's children;
+    None: its own, or the one.
     """
 
     depth: int
@@ -37,7 +38,7 @@ class Level:
     parents: slice | Tensor
     above: Tensor | None
     seen: Tensor | None
-    law: Tensor | None = None
+    distribution: Tensor | None = None
 
 
 @functools.lru_cache(maxsize=256)
@@ -87,9 +88,9 @@ def _indices(numbers: list[int], device: torch.device) -> slice | Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def law_rows(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[N] int64: the law that each node is drawn from, where a level has one, and where every
-    parent has its own."""
+def probs_rows(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[N] int64: the distribution that each node is drawn from, where a level has one, and where
+    every parent has its own."""
     parents = list(dict.fromkeys(path[:-1] for path in shape.paths))
     return (
         torch.tensor([len(path) - 1 for path in shape.paths], device=device),
@@ -130,8 +131,8 @@ def nodes_of(kids: Kids, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def merged(shape: TreeShape, device: torch.device) -> Level:
-    """All levels as one, for laws that look at no drafted token: the parents of all of them, each
-    with the law of its children's level."""
+    """All levels as one, for distributions that look at no drafted token: the parents of all of
+    them, each with the distribution of its children's level."""
     levels = levels_of(shape, device)
     depth = [level.depth for level in levels for _ in level.kids]
     return replace(
@@ -139,7 +140,9 @@ def merged(shape: TreeShape, device: torch.device) -> Level:
         nodes=slice(0, len(shape)),
         width=max(level.width for level in levels),
         kids=tuple(kids for level in levels for kids in level.kids),
-        law=None if depth == list(range(shape.depth)) else torch.tensor(depth, device=device),
+        distribution=None
+        if depth == list(range(shape.depth))
+        else torch.tensor(depth, device=device),
     )
 
 

@@ -26,7 +26,7 @@ from decode.cache import TreeCache
 from decode.drafters import Drafter
 from decode.engine import Engine, Generation, Request, _Row
 from decode.fits import longest_answer
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.scorer import Step
 from decode.target import Target
 from decode.tree import DraftTree
@@ -38,7 +38,7 @@ LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON has no word for
 
 
 @dataclass(frozen=True)
-class TokenLaw:
+class TokenDistribution:
     """What the target alone said of a token: its log-probability at temperature 1 without any
     truncation, and the likeliest tokens with theirs, best first."""
 
@@ -48,19 +48,19 @@ class TokenLaw:
 
 @dataclass(frozen=True)
 class Fresh:
-    """What one pass gave a row. drafted: per token, was it an accepted draft token. laws: per
-    token where they were asked for, else empty."""
+    """What one pass gave a row. drafted: per token, was it an accepted draft token. distributions:
+    per token where they were asked for, else empty."""
 
     tokens: list[int]
     drafted: list[bool]
-    laws: list[TokenLaw]
+    distributions: list[TokenDistribution]
 
 
 Watch = Callable[[Fresh], None]
 
 
 @dataclass(frozen=True)
-class Room:
+class LiveLimits:
     """rows: most that run at a time. longest: most tokens of a row, prompt and answer."""
 
     rows: int
@@ -69,8 +69,8 @@ class Room:
 
 @dataclass
 class Seat:
-    """A request in the batch. top: tokens whose law is told beside the chosen one; None = no
-    laws. watch is called in the midst of a pass; it may call `leave`."""
+    """A request in the batch. top: tokens whose distribution is told beside the chosen one; None =
+    no distributions. watch is called in the midst of a pass; it may call `leave`."""
 
     number: int
     generation: Generation
@@ -80,7 +80,8 @@ class Seat:
 
 
 class LiveBatch(Engine):
-    """An engine without a list of requests. All rows share one law (`sampling`) and one rule.
+    """An engine without a list of requests. All rows share one distribution (`sampling`) and one
+    rule.
 
     A row whose draft holds NaN or infinity has no draft in that cycle, and nobody else learns of
     it; `left_out` says how many there were.
@@ -94,7 +95,7 @@ class LiveBatch(Engine):
         target: Target,
         drafter: Drafter,
         sampling: Sampling,
-        room: Room,
+        room: LiveLimits,
         seed: int = 0,
         verify: str = "traversal",
     ):
@@ -106,7 +107,7 @@ class LiveBatch(Engine):
             batch_size=room.rows,
             seed=seed,
             verify=verify,
-            on_tokens=self._told,
+            on_tokens=self._summary,
         )
         self.room = room
         self._cache: TreeCache | None = None
@@ -209,22 +210,22 @@ class LiveBatch(Engine):
 
     # -- what the engine hands over on its way
 
-    def _law(self, logits: Tensor, tree: DraftTree, rows: list[_Row]) -> Law:
+    def _distribution(self, logits: Tensor, tree: DraftTree, rows: list[_Row]) -> Distribution:
         self._at = logits, rows, None
-        return super()._law(logits, tree, rows)
+        return super()._distribution(logits, tree, rows)
 
     def _observe(self, step: Step, seen: Seen) -> None:
         assert self._at is not None
         self._at = *self._at[:2], seen.slots
         super()._observe(step, seen)
 
-    def _told(self, number: int, tokens: list[int], drafted: list[bool]) -> None:
+    def _summary(self, number: int, tokens: list[int], drafted: list[bool]) -> None:
         seat, row = self._seats[number]
-        laws = [] if seat.top is None else self._laws(row, tokens, seat.top)
-        seat.watch(Fresh(tokens, drafted, laws))
+        distributions = [] if seat.top is None else self._distributions(row, tokens, seat.top)
+        seat.watch(Fresh(tokens, drafted, distributions))
 
-    def _laws(self, row: _Row, tokens: list[int], top: int) -> list[TokenLaw]:
-        """The target's own laws at the slots that the tokens came from."""
+    def _distributions(self, row: _Row, tokens: list[int], top: int) -> list[TokenDistribution]:
+        """The target's own distributions at the slots that the tokens came from."""
         assert self._at is not None
         logits, rows, slots = self._at
         b = next(i for i, other in enumerate(rows) if other is row)
@@ -233,6 +234,6 @@ class LiveBatch(Engine):
         own = found.gather(1, torch.tensor(tokens, device=found.device)[:, None])[:, 0].tolist()
         values, ids = (part.tolist() for part in found.topk(min(top, found.shape[1]), -1))
         return [
-            TokenLaw(logprob, list(zip(best, value, strict=True)))
+            TokenDistribution(logprob, list(zip(best, value, strict=True)))
             for logprob, best, value in zip(own, ids, values, strict=True)
         ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode import waits
-from decode.tree import DraftTree, Layout
+from decode.tree import DraftTree, TreeLayout
 
 # A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk",
 # C): positions of one chunk.
@@ -34,7 +34,7 @@ class TreeMasks:
         self, reaches: dict[str, Reach], tile: int, dtype: torch.dtype, device: torch.device
     ):
         self.reaches, self.tile, self.dtype, self.device = reaches, tile, dtype, device
-        self._strips: OrderedDict[int, tuple[Layout, Tensor | None]] = OrderedDict()
+        self._strips: OrderedDict[int, tuple[TreeLayout, Tensor | None]] = OrderedDict()
 
     def __call__(
         self, lengths: list[int], tree: DraftTree, width: int
@@ -92,7 +92,7 @@ class TreeMasks:
         mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)
         return mask.repeat(1, self.tile, 1)[:, None]
 
-    def _strip(self, layout: Layout, longest: int) -> Tensor | None:
+    def _strip(self, layout: TreeLayout, longest: int) -> Tensor | None:
         """Even rows see all committed slots: the tree's block behind zeros, a suffix of one
         constant.
 

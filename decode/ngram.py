@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decode.rng import Rng
 from decode.sampling import Sampling
-from decode.tree import DraftTree, Layout
+from decode.tree import DraftTree, TreeLayout
 
 DEPTH = 10  # levels of an n-gram's draft, and nodes of its tree
 
@@ -224,4 +224,4 @@ def listed(rows: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> D
     tokens, parents, depth = table.unbind(1)
     levels = 1 + max(max(d, default=0) for d in depths)
     size = torch.tensor([len(row) for row in rows], device=device)
-    return DraftTree(tokens, parents, size, static_layout=Layout.of(parents, depth, levels))
+    return DraftTree(tokens, parents, size, static_layout=TreeLayout.of(parents, depth, levels))

@@ -6,10 +6,10 @@ the place costs, and a level is worth drafting when the nodes that it would hang
 likely enough between them. Both prices are counted in kept tokens: a cost in plain passes,
 times the tokens that the time of a plain pass brings otherwise.
 
-The chance that a node is kept is what the drafter itself says: the product of its law along
-the path. A candidate that is drawn is judged before it is: by the mass that a draw from what
-is left of the law has on average. So whether it is verified depends on what was drawn before
-it, never on itself or on what follows (docs/lossless.md).
+The chance that a node is kept is what the drafter itself says: the product of its distribution
+along the path. A candidate that is drawn is judged before it is: by the mass that a draw from what
+is left of the distribution has on average. So whether it is verified depends on what was drawn
+before it, never on itself or on what follows (docs/lossless.md).
 
 Shape letters: B rows, N nodes, P parents of one level, n candidates of one call, Vd draft
 vocabulary.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from decode import waits
 from decode.levels import Level
-from decode.tree import DraftTree, Layout, TreeShape
+from decode.tree import DraftTree, TreeLayout, TreeShape
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ FREE = Price()
 
 
 def awaited(left: Tensor) -> Tensor:
-    """[..] mass that a token drawn from `left` [.., Vd], what is left of a law, has in it on
-    average: where the law is right about one token that will come, the chance that the draw
-    meets it."""
+    """[..] mass that a token drawn from `left` [.., Vd], what is left of a distribution, has in it
+    on average: where the distribution is right about one token that will come, the chance that the
+    draw meets it."""
     total = left.sum(-1)
     return (left * left).sum(-1) / torch.where(total > 0, total, 1.0)
 
@@ -98,8 +98,9 @@ class Draws(Protocol):
 
 
 class Knows(Protocol):
-    """Of decode.grow.Source what is asked here. It may have a word of its own about the next node
-    of a chain, a method `chance` -> [B, 1] or None: that the node is kept, before it is drawn."""
+    """Of decode.grow.LevelSource what is asked here. It may have a word of its own about the next
+    node of a chain, a method `chance` -> [B, 1] or None: that the node is kept, before it is
+    drawn."""
 
     @property
     def device(self) -> torch.device: ...
@@ -107,7 +108,8 @@ class Knows(Protocol):
 
 class Growth:
     """Which nodes of a static shape pay, level by level. It stands in the place of the random
-    numbers: a candidate is judged when it is about to be drawn, by what is left of its law.
+    numbers: a candidate is judged when it is about to be drawn, by what is left of its
+    distribution.
 
     chance: [B, N] float32 that a node's whole path is kept. there: [B, N] bool, those that pay.
     place: [N] which of the parents of its level a node hangs below. is_chain: the draft is one
@@ -213,6 +215,6 @@ def pruned(tree: DraftTree, there: Tensor) -> DraftTree:
     above = tree.parents.gather(1, kept)
     parents = torch.where(used & (above >= 0), number.gather(1, above.clamp(min=0)), -1)
     depth = torch.where(used, layout.depth.expand(count, n).gather(1, kept), 0)
-    own = Layout.of(parents, depth, layout.levels, most, layout.room)
+    own = TreeLayout.of(parents, depth, layout.levels, most, layout.room)
     tokens = tree.tokens.gather(1, kept)
     return DraftTree(tokens, parents, size, sampled, proposal, static_layout=own, score=score)

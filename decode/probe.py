@@ -28,7 +28,7 @@ from conf.errors import UserError
 from decode import attention
 from decode.cache import LayerShape
 from decode.masks import FULL, Reach
-from decode.probed import Head, Probe
+from decode.probed import LMHead, Probe
 from decode.scorer import Scorer
 from decode.tree import DraftTree
 
@@ -63,19 +63,19 @@ def _ids(target: Scorer, *shape: int) -> Tensor:
 
 
 @torch.no_grad()
-def probe_head(target: Scorer) -> Head:
+def probe_head(target: Scorer) -> LMHead:
     """Find scale and softcap among the numbers in the model's config; the model's own logits
     decide.
     """
     ids = _ids(target, 1, 8)
     if target.model.get_output_embeddings() is None:
-        return Head(reason="it has no output embeddings")
+        return LMHead(reason="it has no output embeddings")
     hidden = target.body(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
     wanted = target.model(input_ids=ids, use_cache=False, return_dict=True).logits
     try:
         raw = target.lm_head(hidden)
     except RuntimeError as error:
-        return Head(reason=str(error))
+        return LMHead(reason=str(error))
     numbers = {
         k: float(v)
         for k, v in vars(target.config).items()
@@ -85,11 +85,11 @@ def probe_head(target: Scorer) -> Head:
         s for k, v in numbers.items() if "scal" in k or "mult" in k for s in (v, 1 / v)
     ]
     caps = [None] + [v for k, v in numbers.items() if "softcap" in k and v > 0]
-    found = [Head(s, c) for s in scales for c in caps]
+    found = [LMHead(s, c) for s in scales for c in caps]
     errors = [difference(h.finish(raw), wanted) for h in found]
     best = min(range(len(found)), key=errors.__getitem__)
     limit = TOLERANCE[target.dtype] / 10
-    return Head(
+    return LMHead(
         found[best].scale,
         found[best].cap,
         errors[best] <= limit,

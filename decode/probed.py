@@ -12,7 +12,7 @@ from decode.masks import FULL, Reach
 
 
 @dataclass(frozen=True)
-class Head:
+class LMHead:
     """logits = cap * tanh(scale * lm_head(h) / cap), cap None: no cap. exact: the model's
     logits agree.
     """

@@ -58,11 +58,11 @@ class Generation:
 
 
 @dataclass
-class Run:
-    """generations stand in the order of the requests. law_rows: rows of V logits turned into a
-    law.
+class DecodedRun:
+    """generations stand in the order of the requests. probs_rows: rows of V logits turned into a
+    distribution.
     """
 
     generations: list[Generation]
     timing: Timing
-    law_rows: int
+    probs_rows: int

@@ -54,7 +54,7 @@ class Siblings(NamedTuple):
     q_token: Tensor
 
 
-class Level(NamedTuple):
+class LevelVerdict(NamedTuple):
     """accept: [.., C] chance that each child is reached. residual: [.., S] what is left of w p when
     all children have failed. rest: [..] chance that the slot remains then."""
 
@@ -70,7 +70,7 @@ def first_ratio(siblings: Siblings) -> Tensor:
     return (siblings.p.gather(-1, column).to(torch.float64) / siblings.q_token[..., :1])[..., 0]
 
 
-def level(siblings: Siblings, reach: Tensor, out: Tensor | None = None) -> Level:
+def level(siblings: Siblings, reach: Tensor, out: Tensor | None = None) -> LevelVerdict:
     """The rule for slots that are reached with w = `reach` [..] float64. out: memory [.., S + 1]
     for the residual."""
     p, q, column, scale, q_token = siblings
@@ -89,4 +89,4 @@ def level(siblings: Siblings, reach: Tensor, out: Tensor | None = None) -> Level
         failed.append(residual.sum(-1, keepdim=True))
     accept = torch.cat(mass, -1) / torch.cat(failed[:-1], -1) / q_token
     rest = tokens.sum(-1) / failed[-1][..., 0]
-    return Level(accept.clamp_(max=1), tokens, rest)
+    return LevelVerdict(accept.clamp_(max=1), tokens, rest)

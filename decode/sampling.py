@@ -1,9 +1,9 @@
-"""The sampling law: from logits to the distribution that verification must reproduce exactly.
+"""The sampling setting: from logits to the distribution that verification must reproduce exactly.
 
 Order as in Hugging Face transformers: stateless logits processors, repetition penalty,
-temperature, top-k, top-p, min-p, softmax. T = 0 is a one-hot law. Each truncation is a
-threshold on the logit, ties at the threshold stay in: so the law does not depend on the order
-of equal logits (in bfloat16 they are common).
+temperature, top-k, top-p, min-p, softmax. T = 0 is a one-hot distribution. Each truncation is a
+threshold on the logit, ties at the threshold stay in: so the distribution does not depend on the
+order of equal logits (in bfloat16 they are common).
 
 Shape letters: B rows, N tree nodes, V vocabulary, R (row, slot) pairs asked for, S support
 size.
@@ -24,13 +24,15 @@ from decode import waits
 from decode.models.processors import Processor, refuse_state
 from decode.tree import DraftTree
 
-_FIRST_CANDIDATES = 256  # enough for nearly every truncated law; more are fetched where it is not
+_FIRST_CANDIDATES = (
+    256  # enough for nearly every truncated distribution; more are fetched where it is not
+)
 
 
 @dataclass(frozen=True)
 class Support:
-    """A law on few tokens. ids: [R, S] int64, or None when S = V and the place is the token;
-    probs: [R, S].
+    """A distribution on few tokens. ids: [R, S] int64, or None when S = V and the place is the
+    token; probs: [R, S].
     """
 
     ids: Tensor | None
@@ -51,7 +53,7 @@ class Support:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of the law. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and
+    """Settings of the distribution. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and
     repetition_penalty 1 are off.
 
     processors: Hugging Face logits processors called as f(ids [1, T], scores [1, V]); each
@@ -114,7 +116,8 @@ class Sampling:
             )
 
     def support(self, scores: Tensor) -> Support:
-        """The law of processed `scores` [R, V]; float32, or float64 when the scores are."""
+        """The distribution of processed `scores` [R, V]; float32, or float64 when the scores
+        are."""
         scores = scores if scores.dtype == torch.float64 else scores.float()
         if self.greedy:
             best = scores.argmax(-1, keepdim=True)  # lowest id among equals
@@ -127,12 +130,12 @@ class Sampling:
             return Support(None, scores.softmax(-1))
         return _truncate(scores, self.top_k, self.top_p, self.min_p)
 
-    def draft_law(self, logits: Tensor) -> Tensor:
-        """The same warpers applied to a drafter's `logits` [R, Vd]: a dense law [R, Vd] to
+    def draft_probs(self, logits: Tensor) -> Tensor:
+        """The same warpers applied to a drafter's `logits` [R, Vd]: a dense distribution [R, Vd] to
         draw from.
 
-        Any draft law is lossless; warping it like the target's only raises acceptance. History
-        is not applied.
+        Any draft distribution is lossless; warping it like the target's only raises acceptance.
+        History is not applied.
         """
         k = min(self.top_k, logits.shape[-1])
         return (
@@ -188,7 +191,7 @@ def _truncate(
     return Support(all_ids, probs)
 
 
-_NO_LAW = (
+_NO_DISTRIBUTION = (
     "row {row}, slot {number} of the draft: the target's logits hold NaN or infinity, or "
     "every token is masked "
     "(maximum {highest}); check the weights, the dtype and the logits processors; "
@@ -196,7 +199,7 @@ _NO_LAW = (
 )
 _NO_CHANCE = (
     "row {row}, node {number} of the draft: its chance of acceptance is not finite, so "
-    "the law that it was drawn from "
+    "the distribution that it was drawn from "
     "holds NaN or infinity; check the drafter's weights and dtype; nothing was committed"
 )
 
@@ -208,8 +211,9 @@ def _mark(marks: Tensor, rows: Tensor, numbers: Tensor, bad: Tensor) -> None:
     marks.scatter_reduce_(0, rows, torch.where(bad, numbers, -1), "amax")
 
 
-class Law:
-    """The target's law at every slot of a scored tree, computed only where verification asks.
+class Distribution:
+    """The target's distribution at every slot of a scored tree, computed only where verification
+    asks.
 
     logits: [B, N + 1, V]. history: [B, L] int64 committed tokens (prompt included) padded to
         the right, lengths [B].
@@ -227,7 +231,7 @@ class Law:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if sampling.uses_history and (history is None or lengths is None):
-            raise ValueError("this law needs the history of its rows")
+            raise ValueError("this distribution needs the history of its rows")
         self.sampling, self.logits, self.tree, self.history, self.lengths = (
             sampling,
             logits,
@@ -238,20 +242,20 @@ class Law:
         self.vocab_size = logits.shape[-1]
         self.computed, self.seconds, self.clock = 0, 0.0, clock
         none = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
-        # By row: a slot without a law, a node without a chance.
-        self._lawless, self._refused = none, none.clone()
+        # By row: a slot without a distribution, a node without a chance.
+        self._undefined, self._refused = none, none.clone()
 
     def at(self, rows: Tensor, slots: Tensor) -> Support:
-        """The laws [R] of (rows, slots); slot 0 follows the last committed token, slot i + 1
-        follows node i.
+        """The distributions [R] of (rows, slots); slot 0 follows the last committed token, slot i +
+        1 follows node i.
         """
-        support, lawless = self.read(rows, slots)
-        self.miss(rows, slots, lawless)
+        support, undefined = self.read(rows, slots)
+        self.miss(rows, slots, undefined)
         return support
 
     def read(self, rows: Tensor, slots: Tensor) -> tuple[Support, Tensor]:
-        """As `at`, for slots that may turn out to lead nowhere: which [R] bool have no law is
-        told, not noted (`miss`)."""
+        """As `at`, for slots that may turn out to lead nowhere: which [R] bool have no distribution
+        is told, not noted (`miss`)."""
         begin = self.clock()
         self.computed += rows.numel()
         scores = self.logits[rows, slots]
@@ -259,14 +263,14 @@ class Law:
             scores = self._process(scores, rows, slots)
         # The maximum is NaN if any logit is, +inf if one is, -inf if all are masked: one test
         # for all three.
-        lawless = ~scores.amax(-1).isfinite()
+        undefined = ~scores.amax(-1).isfinite()
         support = self.sampling.support(scores)
         self.seconds += self.clock() - begin
-        return support, lawless
+        return support, undefined
 
     def miss(self, rows: Tensor, slots: Tensor, bad: Tensor) -> None:
-        """`slots` [R] of `rows` [R] are looked at and have no law where `bad` [R] bool."""
-        _mark(self._lawless, rows, slots, bad)
+        """`slots` [R] of `rows` [R] are looked at and have no distribution where `bad` [R] bool."""
+        _mark(self._undefined, rows, slots, bad)
 
     def refuse(self, rows: Tensor, nodes: Tensor, bad: Tensor) -> None:
         """Verification met something that is not finite at `nodes` [R] of `rows` [R] where
@@ -276,14 +280,14 @@ class Law:
 
     def doubtful(self) -> Tensor:
         """[B] bool, rows that `check` would refuse, without asking the device."""
-        return torch.maximum(self._lawless, self._refused) >= 0
+        return torch.maximum(self._undefined, self._refused) >= 0
 
     def check(self) -> None:
-        """Raise UserError naming the first row and node where there was no law, or no chance
-        to accept by. Call before committing."""
+        """Raise UserError naming the first row and node where there was no distribution, or no
+        chance to accept by. Call before committing."""
         if not bool(self.doubtful().any()):  # the one host round trip where all is well
             return
-        for marks, what in ((self._lawless, _NO_LAW), (self._refused, _NO_CHANCE)):
+        for marks, what in ((self._undefined, _NO_DISTRIBUTION), (self._refused, _NO_CHANCE)):
             rows = (marks >= 0).nonzero()[:, 0].tolist()
             if rows:
                 number = int(marks[rows[0]])

@@ -27,7 +27,7 @@ from decode.cache import TreeCache
 from decode.masks import TreeMasks
 from decode.models import facts, rope
 from decode.models.facts import UNBOUNDED
-from decode.probed import Head, Probe
+from decode.probed import LMHead, Probe
 from decode.tree import DraftTree
 
 
@@ -70,7 +70,7 @@ class Scorer:
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.body = facts.body(model)
         self._probe: Probe | None = None
-        self._head: Head | None = None
+        self._head: LMHead | None = None
         self._masks: TreeMasks | None = None
 
     @property
@@ -120,7 +120,7 @@ class Scorer:
         return other
 
     @property
-    def head(self) -> Head:
+    def head(self) -> LMHead:
         """How logits follow from the last hidden state. Raises ValueError as `probe`."""
         if self._head is None:
             raise ValueError("this model's LM head was not probed")
@@ -298,8 +298,13 @@ class Scorer:
     def _step(self, cache: TreeCache, logits: Tensor, feats: Tensor | None) -> Step:
         if cache.guidance is None:
             return Step(logits, feats)
-        law = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
-        cond, free = law[0::2], law[1::2]  # Sanchez et al. 2306.17806, as in transformers
+        distribution = torch.log_softmax(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)), -1
+        )
+        cond, free = (
+            distribution[0::2],
+            distribution[1::2],
+        )  # Sanchez et al. 2306.17806, as in transformers
         return Step(free + cache.guidance * (cond - free), None if feats is None else feats[0::2])
 
     def new_masks(self) -> TreeMasks:

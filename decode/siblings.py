@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decode import waits
 from decode.residual import NOTHING, Siblings
-from decode.sampling import Law, Support
+from decode.sampling import Distribution, Support
 from decode.tree import DraftTree, Proposal
 from decode.view import DraftView, View
 
@@ -26,7 +26,7 @@ class Family:
     """Slots that have children. rows, slots: [..]. kids: [.., C] their children in draw order,
     clamped to be readable. valid: [.., C] which of them are there; a slot whose eldest is not is
     nobody's parent, and nothing of it counts. below: [.., C] the slots of the children, N + 1
-    where none is. lawless: [..] where the target's logits make no distribution. view: of all
+    where none is. undefined: [..] where the target's logits make no distribution. view: of all
     slots that were read together, flattened.
     """
 
@@ -35,7 +35,7 @@ class Family:
     kids: Tensor
     valid: Tensor
     below: Tensor
-    lawless: Tensor
+    undefined: Tensor
     siblings: Siblings
     view: View
 
@@ -47,14 +47,15 @@ class Family:
         rows, slots, below = self.rows[:, here], self.slots[:, here], self.below[:, here, :ranks]
         return replace(self, rows=rows, slots=slots, below=below, siblings=siblings)
 
-    def report(self, law: Law, reach: Tensor, rest: Tensor) -> None:
-        """Note the slots where a distribution or a chance is not finite: `law.check` refuses the
-        cycle then. reach: [..] float64, those with 0 were not reached. rest: as in `Level`."""
+    def report(self, distribution: Distribution, reach: Tensor, rest: Tensor) -> None:
+        """Note the slots where a distribution or a chance is not finite: `distribution.check`
+        refuses the cycle then. reach: [..] float64, those with 0 were not reached. rest: as in
+        `Level`."""
         live = self.valid[..., 0] & (reach > 0)
         wild = live & ~(rest.isfinite() & ~self.siblings.q_token.isnan().any(-1))
         rows = self.rows.reshape(-1)
-        law.refuse(rows, self.kids[..., 0].reshape(-1), wild.reshape(-1))
-        law.miss(rows, self.slots.reshape(-1), (self.lawless & live).reshape(-1))
+        distribution.refuse(rows, self.kids[..., 0].reshape(-1), wild.reshape(-1))
+        distribution.miss(rows, self.slots.reshape(-1), (self.undefined & live).reshape(-1))
 
     def remains(self, residual: Tensor, at: Tensor) -> Support:
         """What is left of the distributions of the slots `at` [R], numbers in `..` flattened.
@@ -63,14 +64,19 @@ class Family:
 
 
 def read(
-    tree: DraftTree, law: Law, rows: Tensor, slots: Tensor, kids: Tensor, valid: Tensor
+    tree: DraftTree,
+    distribution: Distribution,
+    rows: Tensor,
+    slots: Tensor,
+    kids: Tensor,
+    valid: Tensor,
 ) -> Family:
     """The slots [..] of `rows` [..] with their children `kids` [.., C], those that are `valid`."""
     proposal, kids = tree.proposal, kids.clamp(min=0)
     assert proposal is not None
-    support, lawless = law.read(rows.reshape(-1), slots.reshape(-1))
+    support, undefined = distribution.read(rows.reshape(-1), slots.reshape(-1))
     # What a draft holds may be anything where it is padding, and where it is refused later.
-    tokens = tree.tokens[rows[..., None], kids].clamp_(0, law.vocab_size - 1)
+    tokens = tree.tokens[rows[..., None], kids].clamp_(0, distribution.vocab_size - 1)
     place, known = proposal.place(tokens)
     q, scale, q_token = _drawn_from(tree, proposal, rows, kids, valid, place, known)
     view, q, column = _on_columns(support, proposal, q, tokens, place, known, valid)
@@ -79,8 +85,8 @@ def read(
     p = view.p.view(*rows.shape, -1)
     siblings = Siblings(p, q, column, scale, q_token)
     below = torch.where(valid, kids + 1, tree.width + 1)
-    lawless = lawless.view(rows.shape)
-    return Family(rows, slots, kids, valid, below, lawless, siblings, view)
+    undefined = undefined.view(rows.shape)
+    return Family(rows, slots, kids, valid, below, undefined, siblings, view)
 
 
 def _on_columns(
@@ -129,10 +135,10 @@ def _drawn_from(
     # All sampled siblings share one distribution: take it from the first of them. Deterministic
     # ones need none, and what stands in their place is never looked at.
     first = kids.gather(-1, sampled.view(torch.uint8).argmax(-1, keepdim=True))[..., 0]
-    law_row = proposal.row[rows, first].clamp(0, proposal.law.shape[1] - 1)
-    size = proposal.law.shape[2]
-    q = proposal.law.new_empty(*rows.shape, size + 1, dtype=torch.float64)
-    q[..., :size], q[..., size] = proposal.law[rows, law_row], 0.0
+    probs_row = proposal.row[rows, first].clamp(0, proposal.probs.shape[1] - 1)
+    size = proposal.probs.shape[2]
+    q = proposal.probs.new_empty(*rows.shape, size + 1, dtype=torch.float64)
+    q[..., :size], q[..., size] = proposal.probs[rows, probs_row], 0.0
     q.masked_fill_(~sampled.any(-1, keepdim=True), 0.0)
     mass = q.sum(-1, keepdim=True)
     if not proposal.replacement and kids.shape[-1] > 1:

@@ -23,7 +23,7 @@ from decode.probe import (
     probe_layers,
     probe_target,
 )
-from decode.probed import Head, Probe
+from decode.probed import LMHead, Probe
 
 
 class Target(PackingScorer):
@@ -52,7 +52,7 @@ class Target(PackingScorer):
         return self._probe
 
     @property
-    def head(self) -> Head:
+    def head(self) -> LMHead:
         """How logits follow from the last hidden state; probed at first use."""
         if self._head is None:
             self._head = probe_head(self)
@@ -76,11 +76,14 @@ class Target(PackingScorer):
         adapters inside it). Raises ValueError for padding on the left (on a GPU the device
         asserts it): only right padding is invisible to a causal pass.
         """
-        wrong, told = (mask[:, 1:] & ~mask[:, :-1]).any(), "features: a real token follows padding"
+        wrong, message = (
+            (mask[:, 1:] & ~mask[:, :-1]).any(),
+            "features: a real token follows padding",
+        )
         if not waits.free(mask):
-            torch._assert_async(~wrong, told)
+            torch._assert_async(~wrong, message)
         elif bool(wrong):
-            raise ValueError(f"{told}; pad on the right")
+            raise ValueError(f"{message}; pad on the right")
         self.unpack_weights()
         kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
         with torch.set_grad_enabled(grad):

@@ -2,8 +2,8 @@
 drawn from.
 
 Shape letters: B rows (sequences), N nodes per row, C most children of one node, D deepest
-level, P proposal laws per row, Vd draft vocabulary. Slot 0 is the last committed token, slot i
-+ 1 is node i.
+level, P proposal distributions per row, Vd draft vocabulary. Slot 0 is the last committed token,
+slot i + 1 is node i.
 
 A chain is a tree of width one; the empty tree (N = 0) is autoregressive decoding.
 """
@@ -21,39 +21,39 @@ from torch import Tensor
 from conf.errors import UserError
 from decode import tree_rules, waits
 from decode.inner import room_of
-from decode.layout import Layout
+from decode.layout import TreeLayout
 
-__all__ = ["DraftTree", "Layout", "Proposal", "TreeShape"]
+__all__ = ["DraftTree", "Proposal", "TreeLayout", "TreeShape"]
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The laws that sampled nodes were drawn from.
+    """The distributions that sampled nodes were drawn from.
 
-    law: [B, P, Vd] float32 or float64, each row sums to one.
-    row: [B, N] int64, the law row of a node's siblings (siblings share it; unused for
+    probs: [B, P, Vd] float32 or float64, each row sums to one.
+    row: [B, N] int64, the row of probs of a node's siblings (siblings share it; unused for
         deterministic nodes).
     vocab: [Vd] int64 ascending target ids of the draft vocabulary, None for the whole
         vocabulary.
-    replacement: False: a sibling was drawn from the law with all earlier siblings removed
+    replacement: False: a sibling was drawn from the distribution with all earlier siblings removed
         (deterministic ones too), renormalised. True: siblings are independent draws.
     """
 
-    law: Tensor
+    probs: Tensor
     row: Tensor
     vocab: Tensor | None = None
     replacement: bool = False
 
-    def read(self, law: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-        """`law` [R, Vd] read at target `ids` [R, S]; None: at all ids, [R, V]. Outside the
+    def read(self, probs: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+        """`distribution` [R, Vd] read at target `ids` [R, S]; None: at all ids, [R, V]. Outside the
         draft vocabulary: 0.
         """
         if self.vocab is None:
-            return law if ids is None else law.gather(1, ids)
+            return probs if ids is None else probs.gather(1, ids)
         if ids is None:
-            return law.new_zeros(law.shape[0], vocab_size).index_copy_(1, self.vocab, law)
+            return probs.new_zeros(probs.shape[0], vocab_size).index_copy_(1, self.vocab, probs)
         place, inside = self.place(ids)
-        return torch.where(inside, law.gather(1, place), law.new_zeros(()))
+        return torch.where(inside, probs.gather(1, place), probs.new_zeros(()))
 
     def place(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Where target `ids` stand in the draft vocabulary (clamped), and whether they are in
@@ -90,13 +90,13 @@ class DraftTree:
     size: Tensor
     sampled: Tensor | None = None
     proposal: Proposal | None = None
-    static_layout: Layout | None = dataclass_field(default=None, repr=False)
+    static_layout: TreeLayout | None = dataclass_field(default=None, repr=False)
     score: Tensor | None = dataclass_field(default=None, repr=False)
     drafters: Tensor | None = dataclass_field(default=None, repr=False)
 
     @functools.cached_property
-    def layout(self) -> Layout:
-        return self.static_layout or Layout.of(self.parents)
+    def layout(self) -> TreeLayout:
+        return self.static_layout or TreeLayout.of(self.parents)
 
     @property
     def width(self) -> int:
@@ -119,8 +119,8 @@ class DraftTree:
         none = torch.empty(rows, 0, dtype=torch.int64, device=device)
         sampled = proposal = None
         if drawn:
-            law = torch.ones(rows, 1, 1, device=device)
-            sampled, proposal = none.bool(), Proposal(law, none, none.new_zeros(1))
+            probs = torch.ones(rows, 1, 1, device=device)
+            sampled, proposal = none.bool(), Proposal(probs, none, none.new_zeros(1))
         return DraftTree(
             none,
             none,
@@ -165,7 +165,7 @@ class DraftTree:
 
     def validate(self, vocab_size: int, max_nodes: int | None = None) -> None:
         """Raise ValueError naming row and node when the tree is malformed, UserError when the
-        drafter's law is not finite. One host round trip where all is well."""
+        drafter's distribution is not finite. One host round trip where all is well."""
         tree_rules.validate(self, vocab_size, max_nodes)
 
     def doubtful(self, vocab_size: int) -> Tensor:
@@ -244,7 +244,7 @@ class TreeShape:
         """[1, N] int64."""
         return _static(self, torch.device(device))[0]
 
-    def layout(self, device: torch.device) -> Layout:
+    def layout(self, device: torch.device) -> TreeLayout:
         return _static(self, torch.device(device))[1]
 
 
@@ -261,14 +261,14 @@ def _counts(shape: TreeShape, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _static(shape: TreeShape, device: torch.device) -> tuple[Tensor, Layout]:
+def _static(shape: TreeShape, device: torch.device) -> tuple[Tensor, TreeLayout]:
     index = {path: i for i, path in enumerate(shape.paths)}
     parents = torch.tensor(
         [[index.get(p[:-1], -1) for p in shape.paths]], dtype=torch.int64
     ).reshape(1, len(index))
-    layout = Layout.of(parents)
+    layout = TreeLayout.of(parents)
     fields = {
         name: getattr(layout, name).to(device)
         for name in ("parents", "depth", "mask", "children", "rank")
     }
-    return fields["parents"], Layout(**fields, levels=layout.levels, room=room_of(shape.paths))
+    return fields["parents"], TreeLayout(**fields, levels=layout.levels, room=room_of(shape.paths))

@@ -18,7 +18,7 @@ from conf.errors import UserError
 ANY_VOCABULARY = 1 << 62
 WILD = "check the head's weights, and whether its logits overflow in this dtype"
 _WILD_SCORE = f"its score is NaN or infinite; {WILD}"
-_WILD_LAW = f"the law that it was drawn from holds NaN or infinity; {WILD}"
+_WILD_DISTRIBUTION = f"the distribution that it was drawn from holds NaN or infinity; {WILD}"
 
 
 class Tree(Protocol):
@@ -44,17 +44,17 @@ class Tree(Protocol):
 
 def validate(tree: Tree, vocab_size: int, max_nodes: int | None = None) -> None:
     """Raise ValueError naming row and node when the tree is malformed, UserError when the
-    drafter's law is not finite. One host round trip where all is well."""
+    drafter's distribution is not finite. One host round trip where all is well."""
     check_form(tree, max_nodes)
     problems = list(_problems(tree, vocab_size))
     if not bool(_doubtful(problems).any()):
         return
     # A distribution that is not finite makes twins as well, and is what the user can mend.
-    problems.sort(key=lambda problem: problem[2] not in (_WILD_SCORE, _WILD_LAW))
+    problems.sort(key=lambda problem: problem[2] not in (_WILD_SCORE, _WILD_DISTRIBUTION))
     bad, values, why = next(problem for problem in problems if bool(problem[0].any()))
     row, node = bad.nonzero()[0].tolist()
     place, value = f"row {row}, node {node}:", values[row, node].item()
-    if why in (_WILD_SCORE, _WILD_LAW):
+    if why in (_WILD_SCORE, _WILD_DISTRIBUTION):
         raise UserError(f"drafter: {place} {why}; nothing was committed")
     raise ValueError(f"draft tree: {place} {why.format(value=value)}")
 
@@ -68,7 +68,7 @@ def wild(tree: Tree) -> Tensor:
     """[B] bool, rows whose score, or a distribution that they were drawn from, is not finite,
     without asking the device."""
     problems = _problems(tree, ANY_VOCABULARY)
-    found = [bad.any(1) for bad, _, why in problems if why in (_WILD_SCORE, _WILD_LAW)]
+    found = [bad.any(1) for bad, _, why in problems if why in (_WILD_SCORE, _WILD_DISTRIBUTION)]
     return torch.stack([torch.zeros_like(tree.size, dtype=torch.bool), *found]).any(0)
 
 
@@ -120,23 +120,27 @@ def _problems(tree: Tree, vocab_size: int) -> Iterator[tuple[Tensor, Tensor, str
     yield twin.any(-1), tokens, "token {value} stands twice among its siblings"
     if proposal is None or tree.sampled is None:
         return
-    law, row = proposal.law, proposal.row
-    places = law.shape[1] - 1
+    distribution, row = proposal.probs, proposal.row
+    places = distribution.shape[1] - 1
     if places < 0:
-        yield drawn, row, "law row {value} of a proposal without laws"
+        yield drawn, row, "distribution row {value} of a proposal without distributions"
         return
-    yield drawn & ((row < 0) | (row > places)), row, f"law row {{value}} outside 0..{places}"
+    yield (
+        drawn & ((row < 0) | (row > places)),
+        row,
+        f"distribution row {{value}} outside 0..{places}",
+    )
     # A deterministic node's row may be anything, and what lies outside is told above.
-    batch, own = torch.arange(len(row), device=law.device)[:, None], row.clamp(0, places)
-    total = law.sum(-1, dtype=torch.float64)
-    yield drawn & ~total.isfinite()[batch, own], row, _WILD_LAW
-    bad_law = ~((total - 1).abs() <= 1e-4) | ~(law.amin(-1) >= 0)
-    short = "law row {value} does not sum to one, or is negative"
-    yield drawn & bad_law[batch, own], row, short
-    ids = tokens.clamp(0, (law.shape[2] if proposal.vocab is None else vocab_size) - 1)
-    rows = law[batch.expand_as(own).reshape(-1), own.reshape(-1)]
+    batch, own = torch.arange(len(row), device=distribution.device)[:, None], row.clamp(0, places)
+    total = distribution.sum(-1, dtype=torch.float64)
+    yield drawn & ~total.isfinite()[batch, own], row, _WILD_DISTRIBUTION
+    bad_distribution = ~((total - 1).abs() <= 1e-4) | ~(distribution.amin(-1) >= 0)
+    short = "distribution row {value} does not sum to one, or is negative"
+    yield drawn & bad_distribution[batch, own], row, short
+    ids = tokens.clamp(0, (distribution.shape[2] if proposal.vocab is None else vocab_size) - 1)
+    rows = distribution[batch.expand_as(own).reshape(-1), own.reshape(-1)]
     mass = proposal.read(rows, ids.reshape(-1, 1), 0).reshape(tokens.shape)
-    none = "token {value} has no mass in the law it was drawn from"
+    none = "token {value} has no mass in the distribution it was drawn from"
     yield drawn & ~((mass > 0) & (tokens == ids)), tokens, none
 
 

@@ -72,8 +72,9 @@ class Union:
 
 def joined(trees: Sequence[DraftTree]) -> DraftTree:
     """One tree of the nodes of all. Those of the first keep their numbers, their order among
-    siblings and their laws; the others, which must be deterministic, follow, each path that is
-    there already being left where it is. `drafters` of the outcome says who proposed a node."""
+    siblings and their distributions; the others, which must be deterministic, follow, each path
+    that is there already being left where it is. `drafters` of the outcome says who proposed a
+    node."""
     tree = _joined(trees)
     bad = [wild(part) for part in trees if part.score is not None and part.width]
     if not bad or not bool((ill := torch.stack(bad).any(0)).any()):
@@ -104,9 +105,9 @@ def _joined(trees: Sequence[DraftTree]) -> DraftTree:
     drawn = torch.arange(common, device=device) < first.size[:, None]
     sampled = torch.zeros(count, most, dtype=torch.bool, device=device)
     sampled[:, :common] = first.sampled[:, :common] & drawn
-    law_row = torch.zeros(count, most, dtype=torch.int64, device=device)
-    law_row[:, :common] = first.proposal.row[:, :common]
-    return replace(tree, sampled=sampled, proposal=replace(first.proposal, row=law_row))
+    probs_row = torch.zeros(count, most, dtype=torch.int64, device=device)
+    probs_row[:, :common] = first.proposal.row[:, :common]
+    return replace(tree, sampled=sampled, proposal=replace(first.proposal, row=probs_row))
 
 
 def _table(tree: DraftTree) -> list[list[tuple[int, int]]]:

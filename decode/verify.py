@@ -1,26 +1,26 @@
 """Verification: which path of the draft the target accepts, and the bonus token after it. The
 heart.
 
-Every rule here leaves the target's law unchanged (docs/lossless.md has the proofs in a few
+Every rule here leaves the target's distribution unchanged (docs/lossless.md has the proofs in a few
 lines):
 
-walk        trees of deterministic candidates: draw a token from the target's law and step down
-            if it is a child. Optimal for such trees (E[accepted] = sum over nodes of the
+walk        trees of deterministic candidates: draw a token from the target's distribution and step
+            down if it is a child. Optimal for such trees (E[accepted] = sum over nodes of the
             target's path probability), and what both rules below reduce to there.
 rejection   top-down: siblings in draw order, accept with min(1, p(x) / q(x)), else p <-
             norm([p - q]+). Leviathan et al. 2211.17192 on chains; recursive rejection (RSD
             2402.14160, Sequoia 2402.12374) on trees. Each candidate carries its own q: a point
-            mass, or the law it was drawn from.
+            mass, or the distribution it was drawn from.
 traversal   leaf to root (2505.12398), generalised to a q per candidate; equals block
             verification (Sun et al. 2403.10444) on chains and accepts at least as much as
             rejection there.
 
 The arithmetic of one level is decode/residual.py, in float64. What is not finite is reported to
-the law, whose `check` refuses the cycle before anything is committed. Which slots are read, and
-when, is decode/frontier.py.
+the distribution, whose `check` refuses the cycle before anything is committed. Which slots are
+read, and when, is decode/frontier.py.
 
 `rng` is asked for accept(p), first(p) and draw(weights) only: an enumerator in its place walks
-every branch. Nothing here knows a temperature: T = 0 is a law with one token.
+every branch. Nothing here knows a temperature: T = 0 is a distribution with one token.
 
 Shape letters: B rows, N nodes, C siblings, D levels, R rows in hand, V vocabulary.
 """
@@ -35,9 +35,9 @@ from torch import Tensor
 
 from conf.errors import UserError
 from decode import residual, waits
-from decode.frontier import AtOnce, Judged, LevelByLevel, parents
+from decode.frontier import AllAtOnce, Judged, LevelByLevel, parents
 from decode.rng import Coins
-from decode.sampling import Law
+from decode.sampling import Distribution
 from decode.tree import DraftTree
 
 
@@ -108,15 +108,15 @@ class Verdict:
 
 
 def verify_chain(
-    laws: Tensor, proposals: Tensor, drafted: Tensor, coins: Tensor, last_coin: float
+    distributions: Tensor, proposals: Tensor, drafted: Tensor, coins: Tensor, last_coin: float
 ) -> list[int]:
     """The accept rule for one chain, to be read: what every rule below does for a tree and
     many rows.
 
-    laws: [K + 1, V] float64, the target's law before each drafted token and after the last.
-    proposals: [K, V] float64, the law that each drafted token was drawn from. drafted: [K]
-    int64. coins: [K] uniforms, one for each test;
-    last_coin: the uniform of the last draw. Returns the tokens that are emitted: an accepted
+    distributions: [K + 1, V] float64, the target's distribution before each drafted token and after
+    the last. proposals: [K, V] float64, the distribution that each drafted token was drawn from.
+    drafted: [K] int64. coins: [K] uniforms, one for each test; last_coin: the uniform of the last
+    draw. Returns the tokens that are emitted: an accepted
         prefix, then one more.
 
     A token x comes out at some place with probability q(x) min(1, p(x) / q(x)) = min(p(x),
@@ -125,16 +125,16 @@ def verify_chain(
     whatever q is.
     """
     emitted: list[int] = []
-    for law, proposal, token, coin in zip(
-        laws, proposals, drafted.tolist(), coins.tolist(), strict=False
+    for distribution, proposal, token, coin in zip(
+        distributions, proposals, drafted.tolist(), coins.tolist(), strict=False
     ):
-        accept_probability = min(1.0, float(law[token] / proposal[token]))
+        accept_probability = min(1.0, float(distribution[token] / proposal[token]))
         if coin < accept_probability:
             emitted.append(token)
             continue
-        residual = (law - proposal).clamp(min=0)
+        residual = (distribution - proposal).clamp(min=0)
         return [*emitted, _inverse(residual, last_coin)]
-    return [*emitted, _inverse(laws[-1], last_coin)]
+    return [*emitted, _inverse(distributions[-1], last_coin)]
 
 
 def _inverse(weights: Tensor, coin: float) -> int:
@@ -146,22 +146,24 @@ def _inverse(weights: Tensor, coin: float) -> int:
 # --- the same for a tree and many rows
 
 
-def verify(tree: DraftTree, law: Law, rng: Coins, rule: str = "traversal") -> Verdict:
+def verify(
+    tree: DraftTree, distribution: Distribution, rng: Coins, rule: str = "traversal"
+) -> Verdict:
     """Accepted path and bonus token of every row. rule: "rejection" or "traversal" (the
     default accepts more).
 
-    Ask `law.check()` before anything is committed: it raises where a law, a chance or a
-    residual was not finite.
+    Ask `distribution.check()` before anything is committed: it raises where a distribution, a
+    chance or a residual was not finite.
     """
     if rule not in RULES:
         raise UserError(f"verify={rule}: unknown; use one of {', '.join(RULES)}")
     deterministic = tree.sampled is None or tree.proposal is None
     if deterministic or not tree.width:
-        return walk(tree, law, rng)
-    return RULES[rule](tree, law, rng)
+        return walk(tree, distribution, rng)
+    return RULES[rule](tree, distribution, rng)
 
 
-def walk(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
+def walk(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
     """For trees whose candidates are all deterministic: draw a token at a slot, by the slot's own
     number, and step down to the child that is that token."""
     drawn = tree.tokens.new_full((tree.tokens.shape[0], tree.width + 1), -1)
@@ -172,26 +174,28 @@ def walk(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     def missing() -> Tensor:
         return on & (drawn < 0)
 
-    frontier = LevelByLevel(tree, law) if waits.free(drawn) else AtOnce(tree, law)
+    frontier = (
+        LevelByLevel(tree, distribution) if waits.free(drawn) else AllAtOnce(tree, distribution)
+    )
     for rows, slots in frontier.batches(missing):
-        support, lawless = law.read(rows, slots)
+        support, undefined = distribution.read(rows, slots)
         drawn[rows, slots] = support.token(rng.draw(support.probs, rows, slots - 1))
         wrong = drawn.gather(1, up) != tokens
         on = ~(tree.layout.mask[:, :, 1:] & wrong[:, None]).any(2)
-        law.miss(rows, slots, lawless & on[rows, slots])
+        distribution.miss(rows, slots, undefined & on[rows, slots])
     end = torch.where(on, tree.positions(), -1).argmax(1)
     return _verdict(tree, end, drawn.gather(1, end[:, None])[:, 0])
 
 
-def rejection(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
-    """Top-down recursive rejection; needs the target's law only where the walk goes."""
+def rejection(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
+    """Top-down recursive rejection; needs the target's distribution only where the walk goes."""
     count, device = tree.tokens.shape[0], tree.tokens.device
     end = torch.zeros(count, dtype=torch.int64, device=device)  # slots that the walk has come to
     rows, judged = torch.arange(count, device=device), list[Judged]()
-    while rows.numel() and (family := parents(tree, law, rows, end[rows])) is not None:
+    while rows.numel() and (family := parents(tree, distribution, rows, end[rows])) is not None:
         reach = torch.ones_like(family.rows, dtype=torch.float64)
         accept, left, rest = residual.level(family.siblings, reach)
-        family.report(law, reach, rest)
+        family.report(distribution, reach, rest)
         rows, trying = family.rows, torch.ones_like(family.rows, dtype=torch.bool)
         for j, (kid, valid) in enumerate(zip(family.kids.T, family.valid.T, strict=True)):
             chance = torch.where(trying & valid, accept[:, j], 1.0)
@@ -201,16 +205,16 @@ def rejection(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
         if bool(trying.any()):  # some stay
             judged.append(Judged(family, left, rest))
         rows = rows[~trying]
-    return _verdict(tree, end, LevelByLevel(tree, law).bonus(rng, end, judged))
+    return _verdict(tree, end, LevelByLevel(tree, distribution).bonus(rng, end, judged))
 
 
-def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
+def traversal(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
     """Leaf to root. A slot is accepted with the probability that is left to it after all its
     children failed.
 
     Neither that nor the residual depends on a coin, so both are computed for every slot that can
     be reached, from the root down; then the first slot in post-order whose own coin falls below
-    its probability ends the path. A leaf's law is needed only if it ends the path.
+    its probability ends the path. A leaf's distribution is needed only if it ends the path.
     """
     count, n = tree.tokens.shape
     every, layout = torch.arange(count, device=tree.tokens.device), tree.layout
@@ -220,7 +224,7 @@ def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
     remains = reach[:, : n + 1]
     remains[:, 0] = 1
     lazy = waits.free(reach) or layout.inner is None
-    frontier = LevelByLevel(tree, law) if lazy else AtOnce(tree, law)
+    frontier = LevelByLevel(tree, distribution) if lazy else AllAtOnce(tree, distribution)
     judged: list[Judged] = []
     for family, memory in frontier.families(reach):
         step = residual.level(family.siblings, reach[family.rows, family.slots], memory)
@@ -228,7 +232,7 @@ def traversal(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
         judged.append(Judged(family, step.residual, step.rest))
     judged = frontier.whole(judged)
     for family, _, rest in judged:
-        family.report(law, reach[family.rows, family.slots], rest)
+        family.report(distribution, reach[family.rows, family.slots], rest)
         own = torch.where(family.valid[..., 0], family.slots, n + 1)
         reach[family.rows, own] = rest
     remains[:, 0] = 1  # the root never rejects; rounding must not either

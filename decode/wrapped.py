@@ -2,8 +2,8 @@
 what was accepted, and one that watches whether drafting pays.
 
 Both judge each row by its own earlier cycles alone, never by what is drafted in this one: the
-decision is non-anticipating (docs/lossless.md), so the output law stays exact; and no row depends
-on its neighbours in the batch.
+decision is non-anticipating (docs/lossless.md), so the output distribution stays exact; and no row
+depends on its neighbours in the batch.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class Monitor(Wrapped):
         )  # drafted cycles since the row began or was given another chance
         self.rest = np.zeros(0, dtype=int)  # plain cycles left; -1: for good
         self.request = np.zeros(0, dtype=int)
-        self.told: set[int] = set()
+        self.reported: set[int] = set()
         self.drafted = np.zeros(0, dtype=bool)  # whether the cycle under way drafted anything
         self.begun = 0
         self.alerts: list[Alert] = []
@@ -237,8 +237,8 @@ class Monitor(Wrapped):
         if mean + CERTAINTY * spread >= self.break_even:
             return
         request = int(self.request[b])
-        if request not in self.told:
-            self.told.add(request)
+        if request not in self.reported:
+            self.reported.add(request)
             self.alerts.append(Alert(request, int(self.cycles[b]), float(mean), self.break_even))
             if self.on_alert:
                 self.on_alert(self.alerts[-1])

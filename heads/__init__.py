@@ -2,16 +2,16 @@
 
 The contract is heads.base.Head: `forward(batch, target)` is the training loss, summed, with
 its count; `forced` is what a draft would be on the text's own tokens; `drafter(target, draft)`
-makes a drafter over a copy of the weights, of the form that was asked for (names.Draft, then
+makes a drafter over a copy of the weights, of the form that was asked for (names.DraftSpec, then
 decode.grow.Form); `for_target`, `config_json` and `from_json` make a head and bring it back.
-Vocabulary, calibration, disk and the laws of the loss are the base's. The target is frozen
+Vocabulary, calibration, disk and the distributions of the loss are the base's. The target is frozen
 unless `trains_target` says otherwise.
 
 To add a head: docs/new-head.md, a folder with a subclass of Head (or of
 parallel.base.ParallelHead) and a YAML, here or in a package of one's own. Its `Drafts`, the
-class of its drafters, implements decode.grow.Source.
+class of its drafters, implements decode.grow.LevelSource.
 
-A drafter's name is read by names.parse and nowhere else; `asked` adds what scripts/tune.py
+A drafter's name is read by names.parse and nowhere else; `requested` adds what scripts/tune.py
 left, `resolve_drafter` makes the drafter. Not to be changed: the names of stored tensors and
 keys (tests/golden holds heads of earlier versions), and `forced` without `drafter` or the
 other way round (parity.py compares them).
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from heads.checkpoint import save_head
     from heads.config import HeadConfig
     from heads.drafters import (
-        asked,
         drafter_folder,
         drafter_folders,
         drafting_head,
         head_folder,
+        requested,
         resolve_drafter,
         settings_folder,
     )
@@ -45,7 +45,6 @@ __all__ = [
     "Head",
     "HeadConfig",
     "LossOut",
-    "asked",
     "drafter_folder",
     "drafter_folders",
     "drafting_head",
@@ -55,6 +54,7 @@ __all__ = [
     "head_in",
     "kinds",
     "load_head",
+    "requested",
     "resolve_drafter",
     "save_head",
     "settings_folder",

@@ -23,7 +23,7 @@ from heads import shapes, vocab
 from heads.batch import Batch, LossOut, moved
 from heads.config import HeadConfig as HeadConfig
 from heads.forced import ranks
-from heads.names import DEFAULT_DRAW, Draft
+from heads.names import DEFAULT_DRAW, DraftSpec
 from heads.stored import Stored
 
 __all__ = ["Batch", "Head", "HeadConfig", "LossOut"]
@@ -40,7 +40,7 @@ class Head(Stored):
         alone).
     packs: whether its loss keeps packed documents apart.
     rate_narrows: whether its learning rate goes down with the width of the target.
-    takes_stored_law: whether it can learn from the k most probable tokens in place of the
+    takes_stored_distribution: whether it can learn from the k most probable tokens in place of the
         target's last feature.
     served_as: the kind of ours as which engines run it, whose weights it has and as which it
         drafts; "": its own.
@@ -55,7 +55,7 @@ class Head(Stored):
     reads_features: ClassVar[bool] = True
     packs: ClassVar[bool] = False
     rate_narrows: ClassVar[bool] = True
-    takes_stored_law: ClassVar[bool] = False
+    takes_stored_distribution: ClassVar[bool] = False
     served_as: ClassVar[str] = ""
     why: ClassVar[str] = ""
     taps: tuple[int, ...] = ()
@@ -108,45 +108,45 @@ class Head(Stored):
         """The training loss of one micro-batch."""
         raise TypeError(f"{type(self).__name__} must define forward")
 
-    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
+    def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
         """A drafter over a copy of these weights in the target's dtype. draft: what is asked
         of it (`form`), None: nothing. Raises UserError as `form` does. Default: a `Drafts`."""
         return self.Drafts(self, target, self.form(target, draft))  # type: ignore[no-any-return]
 
-    def form(self, target: Target, draft: Draft | None = None) -> Form:
+    def form(self, target: Target, draft: DraftSpec | None = None) -> Form:
         """What a drafter drafts: what is asked for, and this head's own keys where that leaves
         them open. A head without the key `width` has dynamic trees only where a width is asked
         for; one of so many nodes is made wide enough to have them. A rank that the draft
         vocabulary has no token for is left out.
 
         Raises UserError for more levels than the head guesses."""
-        asked, cfg, most = draft or Draft(), self.cfg, self.deepest
-        longest = max(map(len, asked.paths)) if asked.paths else asked.depth or 0
+        requested, cfg, most = draft or DraftSpec(), self.cfg, self.deepest
+        longest = max(map(len, requested.paths)) if requested.paths else requested.depth or 0
         if most is not None and longest > most:
             raise UserError(
                 f"decode settings: {longest} levels, but the head guesses {most}{self.why}; give "
                 f"{most} or fewer"
             )
-        shape = asked.shape or (cfg.shape if target.support == "tree" else "chain")
-        depth = asked.depth or self.usual
+        shape = requested.shape or (cfg.shape if target.support == "tree" else "chain")
+        depth = requested.depth or self.usual
         if shape == "chain":
-            return Form.chain(depth, asked.price)
-        drawn = (cfg.tree_draw if asked.draw == DEFAULT_DRAW else asked.draw) == "sampled"
-        nodes = len(asked.paths or ()) or asked.nodes or cfg.nodes
-        static = TreeShape.of(asked.paths) if asked.paths else self.tree(nodes, depth)
+            return Form.chain(depth, requested.price)
+        drawn = (cfg.tree_draw if requested.draw == DEFAULT_DRAW else requested.draw) == "sampled"
+        nodes = len(requested.paths or ()) or requested.nodes or cfg.nodes
+        static = TreeShape.of(requested.paths) if requested.paths else self.tree(nodes, depth)
         ids = self.ids()
         known = target.vocab_size if ids is None else ids.numel()
         static = TreeShape(tuple(path for path in static.paths if max(path) < known))
         if not hasattr(cfg, "width"):
-            if asked.width:
+            if requested.width:
                 nodes = max(nodes, len(static))
-                return Form("tree", depth, nodes, static, asked.width, drawn, asked.price)
+                return Form("tree", depth, nodes, static, requested.width, drawn, requested.price)
             nodes = len(static)
-            return Form("tree", static.depth, nodes, static, drawn=drawn, price=asked.price)
-        width = asked.width or cfg.width
-        if asked.nodes and not asked.width:
+            return Form("tree", static.depth, nodes, static, drawn=drawn, price=requested.price)
+        width = requested.width or cfg.width
+        if requested.nodes and not requested.width:
             width = max(width, shapes.least_width(nodes, depth))
-        return Form.tree(depth, nodes, width, static if drawn else None, asked.price)
+        return Form.tree(depth, nodes, width, static if drawn else None, requested.price)
 
     @property
     def deepest(self) -> int | None:
@@ -208,8 +208,9 @@ class Head(Stored):
             )
         return self._rows
 
-    def law_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
-        """The rows of the target's LM head that its law is computed from (teacher.target_law)."""
+    def probs_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
+        """The rows of the target's LM head that its distribution is computed from
+        (teacher.target_distribution)."""
         terms, rated = self.cfg.loss, getattr(self.cfg, "confidence", 0)
         if terms.mask == "argmax" or terms.tv or terms.lk or rated:
             return target.lm_head_weight.detach(), getattr(target.lm_head, "bias", None)

@@ -41,7 +41,7 @@ AGAIN = "restore it or train the head again"
 
 
 @dataclass
-class Weights:
+class WeightsFile:
     """The weights file of a card: its name, size in bytes and hash."""
 
     file: str
@@ -63,14 +63,16 @@ class Card:
     kind: str
     head: dict[str, Any]
     target: Identity | None
-    weights: Weights
+    weights: WeightsFile
     sha256: str
     extra: dict[str, Any] = field(default_factory=dict)
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule"."""
-        told = self.target.to_json() if self.target else {}
-        return [f"target.{key}: holds {HALF}" for key, text in told.items() if not is_whole(text)]
+        message = self.target.to_json() if self.target else {}
+        return [
+            f"target.{key}: holds {HALF}" for key, text in message.items() if not is_whole(text)
+        ]
 
 
 def save_head(
@@ -143,9 +145,9 @@ def read_card(folder: Path) -> dict[str, Any]:
     if not sound:
         raise UserError(f"{path}: damaged (sha256 differs from the one it states); {AGAIN}")
     if card.get("format") != FORMAT:
-        told = repr(card.get("format"))[:40]
+        message = repr(card.get("format"))[:40]
         raise UserError(
-            f"{path}: format {told}, this version reads {FORMAT}; use the version that wrote it"
+            f"{path}: format {message}, this version reads {FORMAT}; use the version that wrote it"
         )
     known, problems = from_json(card, Card)
     if problems:
@@ -317,10 +319,10 @@ def _merged(head: Head) -> None:
 def trained_for(card: dict[str, Any] | None, target: Target) -> str:
     """The other target that a head was trained for, by name and weights; "" where it is the
     head of this one, or of none (card: None)."""
-    told = card and card["target"]
-    if not told or target.identity is None or card is None:
+    message = card and card["target"]
+    if not message or target.identity is None or card is None:
         return ""
-    theirs, mine = Identity.from_json(told), target.identity
+    theirs, mine = Identity.from_json(message), target.identity
     if theirs.weights_sha256 == mine.weights_sha256:
         return ""
     return f"{theirs.name} (weights {theirs.weights_sha256[:12]})"

@@ -20,24 +20,25 @@ class LossWeights:
 
     # cross-entropy with the token of the data
     hard: NotNegative = 1.0
-    # cross-entropy with the target's own law (the forward KL up to a constant)
+    # cross-entropy with the target's own distribution (the forward KL up to a constant)
     soft: NotNegative = 0.0
-    # the rejection rate: total variation between the target's law and the head's
+    # the rejection rate: total variation between the target's distribution and the head's
     tv: NotNegative = 0.0
     # minus the logarithm of the acceptance rate
     lk: NotNegative = 0.0
-    # where the target's law teaches a draft vocabulary: token = the data's token lies inside,
-    # argmax = the target's most probable one does (needs the whole LM head), all = everywhere
+    # where the target's distribution teaches a draft vocabulary: token = the data's token lies
+    # inside, argmax = the target's most probable one does (needs the whole LM head), all =
+    # everywhere
     mask: Mask = "token"
 
     @property
-    def needs_law(self) -> bool:
-        """Whether the target's law must be computed."""
+    def needs_distribution(self) -> bool:
+        """Whether the target's distribution must be computed."""
         return bool(self.soft or self.tv or self.lk)
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        if self.hard or self.needs_law:
+        if self.hard or self.needs_distribution:
             return []
         return ["hard: all loss weights are 0; set one above 0"]
 

@@ -1,4 +1,4 @@
-"""From the name of a drafter to the drafter: names.parse reads it, `asked` adds what
+"""From the name of a drafter to the drafter: names.parse reads it, `requested` adds what
 scripts/tune.py left, `resolve_drafter` makes it."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from heads import names, tuned
 from heads.base import Head
 from heads.checkpoint import read_card, trained_for
 from heads.folders import find_head, is_plain
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.registry import load_head
 from heads.small_lm.plain import plain_folder, plain_model
 
@@ -41,7 +41,7 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     for anything else, for a tree on a target that takes chains only, for a head of another target,
     and for a model with another tokenizer.
     """
-    draft = asked(spec)
+    draft = requested(spec)
     drafter = _union(draft, spec, target) if draft.parts else _single(draft, spec, target)
     if draft.adaptive and all(part.price.nothing for part in draft.each):
         drafter = Adaptive(drafter)
@@ -51,7 +51,7 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     return drafter
 
 
-def _single(draft: Draft, spec: str, target: Target) -> Drafter:
+def _single(draft: DraftSpec, spec: str, target: Target) -> Drafter:
     """The drafter of one source, before anything is wrapped around it."""
     if draft.source == names.NONE:
         return NoDraft()
@@ -63,12 +63,12 @@ def _single(draft: Draft, spec: str, target: Target) -> Drafter:
     return drafting_head(draft.source, target).drafter(target, draft)
 
 
-def _nodes(draft: Draft) -> int:
+def _nodes(draft: DraftSpec) -> int:
     """Nodes of an n-gram's tree, 0 for its chain."""
     return (draft.nodes or DEPTH) if draft.shape == "tree" else 0
 
 
-def _union(draft: Draft, spec: str, target: Target) -> Union:
+def _union(draft: DraftSpec, spec: str, target: Target) -> Union:
     """The drafters of a union, n-grams last: they draw nothing and cost nothing."""
     if target.support != "tree":
         raise UserError(
@@ -87,7 +87,7 @@ def _union(draft: Draft, spec: str, target: Target) -> Union:
     return Union(parts)
 
 
-def asked(spec: str) -> Draft:
+def requested(spec: str) -> DraftSpec:
     """What a drafter's name asks for, with what scripts/tune.py has left for it.
 
     Raises UserError for a name that is none, and for a file of settings that is damaged or
@@ -105,7 +105,7 @@ def asked(spec: str) -> Draft:
     return replace(draft, parts=tuple(parts))
 
 
-def _settled(draft: Draft) -> Draft:
+def _settled(draft: DraftSpec) -> DraftSpec:
     """`draft` of one source, and what scripts/tune.py has left for it."""
     folder = settings_folder(draft)
     left = None if folder is None else tuned.read(folder)
@@ -128,7 +128,7 @@ def drafting_head(source: str, target: Target) -> Head:
     return head
 
 
-def watched(drafter: Drafter, spec: str, draft: Draft) -> Monitor:
+def watched(drafter: Drafter, spec: str, draft: DraftSpec) -> Monitor:
     """`drafter` under a monitor of its acceptance that warns on stderr, once per run, or falls
     back.
 
@@ -153,7 +153,7 @@ def watched(drafter: Drafter, spec: str, draft: Draft) -> Monitor:
     monitor = Monitor(drafter, draft.break_even, fallback=fallback)
     monitor.name = spec
 
-    def told(alert: Alert) -> None:
+    def summary(alert: Alert) -> None:
         if len(monitor.alerts) == 1:
             what = (
                 "it is decoded plainly for a while"
@@ -162,11 +162,11 @@ def watched(drafter: Drafter, spec: str, draft: Draft) -> Monitor:
             )
             print(f"warning: {spec}: {alert}; {what}", file=sys.stderr)
 
-    monitor.on_alert = told
+    monitor.on_alert = summary
     return monitor
 
 
-def head_folder(draft: Draft) -> Path | None:
+def head_folder(draft: DraftSpec) -> Path | None:
     """The folder of the head that `draft` asks for; None where it asks for no head: none,
     ngram, a plain model.
 
@@ -177,7 +177,7 @@ def head_folder(draft: Draft) -> Path | None:
     return None if is_plain(draft.source) else find_head(draft.source)
 
 
-def settings_folder(draft: Draft) -> Path | None:
+def settings_folder(draft: DraftSpec) -> Path | None:
     """The folder where scripts/tune.py leaves its choice: that of the head, or of an ordinary
     model on this disk. None for none, ngram and repositories. Raises UserError as
     `head_folder` does."""
@@ -185,13 +185,13 @@ def settings_folder(draft: Draft) -> Path | None:
     return place if is_plain(draft.source) and place.is_dir() else head_folder(draft)
 
 
-def drafter_folder(draft: Draft) -> Path | None:
+def drafter_folder(draft: DraftSpec) -> Path | None:
     """The folder with the files that a drafter is loaded from, also of a repository; None for
     none and ngram. Raises UserError where there is no such drafter."""
     return plain_folder(draft.source) if is_plain(draft.source) else head_folder(draft)
 
 
-def drafter_folders(draft: Draft) -> list[Path]:
+def drafter_folders(draft: DraftSpec) -> list[Path]:
     """`drafter_folder` of every drafter of a union, or of this one, where there is one.
 
     Raises UserError as that does, and for a union that names a drafter twice."""

@@ -19,7 +19,7 @@ from heads.base import Head
 
 
 class Drafting:
-    """See decode.drafters.Drafter, and decode.grow.Source for what is asked of a subclass."""
+    """See decode.drafters.Drafter, and decode.grow.LevelSource for what is asked of a subclass."""
 
     def __init__(self, head: Head, target: Target, form: Form) -> None:
         self.name, self.form, self.shape = f"{head.kind}@{form.shape}", form, form.shape
@@ -32,13 +32,13 @@ class Drafting:
         return grow.draft(self, self.form, budget, sampling, rng)
 
     def draft_ids(self) -> Tensor | None:
-        """See decode.grow.Source."""
+        """See decode.grow.LevelSource."""
         return self.ids
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.Source: [B, 1, Vd]."""
+        """See decode.grow.LevelSource: [B, 1, Vd]."""
         raise TypeError("a subclass defines it")
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.Source: [B, P, Vd]."""
+        """See decode.grow.LevelSource: [B, P, Vd]."""
         raise TypeError("a subclass defines it")

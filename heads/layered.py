@@ -20,7 +20,7 @@ from heads.eagle.init import reset_weights, start_norm
 from heads.eagle.shape import LayerShape, as_made, layer_config
 from heads.layered_saved import LayeredSaved
 from heads.lora import weight_of
-from heads.teacher import TeacherFn, stored_law, target_law
+from heads.teacher import TeacherFn, stored_distribution, target_distribution
 
 
 class LayeredHead(Head):
@@ -32,7 +32,7 @@ class LayeredHead(Head):
     Net: ClassVar[type[Any]]
     Saved: ClassVar[type[LayeredSaved]] = LayeredSaved
     packs: ClassVar[bool] = True
-    takes_stored_law: ClassVar[bool] = True
+    takes_stored_distribution: ClassVar[bool] = True
     net: Any
     reads_table = True
 
@@ -134,13 +134,17 @@ class LayeredHead(Head):
             mask.copy_(self.embed(target, token).view_as(mask))
             mask.requires_grad_(False)
 
-    def law(self, target: Target, last: Tensor | None, source: Tensor, place: Tensor) -> TeacherFn:
-        """The target's law of n tokens: from stored laws where there are such, else from its
-        last features `last` [T, D]. source: [n] int64, the row before each token. place: [n]
-        int64, the token in the draft vocabulary, -1 outside."""
+    def distribution(
+        self, target: Target, last: Tensor | None, source: Tensor, place: Tensor
+    ) -> TeacherFn:
+        """The target's distribution of n tokens: from stored distributions where there are such,
+        else from its last features `last` [T, D]. source: [n] int64, the row before each token.
+        place: [n] int64, the token in the draft vocabulary, -1 outside."""
         mask, ids = self.cfg.loss.mask, self.ids()
-        if stored := getattr(target, "stored_law", None):
-            return stored_law(stored(), source, ids, self.vocab_size, place, mask)
+        if stored := getattr(target, "stored_distribution", None):
+            return stored_distribution(stored(), source, ids, self.vocab_size, place, mask)
         assert last is not None
         top_k = getattr(self.cfg, "top_k", 0)
-        return target_law(target, self.law_rows(target), last, source, ids, place, mask, top_k)
+        return target_distribution(
+            target, self.probs_rows(target), last, source, ids, place, mask, top_k
+        )

@@ -72,7 +72,7 @@ class LayeredDrafter(CachedNet, Drafting):
             self.h[: len(rows)] = self.h[rows]
 
     def at_once(self, levels: int) -> Tensor | None:
-        """See decode.grow.Source."""
+        """See decode.grow.LevelSource."""
         if not self.blind:
             return None
         self.open(levels)

@@ -127,9 +127,9 @@ def wide_of(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def chunk_of(asked: int | None, device: torch.device) -> int:
+def chunk_of(requested: int | None, device: torch.device) -> int:
     """The key `chunk`, by device where it is left open."""
-    return asked or CHUNKS.get(device.type, CHUNK)
+    return requested or CHUNKS.get(device.type, CHUNK)
 
 
 def pieces(count: int, size: int) -> Iterable[slice]:
@@ -143,17 +143,18 @@ class Taught:
 
     place: [n] int64, the token's place in the draft vocabulary, -1 outside. valid: [K, n]
     bool, head k has a feature for token j. terms: of the loss. scale: [K] float32, how much
-    each head's loss counts. law: see TeacherFn; None where no term needs it. chunk: tokens that are
-    met at once. parts: the chunks where they may not begin anywhere. weigh: gives weights [m] to
-    the tokens of a chunk by the log-probabilities [m] of the data's tokens, minus infinity outside
-    the draft vocabulary; None: all are 1. rated: the overlap of both laws is wanted.
+    each head's loss counts. distribution: see TeacherFn; None where no term needs it. chunk: tokens
+    that are met at once. parts: the chunks where they may not begin anywhere. weigh: gives weights
+    [m] to the tokens of a chunk by the log-probabilities [m] of the data's tokens, minus infinity
+    outside the draft vocabulary; None: all are 1. rated: the overlap of both distributions is
+    wanted.
     """
 
     place: Tensor
     valid: Tensor
     terms: LossWeights
     scale: Tensor
-    law: TeacherFn | None = None
+    distribution: TeacherFn | None = None
     chunk: int = CHUNKS["cpu"]
     parts: list[slice] | None = None
     weigh: Callable[[slice, Tensor], Tensor] | None = None
@@ -164,11 +165,11 @@ class Taught:
         return pieces(self.place.numel(), self.chunk) if self.parts is None else self.parts
 
 
-class Rows(NamedTuple):
+class TokenStats(NamedTuple):
     """What was found of n tokens by K heads, [K, n] each, without gradient. loss: unweighted,
     0 where a head has no feature. hit: the head's best token is the data's. counted: there is
-    a loss. rate: sum min(p, q) where the law is usable, 0 where it was not asked for. tried:
-    the head has a feature."""
+    a loss. rate: sum min(p, q) where the distribution is usable, 0 where it was not asked for.
+    tried: the head has a feature."""
 
     loss: Tensor
     hit: Tensor
@@ -195,7 +196,7 @@ def by_level(losses: Tensor, hits: Tensor) -> dict[str, Tensor]:
 
 def chunked_loss(
     hidden: Tensor, weight: Tensor, taught: Taught, low_rank: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Rows]:
+) -> tuple[Tensor, TokenStats]:
     """The sum of `plain_loss` over the tokens of K parallel heads with one draft vocabulary.
 
     hidden: [K, n, D], head k's hidden state for predicted token j. weight: [K, Vd, D], or [Vd,
@@ -208,7 +209,7 @@ def chunked_loss(
     near, far = (None, None) if low_rank is None else (low_rank[0].to(hidden.dtype), low_rank[1])
     args = (hidden, weight, near, far, taught)
     total, loss, hit, counted, rate = _ChunkedLoss.apply(*args)  # type: ignore[no-untyped-call]
-    return total, Rows(loss, hit, counted, rate, taught.valid)
+    return total, TokenStats(loss, hit, counted, rate, taught.valid)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -230,9 +231,9 @@ class _ChunkedLoss(torch.autograd.Function):
         far = None if far is None else far.detach().to(hidden.dtype)
         for part in taught.chunks():
             target = taught.place[part]
-            teacher = None if taught.law is None else taught.law(part)
+            teacher = None if taught.distribution is None else taught.distribution(part)
             learned = (target >= 0) & bool(terms.hard)
-            if teacher is not None and terms.needs_law:
+            if teacher is not None and terms.needs_distribution:
                 learned |= teacher.usable
             m = None if near is None else near[part]
             shared = None if m is None or far is None else m @ far.T

@@ -37,7 +37,7 @@ JOIN = "+"
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftSpec:
     """What is asked of a drafter: by its name, and by what tuning has left beside it.
 
     source: "none", "ngram", a path or a repository. shape: "chain", "tree", "" = the drafter's
@@ -61,10 +61,10 @@ class Draft:
     paths: tuple[tuple[int, ...], ...] | None = None
     price: Price = FREE
     break_even: float | None = None
-    parts: tuple[Draft, ...] = ()
+    parts: tuple[DraftSpec, ...] = ()
 
     @property
-    def each(self) -> tuple[Draft, ...]:
+    def each(self) -> tuple[DraftSpec, ...]:
         """The drafters of a union, or this one."""
         return self.parts or (self,)
 
@@ -126,7 +126,7 @@ def split(spec: str, exists: Callable[[str], bool] = on_disk) -> tuple[str, list
     return "@".join(words[:count]), words[count:]
 
 
-def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> Draft:
+def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> DraftSpec:
     """What `spec` asks for. exists: tells paths that lie on this disk.
 
     Raises UserError, one line with the fix, for an unknown option, one that this kind of
@@ -139,7 +139,7 @@ def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> Draft:
     source, options = split(spec, exists)
     if not source:
         raise UserError(f"drafters: {spec!r}: names no drafter; write none, ngram or a folder")
-    draft, place = Draft(source), -1
+    draft, place = DraftSpec(source), -1
     out_of_order = False
     for option in options:
         changed, at = _with(draft, option, spec)
@@ -156,7 +156,7 @@ def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> Draft:
     return _checked(draft, spec)
 
 
-def _union(names: list[str], spec: str, exists: Callable[[str], bool]) -> Draft:
+def _union(names: list[str], spec: str, exists: Callable[[str], bool]) -> DraftSpec:
     """What a union of drafters of these names asks for. Raises UserError."""
     if not all(names):
         raise UserError(
@@ -178,14 +178,14 @@ def _union(names: list[str], spec: str, exists: Callable[[str], bool]) -> Draft:
     adaptive = any(part.adaptive for part in parts)
     own = tuple(replace(part, adaptive=False, watch=NO_WATCH) for part in parts)
     source = JOIN.join(map(str, own))
-    return Draft(source, adaptive=adaptive, watch=last.watch, parts=own)
+    return DraftSpec(source, adaptive=adaptive, watch=last.watch, parts=own)
 
 
 def _is_option(word: str) -> bool:
     return word in (*DRAWS, ADAPTIVE, *WATCHES) or bool(SIZED_SHAPE.fullmatch(word))
 
 
-def _with(draft: Draft, option: str, spec: str) -> tuple[Draft, int]:
+def _with(draft: DraftSpec, option: str, spec: str) -> tuple[DraftSpec, int]:
     """(draft with one more option, place of that option in the order). Raises UserError."""
     source = draft.source
     taken = ""
@@ -248,12 +248,14 @@ def _near(option: str, spec: str) -> str:
     return ""
 
 
-def _size(draft: Draft) -> str:
+def _size(draft: DraftSpec) -> str:
     """The shape of `draft` as its name has it."""
-    return str(Draft(draft.source, draft.shape, draft.depth, draft.nodes))[len(draft.source) + 1 :]
+    return str(DraftSpec(draft.source, draft.shape, draft.depth, draft.nodes))[
+        len(draft.source) + 1 :
+    ]
 
 
-def _checked(draft: Draft, spec: str) -> Draft:
+def _checked(draft: DraftSpec, spec: str) -> DraftSpec:
     """`draft`, where its options go together; a draw without a shape means a tree."""
     plain = str(replace(draft, draw=DEFAULT_DRAW))
     if draft.source == NONE and draft.adaptive:
@@ -263,7 +265,9 @@ def _checked(draft: Draft, spec: str) -> Draft:
     if draft.draw == DEFAULT_DRAW:
         return draft
     if draft.source in (NONE, NGRAM):
-        raise UserError(f"drafters: {spec}: {draft.source} has no law to draw from; write {plain}")
+        raise UserError(
+            f"drafters: {spec}: {draft.source} has no distribution to draw from; write {plain}"
+        )
     if draft.shape == "chain":
         raise UserError(f"drafters: {spec}: a chain is drawn where T > 0 anyway; write {plain}")
     return replace(draft, shape="tree")

@@ -15,13 +15,13 @@ its own outputs;
   mistake of the drafter, where the text is harder;
 - *reloaded*: the engine with the head as it was saved and read back.
 
-Compared are the laws that drafts are drawn from: at some cycles of a short run at T = 1 the
-training pass is given the drafted chain and must have the same law at every level, whether the
-target accepts the tokens or not. And what the greedy cycles accepted, one by one, except where
-the training pass prefers one token over another by no more than rounding. In float32 one
-difference fails the gate; in 16 bits the laws may be LAW apart on average, a later level not
-much more than the first, and a small share of the cycles may differ. The accepted lengths may
-differ by no more than the paired interval over prompts, or SLACK.
+Compared are the distributions that drafts are drawn from: at some cycles of a short run at T = 1
+the training pass is given the drafted chain and must have the same distribution at every level,
+whether the target accepts the tokens or not. And what the greedy cycles accepted, one by one,
+except where the training pass prefers one token over another by no more than rounding. In float32
+one difference fails the gate; in 16 bits the distributions may be DISTRIBUTION apart on average, a
+later level not much more than the first, and a small share of the cycles may differ. The accepted
+lengths may differ by no more than the paired interval over prompts, or SLACK.
 
 Shape letters: S levels of a draft, P prompts.
 """
@@ -47,21 +47,21 @@ from decode.wrapped import Wrapped
 from heads.base import Head
 from heads.batch import Batch
 from heads.forced import Forced, judge
-from heads.names import Draft
+from heads.names import DraftSpec
 
 SLACK = 0.05  # of accepted length, below which a difference is not held against a head in 16 bits
 SHARE = 0.02  # of cycles that may differ in 16 bits beyond what counts as rounding; none in float32
-# Total variation between two laws. 16 bits: the mean allowed, and in times of the first
+# Total variation between two distributions. 16 bits: the mean allowed, and in times of the first
 # level's what a later one may have on top of a hundredth (a sound EAGLE-3 head has 0.01 at
 # every level, one with late rotary positions first 0.01, then 0.05); float32: the most
 # allowed.
-LAW, RISE, EXACT = 0.1, 3.0, 1e-3
+DISTRIBUTION, RISE, EXACT = 0.1, 3.0, 1e-3
 FEWEST = 3  # whole drafts that an answer has room for
-PROBES = 3  # cycles per prompt whose laws are compared
+PROBES = 3  # cycles per prompt whose distributions are compared
 
 
 @dataclass(frozen=True)
-class Room:
+class PassLimits:
     """What a training pass may take: rows, and padded tokens (0 = no limit); one row in any
     case."""
 
@@ -126,7 +126,7 @@ class Parity:
             out.append(f"  {name.replace('_', '-'):<15} {found.mean:.3f}{spread}  {about[name]}")
         if self.distance:
             out.append(
-                "  drafted laws against the training pass's, total variation: "
+                "  drafted distributions against the training pass's, total variation: "
                 f"{_by_level(self.distance)}"
             )
         return [
@@ -138,7 +138,8 @@ class Parity:
 
 class _Witness(Wrapped):
     """A chain drafter that keeps PROBES whole drafts of every request, the first and the last
-    ones: (cycle, tokens [S], laws [S, Vd]). vocab: what the laws' places mean, see Proposal."""
+    ones: (cycle, tokens [S], distributions [S, Vd]). vocab: what the distributions' places mean,
+    see Proposal."""
 
     vocab: Tensor | None = None
 
@@ -164,9 +165,9 @@ class _Witness(Wrapped):
                 if len(self.kept[index]) == PROBES:
                     del self.kept[index][1]
                 self.vocab = tree.proposal.vocab
-                laws = tree.proposal.law[row, tree.proposal.row[row, :size]].cpu()
+                distributions = tree.proposal.probs[row, tree.proposal.row[row, :size]].cpu()
                 tokens = tree.tokens[row, :size].tolist()
-                self.kept[index].append((self.cycles[index], tokens, laws))
+                self.kept[index].append((self.cycles[index], tokens, distributions))
             self.cycles[index] += 1
         return tree
 
@@ -178,7 +179,7 @@ def check(
     max_new_tokens: int,
     *,
     batch_size: int = 8,
-    room: Room | None = None,
+    room: PassLimits | None = None,
     reload: Callable[[], Head] | None = None,
 ) -> Parity:
     """Run the gate for `head` on token `prompts`. max_new_tokens: of an answer; a head that
@@ -188,20 +189,20 @@ def check(
     Raises UserError when the saved head cannot be read.
     """
     head.eval()
-    room = room or Room()
-    depth = int(head.drafter(target, Draft(shape="chain")).max_depth)
+    room = room or PassLimits()
+    depth = int(head.drafter(target, DraftSpec(shape="chain")).max_depth)
     # Cycles at the end of an answer are cut: of shorter ones none would be left to compare.
     limit = max(max_new_tokens, FEWEST * (depth + 1))
     fitting = [(i, p) for i, p in enumerate(prompts) if 0 < len(p) < target.context_length]
-    asked = [Request(p, limit, id=i) for i, p in fitting]
-    found = Parity(depth, len(asked))
-    if not asked:
+    requests = [Request(p, limit, id=i) for i, p in fitting]
+    found = Parity(depth, len(requests))
+    if not requests:
         return found
-    runs = {"free_running": _decode(head, target, asked, batch_size)}
+    runs = {"free_running": _decode(head, target, requests, batch_size)}
     again = reload() if reload else None
     if again is not None:
         found.problems += _lost(head, again)
-        runs["reloaded"] = _decode(again, target, asked, batch_size)
+        runs["reloaded"] = _decode(again, target, requests, batch_size)
         found.identical = runs["reloaded"] == runs["free_running"]
     for name, generations in runs.items():
         texts = [(g.prompt_ids, g.token_ids) for g in generations]
@@ -225,7 +226,7 @@ def check(
             found.every_place = _every_place(tables, generations, depth)
         found.lengths[name] = stats.accepted_length(clean[1])
         decoding = head if name == "free_running" or again is None else again
-        distance = _law_distance(head, decoding, target, asked, room, batch_size)
+        distance = _distribution_distance(head, decoding, target, requests, room, batch_size)
         found.distance = distance if name == "free_running" else found.distance
         found.problems += _verdict(
             name, clean, distance, _contradictions(tables, generations), target
@@ -243,9 +244,15 @@ def _every_place(
     return 1 + float(places.cumprod(1).sum(1).double().mean()) if len(places) else None
 
 
-def _decode(head: Head, target: Target, asked: list[Request], batch_size: int) -> list[Generation]:
+def _decode(
+    head: Head, target: Target, requests: list[Request], batch_size: int
+) -> list[Generation]:
     return generate(
-        target, head.drafter(target, Draft(shape="chain")), asked, Sampling(), batch_size=batch_size
+        target,
+        head.drafter(target, DraftSpec(shape="chain")),
+        requests,
+        Sampling(),
+        batch_size=batch_size,
     ).generations
 
 
@@ -268,7 +275,7 @@ def _lost(head: Head, again: Head) -> list[str]:
 
 
 def _batches(
-    rows: list[tuple[list[int], int]], target: Target, room: Room
+    rows: list[tuple[list[int], int]], target: Target, room: PassLimits
 ) -> Iterator[tuple[range, Batch]]:
     """Rows (tokens, number of tokens before the supervised ones) as batches that find room,
     in order: which rows, and their batch."""
@@ -298,7 +305,7 @@ def _judged(
     head: Head,
     target: Target,
     texts: list[tuple[list[int], list[int]]],
-    room: Room,
+    room: PassLimits,
     depth: int,
 ) -> list[Forced] | None:
     """Per text the tables [n, S], row k: the draft that follows after k generated tokens; None
@@ -338,34 +345,34 @@ def _contradictions(tables: list[Forced], generations: list[Generation]) -> tupl
 
 
 @torch.no_grad()
-def _law_distance(
+def _distribution_distance(
     head: Head,
     decoding: Head,
     target: Target,
-    asked: list[Request],
-    room: Room,
+    requests: list[Request],
+    room: PassLimits,
     batch_size: int,
 ) -> list[list[float]]:
-    """Per level [mean, largest] total variation between the laws that the drafter of
+    """Per level [mean, largest] total variation between the distributions that the drafter of
     `decoding` draws from at T = 1 and those of the training pass of `head` over the drawn
     tokens; [] when the drafter states none."""
-    witness = _Witness(decoding.drafter(target, Draft(shape="chain")))
+    witness = _Witness(decoding.drafter(target, DraftSpec(shape="chain")))
     depth = witness.max_depth
     # Some rows leave earlier, so that the state of the others is moved.
     short = [
         replace(r, max_new_tokens=min(r.max_new_tokens, (2 + i % 2) * (depth + 2)))
-        for i, r in enumerate(asked)
+        for i, r in enumerate(requests)
     ]
     run = generate(target, witness, short, Sampling(temperature=1.0), batch_size=batch_size)  # type: ignore[arg-type]
-    rows, laws = [], []
+    rows, distributions = [], []
     for generation, kept in zip(run.generations, witness.kept, strict=True):
-        for cycle, tokens, law in kept:
+        for cycle, tokens, distribution in kept:
             before = [
                 *generation.prompt_ids,
                 *generation.token_ids[: generation.cycles[cycle].start],
             ]
             rows.append(([*before, *tokens], len(before)))
-            laws.append(law)
+            distributions.append(distribution)
     found: list[list[float]] = [[] for _ in range(depth)]
     for part, batch in _batches(rows, target, room):
         starts = torch.tensor(
@@ -374,14 +381,20 @@ def _law_distance(
         for flat, level, z in head.forced(batch, target, depth):
             for j, b in (flat[:, None] - level == starts).nonzero().tolist():
                 p = _spread(z[j].double().softmax(-1).cpu(), head.ids(), target.vocab_size)
-                q = _spread(laws[part[b]][level].double(), witness.vocab, target.vocab_size)
+                q = _spread(
+                    distributions[part[b]][level].double(), witness.vocab, target.vocab_size
+                )
                 found[level].append(float((p - q).abs().sum()) / 2)
     return [[sum(d) / len(d), max(d)] for d in found if d]
 
 
-def _spread(law: Tensor, ids: Tensor | None, size: int) -> Tensor:
-    """A law over the draft vocabulary as one over all target tokens."""
-    return law if ids is None else law.new_zeros(size).index_copy_(0, ids.cpu(), law)
+def _spread(distribution: Tensor, ids: Tensor | None, size: int) -> Tensor:
+    """A distribution over the draft vocabulary as one over all target tokens."""
+    return (
+        distribution
+        if ids is None
+        else distribution.new_zeros(size).index_copy_(0, ids.cpu(), distribution)
+    )
 
 
 def _verdict(
@@ -395,9 +408,9 @@ def _verdict(
     who = "the drafter" if name == "free_running" else "the saved and reloaded head"
     wide = target.dtype in (torch.float32, torch.float64)
     problems = []
-    most = min(LAW, RISE * distance[0][0] + 0.01) if distance else LAW
+    most = min(DISTRIBUTION, RISE * distance[0][0] + 0.01) if distance else DISTRIBUTION
     far = [
-        largest > EXACT if wide else mean > (most if i else LAW)
+        largest > EXACT if wide else mean > (most if i else DISTRIBUTION)
         for i, (mean, largest) in enumerate(distance)
     ]
     if any(far):
@@ -409,7 +422,8 @@ def _verdict(
             "it drafts on"
         )
         problems.append(
-            f"{who} draws from other laws than the training pass, {where}; total variation "
+            f"{who} draws from other distributions than the training pass, {where}; total "
+            "variation "
             f"{_by_level(distance)}"
         )
     if cycles[1] > (0 if wide else max(1, SHARE * cycles[0])):

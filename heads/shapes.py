@@ -151,7 +151,7 @@ def generic(heads: int) -> list[tuple[Path, float]]:
 def even(depth: int, nodes: int = NODES) -> dict[str, Any]:
     """What stands in for the calibration of a separate model that nobody has measured, with a
     tree of `depth` levels and `nodes` nodes: every level is accepted as the first of the
-    published heads, for a language model's law does not depend on the level."""
+    published heads, for a language model's distribution does not depend on the level."""
     top1, top5 = PUBLISHED[0]
     level = [top1, *((top5 - top1) / 2 * 0.5**r for r in range(RANKS - 1))]
 

@@ -31,7 +31,7 @@ class Teacher(NamedTuple):
 TeacherFn = Callable[[slice], Teacher]  # tokens of a chunk -> their teacher
 
 
-def target_law(
+def target_distribution(
     target: Target,
     rows: tuple[Tensor, Tensor | None],
     feats: Tensor,
@@ -41,23 +41,23 @@ def target_law(
     mask: str,
     top_k: int = 0,
 ) -> TeacherFn:
-    """The target's law p(x_s | x_<s) at n predicted tokens over a draft vocabulary, renormalised
-    and (of all rows) as it is.
+    """The target's distribution p(x_s | x_<s) at n predicted tokens over a draft vocabulary,
+    renormalised and (of all rows) as it is.
 
     rows: weight [Vd, D] and bias [Vd] or None of the target's LM head over the draft vocabulary,
     or over all V tokens. feats: [N, D], output of the target after its final norm. source: [n]
     int64, the row of feats that predicts token j, one before it. ids: [Vd] int64 ascending draft
     vocabulary, None for all. place: [n] int64, where the token of the data stands in it, -1
-    outside. mask: which tokens are taught, see losses.LossWeights; the others have no law. "argmax"
-    (of all rows) is EAGLE-3's (Li et al. 2025); on text that the target wrote greedily "token" is
-    the same, from Vd rows.
-    top_k: keep only so many most probable tokens of the law (HASS); 0 = all.
+    outside. mask: which tokens are taught, see losses.LossWeights; the others have no distribution.
+    "argmax" (of all rows) is EAGLE-3's (Li et al. 2025); on text that the target wrote greedily
+    "token" is the same, from Vd rows. top_k: keep only so many most probable tokens of the
+    distribution (HASS); 0 = all.
     """
     weight, bias = rows
     inside = None if ids is None else vocab.to_t2d(ids, target.vocab_size)
     less = bool(top_k) if ids is None else len(weight) > len(ids)
 
-    def law(part: slice) -> Teacher:
+    def distribution(part: slice) -> Teacher:
         with torch.no_grad():
             logits = target.head.finish(functional.linear(feats[source[part]], weight, bias))
             usable = torch.ones_like(place[part], dtype=torch.bool)
@@ -74,10 +74,10 @@ def target_law(
             p = torch.softmax(logits, -1)
             return Teacher(p, p if own is None else own * (p > 0), usable)
 
-    return law
+    return distribution
 
 
-def stored_law(
+def stored_distribution(
     stored: tuple[Tensor, Tensor],
     source: Tensor,
     ids: Tensor | None,
@@ -85,12 +85,12 @@ def stored_law(
     place: Tensor,
     mask: str,
 ) -> TeacherFn:
-    """As `target_law`, from the target's k most probable tokens, the best first: ids and
+    """As `target_distribution`, from the target's k most probable tokens, the best first: ids and
     probabilities [N, k]. size: tokens of the whole vocabulary. Where none of the k lies inside
-    there is no law."""
+    there is no distribution."""
     tokens, probabilities = stored
 
-    def law(part: slice) -> Teacher:
+    def distribution(part: slice) -> Teacher:
         at = source[part]
         spot = vocab.places(ids, tokens[at])
         p = probabilities[at] * (spot >= 0)
@@ -105,4 +105,4 @@ def stored_law(
             usable &= spot[:, 0] >= 0
         return Teacher(dense, own, usable)
 
-    return law
+    return distribution

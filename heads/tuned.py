@@ -23,7 +23,7 @@ from decode.price import FREE, Price
 from decode.tree import TreeShape
 from heads.checkpoint import CARD
 from heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH, Levels, Nodes, Width
-from heads.names import Draft
+from heads.names import DraftSpec
 
 DECODE = "decode.json"
 FORMAT = 1
@@ -33,7 +33,7 @@ Ranks = Annotated[tuple[Rank, ...], MaxLen(MOST_DEPTH)]
 
 
 @dataclass(frozen=True)
-class Settings:
+class DraftSettings:
     """The shape of a draft. shape: "chain" or "tree". depth: levels (a chain's K). nodes: of a
     tree. width: nodes that a dynamic tree expands per level. paths: ranks of a static tree's
     nodes. price: what a node and a level must bring (decode.price). None: as the head itself
@@ -55,10 +55,10 @@ class Settings:
             return [f"paths: {error}"]
         return []
 
-    def draft(self, asked: Draft | None = None) -> Draft:
-        """`asked` (None: anything) in this shape."""
+    def draft(self, requested: DraftSpec | None = None) -> DraftSpec:
+        """`requested` (None: anything) in this shape."""
         return dataclasses.replace(
-            asked or Draft(),
+            requested or DraftSpec(),
             shape=self.shape,
             depth=self.depth,
             nodes=self.nodes,
@@ -94,13 +94,13 @@ class Tuned:
     """
 
     card_sha256: str
-    best: Settings
-    chain: Settings | None = None
-    tree: Settings | None = None
+    best: DraftSettings
+    chain: DraftSettings | None = None
+    tree: DraftSettings | None = None
     break_even: Annotated[float, Interval(ge=1, lt=1e6)] | None = None
     pays: bool = True
     evidence: dict[str, Any] = field(default_factory=dict)
-    adaptive: Settings | None = None
+    adaptive: DraftSettings | None = None
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule"."""
@@ -122,20 +122,22 @@ class Tuned:
             "evidence": self.evidence,
         }
 
-    def draft(self, asked: Draft) -> Draft:
-        """`asked` with the tuned size of its shape ("" = the best one), where it names no size
+    def draft(self, requested: DraftSpec) -> DraftSpec:
+        """`requested` with the tuned size of its shape ("" = the best one), where it names no size
         itself and there is one, and with the break-even. Where @adaptive is asked for: in the
         best shape with a price, or at that price where a size of that shape is named."""
-        known = dataclasses.replace(asked, break_even=self.break_even)
-        own, sized = self.adaptive, asked.depth is not None or asked.nodes is not None
-        if asked.adaptive and own is not None and asked.shape in ("", own.shape):
-            asked = known if own == self.best else asked
+        known = dataclasses.replace(requested, break_even=self.break_even)
+        own, sized = self.adaptive, requested.depth is not None or requested.nodes is not None
+        if requested.adaptive and own is not None and requested.shape in ("", own.shape):
+            requested = known if own == self.best else requested
             return (
-                dataclasses.replace(asked, price=own.price or FREE) if sized else own.draft(asked)
+                dataclasses.replace(requested, price=own.price or FREE)
+                if sized
+                else own.draft(requested)
             )
         if sized:
             return known
-        found = {"": self.best, "chain": self.chain, "tree": self.tree}[asked.shape]
+        found = {"": self.best, "chain": self.chain, "tree": self.tree}[requested.shape]
         return known if found is None else found.draft(known)
 
 

@@ -109,13 +109,13 @@ class Start:
                 "keys that it was trained with"
             )
         total = sum(weight.numel() for weight in new.values())
-        told = f"starts from {self.path}: {taken / total:.1%} of the weights"
-        told += self._words(head)
-        told += f"; fresh: {_short(fresh)}" if fresh else ""
-        told += f"; left behind: {_short(behind)}" if behind else ""
+        message = f"starts from {self.path}: {taken / total:.1%} of the weights"
+        message += self._words(head)
+        message += f"; fresh: {_short(fresh)}" if fresh else ""
+        message += f"; left behind: {_short(behind)}" if behind else ""
         changed = _differing(OTHERWISE, self.head.cfg, head.cfg)
         there = ", ".join(f"head.{key} ({_plain(value)} there)" for key, value in changed.items())
-        return told + (f"; other than there: {there}" if changed else "")
+        return message + (f"; other than there: {there}" if changed else "")
 
     def _same_meaning(self, head: Head) -> None:
         """Raises UserError where the new head reads other layers, norms at other places or has
@@ -194,8 +194,8 @@ def _weights(head: Head) -> Iterator[tuple[str, Tensor]]:
 
 def _made(head: Head) -> dict[str, Any]:
     """The shape of a head's own decoder layers (heads.eagle.shape.layer_config); {} without any."""
-    told = head.config_json()
-    return told.get("layer") or told.get("prefix") or {}
+    message = head.config_json()
+    return message.get("layer") or message.get("prefix") or {}
 
 
 def _differing(keys: Sequence[str], old: Any, new: Any) -> dict[str, Any]:

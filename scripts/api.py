@@ -30,7 +30,7 @@ from conf.typed import from_json, nearest, raise_all
 from decode import stats
 from decode.drafters import Drafter
 from decode.engine import Generation, Request
-from decode.live import Fresh, LiveBatch, Room, Seat
+from decode.live import Fresh, LiveBatch, LiveLimits, Seat
 from decode.models import load as loading
 from decode.sampling import Sampling
 from decode.target import Target
@@ -179,7 +179,7 @@ def generate(
     top_k: int = 0,
     seed: int | None = None,
 ) -> Answer:
-    """The target's answer, the same law whatever drafts.
+    """The target's answer, the same distribution whatever drafts.
 
     prompt: a user's message, put through the chat template, or token ids as they are. drafter:
     a name (see load_drafter) or a drafter, which then serves one answer at a time. seed: the
@@ -192,7 +192,7 @@ def generate(
     ids = question_ids(target.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     made = resolve_drafter(drafter, target) if isinstance(drafter, str) else drafter
     longest = min(target.context_length, len(ids) + max_new_tokens)
-    batch = LiveBatch(target, made, Sampling(temperature, top_k, top_p), Room(1, longest))
+    batch = LiveBatch(target, made, Sampling(temperature, top_k, top_p), LiveLimits(1, longest))
     pieces: list[Piece] = []
     stream = Stream(target.tokenizer)
 

@@ -1,4 +1,4 @@
-"""Certify that decoding with a drafter leaves the target's law unchanged: this target,
+"""Certify that decoding with a drafter leaves the target's distribution unchanged: this target,
 drafter, shape and settings.
 
     python scripts/certify.py target=smollm2 drafter=runs/medusa@tree temperature=1 \\
@@ -54,7 +54,7 @@ from scripts.proofs.controls import certificates as controls
 from scripts.reports import certificate_page
 from scripts.serving import server_certificate
 from scripts.serving.asking import Address
-from scripts.serving.drafter_laws import drafter_laws
+from scripts.serving.drafter_distributions import drafter_distributions
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
 LATER = (
@@ -160,14 +160,14 @@ def _sized(cfg: CertifyConfig, world: certificate.World, bar: Steps) -> certific
     if cfg.tokens is not None or world.plan.sampling.greedy:
         return world
     size = certificate.sized(world, cfg.most_tokens)
-    asked = f"a bias of detect={cfg.detect:g} (total variation)"
-    why = f"so many surely find {asked}"
+    requested = f"a bias of detect={cfg.detect:g} (total variation)"
+    why = f"so many surely find {requested}"
     if not size.reached:
-        why = f"too few to surely find {asked}: undecided; set most_tokens or detect higher"
+        why = f"too few to surely find {requested}: undecided; set most_tokens or detect higher"
     minutes = size.tokens * size.seconds / 60
     more = ", its negative controls up to three times as long" if cfg.controls == "run" else ""
-    told = f"{size.tokens:,} tokens: {why}; the sample takes about {minutes:.1f} minutes{more}"
-    bar.console.print(told, highlight=False)
+    message = f"{size.tokens:,} tokens: {why}; the sample takes about {minutes:.1f} minutes{more}"
+    bar.console.print(message, highlight=False)
     return replace(world, plan=replace(world.plan, tokens=size.tokens))
 
 
@@ -176,7 +176,7 @@ def _target(target: Target, sampling: Sampling) -> dict[str, Any]:
     return {
         **(asdict(target.identity) if target.identity else {}),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "generation_config": facts.unheeded(target.model, sampling),
+        "generation_config": facts.ignored(target.model, sampling),
         "probed_tokens": target.probe().tested,
     }
 
@@ -214,7 +214,7 @@ def server(cfg: CertifyServerConfig) -> int:
         if cfg.plain != "weights":
             plain = Address(cfg.plain, cfg.timeout, cfg.retries, 1, cfg.key_env, "plain")
         known = cfg.drafter not in ("", NONE)
-        towards = drafter_laws(cfg.drafter, target, cfg.sampling()) if known else None
+        towards = drafter_distributions(cfg.drafter, target, cfg.sampling()) if known else None
         settings = {
             k: v for k, v in asdict(cfg).items() if k not in (*LATER, "members", "tie", "drafter")
         }

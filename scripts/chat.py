@@ -23,18 +23,18 @@ if __name__ == "__main__":
 
 from conf.errors import UserError
 from conf.schema import entry
-from decode.engine import Request, Run, generate
+from decode.engine import DecodedRun, Request, generate
 from decode.models.load import load_target
 from decode.wrapped import Monitor
-from heads import asked, resolve_drafter
+from heads import requested, resolve_drafter
 from scripts.common.config import ChatConfig
 from scripts.common.prompts import chat_ids
-from scripts.common.talk import Stream, Tally
+from scripts.common.talk import AnswerTally, Stream
 
 DRAFTED = "bright_green"
 
 
-class Chat:
+class Conversation:
     """One conversation: its messages, the models, and the console it is printed on."""
 
     def __init__(self, cfg: ChatConfig):
@@ -44,7 +44,7 @@ class Chat:
         self.sampling = cfg.sampling()
         self.target = load_target(cfg.target, cfg.dtype)
         self.drafter = resolve_drafter(cfg.drafter, self.target)
-        limit = asked(cfg.drafter).break_even
+        limit = requested(cfg.drafter).break_even
         if limit and cfg.monitor != "off" and not isinstance(self.drafter, Monitor):
             self.drafter = Monitor(self.drafter, limit, fallback=cfg.monitor == "fallback")
         self.console = Console(highlight=False, soft_wrap=True)
@@ -87,7 +87,7 @@ class Chat:
             self.messages.pop()
             raise
         self.number += 1
-        stream, tally = Stream(self.target.tokenizer), Tally(prompt)
+        stream, tally = Stream(self.target.tokenizer), AnswerTally(prompt)
         said: list[str] = []
 
         def show(_: int, tokens: list[int], drafted: list[bool]) -> None:
@@ -99,7 +99,7 @@ class Chat:
                     piece, style=DRAFTED if was_draft else None, end="", markup=False, emoji=False
                 )
 
-        run: Run | None = None
+        run: DecodedRun | None = None
         note = ""
         try:
             request = Request(prompt, self.cfg.max_new_tokens, id=self.number)
@@ -124,7 +124,7 @@ class Chat:
         self.console.print(tally.footer(run.generations[0] if run else None, note), style="dim")
 
 
-def _turns(chat: Chat) -> Iterator[str]:
+def _turns(chat: Conversation) -> Iterator[str]:
     """User turns: from the terminal with a prompt, or line by line from a pipe; ends at end of
     input or /exit.
     """
@@ -161,7 +161,7 @@ def _turns(chat: Chat) -> Iterator[str]:
 @entry("chat", ChatConfig)
 def main(cfg: ChatConfig) -> Any:
     """Command-line entry."""
-    chat = Chat(cfg)
+    chat = Conversation(cfg)
     for line in _turns(chat):
         try:
             chat.answer(line)

@@ -29,7 +29,7 @@ def main(cfg: CheckConfig) -> int:
     found = contract_check.checked(wanted, address)
     if cfg.out:
         files.write_json(Path(cfg.out), found | {"url": cfg.url, "command": files.command()})
-    for line in contract_check.told(found):
+    for line in contract_check.summary(found):
         print(line)
     return 0 if found["served"] else 1
 

@@ -334,10 +334,10 @@ def ls(kind: str | None) -> None:
     if kind is not None and kind not in known:
         _no_such("list", kind, known)
     for name in known if kind is None else [kind]:
-        folder, asked = FOLDERS.get(name, ("", "format=NAME of export"))
+        folder, requested = FOLDERS.get(name, ("", "format=NAME of export"))
         rows = options(folder) if folder else dict.fromkeys(FORMATS, "")
         if kind is None:
-            click.echo(f"{name} ({asked}):")
+            click.echo(f"{name} ({requested}):")
         indent = "  " if kind is None else ""
         wide = max(map(len, rows), default=0)
         for row, about in rows.items():

@@ -50,7 +50,7 @@ BLOCK = f"{RUNS}/dspark@chain:2"
 
 
 @dataclass(frozen=True)
-class Budget:
+class DemoBudget:
     """What the demo may spend."""
 
     conversations: int
@@ -63,7 +63,7 @@ class Budget:
     tokens: int
 
 
-FULL = Budget(
+FULL = DemoBudget(
     conversations=288,
     answer_tokens=200,
     draft_vocab=3072,
@@ -73,7 +73,7 @@ FULL = Budget(
     prompts=24,
     tokens=64,
 )
-FAST = Budget(
+FAST = DemoBudget(
     conversations=32,
     answer_tokens=64,
     draft_vocab=384,
@@ -89,7 +89,7 @@ DATA, FEATURES = RUNS / "data.jsonl", RUNS / "features"
 TEXT = ["target=smollm2", "data=jsonl", f"data.path={DATA}", "data.max_length=320"]
 
 
-def steps(budget: Budget, fast: bool, block: bool = False) -> list[Command]:
+def steps(budget: DemoBudget, fast: bool, block: bool = False) -> list[Command]:
     """The main job as commands."""
     synthesize = [
         "scripts/synthesize.py",
@@ -123,7 +123,7 @@ def steps(budget: Budget, fast: bool, block: bool = False) -> list[Command]:
     ]
 
 
-def trainings(budget: Budget, fast: bool) -> dict[str, tuple[str, list[str]]]:
+def trainings(budget: DemoBudget, fast: bool) -> dict[str, tuple[str, list[str]]]:
     """(title, command) of every head's training, by its name."""
 
     def train(name: str, script: str, updates: int, *more: str) -> list[str]:
@@ -160,7 +160,7 @@ def trainings(budget: Budget, fast: bool) -> dict[str, tuple[str, list[str]]]:
     }
 
 
-def scoring(budget: Budget, temperature: int, block: bool, heads: list[Path]) -> Command:
+def scoring(budget: DemoBudget, temperature: int, block: bool, heads: list[Path]) -> Command:
     """All drafters side by side at a temperature."""
     out = REPORTS / f"t{temperature}"
     drafters = [d for d in DRAFTERS if temperature == 0 or not d.endswith("@chain:2")]

@@ -43,7 +43,7 @@ from conf.schema import entry
 from conf.typed import raise_all
 from decode.models import facts, packed
 from decode.models.load import load_target
-from decode.models.memory import Plan
+from decode.models.memory import MemoryPlan
 from decode.target import Target
 from heads.small_lm.net import parameters
 from scripts.common import files
@@ -55,12 +55,12 @@ from scripts.scoring import candidates, contest
 from scripts.scoring.breakdown import again
 from scripts.scoring.config import EvaluateConfig
 from scripts.scoring.extras import batches, extras, stops_paying
-from scripts.scoring.lanes import lanes_of
 from scripts.scoring.names import wrong_drafter
 from scripts.scoring.parity import gates
 from scripts.scoring.same_tokens import lossless
 from scripts.scoring.score import Scores, output_lines
 from scripts.scoring.suites import SuiteConfig, in_one, load_suite, notes, suites
+from scripts.scoring.systems import systems_of
 
 SKIPPED, DISAGREES = 3, 1
 GATE_TOKENS = 64
@@ -130,7 +130,9 @@ def by_suite(cfg: EvaluateConfig, named: list[SuiteConfig], out: Path) -> int:
     return DISAGREES if DISAGREES in codes else max([SKIPPED if missing else 0, *codes])
 
 
-def asked_of(cfg: EvaluateConfig, bad: list[dict[str, str]]) -> tuple[list[Prompt], dict[str, Any]]:
+def requested_of(
+    cfg: EvaluateConfig, bad: list[dict[str, str]]
+) -> tuple[list[Prompt], dict[str, Any]]:
     """(prompts to ask, what the report says of their source)."""
     if cfg.suite is None:
         prompts = chosen(load_prompts(Path(cfg.prompts), bad), cfg)
@@ -141,7 +143,7 @@ def asked_of(cfg: EvaluateConfig, bad: list[dict[str, str]]) -> tuple[list[Promp
     take = cfg.num_prompts or cfg.suite.take or None
     path = f"suite={cfg.suite.name}"
     prompts = chosen(loaded.prompts, replace(cfg, num_prompts=take, prompts=path))
-    return prompts, {"path": path, "sha256": loaded.sha256, "suite": loaded.told}
+    return prompts, {"path": path, "sha256": loaded.sha256, "suite": loaded.described}
 
 
 def evaluated(cfg: EvaluateConfig, out: Path) -> int:
@@ -154,25 +156,25 @@ def evaluated(cfg: EvaluateConfig, out: Path) -> int:
 def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
     """(exit code, what was measured): all is written to `out`, and the parts may go."""
     bad: list[dict[str, str]] = []
-    prompts, source = asked_of(cfg, bad)
+    prompts, source = requested_of(cfg, bad)
     out.mkdir(parents=True, exist_ok=True)
     # A token is two letters or more; later turns hold the earlier ones and their answers.
     longest = max(sum(len(t) // 2 + cfg.max_new_tokens for t in p.turns) for p in prompts)
-    plan = Plan(max(cfg.batch_sizes or [cfg.batch_size]), longest, PLANNED_NODES)
+    plan = MemoryPlan(max(cfg.batch_sizes or [cfg.batch_size]), longest, PLANNED_NODES)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     prompts = fitting(prompts, target, bad)
     for line in facts.notes(target, cfg.sampling()):
         print(line, file=sys.stderr)
-    lanes, skipped = entered(cfg, target, bad)
-    memo = kept_in(out / "unfinished", cfg, target, prompts, lanes)
+    systems, skipped = entered(cfg, target, bad)
+    memo = kept_in(out / "unfinished", cfg, target, prompts, systems)
     parity = gates(
-        lanes, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet
+        systems, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet
     )
     shared = {"parity": {name: found.json() for name, found in parity.items()}}
     settings = points(cfg)
     reports, outputs = [], []
     for at in settings:
-        report, lines = measure(at, target, prompts, lanes, skipped, memo)
+        report, lines = measure(at, target, prompts, systems, skipped, memo)
         report["settings"]["prompts"] = source
         reports.append(report | shared)
         outputs.append(lines)
@@ -212,17 +214,19 @@ def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 def entered(
     cfg: EvaluateConfig, target: Target, bad: list[dict[str, str]]
-) -> tuple[list[contest.Lane], list[dict[str, str]]]:
+) -> tuple[list[contest.System], list[dict[str, str]]]:
     """(the rows to measure, {name, reason} of all that is left out, `bad` included). Raises
     UserError for a name in `drafters` that cannot be loaded."""
     more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
     names = list(dict.fromkeys([*cfg.drafters, *more]))
-    lanes, skipped = lanes_of(names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device))
+    systems, skipped = systems_of(
+        names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device)
+    )
     raise_all([one["reason"] for one in skipped if one["name"] in cfg.drafters])
     left_out: dict[str, dict[str, str]] = {}
     for one in [*unknown, *skipped, *bad]:
         left_out.setdefault(one["reason"], one)
-    return lanes, list(left_out.values())
+    return systems, list(left_out.values())
 
 
 def kept_in(
@@ -230,20 +234,20 @@ def kept_in(
     cfg: EvaluateConfig,
     target: Target,
     prompts: list[Prompt],
-    lanes: list[contest.Lane],
+    systems: list[contest.System],
 ) -> Memo:
     """What was measured of this very evaluation before it was stopped. Says on stderr that it
     goes on."""
-    told = files.environment(str(target.device))
-    del told["commit"]  # the code itself is compared
+    described = files.environment(str(target.device))
+    del described["commit"]  # the code itself is compared
     key = {
         **{k: v for k, v in asdict(cfg).items() if k not in ELSEWHERE},
-        **told,
+        **described,
         "code": files.code_sha256(MEASURED),
         "device": str(target.device),
         "target": [asdict(cfg.target), target.identity and asdict(target.identity)],
         "prompts": [asdict(prompt) for prompt in prompts],
-        "drafters": [[lane.name, lane.files] for lane in lanes],
+        "drafters": [[system.name, system.files] for system in systems],
     }
     memo = Memo(place, key)
     if memo.resumed:
@@ -255,27 +259,29 @@ def measure(
     cfg: EvaluateConfig,
     target: Target,
     prompts: list[Any],
-    lanes: list[contest.Lane],
+    systems: list[contest.System],
     skipped: list[dict[str, str]],
     memo: Memo,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(report, lines of outputs.jsonl) at the temperature and batch size of `cfg`. memo: what
     was measured before the run was stopped, and is not measured again."""
     sampling = cfg.sampling()
-    settings = contest.Settings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify)
+    settings = contest.ContestSettings(
+        sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify
+    )
     name = folder(cfg.temperature, cfg.batch_size)
-    measured = contest.run_contest(target, prompts, lanes, settings, cfg.quiet, memo, name)
+    measured = contest.run_contest(target, prompts, systems, settings, cfg.quiet, memo, name)
     lost = {one["name"] for one in measured.lost}
-    lanes = [lane for lane in lanes if lane.name not in lost]
-    scores = Scores(measured, lanes)
-    same = lossless(measured, lanes, target) if cfg.temperature == 0 else {}
+    systems = [system for system in systems if system.name not in lost]
+    scores = Scores(measured, systems)
+    same = lossless(measured, systems, target) if cfg.temperature == 0 else {}
     identity = target.identity
     report: dict[str, Any] = {
         "format": 1,
         **files.origin(str(target.device)),
         "target": {
             **(asdict(identity) if identity else {"name": "unknown"}),
-            "generation_config": facts.unheeded(target.model, sampling),
+            "generation_config": facts.ignored(target.model, sampling),
             "parameters": parameters(target.model),
             "packed": target.packs_weights and packed.takes(target.dtype, target.device),
             **({"tuning": target.tuning} if target.tuning else {}),
@@ -289,7 +295,9 @@ def measure(
             "target": asdict(cfg.target),
             "num_prompts": len(prompts),
         },
-        "drafters": [{**scores.row(lane), "lossless": same.get(lane.name)} for lane in lanes],
+        "drafters": [
+            {**scores.row(system), "lossless": same.get(system.name)} for system in systems
+        ],
         "pairs": scores.pairs(),
         "plain_pass_ms": scores.steadiness(),
         "skipped": [*skipped, *measured.lost],
@@ -297,9 +305,9 @@ def measure(
         "sittings": measured.sittings,
     }
     if target.device.type != "cpu":
-        again(report["drafters"], target, prompts[: cfg.breakdown], lanes, settings)
+        again(report["drafters"], target, prompts[: cfg.breakdown], systems, settings)
     report["ranking"] = candidates.ranking(report)
-    report |= extras(lanes)
+    report |= extras(systems)
     return report, output_lines(measured)
 
 

@@ -39,14 +39,14 @@ from heads.interop import (
     find_layout,
     served,
 )
-from heads.names import NONE, Draft
+from heads.names import NONE, DraftSpec
 from heads.small_lm.plain import plain_model
 from scripts.common import files
 from scripts.common.prompts import load_prompts, question_ids, spread
 from scripts.serving import card as export_card
 from scripts.serving import contract, costs, gguf_export, settings
 from scripts.serving import draft as export_draft
-from scripts.serving.check import Check, check_export, comparable
+from scripts.serving.check import ExportCheck, check_export, comparable
 from scripts.serving.config import ExportConfig
 
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
@@ -99,7 +99,7 @@ def export(cfg: ExportConfig) -> int:
     with staged(out) as stage:
         files.write_json(stage / "config.json", config)
         export_draft.save(tensors, stage / layout.file)
-        found: Check = check_export(
+        found: ExportCheck = check_export(
             stage, cfg.format, head, target, check_prompts(cfg, target), dtype
         )
         written = str(config["torch_dtype"])
@@ -247,7 +247,7 @@ def finish(
     prompts = [ids.tolist() for ids in check_prompts(cfg, target)]
 
     def expected(depth: int) -> dict[str, Any]:
-        chain = twin.drafter(target, Draft(shape="chain"))
+        chain = twin.drafter(target, DraftSpec(shape="chain"))
         return contract.expected(target, chain, prompts, depth, cfg.max_new_tokens)
 
     wanted = expected(about.depth)

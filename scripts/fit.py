@@ -78,16 +78,16 @@ def fitted(cfg: FitConfig, out: Path) -> int:
     about = stages.once("start", "the head that is fitted", lambda: look(cfg))
     read = stages.once("chats", "the traffic", lambda: chats(cfg, out))
     known = sources(cfg, out)
-    told = piloted(cfg, known, out, stages)
+    message = piloted(cfg, known, out, stages)
     names = {"before": cfg.start, "after": str(out / "run" / "best")}
-    record = stages.once("training", "training", lambda: learn(cfg, known, out / "run", told))
+    record = stages.once("training", "training", lambda: learn(cfg, known, out / "run", message))
     scratch = None
     if cfg.scratch:
         names["scratch"] = str(out / "scratch" / "best")
         scratch = stages.once(
             "scratch",
             "a fresh head with the same steps",
-            lambda: learn(cfg, known, out / "scratch", told, fresh=True),
+            lambda: learn(cfg, known, out / "scratch", message, fresh=True),
         )
     later, general = scored(cfg, known, out, stages, names)
     gain = later["drafters"][1]["against_before"]
@@ -105,7 +105,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
         "settings": {k: v for k, v in cfg.settings().items() if k != "target"},
         "start": {"path": cfg.start, "kind": about["kind"], "sha256": sha256},
         "traffic": read,
-        "budget": asdict(told),
+        "budget": asdict(message),
         "training": record,
         "scratch": scratch,
         "later": later,
@@ -185,8 +185,8 @@ def content(cfg: FitConfig) -> dict[str, list[str]]:
 def readable(cfg: FitConfig) -> None:
     """Read what is asked behind the training, so that nothing is missing then. Raises
     UserError that names the key."""
-    asked = {"later": cfg.later, "general": cfg.general if cfg.general_prompts else ""}
-    for key, path in asked.items():
+    requested = {"later": cfg.later, "general": cfg.general if cfg.general_prompts else ""}
+    for key, path in requested.items():
         try:
             if path:
                 load_prompts(path)
@@ -263,11 +263,11 @@ def exportable(cfg: FitConfig, head: Head, target: Target) -> None:
 def askable(cfg: FitConfig, target: Target, later: str) -> None:
     """Raises UserError where the comparison behind the training would have too little to ask.
     later: the file of later chats, "" where the logs are not read yet."""
-    asked = {
+    requested = {
         "later": (later, cfg.prompts, 2),  # one prompt allows no interval
         "general": (cfg.general if cfg.general_prompts else "", cfg.general_prompts, 1),
     }
-    for key, (path, count, least) in asked.items():
+    for key, (path, count, least) in requested.items():
         if not path:
             continue
         wanted = evaluate.EvaluateConfig(out="", prompts=path, num_prompts=count)
@@ -302,26 +302,26 @@ def chats(cfg: FitConfig, out: Path) -> dict[str, Any]:
     for line in report.lines():
         print(f"     {line}", flush=True)
     askable(cfg, target, str(report.later))
-    told = {k: v for k, v in report.to_json().items() if k not in ("train", "later", "named")}
-    return {**told, "train": str(report.train), "later": str(report.later)}
+    message = {k: v for k, v in report.to_json().items() if k not in ("train", "later", "named")}
+    return {**message, "train": str(report.train), "later": str(report.later)}
 
 
-def piloted(cfg: FitConfig, known: Chats, out: Path, stages: Pipeline) -> train.Budget:
+def piloted(cfg: FitConfig, known: Chats, out: Path, stages: Pipeline) -> train.PilotBudget:
     """What the minutes are here."""
     found = stages.once(
         "pilot", "a pilot: how many steps fit in", lambda: asdict(train.pilot(cfg, known, out))
     )
-    told = train.Budget(**found)
+    message = train.PilotBudget(**found)
     print(
-        f"fit: {cfg.minutes:g} minutes are {told.steps:,} steps here, decoded acceptance every "
-        f"{told.every:,}",
+        f"fit: {cfg.minutes:g} minutes are {message.steps:,} steps here, decoded acceptance every "
+        f"{message.every:,}",
         flush=True,
     )
-    return told
+    return message
 
 
 def learn(
-    cfg: FitConfig, known: Chats, folder: Path, budget: train.Budget, fresh: bool = False
+    cfg: FitConfig, known: Chats, folder: Path, budget: train.PilotBudget, fresh: bool = False
 ) -> dict[str, Any]:
     """Train, and say how it went. The head drafts as `start` was tuned to, so that both are
     compared in the same shape."""

@@ -37,7 +37,7 @@ from scripts.common.prompts import load_prompts, question_ids, spread
 from scripts.reports.table import Table
 from scripts.serving import probe as acceptance_probe
 from scripts.serving.config import AS_WRITTEN, ImportConfig
-from scripts.serving.probe import Reading
+from scripts.serving.probe import Convention
 
 
 @entry("import_head", ImportConfig)
@@ -64,7 +64,7 @@ def main(cfg: ImportConfig) -> int:
     same_target(foreign, target)
     layout = detect(foreign, cfg.format)
     head = layout.read(foreign, target).eval()
-    found: list[Reading] = []
+    found: list[Convention] = []
     if cfg.convention != AS_WRITTEN:
         head = chosen(head, cfg.convention)
     if cfg.probe:
@@ -124,7 +124,7 @@ def chosen(head: Head, convention: str) -> Any:
     return known[convention]
 
 
-def show(found: list[Reading], convention: str) -> None:
+def show(found: list[Convention], convention: str) -> None:
     """The probe's table."""
     rows = [
         [convention if i == 0 else r.name, f"{r.accepted:.3f}", f"{r.logp:.3f}", r.about]

@@ -31,7 +31,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from conf.errors import UserError
 from conf.schema import entry
 from decode.models.load import load_target
-from decode.models.memory import Plan
+from decode.models.memory import MemoryPlan
 from decode.target import Target
 from heads.names import NONE
 from scripts.serve_http.config import ServeConfig
@@ -44,10 +44,10 @@ PLANNED_NODES = 64  # of a draft tree, when memory is estimated
 def main(cfg: ServeConfig) -> int:
     """Load, listen, serve until SIGTERM or Ctrl-C."""
     try:
-        from scripts.serve_http.app import App, Door
-        from scripts.serve_http.asked import Service
+        from scripts.serve_http.app import Access, App
         from scripts.serve_http.connections import server
-        from scripts.serve_http.worker import Limits, Worker
+        from scripts.serve_http.requested import Service
+        from scripts.serve_http.worker import Worker, WorkerLimits
     except ImportError as error:
         raise UserError(
             f"serve: {error.name} is not installed; pip install -e '.[serve]' in the clone"
@@ -59,12 +59,12 @@ def main(cfg: ServeConfig) -> int:
             "is empty; set an API key there, or leave host out"
         )
     bound = listening(cfg)
-    rows = Plan(cfg.batch_size, cfg.longest or USUAL_LONGEST, PLANNED_NODES)
+    rows = MemoryPlan(cfg.batch_size, cfg.longest or USUAL_LONGEST, PLANNED_NODES)
     target = load_target(cfg.target, cfg.dtype, cfg.device, rows)
     longest = longest_of(cfg, target)
     names = list(dict.fromkeys([*cfg.drafters, NONE]))
     worker = Worker(
-        target, names, Limits(cfg.batch_size, longest, cfg.lanes, cfg.queue), cfg.verify
+        target, names, WorkerLimits(cfg.batch_size, longest, cfg.groups, cfg.queue), cfg.verify
     )
     service = Service(
         cfg.name or (target.identity.name if target.identity else "target"),
@@ -74,7 +74,7 @@ def main(cfg: ServeConfig) -> int:
         target.vocab_size,
         copy.deepcopy(target.tokenizer),  # the decoding thread reads the other one
     )
-    app = App(worker, service, Door(key, cfg.local, cfg.max_body)).application()
+    app = App(worker, service, Access(key, cfg.local, cfg.max_body)).application()
     listener = server(app, cfg.batch_size + cfg.queue, cfg.patience, cfg.drain)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when all is ended
     host, port = bound.getsockname()[:2]

@@ -46,7 +46,7 @@ from scripts.synthesis.config import SynthesizeConfig
 from scripts.synthesis.domains import DomainWriter
 from scripts.synthesis.from_server import from_server
 from scripts.synthesis.ledger import Ledger, check_space
-from scripts.synthesis.write import Writer, fingerprint
+from scripts.synthesis.write import BlockWriter, fingerprint
 
 
 class Signals:
@@ -54,11 +54,11 @@ class Signals:
     the second signal; otherwise at the next token. An exception out of a handler may come between
     file and count, and is lost where a destructor runs.
 
-    held: conversations on file. drawing: whether `heed` is called at every token."""
+    held: conversations on file. drawing: whether `check_stop` is called at every token."""
 
     def __init__(self, path: Path, total: int) -> None:
         self.path, self.total, self.held, self.drawing = path, total, 0, False
-        self.asked = 0
+        self.requested = 0
 
     def __enter__(self) -> Signals:
         self.before = {s: signal.signal(s, self._stop) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -69,18 +69,18 @@ class Signals:
             signal.signal(number, handler)
 
     def _stop(self, number: int, _: Any) -> None:
-        again, self.asked = self.asked, number
+        again, self.requested = self.requested, number
         if again or not self.drawing:
-            self.heed()
+            self.check_stop()
 
-    def heed(self) -> None:
+    def check_stop(self) -> None:
         """Raise Interrupted where a signal has come."""
-        if self.asked:
+        if self.requested:
             raise Interrupted(
                 f"interrupted: {self.path} holds {self.held} of {self.total} "
                 "conversations; the same "
                 "command continues",
-                code=130 if self.asked == signal.SIGINT else 75,
+                code=130 if self.requested == signal.SIGINT else 75,
             )
 
 
@@ -130,7 +130,7 @@ def draw(cfg: SynthesizeConfig, target: Target, ledger: Ledger, signals: Signals
         cfg.batch,
         cfg.seed,
     )
-    writer = DomainWriter(*draws, domain=cfg.domain) if cfg.domain else Writer(*draws)
+    writer = DomainWriter(*draws, domain=cfg.domain) if cfg.domain else BlockWriter(*draws)
     if ledger.rows:
         known = records(ledger.path)
         writer.seen.update(fingerprint(row["messages"][0]["content"]) for row in known)
@@ -139,13 +139,13 @@ def draw(cfg: SynthesizeConfig, target: Target, ledger: Ledger, signals: Signals
 
         def drawn(tokens: int) -> None:
             meter.add(tokens)
-            signals.heed()
+            signals.check_stop()
 
         writer.on_tokens, signals.drawing = drawn, True
         while signals.held < cfg.conversations:
-            signals.heed()
-            asked = min(cfg.batch, cfg.conversations - signals.held)
-            ledger.append(writer.block(len(ledger.blocks), asked), asked)
+            signals.check_stop()
+            requested = min(cfg.batch, cfg.conversations - signals.held)
+            ledger.append(writer.block(len(ledger.blocks), requested), requested)
             signals.held = ledger.rows
             meter.block(signals.held)
     dropped = ", ".join(f"{n} {why}" for why, n in writer.dropped.most_common()) or "none"

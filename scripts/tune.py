@@ -26,9 +26,9 @@ from rich.console import Console
 from conf.errors import UserError
 from conf.schema import entry
 from decode.models.load import load_target
-from decode.models.memory import Plan
+from decode.models.memory import MemoryPlan
 from heads import drafter_folder, settings_folder
-from heads.names import Draft, parse
+from heads.names import DraftSpec, parse
 from heads.tuned import DECODE
 from scripts.common import files
 from scripts.common.extra import extra
@@ -61,7 +61,7 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     longest = (
         max(len(p.turns[0]) for p in load_prompts(cfg.prompts)) // 2
     )  # a token is two letters or more
-    plan = Plan(
+    plan = MemoryPlan(
         max(cfg.batch_size, *cfg.curve_batches), longest + cfg.max_new_tokens, cfg.max_nodes
     )
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
@@ -78,7 +78,7 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
             f"written: {folder / DECODE}; evaluate, chat and export read it", highlight=False
         )
     elif cfg.write:
-        name = asked_as(draft.source, report["chosen"]["settings"])
+        name = requested_as(draft.source, report["chosen"]["settings"])
         console.print(
             f"{draft.source} has no folder to write to; ask for it as {name}", highlight=False
         )
@@ -87,11 +87,11 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     console.print(f"report: {out / 'tune.html'}", highlight=False)
 
 
-def asked_as(source: str, best: dict[str, Any]) -> str:
+def requested_as(source: str, best: dict[str, Any]) -> str:
     """The name that asks for the chosen depth of a chain or nodes of a tree."""
     if best["shape"] == "chain":
-        return str(Draft(source, "chain", depth=best["depth"]))
-    return str(Draft(source, "tree", nodes=best["nodes"]))
+        return str(DraftSpec(source, "chain", depth=best["depth"]))
+    return str(DraftSpec(source, "tree", nodes=best["nodes"]))
 
 
 def command(argv: Sequence[str] | None = None) -> None:

@@ -29,8 +29,8 @@ def main() -> None:
     """Do the dry run, or become train/validate.py on the same arguments: its signals and exit
     code are this process's.
     """
-    asked = [a.lstrip("+").partition("=") for a in sys.argv[1:]]
-    if any(key == "dry_run" and value.lower() != "false" for key, _, value in asked):
+    requested = [a.lstrip("+").partition("=") for a in sys.argv[1:]]
+    if any(key == "dry_run" and value.lower() != "false" for key, _, value in requested):
         extra("cluster.dry_run", "dry_run").command(sys.argv[1:])
     words = [a for a in sys.argv[1:] if a.lstrip("+").partition("=")[0] != "dry_run"]
     os.execv(sys.executable, [sys.executable, str(ROOT / "train" / "validate.py"), *words])

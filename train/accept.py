@@ -15,16 +15,16 @@ from decode.sampling import Sampling
 from decode.stats import acceptance_by_position, accepted_length, split
 from decode.target import Target
 from heads.base import Head
-from heads.names import Draft
-from heads.parity import Room
+from heads.names import DraftSpec
+from heads.parity import PassLimits
 from train.config import EvalConfig
 from train.facts import is_no_memory
-from train.saving import asked_anywhere
+from train.saving import requested_anywhere
 from train.signals import Stop
-from train.texts.batches import Rows, held_out_batches
+from train.texts.batches import JoinedRows, held_out_batches
 
 
-class _Asked(Exception):
+class _Requested(Exception):
     """A signal came while prompts were being decoded."""
 
 
@@ -35,12 +35,12 @@ class NoRoom(Exception):
 def decoded_acceptance(
     head: Head,
     target: Target,
-    rows: Rows,
+    rows: JoinedRows,
     cfg: EvalConfig,
     seed: int,
     accelerator: Accelerator,
     stop: Stop | None = None,
-    room: Room | None = None,
+    room: PassLimits | None = None,
 ) -> dict[str, Any] | None:
     """Accepted length (bonus token counted) and acceptance by position on held-out prompts; {}
     without any.
@@ -61,25 +61,25 @@ def decoded_acceptance(
     alone = accelerator.num_processes == 1 or target.sharded
     mine = requests if alone else requests[accelerator.process_index :: accelerator.num_processes]
 
-    def heed(*_: Any) -> None:
+    def check(*_: Any) -> None:
         if stop is None:
             return
-        if asked_anywhere(stop, accelerator) if target.sharded else stop.asked:
-            raise _Asked
+        if requested_anywhere(stop, accelerator) if target.sharded else stop.requested:
+            raise _Requested
 
     shape = ""
-    decoded: list[Generation | _Asked | NoRoom]
+    decoded: list[Generation | _Requested | NoRoom]
     try:
-        calibrated(head, target, rows, cfg, room or Room())
-        drafter = head.drafter(target, Draft(shape=cfg.shape))
+        calibrated(head, target, rows, cfg, room or PassLimits())
+        drafter = head.drafter(target, DraftSpec(shape=cfg.shape))
         shape = drafter.shape
         sampling = Sampling(temperature=cfg.temperature)
         run = generate(
-            target, drafter, mine, sampling, batch_size=cfg.batch_size, seed=seed, on_tokens=heed
+            target, drafter, mine, sampling, batch_size=cfg.batch_size, seed=seed, on_tokens=check
         )
         decoded = [*run.generations]
-    except _Asked as asked:
-        decoded = [asked]
+    except _Requested as requested:
+        decoded = [requested]
     except (RuntimeError, MemoryError) as error:
         if target.sharded or not is_no_memory(error):  # other ranks would wait for this one
             raise
@@ -93,7 +93,9 @@ def decoded_acceptance(
     return figures(every, shape)
 
 
-def calibrated(head: Head, target: Target, rows: Rows, cfg: EvalConfig, room: Room) -> None:
+def calibrated(
+    head: Head, target: Target, rows: JoinedRows, cfg: EvalConfig, room: PassLimits
+) -> None:
     """Calibrate the head on held-out rows, in passes that `room` holds."""
     batches = held_out_batches(rows, cfg.calibration_rows, room.rows, room.tokens)
     head.calibrate((batch.to(target.device) for batch in batches), target)

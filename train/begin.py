@@ -33,10 +33,10 @@ from train.saving import Saver, last_state, resume
 from train.sharding import loaded, shard_target
 from train.signals import Stop, interruption
 from train.stored.features import Source
-from train.texts.batches import Plan, Rows, load_rows
+from train.texts.batches import BatchPlan, JoinedRows, load_rows
 from train.waiting import meet, nothing, turn
 
-Heed = Callable[[], None]
+CheckStop = Callable[[], None]
 
 
 def begin(
@@ -46,12 +46,12 @@ def begin(
     out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
     target, sharding = loaded(cfg, kind, accelerator.device)
 
-    def heed() -> None:
-        if stop.asked:
-            raise interruption(stop.asked, 0, False)
+    def check_stop() -> None:
+        if stop.requested:
+            raise interruption(stop.requested, 0, False)
 
-    rows = _texts(cfg, target, main, heed)
-    plan = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
+    rows = _texts(cfg, target, main, check_stop)
+    plan = BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
     checkpoint, state, notes = last_state(out, accelerator)
     counts = rows.counts(target.vocab_size)
@@ -63,7 +63,7 @@ def begin(
     head.to(accelerator.device)
     optimizer = _optimizer(cfg, head)
 
-    source = _source(cfg, head, target, rows, heed)
+    source = _source(cfg, head, target, rows, check_stop)
     meaning = {**meaning_of(cfg, target, rows), **source.meaning, **made.meaning}
     if checkpoint is not None:
         notes += resume(checkpoint, state, cfg, meaning, head, optimizer)
@@ -157,14 +157,14 @@ def _exchange_words(head: Head, target: Target, counts: Tensor) -> tuple[list[in
     return difference(old, ids)
 
 
-def prepared(cfg: TrainConfig) -> tuple[Target, Plan]:
+def prepared(cfg: TrainConfig) -> tuple[Target, BatchPlan]:
     """(target, the rows that it would train on in their order) of a run in this process alone."""
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
     rows = _rows(cfg, target)
-    return target, Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
+    return target, BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
 
-def measured(cfg: TrainConfig) -> tuple[TrainConfig, Target, Head, Plan]:
+def measured(cfg: TrainConfig) -> tuple[TrainConfig, Target, Head, BatchPlan]:
     """(`cfg` resolved, target, a whole fresh head, batches) for a measurement; what was settled
     is said on stderr."""
     kind = head_class(cfg.head.kind)
@@ -187,16 +187,16 @@ def _called(accelerator: Accelerator, head: Head) -> nn.Module:
     return model
 
 
-def _rows(cfg: TrainConfig, target: Target, heed: Heed = nothing) -> Rows:
+def _rows(cfg: TrainConfig, target: Target, check_stop: CheckStop = nothing) -> JoinedRows:
     size = target.vocab_size, target.context_length
-    return load_rows(cfg.data, target.tokenizer, target.eos_ids, *size, heed)
+    return load_rows(cfg.data, target.tokenizer, target.eos_ids, *size, check_stop)
 
 
-def _texts(cfg: TrainConfig, target: Target, main: bool, heed: Heed) -> Rows:
+def _texts(cfg: TrainConfig, target: Target, main: bool, check_stop: CheckStop) -> JoinedRows:
     """The rows of tokens; on rank 0 (main) those left out are listed in the run folder. heed:
     raises where the run was asked to stop."""
-    rows = _rows(cfg, target, heed)
-    meet("rows", cfg.data.wait, heed)  # in the first collective nobody may wait for tokens
+    rows = _rows(cfg, target, check_stop)
+    meet("rows", cfg.data.wait, check_stop)  # in the first collective nobody may wait for tokens
     if main:
         rows.list_bad(Path(cfg.out_dir))
     return rows
@@ -213,12 +213,14 @@ def _optimizer(cfg: TrainConfig, head: Head) -> torch.optim.AdamW:
     )
 
 
-def _source(cfg: TrainConfig, head: Head, target: Target, rows: Rows, heed: Heed) -> Source:
+def _source(
+    cfg: TrainConfig, head: Head, target: Target, rows: JoinedRows, check_stop: CheckStop
+) -> Source:
     """What the head's forward gets as its target: the target, or features on disk."""
     if cfg.data.packing:
         target.packs()  # remembered; the ranks of a sharded target must ask it together
     # Files that this machine has not read yet are hashed once; the others find it in the cache.
-    with turn("features", cfg.data.wait, heed) if cfg.data.features else nullcontext():
+    with turn("features", cfg.data.wait, check_stop) if cfg.data.features else nullcontext():
         source = Source(cfg, head, target, rows)
-    meet("features", cfg.data.wait, heed)
+    meet("features", cfg.data.wait, check_stop)
     return source

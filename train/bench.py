@@ -40,7 +40,7 @@ from train.begin import measured
 from train.config import TrainConfig
 from train.measure.speed import draft_flops
 from train.stored.features import CachedTarget, Source
-from train.texts.batches import Plan
+from train.texts.batches import BatchPlan
 from train.validate import ValidateConfig, with_head
 
 Pass = tuple[Batch, Target | CachedTarget]
@@ -48,7 +48,7 @@ PARTS = ("target", "head_loss", "backward", "optimizer")
 
 
 @dataclass
-class Clock:
+class DeviceClock:
     """Seconds of a device. On one CPU thread its own seconds, which other work on the machine
     does not lengthen."""
 
@@ -68,7 +68,7 @@ class Clock:
 
 
 @dataclass
-class Step:
+class StepTimes:
     """Seconds of an optimizer step and of its parts. loss: per supervised token."""
 
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
@@ -82,8 +82,8 @@ class Rounds:
     speeds: FLOP/s of a matrix product. flops: of the head, a token. tokens, supervised, padded:
     of all rounds but the first."""
 
-    online: list[Step] = field(default_factory=list)
-    stored: list[Step] = field(default_factory=list)
+    online: list[StepTimes] = field(default_factory=list)
+    stored: list[StepTimes] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
     flops: float = 0.0
     tokens: int = 0
@@ -104,7 +104,7 @@ def measure(cfg: ValidateConfig) -> dict[str, Any]:
     evals = replace(run.eval, every=max(1, run.eval.every))  # then the target's layers stay
     run = replace(run, eval=evals)
     source = Source(run, head, target, plan.rows)
-    clock = Clock(target.device)
+    clock = DeviceClock(target.device)
     timed = _rounds(run, target, head, plan, source, clock)
     each = timed.flops * timed.tokens / run.steps
     seconds = sum(step.seconds for step in timed.online)
@@ -139,7 +139,12 @@ def measure(cfg: ValidateConfig) -> dict[str, Any]:
 
 
 def _rounds(
-    cfg: TrainConfig, target: Target, head: Head, plan: Plan, source: Source, clock: Clock
+    cfg: TrainConfig,
+    target: Target,
+    head: Head,
+    plan: BatchPlan,
+    source: Source,
+    clock: DeviceClock,
 ) -> Rounds:
     """cfg.steps rounds behind one that warms up."""
     optimizer = torch.optim.AdamW(head.parameters(), lr=cfg.optim.lr or 0.0, fused=True)
@@ -155,7 +160,9 @@ def _rounds(
             one_step(head, [(b, target) for b in batches], optimizer, clock)
             continue
         found.speeds.append(product_speed(head, target, batches[0], clock))
-        ways: list[tuple[list[Step], list[Pass]]] = [(found.online, [(b, target) for b in batches])]
+        ways: list[tuple[list[StepTimes], list[Pass]]] = [
+            (found.online, [(b, target) for b in batches])
+        ]
         if source.store:
             read = [(b, source(at)) for b, at in zip(batches, made, strict=True)]
             ways.insert(k % 2, (found.stored, read))
@@ -170,10 +177,10 @@ def _rounds(
 
 
 def one_step(
-    head: Head, passes: list[Pass], optimizer: torch.optim.Optimizer, clock: Clock
-) -> Step:
+    head: Head, passes: list[Pass], optimizer: torch.optim.Optimizer, clock: DeviceClock
+) -> StepTimes:
     """One update over the batches of `passes`, each with the target that it reads, timed."""
-    found = Step()
+    found = StepTimes()
     first = clock()
     for batch, target in passes:
         start, inside = clock(), found.parts["target"]
@@ -195,7 +202,9 @@ def one_step(
 
 
 @contextlib.contextmanager
-def _timed_features(target: Target | CachedTarget, clock: Clock, found: Step) -> Iterator[None]:
+def _timed_features(
+    target: Target | CachedTarget, clock: DeviceClock, found: StepTimes
+) -> Iterator[None]:
     """Add to `found` what the target's features take inside."""
     features = target.features
 
@@ -209,7 +218,7 @@ def _timed_features(target: Target | CachedTarget, clock: Clock, found: Step) ->
         yield
 
 
-def product_speed(head: Head, target: Target, batch: Batch, clock: Clock) -> float:
+def product_speed(head: Head, target: Target, batch: Batch, clock: DeviceClock) -> float:
     """FLOP/s of a matrix product with both gradients: the supervised rows that are met at once,
     by the target's width, by the draft vocabulary."""
     size = chunk_of(head.cfg.chunk, target.device)
@@ -224,7 +233,7 @@ def product_speed(head: Head, target: Target, batch: Batch, clock: Clock) -> flo
     return 3 * 2 * rows * target.hidden_size * vocab / max(clock() - start, 1e-9)
 
 
-def _report(steps: list[Step], least: list[float]) -> dict[str, Any]:
+def _report(steps: list[StepTimes], least: list[float]) -> dict[str, Any]:
     """least: seconds that the head's arithmetic of each step must take."""
     ratios = [
         (step.parts["target"] + own) / step.seconds for step, own in zip(steps, least, strict=True)
@@ -242,7 +251,7 @@ def _report(steps: list[Step], least: list[float]) -> dict[str, Any]:
     }
 
 
-def _against(online: list[Step], stored: list[Step]) -> dict[str, Any]:
+def _against(online: list[StepTimes], stored: list[StepTimes]) -> dict[str, Any]:
     """What stored features save, and how far the losses lie apart."""
     ratios = [a.seconds / b.seconds for a, b in zip(online, stored, strict=True)]
     return {

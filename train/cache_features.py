@@ -35,12 +35,12 @@ from train import launcher
 from train.config import CacheConfig
 from train.signals import CODES, Stop
 from train.stored.features import MANIFEST
-from train.stored.writer import Writer
+from train.stored.writer import FeatureWriter
 from train.texts.batches import load_rows
 from train.waiting import meet
 
 
-def write(writer: Writer, rank: int, world: int, console: Console) -> bool:
+def write(writer: FeatureWriter, rank: int, world: int, console: Console) -> bool:
     """Write all shards that nobody else writes. Returns whether the cache is complete. Raises
     Interrupted on a signal after the shards written so far are safe."""
     bar = Progress(
@@ -59,11 +59,11 @@ def write(writer: Writer, rank: int, world: int, console: Console) -> bool:
                 if mine and not writer.done(number):
                     for tokens in writer.shard(number):
                         bar.advance(task, tokens)
-                        if stop.asked:
+                        if stop.requested:
                             raise Interrupted(
                                 f"stopped; {writer.folder} keeps the files that are complete, the "
                                 "same command continues",
-                                CODES[signal.Signals(stop.asked)],
+                                CODES[signal.Signals(stop.requested)],
                             )
                     console.print(f"features: {writer.path(number).name} written", highlight=False)
                 elif mine:
@@ -82,7 +82,7 @@ def main(cfg: CacheConfig) -> None:
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
     meet("rows", cfg.data.wait)
-    writer = Writer(cfg, target, rows)
+    writer = FeatureWriter(cfg, target, rows)
     console.print(writer.prepare(), highlight=False)
     state.wait_for_everyone()
     if main_rank:

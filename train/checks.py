@@ -21,9 +21,9 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads.base import Batch, Head
 from heads.losses import LossWeights
-from heads.names import Draft
+from heads.names import DraftSpec
 from train.measure import memory
-from train.texts.batches import Plan, Rows
+from train.texts.batches import BatchPlan, JoinedRows
 
 # (counts [V], **changed head keys) -> a target and a fresh head on it
 Fresh = Callable[..., tuple[Target, Head]]
@@ -45,7 +45,7 @@ class Check:
         self.lines.append(text if good else f"FAILED: {text}")
 
 
-def mask(rows: Rows, plan: Plan, tokenizer: Any, shown: int = 2) -> Check:
+def mask(rows: JoinedRows, plan: BatchPlan, tokenizer: Any, shown: int = 2) -> Check:
     """The text of some rows, what is supervised in double brackets, for a human eye; and what
     a machine can see.
     """
@@ -55,8 +55,8 @@ def mask(rows: Rows, plan: Plan, tokenizer: Any, shown: int = 2) -> Check:
         f"{rows.supervised:,} of {rows.ids.numel():,} tokens supervised ({share:.0%})",
         0 < share < 1,
     )
-    if told := rows.supervision():
-        check.say(told)
+    if message := rows.supervision():
+        check.say(message)
     for row in plan.train[:shown].tolist():
         part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
         ids, on = rows.ids[part].tolist(), rows.loss[part].tolist()
@@ -85,8 +85,8 @@ class Oracle:
         self, ids: Tensor, mask: Tensor, taps: Any, grad: bool = False, position: Any = None
     ) -> Tensor:
         """[B, T, F, D]."""
-        told = torch.cat([ids[:, self._ahead :], ids[:, : self._ahead]], 1)
-        code = self._table[told].to(self._target.dtype)
+        message = torch.cat([ids[:, self._ahead :], ids[:, : self._ahead]], 1)
+        code = self._table[message].to(self._target.dtype)
         return code[:, :, None].expand(-1, -1, len(taps), -1)
 
 
@@ -97,12 +97,12 @@ def alignment(fresh: Fresh, levels: int, updates: int = 300) -> Check:
     drafts. Reading or predicting one position too early or too late fails one of them."""
     check = Check("shift alignment")
     for level in sorted({0, levels - 1}):
-        found, used = _told(fresh, level, 2 + level, updates)
+        found, used = _summary(fresh, level, 2 + level, updates)
         check.say(
             f"head {level} told x[t+{2 + level}]: {found:.0%} right after {used} updates",
             found > 0.95,
         )
-        leak, _ = _told(fresh, level, 1 + level, min(used + 20, updates))
+        leak, _ = _summary(fresh, level, 1 + level, min(used + 20, updates))
         check.say(
             f"head {level} told x[t+{1 + level}] only: {leak:.0%} right, chance {1 / TOKENS:.0%}",
             leak < 0.4,
@@ -139,7 +139,7 @@ def leak(target: Target, head: Head, batch: Batch) -> Check:
     return check
 
 
-def _told(fresh: Fresh, level: int, ahead: int, updates: int) -> tuple[float, int]:
+def _summary(fresh: Fresh, level: int, ahead: int, updates: int) -> tuple[float, int]:
     """(share of right guesses of head `level` on a new text, updates used) under an oracle of
     x[t + ahead].
     """
@@ -221,7 +221,7 @@ def overfit(fresh: Fresh, prompt: list[int], updates: int = 300, lr: float = 2e-
     """
     check = Check("one-sample overfit")
     target, probe = fresh(None)
-    drafter = probe.drafter(target, Draft(shape="chain"))
+    drafter = probe.drafter(target, DraftSpec(shape="chain"))
     ask = Request(prompt[-64:], 8 * (drafter.max_depth + 1))
     text = generate(target, NoDraft(), [ask], Sampling(), eos_ids=()).generations[0].token_ids
     ids = torch.tensor([[*ask.prompt, *text]], device=target.device)
@@ -250,7 +250,7 @@ def overfit(fresh: Fresh, prompt: list[int], updates: int = 300, lr: float = 2e-
         if min(right) > 0.995:
             break
     head.eval()
-    drafter = head.drafter(target, Draft(shape="chain"))
+    drafter = head.drafter(target, DraftSpec(shape="chain"))
     run = generate(target, drafter, [ask], Sampling(), eos_ids=()).generations[0]
     clean = [c.accepted for c in run.cycles if not c.cut] or [0]
     # Levels that no training step has seen are not asked for.
@@ -278,7 +278,7 @@ def levels_of(target: Target, head: Head, batch: Batch) -> int:
         return len(_top1(head(batch, target).stats))
 
 
-def cost(cfg: Any, target: Target, head: Head, rows: Rows, plan: Plan) -> Check:
+def cost(cfg: Any, target: Target, head: Head, rows: JoinedRows, plan: BatchPlan) -> Check:
     """Memory, time, bytes and FLOPs of the run, from one measured micro-batch of at most four
     rows.
     """

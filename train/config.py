@@ -462,7 +462,7 @@ class CacheConfig:
     store: Annotated[str, one_of(["", *DTYPES])] = ""
     # eagle3 alone: store the target's so many most probable tokens in place of its last hidden
     # state; 0 = the state
-    law_top_k: ZeroOrMore = 0
+    distribution_top_k: ZeroOrMore = 0
     # tokens of one forward pass, padding included
     batch_tokens: OneOrMore = 4096
     # megabytes of one file

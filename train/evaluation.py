@@ -15,7 +15,7 @@ from heads.checkpoint import save_head
 from train import curve
 from train.accept import NoRoom, decoded_acceptance
 from train.run import Run
-from train.saving import asked_anywhere
+from train.saving import requested_anywhere
 from train.state import State
 
 
@@ -58,12 +58,12 @@ def evaluate(run: Run) -> int:
         )
     finally:
         run.head.train()
-    asked = asked_anywhere(run.stop, run.accelerator)
+    requested = requested_anywhere(run.stop, run.accelerator)
     if found is None:
-        return asked or signal.SIGTERM
+        return requested or signal.SIGTERM
     state.evaluated = state.step
     if not found:
-        return asked
+        return requested
     seconds = time.perf_counter() - start
     log.metrics(state.step, {"event": "eval", "seconds": round(seconds, 2), **found, **seen(state)})
     spread = f" [{found['low']:.2f}, {found['high']:.2f}]" if found["low"] is not None else ""
@@ -74,7 +74,7 @@ def evaluate(run: Run) -> int:
     curve.draw(run.out, run.main)
     if found["accepted_length"] > state.best.get("accepted_length", -math.inf):
         state.best = _keep(run, found)
-    return asked
+    return requested
 
 
 def _keep(run: Run, found: dict[str, Any]) -> dict[str, float]:

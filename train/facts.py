@@ -17,11 +17,11 @@ from heads.given import vocabulary_in
 from heads.interop import served
 from train.config import TrainConfig, flat
 from train.state import RATE, RATED
-from train.texts.batches import Plan, Rows
+from train.texts.batches import BatchPlan, JoinedRows
 from train.texts.sharing import Limits
 
 
-def meaning_of(cfg: TrainConfig, target: Target, rows: Rows) -> dict[str, Any]:
+def meaning_of(cfg: TrainConfig, target: Target, rows: JoinedRows) -> dict[str, Any]:
     """What the run learns, from what, and its logistics, flat; disk.check_meaning knows which
     is which.
     """
@@ -46,7 +46,7 @@ def limits_of(cfg: TrainConfig) -> Limits:
 
 
 def facts_of(
-    cfg: TrainConfig, target: Target, rows: Rows, plan: Plan, head: Head, world: int
+    cfg: TrainConfig, target: Target, rows: JoinedRows, plan: BatchPlan, head: Head, world: int
 ) -> dict[str, Any]:
     """Lines of the header: name -> text."""
     held = int(rows.held.sum())
@@ -64,17 +64,17 @@ def facts_of(
     }
     if mixture := plan.mixture():
         facts["files"] = mixture
-    if told := rows.supervision():
-        facts["turns"] = told
+    if message := rows.supervision():
+        facts["turns"] = message
     if getattr(head, "coverage", 1.0) < 1:
         facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
-    facts |= served.told(head, target, served.name_of(cfg.target, target))
+    facts |= served.summary(head, target, served.name_of(cfg.target, target))
     for problem in rows.bad[:5]:
         facts[f"left out {len(facts)}"] = problem
     return facts
 
 
-def self_check(rows: Rows, plan: Plan, tokenizer: Any) -> str:
+def self_check(rows: JoinedRows, plan: BatchPlan, tokenizer: Any) -> str:
     """The supervised text of one row, decoded: what the run will learn, for a human eye."""
     row = int(plan.train[0])
     part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))

@@ -12,12 +12,12 @@ from conf.errors import CheckFailed
 from heads.parity import check
 from heads.registry import load_head
 from train.run import Run
-from train.texts.batches import Rows
+from train.texts.batches import JoinedRows
 
 RESULT = "parity.json"
 
 
-def prompts_of(rows: Rows, count: int) -> list[list[int]]:
+def prompts_of(rows: JoinedRows, count: int) -> list[list[int]]:
     """Prompts of `count` rows: held-out ones first, then others (the gate asks whether two
     computations agree, which any text can tell)."""
     order = [*rows.held.nonzero()[:, 0].tolist(), *(~rows.held).nonzero()[:count, 0].tolist()]

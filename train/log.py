@@ -42,7 +42,7 @@ class Log:
         self.progress: Progress | None = None
         self.trackers: list[Tracker] = []
         self._waiting: list[str] = []  # lines of metrics that the disk has not taken yet
-        self._told = False
+        self._reported = False
         if main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _forget_after(self.path, state)
@@ -79,13 +79,13 @@ class Log:
                 except OSError:
                     file.truncate(before)
                     raise
-            self._waiting, self._told = [], False
+            self._waiting, self._reported = [], False
         except OSError as error:
-            if not self._told:
+            if not self._reported:
                 self.say(
                     f"{self.path}: {error.strerror}; its lines are kept until they can be written"
                 )
-            self._told = True
+            self._reported = True
 
     def header(self, head: nn.Module, facts: dict[str, Any]) -> None:
         """Versions, config hash, commit, facts of the run, and every trainable parameter."""

@@ -39,7 +39,7 @@ from train.measure.memory import peak_bytes
 from train.poison import redo_without_bad_rows
 from train.report import report
 from train.run import Run
-from train.saving import RETRIES, asked_anywhere
+from train.saving import RETRIES, requested_anywhere
 from train.schedule import learning_rate
 from train.signals import Stop, interruption
 from train.sums import Shared, Sums, exchange
@@ -75,19 +75,19 @@ def _fit(
     """The run in order of time."""
     run = begin(cfg, kind, accelerator, stop, lock)
     try:
-        asked = asked_anywhere(stop, accelerator)
+        requested = requested_anywhere(stop, accelerator)
         while True:
             # The save comes first: an evaluation that fails must cost no step.
             if run.due(cfg.save_every):
                 _save(run, wait=run.last)
-            if run.due(cfg.eval.every) and cfg.eval.every and not asked:
-                asked = evaluate(run)
-            if asked:
-                _leave(run, asked)
+            if run.due(cfg.eval.every) and cfg.eval.every and not requested:
+                requested = evaluate(run)
+            if requested:
+                _leave(run, requested)
             if run.last:
                 _save(run, wait=True)
                 break
-            asked = train_step(run)
+            requested = train_step(run)
         _finish(run)
     finally:
         run.close()
@@ -117,10 +117,12 @@ def _save(run: Run, wait: bool) -> None:
         )
 
 
-def _leave(run: Run, asked: int) -> None:
-    """Save and raise Interrupted: some rank was asked to stop by signal `asked`."""
+def _leave(run: Run, requested: int) -> None:
+    """Save and raise Interrupted: some rank was asked to stop by signal `requested`."""
     _save(run, wait=True)
-    raise interruption(run.stop.asked or asked, run.state.step, run.saver.written == run.state.step)
+    raise interruption(
+        run.stop.requested or requested, run.state.step, run.saver.written == run.state.step
+    )
 
 
 # One step
@@ -152,7 +154,11 @@ def train_step(run: Run) -> int:
     report(run, norm, rate)
     run.profile.after(run.state.step)
     # A signal after the exchange is heard one step later.
-    return run.stop.asked if run.world == 1 else int(shared.stop and (run.stop.asked or SIGTERM))
+    return (
+        run.stop.requested
+        if run.world == 1
+        else int(shared.stop and (run.stop.requested or SIGTERM))
+    )
 
 
 def _begin_step(run: Run) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from torch import nn
 from decode.target import Target
 from heads.base import Head
 from heads.batch import Batch
-from heads.parity import Room
+from heads.parity import PassLimits
 from train.clock import Clock
 from train.config import TrainConfig
 from train.feed import Feed
@@ -27,7 +27,7 @@ from train.saving import Saver
 from train.signals import Stop
 from train.state import State
 from train.stored.features import Source
-from train.texts.batches import Plan, Rows
+from train.texts.batches import BatchPlan, JoinedRows
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Run:
     accelerator: Accelerator
     stop: Stop
     target: Target
-    rows: Rows
-    plan: Plan
+    rows: JoinedRows
+    plan: BatchPlan
     head: Head
     model: nn.Module
     source: Source
@@ -104,7 +104,7 @@ class Run:
         return self.state.step >= self.cfg.steps or self.state.stalled(self.cfg.eval)
 
     @property
-    def room(self) -> Room:
+    def room(self) -> PassLimits:
         """What a pass of calibration or of the parity gate may take: no more than one of
         training, and eight rows at most."""
         return room_of(self.cfg, self.world)
@@ -131,7 +131,7 @@ class Run:
         self.log.close()
 
 
-def room_of(cfg: TrainConfig, world: int) -> Room:
+def room_of(cfg: TrainConfig, world: int) -> PassLimits:
     """Rows of a training pass of each of `world` ranks, eight at most, and their tokens."""
     rows = min(8, cfg.micro_batch or max(1, cfg.batch_size // world))
-    return Room(rows, cfg.micro_tokens or rows * cfg.data.max_length)
+    return PassLimits(rows, cfg.micro_tokens or rows * cfg.data.max_length)

@@ -133,7 +133,7 @@ class Saver:
                 return
             except REFUSED as error:
                 self._problem = first_line(error)
-            if time.monotonic() + PAUSE > deadline or self.stop.asked:
+            if time.monotonic() + PAUSE > deadline or self.stop.requested:
                 self.log.say(
                     f"step {snapshot.step}: checkpoint not written ({self._problem}); older ones "
                     "are untouched"
@@ -244,9 +244,9 @@ def agreed(value: Any, accelerator: Accelerator) -> Any:
     return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
 
 
-def asked_anywhere(stop: Stop, accelerator: Accelerator) -> int:
+def requested_anywhere(stop: Stop, accelerator: Accelerator) -> int:
     """The signal that some rank was asked to stop by, 0 if none; the same truth on every rank."""
     if accelerator.num_processes == 1:
-        return stop.asked
-    mine = torch.tensor([float(bool(stop.asked))], device=accelerator.device)
-    return int(bool(accelerator.reduce(mine, "sum").item())) and (stop.asked or signal.SIGTERM)  # type: ignore[union-attr]
+        return stop.requested
+    mine = torch.tensor([float(bool(stop.requested))], device=accelerator.device)
+    return int(bool(accelerator.reduce(mine, "sum").item())) and (stop.requested or signal.SIGTERM)  # type: ignore[union-attr]

@@ -63,7 +63,7 @@ def loaded(cfg: TrainConfig, kind: type[Head], device: torch.device) -> tuple[Ta
 
 def _needs_whole(cfg: TrainConfig) -> str:
     """Why every rank must read the weights whole; "" where it need not."""
-    if zero3.asked():
+    if zero3.requested():
         return "DeepSpeed shards what was read"
     if cfg.target.kind == "tiny":
         return "target=tiny has no files"
@@ -95,7 +95,7 @@ def shard_target(
         sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
         for parts in ([target.model], [stack for _, stack in stacks])
     )
-    if zero3.asked():
+    if zero3.requested():
         _ = target.head  # asked of the whole model
         if cfg.shard_group:
             raise UserError("shard_group: is for FSDP2; leave it out, or launch without DeepSpeed")

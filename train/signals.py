@@ -30,12 +30,12 @@ ECHO = 1.0  # seconds
 
 
 class Stop:
-    """Context that turns signals into a flag. `asked`: the signal number, 0 while none came.
+    """Context that turns signals into a flag. `requested`: the signal number, 0 while none came.
     `over`: all is saved, and a launcher that ends the ranks behind the first one stops nothing;
     whatever comes first then is passed over, and what comes a second later ends the process."""
 
     def __init__(self) -> None:
-        self.asked, self.over, self._heard = 0, False, 0.0
+        self.requested, self.over, self._heard = 0, False, 0.0
         self._leaving = False  # a signal came after that
         self._parent = os.getppid()
         self._before: dict[int, Any] = {}
@@ -54,14 +54,14 @@ class Stop:
         if self.over and not self._leaving:
             self._leaving, self._heard = True, time.monotonic()
             return
-        asked = self.asked or self.over
-        if asked and os.getppid() != self._parent:
+        requested = self.requested or self.over
+        if requested and os.getppid() != self._parent:
             return  # Ctrl-C reached the launcher too, and the news of its death is no second wish
-        if asked and time.monotonic() < self._heard + ECHO:
+        if requested and time.monotonic() < self._heard + ECHO:
             return
-        if asked:
+        if requested:
             os._exit(CODES[signal.Signals(number)])
-        self.asked, self._heard = number, time.monotonic()
+        self.requested, self._heard = number, time.monotonic()
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):  # a full disk behind stderr
                 print(

@@ -55,7 +55,7 @@ def exchange(run: Run, sums: Sums) -> Shared:
     names = sorted(sums.totals)
     # All ranks clip by one number: unlike devices sum the same gradients to unlike norms.
     first = norm if run.main else torch.zeros_like(norm)
-    flags = torch.stack([bad.double(), first, norm.new_tensor(run.stop.asked)])
+    flags = torch.stack([bad.double(), first, norm.new_tensor(run.stop.requested)])
     packed = torch.cat([flags, *(sums.totals[n] for n in names)])
     with run.clock.part("communication"):
         shared = run.accelerator.reduce(packed, "sum") if run.world > 1 else packed

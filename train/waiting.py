@@ -25,18 +25,19 @@ def nothing() -> None:
 
 
 @contextlib.contextmanager
-def turn(name: str, minutes: float, heed: Callable[[], None] = nothing) -> Iterator[None]:
+def turn(name: str, minutes: float, check_stop: Callable[[], None] = nothing) -> Iterator[None]:
     """Hold the lock `name` of the cache folder: one process at a time does what others then find
     done. The lock of a process that ends is free. Without a file system that can lock all go on
     at once, which is slow and does no harm.
 
-    minutes: how long to wait at most, 0 = no limit; then UserError. heed: called while waiting.
+    minutes: how long to wait at most, 0 = no limit; then UserError. check_stop: called while
+    waiting.
     """
     path = cache_root() / "locks" / f"{name}.lock"
     lock = FileLock(path)
     held = False
     try:
-        patience = _Patience(minutes, f"another process holds {path}", heed)
+        patience = _Patience(minutes, f"another process holds {path}", check_stop)
         while not held:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,15 +53,15 @@ def turn(name: str, minutes: float, heed: Callable[[], None] = nothing) -> Itera
             lock.release()
 
 
-def meet(name: str, minutes: float, heed: Callable[[], None] = nothing) -> None:
+def meet(name: str, minutes: float, check_stop: Callable[[], None] = nothing) -> None:
     """Wait until every rank has come here, by looking at the store that they met at. minutes,
-    heed: as in `turn`."""
+    check_stop: as in `turn`."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     store = dist.distributed_c10d._get_default_store()
     key = f"outrider/{name}/{_counted(name)}"
     store.add(key, 1)
-    patience = _Patience(minutes, "other ranks are still at their data", heed)
+    patience = _Patience(minutes, "other ranks are still at their data", check_stop)
     while int(store.add(key, 0)) < dist.get_world_size():
         patience.wait()
 
@@ -78,21 +79,21 @@ def _counted(name: str) -> int:
 class _Patience:
     """Pauses that end with UserError after `minutes`, 0 = never; now and then a word of `why`."""
 
-    def __init__(self, minutes: float, why: str, heed: Callable[[], None]) -> None:
-        self.begun = self.told = time.monotonic()
-        self.minutes, self.why, self.heed = minutes, why, heed
+    def __init__(self, minutes: float, why: str, check_stop: Callable[[], None]) -> None:
+        self.begun = self.reported = time.monotonic()
+        self.minutes, self.why, self.check_stop = minutes, why, check_stop
 
     def wait(self) -> None:
         """One pause."""
-        self.heed()
+        self.check_stop()
         now = time.monotonic()
         if self.minutes and now > self.begun + 60 * self.minutes:
             raise UserError(
                 f"data.wait: {self.why} after {self.minutes:g} minutes; look at it, or raise "
                 "data.wait (0 = no limit)"
             )
-        if now > self.told + TELL and os.environ.get("LOCAL_RANK", "0") in ("0", "1"):
-            self.told = now
+        if now > self.reported + TELL and os.environ.get("LOCAL_RANK", "0") in ("0", "1"):
+            self.reported = now
             spent = (now - self.begun) / 60
             print(f"waiting: {self.why} ({spent:.0f} minutes)", file=sys.stderr, flush=True)
         time.sleep(PAUSE)

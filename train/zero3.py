@@ -21,13 +21,13 @@ from torch import nn
 from conf.errors import UserError
 from decode.target import Target
 
-ASKED = "ACCELERATE_USE_DEEPSPEED"
+REQUESTED = "ACCELERATE_USE_DEEPSPEED"
 SWITCH = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def asked() -> bool:
+def requested() -> bool:
     """Whether Accelerate's launcher was told to use DeepSpeed."""
-    return os.environ.get(ASKED, "").lower() == "true"
+    return os.environ.get(REQUESTED, "").lower() == "true"
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def plain_launch(cfg: Any) -> Iterator[None]:
     cfg: the run. Raises UserError for a launch with DeepSpeed whose target is not to be
         sharded, or cannot be.
     """
-    if not asked():
+    if not requested():
         yield
         return
     if not cfg.shard_target:
@@ -57,11 +57,11 @@ def plain_launch(cfg: Any) -> Iterator[None]:
             "dtype: DeepSpeed knows no float64; use float32 or less, or launch with "
             "conf/launch/fsdp2.yaml"
         )
-    before = os.environ.pop(ASKED)
+    before = os.environ.pop(REQUESTED)
     try:
         yield
     finally:
-        os.environ[ASKED] = before
+        os.environ[REQUESTED] = before
 
 
 def shard_layers(target: Target, stacks: list[nn.ModuleList], device: torch.device) -> str:

@@ -113,7 +113,7 @@ def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-def unheeded(model: Any, sampling: Any) -> dict[str, Any]:
+def ignored(model: Any, sampling: Any) -> dict[str, Any]:
     """What the model's generation_config asks for and a run under `sampling`
     (decode.sampling.Sampling) does not apply.
 
@@ -121,12 +121,12 @@ def unheeded(model: Any, sampling: Any) -> dict[str, Any]:
     truncation mean nothing.
     """
     config = getattr(model, "generation_config", None)
-    asked = {} if config is None else vars(config)
-    if not asked.get("do_sample"):
-        asked = {name: value for name, value in asked.items() if name not in OURS[1:]}
+    requested = {} if config is None else vars(config)
+    if not requested.get("do_sample"):
+        requested = {name: value for name, value in requested.items() if name not in OURS[1:]}
     found: dict[str, Any] = {}
-    for name in [*OURS, *(n for n in asked if n not in OURS)]:
-        value = asked.get(name)
+    for name in [*OURS, *(n for n in requested if n not in OURS)]:
+        value = requested.get(name)
         if (
             name.startswith("_")
             or name in SILENT
@@ -145,7 +145,7 @@ def unheeded(model: Any, sampling: Any) -> dict[str, Any]:
     return found
 
 
-class Loaded(Protocol):
+class LoadedTarget(Protocol):
     """What is asked of a decode.target.Target here. context_length: tokens."""
 
     config: Any
@@ -155,15 +155,15 @@ class Loaded(Protocol):
     def model(self) -> Any: ...
 
 
-def notes(target: Loaded, sampling: Any) -> list[str]:
+def notes(target: LoadedTarget, sampling: Any) -> list[str]:
     """What a run under `sampling` does with this target that its files would not
     lead one to expect: a line each."""
     lines = []
-    asked = unheeded(target.model, sampling)
-    if asked:
-        ours = [f"{name}={value}" for name, value in asked.items() if name in OURS]
-        what = ", ".join(f"{name}={_clipped(value)}" for name, value in asked.items())
-        remedy = f": set {' '.join(ours)} to make them part of the law" if ours else ""
+    requested = ignored(target.model, sampling)
+    if requested:
+        ours = [f"{name}={value}" for name, value in requested.items() if name in OURS]
+        what = ", ".join(f"{name}={_clipped(value)}" for name, value in requested.items())
+        remedy = f": set {' '.join(ours)} to make them part of the distribution" if ours else ""
         lines.append(
             f"target: its generation_config asks for {what}, which this run does not apply{remedy}"
         )

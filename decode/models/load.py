@@ -40,7 +40,7 @@ def load_target(
     cfg: TargetConfig,
     dtype: str | torch.dtype = "float32",
     device: str | torch.device | None = None,
-    plan: memory.Plan | None = None,
+    plan: memory.MemoryPlan | None = None,
     shards: Shards | None = None,
 ) -> Target:
     """The frozen target that `cfg` names, in `dtype`, on `device` (None: the GPU when there is
@@ -68,7 +68,14 @@ def load_target(
     else:
         folder = source_folder(cfg)
         ranks = shards.ranks if shards else 1
-        _fits(cfg, folder, kind, shards.device if shards else place, plan or memory.Plan(), ranks)
+        _fits(
+            cfg,
+            folder,
+            kind,
+            shards.device if shards else place,
+            plan or memory.MemoryPlan(),
+            ranks,
+        )
         with shards.reading() if shards else contextlib.nullcontext():
             model = _pretrained(cfg, folder, kind, place)
         weights, path = sha256_weights(folder), str(folder)
@@ -210,7 +217,7 @@ def _fits(
     folder: Path,
     kind: torch.dtype,
     place: torch.device,
-    plan: memory.Plan,
+    plan: memory.MemoryPlan,
     ranks: int,
 ) -> None:
     """Raise UserError where the device cannot hold it; of several ranks, where it cannot hold

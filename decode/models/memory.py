@@ -1,8 +1,8 @@
 """How much memory decoding will take, told before anything is loaded: weights, cache, tree.
 
 The weights' bytes come from the headers of the safetensors files, the cache's from the model's
-configuration, the tree's from its logits and the law made of them. Attention's own scratch is
-small beside these and covered by `SLACK`.
+configuration, the tree's from its logits and the distribution made of them. Attention's own scratch
+is small beside these and covered by `SLACK`.
 
 Shape letters: B rows, L slots, N nodes, V vocabulary.
 """
@@ -28,7 +28,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """What will be decoded. tokens: longest prompt and answer together, per row. nodes: of the
     largest draft tree.
     drafters: bytes of their weights."""
@@ -96,7 +96,7 @@ def estimate(
     config: Any,
     weights: tuple[int, int],
     dtype: str,
-    plan: Plan,
+    plan: MemoryPlan,
     quantized_bits: float | None = None,
 ) -> Need:
     """What a model takes. config: transformers' (of the text part). weights: (parameters, of
@@ -116,7 +116,7 @@ def estimate(
     rows = plan.rows * (2 if plan.guidance else 1)
     cache = 2 * int(config.num_hidden_layers) * rows * slots * pairs * head * bits // 8
     vocab = int(config.vocab_size)
-    # Logits in the model's dtype, a float32 copy and the law of the rows that verification
+    # Logits in the model's dtype, a float32 copy and the distribution of the rows that verification
     # asks for.
     tree = rows * (plan.nodes + 1) * vocab * (bits // 8 + 8) if plan.tokens else 0
     return Need(int((total - matrices) * bits + small) // 8, cache, tree, plan.drafters)
@@ -136,7 +136,7 @@ def available(device: str) -> int | None:
     return system if group is None else min(system, group)
 
 
-def check(need: Need, device: str, name: str, plan: Plan) -> None:
+def check(need: Need, device: str, name: str, plan: MemoryPlan) -> None:
     """Raise UserError when `need` exceeds what is free on `device`."""
     free = available(device)
     if free is None or need.total <= free:

@@ -1,7 +1,7 @@
 """Quantised targets through the libraries that machines have: bitsandbytes or torchao, by
 transformers' own loaders.
 
-A quantised model is another law than the one in full precision: "lossless" then means with
+A quantised model is another distribution than the one in full precision: "lossless" then means with
 respect to the quantised one. Heads trained on the original weights fit it (the weights' hash
 is that of the files) and accept a little less.
 """

@@ -1,6 +1,6 @@
 """A target from configuration alone: a small random language model of any stock architecture
-and a byte tokenizer. No files, no network. `target=tiny` and the tests use it; the law of such
-a model is arbitrary but fixed by the seed, which is all that losslessness needs."""
+and a byte tokenizer. No files, no network. `target=tiny` and the tests use it; the distribution of
+such a model is arbitrary but fixed by the seed, which is all that losslessness needs."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def tiny_model(
     """A random causal LM of a stock transformers architecture, float32, eval mode, the same
     for the same arguments.
 
-    `init_std` 0.2 at hidden 64 gives logits of spread about 1.6: a law with clear preferences
-    and few near-ties, where the usual 0.02 would make every token about equally likely.
+    `init_std` 0.2 at hidden 64 gives logits of spread about 1.6: a distribution with clear
+    preferences and few near-ties, where the usual 0.02 would make every token about equally likely.
     `overrides` go to the architecture's config class: max_position_embeddings (1024), say. The
-    caller's random state is untouched.
-    Raises UserError for an unknown architecture or a bad shape."""
+    caller's random state is untouched. Raises UserError for an unknown architecture or a bad
+    shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 

@@ -77,7 +77,7 @@ PLACEHOLDER = re.compile(r"reserved|unused|extra|\bpad|dummy|placeholder|<0x", r
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TokenizerMatch:
     """compatible: ids mean the same. reason: the first difference, empty when there is none.
     notes: differences that do no harm."""
 
@@ -91,7 +91,7 @@ def compare(
     draft: Tokenizer,
     target_rows: int | None = None,
     draft_rows: int | None = None,
-) -> Verdict:
+) -> TokenizerMatch:
     """Compare the tokenizers of a target and a draft.
 
     target_rows, draft_rows: rows of the models' embeddings, which may exceed the tokens
@@ -104,7 +104,7 @@ def compare(
         or _special(target, draft, notes)
         or _texts(target, draft)
     )
-    return Verdict(not reason, reason, notes)
+    return TokenizerMatch(not reason, reason, notes)
 
 
 def _vocabulary(target: Tokenizer, draft: Tokenizer, notes: list[str]) -> str:

@@ -59,7 +59,7 @@ class BlockDrafter(LayeredDrafter):
         self.h[rows] = newest
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.Source: the block. A block whose rows see each other has all that it
+        """See decode.grow.LevelSource: the block. A block whose rows see each other has all that it
         was trained with."""
         count, before = len(self.lengths), self.cfg.before
         rows = before + levels if self.cfg.causal else self.cfg.block
@@ -78,7 +78,7 @@ class BlockDrafter(LayeredDrafter):
         return self._after(self.h[:count, None], 0)
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.Source."""
+        """See decode.grow.LevelSource."""
         return self._after(nodes.tokens, nodes.level)
 
     def chance(self) -> Tensor | None:

@@ -5,8 +5,8 @@ A block begins at an anchor x_t, the newest token, whose own feature does not ex
 rows read the target's features of positions below t and each other (heads/block/net.py). Slot
 k = 1 .. K predicts x_{t+k}: of DFlash row k, behind the anchor's own; of DSpark row k - 1.
 With `causal` a row sees no later one, so a head drafts any number of slots. With a Markov term
-the logits of slot k get W1[x_{t+k-1}] W2 added: the law of a token is then conditional on the
-one before, the data's in training and the drafted one in drafting.
+the logits of slot k get W1[x_{t+k-1}] W2 added: the distribution of a token is then conditional on
+the one before, the data's in training and the drafted one in drafting.
 
 A slot is supervised by the loss mask of the token that it predicts, and so are all slots
 before it in the block. Trained by train/block.py.
@@ -34,12 +34,12 @@ from heads.block.anchors import Anchors, Blocks, every
 from heads.block.config import BlockConfig
 from heads.block.drafter import BlockDrafter
 from heads.block.look_back import look_back
-from heads.block.loss import Slots, Weights
+from heads.block.loss import Slots, SlotWeights
 from heads.block.net import BlockNet, Keys, attend_blocks
 from heads.eagle.modules import take
 from heads.layered import LayeredHead
 from heads.layered_saved import LayeredSaved
-from heads.losses import Rows, Taught, by_level, chunk_of, chunked_loss
+from heads.losses import Taught, TokenStats, by_level, chunk_of, chunked_loss
 
 MEASURED = 64  # tokens by which the size of the tapped features is measured
 FORCED = 64  # blocks of a row that a forced pass runs at a time
@@ -134,29 +134,34 @@ class BlockHead(LayeredHead):
         """See Head: the blocks of a batch on the CPU."""
         return Blocks.draw(batch, self.cfg.anchors, self.cfg.slots, (self.seed, step))
 
-    def _judged(self, batch: Batch, target: Target) -> tuple[Slots, Tensor | None, Tensor, Rows]:
+    def _judged(
+        self, batch: Batch, target: Target
+    ) -> tuple[Slots, Tensor | None, Tensor, TokenStats]:
         """Of the drawn blocks: which slots are supervised, the confidence head's logits [n]
         there, None without such a head, the loss of the tokens and what was found."""
-        cfg, needs_law = self.cfg, self.cfg.loss.needs_law or bool(self.cfg.confidence)
+        cfg, needs_distribution = (
+            self.cfg,
+            self.cfg.loss.needs_distribution or bool(self.cfg.confidence),
+        )
         blocks: Blocks = self.planned(batch)
         slots, flat = blocks.slots, blocks.flat
-        last = needs_law and not getattr(target, "stored_law", None)
+        last = needs_distribution and not getattr(target, "stored_distribution", None)
         reads = (*self.taps, self.final) if last else self.taps
         feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
         hidden = next(self._unroll(batch, target, feats, [blocks.anchors], cfg.slots))
         hidden = take(hidden.flatten(0, 2), slots.at)
         tokens = batch.ids.reshape(-1)
         place = vocab.places(self.ids(), tokens[flat])
-        law = None
-        if needs_law:
-            law = self.law(target, feats[:, :, -1].flatten(0, 1), flat - 1, place)
-        weights = Weights(slots, cfg.decay if cfg.weights == "decay" else None)
+        distribution = None
+        if needs_distribution:
+            distribution = self.distribution(target, feats[:, :, -1].flatten(0, 1), flat - 1, place)
+        weights = SlotWeights(slots, cfg.decay if cfg.weights == "decay" else None)
         whole = torch.ones_like(place, dtype=torch.bool)[None]
         parts, rated = slots.parts(chunk_of(cfg.chunk, place.device)), bool(cfg.confidence)
         near = self.net.before(tokens[flat - 1], hidden.dtype)
         pair = None if near is None else (near, cast(Tensor, self.net.markov_out))
         one = torch.ones(1, device=place.device)
-        taught = Taught(place, whole, cfg.loss, one, law, 0, parts, weights, rated)
+        taught = Taught(place, whole, cfg.loss, one, distribution, 0, parts, weights, rated)
         total, rows = chunked_loss(hidden[None], self.projection(target), taught, pair)
         chances = self.net.chance(hidden, near) if cfg.confidence else None
         return slots, chances, total, rows

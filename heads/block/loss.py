@@ -69,7 +69,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Weights:
+class SlotWeights:
     """How supervised slots count. decay: slots in which a weight falls to 1 / e, None: D-PACE."""
 
     slots: Slots

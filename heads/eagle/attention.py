@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from heads.eagle.kernels import kernel_for
-from heads.eagle.layout import Layout, pack, unpack
+from heads.eagle.layout import PassLayout, pack, unpack
 from heads.eagle.merged import merged
 
 NAME = "outrider_ttt"
@@ -38,7 +38,7 @@ class Memory:
     """Keys and values of one training pass. `step` is set by the caller. window: positions that
     a row sees at most, more than there are steps; 0 = all."""
 
-    def __init__(self, layout: Layout, window: int = 0) -> None:
+    def __init__(self, layout: PassLayout, window: int = 0) -> None:
         self.whole, self.window = layout, window
         self.layout, self.step = layout.seen(window), 0
         # layer -> step 0: [B, Hkv, T, hd] each, repeated to H where the kernel wants it
@@ -94,7 +94,7 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, ttt_attention)
 
 
 def dense(
-    query: Tensor, layout: Layout, scale: float, first: tuple[Tensor, Tensor], own: list[Tensor]
+    query: Tensor, layout: PassLayout, scale: float, first: tuple[Tensor, Tensor], own: list[Tensor]
 ) -> Tensor:
     """The same by plain operations, with all scores of all heads; the reference.
 
@@ -116,8 +116,8 @@ def dense(
     scores = (padded @ key.mT * scale).masked_fill(hidden[:, None], -torch.inf)
     scores = pack(scores, rows)  # [n, H, T]
     diagonal = [(query * k).sum(-1, keepdim=True) * scale for k in repeated[0::2]]
-    law = torch.cat([scores, *diagonal], -1).softmax(-1)
-    out = pack(unpack(law[..., :length], layout, rows) @ value, rows)
+    distribution = torch.cat([scores, *diagonal], -1).softmax(-1)
+    out = pack(unpack(distribution[..., :length], layout, rows) @ value, rows)
     for i, v in enumerate(repeated[1::2]):
-        out = out + law[..., length + i, None] * v
+        out = out + distribution[..., length + i, None] * v
     return out.to(narrow)

@@ -95,15 +95,15 @@ class EagleDrafter(LayeredDrafter):
             past_key_values=self.cache,
         )
 
-    # -- growing (decode.grow.Source)
+    # -- growing (decode.grow.LevelSource)
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.Source."""
+        """See decode.grow.LevelSource."""
         self.state, self.drafted = self.h[: len(self.lengths), None], 0
         return self.logits(self.state)
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.Source; a token is read beside the state that it follows."""
+        """See decode.grow.LevelSource; a token is read beside the state that it follows."""
         above = nodes.of_parents(self.state)
         self.state = self._extend(nodes.tokens, above, nodes.seen, nodes.level)
         return self.logits(self.state)
@@ -152,7 +152,7 @@ class ParallelEagleDrafter(EagleDrafter):
     blind = True
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.Source."""
+        """See decode.grow.LevelSource."""
         count, more = len(self.lengths), levels - 1
         state = self.h[:count, None]
         if more:
@@ -164,5 +164,5 @@ class ParallelEagleDrafter(EagleDrafter):
         return self.known[:, :1]
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.Source: the same for all nodes of a level."""
+        """See decode.grow.LevelSource: the same for all nodes of a level."""
         return self.known[:, nodes.level, None]

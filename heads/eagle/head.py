@@ -37,7 +37,7 @@ from heads.eagle.places import Places
 from heads.eagle.saved import EagleSaved
 from heads.layered import LayeredHead
 from heads.losses import Taught, chunk_of, chunked_loss
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.recompute import plainly, recomputed
 
 
@@ -68,7 +68,7 @@ class EagleHead(LayeredHead):
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
         """The loss summed over supervised tokens and steps. The vocabulary is met only where a
-        token is supervised, and the target's law there is computed once for all steps."""
+        token is supervised, and the target's distribution there is computed once for all steps."""
         places = self.places(batch)
         flat, valid = places.flat, places.valid
         feats, hidden = self._unroll(batch, target, places)
@@ -76,10 +76,12 @@ class EagleHead(LayeredHead):
         exponents = torch.arange(self.cfg.steps, dtype=torch.float64, device=flat.device)
         weights = (self.cfg.step_decay**exponents).float()
         terms = self.cfg.loss
-        law = self.law(target, feats, flat - 1, place) if terms.needs_law else None
+        distribution = (
+            self.distribution(target, feats, flat - 1, place) if terms.needs_distribution else None
+        )
         read = self.net.read(torch.stack(hidden))
         chunk = chunk_of(self.cfg.chunk, flat.device)
-        taught = Taught(place, valid, terms, weights, law, chunk)
+        taught = Taught(place, valid, terms, weights, distribution, chunk)
         total, rows = chunked_loss(read, self.projection(target), taught)
         stats = rows.stats()
         if self.cfg.feature_loss:
@@ -178,7 +180,7 @@ class EagleHead(LayeredHead):
                 ok = valid[step, part]
                 yield flat[part][ok], step, self.net.read(h[part][ok]) @ proj.T
 
-    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
+    def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
         """See Head."""
         kind = ParallelEagleDrafter if self.cfg.parallel else EagleDrafter
         return kind(self, target, self.form(target, draft))

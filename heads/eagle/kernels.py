@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heads.eagle.layout import Layout, pack, side_by_side, spread, unpack
+from heads.eagle.layout import PassLayout, pack, side_by_side, spread, unpack
 
 BLOCK = 1 << 24  # scores that dense blocks hold at the same time
 LEAST_BAND = 128  # positions that rows of a block lie in where a window cuts documents
@@ -55,7 +55,7 @@ class Kernel(NamedTuple):
     grouped: keys may have fewer heads than queries."""
 
     forward: Callable[..., Found]
-    backward: Callable[[Known, Layout, Tensor | None, float], Gradients]
+    backward: Callable[[Known, PassLayout, Tensor | None, float], Gradients]
     grouped: bool
 
 
@@ -80,7 +80,11 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _cpu_forward(
-    query: Tensor, pair: tuple[Tensor, Tensor], layout: Layout, rows: Tensor | None, scale: float
+    query: Tensor,
+    pair: tuple[Tensor, Tensor],
+    layout: PassLayout,
+    rows: Tensor | None,
+    scale: float,
 ) -> Found:
     if layout.window:  # the kernel would compute all scores and hide them by a mask
         return _block_forward(query, pair, layout, rows, scale)
@@ -101,7 +105,11 @@ def _cpu_forward(
 
 
 def _block_forward(
-    query: Tensor, pair: tuple[Tensor, Tensor], layout: Layout, rows: Tensor | None, scale: float
+    query: Tensor,
+    pair: tuple[Tensor, Tensor],
+    layout: PassLayout,
+    rows: Tensor | None,
+    scale: float,
 ) -> Found:
     (key, value), heads = pair, query.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -113,13 +121,15 @@ def _block_forward(
         scores = scores.unflatten(1, (-1, len(block.at)))
         scores = scores.masked_fill_(block.hidden, -torch.inf).flatten(1, 2)
         total = scores.logsumexp(-1, keepdim=True)
-        law = scores.sub_(total).exp_().to(v.dtype)
-        out[block.near] = _unflat(torch.bmm(law, v), len(block.at))
+        distribution = scores.sub_(total).exp_().to(v.dtype)
+        out[block.near] = _unflat(torch.bmm(distribution, v), len(block.at))
         lse[block.near] = _unflat(total, len(block.at))[..., 0]
     return out, lse, ()
 
 
-def _block_gradients(known: Known, layout: Layout, rows: Tensor | None, scale: float) -> Gradients:
+def _block_gradients(
+    known: Known, layout: PassLayout, rows: Tensor | None, scale: float
+) -> Gradients:
     query, key, value, grad = known[:4]
     into_query = torch.empty_like(query)
     into_key, into_value = torch.zeros_like(key), torch.zeros_like(value)
@@ -127,17 +137,21 @@ def _block_gradients(known: Known, layout: Layout, rows: Tensor | None, scale: f
         k, v = key[block.far], value[block.far]
         q, g = _flat(query[block.near] * scale, k), _flat(grad[block.near], k)
         lse, delta = (_flat(t[block.near][..., None], k) for t in (known.lse, known.delta))
-        law = torch.sub(torch.bmm(q, k.mT), lse).exp_().unflatten(1, (-1, len(block.at)))
-        law = law.masked_fill_(block.hidden, 0.0).flatten(1, 2).to(q.dtype)
-        into_value[block.far] += torch.bmm(law.mT, g)
-        score = torch.bmm(g, v.mT).sub_(delta).mul_(law)
+        distribution = torch.sub(torch.bmm(q, k.mT), lse).exp_().unflatten(1, (-1, len(block.at)))
+        distribution = distribution.masked_fill_(block.hidden, 0.0).flatten(1, 2).to(q.dtype)
+        into_value[block.far] += torch.bmm(distribution.mT, g)
+        score = torch.bmm(g, v.mT).sub_(delta).mul_(distribution)
         into_query[block.near] = _unflat(torch.bmm(score, k).mul_(scale), len(block.at))
         into_key[block.far] += torch.bmm(score.mT, q)
     return into_query, into_key, into_value
 
 
 def _flash_forward(
-    query: Tensor, pair: tuple[Tensor, Tensor], layout: Layout, rows: Tensor | None, scale: float
+    query: Tensor,
+    pair: tuple[Tensor, Tensor],
+    layout: PassLayout,
+    rows: Tensor | None,
+    scale: float,
 ) -> Found:
     key, value = (side_by_side(t) for t in pair)
     long = layout.longest
@@ -161,7 +175,9 @@ def _flash_forward(
     return out, lse, (seed, offset)
 
 
-def _flash_backward(known: Known, layout: Layout, rows: Tensor | None, scale: float) -> Gradients:
+def _flash_backward(
+    known: Known, layout: PassLayout, rows: Tensor | None, scale: float
+) -> Gradients:
     count, length = layout.shape
     key, value = (side_by_side(t) for t in (known.key, known.value))
     grad, query, out = (spread(t, layout, rows) for t in (known.grad, known.query, known.out))
@@ -190,7 +206,7 @@ def _flash_backward(known: Known, layout: Layout, rows: Tensor | None, scale: fl
     return into_query, *into  # type: ignore[return-value]
 
 
-def _flash_window(layout: Layout) -> dict[str, int]:
+def _flash_window(layout: PassLayout) -> dict[str, int]:
     """How flash attention is told of a window: positions before and behind a row's own."""
     if not layout.window:
         return {}
@@ -214,7 +230,7 @@ class _Block(NamedTuple):
     hidden: Tensor
 
 
-def _blocks(layout: Layout, rows: Tensor | None, heads: int, kv: int) -> Iterator[_Block]:
+def _blocks(layout: PassLayout, rows: Tensor | None, heads: int, kv: int) -> Iterator[_Block]:
     length, groups, device = layout.shape[1], heads // kv, layout.rows.device
     slots, window = torch.arange(length, device=device), layout.window
     for first, start, part, keys in _bands(layout, rows):
@@ -239,7 +255,7 @@ def _blocks(layout: Layout, rows: Tensor | None, heads: int, kv: int) -> Iterato
             )
 
 
-def _bands(layout: Layout, rows: Tensor | None) -> Iterator[tuple[int, int, range, range]]:
+def _bands(layout: PassLayout, rows: Tensor | None) -> Iterator[tuple[int, int, range, range]]:
     """(flat position where a document begins, number of the first row, rows, keys) of each
     block, the rows as their places in the document or their numbers: a document whole, or
     with a window in bands whose rows see little that the others do not."""

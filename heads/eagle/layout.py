@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Layout:
+class PassLayout:
     """Where documents and rows of a training pass lie. What is a list or a number is known to
     the host: no device is asked for it.
 
@@ -36,7 +36,7 @@ class Layout:
     window: int = 0
 
     @classmethod
-    def of(cls, shape: tuple[int, int], rows: Tensor, position: Tensor | None = None) -> Layout:
+    def of(cls, shape: tuple[int, int], rows: Tensor, position: Tensor | None = None) -> PassLayout:
         """position: [B, T] int64 places of packed tokens in their documents, None: rows are
         documents. Reads `rows` and `position` back where they are on a device."""
         total = shape[0] * shape[1]
@@ -51,7 +51,7 @@ class Layout:
         cuts = edges.to(torch.int32).to(rows.device)
         return cls(shape, rows, starts, counts.tolist(), reaches.tolist(), cuts, here.numpy())
 
-    def seen(self, window: int) -> Layout:
+    def seen(self, window: int) -> PassLayout:
         """The same with that window; one that no document fills is none."""
         return replace(self, window=window if 0 < window < self.longest else 0)
 
@@ -66,7 +66,7 @@ class Layout:
         return max((end - start for start, end in pairwise(self.edges)), default=0)
 
 
-def spread(x: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
+def spread(x: Tensor, layout: PassLayout, rows: Tensor | None) -> Tensor:
     """[n, ..] -> [B * T, ..], zeros where no row is."""
     if rows is None:
         return x
@@ -79,7 +79,7 @@ def side_by_side(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def unpack(x: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
+def unpack(x: Tensor, layout: PassLayout, rows: Tensor | None) -> Tensor:
     """[n, H, c] -> [B, H, T, c], zeros where no row is."""
     return spread(x, layout, rows).unflatten(0, layout.shape).transpose(1, 2)
 

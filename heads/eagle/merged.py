@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from heads.eagle.kernels import Kernel, Known, kernel_for
-from heads.eagle.layout import Layout
+from heads.eagle.layout import PassLayout
 
 
 def merged(
     query: Tensor,
-    layout: Layout,
+    layout: PassLayout,
     rows: Tensor | None,
     scale: float,
     first: tuple[Tensor, Tensor],
@@ -35,7 +35,7 @@ class _Merged(torch.autograd.Function):
     def forward(
         ctx: Any,
         query: Tensor,
-        layout: Layout,
+        layout: PassLayout,
         rows: Tensor | None,
         scale: float,
         kernel: Kernel,
@@ -45,27 +45,27 @@ class _Merged(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         out, total, kept = kernel.forward(query, (key, value), layout, rows, scale)
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         if own:
             grouped = _grouped(query, own[0])
             found = ((grouped * k[:, :, None]).sum(-1, dtype=wide).flatten(1) for k in own[0::2])
             parts = [total, *(score.mul_(scale) for score in found)]
             total = torch.logsumexp(torch.stack(parts), 0)  # [n, H]
             out = out * (parts[0] - total).exp()[..., None].to(query.dtype)
-            laws = [(p - total).exp_().to(query.dtype) for p in parts[1:]]
+            distributions = [(p - total).exp_().to(query.dtype) for p in parts[1:]]
             into = _grouped(out, own[0])
-            for law, v in zip(laws, own[1::2], strict=True):
-                into.addcmul_(_grouped(law, own[0])[..., None], v[:, :, None])
+            for distribution, v in zip(distributions, own[1::2], strict=True):
+                into.addcmul_(_grouped(distribution, own[0])[..., None], v[:, :, None])
         ctx.layout, ctx.rows, ctx.scale, ctx.kernel = layout, rows, scale, kernel
         ctx.kept = len(kept)
-        ctx.save_for_backward(query, key, value, out, total, *kept, *laws, *own)
+        ctx.save_for_backward(query, key, value, out, total, *kept, *distributions, *own)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, total, *rest = ctx.saved_tensors
         kept, rest = rest[: ctx.kept], rest[ctx.kept :]
-        laws, own = rest[: len(rest) // 3], rest[len(rest) // 3 :]
+        distributions, own = rest[: len(rest) // 3], rest[len(rest) // 3 :]
         grad = grads[0].contiguous()
         delta = (grad * out).sum(-1, dtype=total.dtype)
         known = Known(query, key, value, grad, out, total, delta, *kept)
@@ -73,8 +73,8 @@ class _Merged(torch.autograd.Function):
             known, ctx.layout, ctx.rows, ctx.scale
         )
         found: list[Tensor] = []
-        for law, k, v in zip(laws, own[0::2], own[1::2], strict=True):
-            q, g, p = (_grouped(t, k) for t in (query, grad, law))
+        for distribution, k, v in zip(distributions, own[0::2], own[1::2], strict=True):
+            q, g, p = (_grouped(t, k) for t in (query, grad, distribution))
             pull = (g * v[:, :, None]).sum(-1, dtype=total.dtype)
             score = p * (pull - _grouped(delta, k)).mul_(ctx.scale).to(p.dtype)
             _grouped(into_query, k).addcmul_(score[..., None], k[:, :, None])

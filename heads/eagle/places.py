@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heads.batch import Batch, Movable
-from heads.eagle.layout import Layout
+from heads.eagle.layout import PassLayout
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Places(Movable):
     spot: Tensor
     at: Tensor
     depth: Tensor
-    layout: Layout
+    layout: PassLayout
 
     @classmethod
     def of(cls, batch: Batch, steps: int) -> Places:
@@ -59,6 +59,6 @@ class Places(Movable):
             packed[source],
             depth[keep],
             depth,
-            Layout.of((count, length), keep, here.position),
+            PassLayout.of((count, length), keep, here.position),
         )
         return found if device.type == "cpu" else found.to(device)

@@ -19,7 +19,7 @@ from heads.interop.block import (
 )
 from heads.interop.eagle1 import Eagle1Original, Eagle1Sglang, Eagle1Vllm
 from heads.interop.eagle3 import Eagle3Original, Eagle3Sglang, Eagle3Vllm
-from heads.interop.layout import Facts, Layout
+from heads.interop.layout import Facts, HeadLayout
 from heads.interop.medusa import MedusaOriginal, MedusaVllm
 from heads.interop.reading import MANIFEST, Foreign, exported, read_folder
 from heads.interop.speculators import Speculators
@@ -30,14 +30,14 @@ __all__ = [
     "MANIFEST",
     "Facts",
     "Foreign",
-    "Layout",
+    "HeadLayout",
     "detect",
     "exported",
     "find_layout",
     "read_folder",
 ]
 
-LAYOUTS: dict[tuple[str, str], Layout] = {
+LAYOUTS: dict[tuple[str, str], HeadLayout] = {
     (layout.format, layout.kind): layout
     for layout in (
         MedusaVllm(),
@@ -73,7 +73,7 @@ UNSERVED = {
 }
 
 
-def find_layout(format: str, head: Head) -> Layout:
+def find_layout(format: str, head: Head) -> HeadLayout:
     """The layout of this kind of head in a format. Raises UserError with what works instead."""
     if head.kind in UNSERVED:
         raise UserError(f"format={format}: {UNSERVED[head.kind]}")
@@ -97,7 +97,7 @@ def find_layout(format: str, head: Head) -> Layout:
     )
 
 
-def detect(foreign: Foreign, format: str) -> Layout:
+def detect(foreign: Foreign, format: str) -> HeadLayout:
     """The layout of a folder; `format` other than "auto" must agree with what it holds. Raises
     UserError otherwise.
     """

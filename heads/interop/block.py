@@ -32,7 +32,7 @@ from heads.interop.eagle1 import table_refusals
 from heads.interop.eagle3 import MASK
 from heads.interop.layout import (
     Facts,
-    Layout,
+    HeadLayout,
     check_draft_map,
     check_same,
     embedding,
@@ -41,7 +41,7 @@ from heads.interop.layout import (
 )
 from heads.interop.reading import Foreign
 from heads.interop.speculators import VERSION, about, first, inner, nameless
-from heads.interop.table import Row, Sizes
+from heads.interop.table import Sizes, TensorRow
 
 NORMED = {"input_layernorm": "D", "self_attn.q_norm": "S", "self_attn.k_norm": "S"}
 LAYER = {**llama.LAYER, **NORMED}  # we leave out "self_attn."
@@ -71,13 +71,13 @@ def refusals(head: BlockHead, facts: Facts) -> list[str]:
     return found
 
 
-class BlockNative(Layout[BlockHead]):
+class BlockNative(HeadLayout[BlockHead]):
     """What the layouts of one kind share: plain names, keys beside a Qwen3 config."""
 
     family: ClassVar[type[BlockHead]]
 
     def refusals(self, head: BlockHead, facts: Facts) -> list[str]:
-        """See Layout."""
+        """See HeadLayout."""
         found = super().refusals(head, facts) + refusals(head, facts)
         if head.cfg.key_norm and head.cfg.layers > 1:
             found.append(
@@ -86,10 +86,10 @@ class BlockNative(Layout[BlockHead]):
             )
         return found
 
-    def rows(self, sizes: Sizes) -> list[Row]:
-        """See Layout."""
+    def rows(self, sizes: Sizes) -> list[TensorRow]:
+        """See HeadLayout."""
         layer = [
-            Row(
+            TensorRow(
                 f"layers.{{l}}.{theirs}.weight",
                 f"net.layers.{{l}}.{theirs.removeprefix('self_attn.')}.weight",
                 shape,
@@ -97,28 +97,28 @@ class BlockNative(Layout[BlockHead]):
             for theirs, shape in LAYER.items()
         ]
         return [
-            Row("fc.weight", "net.fc.weight", "D F*D"),
-            Row("hidden_norm.weight", "net.hidden_norm.weight", "D"),
+            TensorRow("fc.weight", "net.fc.weight", "D F*D"),
+            TensorRow("hidden_norm.weight", "net.hidden_norm.weight", "D"),
             *layer,
-            Row("norm.weight", "net.norm.weight", "D"),
-            Row("lm_head.weight", "net.lm_head.weight", "Vd D", when="own"),
-            Row("d2t", "d2t", "Vd", when="map", dtype="int64"),
-            Row("t2d", "", "V", when="map", dtype="bool", optional=True),
-            Row("embed_tokens.weight", "", "V D", optional=True),
-            Row("markov_head.markov_w1.weight", "net.markov_in", "V R", when="R"),
-            Row("markov_head.markov_w2.weight", "net.markov_out", "Vd R", when="R"),
-            Row("confidence_head.proj.weight", "net.confidence.weight", "1 C", when="C"),
-            Row("confidence_head.proj.bias", "net.confidence.bias", "1", when="C"),
+            TensorRow("norm.weight", "net.norm.weight", "D"),
+            TensorRow("lm_head.weight", "net.lm_head.weight", "Vd D", when="own"),
+            TensorRow("d2t", "d2t", "Vd", when="map", dtype="int64"),
+            TensorRow("t2d", "", "V", when="map", dtype="bool", optional=True),
+            TensorRow("embed_tokens.weight", "", "V D", optional=True),
+            TensorRow("markov_head.markov_w1.weight", "net.markov_in", "V R", when="R"),
+            TensorRow("markov_head.markov_w2.weight", "net.markov_out", "Vd R", when="R"),
+            TensorRow("confidence_head.proj.weight", "net.confidence.weight", "1 C", when="C"),
+            TensorRow("confidence_head.proj.bias", "net.confidence.bias", "1", when="C"),
         ]
 
     def sizes(self, head: BlockHead, facts: Facts) -> dict[str, int]:
-        """See Layout."""
+        """See HeadLayout."""
         cfg, layer = head.cfg, head.config_json()["layer"]
         own = not cfg.share_lm_head or bool(cfg.draft_vocab)
         return letters(cfg, layer, len(head.taps), facts.vocab) | {"own": own}
 
     def state(self, head: BlockHead, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See Layout."""
+        """See HeadLayout."""
         return exported(head, target)
 
     def parts(self, head: BlockHead) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class BlockNative(Layout[BlockHead]):
         return {**given, "model_type": "qwen3", "layer_types": kinds}
 
     def config(self, head: BlockHead, facts: Facts, dtype: str) -> dict[str, Any]:
-        """See Layout."""
+        """See HeadLayout."""
         cfg = head.cfg
         numbers = {
             "mask_token_id": cfg.mask_token,
@@ -183,7 +183,7 @@ class BlockNative(Layout[BlockHead]):
         }
 
     def read(self, foreign: Foreign, target: Target) -> Head:
-        """See Layout. An LM head that the file lacks is the target's own."""
+        """See HeadLayout. An LM head that the file lacks is the target's own."""
         config, shape = foreign.config, self.described(foreign)
         layer, given = llama.layer(foreign, shape), self.numbers(foreign)
         tensors = {n.removeprefix("model."): t for n, t in foreign.tensors.items()}
@@ -298,11 +298,11 @@ class BlockSpeculators(BlockNative):
     name: ClassVar[str]
 
     def refusals(self, head: BlockHead, facts: Facts) -> list[str]:
-        """See Layout."""
+        """See HeadLayout."""
         return super().refusals(head, facts) + nameless(facts)
 
     def config(self, head: BlockHead, facts: Facts, dtype: str) -> dict[str, Any]:
-        """See Layout."""
+        """See HeadLayout."""
         cfg = head.cfg
         return {
             "architectures": [self.name],
@@ -344,7 +344,7 @@ class BlockSpeculators(BlockNative):
         }
 
     def read(self, foreign: Foreign, target: Target) -> Head:
-        """See Layout."""
+        """See HeadLayout."""
         head = super().read(foreign, target)
         path = ("speculators_config", "proposal_methods", 0, "speculative_tokens")
         depth = first(foreign.config, *path)

@@ -21,16 +21,18 @@ from heads.eagle.config import EagleConfig
 from heads.eagle.eagle1 import Eagle1Head
 from heads.eagle.head import EagleHead
 from heads.interop import engines, llama
-from heads.interop.layout import Facts, Layout, check_same, embedding, refuse
+from heads.interop.layout import Facts, HeadLayout, check_same, embedding, refuse
 from heads.interop.reading import Foreign
-from heads.interop.table import Row, Sizes
+from heads.interop.table import Sizes, TensorRow
 from heads.layered import LayeredHead
 
 
-def body(theirs: str) -> list[Row]:
+def body(theirs: str) -> list[TensorRow]:
     """The rows of the layer that EAGLE-1 and EAGLE-3 share. theirs: its prefix."""
     names = llama.LAYER.items()
-    return [Row(f"{theirs}{n}.weight", f"net.layers.0.{n}.weight", shape) for n, shape in names]
+    return [
+        TensorRow(f"{theirs}{n}.weight", f"net.layers.0.{n}.weight", shape) for n, shape in names
+    ]
 
 
 def layer_refusals(head: EagleHead, engine: str, window: bool = False) -> list[str]:
@@ -92,14 +94,14 @@ def check_window(foreign: Foreign, cfg: EagleConfig) -> None:
         refuse(foreign, *wrong)
 
 
-class Eagle1Vllm(Layout[Eagle1Head]):
+class Eagle1Vllm(HeadLayout[Eagle1Head]):
     """vLLM: a LlamaConfig whose architectures say LlamaForCausalLM, method "eagle"."""
 
     format, kind, engine, serves = "vllm", "eagle1", engines.VLLM, engines.VLLM_EAGLE1
     architecture, bias = "LlamaForCausalLM", False
 
     def refusals(self, head: Eagle1Head, facts: Facts) -> list[str]:
-        """See Layout."""
+        """See HeadLayout."""
         found = super().refusals(head, facts) + layer_refusals(head, self.engine)
         found += table_refusals(head, facts)
         if head.cfg.fc_bias and not self.bias and bool(head.net.fc.bias.any()):
@@ -109,30 +111,30 @@ class Eagle1Vllm(Layout[Eagle1Head]):
             )
         return found
 
-    def rows(self, sizes: Sizes) -> list[Row]:
-        """See Layout."""
-        own = Row("fc.bias", "net.fc.bias" if sizes["own_bias"] else "", "D", when="bias")
+    def rows(self, sizes: Sizes) -> list[TensorRow]:
+        """See HeadLayout."""
+        own = TensorRow("fc.bias", "net.fc.bias" if sizes["own_bias"] else "", "D", when="bias")
         return [
-            Row("fc.weight", "net.fc.weight", "D 2*D"),
+            TensorRow("fc.weight", "net.fc.weight", "D 2*D"),
             own,
             *body("layers.0."),
-            Row("embed_tokens.weight", "", "V D", optional=True),
-            Row("lm_head.weight", "", "V D", optional=True),
+            TensorRow("embed_tokens.weight", "", "V D", optional=True),
+            TensorRow("lm_head.weight", "", "V D", optional=True),
         ]
 
     def sizes(self, head: Eagle1Head, facts: Facts) -> dict[str, int]:
-        """See Layout."""
+        """See HeadLayout."""
         layer = llama.sizes(head.config_json()["layer"], facts.vocab)
         return {**layer, "bias": int(self.bias), "own_bias": int(head.cfg.fc_bias)}
 
     def extras(self, head: Eagle1Head, target: Target) -> dict[str, Tensor]:
-        """See Layout."""
+        """See HeadLayout."""
         if head.cfg.fc_bias or not self.bias:
             return {}
         return {"fc.bias": torch.zeros(head.net.fc.weight.shape[0])}
 
     def config(self, head: Eagle1Head, facts: Facts, dtype: str) -> dict[str, Any]:
-        """See Layout."""
+        """See HeadLayout."""
         scale = {} if facts.scale == 1 else {"logit_scale": facts.scale}
         return {
             "architectures": [self.architecture],
@@ -142,7 +144,7 @@ class Eagle1Vllm(Layout[Eagle1Head]):
         }
 
     def read(self, foreign: Foreign, target: Target) -> Head:
-        """See Layout. A bias of zeros is dropped, another one kept (head.fc_bias)."""
+        """See HeadLayout. A bias of zeros is dropped, another one kept (head.fc_bias)."""
         layer = llama.layer(foreign, foreign.config)
         check_layer(foreign, layer, target)
         tensors = {

@@ -34,14 +34,14 @@ from heads.interop import engines, llama
 from heads.interop.eagle1 import body, check_layer, check_window, layer_refusals
 from heads.interop.layout import (
     Facts,
-    Layout,
+    HeadLayout,
     check_draft_map,
     check_same,
     embedding,
     refuse,
 )
 from heads.interop.reading import Foreign
-from heads.interop.table import Row, Sizes
+from heads.interop.table import Sizes, TensorRow
 
 # Ours -> theirs
 NORMS = {
@@ -58,7 +58,7 @@ MASK = (
 )
 
 
-class Eagle3Vllm(Layout[Eagle3Head]):
+class Eagle3Vllm(HeadLayout[Eagle3Head]):
     """vLLM: a LlamaConfig whose architectures say LlamaForCausalLMEagle3, method "eagle3"."""
 
     format, kind, engine, serves = "vllm", "eagle3", engines.VLLM, engines.VLLM_EAGLE3
@@ -68,7 +68,7 @@ class Eagle3Vllm(Layout[Eagle3Head]):
     windows: ClassVar[bool] = True
 
     def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
-        """See Layout."""
+        """See HeadLayout."""
         found = super().refusals(head, facts)
         found += layer_refusals(head, self.engine, self.windows)
         unknown = [key for key in NORMS if getattr(head.cfg, key) and key not in self.norms]
@@ -97,36 +97,36 @@ class Eagle3Vllm(Layout[Eagle3Head]):
             )
         return found
 
-    def rows(self, sizes: Sizes) -> list[Row]:
-        """See Layout."""
+    def rows(self, sizes: Sizes) -> list[TensorRow]:
+        """See HeadLayout."""
         return [
-            Row("fc.weight", "net.fc.weight", "D F*D"),
-            Row("fc_norm.{f}.weight", "net.fc_norm.{f}.weight", "D", when="fc_norm"),
-            Row("input_norm.weight", "net.input_norm.weight", "F*D", when="input_norm"),
-            Row(f"{self.prefix}input_layernorm.weight", "net.embed_norm.weight", "D"),
-            Row(f"{self.prefix}hidden_norm.weight", "net.hidden_norm.weight", "D"),
+            TensorRow("fc.weight", "net.fc.weight", "D F*D"),
+            TensorRow("fc_norm.{f}.weight", "net.fc_norm.{f}.weight", "D", when="fc_norm"),
+            TensorRow("input_norm.weight", "net.input_norm.weight", "F*D", when="input_norm"),
+            TensorRow(f"{self.prefix}input_layernorm.weight", "net.embed_norm.weight", "D"),
+            TensorRow(f"{self.prefix}hidden_norm.weight", "net.hidden_norm.weight", "D"),
             *body(self.prefix),
-            Row("mask_hidden", "mask_hidden", "1 F*D", when="mask"),
-            Row("norm.weight", "net.norm.weight", "D"),
-            Row("lm_head.weight", "net.lm_head.weight", "Vd D"),
-            Row("d2t", "d2t", "Vd", when="map", dtype="int64"),
-            Row("t2d", "", "V", when="map", dtype="bool", optional=True),
-            Row("embed_tokens.weight", "", "V D", optional=True),
+            TensorRow("mask_hidden", "mask_hidden", "1 F*D", when="mask"),
+            TensorRow("norm.weight", "net.norm.weight", "D"),
+            TensorRow("lm_head.weight", "net.lm_head.weight", "Vd D"),
+            TensorRow("d2t", "d2t", "Vd", when="map", dtype="int64"),
+            TensorRow("t2d", "", "V", when="map", dtype="bool", optional=True),
+            TensorRow("embed_tokens.weight", "", "V D", optional=True),
         ]
 
     def sizes(self, head: Eagle3Head, facts: Facts) -> dict[str, int]:
-        """See Layout."""
+        """See HeadLayout."""
         return letters(head.cfg, head.config_json()["layer"], len(head.taps), facts.vocab)
 
     def state(self, head: Eagle3Head, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See Layout. The mask's features lie side by side."""
+        """See HeadLayout. The mask's features lie side by side."""
         state = dict(head.state_dict())
         if head.cfg.parallel:
             state["mask_hidden"] = state["net.mask_feats"].reshape(1, -1)
         return state
 
     def config(self, head: Eagle3Head, facts: Facts, dtype: str) -> dict[str, Any]:
-        """See Layout."""
+        """See HeadLayout."""
         taps = list(head.taps)
         ids: dict[str, Any] = {}
         if tuple(taps) != facts.default_taps:
@@ -189,7 +189,7 @@ class Eagle3Vllm(Layout[Eagle3Head]):
         return tensors
 
     def read(self, foreign: Foreign, target: Target) -> Head:
-        """See Layout. An LM head that the file lacks is the target's own."""
+        """See HeadLayout. An LM head that the file lacks is the target's own."""
         config = foreign.config
         described = self.described(foreign)
         layer, window = llama.layer(foreign, described), llama.window_in(foreign, described)
@@ -263,7 +263,7 @@ class Eagle3Sglang(Eagle3Vllm):
     windows = False
 
     def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
-        """See Layout."""
+        """See HeadLayout."""
         found = super().refusals(head, facts)
         if 0 in head.taps:
             found.append(
@@ -282,7 +282,7 @@ class Eagle3Original(Eagle3Vllm):
     windows = False
 
     def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
-        """See Layout."""
+        """See HeadLayout."""
         found = super().refusals(head, facts)
         if tuple(head.taps) != facts.default_taps:
             found.append(
@@ -292,7 +292,7 @@ class Eagle3Original(Eagle3Vllm):
         return found
 
     def config(self, head: Eagle3Head, facts: Facts, dtype: str) -> dict[str, Any]:
-        """See Layout."""
+        """See HeadLayout."""
         keys = ("target_hidden_size", "num_aux_hidden_states", *NORMS.values())
         config = super().config(head, facts, dtype)
         return {

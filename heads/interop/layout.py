@@ -19,7 +19,7 @@ from decode.target import Target
 from heads import vocab
 from heads.base import Head
 from heads.interop.reading import Foreign
-from heads.interop.table import Row, Sizes, problems, to_ours, to_theirs
+from heads.interop.table import Sizes, TensorRow, problems, to_ours, to_theirs
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Facts:
 H = TypeVar("H", bound=Head)
 
 
-class Layout(Generic[H]):
+class HeadLayout(Generic[H]):
     """One kind of head in one format. needs: tensors of the target that an export holds (for
     the message when the target is not there); serves: architectures of targets that the engine
     takes (None: not restricted); embeds: the file carries the target's embedding."""
@@ -102,7 +102,7 @@ class Layout(Generic[H]):
         """Tensors of the target that the exported file holds."""
         return []
 
-    def rows(self, sizes: Sizes) -> list[Row]:
+    def rows(self, sizes: Sizes) -> list[TensorRow]:
         """The table of tensors."""
         raise TypeError("a subclass defines it")
 

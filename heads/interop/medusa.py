@@ -22,15 +22,15 @@ from decode.target import Target
 from heads import vocab
 from heads.base import Head
 from heads.interop import engines
-from heads.interop.layout import Facts, Layout, refuse
+from heads.interop.layout import Facts, HeadLayout, refuse
 from heads.interop.reading import Foreign
-from heads.interop.table import Row, Sizes, to_ours
+from heads.interop.table import Sizes, TensorRow, to_ours
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 
-MAP = Row("token_map", "", "Vd", when="map", dtype="int64", optional=True)
+MAP = TensorRow("token_map", "", "Vd", when="map", dtype="int64", optional=True)
 
 
-class MedusaVllm(Layout[MedusaHead]):
+class MedusaVllm(HeadLayout[MedusaHead]):
     """vLLM: config model_type medusa, medusa_fc_bias true (else it drops the biases without a
     word).
     """
@@ -44,7 +44,7 @@ class MedusaVllm(Layout[MedusaHead]):
     of_block: ClassVar[str] = r"blocks\.\d{1,3}\.layers\.(\d{1,3})\."
 
     def refusals(self, head: MedusaHead, facts: Facts) -> list[str]:
-        """See Layout."""
+        """See HeadLayout."""
         found = super().refusals(head, facts)
         if head.cfg.markov_rank:
             found.append(
@@ -54,28 +54,28 @@ class MedusaVllm(Layout[MedusaHead]):
         return found
 
     def needs(self, head: MedusaHead) -> list[str]:
-        """See Layout."""
+        """See HeadLayout."""
         if not head.cfg.share_lm_head:
             return []
         return ["lm_head.weight [V, D] (head.share_lm_head: the heads use the target's)"]
 
-    def rows(self, sizes: Sizes) -> list[Row]:
-        """See Layout."""
+    def rows(self, sizes: Sizes) -> list[TensorRow]:
+        """See HeadLayout."""
         return [
-            Row("blocks.{k}.layers.{l}.weight", "block_weight", "D D"),
-            Row("blocks.{k}.layers.{l}.bias", "block_bias", "D", when="bias"),
-            Row("lm_heads.{k}.weight", "proj", "V D"),
+            TensorRow("blocks.{k}.layers.{l}.weight", "block_weight", "D D"),
+            TensorRow("blocks.{k}.layers.{l}.bias", "block_bias", "D", when="bias"),
+            TensorRow("lm_heads.{k}.weight", "proj", "V D"),
             MAP,
         ]
 
     def sizes(self, head: MedusaHead, facts: Facts) -> dict[str, int]:
-        """See Layout."""
+        """See HeadLayout."""
         cfg, known = head.cfg, head.cfg.draft_vocab or 0
         letters = {"K": cfg.heads, "L": cfg.blocks, "D": facts.hidden, "V": facts.vocab}
         return {**letters, "bias": 1, "map": known, "Vd": known}
 
     def state(self, head: MedusaHead, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See Layout."""
+        """See HeadLayout."""
         state = dict(head.state_dict())
         proj = head.projection(target).detach().to(dtype).float()
         ids = head.ids()
@@ -87,12 +87,12 @@ class MedusaVllm(Layout[MedusaHead]):
         return state
 
     def extras(self, head: MedusaHead, target: Target) -> dict[str, Tensor]:
-        """See Layout."""
+        """See HeadLayout."""
         ids = head.ids()
         return {} if ids is None else {"token_map": ids}
 
     def config(self, head: MedusaHead, facts: Facts, dtype: str) -> dict[str, Any]:
-        """See Layout."""
+        """See HeadLayout."""
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -105,13 +105,13 @@ class MedusaVllm(Layout[MedusaHead]):
         }
 
     def read(self, foreign: Foreign, target: Target) -> Head:
-        """See Layout."""
+        """See HeadLayout."""
         config = foreign.config
         tensors = {name.removeprefix("medusa_heads."): t for name, t in foreign.tensors.items()}
         heads, blocks = counted(tensors, self.of_head), counted(tensors, self.of_block)
-        asked = next((config[key] for key in self.heads_key if key in config), None)
+        requested = next((config[key] for key in self.heads_key if key in config), None)
         for what, found, said in (
-            ("heads", heads, asked),
+            ("heads", heads, requested),
             ("layers", blocks, config.get(self.blocks_key)),
         ):
             if isinstance(said, int) and said > found:
@@ -165,7 +165,7 @@ class MedusaOriginal(MedusaVllm):
     of_head, of_block = r"(\d{1,3})\.\d{1,3}\.", r"\d{1,3}\.(\d{1,3})\.linear\."
 
     def refusals(self, head: MedusaHead, facts: Facts) -> list[str]:
-        """See Layout."""
+        """See HeadLayout."""
         found = super().refusals(head, facts)
         weight = head.block_weight
         if head.cfg.blocks > 1 and not bool((weight == weight[:, :1]).all()):
@@ -175,17 +175,17 @@ class MedusaOriginal(MedusaVllm):
             )
         return found
 
-    def rows(self, sizes: Sizes) -> list[Row]:
-        """See Layout."""
+    def rows(self, sizes: Sizes) -> list[TensorRow]:
+        """See HeadLayout."""
         return [
-            Row("{k}.{l}.linear.weight", "block_weight", "D D"),
-            Row("{k}.{l}.linear.bias", "block_bias", "D"),
-            Row(f"{{k}}.{sizes['L']}.weight", "proj", "V D"),
+            TensorRow("{k}.{l}.linear.weight", "block_weight", "D D"),
+            TensorRow("{k}.{l}.linear.bias", "block_bias", "D"),
+            TensorRow(f"{{k}}.{sizes['L']}.weight", "proj", "V D"),
             MAP,
         ]
 
     def config(self, head: MedusaHead, facts: Facts, dtype: str) -> dict[str, Any]:
-        """See Layout. The last four keys let vLLM serve the folder as well."""
+        """See HeadLayout. The last four keys let vLLM serve the folder as well."""
         return {
             "medusa_num_heads": head.cfg.heads,
             "medusa_num_layers": head.cfg.blocks,

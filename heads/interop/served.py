@@ -109,7 +109,7 @@ def check(format: str, head: Head, target: Target, facts: Facts) -> None:
         raise UserError(f"format={format}: {'; '.join(refused)}")
 
 
-def told(head: Head, target: Target, name: str) -> dict[str, str]:
+def summary(head: Head, target: Target, name: str) -> dict[str, str]:
     """Lines for people, by what they are about: the formats that take this head, with who reads
     them; where none does, why not. name: see name_of."""
     facts, head = Facts.of(target, name), as_served(head, target)

@@ -25,7 +25,7 @@ DTYPES = {"float": FLOATS, "int64": (torch.int64,), "bool": (torch.bool,)}
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """theirs: name in the file. ours: name in the head's state, "" for what follows from the
     target or from other tensors. when: a size that must not be 0 for the row to exist.
     optional: a file may lack it."""
@@ -46,7 +46,7 @@ class Spot:
     ours: str
     index: tuple[int, ...]
     shape: tuple[int, ...]
-    row: Row
+    row: TensorRow
 
 
 def size_of(text: str, sizes: Sizes) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ def size_of(text: str, sizes: Sizes) -> tuple[int, ...]:
     )
 
 
-def spots(rows: Iterable[Row], sizes: Sizes) -> Iterator[Spot]:
+def spots(rows: Iterable[TensorRow], sizes: Sizes) -> Iterator[Spot]:
     """Every tensor that the table describes for these sizes."""
     for row in rows:
         if row.when and not sizes[row.when]:
@@ -76,12 +76,16 @@ def spots(rows: Iterable[Row], sizes: Sizes) -> Iterator[Spot]:
             )
 
 
-def to_theirs(rows: Iterable[Row], sizes: Sizes, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_theirs(
+    rows: Iterable[TensorRow], sizes: Sizes, state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Our state -> their tensors, but for the rows that name nothing of ours."""
     return {s.name: state[s.ours][s.index] for s in spots(rows, sizes) if s.ours}
 
 
-def to_ours(rows: Iterable[Row], sizes: Sizes, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_ours(
+    rows: Iterable[TensorRow], sizes: Sizes, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Their tensors -> our state; what the file may lack and lacks is left out."""
     parts: dict[str, list[Spot]] = {}
     for spot in spots(rows, sizes):
@@ -96,7 +100,10 @@ def to_ours(rows: Iterable[Row], sizes: Sizes, tensors: Mapping[str, Tensor]) ->
 
 
 def problems(
-    rows: Iterable[Row], sizes: Sizes, tensors: Mapping[str, Tensor], passed: Iterable[str] = ()
+    rows: Iterable[TensorRow],
+    sizes: Sizes,
+    tensors: Mapping[str, Tensor],
+    passed: Iterable[str] = (),
 ) -> list[str]:
     """What of a file does not fit the table, one line each. passed: further names that may
     stand there unread.

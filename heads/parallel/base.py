@@ -25,7 +25,7 @@ from heads.batch import Batch, LossOut
 from heads.losses import Taught, chunk_of, chunked_loss
 from heads.parallel.config import ParallelConfig as ParallelConfig
 from heads.parallel.saved import ParallelSaved
-from heads.teacher import target_law
+from heads.teacher import target_distribution
 
 
 class ParallelHead(Head):
@@ -143,14 +143,14 @@ class ParallelHead(Head):
         """forward, given what _features found."""
         place, valid, reads = self._reads(batch, flat)
         x = self.states(batch, target, feats, reads)
-        law, terms = None, self.cfg.loss
-        if terms.needs_law:
-            law = target_law(
-                target, self.law_rows(target), feats, flat - 1, self.ids(), place, terms.mask
+        distribution, terms = None, self.cfg.loss
+        if terms.needs_distribution:
+            distribution = target_distribution(
+                target, self.probs_rows(target), feats, flat - 1, self.ids(), place, terms.mask
             )
         scale = torch.tensor([self.cfg.decay**i for i in range(self.cfg.heads)], device=x.device)
         chunk = chunk_of(self.cfg.chunk, x.device)
-        taught = Taught(place, valid, terms, scale, law, chunk)
+        taught = Taught(place, valid, terms, scale, distribution, chunk)
         pair = self.low_rank(batch, flat)
         total, rows = chunked_loss(x, self.projection(target), taught, pair)
         count = torch.tensor(float(flat.numel()), dtype=torch.float64, device=x.device)

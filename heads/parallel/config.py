@@ -9,7 +9,7 @@ from annotated_types import Interval
 
 from heads.config import HeadConfig, LayerKeys, LossWeights
 from heads.limits import CountOrZero, Layers, Levels, Nodes, Shape, SomeLayers
-from heads.parallel.tune_keys import TuneConfig
+from heads.parallel.tune_keys import TargetLoraConfig
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class MedusaConfig(ParallelConfig):
     # rank of a term of the token before the guessed one, added to all heads' logits; 0 = none
     markov_rank: CountOrZero = 0
     # Medusa-2 alone
-    tune: TuneConfig = field(default_factory=TuneConfig)
+    tune: TargetLoraConfig = field(default_factory=TargetLoraConfig)
     # Medusa-2: keep the input of every layer of the target alone and compute the rest again in
     # the backward pass
     activation_checkpointing: bool = False

@@ -123,12 +123,12 @@ class HydraDrafter(LastFeature):
             self.prefix.select(rows)
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.Source."""
+        """See decode.grow.LevelSource."""
         self.path = self.last[:, None, None]  # [B, P, d + 1], from the last committed token on
         return self._logits(0)
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.Source."""
+        """See decode.grow.LevelSource."""
         self.path = torch.cat([nodes.of_parents(self.path), nodes.tokens[..., None]], 2)
         return self._logits(nodes.level)
 

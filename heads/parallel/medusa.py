@@ -29,13 +29,13 @@ from decode.drafters import Drafter
 from decode.grow import Form, Nodes
 from decode.target import Target
 from heads.batch import Batch
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.parallel.base import ParallelHead
-from heads.parallel.config import MedusaConfig, TuneConfig
+from heads.parallel.config import MedusaConfig, TargetLoraConfig
 from heads.parallel.drafter import AtOnce
 from heads.parallel.saved import ParallelSaved
 
-__all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead", "TuneConfig"]
+__all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead", "TargetLoraConfig"]
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ class MedusaHead(ParallelHead):
             return None
         return F.embedding(batch.ids.reshape(-1)[flat - 1], self.markov_in), self.markov_out
 
-    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
+    def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
         """See Head."""
         form = self.form(target, draft)
         if self.markov_in is not None:
@@ -129,15 +129,15 @@ class MarkovDrafter(MedusaDrafter):
         self.markov_out = head.markov_out.detach().to(target.dtype, copy=True)
 
     def at_once(self, levels: int) -> Tensor | None:
-        """See decode.grow.Source: a level reads the tokens before it."""
+        """See decode.grow.LevelSource: a level reads the tokens before it."""
         return None
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.Source."""
+        """See decode.grow.LevelSource."""
         return super().open(levels) + self._after(self.last[:, None])
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.Source."""
+        """See decode.grow.LevelSource."""
         return super().level(nodes) + self._after(nodes.tokens)
 
     def _after(self, tokens: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 target itself changes.
 
 The heads read the adapted target's features, and their gradient reaches the adapter. What
-keeps the target itself is self-distillation: KL from the law without the adapter to the law
-with it, at the supervised tokens. The loss is
+keeps the target itself is self-distillation: KL from the distribution without the adapter to the
+distribution with it, at the supervised tokens. The loss is
 
     distil * KL + head_weight * ramp(step) * Medusa's loss,   ramp = sin(pi / 2 * min(1, step /
                                                               (ramp * steps)))
@@ -322,9 +322,9 @@ def _weights(layers: list[tuple[str, Any]]) -> dict[str, nn.Parameter]:
 
 
 def _divergence(feats: Tensor, base: Tensor, flat: Tensor, target: Target, chunk: int) -> Tensor:
-    """Sum over `flat` [n] of KL(p_base || p_tuned), laws over V from features [B * T, D]. In
-    chunks: the gradient with respect to a chunk's features is taken where its logits are, so
-    [n, V] never exists; softcap and bias included."""
+    """Sum over `flat` [n] of KL(p_base || p_tuned), distributions over V from features [B * T, D].
+    In chunks: the gradient with respect to a chunk's features is taken where its logits are, so [n,
+    V] never exists; softcap and bias included."""
     value, total = (
         feats.new_zeros((), dtype=torch.float32),
         feats.new_zeros((), dtype=torch.float32),

@@ -9,7 +9,7 @@ from heads.limits import Count, CountOrZero
 
 
 @dataclass(frozen=True)
-class TuneConfig:
+class TargetLoraConfig:
     """Medusa-2: a LoRA on the target, trained with the heads (heads/parallel/medusa2.py)."""
 
     # rank of the LoRA; 0 = no Medusa-2 (the paper: 32)

@@ -32,13 +32,13 @@ from heads.base import Head
 from heads.batch import Batch, LossOut
 from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS
 from heads.losses import Taught, chunked_loss
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.recompute import layers_recomputed
 from heads.saved import Saved, differing
 from heads.small_lm.config import SmallLMConfig
 from heads.small_lm.cut import aliases, chosen_layers, cut, empty
 from heads.small_lm.net import freeze, inject, load_base, merged, parameters
-from heads.teacher import target_law
+from heads.teacher import target_distribution
 
 MODEL = "model.safetensors"
 
@@ -241,8 +241,8 @@ class SmallLM(Head):
         bias = getattr(out, "bias", None)
         extra = None if bias is None else (x.new_ones(flat.numel(), 1), bias[: self.vocab, None])
         inside = torch.where(place < self.vocab, place, -1)
-        law, terms = None, self.cfg.loss
-        if terms.needs_law:
+        distribution, terms = None, self.cfg.loss
+        if terms.needs_distribution:
             feats = target.features(batch.ids, batch.mask, (target.num_layers,))[:, :, 0].flatten(
                 0, 1
             )
@@ -254,9 +254,11 @@ class SmallLM(Head):
             )
             if both is not None and not (terms.mask == "argmax" or terms.tv or terms.lk):
                 weight, bias = weight[: self.vocab], None if bias is None else bias[: self.vocab]
-            law = target_law(target, (weight, bias), feats, flat - 1, both, inside, terms.mask)
+            distribution = target_distribution(
+                target, (weight, bias), feats, flat - 1, both, inside, terms.mask
+            )
         whole, one = torch.ones_like(flat, dtype=torch.bool)[None], torch.ones(1, device=x.device)
-        taught = Taught(inside, whole, terms, one, law, self.cfg.chunk)
+        taught = Taught(inside, whole, terms, one, distribution, self.cfg.chunk)
         total, rows = chunked_loss(x[None], out.weight[: self.vocab], taught, extra)
         count = torch.tensor(float(flat.numel()), dtype=torch.float64, device=x.device)
         return LossOut(total, count, rows.stats())
@@ -281,8 +283,8 @@ class SmallLM(Head):
     def forced(
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
-        """See Head. A separate model's law does not depend on the level: the same logits serve
-        all.
+        """See Head. A separate model's distribution does not depend on the level: the same logits
+        serve all.
         """
         out = self.net.get_output_embeddings()
         keep: Any = slice(0, self.vocab) if self.chosen is None else self.chosen
@@ -314,7 +316,7 @@ class SmallLM(Head):
         """A copy of the model as it drafts and is saved (heads.small_lm.net.merged)."""
         return merged(self.net, self.cfg.lora.rank, self.outside, self.dtype)
 
-    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
+    def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
         """See Head."""
         form, own = self.form(target, draft), Target(self.plain(), self.tokenizer)
         own.packs_weights = target.packs_weights

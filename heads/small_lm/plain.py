@@ -18,7 +18,7 @@ from decode.tree import TreeShape
 from heads import shapes
 from heads.base import Head
 from heads.limits import Shape
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.small_lm.config import SmallLMConfig
 from heads.small_lm.net import parameters
 
@@ -27,8 +27,8 @@ class PlainModel(Head):
     """A causal language model that was not trained here, behind the calls that decoding and
     tuning ask of a head.
 
-    Where T > 0 its tree is drawn from its own law on a static shape, as a trained head's is;
-    the shape assumes that every level is accepted alike (heads.shapes.even), since nobody has
+    Where T > 0 its tree is drawn from its own distribution on a static shape, as a trained head's
+    is; the shape assumes that every level is accepted alike (heads.shapes.even), since nobody has
     measured the model.
     """
 
@@ -43,7 +43,7 @@ class PlainModel(Head):
         self.draft = draft
         self.calibration: dict[str, Any] = shapes.even(self.cfg.depth)
 
-    def drafter(self, target: Target, draft: Draft | None = None) -> Drafter:
+    def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
         """See Head; over the model itself, not a copy."""
         form = self.form(target, draft)
         self.draft.packs_weights = target.packs_weights

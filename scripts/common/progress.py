@@ -63,7 +63,7 @@ class Steps(Progress):
         )
         self.every, self.now, self.last = every, now, now()
         self.began: dict[TaskID, tuple[float, float]] = {}
-        self.told: set[TaskID] = set()
+        self.reported: set[TaskID] = set()
 
     def add_task(self, *args: Any, **kwargs: Any) -> TaskID:
         """See rich."""
@@ -86,7 +86,12 @@ class Steps(Progress):
         if not self.plain or not task.total:
             return
         finished = task.completed >= task.total
-        if finished and task_id not in self.told or not finished and now - self.last < self.every:
+        if (
+            finished
+            and task_id not in self.reported
+            or not finished
+            and now - self.last < self.every
+        ):
             return
         start, before = self.began[task_id]
         done, spent = task.completed - before, now - start
@@ -95,7 +100,7 @@ class Steps(Progress):
         line = f"{name}: {task.completed:.0f} of {task.total:.0f}{note}, {clock(spent)} so far"
         if done > 0 and not finished:
             line += f", about {clock(spent * (task.total - task.completed) / done)} left"
-        (self.told.discard if finished else self.told.add)(task_id)
+        (self.reported.discard if finished else self.reported.add)(task_id)
         self.last = now
         print(line, file=sys.stderr, flush=True)
 

@@ -66,7 +66,7 @@ def _prompt(line: bytes, number: int) -> Prompt:
         row = parse_line(line)
     except ValueError as error:
         raise ValueError(f"{error}; every line must be one JSON object") from None
-    turns = [message["content"] for message in asked(*spoken(row))]
+    turns = [message["content"] for message in requested(*spoken(row))]
     given = [row[k] for k in ("question_id", "id") if row.get(k) not in (None, "")]
     name = str([*given, number][0])
     category = str(row.get("category") or "all")
@@ -101,7 +101,7 @@ def spoken(row: Any) -> tuple[str, list[tuple[Any, Any]]]:
     return key, [("user" if role == "human" else role, text) for role, text in found]
 
 
-def asked(
+def requested(
     key: str, turns: list[tuple[Any, Any]], roles: tuple[str, ...] = ("user",)
 ) -> list[dict[str, str]]:
     """Those turns of `spoken` that have one of `roles`, as messages. Raises ValueError in a

@@ -1,4 +1,4 @@
-"""The keys of a sampling law, for the commands that decode."""
+"""The keys of a sampling setting, for the commands that decode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SamplingKeys:
     min_p: BelowOne = 0.0
 
     def sampling(self) -> Sampling:
-        """The law. Raises UserError for keys that do not go together."""
+        """The distribution. Raises UserError for keys that do not go together."""
         from decode.sampling import Sampling
 
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)

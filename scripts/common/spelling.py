@@ -27,6 +27,6 @@ def target_keys(cfg: TargetConfig) -> list[str]:
     plain, found = asdict(TargetConfig(kind=cfg.kind)), [f"target={cfg.kind}"]
     for key, value in asdict(cfg).items():
         if value != plain[key]:
-            told = spelled(value) if isinstance(value, str) else json.dumps(value)
-            found.append(f"target.{key}={told}")
+            message = spelled(value) if isinstance(value, str) else json.dumps(value)
+            found.append(f"target.{key}={message}")
     return found

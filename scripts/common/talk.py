@@ -47,7 +47,7 @@ class Stream:
         )
 
 
-class Tally:
+class AnswerTally:
     """Counts one answer while it streams, so that a stopped answer has a footer too."""
 
     def __init__(self, prompt: list[int]):

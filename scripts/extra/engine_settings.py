@@ -32,6 +32,6 @@ def main(cfg: TuneEngineConfig) -> None:
     kind = str(((exported(place) if place.is_dir() else None) or {}).get("kind", ""))
     out.mkdir(parents=True, exist_ok=True)
     settings.write(out, found, kind)
-    for line in settings.told(found, kind):
+    for line in settings.summary(found, kind):
         print(line)
     print(f"written: {out / settings.FILE}")

@@ -242,42 +242,42 @@ def memory_step(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def decoding_step(cfg: Any, out: Path, device: str, asked: Any) -> dict[str, Any]:
+def decoding_step(cfg: Any, out: Path, device: str, requested: Any) -> dict[str, Any]:
     """Greedy answers with the trained head, beside plain decoding and beside float32."""
     target = load_target(cfg.target, cfg.dtype, device)
     head = load_head(out / "head", target)
     rows = load_rows(
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
-    prompts = [rows.prompt(row)[-128:] for row in range(min(asked.prompts, rows.lines.numel()))]
-    asks = [Request(prompt, asked.max_new_tokens) for prompt in prompts]
-    told: dict[str, list[list[int]]] = {}
+    prompts = [rows.prompt(row)[-128:] for row in range(min(requested.prompts, rows.lines.numel()))]
+    asks = [Request(prompt, requested.max_new_tokens) for prompt in prompts]
+    message: dict[str, list[list[int]]] = {}
     speed = {}
     for name, drafter in (("plain", NoDraft()), ("drafted", head.drafter(target))):
         start = time.perf_counter()
         answers = generate(target, drafter, asks, Sampling(), eos_ids=()).generations
-        told[name] = [answer.token_ids for answer in answers]
-        speed[name] = sum(map(len, told[name])) / (time.perf_counter() - start)
-    own = [_logits(target, p, a) for p, a in zip(prompts, told["drafted"], strict=True)]
+        message[name] = [answer.token_ids for answer in answers]
+        speed[name] = sum(map(len, message[name])) / (time.perf_counter() - start)
+    own = [_logits(target, p, a) for p, a in zip(prompts, message["drafted"], strict=True)]
     del target, head
     _free()
     exact = load_target(cfg.target, "float32", device)
-    want = [_logits(exact, p, a) for p, a in zip(prompts, told["drafted"], strict=True)]
+    want = [_logits(exact, p, a) for p, a in zip(prompts, message["drafted"], strict=True)]
     rounding = max(float((a - b).abs().max()) for a, b in zip(own, want, strict=True))
     gaps, best = [], 0
-    for logits, answer in zip(want, told["drafted"], strict=True):
+    for logits, answer in zip(want, message["drafted"], strict=True):
         chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         gap = logits.max(1).values - chosen
         gaps.append(float(gap.max()))
         best += int((gap == 0).sum())
-    tokens = sum(map(len, told["drafted"]))
+    tokens = sum(map(len, message["drafted"]))
     limit = TIES * rounding
     return {
         "passed": max(gaps) <= limit,
         "prompts": len(prompts),
         "tokens": tokens,
         "answers_equal_to_plain": sum(
-            a == b for a, b in zip(told["plain"], told["drafted"], strict=True)
+            a == b for a, b in zip(message["plain"], message["drafted"], strict=True)
         ),
         "best_in_float32": round(best / tokens, 4),
         "largest_gap": max(gaps),
@@ -316,11 +316,11 @@ def _say(name: str, part: dict[str, Any]) -> None:
             continue
         print(f"     {key}: {value}")
     for row in part.get("compared", ()):
-        told = row["missing"] or (
+        message = row["missing"] or (
             f"error {row['error']:.2g} (limit {row['limit']:.2g}), {row['ms']:.3g} ms, plain "
             f"{row['dense_ms']:.3g} ms"
         )
-        print(f"     {row['name']} {row['dtype']} {row['shape']}: {told}")
+        print(f"     {row['name']} {row['dtype']} {row['shape']}: {message}")
 
 
 def _free() -> None:

@@ -31,7 +31,7 @@ from conf.errors import UserError
 from conf.recipes import RECIPES
 from conf.schema import entry
 from decode.models.load import load_target
-from decode.models.memory import Plan
+from decode.models.memory import MemoryPlan
 from scripts.common import files
 from scripts.common.pipeline import Command, Pipeline
 from scripts.common.progress import Steps, columns
@@ -65,7 +65,7 @@ def foretold(cfg: ForecastConfig, out: Path, record: Path) -> None:
         forecasting.frozen(Path(cfg.check).expanduser())
     longest = max(len(p.turns[0]) for p in load_prompts(cfg.prompts)) // 2
     pilots = [*cfg.pilots, *(str(pilot(cfg, name, out)) for name in cfg.heads)]
-    plan = Plan(max(cfg.batch_sizes), longest + cfg.max_new_tokens, 32)
+    plan = MemoryPlan(max(cfg.batch_sizes), longest + cfg.max_new_tokens, 32)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
         if cfg.check:

@@ -97,8 +97,8 @@ class FitConfig:
         """Exactly one source of text, as "key: value; rule; fix"."""
         given = [key for key in ("logs", "train") if getattr(self, key)]
         if len(given) != 1:
-            told = f"{' and '.join(given)} are given" if given else "is empty"
-            return [f"logs: {told}; give one of logs=FILE and train=FILE"]
+            message = f"{' and '.join(given)} are given" if given else "is empty"
+            return [f"logs: {message}; give one of logs=FILE and train=FILE"]
         if self.logs and self.later:
             return ["later: the logs are split by time; leave it out, or give train=FILE"]
         if not self.logs and not self.later:

@@ -40,7 +40,7 @@ class Chats:
 
 
 @dataclass(frozen=True)
-class Budget:
+class PilotBudget:
     """What a pilot has found. seconds: of a step and of an evaluation. every: steps between
     two evaluations."""
 
@@ -51,7 +51,7 @@ class Budget:
     eval_seconds: NotNegative
 
     @classmethod
-    def read(cls, value: Any) -> Budget:
+    def read(cls, value: Any) -> PilotBudget:
         """What a file holds. Raises ValueError for what is no budget."""
         found, problems = from_json(value, cls)
         if problems:
@@ -114,7 +114,7 @@ def config(cfg: FitConfig, chats: Chats, out: Path, fresh: bool = False) -> Trai
     return made
 
 
-def pilot(cfg: FitConfig, chats: Chats, out: Path) -> Budget:
+def pilot(cfg: FitConfig, chats: Chats, out: Path) -> PilotBudget:
     """How many steps fit into cfg.minutes here, by a few steps and one evaluation; written to
     OUT/budget.json once, and read from there ever after.
 
@@ -123,7 +123,7 @@ def pilot(cfg: FitConfig, chats: Chats, out: Path) -> Budget:
     path = out / BUDGET
     if path.exists():
         try:
-            return Budget.read(json.loads(path.read_text()))
+            return PilotBudget.read(json.loads(path.read_text()))
         except ValueError:
             raise UserError(
                 f"out: {path} is damaged; delete it, and the same command runs the pilot again"
@@ -148,7 +148,7 @@ def pilot(cfg: FitConfig, chats: Chats, out: Path) -> Budget:
     return budget
 
 
-def budgeted(cfg: FitConfig, step: float, evaluation: float) -> Budget:
+def budgeted(cfg: FitConfig, step: float, evaluation: float) -> PilotBudget:
     """The steps that cfg.minutes have room for. step, evaluation: seconds of one.
 
     Raises UserError where not even one evaluation fits in."""
@@ -164,10 +164,12 @@ def budgeted(cfg: FitConfig, step: float, evaluation: float) -> Budget:
             f"minutes: {cfg.minutes:g} is too short for one evaluation here ({evaluation:.1f} s, a "
             f"step {step:.2f} s); give {enough:g} or more, or fewer eval_prompts"
         )
-    return Budget(cfg.minutes, every * evaluations, every, step, evaluation)
+    return PilotBudget(cfg.minutes, every * evaluations, every, step, evaluation)
 
 
-def trained(cfg: FitConfig, chats: Chats, out: Path, budget: Budget, fresh: bool = False) -> Path:
+def trained(
+    cfg: FitConfig, chats: Chats, out: Path, budget: PilotBudget, fresh: bool = False
+) -> Path:
     """Train within the budget, or go on; the folder of the best head."""
     run = config(cfg, chats, out, fresh)
     evals = replace(run.eval, every=budget.every)
@@ -180,7 +182,7 @@ def record(out: Path) -> dict[str, Any]:
     """What a training run says of itself: steps, which were the best, accepted length at every
     evaluation."""
     lines = records(out / "metrics.jsonl")
-    asked = {line["step"]: line for line in lines if line.get("event") == "eval"}
+    requested = {line["step"]: line for line in lines if line.get("event") == "eval"}
     last, best = (read_card(out / part)["extra"] for part in ("head", "best"))
     return {
         "steps": last["step"],
@@ -188,6 +190,6 @@ def record(out: Path) -> dict[str, Any]:
         "seen": last.get("training", {}),
         "evaluations": [
             {"step": step, "accepted_length": line["accepted_length"], "seconds": line["seconds"]}
-            for step, line in sorted(asked.items())
+            for step, line in sorted(requested.items())
         ],
     }

@@ -54,8 +54,8 @@ def compared(path: Path, names: Sequence[str], seed: int = 0) -> dict[str, Any]:
     rows = rows_of(report)
     for name in names[:2]:
         if name not in rows:
-            told = next((s["reason"] for s in report["skipped"] if s["name"] == name), "no row")
-            raise UserError(f"start: {name} could not be scored ({told}); see {path}")
+            message = next((s["reason"] for s in report["skipped"] if s["name"] == name), "no row")
+            raise UserError(f"start: {name} could not be scored ({message}); see {path}")
     before = rows[names[0]]
     drafters = []
     for name in names:

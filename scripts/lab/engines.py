@@ -19,7 +19,8 @@ token ids; text, drafted and accepted tokens must be ours prompt by prompt.
 
 Sampled speculation of llama.cpp, certified over HTTP as scripts/certify.py url=... does.
 
-    python scripts/lab/engines.py race drafters=[none,runs/eagle3_portable] lanes=[none,runs/eagle3]
+    python scripts/lab/engines.py race drafters=[none,runs/eagle3_portable]
+    systems=[none,runs/eagle3]
 
 llama.cpp and vLLM as they are fast, without a draft and with these, in one table with our engine
 and transformers, prompt by prompt in turns.

@@ -3,8 +3,8 @@
     python scripts/lab/prove.py  # the exact layers; merges into docs/results
     python scripts/lab/prove.py 'only=[certificates]' 'certificates=[certificates/medusa]'
 
-enumeration    exact law of one verification on random worlds
-engine         exact law of the whole loop
+enumeration    exact distribution of one verification on random worlds
+engine         exact distribution of the whole loop
 controls       known wrong code and the layer that catches it
 certificates   what certify.py found
 
@@ -90,7 +90,7 @@ def _toy(run: Callable[..., dict[str, Any]]) -> Callable[[ProveConfig, OnProgres
 
 
 def enumeration(cfg: ProveConfig, on_progress: OnProgress) -> dict[str, Any]:
-    """Exact law of one verification on random worlds, every branch walked, both rules."""
+    """Exact distribution of one verification on random worlds, every branch walked, both rules."""
     memo = Memo(Path(cfg.state) / "enumeration", {"code": code_sha256(), "seed": cfg.seed})
     return proofs.enumeration(cfg.cases, cfg.seed, memo, on_progress)
 

@@ -121,7 +121,7 @@ def features(cfg: HeadsConfig, data: Path) -> Command:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HeadJob:
     """A head to train. recipe: its name in RECIPES. seed: none is the one that `more` or the
     default says."""
 
@@ -139,12 +139,12 @@ class Wanted:
         return [] if self.seed is None else [f"seed={self.seed}"]
 
 
-def wanted(cfg: HeadsConfig) -> list[Wanted]:
+def wanted(cfg: HeadsConfig) -> list[HeadJob]:
     """Every recipe, then every recipe again from the next seed."""
-    return [Wanted(recipe, seed) for seed in (None, *cfg.seeds) for recipe in cfg.heads or RECIPES]
+    return [HeadJob(recipe, seed) for seed in (None, *cfg.seeds) for recipe in cfg.heads or RECIPES]
 
 
-def keys(cfg: HeadsConfig, head: Wanted, data: Path, steps: int) -> list[str]:
+def keys(cfg: HeadsConfig, head: HeadJob, data: Path, steps: int) -> list[str]:
     """The command line of a head behind its script."""
     store = spelled(cfg.store or str(Path(cfg.out) / "features"))
     stored = [f"data.features={store}"] if cfg.features else []
@@ -163,7 +163,7 @@ def keys(cfg: HeadsConfig, head: Wanted, data: Path, steps: int) -> list[str]:
     ]
 
 
-def counted(cfg: HeadsConfig, one: Wanted, data: Path) -> float:
+def counted(cfg: HeadsConfig, one: HeadJob, data: Path) -> float:
     """Floating point operations of a step of a recipe beyond the target's."""
     config, schema = ENTRIES[RECIPES[one.recipe][0]]
     run_cfg: Any = compose(config, schema, keys(cfg, one, data, 1))

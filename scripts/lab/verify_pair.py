@@ -23,7 +23,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 import torch
 
 from decode.rng import Rng
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import verify
 
@@ -94,14 +94,14 @@ def serve() -> None:
         logits, tree = drafted(SHAPES[name], rows, drawn, known)
         seconds = []
         for cycle in range(ROUNDS * REPEATS + 3):  # the first ones warm caches
-            law, rng = (
-                Law(sampling, logits, tree),
+            distribution, rng = (
+                Distribution(sampling, logits, tree),
                 Rng(0, torch.arange(rows), torch.full((rows,), cycle)),
             )
             rng.reserve(len(SHAPES[name]))
             with torch.inference_mode():
                 begin = time.thread_time()
-                verify(tree, law, rng, rule)
+                verify(tree, distribution, rng, rule)
                 seconds.append(time.thread_time() - begin)
             if cycle >= 2 and (cycle - 2) % REPEATS == 0:
                 print(json.dumps(seconds[-REPEATS:]), flush=True)

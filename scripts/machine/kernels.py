@@ -20,7 +20,7 @@ from torch.utils._triton import has_triton
 
 from heads.eagle import attention as ttt
 from heads.eagle import kernels
-from heads.eagle.layout import Layout
+from heads.eagle.layout import PassLayout
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -70,9 +70,9 @@ def kernels_here(device: str) -> str:
         "cudnn": torch.backends.cudnn.is_available() and cuda.cudnn_sdp_enabled(),
         "math": cuda.math_sdp_enabled(),
     }
-    told = [f"{name} {'yes' if on else 'no'}" for name, on in there.items()]
+    message = [f"{name} {'yes' if on else 'no'}" for name, on in there.items()]
     flex = "yes" if has_triton() else "without Triton, so not compiled"
-    return f"scaled_dot_product_attention: {', '.join(told)}; flex attention {flex}"
+    return f"scaled_dot_product_attention: {', '.join(message)}; flex attention {flex}"
 
 
 def attention_path(device: str, dtype: str) -> list[str]:
@@ -160,7 +160,7 @@ def _training_time_test(
     if packed:
         position = torch.where(position < length // 3, position, position - length // 3)
     where, there = (
-        Layout.of((2, length), rows.to(d), position.to(d) if packed else None).seen(window)
+        PassLayout.of((2, length), rows.to(d), position.to(d) if packed else None).seen(window)
         for d in (device, "cpu")
     )
     count = rows.numel() if steps else 2 * length
@@ -183,7 +183,7 @@ def _training_time_test(
         layout = there if query.device.type == "cpu" else where
         if not steps:
             every = torch.arange(2 * length, device=query.device)
-            layout = Layout.of(
+            layout = PassLayout.of(
                 (2, length), every, position.to(query.device) if packed else None
             ).seen(window)
         return ttt.dense(query, layout, size**-0.5, (key, value), [*own])

@@ -36,7 +36,7 @@ FURTHER = ("deepspeed", "bitsandbytes", "torchao", "flash-attn", "vllm")
 
 
 @dataclass
-class Part:
+class ReportPart:
     """One part of the report. facts: lines. problems: "key or thing: what; fix" each."""
 
     name: str
@@ -44,7 +44,7 @@ class Part:
     problems: list[str] = field(default_factory=list)
 
 
-def all_parts(device: str, dtype: str, out_dir: Path) -> Iterator[Part]:
+def all_parts(device: str, dtype: str, out_dir: Path) -> Iterator[ReportPart]:
     """Everything, in the order of the report. device: "cuda", "cuda:N" or "cpu". out_dir: where
     runs would lie."""
     yield versions()
@@ -56,9 +56,9 @@ def all_parts(device: str, dtype: str, out_dir: Path) -> Iterator[Part]:
     yield trackers()
 
 
-def versions() -> Part:
+def versions() -> ReportPart:
     """Packages, and whether they are new enough."""
-    part = Part("versions", [f"python {platform.python_version()}, {platform.platform()}"])
+    part = ReportPart("versions", [f"python {platform.python_version()}, {platform.platform()}"])
     known = {name: files.installed(name) for name in (*WORTH_TELLING, *FURTHER)}
     part.facts.append("  ".join(f"{name} {found}" for name, found in known.items() if found))
     try:
@@ -77,9 +77,9 @@ def versions() -> Part:
     return part
 
 
-def build(device: str, dtype: str) -> Part:
+def build(device: str, dtype: str) -> ReportPart:
     """torch's build and the GPUs it sees."""
-    part = Part("torch and GPUs")
+    part = ReportPart("torch and GPUs")
     made_for = torch.version.cuda or torch.version.hip
     kind = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {made_for}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -109,7 +109,7 @@ def build(device: str, dtype: str) -> Part:
     return part
 
 
-def _gpu(part: Part, number: int, dtype: str) -> None:
+def _gpu(part: ReportPart, number: int, dtype: str) -> None:
     about: Any = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
     part.facts.append(
@@ -132,16 +132,16 @@ def _gpu(part: Part, number: int, dtype: str) -> None:
         )
 
 
-def kernels(device: str, dtype: str) -> Part:
+def kernels(device: str, dtype: str) -> ReportPart:
     """Attention kernels, and which of them a run takes."""
-    part = Part("attention", [kernels_here(device)])
+    part = ReportPart("attention", [kernels_here(device)])
     part.facts += attention_path(device, dtype)
     return part
 
 
-def memory_and_disk(out_dir: Path) -> Part:
+def memory_and_disk(out_dir: Path) -> ReportPart:
     """Host memory, and disk where runs, caches and models go."""
-    part = Part("memory and disk")
+    part = ReportPart("memory and disk")
     free = available("cpu") or 0
     part.facts.append(f"host memory: {free / GIB:.1f} GiB free")
     if free < LEAST_MEMORY:
@@ -165,9 +165,9 @@ def _existing(path: Path) -> Path:
     return next(p for p in (path, *path.parents) if p.exists())
 
 
-def accelerate_config(dtype: str) -> Part:
+def accelerate_config(dtype: str) -> ReportPart:
     """What the user's accelerate config says, and what a run makes of it."""
-    part = Part("accelerate's config")
+    part = ReportPart("accelerate's config")
     for line in refusals(os.environ, dtype):
         part.problems.append(f"environment: {line}")
     path = _config_file()
@@ -215,9 +215,9 @@ def _config_file() -> Path | None:
     return path if path.is_file() else None
 
 
-def caches() -> Part:
+def caches() -> ReportPart:
     """Where caches lie, and whether processes can take turns there."""
-    part, root = Part("caches"), cache_root()
+    part, root = ReportPart("caches"), cache_root()
     named = "$OUTRIDER_CACHE" if os.environ.get("OUTRIDER_CACHE") else "set OUTRIDER_CACHE to move"
     part.facts.append(f"tokens, targets, hashes: {root} ({named})")
     found = sorted(root.iterdir()) if root.is_dir() else []
@@ -243,13 +243,15 @@ def _size(folder: Path) -> int:
     return sum(p.lstat().st_size for p in folder.rglob("*") if p.is_file())
 
 
-def trackers() -> Part:
+def trackers() -> ReportPart:
     """Which trackers a run may name."""
     there = [name for name in TRACKERS if installed(name)]
-    return Part("trackers", [f"installed: {', '.join(there) or 'none'}; metrics.jsonl always"])
+    return ReportPart(
+        "trackers", [f"installed: {', '.join(there) or 'none'}; metrics.jsonl always"]
+    )
 
 
-def report(parts: Iterator[Part], say: Callable[[str], None] = print) -> list[Part]:
+def report(parts: Iterator[ReportPart], say: Callable[[str], None] = print) -> list[ReportPart]:
     """Say each part as soon as it is known."""
     found = []
     for part in parts:

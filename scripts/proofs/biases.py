@@ -1,12 +1,12 @@
-"""Wrong laws by family: what a decoder that leans somewhere would emit instead of the law it
-owes.
+"""Wrong distributions by family: what a decoder that leans somewhere would emit instead of
+the distribution it owes.
 
-Each family makes random members (a key, a threshold, a share ...); a member turns the laws of
-a block into others. What a decoder emits with bias e is (1 - e) p + e r.
-scripts/proofs/power.py asks how much of each a run would find; the tests make real decoders of
-them, which the certificate must reject.
+Each family makes random members (a key, a threshold, a share ...); a member turns the
+distributions of a block into others. What a decoder emits with bias e is (1 - e) p + e r.
+scripts/proofs/power.py asks how much of each a run would find; the tests make real decoders
+of them, which the certificate must reject.
 
-Shape letters: R laws, V vocabulary, F ranks looked at.
+Shape letters: R distributions, V vocabulary, F ranks looked at.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ RANKS = 1024  # best tokens among which ranks are told apart
 
 
 @dataclass
-class Laws:
-    """[R, V] each: the law owed, that of the step before (0 where none), that of another row
-    (0 where none), and the law before truncation."""
+class Distributions:
+    """[R, V] each: the distribution owed, that of the step before (0 where none), that of
+    another row (0 where none), and the distribution before truncation."""
 
-    law: Tensor
+    distribution: Tensor
     before: Tensor
     other: Tensor
     whole: Tensor
 
 
-Member = Callable[[Laws], Tensor]
+Member = Callable[[Distributions], Tensor]
 Family = Callable[
     [np.random.Generator, int], Member
 ]  # of a generator and the size of the vocabulary
@@ -55,8 +55,8 @@ def tail_by_hash(rng: np.random.Generator, size: int) -> Member:
         directions.keyed_signs(size, int(rng.integers(2**62)), 1)[:, 0] > 0,
     )
 
-    def change(laws: Laws) -> Tensor:
-        p = laws.law
+    def change(distributions: Distributions) -> Tensor:
+        p = distributions.distribution
         tail = p < limit
         kept = torch.where(tail & mine.to(p.device), p, 0.0)
         lost = torch.where(tail & ~mine.to(p.device), p, 0.0).sum(-1, keepdim=True)
@@ -71,8 +71,8 @@ def neighbours_by_rank(rng: np.random.Generator, size: int) -> Member:
     """Every second token of the tail, by rank, loses its mass to the one before it."""
     limit, phase, from_start = _threshold(rng), int(rng.integers(2)), bool(rng.integers(2))
 
-    def change(laws: Laws) -> Tensor:
-        p = laws.law
+    def change(distributions: Distributions) -> Tensor:
+        p = distributions.distribution
         mass, ids = p.topk(min(p.shape[1], RANKS), -1)
         rank = torch.arange(mass.shape[1], device=p.device).expand_as(mass)
         start = (mass >= limit).sum(-1, keepdim=True)
@@ -87,8 +87,8 @@ def neighbours_by_id(rng: np.random.Generator, size: int) -> Member:
     """Every second id loses its mass to the id below it where it is in the tail."""
     limit, phase = _threshold(rng), int(rng.integers(2))
 
-    def change(laws: Laws) -> Tensor:
-        p = laws.law
+    def change(distributions: Distributions) -> Tensor:
+        p = distributions.distribution
         ids = torch.arange(p.shape[1], device=p.device)
         gone = torch.where((p < limit) & (ids % 2 == phase) & (ids > 0), p, 0.0)
         return p - gone + torch.nn.functional.pad(gone[:, 1:], (0, 1))
@@ -100,8 +100,8 @@ def rare_to_frequent(rng: np.random.Generator, size: int) -> Member:
     """Mass of the tail goes to the rest in proportion, or the other way round."""
     limit, up = _threshold(rng), bool(rng.integers(2))
 
-    def change(laws: Laws) -> Tensor:
-        p = laws.law
+    def change(distributions: Distributions) -> Tensor:
+        p = distributions.distribution
         chosen = (p < limit) == up
         moved = _normal(torch.where(chosen, 0.0, p))
         return torch.where(moved.sum(-1, keepdim=True) > 0.5, moved, p)
@@ -110,12 +110,12 @@ def rare_to_frequent(rng: np.random.Generator, size: int) -> Member:
 
 
 def frequent_suppressed(rng: np.random.Generator, size: int) -> Member:
-    """A frequent token never comes, or a few that together hold some share of the laws."""
+    """A frequent token never comes, or a few that together hold some share of the distributions."""
     many, wanted, known = bool(rng.integers(2)), float(rng.uniform(0.05, 0.2)), dict[str, Tensor]()
     first = int(rng.integers(8))
 
-    def change(laws: Laws) -> Tensor:
-        p = laws.law
+    def change(distributions: Distributions) -> Tensor:
+        p = distributions.distribution
         if "ids" not in known:
             share, ids = p.mean(0).topk(min(64, p.shape[1]))
             share, ids = share[first:], ids[first:]
@@ -128,10 +128,14 @@ def frequent_suppressed(rng: np.random.Generator, size: int) -> Member:
 
 
 def step_before(rng: np.random.Generator, size: int) -> Member:
-    """The law of the step before is mixed in: a stale row."""
+    """The distribution of the step before is mixed in: a stale row."""
 
-    def change(laws: Laws) -> Tensor:
-        return torch.where(laws.before.sum(-1, keepdim=True) > 0, laws.before, laws.law)
+    def change(distributions: Distributions) -> Tensor:
+        return torch.where(
+            distributions.before.sum(-1, keepdim=True) > 0,
+            distributions.before,
+            distributions.distribution,
+        )
 
     return change
 
@@ -140,20 +144,20 @@ def temperature(rng: np.random.Generator, size: int) -> Member:
     """Another temperature, half to twice."""
     power = float(2 ** (rng.uniform(0.2, 1) * rng.choice((-1, 1))))
 
-    def change(laws: Laws) -> Tensor:
-        return _normal(laws.law**power)
+    def change(distributions: Distributions) -> Tensor:
+        return _normal(distributions.distribution**power)
 
     return change
 
 
 def truncation(rng: np.random.Generator, size: int) -> Member:
-    """Another top-p: a smaller one, or none where the law has one."""
+    """Another top-p: a smaller one, or none where the distribution has one."""
     share, ignored = float(rng.uniform(0.5, 0.97)), bool(rng.integers(2))
 
-    def change(laws: Laws) -> Tensor:
-        p = laws.law
-        if ignored and bool(((p == 0) & (laws.whole > 0)).any()):
-            return laws.whole
+    def change(distributions: Distributions) -> Tensor:
+        p = distributions.distribution
+        if ignored and bool(((p == 0) & (distributions.whole > 0)).any()):
+            return distributions.whole
         mass, ids = p.topk(min(p.shape[1], RANKS), -1)
         kept = mass.cumsum(-1) - mass < share
         return _normal(torch.zeros_like(p).scatter(1, ids, mass * kept))
@@ -162,10 +166,14 @@ def truncation(rng: np.random.Generator, size: int) -> Member:
 
 
 def other_row(rng: np.random.Generator, size: int) -> Member:
-    """The law of another row of the batch is mixed in: a row mix-up."""
+    """The distribution of another row of the batch is mixed in: a row mix-up."""
 
-    def change(laws: Laws) -> Tensor:
-        return torch.where(laws.other.sum(-1, keepdim=True) > 0, laws.other, laws.law)
+    def change(distributions: Distributions) -> Tensor:
+        return torch.where(
+            distributions.other.sum(-1, keepdim=True) > 0,
+            distributions.other,
+            distributions.distribution,
+        )
 
     return change
 
@@ -176,8 +184,8 @@ FAMILIES: dict[str, Family] = {
     "neighbours by id in the tail": neighbours_by_id,
     "between rare and frequent tokens": rare_to_frequent,
     "a frequent token or a few suppressed": frequent_suppressed,
-    "law of the step before": step_before,
+    "distribution of the step before": step_before,
     "temperature": temperature,
     "top-p": truncation,
-    "law of another row": other_row,
+    "distribution of another row": other_row,
 }

@@ -6,8 +6,9 @@ exact       every branch of the verification rule on random toy worlds, half of 
             temperature, and of the whole decode loop on a toy model
 greedy      token equality with Hugging Face `generate` at T = 0 on the user's target and
             drafter, and every token against the very logits it was verified with
-sampling    every emitted token placed in the law of the logits it was verified with (T > 0)
-passes      these laws against those of plain decoding
+sampling    every emitted token placed in the distribution of the logits it was verified with
+(T > 0)
+passes      these distributions against those of plain decoding
 controls    known wrong code through the same layers: each must fail (controls/certificates.py)
 
 "not lossless" when a layer fails; "undecided" when none does but a control got through or none
@@ -35,22 +36,29 @@ from scripts.common.progress import OnProgress, named
 from scripts.proofs import passes, pit, power, size
 from scripts.proofs.controls.catalogue import rule_named
 from scripts.proofs.directions import Bank
-from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
+from scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
 from scripts.proofs.enumerator import SCHEMES, Case, enumerate_case
 from scripts.proofs.extremes import Extreme
-from scripts.proofs.greedy import Greedy, Plain, Reading, greedy_layer, greedy_of, reference_tokens
+from scripts.proofs.greedy import (
+    Greedy,
+    GreedyReading,
+    Plain,
+    greedy_layer,
+    greedy_of,
+    reference_tokens,
+)
 from scripts.proofs.sampled import Sample, Setting, sampling_layer, texts_of
 
 CASE_LIMIT, LOOP_LIMIT = 1e-12, 1e-9
-# Logits and draft laws of the worlds at the edges are float32: each softmax rounds by 6e-8 of a
-# probability, eight tokens or levels at most.
+# Logits and draft distributions of the worlds at the edges are float32: each softmax rounds
+# by 6e-8 of a probability, eight tokens or levels at most.
 EDGE_LIMIT = 1e-6
 SAFETY = 4  # rounding is measured on a few prompts only
 FEWEST_DRAFTS = 100  # cycles with a draft below which a sample says little about a drafter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Setting):
+class CertificatePlan(Setting):
     """How much to run: keys of scripts/certify.py. guidance: None when off."""
 
     cases: int
@@ -59,9 +67,9 @@ class Plan(Setting):
     alpha: float
     detect: float
 
-    def reading(self, tie: float) -> Reading:
+    def reading(self, tie: float) -> GreedyReading:
         """The greedy layer's. tie: see World."""
-        return Reading(
+        return GreedyReading(
             self.greedy_tokens, self.batch_size, tie, self.verify, self.sampling, self.guidance
         )
 
@@ -74,7 +82,7 @@ class World:
 
     target: Target
     plain: Plain
-    plan: Plan
+    plan: CertificatePlan
     memo: Memo
     on_progress: OnProgress
     prompts: Sequence[Sequence[int]]
@@ -95,7 +103,7 @@ class Findings:
 def open_world(
     target: Target,
     prompts: Sequence[Sequence[int]],
-    plan: Plan,
+    plan: CertificatePlan,
     on_progress: OnProgress,
     memo: Memo,
 ) -> World:
@@ -105,9 +113,9 @@ def open_world(
     noise = memo.once("noise", lambda: plain.rounding(list(prompts[:4])))
     spread = 1.0 if plan.guidance is None else abs(plan.guidance) + abs(1 - plan.guidance)
     chosen = [prompts[i % len(prompts)] for i in range(plan.greedy_prompts)]
-    asked = [Request(list(p), plan.greedy_tokens, id=i) for i, p in enumerate(chosen)]
+    requested = [Request(list(p), plan.greedy_tokens, id=i) for i, p in enumerate(chosen)]
     how = (greedy_of(plan.sampling), plan.batch_size, plan.guidance)
-    theirs = reference_tokens(plain, asked, *how, named(on_progress, "reference"), memo)
+    theirs = reference_tokens(plain, requested, *how, named(on_progress, "reference"), memo)
     tie = SAFETY * noise["gap"] * spread
     return World(target, plain, plan, memo, on_progress, prompts, chosen, noise, tie, theirs)
 
@@ -121,7 +129,7 @@ def layers(world: World, drafter: Drafter) -> Findings:
     greedy = greedy_layer(plain, target, drafter, chosen, how, world.theirs, written, memo)
     found.layers.append(_greedy_json(greedy, world.noise["gap"], world.tie))
     if plan.sampling.greedy:
-        why = "T = 0 has no law to sample"
+        why = "T = 0 has no distribution to sample"
         found.power = {"tokens": 0, "alpha": plan.alpha, "min_detectable": None, "reason": why}
         return found
     drawn = named(on_progress, "sampling")
@@ -145,7 +153,7 @@ Texts = list[tuple[list[int], int]]  # ids, and where the answer begins
 
 
 def passes_layer(world: World, own: Sample, texts: Texts) -> dict[str, Any]:
-    """The verifier's laws beside those of plain decoding, by place in the cycle."""
+    """The verifier's distributions beside those of plain decoding, by place in the cycle."""
     some, how = texts[: passes.TEXTS], (world.plan.sampling, world.plan.guidance)
     plainly = world.memo.once("plainly", lambda: passes.yardstick(world.plain, some, *how))
     first = np.r_[True, own.sequence[1:] != own.sequence[:-1]]
@@ -157,7 +165,7 @@ def pilot_of(world: World) -> size.Pilot:
     return size.Pilot.drawn(world.plain, world.prompts, world.plan, world.memo)
 
 
-def sized(world: World, most: int) -> size.Size:
+def sized(world: World, most: int) -> size.SampleSize:
     """How many tokens the sampling layer takes to find a bias of `plan.detect`, `most` at most;
     known before the first one is drawn."""
     plan = world.plan
@@ -168,7 +176,7 @@ def sized(world: World, most: int) -> size.Size:
         wanted = plan.alpha, plan.detect, most
         return dataclasses.asdict(size.sized(pilot, world.plain, plan, *wanted))
 
-    found = size.Size(**world.memo.once(f"size-{plan.alpha}-{plan.detect}-{most}", made))
+    found = size.SampleSize(**world.memo.once(f"size-{plan.alpha}-{plan.detect}-{most}", made))
     world.on_progress(1, 1, "how many tokens")
     return found
 
@@ -225,7 +233,7 @@ def verdict(
 # --- exact
 
 
-def exact_layer(plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
+def exact_layer(plan: CertificatePlan, on_progress: OnProgress) -> dict[str, Any]:
     """Random toy worlds, half of them under the user's sampling settings, worlds at the edges
     of float32 at the user's temperature, and the whole loop on toy models.
     """
@@ -254,11 +262,11 @@ def exact_layer(plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
         "loop_max_error": loop,
         "loop_limit": LOOP_LIMIT,
         "verify": plan.verify,
-        "why": "" if passed else f"output law off by {max(worst, edge, loop):.3g}",
+        "why": "" if passed else f"output distribution off by {max(worst, edge, loop):.3g}",
     }
 
 
-def _loop_errors(plan: Plan) -> Iterator[float]:
+def _loop_errors(plan: CertificatePlan) -> Iterator[float]:
     """Of the whole loop under the user's settings: a draft model, and trees of every scheme."""
     tree = TreeShape.of([(0,), (1,), (0, 0)])
     toys: list[tuple[Any, TreeShape | None]] = [(DraftModel(toy_model(seed=5, layers=1), 2), None)]
@@ -267,11 +275,13 @@ def _loop_errors(plan: Plan) -> Iterator[float]:
     how = dataclasses.replace(_toy_settings(plan.sampling, 8), repetition_penalty=penalty)
     for toy, shape in toys:
         target = toy_model()
-        law = engine_law(target, toy, [3, 1, 4], 3, how, plan.verify, shape, plan.guidance)
-        yield law.error
+        distribution = engine_distribution(
+            target, toy, [3, 1, 4], 3, how, plan.verify, shape, plan.guidance
+        )
+        yield distribution.error
 
 
-def _edges(plan: Plan, on_progress: OnProgress) -> tuple[int, float, int]:
+def _edges(plan: CertificatePlan, on_progress: OnProgress) -> tuple[int, float, int]:
     """Worlds at the edges of float32 (extremes.py) at the run's own temperature: their number,
     the largest error of any probability, and the branches walked. A greedy run has none.
     """
@@ -329,7 +339,7 @@ def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
         why = f"{sample.astray} answers hold other tokens than verification chose"
     elif sample.outside:
         why = (
-            f"{sample.outside} emitted tokens have probability 0 under the law they were "
+            f"{sample.outside} emitted tokens have probability 0 under the distribution they were "
             "verified against"
         )
     else:
@@ -346,7 +356,7 @@ def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
         "cycles_with_a_draft": sample.proposals,
         "outside_the_law": sample.outside,
         "at_the_edge_within_rounding": sample.edge,
-        "expected_there": sample.sliver,
+        "expected_there": sample.edge_mass,
         "repeats": sample.repeats.json(),
         "histograms": {
             k: np.histogram(v, pit.CELLS, (0, 1))[0].tolist() for k, v in sample.strata().items()

@@ -34,7 +34,7 @@ class CertifyConfig(PenaltyKeys):
     # shape; @fixed behind a tree takes the most probable tokens where T > 0, @adaptive behind
     # any of them adapts the draft length
     drafter: str
-    # the frozen model whose law is at stake
+    # the frozen model whose distribution is at stake
     target: TargetConfig = field(default_factory=TargetConfig)
     # 0 = greedy: then the greedy layer decides alone
     temperature: NotNegative = 1.0
@@ -79,11 +79,11 @@ class CertifyConfig(PenaltyKeys):
     # no progress bar
     quiet: bool = False
 
-    def plan(self) -> certificate.Plan:
+    def plan(self) -> certificate.CertificatePlan:
         """What the layers do."""
         from scripts.proofs import certificate
 
-        return certificate.Plan(
+        return certificate.CertificatePlan(
             self.sampling(),
             self.tokens or self.most_tokens,
             self.max_new_tokens,
@@ -113,13 +113,14 @@ class CertifyServerConfig(SamplingKeys):
     out: str
     # address of the server under test, such as http://127.0.0.1:8080
     url: str
-    # weights: the laws of the same weights in this process; else the address of a server of
-    # the same model without speculation
+    # weights: the distributions of the same weights in this process; else the address of a
+    # server of the same model without speculation
     plain: str = "weights"
     # the model that the server runs
     target: TargetConfig = field(default_factory=TargetConfig)
     # the drafter that the server runs, where it lies here (a run folder, a head folder, a
-    # smaller model): leans towards its law are looked for; empty = not known, none = it has none
+    # smaller model): leans towards its distribution are looked for; empty = not known, none
+    # = it has none
     drafter: str = ""
     # what is asked of the server; 0 = greedy alone
     temperature: NotNegative = 1.0
@@ -164,7 +165,8 @@ class CertifyServerConfig(SamplingKeys):
             found.append(f"at_a_time: {self.at_a_time} names one twice; name each once")
         if self.plain != "weights" and self.temperature and not 0 < self.top_k <= MOST_TOP:
             found.append(
-                f"top_k: {self.top_k}; a plain server tells the {MOST_TOP} best of a law only: set "
+                f"top_k: {self.top_k}; a plain server tells the {MOST_TOP} best of a "
+                "distribution only: set "
                 f"top_k to 1..{MOST_TOP}, or plain=weights"
             )
         return found

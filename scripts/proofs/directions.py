@@ -2,21 +2,23 @@
 the order of probability?
 
 A direction gives every token a score d_t(x) in [-1, 1] that is fixed before token t is drawn:
-it may look at the law, at ids, at earlier tokens and at a key, not at x_t. If x_t ~ p_t, then
+it may look at the distribution, at ids, at earlier tokens and at a key, not at x_t. If x_t ~
+p_t, then
 
     S = sum_t d_t(x_t) - E_p d_t     with     sum_t Var_p d_t     and     sum_t of the third
                                      cumulants
 
 is a martingale with known conditional variance: S over its root is normal in the limit,
-whatever the laws, and a gamma law with the same three cumulants says its tail (`tail`).
-Directions are kept on how a law is read, not on what is read: ids, ranks, tails, other laws at
-hand.
+whatever the distributions, and a gamma distribution with the same three cumulants says its
+tail (`tail`). Directions are kept on how a distribution is read, not on what is read: ids,
+ranks, tails, other distributions at hand.
 
 Learned directions score a token by what earlier tokens of the run told: what occurred more
-often than its laws said gets a positive score. They find any bias that is fixed in the ids or
-in the ranks, at the price of learning it, and are judged by betting: the product of 1 + c
-(d_t(x_t) - E_p d_t) is a martingale that starts at 1 and stays positive, so it ever reaches 1
-/ a with probability a at most (Ville 1939): exact for every n, without any limit theorem.
+often than its distributions said gets a positive score. They find any bias that is fixed in
+the ids or in the ranks, at the price of learning it, and are judged by betting: the product
+of 1 + c (d_t(x_t) - E_p d_t) is a martingale that starts at 1 and stays positive, so it ever
+reaches 1 / a with probability a at most (Ville 1939): exact for every n, without any limit
+theorem.
 
 Shape letters: R tokens, V vocabulary, K directions, F ranks looked at, G strata, C stakes.
 """
@@ -40,20 +42,21 @@ LEARNED_TAILS = (0.1, 0.02)
 STARTS = np.geomspace(0.3, 0.003, 512)
 HASHES, TAIL_HASHES, TAIL_BITS = 16, 8, 2
 RECENT = 8  # tokens of the same answer that a stale row could repeat
-ENOUGH = 50.0  # variance from which on the limit law is trusted
+ENOUGH = 50.0  # variance from which on the limit distribution is trusted
 STAKES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 # a learned score is (observed - expected) / (expected + SHRINK), cut at REACH
 SHRINK, REACH = 40.0, 0.45
 
 
 @dataclass
-class Block:
-    """What is known before each of R consecutive tokens. law [R, V] float32; before: the law
-    of the step before in the same answer, others: the mean law of the rows decoded at the same
-    time, both [R, V] and 0 where there is none; recent [R, *] the last tokens of the same
-    answer, theirs [R, *] the last ones of the other rows, -1 padded."""
+class TokenBlock:
+    """What is known before each of R consecutive tokens. distribution [R, V] float32;
+    before: the distribution of the step before in the same answer, others: the mean
+    distribution of the rows decoded at the same time, both [R, V] and 0 where there is none;
+    recent [R, *] the last tokens of the same answer, theirs [R, *] the last ones of the
+    other rows, -1 padded."""
 
-    law: Tensor
+    distribution: Tensor
     before: Tensor
     others: Tensor
     recent: Tensor
@@ -62,25 +65,25 @@ class Block:
     @classmethod
     def of(
         cls,
-        law: Tensor,
+        distribution: Tensor,
         last: Tensor | None,
         others: Tensor,
         text: tuple[list[int], int],
         theirs: list[list[int]],
-    ) -> Block:
-        """last: [1, V] law of the step before the first token, None for none. text: ids of the
-        answer, and where its first token stands. theirs: R id lists."""
-        (ids, at), device = text, law.device
-        recent = [([-1] * RECENT + ids[: at + i])[-RECENT:] for i in range(len(law))]
+    ) -> TokenBlock:
+        """last: [1, V] distribution of the step before the first token, None for none. text:
+        ids of the answer, and where its first token stands. theirs: R id lists."""
+        (ids, at), device = text, distribution.device
+        recent = [([-1] * RECENT + ids[: at + i])[-RECENT:] for i in range(len(distribution))]
         most = max(map(len, theirs))
         padded = [row + [-1] * (most - len(row)) for row in theirs]
-        last = torch.zeros_like(law[:1]) if last is None else last
+        last = torch.zeros_like(distribution[:1]) if last is None else last
         return cls(
-            law,
-            torch.cat([last, law[:-1]]),
+            distribution,
+            torch.cat([last, distribution[:-1]]),
             others,
             torch.tensor(recent, device=device),
-            torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(law), most),
+            torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(distribution), most),
         )
 
 
@@ -105,23 +108,23 @@ class Bank:
             *(f"rank bit {b}" for b in range(self.ranks.shape[1])),
             *(f"tail below {t:g}, rank parity" for t in TAILS),
             "log-probability",
-            "law of the step before",
-            "laws of the other rows",
+            "distribution of the step before",
+            "distributions of the other rows",
             "tokens of the same answer",
             "last tokens of the other rows",
         ]
 
-    def open(self, block: Block) -> Scores:
+    def open(self, block: TokenBlock) -> DirectionScores:
         """The scores of every token of the vocabulary at each of the block's places."""
-        return Scores(self, block)
+        return DirectionScores(self, block)
 
 
-class Scores:
+class DirectionScores:
     """d_t of one block, each read in the cheapest way: [R, K] float32."""
 
-    def __init__(self, bank: Bank, block: Block) -> None:
-        p = block.law
-        self.bank, self.law = bank, p
+    def __init__(self, bank: Bank, block: TokenBlock) -> None:
+        p = block.distribution
+        self.bank, self.distribution = bank, p
         self.tail = p < TAIL
         self.mass, self.order = p.topk(bank.few, -1)  # [R, F]
         self.below = torch.stack([self.mass < t for t in TAILS])  # [T, R, F]
@@ -131,8 +134,8 @@ class Scores:
         self.start = torch.searchsorted(-self.mass, starts, right=True)
         self.turn = (1 - 2 * (self.start & 1)).float()
         log = p.clamp(min=1e-30).log()
-        laws = [contrast(block.before, p), contrast(block.others, p)]
-        self.dense = [(log / 8 + 1).clamp(-1, 1), *laws]
+        distributions = [contrast(block.before, p), contrast(block.others, p)]
+        self.dense = [(log / 8 + 1).clamp(-1, 1), *distributions]
         self.sets = [_once(block.recent), _once(block.theirs)]
 
     def ranks_of(self, tokens: Tensor) -> Tensor:
@@ -140,25 +143,25 @@ class Scores:
         hit = self.order == tokens[:, None]
         return torch.where(hit.any(1), hit.to(torch.uint8).argmax(1), self.order.shape[1])
 
-    def mean(self, law: Tensor) -> Tensor:
-        """E d under `law` [R, V]."""
-        return self.moments(law)[0]
+    def mean(self, distribution: Tensor) -> Tensor:
+        """E d under `distribution` [R, V]."""
+        return self.moments(distribution)[0]
 
-    def moments(self, law: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """E d, E d^2 and E d^3 under `law` [R, V]."""
-        tail, head = law * self.tail, law.gather(1, self.order)
+    def moments(self, distribution: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """E d, E d^2 and E d^3 under `distribution` [R, V]."""
+        tail, head = distribution * self.tail, distribution.gather(1, self.order)
         tails = head * self.below  # [T, R, F]
         parity = tails @ self.bank.ranks[:, 0]  # [T, R]
-        known = [law.gather(1, ids.clamp(min=0)) * (ids >= 0) for ids in self.sets]
+        known = [distribution.gather(1, ids.clamp(min=0)) * (ids >= 0) for ids in self.sets]
         shares = [mass.sum(-1, keepdim=True) for mass in known]
-        first = [law @ self.bank.ids, tail @ self.bank.tail_ids, head @ self.bank.ranks]
-        pairs = zip((law, tail, head), first, strict=True)
+        first = [distribution @ self.bank.ids, tail @ self.bank.tail_ids, head @ self.bank.ranks]
+        pairs = zip((distribution, tail, head), first, strict=True)
         sizes = [mass.sum(-1, keepdim=True).expand_as(f) for mass, f in pairs]
         first.append(parity.T)
         sizes.append(tails.sum(-1).T)
         third = list(first)
         for d in self.dense:
-            weighted = law * d
+            weighted = distribution * d
             first.append(weighted.sum(-1, keepdim=True))
             sizes.append((weighted := weighted * d).sum(-1, keepdim=True))
             third.append((weighted * d).sum(-1, keepdim=True))
@@ -178,9 +181,10 @@ class Scores:
         parts += [(ids == one).any(1, keepdim=True).float() for ids in self.sets]
         return torch.cat(parts, 1)
 
-    def parities(self, law: Tensor) -> tuple[Tensor, Tensor]:
-        """E d and E d^2 [R, S] under `law` of 1, -1, 1, -1 ... from each tail's start on."""
-        head = law.gather(1, self.order)
+    def parities(self, distribution: Tensor) -> tuple[Tensor, Tensor]:
+        """E d and E d^2 [R, S] under `distribution` of 1, -1, 1, -1 ... from each tail's
+        start on."""
+        head = distribution.gather(1, self.order)
         found = []
         for weighted in (head * self.bank.ranks[:, 0], head):
             after = weighted.flip(1).cumsum(1).flip(1)
@@ -209,7 +213,7 @@ class Learner:
         return (self.over / (self.expected + SHRINK)).clamp(-REACH, REACH)
 
     def bet(self, mean: Tensor, own: Tensor) -> None:
-        """mean, own: [R] score expected by the law, and of the token that came."""
+        """mean, own: [R] score expected by the distribution, and of the token that came."""
         gain = (own - mean).double().cpu().numpy()
         self.wealth += np.array([np.log1p(stake * gain).sum() for stake in STAKES])
 
@@ -226,7 +230,7 @@ class Learner:
         return Test(f"learned direction, {name}", "all tokens", n, total, p)
 
 
-class Sums:
+class DirectionSums:
     """What is summed of K named directions in G strata: [3, G, K] S, its variance, its third
     cumulant; count: [G] tokens."""
 
@@ -260,7 +264,7 @@ def _cumulants(own: Tensor, m1: Tensor, m2: Tensor, m3: Tensor) -> list[Tensor]:
     return [own.double() - m1, m2 - m1**2, m3 - 3 * m1 * m2 + 2 * m1**3]
 
 
-class Tally(Sums):
+class Tally(DirectionSums):
     """All direction tests of a run. groups: names of the G strata, all tokens first."""
 
     def __init__(self, bank: Bank, groups: tuple[str, ...]) -> None:
@@ -275,9 +279,9 @@ class Tally(Sums):
         zero = lambda n: torch.zeros(n, device=device)
         self.learners = {name: Learner(zero(n), zero(n)) for name, n in bins.items()}
 
-    def add(self, scores: Scores, tokens: Tensor, groups: np.ndarray) -> None:
+    def add(self, scores: DirectionScores, tokens: Tensor, groups: np.ndarray) -> None:
         """tokens: [R] what came. groups: [R, G] bool, which strata each place belongs to."""
-        p = scores.law
+        p = scores.distribution
         self.note(scores.at(tokens), [m.double() for m in scores.moments(p)], groups)
         square = p * p
         self.powers += torch.stack([p.sum(0), square.sum(0), (square * p).sum(0)])
@@ -293,7 +297,7 @@ class Tally(Sums):
         self._by_rank("ranks in the tail", scores.mass, rank, start)
 
     def _by_id(self, name: str, p: Tensor, tokens: Tensor, limit: float) -> None:
-        """Ids of the tokens below `limit` in their law; all others score 0."""
+        """Ids of the tokens below `limit` in their distribution; all others score 0."""
         learner = self.learners[name]
         score, inside = learner.score(), p.gather(1, tokens[:, None])[:, 0] < limit
         p = p * (p < limit)
@@ -373,7 +377,7 @@ class Tally(Sums):
 
 
 def tail(s: float, variance: float, third: float) -> float:
-    """Two-sided p-value of a sum of mean 0, from the gamma law with these cumulants."""
+    """Two-sided p-value of a sum of mean 0, from the gamma distribution with these cumulants."""
     z, skew = s / math.sqrt(variance), third / variance**1.5
     if skew < 0:
         z, skew = -z, -skew
@@ -408,10 +412,11 @@ def _signs(bits: Tensor) -> Tensor:
     return (1 - 2 * (bits & 1)).float()
 
 
-def contrast(other: Tensor, law: Tensor) -> Tensor:
-    """(other - law) / (other + law); 0 everywhere where there is no other law."""
+def contrast(other: Tensor, distribution: Tensor) -> Tensor:
+    """(other - distribution) / (other + distribution); 0 everywhere where there is no other
+    distribution."""
     some = other.sum(-1, keepdim=True) > 0
-    return torch.where(some, (other - law) / (other + law + 1e-30), 0.0)
+    return torch.where(some, (other - distribution) / (other + distribution + 1e-30), 0.0)
 
 
 def _once(ids: Tensor) -> Tensor:

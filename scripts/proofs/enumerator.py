@@ -1,10 +1,10 @@
-"""Walk every branch of drafting and verification, many at once, and add up the exact law of
-what comes out.
+"""Walk every branch of drafting and verification, many at once, and add up the exact
+distribution of what comes out.
 
 `Branches` stands in for decode.rng.Rng. A row replays a script of outcomes; where the script
 ends it takes the first possible outcome and notes the alternatives, which become rows of the
 next round. The code under test runs unchanged. The tests and scripts/certify.py use it;
-engine_law.py does the same for the whole decode loop.
+engine_distribution.py does the same for the whole decode loop.
 
 Shape letters: B rows (branches), N nodes, V vocabulary, Vd draft vocabulary.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import Verdict
 
@@ -31,7 +31,7 @@ class Choices(ABC):
     """Stands in for decode.rng.Rng: every random choice is one of finitely many outcomes."""
 
     @abstractmethod
-    def choose(self, purpose: str, law: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+    def choose(self, purpose: str, distribution: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         """Outcomes [K] of weights [K, S] whose sums need not be 1."""
 
     def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
@@ -43,8 +43,8 @@ class Choices(ABC):
         before = torch.cat([torch.ones_like(p[:, :1]), (1 - p).cumprod(1)[:, :-1]], 1)
         # Outcomes are noted as nodes: where nodes stand depends on the rows beside them.
         place = (node + 1).argsort(1)
-        law = (p * before).gather(1, place)
-        chosen = self.choose("first", law, rows, torch.zeros_like(rows))
+        distribution = (p * before).gather(1, place)
+        chosen = self.choose("first", distribution, rows, torch.zeros_like(rows))
         return place.gather(1, chosen[:, None])[:, 0]
 
     def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
@@ -64,16 +64,16 @@ class Branches(Choices):
         self.new: list[list[int]] = []
         self.padding: int | None = None  # draws at this number and beyond are not read
 
-    def choose(self, purpose: str, law: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        law = law.to(torch.float64)
-        total = law.sum(-1, keepdim=True)
-        law = law / torch.where(total == 0, 1.0, total)
+    def choose(self, purpose: str, distribution: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        distribution = distribution.to(torch.float64)
+        total = distribution.sum(-1, keepdim=True)
+        distribution = distribution / torch.where(total == 0, 1.0, total)
         out = []
-        for p, row in zip(law, rows.tolist(), strict=True):
+        for p, row in zip(distribution, rows.tolist(), strict=True):
             done, script = self.taken[row], self.scripts[row]
             options = p.nonzero()[:, 0].tolist()
-            # No choice, or a law that has run out of tokens: not noted, since a batch may ask a row
-            # that is already done.
+            # No choice, or a distribution that has run out of tokens: not noted, since a
+            # batch may ask a row that is already done.
             if len(options) <= 1:
                 out.append(options[0] if options else 0)
                 continue
@@ -96,12 +96,12 @@ class Branches(Choices):
 
 @dataclass
 class Drafted:
-    """How a static tree is drafted from a table of laws [contexts, Vd]; scheme, ids: see Case.
-    child(context [B], token [B]) is the context behind a token."""
+    """How a static tree is drafted from a table of distributions [contexts, Vd]; scheme,
+    ids: see Case. child(context [B], token [B]) is the context behind a token."""
 
     shape: TreeShape
     scheme: str
-    laws: Tensor
+    distributions: Tensor
     child: Callable[[Tensor, Tensor], Tensor]
     ids: Tensor | None = None
 
@@ -115,13 +115,13 @@ class Drafted:
         context = torch.zeros(rows, n + 1, dtype=torch.int64)
         context[:, 0] = begin
         sampled = torch.zeros(rows, n, dtype=torch.bool)
-        law = self.laws.new_zeros(rows, n + 1, self.laws.shape[1])
-        law[:, :, 0] = 1
+        distribution = self.distributions.new_zeros(rows, n + 1, self.distributions.shape[1])
+        distribution[:, :, 0] = 1
         left: dict[int, Tensor] = {}
         for i, parent in enumerate(parents):
             slot, rank = parent + 1, self.shape.paths[i][-1]
             if rank == 0:
-                law[:, slot] = left[slot] = self.laws[context[:, slot]]
+                distribution[:, slot] = left[slot] = self.distributions[context[:, slot]]
             if self.scheme == "top" or (self.scheme == "hybrid" and rank == 0):
                 place = left[slot].argmax(1)
             else:
@@ -132,7 +132,7 @@ class Drafted:
             tokens[:, i] = place if self.ids is None else self.ids[place]
             context[:, i + 1] = self.child(context[:, slot], tokens[:, i])
         row = (torch.tensor(parents, dtype=torch.int64) + 1).expand(rows, n)
-        proposal = Proposal(law, row, self.ids, self.scheme == "iid")
+        proposal = Proposal(distribution, row, self.ids, self.scheme == "iid")
         return DraftTree.static(self.shape, tokens, size, sampled, proposal), context
 
 
@@ -213,8 +213,8 @@ class Case:
         """The tree of every row and the context [B, N + 1] of every slot."""
         size = None if self.size is None else torch.full((rows,), self.size)
         begin = torch.zeros(rows, dtype=torch.int64)
-        laws = self.draft.softmax(-1)
-        drafted = Drafted(self.shape, self.scheme, laws, self.child, self.draft_vocab)
+        distributions = self.draft.softmax(-1)
+        drafted = Drafted(self.shape, self.scheme, distributions, self.child, self.draft_vocab)
         return drafted.tree(begin, size, rng)
 
     def contexts(self, tree: DraftTree) -> Tensor:
@@ -227,8 +227,8 @@ class Case:
         return context
 
 
-def naive_law(logits: Tensor, s: Sampling) -> Tensor:
-    """The documented law written with sets and sums, one row at a time."""
+def naive_distribution(logits: Tensor, s: Sampling) -> Tensor:
+    """The documented distribution written with sets and sums, one row at a time."""
     values = logits.tolist()
     if s.temperature == 0:
         best = max(range(len(values)), key=lambda i: (values[i], -i))
@@ -239,20 +239,22 @@ def naive_law(logits: Tensor, s: Sampling) -> Tensor:
         edge = sorted(values, reverse=True)[s.top_k - 1]
         keep = [k and v >= edge for k, v in zip(keep, values, strict=True)]
     kept = [v if k else -float("inf") for k, v in zip(keep, values, strict=True)]
-    law = torch.tensor(kept, dtype=torch.float64).softmax(0)
+    distribution = torch.tensor(kept, dtype=torch.float64).softmax(0)
     if s.top_p < 1:
         total, edge = 0.0, 0.0
-        for p in sorted(law.tolist(), reverse=True):
+        for p in sorted(distribution.tolist(), reverse=True):
             if total >= s.top_p:
                 break
             total, edge = total + p, p
-        law = torch.where(law >= edge, law, 0.0)
+        distribution = torch.where(distribution >= edge, distribution, 0.0)
     if s.min_p:
-        law = torch.where(law >= s.min_p * law.max() * (1 - 1e-15), law, 0.0)
-    return law / law.sum()
+        distribution = torch.where(
+            distribution >= s.min_p * distribution.max() * (1 - 1e-15), distribution, 0.0
+        )
+    return distribution / distribution.sum()
 
 
-Verifier = Callable[[DraftTree, Law, Branches], Verdict]
+Verifier = Callable[[DraftTree, Distribution, Branches], Verdict]
 Mangle = Callable[[DraftTree], DraftTree]
 
 
@@ -266,14 +268,14 @@ class Outcome:
 
 
 def enumerate_case(case: Case, verifier: Verifier, mangle: Mangle | None = None) -> Outcome:
-    """Exact law of the emitted tokens, continued by the target to full length, against the
-    target's own law.
+    """Exact distribution of the emitted tokens, continued by the target to full length, against the
+    target's own distribution.
 
     mangle: what a wrong drafter does to its tree after drawing it
         (scripts/proofs/controls/catalogue.py).
     """
     length = case.shape.depth + 1
-    law: dict[tuple[int, ...], float] = {}
+    distribution: dict[tuple[int, ...], float] = {}
     accepted, leaves = 0.0, 0
     scripts: list[list[int]] = [[]]
     while scripts:
@@ -284,18 +286,18 @@ def enumerate_case(case: Case, verifier: Verifier, mangle: Mangle | None = None)
         if mangle is not None:
             tree = mangle(tree)
             context = case.contexts(tree)
-        verdict = verifier(tree, Law(case.sampling, case.target[context], tree), rng)
+        verdict = verifier(tree, Distribution(case.sampling, case.target[context], tree), rng)
         scripts = rng.new
         leaves += rows
         accepted += float((rng.weight * verdict.length).sum())
         for b in range(rows):
             nodes = verdict.path[b][: verdict.length[b]]
             key = (*tree.tokens[b, nodes].tolist(), int(verdict.bonus[b]))
-            law[key] = law.get(key, 0.0) + float(rng.weight[b])
-    return Outcome(_difference(case, law, length), accepted, leaves)
+            distribution[key] = distribution.get(key, 0.0) + float(rng.weight[b])
+    return Outcome(_difference(case, distribution, length), accepted, leaves)
 
 
-def _difference(case: Case, law: dict[tuple[int, ...], float], length: int) -> float:
+def _difference(case: Case, distribution: dict[tuple[int, ...], float], length: int) -> float:
     cache: dict[int, list[float]] = {}
 
     def conditional(prefix: tuple[int, ...]) -> list[float]:
@@ -303,7 +305,7 @@ def _difference(case: Case, law: dict[tuple[int, ...], float], length: int) -> f
         for token in prefix:
             context = context * (case.vocab + 1) + token + 1
         if context not in cache:
-            cache[context] = naive_law(case.target[context], case.sampling).tolist()
+            cache[context] = naive_distribution(case.target[context], case.sampling).tolist()
         return cache[context]
 
     def spread(table: dict[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
@@ -317,13 +319,14 @@ def _difference(case: Case, law: dict[tuple[int, ...], float], length: int) -> f
                 todo += [((*prefix, x), mass * p) for x, p in enumerate(conditional(prefix)) if p]
         return full
 
-    ours, theirs = spread(law), spread({(): 1.0})
+    ours, theirs = spread(distribution), spread({(): 1.0})
     return largest_difference(ours, theirs)
 
 
 def largest_difference(
     ours: dict[tuple[int, ...], float], theirs: dict[tuple[int, ...], float]
 ) -> float:
-    """Of two laws over sequences; infinite where either holds NaN, which `max` passes over."""
+    """Of two distributions over sequences; infinite where either holds NaN, which `max`
+    passes over."""
     off = [abs(ours.get(k, 0.0) - theirs.get(k, 0.0)) for k in ours.keys() | theirs.keys()]
     return math.inf if any(map(math.isnan, off)) else max(off)

@@ -1,10 +1,10 @@
-"""Worlds at the edges of floating point, for the exact law of one verification
+"""Worlds at the edges of floating point, for the exact distribution of one verification
 (enumerator.py).
 
-A lossless verifier is right for any proposal law it is handed. The worlds of `Case.random` are
-moderate; here a law may hold zeros and denormals, be one-hot or off one by rounding, drafts
-are certain and wrong over several levels, and the target's logits lie up to 300 temperatures
-apart, stored in any floating dtype.
+A lossless verifier is right for any proposal distribution it is handed. The worlds of
+`Case.random` are moderate; here a distribution may hold zeros and denormals, be one-hot or
+off one by rounding, drafts are certain and wrong over several levels, and the target's
+logits lie up to 300 temperatures apart, stored in any floating dtype.
 
 Shape letters: B rows (branches), N nodes, K siblings, V vocabulary, Vd draft vocabulary.
 """
@@ -35,7 +35,7 @@ SHAPES = (
     ((0,), (1,), (1, 0), (1, 1)),
     ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 1)),
 )
-# A draft law: what the tokens behind its favourite share, in the order of its preference.
+# A draft distribution: what the tokens behind its favourite share, in the order of its preference.
 # None: drawn at random.
 REMAINDERS: tuple[tuple[float, ...] | None, ...] = (
     None,
@@ -50,11 +50,11 @@ REMAINDERS: tuple[tuple[float, ...] | None, ...] = (
 
 @dataclass
 class Extreme(Case):
-    """A `Case` whose `draft` [contexts, Vd] holds laws in float32 or float64, not logits.
+    """A `Case` whose `draft` [contexts, Vd] holds distributions in float32 or float64, not logits.
 
     target: logits of any floating dtype; the largest of a context is 0, so that dividing by a
     small temperature rounds only what has next to no probability.
-    scheme: "without" draws as decode.grow does, with stand-ins where a law has run out of
+    scheme: "without" draws as decode.grow does, with stand-ins where a distribution has run out of
     tokens; "iid" draws with replacement; "hybrid" takes one deterministic candidate, outside
     the draft vocabulary where there is such a token, and draws the others from what is left.
     """
@@ -66,39 +66,43 @@ class Extreme(Case):
         tokens = torch.zeros(rows, n, dtype=torch.int64)
         context = torch.zeros(rows, n + 1, dtype=torch.int64)
         sampled = torch.zeros(rows, n, dtype=torch.bool)
-        law = self.draft.new_zeros(rows, n + 1, width)
-        law[:, :, 0] = 1
+        distribution = self.draft.new_zeros(rows, n + 1, width)
+        distribution[:, :, 0] = 1
         for slot in range(n + 1):
             kids = [i for i, parent in enumerate(parents) if parent == slot - 1]
             if not kids:
                 continue
-            law[:, slot] = self.draft[context[:, slot]]
-            tokens[:, kids], sampled[:, kids] = self._children(law[:, slot], kids, rng)
+            distribution[:, slot] = self.draft[context[:, slot]]
+            tokens[:, kids], sampled[:, kids] = self._children(distribution[:, slot], kids, rng)
             below = [i + 1 for i in kids]
             context[:, below] = self.child(context[:, slot, None], tokens[:, kids])
         row = (torch.tensor(parents, dtype=torch.int64) + 1).expand(rows, n)
-        proposal = Proposal(law, row, self.draft_vocab, self.scheme == "iid")
+        proposal = Proposal(distribution, row, self.draft_vocab, self.scheme == "iid")
         return DraftTree.static(self.shape, tokens, None, sampled, proposal), context
 
-    def _children(self, law: Tensor, kids: Sequence[int], rng: Branches) -> tuple[Tensor, Tensor]:
-        """Tokens [B, K], and which were drawn [B, K], from their parent's law [B, Vd]."""
-        rows, width = law.shape
+    def _children(
+        self, distribution: Tensor, kids: Sequence[int], rng: Branches
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [B, K], and which were drawn [B, K], from their parent's distribution [B, Vd]."""
+        rows, width = distribution.shape
         ids = torch.arange(width) if self.draft_vocab is None else self.draft_vocab
         coins: Any = _Drafts(rng)
         if self.scheme == "iid":
-            drawn = [coins.draft(law, torch.arange(rows), torch.full((rows,), i)) for i in kids]
+            drawn = [
+                coins.draft(distribution, torch.arange(rows), torch.full((rows,), i)) for i in kids
+            ]
             return ids[torch.stack(drawn, 1)], torch.ones(rows, len(kids), dtype=torch.bool)
         order = -torch.arange(width, dtype=torch.float64).expand(rows, 1, width)  # of the stand-ins
         if self.scheme == "without":
-            _, place, fresh = siblings(law[:, None], order, [kids], coins)
+            _, place, fresh = siblings(distribution[:, None], order, [kids], coins)
             return ids[place], fresh
         missing = sorted(set(range(self.vocab)) - set(ids.tolist()))
-        best = law.argmax(1, keepdim=True)
+        best = distribution.argmax(1, keepdim=True)
         first = torch.full_like(best, missing[0]) if missing else ids[best]
         fixed = torch.zeros(rows, 1, dtype=torch.bool)
         if len(kids) == 1:
             return first, fixed
-        left = law if missing else law.scatter(1, best, 0.0)
+        left = distribution if missing else distribution.scatter(1, best, 0.0)
         order = order if missing else order.scatter(2, best[:, None], -torch.inf)
         _, place, fresh = siblings(left[:, None], order, [kids[1:]], coins)
         return torch.cat([first, ids[place]], 1), torch.cat([fixed, fresh], 1)
@@ -108,9 +112,10 @@ class Extreme(Case):
         generator: torch.Generator,
         temperature: float,
         stored: torch.dtype = torch.float64,
-        laws: torch.dtype = torch.float64,
+        distributions: torch.dtype = torch.float64,
     ) -> Extreme:
-        """stored: dtype of the target's logits; laws: of the draft laws, float32 or float64."""
+        """stored: dtype of the target's logits; distributions: of the draft distributions,
+        float32 or float64."""
 
         def pick(n: int) -> int:
             return int(torch.randint(n, (), generator=generator))
@@ -125,16 +130,18 @@ class Extreme(Case):
         if known < vocab:
             ids = torch.tensor([i for i in range(vocab) if i != lacking])
         contexts = (vocab + 1) ** (shape.depth + 1)
-        # Few tables, used again and again, so that laws meet on every level.
+        # Few tables, used again and again, so that distributions meet on every level.
         kinds = torch.randint(3, (contexts,), generator=generator)
         target = torch.stack([_logits(vocab, pick) for _ in range(3)])[kinds] * temperature
         target = target.to(stored)
-        draft = torch.stack([_law(known, pick, laws) for _ in range(3)])[kinds.flip(0)]
+        draft = torch.stack([_distribution(known, pick, distributions) for _ in range(3)])[
+            kinds.flip(0)
+        ]
         return Extreme(vocab, shape, scheme, Sampling(temperature), target, draft, ids)
 
 
 class _Drafts:
-    """Draws a token also where a law has no mass left, as decode.rng does."""
+    """Draws a token also where a distribution has no mass left, as decode.rng does."""
 
     def __init__(self, rng: Branches) -> None:
         self.rng = rng
@@ -155,13 +162,13 @@ def _logits(vocab: int, pick: Any) -> Tensor:
     return logits
 
 
-def _law(width: int, pick: Any, dtype: torch.dtype) -> Tensor:
+def _distribution(width: int, pick: Any, dtype: torch.dtype) -> Tensor:
     """[Vd] float32 or float64, of sum one up to rounding."""
     order = torch.randperm(width, generator=torch.Generator().manual_seed(pick(1 << 30)))
     rest = REMAINDERS[pick(len(REMAINDERS))]
     if rest is None:
         gaps = torch.tensor([GAPS[pick(4)] for _ in range(width)], dtype=dtype)
         return (-gaps).softmax(0)
-    law = torch.tensor([1.0, *rest[: width - 1]], dtype=torch.float64)
-    law[0] = 1 - law[1:].sum()
-    return torch.zeros(width, dtype=torch.float64).scatter(0, order, law).to(dtype)
+    distribution = torch.tensor([1.0, *rest[: width - 1]], dtype=torch.float64)
+    distribution[0] = 1 - distribution[1:].sum()
+    return torch.zeros(width, dtype=torch.float64).scatter(0, order, distribution).to(dtype)

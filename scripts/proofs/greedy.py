@@ -177,7 +177,7 @@ class Greedy:
 
 
 @dataclass
-class Reading:
+class GreedyReading:
     """How answers are read off and judged at T = 0. tokens: of the longest answer. tolerance:
     distance of two logits that rounding may turn. sampling: where the repetition penalty and
     the processors come from. guidance: of classifier-free guidance, None = none."""
@@ -195,7 +195,7 @@ def greedy_layer(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
-    reading: Reading,
+    reading: GreedyReading,
     theirs: list[list[int]] | None = None,
     on_progress: OnProgress = silent,
     memo: Memo | None = None,
@@ -241,15 +241,15 @@ def greedy_layer(
 
 
 def _written(
-    target: Target, drafter: Drafter, asked: list[Request], reading: Reading, size: int
+    target: Target, drafter: Drafter, requested: list[Request], reading: GreedyReading, size: int
 ) -> list[list[Any]]:
     """Of every answer its tokens, how many were drafted, and how many are not the best ones of
     the logits that they were verified against."""
-    seen = Recorder(reading.verify, asked, functools.partial(_is_best, reading.sampling))
+    seen = Recorder(reading.verify, requested, functools.partial(_is_best, reading.sampling))
     how: dict[str, Any] = {"verify": seen, "guidance": reading.guidance, "coins": seen.coins}
-    run = generate(target, drafter, asked, reading.sampling, batch_size=size, **how)
+    run = generate(target, drafter, requested, reading.sampling, batch_size=size, **how)
     rows = []
-    for g, line in zip(run.generations, seen.emitted(run, asked), strict=True):
+    for g, line in zip(run.generations, seen.emitted(run, requested), strict=True):
         pairs = zip(line, g.token_ids, strict=False)
         good = sum(e.call.kept[e.index] and e.token == t for e, t in pairs)
         rows.append([g.token_ids, sum(g.from_draft), len(g.token_ids) - good])
@@ -300,7 +300,7 @@ def reference_tokens(
 
 
 def _classify(
-    plain: Plain, prompt: int, out: Generation, wanted: list[int], reading: Reading
+    plain: Plain, prompt: int, out: Generation, wanted: list[int], reading: GreedyReading
 ) -> dict[str, Any]:
     pairs = list(zip(out.token_ids, wanted, strict=False))
     at = next((k for k, (a, b) in enumerate(pairs) if a != b), len(pairs))

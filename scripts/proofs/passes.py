@@ -1,11 +1,11 @@
-"""How far the laws that verification used lie from those of plain decoding, and how far two
-plain computations do.
+"""How far the distributions that verification used lie from those of plain decoding, and how
+far two plain computations do.
 
 The sampling layer judges the rule on the verifier's own logits. This one judges these logits:
 masks, positions, cache and commit. Two numbers per token, against a pass of the Hugging Face
 model over the finished text:
 
-variation   total variation between the two laws
+variation   total variation between the two distributions
 shift       largest change of a log-probability (before truncation), over the tokens that have
             LIKELY or more
 
@@ -42,11 +42,13 @@ STRATA = ("after the prompt", "first of a cycle", "place 1", "place 2", "place 3
 def distances(
     ours: Tensor, theirs: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()
 ) -> np.ndarray:
-    """[R, 2] variation and shift between the laws of two sets of logits [R, V]."""
+    """[R, 2] variation and shift between the distributions of two sets of logits [R, V]."""
     found = []
     for i in range(0, len(ours), ROWS):
         a, b, past = ours[i : i + ROWS], theirs[i : i + ROWS], histories[i : i + ROWS]
-        tv = (pit.law_of(a, sampling, past) - pit.law_of(b, sampling, past)).abs().sum(-1) / 2
+        tv = (
+            pit.distribution_of(a, sampling, past) - pit.distribution_of(b, sampling, past)
+        ).abs().sum(-1) / 2
         one, two = ((x.float() / sampling.temperature).log_softmax(-1) for x in (a, b))
         moved = (one - two).abs().masked_fill(torch.maximum(one, two) < np.log(LIKELY), 0).amax(-1)
         found.append(torch.stack([tv.double(), moved.double()], 1).cpu().numpy())
@@ -92,12 +94,14 @@ def passes_json(
         row = {"stratum": name, "tokens": len(tv), "variation": float(tv.mean()), "far": far}
         if not why and sure > limit:
             why = (
-                f"{name}: the verifier's laws lie {row['variation']:.2g} (mean total variation) "
+                f"{name}: the verifier's distributions lie {row['variation']:.2g} (mean "
+                "total variation) "
                 f"from plain decoding's, two plain computations {plainly['variation']:.2g}"
             )
         if not why and far > max(2, STRAYS * len(tv)):
             why = (
-                f"{name}: {far} of {len(tv)} tokens have laws shifted by more than {shift:.2g}, "
+                f"{name}: {far} of {len(tv)} tokens have distributions shifted by more than "
+                f"{shift:.2g}, "
                 f"{FAR:g} times what two plain computations ever differ by"
             )
         rows.append(row)

@@ -1,12 +1,12 @@
 """Probability integral transforms of emitted tokens and the tests of their uniformity.
 
-If token x_t is drawn from the law p_t given everything before it, then U_t = F(x_t-) + V_t
+If token x_t is drawn from the distribution p_t given everything before it, then U_t = F(x_t-) + V_t
 p_t(x_t), with the tokens in any order that was fixed before the draw and V_t an independent
 uniform, is uniform given everything before it: the U_t of a whole run are independent
-uniforms, whatever the laws (Rosenblatt 1952; Brockwell 2007 for the randomised form).
+uniforms, whatever the distributions (Rosenblatt 1952; Brockwell 2007 for the randomised form).
 
-The law is written here a second time, from its documentation and not from decode/sampling.py:
-a bug there shows.
+The distribution is written here a second time, from its documentation and not from
+decode/sampling.py: a bug there shows.
 
 Shape letters: R tokens, V vocabulary, O orders of the tokens, n sample size.
 """
@@ -31,13 +31,14 @@ TOLERANCE = 1e-6
 
 
 @dataclass
-class Places:
-    """Where tokens stand in their laws, ordered by probability (descending, ties by token id).
+class TokenPlaces:
+    """Where tokens stand in their distributions, ordered by probability (descending, ties by
+    token id).
 
-    below: mass of the tokens before them; mass: their own; top: largest mass of the law; all
-    [R] float64. outside: [R] bool, own mass 0. edge: [R] bool, inside only because the edge of
-    a truncation gave way by float32's tolerance;
-    sliver: [R] float64, the mass that the law gains there. law: [R, V] float64.
+    below: mass of the tokens before them; mass: their own; top: largest mass of the
+    distribution; all [R] float64. outside: [R] bool, own mass 0. edge: [R] bool, inside only
+    because the edge of a truncation gave way by float32's tolerance; edge mass: [R] float64,
+    the mass that the distribution gains there. distribution: [R, V] float64.
     """
 
     below: np.ndarray
@@ -45,39 +46,45 @@ class Places:
     top: np.ndarray
     outside: np.ndarray
     edge: np.ndarray
-    sliver: np.ndarray
-    law: Tensor
+    edge_mass: np.ndarray
+    distribution: Tensor
 
 
 def places(
     logits: Tensor, tokens: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()
-) -> Places:
-    """Places of `tokens` [R] in the laws of `logits` [R, V]. histories: R id lists, for what
-    depends on them.
+) -> TokenPlaces:
+    """Places of `tokens` [R] in the distributions of `logits` [R, V]. histories: R id lists,
+    for what depends on them.
 
-    The decoder cuts its law in float32 and this in float64, so a token may fall in there and
-    out here. Such a token is placed in the law that is wider by the tolerance, and counted:
-    see `edge_test`.
+    The decoder cuts its distribution in float32 and this in float64, so a token may fall in
+    there and out here. Such a token is placed in the distribution that is wider by the
+    tolerance, and counted: see `edge_test`.
     """
     scores = processed(logits.double(), sampling, histories) / sampling.temperature
     strict, wide = _edges(scores, sampling)
     own = scores.gather(1, tokens[:, None])
     between = (scores >= wide) & (scores < strict)
-    sliver = torch.zeros_like(own[:, 0])
+    edge_mass = torch.zeros_like(own[:, 0])
     if bool(between.any()):
-        sliver = (scores.masked_fill(scores < wide, -torch.inf).softmax(-1) * between).sum(-1)
+        edge_mass = (scores.masked_fill(scores < wide, -torch.inf).softmax(-1) * between).sum(-1)
     edge = (own < strict) & (own >= wide) & ~own.isneginf()
-    law = scores.masked_fill(scores < torch.where(edge, wide, strict), -torch.inf).softmax(-1)
+    distribution = scores.masked_fill(scores < torch.where(edge, wide, strict), -torch.inf).softmax(
+        -1
+    )
     ids = torch.arange(scores.shape[1], device=scores.device)
     before = (scores > own) | ((scores == own) & (ids < tokens[:, None]))
-    mass = law.gather(1, tokens[:, None])[:, 0]
-    below, top = (law * before).sum(-1), law.amax(-1)
-    a, b, c, d, e, f = (x.cpu().numpy() for x in (below, mass, top, mass == 0, edge[:, 0], sliver))
-    return Places(a, b, c, d, e, f, law)
+    mass = distribution.gather(1, tokens[:, None])[:, 0]
+    below, top = (distribution * before).sum(-1), distribution.amax(-1)
+    a, b, c, d, e, f = (
+        x.cpu().numpy() for x in (below, mass, top, mass == 0, edge[:, 0], edge_mass)
+    )
+    return TokenPlaces(a, b, c, d, e, f, distribution)
 
 
-def law_of(logits: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()) -> Tensor:
-    """The laws [R, V] of `logits` [R, V], in their own precision, float32 at least."""
+def distribution_of(
+    logits: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()
+) -> Tensor:
+    """The distributions [R, V] of `logits` [R, V], in their own precision, float32 at least."""
     scores = logits if logits.dtype == torch.float64 else logits.float()
     scores = processed(scores, sampling, histories) / sampling.temperature
     strict, _ = _edges(scores, sampling)
@@ -130,11 +137,11 @@ def _nucleus(
     scores: Tensor, ordered: Tensor, edge: Tensor, total: Tensor, share: float | Tensor
 ) -> Tensor:
     """The lowest score [R, 1] of the fewest tokens above `edge` with `share` of exp(total)."""
-    law = (ordered.masked_fill(ordered < edge, -torch.inf) - total).exp()
-    count = (law.cumsum(-1) - law < share).sum(-1, keepdim=True).clamp(min=1)
+    distribution = (ordered.masked_fill(ordered < edge, -torch.inf) - total).exp()
+    count = (distribution.cumsum(-1) - distribution < share).sum(-1, keepdim=True).clamp(min=1)
     found = ordered.gather(1, count - 1)
     # more tokens than were ordered
-    rows = (law.sum(-1, keepdim=True) < share)[:, 0].nonzero()[:, 0]
+    rows = (distribution.sum(-1, keepdim=True) < share)[:, 0].nonzero()[:, 0]
     if rows.numel() and ordered.shape[1] < scores.shape[1]:
         every = scores[rows].sort(-1, descending=True).values
         some = share[rows] if isinstance(share, Tensor) else share
@@ -191,7 +198,7 @@ def poisson(count: int, mean: float) -> float:
 
 
 def edge_test(count: int, mean: float, n: int) -> list[Test]:
-    """Tokens at a truncation's edge against as many as the wider law expects there."""
+    """Tokens at a truncation's edge against as many as the wider distribution expects there."""
     if not count:
         return []
     return [Test("tokens at a truncation's edge", "all tokens", n, count, poisson(count, mean))]

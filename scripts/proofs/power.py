@@ -1,14 +1,14 @@
 """What a run of n tokens would have found: the power of its tests against random biases of
 many families, and how many tokens a wanted power takes.
 
-The laws are those of plain decoding of the same prompts (a server's: of its first answers),
-some hundred of them. A bias e moves each law to (1 - e)
-p + e r, so the mean shift of every statistic is e times one that is summed exactly over the
-tokens of these laws: the average over ever more redrawn tokens, without redrawing
+The distributions are those of plain decoding of the same prompts (a server's: of its first
+answers), some hundred of them. A bias e moves each distribution to (1 - e) p + e r, so the
+mean shift of every statistic is e times one that is summed exactly over the tokens of these
+distributions: the average over ever more redrawn tokens, without redrawing
 (tests/scripts/test_directions.py redraws them and compares). A bias counts as found with the
 power of the one test that finds it best: all tests together find it at least as often.
 
-Shape letters: R laws, V vocabulary, K directions, L answers, C cells.
+Shape letters: R distributions, V vocabulary, K directions, L answers, C cells.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from decode.sampling import Sampling
 from scripts.proofs import pit
-from scripts.proofs.biases import FAMILIES, Laws, Member
+from scripts.proofs.biases import FAMILIES, Distributions, Member
 from scripts.proofs.directions import (
     ENOUGH,
     LEARNED_TAILS,
@@ -34,12 +34,12 @@ from scripts.proofs.directions import (
     STAKES,
     STARTS,
     Bank,
-    Block,
-    Scores,
+    DirectionScores,
+    TokenBlock,
 )
 
-SIZE = 2**24  # numbers in the laws that are looked at
-FEWEST, MOST = 128, 1024  # laws
+SIZE = 2**24  # numbers in the distributions that are looked at
+FEWEST, MOST = 128, 1024  # distributions
 MEMBERS = 16  # random members of each family
 SHOWN = (0.01, 0.02, 0.05, 0.1)
 GRID = np.geomspace(0.002, 1, 48)  # mean total variations of the curves
@@ -50,32 +50,33 @@ LIMITS = (2.0, *LEARNED_TAILS)  # the first lets every token in
 
 
 @dataclass
-class Answer:
-    """The laws of consecutive tokens of one answer, and before truncation: [R, V] float32."""
+class AnswerDistributions:
+    """The distributions of consecutive tokens of one answer, and before truncation: [R, V]
+    float32."""
 
-    law: Tensor
+    distribution: Tensor
     whole: Tensor
 
     @classmethod
     def of(
         cls, logits: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()
-    ) -> Answer:
+    ) -> AnswerDistributions:
         """From logits [R, V]; histories: see pit."""
         whole = (logits.float() / sampling.temperature).softmax(-1)
-        return cls(pit.law_of(logits, sampling, histories).float(), whole)
+        return cls(pit.distribution_of(logits, sampling, histories).float(), whole)
 
 
-def laws_wanted(vocab_size: int) -> int:
-    """How many laws are looked at."""
+def rows_wanted(vocab_size: int) -> int:
+    """How many distributions are looked at."""
     return int(np.clip(SIZE // vocab_size, FEWEST, MOST))
 
 
 @dataclass
 class _Shift:
-    """Means over the laws of what full bias e = 1 does. mean: [K] of every direction; parity:
-    [S] of ranks from the start of each tail; cells: [C] of U by probability; ids: [D, L, V] of
-    ids, in all laws and in the tails that are learned, sums per answer; total: variation;
-    impossible: mass outside the law."""
+    """Means over the distributions of what full bias e = 1 does. mean: [K] of every
+    direction; parity: [S] of ranks from the start of each tail; cells: [C] of U by
+    probability; ids: [D, L, V] of ids, in all distributions and in the tails that are
+    learned, sums per answer; total: variation; impossible: mass outside the distribution."""
 
     mean: Tensor
     parity: Tensor
@@ -86,22 +87,27 @@ class _Shift:
 
 
 class Power:
-    """Power of a run of `n` tokens at level alpha / tests, from the laws of `answers`."""
+    """Power of a run of `n` tokens at level alpha / tests, from the distributions of `answers`."""
 
     def __init__(
-        self, answers: Sequence[Answer], bank: Bank, n: int, alpha: float, tests: int
+        self, answers: Sequence[AnswerDistributions], bank: Bank, n: int, alpha: float, tests: int
     ) -> None:
         self.answers, self.bank, self.n, self.level = list(answers), bank, n, alpha / max(tests, 1)
-        self.count = sum(len(a.law) for a in self.answers)
-        self.lengths = torch.tensor([len(a.law) for a in self.answers]).double()
+        self.count = sum(len(a.distribution) for a in self.answers)
+        self.lengths = torch.tensor([len(a.distribution) for a in self.answers]).double()
         self.blocks = list(self._blocks())
-        self.mean, self.variance = self._moments([s.moments(s.law)[:2] for s, _, _ in self.blocks])
-        every = [torch.stack([s.law * (s.law < x) for x in LIMITS]) for s, _, _ in self.blocks]
+        self.mean, self.variance = self._moments(
+            [s.moments(s.distribution)[:2] for s, _, _ in self.blocks]
+        )
+        every = [
+            torch.stack([s.distribution * (s.distribution < x) for x in LIMITS])
+            for s, _, _ in self.blocks
+        ]
         self.rate = torch.stack([p.double().sum(1) for p in every]).sum(0) / self.count  # [D, V]
         square = torch.stack([(p.double() ** 2).sum(1) for p in every]).sum(0) / self.count
         self.spread = self.rate - square
         self.z = _quantile(1 - self.level / 2)
-        parities = [s.parities(s.law) for s, _, _ in self.blocks]
+        parities = [s.parities(s.distribution) for s, _, _ in self.blocks]
         self.parity, self.parity_variance = self._moments(parities)
 
     def _moments(self, found: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], np.ndarray]:
@@ -109,26 +115,28 @@ class Power:
         spread = torch.stack([(m2 - m1**2).double().sum(0) for m1, m2 in found]).sum(0)
         return [m1 for m1, _ in found], spread.cpu().numpy() / self.count
 
-    def _blocks(self) -> Iterator[tuple[Scores, Laws, int]]:
-        """Scores, laws and numbers of the answers, block by block."""
+    def _blocks(self) -> Iterator[tuple[DirectionScores, Distributions, int]]:
+        """Scores, distributions and numbers of the answers, block by block."""
         for i, answer in enumerate(self.answers):
             other = self.answers[(i + 1) % len(self.answers)]
-            for a in range(0, len(answer.law), ROWS):
-                law = answer.law[a : a + ROWS]
-                last = answer.law[a - 1 : a] if a else torch.zeros_like(law[:1])
-                before = torch.cat([last, law[:-1]])
+            for a in range(0, len(answer.distribution), ROWS):
+                distribution = answer.distribution[a : a + ROWS]
+                last = answer.distribution[a - 1 : a] if a else torch.zeros_like(distribution[:1])
+                before = torch.cat([last, distribution[:-1]])
                 there = [o for o in self.answers if o is not answer]
-                mixed, lone = torch.zeros_like(law), torch.zeros_like(law)
+                mixed, lone = torch.zeros_like(distribution), torch.zeros_like(distribution)
                 if there:
                     for o in there:
-                        some = o.law[a : a + ROWS][: len(law)]
+                        some = o.distribution[a : a + ROWS][: len(distribution)]
                         mixed[: len(some)] += some / len(there)
-                    some = other.law[a : a + ROWS][: len(law)]
+                    some = other.distribution[a : a + ROWS][: len(distribution)]
                     lone[: len(some)] = some
-                none = torch.full((len(law), 1), -1, device=law.device)
-                block = Block(law, before, mixed, none, none)
-                laws = Laws(law, before, lone, answer.whole[a : a + ROWS])
-                yield self.bank.open(block), laws, i
+                none = torch.full((len(distribution), 1), -1, device=distribution.device)
+                block = TokenBlock(distribution, before, mixed, none, none)
+                distributions = Distributions(
+                    distribution, before, lone, answer.whole[a : a + ROWS]
+                )
+                yield self.bank.open(block), distributions, i
 
     def shift(self, member: Member) -> _Shift:
         """What the member does to the statistics at e = 1."""
@@ -136,8 +144,8 @@ class Power:
         ids = self.bank.ids.new_zeros(len(LIMITS), len(self.answers), len(self.bank.ids))
         found = _Shift(zero(len(self.bank.names)), zero(len(STARTS)), zero(pit.CELLS), ids)
         blocks = zip(self.blocks, self.mean, self.parity, strict=True)
-        for (scores, laws, number), mean, parity in blocks:
-            p, r = laws.law, member(laws)
+        for (scores, distributions, number), mean, parity in blocks:
+            p, r = distributions.distribution, member(distributions)
             found.mean += (scores.mean(r) - mean).double().sum(0).cpu()
             found.parity += (scores.parities(r)[0] - parity).double().sum(0).cpu()
             found.cells += _cells(scores, r).cpu()
@@ -208,7 +216,7 @@ class Power:
         return self._best(mean, spread, share, self.level / many)
 
     def _learned(self, s: _Shift, share: np.ndarray) -> np.ndarray:
-        """The bets on token ids, in all laws or in a tail."""
+        """The bets on token ids, in all distributions or in a tail."""
         if len(self.answers) < 2:
             return np.full(len(share), np.nan)
         places = zip(s.ids, self.rate, self.spread, strict=True)
@@ -246,13 +254,13 @@ class Power:
         return np.array(power)
 
 
-def _cells(scores: Scores, law: Tensor) -> Tensor:
-    """[C] what `law` does to the cells of U by probability: mass in each minus 1 / C, summed
-    over the block. Tokens beyond the ranks looked at are one."""
-    own, new = scores.mass.double(), law.gather(1, scores.order).double()
+def _cells(scores: DirectionScores, distribution: Tensor) -> Tensor:
+    """[C] what `distribution` does to the cells of U by probability: mass in each minus 1 /
+    C, summed over the block. Tokens beyond the ranks looked at are one."""
+    own, new = scores.mass.double(), distribution.gather(1, scores.order).double()
     ends = [torch.cat([x, (1 - x.sum(-1, keepdim=True)).clamp(min=0)], 1) for x in (own, new)]
     edges = [torch.cat([torch.zeros_like(x[:, :1]), x.cumsum(-1)], 1) for x in ends]
-    cut = torch.linspace(0, 1, pit.CELLS + 1, dtype=torch.float64, device=law.device)
+    cut = torch.linspace(0, 1, pit.CELLS + 1, dtype=torch.float64, device=distribution.device)
     cut = cut.expand(len(own), -1).contiguous()
     at = (torch.searchsorted(edges[0], cut, right=True) - 1).clamp(0, own.shape[1])
     start, width = edges[0].gather(1, at), ends[0].gather(1, at)
@@ -281,7 +289,7 @@ def measure(power: Power, detect: float, seed: int, members: int | None = None) 
     return {
         "power": WANTED,
         "min_detectable": None if None in least else max(least),
-        "measure": "mean total variation between the emitted and the target's law, "
+        "measure": "mean total variation between the emitted and the target's distribution, "
         "random members of every family",
         "members": members,
         "laws": power.count,
@@ -326,18 +334,18 @@ def _family(curves: np.ndarray, reach: np.ndarray, detect: float) -> dict[str, A
     first = low[-1] + 1 if len(low) else 0
     least = float(GRID[first]) if first < len(GRID) else None
 
-    def told(y: float) -> float | None:
+    def summary(y: float) -> float | None:
         return None if not math.isfinite(y) else round(float(y), 4)
 
     def at(x: float) -> float | None:
-        return told(mean[int(np.searchsorted(GRID, x * (1 + 1e-9), side="right")) - 1])
+        return summary(mean[int(np.searchsorted(GRID, x * (1 + 1e-9), side="right")) - 1])
 
     return {
         "min_detectable": least,
         "largest": round(float(reach.max()), 4),
         "at_detect": at(detect),
         "power_at": {f"{x:g}": at(x) for x in SHOWN},
-        "curve": [told(y) for y in mean],
+        "curve": [summary(y) for y in mean],
     }
 
 

@@ -3,8 +3,8 @@ it was verified against.
 
 A recorder stands in the place of the rule (`generate(..., verify=recorder,
 coins=recorder.coins)`), lets the rule decide and notes what it decided. A test of the rule on
-these logits is free of rounding in the model: the law that was owed and the token that came
-out are those of one pass.
+these logits is free of rounding in the model: the distribution that was owed and the token
+that came out are those of one pass.
 
 Shape letters: B rows, N nodes, K tokens of one call, V vocabulary.
 """
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.engine import Request, Rule, Run
+from decode.engine import DecodedRun, Request, Rule
 from decode.rng import Rng
-from decode.sampling import Law
+from decode.sampling import Distribution
 from decode.tree import DraftTree
 from decode.verify import Coins, Verdict
 from decode.verify import verify as run_verify
@@ -77,27 +77,27 @@ class Recorder:
         self.keep, self.calls = keep, list[Call]()
         self.texts = {r.id: list(r.prompt) for r in requests}
         self.begun: set[int] = set()
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     def coins(self, seed: int, requests: Tensor, cycles: Tensor) -> Rng:
         """The random numbers of the next verification, which tell whose rows they are."""
-        self.asked = requests.tolist()
+        self.requested = requests.tolist()
         return Rng(seed, requests, cycles)
 
-    def __call__(self, tree: DraftTree, law: Law, rng: Coins) -> Verdict:
+    def __call__(self, tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
         """See decode.engine.Rule."""
-        verdict = self.rule(tree, law, rng)
+        verdict = self.rule(tree, distribution, rng)
         rows: list[int] = []
         slots: list[int] = []
-        call = Call(self.asked, [], [], [], None)
+        call = Call(self.requested, [], [], [], None)
         histories: list[list[int]] = []
         drafted = tree.tokens.tolist()
         ends = zip(
             verdict.path.tolist(), verdict.length.tolist(), verdict.bonus.tolist(), strict=True
         )
         for b, (path, length, bonus) in enumerate(ends):
-            text = self.texts[self.asked[b]]
-            call.last.append(text[-1] if self.asked[b] in self.begun else -1)
+            text = self.texts[self.requested[b]]
+            call.last.append(text[-1] if self.requested[b] in self.begun else -1)
             call.start.append(len(rows))
             call.tokens.append([*(drafted[b][node] for node in path[:length]), bonus])
             for slot, token in zip(
@@ -108,14 +108,14 @@ class Recorder:
                 if self.keep is not None:
                     histories.append(list(text))
                 text.append(token)
-        self.begun.update(self.asked)
-        logits = law.logits[rows, slots]
+        self.begun.update(self.requested)
+        logits = distribution.logits[rows, slots]
         tokens = torch.tensor([t for line in call.tokens for t in line], device=logits.device)
         call.kept = logits if self.keep is None else self.keep(logits, tokens, histories)
         self.calls.append(call)
         return verdict
 
-    def emitted(self, run: Run, requests: Sequence[Request]) -> list[list[Emitted]]:
+    def emitted(self, run: DecodedRun, requests: Sequence[Request]) -> list[list[Emitted]]:
         """The tokens of every generation, up to a stop token or the length limit."""
         found: dict[int, list[Emitted]] = {r.id: [] for r in requests}
         for call in self.calls:
@@ -129,7 +129,7 @@ class Recorder:
         ]
 
 
-def astray(lines: Sequence[Sequence[Emitted]], run: Run) -> int:
+def astray(lines: Sequence[Sequence[Emitted]], run: DecodedRun) -> int:
     """Generations that hold something else than verification chose."""
     return sum(
         [e.token for e in line] != g.token_ids

@@ -1,9 +1,9 @@
-"""The sample that a certificate judges: every emitted token, placed in the law it was verified
-against, and that law beside plain decoding's.
+"""The sample that a certificate judges: every emitted token, placed in the distribution it
+was verified against, and that distribution beside plain decoding's.
 
 Two questions are asked of each token, so that rounding enters one of them only. Is it a draw
-from the law of the logits that verification had (recorder.py, pit.py, directions.py)? How far
-do these logits lie from a plain pass's (passes.py)?
+from the distribution of the logits that verification had (recorder.py, pit.py,
+directions.py)? How far do these logits lie from a plain pass's (passes.py)?
 
 Shape letters: R tokens, V vocabulary, O orders, G strata, n sample size.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from decode.drafters import Drafter
-from decode.engine import Generation, Request, Rule, Run, generate
+from decode.engine import DecodedRun, Generation, Request, Rule, generate
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts.common.memo import Memo
@@ -34,7 +34,7 @@ from scripts.proofs.greedy import Plain
 from scripts.proofs.recorder import Emitted, Recorder, astray
 from scripts.proofs.repeats import Repeats
 
-ROWS = 128  # laws at once
+ROWS = 128  # distributions at once
 KEYED = 4  # pseudo-random orders of the ids
 PAIRED = 3  # orders in which two tokens are looked at
 ORDERS = ("by probability", "by id", *(f"by key {k}" for k in range(KEYED)))
@@ -47,9 +47,9 @@ GROUPS = (
     "place 2",
     "place 3 and on",
     "bonus of a whole draft",
-    "flat laws",
+    "flat distributions",
 )
-FLAT = 0.5  # a law is flat when its largest mass is below
+FLAT = 0.5  # a distribution is flat when its largest mass is below
 COLUMNS = (
     "u",
     "mass",
@@ -75,10 +75,11 @@ class Sample:
     u: [n, O] transforms, one column per order; cycle: number of its cycle in its answer (0 = the
     prefill's); depth: place in its cycle (0 = first token of a cycle, or the prefill's); sequence:
     which request; groups: [n, G] bool; outside: tokens without mass; edge: tokens at a truncation's
-    edge within float32's tolerance, sliver: how many the laws expect there; passes: [n, 2] of
-    passes.distances; drafted: share that were accepted draft tokens; proposals: cycles that had a
-    draft to verify; astray: answers that hold something else than verification chose; tally: the
-    direction tests; repeats: answers beside earlier ones to their prompt.
+    edge within float32's tolerance, edge mass: how many the distributions expect there;
+    passes: [n, 2] of passes.distances; drafted: share that were accepted draft tokens;
+    proposals: cycles that had a draft to verify; astray: answers that hold something else
+    than verification chose; tally: the direction tests; repeats: answers beside earlier ones
+    to their prompt.
     """
 
     u: np.ndarray
@@ -88,7 +89,7 @@ class Sample:
     groups: np.ndarray
     outside: int
     edge: int
-    sliver: float
+    edge_mass: float
     passes: np.ndarray
     drafted: float
     proposals: int
@@ -114,7 +115,7 @@ class Sample:
         found += pairs(self.u, same & (self.depth > 0), "two tokens inside a cycle")
         found += pairs(self.u, same & (self.depth == 0), "two tokens between cycles")
         found += self._rows()
-        found += pit.edge_test(self.edge, self.sliver, len(self.u)) + self.repeats.tests()
+        found += pit.edge_test(self.edge, self.edge_mass, len(self.u)) + self.repeats.tests()
         return found + (self.tally.tests() if self.tally else [])
 
     def _rows(self) -> list[pit.Test]:
@@ -151,8 +152,8 @@ def sampling_layer(
     memo: Memo | None = None,
 ) -> Sample:
     """Decode until `how.tokens` tokens are out (the prompts again and again, each time with
-    other random numbers), place every one of them in the law it was verified against, and
-    compare that law with a plain pass's.
+    other random numbers), place every one of them in the distribution it was verified against, and
+    compare that distribution with a plain pass's.
 
     Exactly that many are used, cut in the order of the requests, so that neither a stop token
     nor the budget selects. stop(sample so far) ends early: for controls that are known to fail
@@ -218,11 +219,11 @@ def _chunk(
     """The next requests: what is kept of their tokens, as many as are still wanted."""
     number = sum(row["requests"] for row in rows)
     wanted = how.tokens - sum(row["size"] for row in rows)
-    asked = [
+    requested = [
         Request(list(prompts[(number + i) % len(prompts)]), how.max_new_tokens, id=number + i)
         for i in range(how.chunk * how.batch_size)
     ]
-    run, lines = _recorded(target, drafter, asked, how)
+    run, lines = _recorded(target, drafter, requested, how)
     key = rows[0]["key"] if rows else hashed_key([g.token_ids for g in run.generations])
     tally = tally or directions.Tally(
         directions.Bank(target.vocab_size, key, target.device), GROUPS
@@ -248,7 +249,7 @@ def _chunk(
     size = int(counts.sum())
     row = {
         "number": number,
-        "requests": len(asked),
+        "requests": len(requested),
         "size": size,
         "whole": size == int(lengths.sum()),
         "key": key,
@@ -260,14 +261,14 @@ def _chunk(
 
 
 def _recorded(
-    target: Target, drafter: Drafter, asked: list[Request], how: Setting
-) -> tuple[Run, list[list[Emitted]]]:
+    target: Target, drafter: Drafter, requested: list[Request], how: Setting
+) -> tuple[DecodedRun, list[list[Emitted]]]:
     """A run, and where each of its tokens came from."""
-    seen = Recorder(how.verify, asked)
+    seen = Recorder(how.verify, requested)
     run = generate(
         target,
         drafter,
-        asked,
+        requested,
         how.sampling,
         batch_size=how.batch_size,
         seed=how.seed,
@@ -275,7 +276,7 @@ def _recorded(
         guidance=how.guidance,
         coins=seen.coins,
     )
-    return run, seen.emitted(run, asked)
+    return run, seen.emitted(run, requested)
 
 
 def _logits(line: Sequence[Emitted]) -> Tensor:
@@ -292,12 +293,15 @@ class Orders:
         keyed = [directions.hashed(size, key + 1 + k).argsort().argsort() for k in range(KEYED)]
         self.keyed, self.coin = torch.tensor(np.stack(keyed), device=device), coin
 
-    def transforms(self, p: pit.Places, law: Tensor, chosen: Tensor) -> np.ndarray:
+    def transforms(self, p: pit.TokenPlaces, distribution: Tensor, chosen: Tensor) -> np.ndarray:
         """[R, O]. A token without mass has none: it is counted apart, and its place is drawn."""
         one = chosen[:, None]
-        below = [torch.from_numpy(p.below), (law.cumsum(-1) - law).gather(1, one)[:, 0].cpu()]
+        below = [
+            torch.from_numpy(p.below),
+            (distribution.cumsum(-1) - distribution).gather(1, one)[:, 0].cpu(),
+        ]
         for order in self.keyed:
-            below.append((law * (order < order[one])).sum(-1).cpu())
+            below.append((distribution * (order < order[one])).sum(-1).cpu())
         v = self.coin.random((len(chosen), len(ORDERS)))
         found = np.stack([b.double().numpy() for b in below], 1) + v * p.mass[:, None]
         return np.where(p.outside[:, None], v, found.clip(0, 1))
@@ -357,13 +361,13 @@ class _Judge:
             chosen = torch.tensor(tokens[some], device=logits.device)
             p = pit.places(logits, chosen, self.how.sampling, histories)
             groups[some, -1] = p.top < FLAT
-            law = p.law.float()
+            distribution = p.distribution.float()
             others = torch.stack([self._mean(e) for e in line[some]])
             theirs = [[t for r, t in enumerate(e.call.last) if r != e.row] for e in line[some]]
-            block = directions.Block.of(law, before, others, (ids, start + a), theirs)
-            before = law[-1:]
+            block = directions.TokenBlock.of(distribution, before, others, (ids, start + a), theirs)
+            before = distribution[-1:]
             self.tally.add(self.tally.bank.open(block), chosen, groups[some])
-            columns["u"] += self.orders.transforms(p, law, chosen).tolist()
+            columns["u"] += self.orders.transforms(p, distribution, chosen).tolist()
             for name in ("mass", "outside", "edge", "sliver"):
                 columns[name] += getattr(p, name).astype(float).tolist()
         starts = {c.start for c in g.cycles if c.proposed > 0}
@@ -376,7 +380,7 @@ class _Judge:
         return columns
 
     def _mean(self, e: Emitted) -> Tensor:
-        """The mean law of the call's rows, near enough for a direction."""
+        """The mean distribution of the call's rows, near enough for a direction."""
         if id(e.call) not in self.mean:
             logits = e.call.kept[e.call.start].float() / self.how.sampling.temperature
             mean = logits.softmax(-1).mean(0)
@@ -385,7 +389,7 @@ class _Judge:
 
 
 def _groups(g: Generation, depth: np.ndarray, cycle: np.ndarray) -> np.ndarray:
-    """[n, G] bool; the last column is left to whoever knows the laws."""
+    """[n, G] bool; the last column is left to whoever knows the distributions."""
     proposed = np.array([0, *(c.proposed for c in g.cycles)])
     accepted = np.array([0, *(c.accepted for c in g.cycles)])
     whole = (proposed > 0) & (accepted == proposed)
@@ -453,8 +457,8 @@ def _repeats(rows: Sequence[dict[str, Any]]) -> Repeats:
     """Every answer in the order of the requests, beside those before it."""
     found = Repeats()
     for row in rows:
-        told = zip(row["sequence"], row["prompt"], row["tokens"], row["mass"], strict=True)
-        for (_, prompt), answer in itertools.groupby(told, lambda line: line[:2]):
+        message = zip(row["sequence"], row["prompt"], row["tokens"], row["mass"], strict=True)
+        for (_, prompt), answer in itertools.groupby(message, lambda line: line[:2]):
             tokens, mass = list(zip(*answer, strict=True))[2:]
             found.add([prompt], tokens, mass)
     return found

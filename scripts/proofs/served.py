@@ -1,14 +1,14 @@
 """A certificate of answers that came over HTTP: tokens alone, no cycles, no logits.
 
-Every answer token is placed in the law that its text owes it (of the same weights in this
+Every answer token is placed in the distribution that its text owes it (of the same weights in this
 process, or of a plain server), and the certificate's tests ask whether these places are those
-of draws from these laws: transforms (pit.py), directions (directions.py), pairs inside an
+of draws from these distributions: transforms (pit.py), directions (directions.py), pairs inside an
 answer, pairs of answers that were decoded at the same time, and answers that follow an earlier
 one to their prompt (repeats.py). Greedy answers are judged by
 the distance of each token's logit to the best one.
 
 Negative controls are simulated on the very same answers: at every place a token is drawn from
-a wrong law, and the same tests must reject.
+a wrong distribution, and the same tests must reject.
 
 Shape letters: R tokens, V vocabulary, O orders, G strata.
 """
@@ -35,7 +35,7 @@ TYPICAL, SHARE = 0.09, 0.3  # Medusa's typical acceptance: p(x) > min(0.09, 0.3 
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServerTestPlan:
     """What the tests need to know. levels: numbers of requests asked at a time. members:
     random biases of each family that the power is measured on."""
 
@@ -50,11 +50,11 @@ class Plan:
     def groups(self) -> tuple[str, ...]:
         """Names of the strata."""
         together = (f"{level} at a time" for level in self.levels)
-        return ("all tokens", *together, "first of an answer", "flat laws")
+        return ("all tokens", *together, "first of an answer", "flat distributions")
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
     """One sampled answer. wave: the answers of one wave were asked together."""
 
     number: int
@@ -64,10 +64,12 @@ class Answer:
     tokens: list[int]
 
 
-Laws = Callable[[Sequence[Answer]], Iterator[tuple[int, Tensor]]]  # (index, logits [R, V])
+Distributions = Callable[
+    [Sequence[SampledAnswer]], Iterator[tuple[int, Tensor]]
+]  # (index, logits [R, V])
 
 
-def key_of(answers: Sequence[Answer]) -> int:
+def key_of(answers: Sequence[SampledAnswer]) -> int:
     """The key of all pseudo-random orders: a hash of the first answers, which no server knew
     before."""
     return hashed_key([a.tokens for a in answers[:16]])
@@ -75,40 +77,53 @@ def key_of(answers: Sequence[Answer]) -> int:
 
 @dataclass
 class Wave:
-    """Answers that were asked together, with their laws. logits: [R, V] of each."""
+    """Answers that were asked together, with their distributions. logits: [R, V] of each."""
 
-    answers: list[Answer]
+    answers: list[SampledAnswer]
     logits: list[Tensor]
 
 
-Towards = Callable[[Answer], Tensor]  # the drafter's laws [R, V] behind an answer's text
+Towards = Callable[
+    [SampledAnswer], Tensor
+]  # the drafter's distributions [R, V] behind an answer's text
 
 
-class Lean(directions.Sums):
-    """Do tokens lean towards the drafter's law? At every place the direction (q - p) / (q + p)
-    of that law q against the one that is owed: of the same place, and of the place before,
-    which the last step of a draft knows. A direction only looks at earlier tokens, so the sums
-    are those of directions.py, and whatever q is, draws from p do not lean."""
+class Lean(directions.DirectionSums):
+    """Do tokens lean towards the drafter's distribution? At every place the direction (q -
+    p) / (q + p) of that distribution q against the one that is owed: of the same place, and
+    of the place before, which the last step of a draft knows. A direction only looks at
+    earlier tokens, so the sums are those of directions.py, and whatever q is, draws from p
+    do not lean."""
 
-    NAMES = ("law of the drafter", "law of the drafter a token before")
+    NAMES = ("distribution of the drafter", "distribution of the drafter a token before")
 
     def __init__(self, groups: tuple[str, ...]) -> None:
         super().__init__(self.NAMES, groups)
 
-    def add(self, law: Tensor, laws: Sequence[Tensor], tokens: Tensor, groups: np.ndarray) -> None:
-        """law: [R, V] that is owed. laws: [R, V] each, in the order of NAMES."""
-        law = law.double()
-        scores = [directions.contrast(drafter.double(), law) for drafter in laws]
+    def add(
+        self,
+        distribution: Tensor,
+        distributions: Sequence[Tensor],
+        tokens: Tensor,
+        groups: np.ndarray,
+    ) -> None:
+        """distribution: [R, V] that is owed. distributions: [R, V] each, in the order of NAMES."""
+        distribution = distribution.double()
+        scores = [directions.contrast(drafter.double(), distribution) for drafter in distributions]
         own = torch.cat([d.gather(1, tokens[:, None]) for d in scores], 1)
-        moments = [torch.stack([(law * d**n).sum(-1) for d in scores], 1) for n in (1, 2, 3)]
+        moments = [
+            torch.stack([(distribution * d**n).sum(-1) for d in scores], 1) for n in (1, 2, 3)
+        ]
         self.note(own, moments, groups)
 
 
 class Judge:
     """The tests of one stream of tokens: the server's, or a control's. towards: the drafter's
-    laws where they are known."""
+    distributions where they are known."""
 
-    def __init__(self, plan: Plan, vocab: int, key: int, towards: Towards | None = None) -> None:
+    def __init__(
+        self, plan: ServerTestPlan, vocab: int, key: int, towards: Towards | None = None
+    ) -> None:
         self.plan, self.key, self.towards = plan, key, towards
         self.lean = Lean(plan.groups)
         self.repeats = Repeats()
@@ -119,11 +134,11 @@ class Judge:
         self.groups: list[np.ndarray] = []
         self.where: list[np.ndarray] = []  # (wave, place, number) of every token
         self.outside = self.edge = 0
-        self.sliver = 0.0
+        self.edge_mass = 0.0
 
     def add(self, wave: Wave, drawn: Sequence[Sequence[int]] | None = None) -> None:
-        """A wave's answers in their laws; drawn: tokens that a control draws in their places,
-        each behind the answer's own text."""
+        """A wave's answers in their distributions; drawn: tokens that a control draws in
+        their places, each behind the answer's own text."""
         plan = self.plan
         chosen = [a.tokens for a in wave.answers] if drawn is None else drawn
         softly = [(x.float() / plan.sampling.temperature).softmax(-1) for x in wave.logits]
@@ -140,15 +155,15 @@ class Judge:
                     start = len(answer.prompt)
                     histories = [text[: start + t] for t in range(rows.start, rows.stop)]
                 p = pit.places(logits[rows], tokens, plan.sampling, histories)
-                law = p.law.float()
+                distribution = p.distribution.float()
                 groups = self._groups(answer, rows, p.top)
-                block = self._block(law, before, softly, i, a, wave)
-                before = law[-1:]
+                block = self._block(distribution, before, softly, i, a, wave)
+                before = distribution[-1:]
                 self.tally.add(self.bank.open(block), tokens, groups)
                 if drafter is not None:
                     shifted = torch.cat([torch.zeros_like(drafter[:1]), drafter[:-1]])
-                    self.lean.add(law, [drafter[rows], shifted[rows]], tokens, groups)
-                self.u.append(self.orders.transforms(p, law, tokens))
+                    self.lean.add(distribution, [drafter[rows], shifted[rows]], tokens, groups)
+                self.u.append(self.orders.transforms(p, distribution, tokens))
                 self.groups.append(groups)
                 place = np.arange(rows.start, rows.stop)
                 self.where.append(
@@ -156,12 +171,12 @@ class Judge:
                 )
                 self.outside += int(p.outside.sum())
                 self.edge += int(p.edge.sum())
-                self.sliver += float(p.sliver.sum())
+                self.edge_mass += float(p.edge_mass.sum())
                 mass += p.mass.tolist()
             if drawn is None:
                 self.repeats.add(answer.prompt, answer.tokens, mass)
 
-    def _groups(self, answer: Answer, rows: slice, top: np.ndarray) -> np.ndarray:
+    def _groups(self, answer: SampledAnswer, rows: slice, top: np.ndarray) -> np.ndarray:
         count = rows.stop - rows.start
         every = np.ones(count, dtype=bool)
         together = [every & (answer.level == level) for level in self.plan.levels]
@@ -170,25 +185,25 @@ class Judge:
 
     def _block(
         self,
-        law: Tensor,
+        distribution: Tensor,
         last: Tensor | None,
         softly: Sequence[Tensor],
         mine: int,
         at: int,
         wave: Wave,
-    ) -> directions.Block:
+    ) -> directions.TokenBlock:
         """What is known before each token of an answer from place `at` on."""
-        others = torch.zeros_like(law)
+        others = torch.zeros_like(distribution)
         answer = wave.answers[mine]
         mates = [k for k in range(len(softly)) if k != mine]
         for k in mates:
-            some = softly[k][at : at + len(law)]
+            some = softly[k][at : at + len(distribution)]
             others[: len(some)] += some / len(mates)
         texts = [(wave.answers[k].prompt, wave.answers[k].tokens) for k in mates]
-        places = range(at, at + len(law))
+        places = range(at, at + len(distribution))
         theirs = [[[*prompt, *tokens[:t]][-1] for prompt, tokens in texts] for t in places]
         text = ([*answer.prompt, *answer.tokens], len(answer.prompt) + at)
-        return directions.Block.of(law, last, others, text, theirs)
+        return directions.TokenBlock.of(distribution, last, others, text, theirs)
 
     @property
     def count(self) -> int:
@@ -204,7 +219,7 @@ class Judge:
         found = marginals(u, groups, self.plan.groups)
         found += self._pairs(u, where, (0, 2, 1), "two tokens of an answer")
         found += self._pairs(u, where, (0, 1, 2), "two answers at once")
-        found += pit.edge_test(self.edge, self.sliver, len(u)) + self.repeats.tests()
+        found += pit.edge_test(self.edge, self.edge_mass, len(u)) + self.repeats.tests()
         return found + self.tally.tests() + self.lean.tests()
 
     def _pairs(
@@ -218,16 +233,16 @@ class Judge:
         return pairs(sorted_u, same, name)
 
     def p(self) -> float:
-        """Of all tests together; 0 when a token came that its law does not hold."""
+        """Of all tests together; 0 when a token came that its distribution does not hold."""
         return 0.0 if self.outside else pit.overall(self.tests())
 
 
-Wrong = Callable[[Tensor, Sampling], Tensor]  # laws [R, V] of logits and what was asked
+Wrong = Callable[[Tensor, Sampling], Tensor]  # distributions [R, V] of logits and what was asked
 
 
 @dataclass
-class Control:
-    """A wrong law. wrong: the laws that it draws from."""
+class ServerControl:
+    """A wrong distribution. wrong: the distributions that it draws from."""
 
     name: str
     wrong: Wrong
@@ -240,40 +255,42 @@ class Control:
 
 def typical(logits: Tensor, sampling: Sampling) -> Tensor:
     """Only tokens that typical acceptance would keep, the best one where it keeps none."""
-    law = pit.law_of(logits, sampling)
-    entropy = -(law * law.clamp(min=1e-30).log()).sum(-1, keepdim=True)
+    distribution = pit.distribution_of(logits, sampling)
+    entropy = -(distribution * distribution.clamp(min=1e-30).log()).sum(-1, keepdim=True)
     edge = torch.minimum(torch.full_like(entropy, TYPICAL), SHARE * (-entropy).exp())
-    kept = law * ((law > edge) | (law == law.amax(-1, keepdim=True)))
+    kept = distribution * (
+        (distribution > edge) | (distribution == distribution.amax(-1, keepdim=True))
+    )
     return kept / kept.sum(-1, keepdim=True)
 
 
 CONTROLS: dict[str, Wrong] = {
-    f"temperature {COOLER:g} times what was asked": lambda logits, asked: pit.law_of(
-        logits, dataclasses.replace(asked, temperature=asked.temperature * COOLER)
+    f"temperature {COOLER:g} times what was asked": lambda logits, requested: pit.distribution_of(
+        logits, dataclasses.replace(requested, temperature=requested.temperature * COOLER)
     ),
-    f"top-p {NARROWER:g} times what was asked": lambda logits, asked: pit.law_of(
-        logits, dataclasses.replace(asked, top_p=asked.top_p * NARROWER)
+    f"top-p {NARROWER:g} times what was asked": lambda logits, requested: pit.distribution_of(
+        logits, dataclasses.replace(requested, top_p=requested.top_p * NARROWER)
     ),
     "typical acceptance": typical,
 }
 
 
-def controls(plan: Plan, vocab: int, key: int) -> list[Control]:
+def controls(plan: ServerTestPlan, vocab: int, key: int) -> list[ServerControl]:
     """All of them, each with its own tests."""
-    return [Control(name, wrong, Judge(plan, vocab, key)) for name, wrong in CONTROLS.items()]
+    return [ServerControl(name, wrong, Judge(plan, vocab, key)) for name, wrong in CONTROLS.items()]
 
 
-def simulate(control: Control, wave: Wave, alpha: float) -> None:
-    """Draw the wave's tokens from the wrong law and judge them, until that is rejected."""
+def simulate(control: ServerControl, wave: Wave, alpha: float) -> None:
+    """Draw the wave's tokens from the wrong distribution and judge them, until that is rejected."""
     if control.rejected or control.tokens >= CONTROL_TOKENS:
         return
     drawn = []
     for logits in wave.logits:
-        law = control.wrong(logits, control.judge.plan.sampling).double()
-        u = torch.from_numpy(control.coin.random((len(law), 1)))
-        cumulative = law.cumsum(-1)
+        distribution = control.wrong(logits, control.judge.plan.sampling).double()
+        u = torch.from_numpy(control.coin.random((len(distribution), 1)))
+        cumulative = distribution.cumsum(-1)
         index = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
-        drawn.append(index[:, 0].clamp(max=law.shape[1] - 1).tolist())
+        drawn.append(index[:, 0].clamp(max=distribution.shape[1] - 1).tolist())
     control.judge.add(wave, drawn)
     control.tokens = control.judge.count
     if control.tokens >= pit.SMALLEST:
@@ -281,17 +298,17 @@ def simulate(control: Control, wave: Wave, alpha: float) -> None:
         control.rejected = control.p < alpha
 
 
-def waves(answers: Sequence[Answer], laws: Laws) -> Iterator[Wave]:
-    """The answers wave by wave with their laws; empty answers have none."""
+def waves(answers: Sequence[SampledAnswer], distributions: Distributions) -> Iterator[Wave]:
+    """The answers wave by wave with their distributions; empty answers have none."""
     numbers = sorted({a.wave for a in answers})
-    by_wave: dict[int, list[Answer]] = {n: [] for n in numbers}
+    by_wave: dict[int, list[SampledAnswer]] = {n: [] for n in numbers}
     for answer in answers:
         if answer.tokens:
             by_wave[answer.wave].append(answer)
     for number in numbers:
         members = by_wave[number]
         if members:
-            found = dict(laws(members))
+            found = dict(distributions(members))
             yield Wave(members, [found[i] for i in range(len(members))])
 
 
@@ -340,18 +357,20 @@ def greedy_json(gaps: Sequence[Sequence[float]], tie: float) -> dict[str, Any]:
     }
 
 
-def power_json(plan: Plan, seen: Sequence[Wave], tokens: int, tests: int) -> dict[str, Any]:
-    """What so many tokens find, measured on the laws of the first answers."""
+def power_json(
+    plan: ServerTestPlan, seen: Sequence[Wave], tokens: int, tests: int
+) -> dict[str, Any]:
+    """What so many tokens find, measured on the distributions of the first answers."""
     if not seen:
         return {"tokens": tokens, "min_detectable": None, "families": {}, "blind": []}
     vocab = seen[0].logits[0].shape[1]
-    left = power.laws_wanted(vocab)
-    answers: list[power.Answer] = []
+    left = power.rows_wanted(vocab)
+    answers: list[power.AnswerDistributions] = []
     for wave in seen:
         for logits in wave.logits:
             if left:
-                answers.append(power.Answer.of(logits[:left], plan.sampling))
-                left -= len(answers[-1].law)
+                answers.append(power.AnswerDistributions.of(logits[:left], plan.sampling))
+                left -= len(answers[-1].distribution)
     bank = directions.Bank(vocab, plan.seed)
     known = power.Power(answers, bank, tokens, plan.alpha, tests)
     found = power.measure(known, plan.detect, plan.seed, plan.members)

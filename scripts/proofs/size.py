@@ -42,7 +42,7 @@ class Pilot:
 
         def made() -> dict[str, Any]:
             chunks, start = Memo(None), time.perf_counter()
-            tokens = power.laws_wanted(plain.target.vocab_size)
+            tokens = power.rows_wanted(plain.target.vocab_size)
             other = dataclasses.replace(how, tokens=tokens, seed=how.seed ^ APART, chunk=1)
             sampling_layer(plain, plain.target, NoDraft(), prompts, other, memo=chunks)
             spent = time.perf_counter() - start
@@ -52,22 +52,22 @@ class Pilot:
         kept = memo.once("pilot", made)
         return cls([(list(ids), start) for ids, start in kept["texts"]], kept["seconds"])
 
-    def answers(self, plain: Plain, how: Setting) -> list[power.Answer]:
+    def answers(self, plain: Plain, how: Setting) -> list[power.AnswerDistributions]:
         """Their distributions, by plain passes."""
-        left, found = power.laws_wanted(plain.target.vocab_size), list[power.Answer]()
+        left, found = power.rows_wanted(plain.target.vocab_size), list[power.AnswerDistributions]()
         for ids, start in self.texts:
             if left <= 0:
                 break
             logits = next(plain.in_batches([(ids, start)], how.guidance))[1][:left]
             rows = range(len(logits)) if how.sampling.uses_history else ()
             past = [ids[: start + i] for i in rows]
-            found.append(power.Answer.of(logits, how.sampling, past))
+            found.append(power.AnswerDistributions.of(logits, how.sampling, past))
             left -= len(logits)
         return found
 
 
 @dataclass(frozen=True)
-class Size:
+class SampleSize:
     """tokens: of the sample. reached: whether they find what is asked for. seconds: of one of
     them, see Pilot."""
 
@@ -76,11 +76,13 @@ class Size:
     seconds: float
 
 
-def sized(pilot: Pilot, plain: Plain, how: Setting, alpha: float, detect: float, most: int) -> Size:
+def sized(
+    pilot: Pilot, plain: Plain, how: Setting, alpha: float, detect: float, most: int
+) -> SampleSize:
     """The fewest tokens of STEPS, at most `most`, with which a bias of `detect` in any family is
     surely found, however many of the sample's tests there turn out to be."""
     bank = Bank(plain.target.vocab_size, how.seed, plain.target.device)
     steps = [*(n for n in STEPS if n < most), most]
     known = power.Power(pilot.answers(plain, how), bank, steps[0], alpha, most_tests(bank))
     found = power.enough(known, detect, how.seed, steps)
-    return Size(found or most, found is not None, pilot.seconds)
+    return SampleSize(found or most, found is not None, pilot.seconds)

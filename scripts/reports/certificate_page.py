@@ -62,7 +62,8 @@ def _evidence(layer: dict[str, Any]) -> str:
         return f"{layer['tokens']:,} tokens" + (f", p = {layer['p']:.3g}" if "p" in layer else "")
     if layer["name"] == "exact":
         return (
-            f"{layer['cases']} toy worlds, {layer['branches']} branches: law off by at most "
+            f"{layer['cases']} toy worlds, {layer['branches']} branches: distribution off "
+            "by at most "
             f"{layer['max_error']:.1e}; {layer['edge_cases']} at the edges of float32 by "
             f"{layer['edge_max_error']:.1e}; the whole loop by {layer['loop_max_error']:.1e}"
         )
@@ -74,7 +75,7 @@ def _evidence(layer: dict[str, Any]) -> str:
         )
     if layer["name"] == "passes":
         return (
-            "mean total variation between the verifier's and plain decoding's law "
+            "mean total variation between the verifier's and plain decoding's distribution "
             f"{layer['variation']:.2g}; two plain computations "
             f"{layer['two_plain_computations']['variation']:.2g}"
         )
@@ -175,7 +176,7 @@ def _families(power: dict[str, Any]) -> Table:
 def _strata(layer: dict[str, Any]) -> Table:
     plainly = layer["two_plain_computations"]
     columns: list[tuple[str, Any]] = [
-        ("verifier's law beside plain decoding's", lambda s: s["stratum"]),
+        ("verifier's distribution beside plain decoding's", lambda s: s["stratum"]),
         ("tokens", lambda s: f"{s['tokens']:,}"),
         ("mean total variation", lambda s: f"{s['variation']:.2g}"),
         ("shifted far", lambda s: str(s["far"])),
@@ -187,20 +188,20 @@ def _strata(layer: dict[str, Any]) -> Table:
 def _controls(paper: dict[str, Any]) -> Table:
     def evidence(c: dict[str, Any]) -> str:
         if c["p"] is not None:
-            told = f"p = {c['p']:.2g} after {c['tokens']:,} tokens, drafter {c['drafter']}"
+            message = f"p = {c['p']:.2g} after {c['tokens']:,} tokens, drafter {c['drafter']}"
             if own := c.get("faint"):
-                told = (
-                    f"T = 1: {told}; at T = {own['temperature']:g} all but right, p = "
+                message = (
+                    f"T = 1: {message}; at T = {own['temperature']:g} all but right, p = "
                     f"{own['p']:.2g} after {own['tokens']:,}"
                 )
-            return told
+            return message
         if "defects" in c:
-            told = f"{c['defects']} of {c['prompts']} outputs differ"
+            message = f"{c['defects']} of {c['prompts']} outputs differ"
             strange = c["not_the_verifiers_best"]
-            return f"{told}, {strange} tokens not the verifier's best" if strange else told
+            return f"{message}, {strange} tokens not the verifier's best" if strange else message
         if "variation" in c:
-            told = f"mean total variation {c['variation']:.2g}"
-            return f"{told}, two plain computations {c['two_plain']:.2g}"
+            message = f"mean total variation {c['variation']:.2g}"
+            return f"{message}, two plain computations {c['two_plain']:.2g}"
         return f"{c['measured']:.3g} (correct code {c['correct_code']:.2g}, limit {c['limit']:g})"
 
     rows = [
@@ -236,7 +237,8 @@ def _drawing(draw: Callable[[Axes, dict[str, Any]], None], shown: dict[str, Any]
 
 
 def _histogram(ax: Axes, layer: dict[str, Any]) -> None:
-    """Density of the transforms of the emitted tokens, a line per stratum; 1 is the law's."""
+    """Density of the transforms of the emitted tokens, a line per stratum; 1 is the
+    distribution's."""
     for i, (name, counts) in enumerate(layer["histograms"].items()):
         total, cells = sum(counts), len(counts)
         ax.stairs(
@@ -251,7 +253,9 @@ def _histogram(ax: Axes, layer: dict[str, Any]) -> None:
     ax.axhspan(1 - width, 1 + width, color=plots.MUTED, alpha=0.15, linewidth=0)
     ax.set_ylim(0, None)
     ax.set_title("Density of the transforms")
-    ax.set_xlabel("1 = as the target's law says; band: three standard deviations of all tokens")
+    ax.set_xlabel(
+        "1 = as the target's distribution says; band: three standard deviations of all tokens"
+    )
     ax.legend(loc="lower left")
 
 

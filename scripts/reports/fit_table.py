@@ -121,5 +121,5 @@ def matrix(report: Report) -> Table:
             length = number(cell["accepted_length"]["mean"])
             cells.append(f"{length}, {change(cell['against_before'])}" if at else length)
         lines.append([name, *cells])
-    asked = [f"{name} ({rows[0]['by_category'][name]['prompts']})" for name in names]
-    return Table(["drafter", *asked], lines)
+    requested = [f"{name} ({rows[0]['by_category'][name]['prompts']})" for name in names]
+    return Table(["drafter", *requested], lines)

@@ -65,7 +65,8 @@ BARS = {
 WORDS = {
     "acceptance_by_position": "Acceptance by depth in the draft, a line per drafter.",
     "accepted_length_by_category": "Accepted length by category with intervals, a dot per drafter.",
-    "time_per_token": "Milliseconds per token by part: target, drafter, law, verification, cache, "
+    "time_per_token": "Milliseconds per token by part: target, drafter, distribution, "
+    "verification, cache, "
     "Python.",
 }
 
@@ -76,8 +77,8 @@ def described(name: str, report: dict[str, Any]) -> str:
         return WORDS[name]
     title, unit = BARS[name]
     known = [r for r in report["drafters"] if r.get(name) and r[name]["mean"] is not None]
-    told = [f"{r['label']} {interval(r[name], 2, unit)}" for r in known]
-    return f"{title}: {'; '.join(told)}"
+    message = [f"{r['label']} {interval(r[name], 2, unit)}" for r in known]
+    return f"{title}: {'; '.join(message)}"
 
 
 def best_of(report: dict[str, Any]) -> dict[str, Any] | None:
@@ -99,7 +100,7 @@ def headline(report: dict[str, Any]) -> tuple[str, str]:
         return f"{best['label']} makes {report['target']['name']} {speed:.2f}× as fast", sub
     if high is not None and high < 1:
         what = f"the fastest, {best['label']}, runs at {speed:.2f}× plain decoding"
-        return f"No drafter pays here: {what}", sub
+        return f"No drafter is faster here: {what}", sub
     return f"{best['label']}: {speed:.2f}× plain decoding, not clearly faster on this machine", sub
 
 
@@ -174,13 +175,13 @@ def batches(report: dict[str, Any]) -> Table | None:
         at = stops_paying(row["points"])["stops_at"]
         if at is None:
             return f"not up to {sizes[-1]}"
-        return "never pays" if at == sizes[0] else f"batch {at}"
+        return "is never faster" if at == sizes[0] else f"batch {at}"
 
     columns: list[tuple[str, Any]] = [("drafter", lambda r: r["label"])]
     columns += [(f"batch {size}", functools.partial(cell, size)) for size in sizes]
     columns += [
         ("stops paying at", verdict),
-        ("clearly pays up to", lambda r: str(stops_paying(r["points"])["pays_up_to"] or "–")),
+        ("clearly faster up to", lambda r: str(stops_paying(r["points"])["pays_up_to"] or "–")),
     ]
     rows = [{"label": label, "points": points} for label, points in found.items()]
     return Table.of(columns, rows)

@@ -50,8 +50,8 @@ def by_category(report: dict[str, Any]) -> Table:
             f"{part['name'].rpartition('/')[2]} {part['accepted']} ({part['alone']} alone)"
             for part in row.get("by_drafter", [])
         ]
-        told = [row["label"], interval(row["accepted_length"]), *map(number, cells)]
-        lines.append([*told, ", ".join(shares) or "–"])
+        message = [row["label"], interval(row["accepted_length"]), *map(number, cells)]
+        lines.append([*message, ", ".join(shares) or "–"])
     return Table(head, lines, title(report), words=(0, -1))
 
 
@@ -173,17 +173,17 @@ def columns_of(report: dict[str, Any]) -> Columns:
 
 def title(report: dict[str, Any]) -> str:
     s = report["settings"]
-    law = law_of(s["temperature"])
-    law += f", top-k {s['top_k']}" if s["top_k"] else ""
-    law += f", top-p {s['top_p']:g}" if s["top_p"] < 1 else ""
-    return f"{report['target']['name']} · {law} · {asked(s)}"
+    distribution = distribution_of(s["temperature"])
+    distribution += f", top-k {s['top_k']}" if s["top_k"] else ""
+    distribution += f", top-p {s['top_p']:g}" if s["top_p"] < 1 else ""
+    return f"{report['target']['name']} · {distribution} · {requested(s)}"
 
 
-def law_of(temperature: float) -> str:
+def distribution_of(temperature: float) -> str:
     return "greedy (T = 0)" if temperature == 0 else f"T = {temperature:g}"
 
 
-def asked(s: dict[str, Any]) -> str:
+def requested(s: dict[str, Any]) -> str:
     """How a report's prompts were answered, from its settings."""
     return f"{s['dtype']} · batch {s['batch_size']} · {s['num_prompts']} prompts"
 
@@ -214,13 +214,13 @@ def by_suite(found: dict[str, Any]) -> Table:
 def ranking(report: dict[str, Any]) -> Table:
     """The order of the rows that draft, ranks shared where the intervals cannot part them."""
     label = {r["name"]: r["label"] for r in report["drafters"]}
-    told = "not to be told from"
+    message = "statistically tied with"
     columns: Columns = [
         ("drafter", lambda r: f"{r['rank']}. {r['label']}"),
         ("speedup", lambda r: interval(r["speedup"], 2, "×")),
-        (told, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–"),
+        (message, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–"),
     ]
-    named = {"title": f"ranking, {title(report)}", "words": (0, -1), "prose": (told,)}
+    named = {"title": f"ranking, {title(report)}", "words": (0, -1), "prose": (message,)}
     return Table.of(columns, report["ranking"], **named)
 
 
@@ -305,7 +305,8 @@ def _doubts(row: Row, target: dict[str, Any]) -> list[str]:
     limit, length = row.get("break_even"), row["accepted_length"]["mean"]
     if limit is not None and length is not None and length < limit:
         lines.append(
-            f"{row['label']} does not pay here: its cycles take {limit:.2f} plain tokens' time and "
+            f"{row['label']} is not faster here: its cycles take {limit:.2f} plain tokens' "
+            "time and "
             f"give {length:.2f} tokens."
         )
     if (row.get("parameters") or 0) >= (target.get("parameters") or float("inf")):

@@ -52,7 +52,7 @@ def headline(report: dict[str, Any]) -> str:
     """What came out, and no more than was measured."""
     chosen = report["chosen"]
     if not chosen["pays"]:
-        return f"{_label(report)} does not pay here: plain decoding is faster"
+        return f"{_label(report)} is not faster here: plain decoding is faster"
     best = f"{_label(report)} drafts best as {chosen['name']}"
     if not report["plain_pass_ms"]["steady"]:
         return f"{best}, on a machine too busy to time"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.reports.score_table import asked, law_of, unsteady
+from scripts.reports.score_table import distribution_of, requested, unsteady
 from scripts.reports.table import Columns, Table, interval, number, percent
 
 HEADER = ("settings", "accepted length", "predicted", "tokens/s", "predicted", "error", "speedup")
@@ -17,7 +17,7 @@ def table(report: dict[str, Any]) -> Table:
     return Table(
         HEADER,
         [_line(row, row["measured"]) for row in rows],
-        f"{where} · {law_of(s['temperature'])} · {asked(s)}",
+        f"{where} · {distribution_of(s['temperature'])} · {requested(s)}",
         sentences(report),
         best=[row["name"] for row in rows].index(report["chosen"]["name"]),
     )

@@ -58,8 +58,8 @@ def against_k(ax: Axes, report: Report) -> None:
         for kind, size, key, style in LINES:
             points = t["curves"].get(kind) or []
             if points:
-                told = f"{label}, {kind} of {size}"
-                curve(ax, points, (key, "speedup"), style, color=color, lw=1.8, label=told)
+                message = f"{label}, {kind} of {size}"
+                curve(ax, points, (key, "speedup"), style, color=color, lw=1.8, label=message)
         for row in t.get("rows", []):
             at = row["settings"].get("nodes") or row["settings"].get("depth")
             found = row["measured"]["speedup"]

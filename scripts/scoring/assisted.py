@@ -23,7 +23,7 @@ import torch
 
 from conf.errors import UserError
 from decode.draft_model import DraftModel
-from decode.engine import Cycle, Generation, Request, Run, Timing
+from decode.engine import Cycle, DecodedRun, Generation, Request, Timing
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts.scoring.reference import Pass, generated, room, settings, without_wishes
@@ -44,13 +44,13 @@ class Assisted:
     draft: Target | None
     tokens: int | None
 
-    def __call__(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Run:
+    def __call__(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> DecodedRun:
         """Decode `requests` one by one with target.model.generate."""
         timing = Timing()
         with self.target.as_loaded() as model, contextlib.ExitStack() as stack:
             helper = stack.enter_context(self.draft.as_loaded()) if self.draft else None
             found = [self._one(r, model, helper, sampling, seed, timing) for r in requests]
-        return Run(found, timing, law_rows=0)
+        return DecodedRun(found, timing, probs_rows=0)
 
     def _one(
         self,

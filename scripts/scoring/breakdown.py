@@ -49,20 +49,22 @@ def again(
     rows: Sequence[dict[str, Any]],
     target: Target,
     prompts: Sequence[Prompt],
-    lanes: Sequence[contest.Lane],
-    settings: contest.Settings,
+    systems: Sequence[contest.System],
+    settings: contest.ContestSettings,
 ) -> None:
     """Replace the `breakdown` of report.json's `rows` by that of `prompts`, decoded once more
     with a clock that waits. Rows of transformers lose theirs: their parts cannot be waited for
     from outside. So do all without `prompts`."""
-    ours = [lane for lane in lanes if lane.kind != "reference"]
+    ours = [system for system in systems if system.kind != "reference"]
     waiting = dataclasses.replace(settings, wait=True)
-    every: list[contest.Lap] = []
+    every: list[contest.TimedRun] = []
     if prompts:
-        every = contest.run_contest(target, prompts, ours, waiting, quiet=True).laps
+        every = contest.run_contest(target, prompts, ours, waiting, quiet=True).timed_runs
     source = f"{len(prompts)} prompts decoded once more, waiting for the device at every part"
     for row in rows:
-        laps = [lap for lap in every if lap.drafter == row["name"]]
-        tokens = sum(lap.decoded for lap in laps)
-        told = breakdown([lap.timing for lap in laps], tokens, row["speedup"]["mean"], source)
-        row["breakdown"], row["ms_per_token"] = told, told["ms_per_token"] if told else {}
+        timed_runs = [timed_run for timed_run in every if timed_run.drafter == row["name"]]
+        tokens = sum(timed_run.decoded for timed_run in timed_runs)
+        message = breakdown(
+            [timed_run.timing for timed_run in timed_runs], tokens, row["speedup"]["mean"], source
+        )
+        row["breakdown"], row["ms_per_token"] = message, message["ms_per_token"] if message else {}

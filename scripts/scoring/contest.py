@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from conf.errors import UserError
-from decode.engine import Cycle, Generation, Request, Run, Timing
+from decode.engine import Cycle, DecodedRun, Generation, Request, Timing
 from decode.sampling import Sampling
 from decode.target import Target
-from heads.names import Draft
+from heads.names import DraftSpec
 from scripts.common.memo import Memo
 from scripts.common.progress import Steps, columns
 from scripts.common.prompts import Prompt, chat_ids, question_ids
@@ -30,7 +30,7 @@ History = dict[str, list[dict[str, str]]]  # prompt id -> messages
 
 
 @dataclass(frozen=True)
-class Settings:
+class ContestSettings:
     """What all drafters share."""
 
     sampling: Sampling
@@ -42,7 +42,7 @@ class Settings:
 
 
 @dataclass
-class Lane:
+class System:
     """A row of the table. run(requests, settings) -> Run. name: as the user wrote it, made
     unique; label: short.
 
@@ -58,17 +58,17 @@ class Lane:
     shape: str
     depth: int
     nodes: int
-    run: Callable[[Sequence[Request], Settings], Run]
+    run: Callable[[Sequence[Request], ContestSettings], DecodedRun]
     target: Target | None = None
     group: str = ""
     base: str = "none"
     facts: dict[str, Any] = field(default_factory=dict)
-    draft: Draft | None = None
+    draft: DraftSpec | None = None
     files: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass
-class Answer:
+class ScoredAnswer:
     """What one drafter wrote for one turn of one prompt."""
 
     drafter: str
@@ -79,7 +79,7 @@ class Answer:
 
 
 @dataclass
-class Lap:
+class TimedRun:
     """One timed call: a chunk of prompts at the same turn, run by one drafter. tokens: all,
     prefill's included; first: those of the prefill (None: one for each prompt). peak: bytes of
     memory at most."""
@@ -105,8 +105,8 @@ class Contest:
     sittings: when the run began, and when it went on after it had been stopped.
     """
 
-    answers: list[Answer] = field(default_factory=list)
-    laps: list[Lap] = field(default_factory=list)
+    answers: list[ScoredAnswer] = field(default_factory=list)
+    timed_runs: list[TimedRun] = field(default_factory=list)
     skipped_turns: list[dict[str, Any]] = field(default_factory=list)
     lost: list[dict[str, str]] = field(default_factory=list)
     sittings: list[str] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Contest:
         ids = {p.id for p in chunk}
         return {
             "answers": [asdict(one) for one in self.answers if one.prompt_id in ids],
-            "laps": [asdict(one) for one in self.laps if ids.issuperset(one.prompts)],
+            "laps": [asdict(one) for one in self.timed_runs if ids.issuperset(one.prompts)],
             "skipped_turns": [one for one in self.skipped_turns if one["prompt_id"] in ids],
             "lost": self.lost,
             "sitting": self.sittings[-1],
@@ -128,49 +128,51 @@ class Contest:
         self.lost += [one for one in part["lost"] if one not in self.lost]
         self.sittings += [part["sitting"]] if part["sitting"] not in self.sittings else []
         lost = {one["name"] for one in self.lost}
-        self.answers += [Answer(**one | _generation(one)) for one in part["answers"]]
-        self.laps += [Lap(**one | _timing(one)) for one in part["laps"]]
+        self.answers += [ScoredAnswer(**one | _generation(one)) for one in part["answers"]]
+        self.timed_runs += [TimedRun(**one | _timing(one)) for one in part["laps"]]
         self.answers = [one for one in self.answers if one.drafter not in lost]
-        self.laps = [one for one in self.laps if one.drafter not in lost]
+        self.timed_runs = [one for one in self.timed_runs if one.drafter not in lost]
 
-    def run(self, lane: Lane, requests: Sequence[Request], settings: Settings) -> Run | None:
-        """What a lane answers; None for one that is lost. A server is beyond our power: its failure
-        costs its own row alone, that of any other lane is raised."""
-        if any(one["name"] == lane.name for one in self.lost):
+    def run(
+        self, system: System, requests: Sequence[Request], settings: ContestSettings
+    ) -> DecodedRun | None:
+        """What a system answers; None for one that is lost. A server is beyond our power:
+        its failure costs its own row alone, that of any other system is raised."""
+        if any(one["name"] == system.name for one in self.lost):
             return None
         try:
-            return lane.run(requests, settings)
+            return system.run(requests, settings)
         except UserError as error:
-            if not lane.facts.get("totals_alone"):
+            if not system.facts.get("totals_alone"):
                 raise
-            self.lost.append({"name": lane.name, "reason": str(error)})
-            self.answers = [one for one in self.answers if one.drafter != lane.name]
-            self.laps = [one for one in self.laps if one.drafter != lane.name]
+            self.lost.append({"name": system.name, "reason": str(error)})
+            self.answers = [one for one in self.answers if one.drafter != system.name]
+            self.timed_runs = [one for one in self.timed_runs if one.drafter != system.name]
             return None
 
     def note(
-        self, lane: Lane, live: Sequence[Prompt], turn: int, run: Run, most: int | None
+        self, system: System, live: Sequence[Prompt], turn: int, run: DecodedRun, most: int | None
     ) -> None:
-        """What a lane answered to the prompts `live`. most: bytes of memory."""
+        """What a system answered to the prompts `live`. most: bytes of memory."""
         tokens = sum(len(g.token_ids) for g in run.generations)
         first = sum(g.cycles[0].start if g.cycles else len(g.token_ids) for g in run.generations)
         unit = tuple(p.id for p in live)
-        self.laps.append(Lap(lane.name, unit, turn, run.timing, tokens, first, most))
+        self.timed_runs.append(TimedRun(system.name, unit, turn, run.timing, tokens, first, most))
         for p, generation in zip(live, run.generations, strict=True):
-            self.answers.append(Answer(lane.name, p.id, turn, p.category, generation))
+            self.answers.append(ScoredAnswer(system.name, p.id, turn, p.category, generation))
 
 
 def _generation(answer: dict[str, Any]) -> dict[str, Any]:
     """The generation of an answer that was read back from JSON."""
-    told = answer["generation"]
+    message = answer["generation"]
     lists = ("ranks", "drafters")
-    cycles = [Cycle(**one | {key: tuple(one[key]) for key in lists}) for one in told["cycles"]]
-    return {"generation": Generation(**told | {"cycles": cycles})}
+    cycles = [Cycle(**one | {key: tuple(one[key]) for key in lists}) for one in message["cycles"]]
+    return {"generation": Generation(**message | {"cycles": cycles})}
 
 
-def _timing(lap: dict[str, Any]) -> dict[str, Any]:
-    """What JSON has made of a lap's prompts and timing, undone."""
-    return {"prompts": tuple(lap["prompts"]), "timing": Timing(**lap["timing"])}
+def _timing(timed_run: dict[str, Any]) -> dict[str, Any]:
+    """What JSON has made of a timed run's prompts and timing, undone."""
+    return {"prompts": tuple(timed_run["prompts"]), "timing": Timing(**timed_run["timing"])}
 
 
 class Talks:
@@ -181,7 +183,7 @@ class Talks:
         self.numbers = {p.id: i for i, p in enumerate(prompts)}
         self.history: dict[str, History] = {g: {p.id: [] for p in prompts} for g in groups}
 
-    def asked(
+    def requested(
         self, asking: Sequence[Prompt], turn: int, limit: int, skipped: list[dict[str, Any]]
     ) -> tuple[list[Prompt], dict[str, list[Request]]]:
         """The prompts whose turn can be asked in every group, and each group's requests for
@@ -205,7 +207,7 @@ class Talks:
                 requests[group].append(Request(ids, limit, id=number))
         return live, requests
 
-    def remember(self, group: str, live: Sequence[Prompt], run: Run) -> None:
+    def remember(self, group: str, live: Sequence[Prompt], run: DecodedRun) -> None:
         """Answers that later turns of a group go on from."""
         for p, generation in zip(live, run.generations, strict=True):
             text = self.target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
@@ -215,20 +217,20 @@ class Talks:
 def run_contest(
     target: Target,
     prompts: Sequence[Prompt],
-    lanes: Sequence[Lane],
-    settings: Settings,
+    systems: Sequence[System],
+    settings: ContestSettings,
     quiet: bool = False,
     memo: Memo | None = None,
     name: str = "contest",
 ) -> Contest:
-    """Run every lane on every prompt. Chunks of prompts that all lanes have answered are kept in
-    `memo` under `name`, and those that are there already are not run again: a chunk is what the
-    lanes are compared on, so no comparison spans a stop.
+    """Run every system on every prompt. Chunks of prompts that all systems have answered are
+    kept in `memo` under `name`, and those that are there already are not run again: a chunk
+    is what the systems are compared on, so no comparison spans a stop.
 
     Raises UserError when the first turn of a prompt does not fit the context; a later turn
     that does not fit, because the history grew, is skipped for all drafters and noted.
     """
-    contest, talks = Contest(), Talks(target, prompts, {lane.group: None for lane in lanes})
+    contest, talks = Contest(), Talks(target, prompts, {system.group: None for system in systems})
     first = _first_questions(target, prompts)
     size = settings.batch_size
     chunks = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]
@@ -237,37 +239,37 @@ def run_contest(
     known = memo.lines(name)
     for part in known:
         contest.take(part)
-        for lane in lanes:
-            lane.facts |= {"tells": False} if lane.name in part["silent"] else {}
+        for system in systems:
+            system.facts |= {"tells": False} if system.name in part["silent"] else {}
     if len(known) == len(chunks):
         return contest
     contest.sittings.append(datetime.now(UTC).isoformat())
-    _warm_up(contest, lanes, first[0], settings)
+    _warm_up(contest, systems, first[0], settings)
     with Steps(*columns(28), quiet=quiet, transient=True) as progress:
-        total, done = (len(lanes) * sum(some) for some in (turns, turns[: len(known)]))
+        total, done = (len(systems) * sum(some) for some in (turns, turns[: len(known)]))
         task = progress.add_task("scoring", total=total, completed=done, name="scoring")
         for number, chunk in list(enumerate(chunks))[len(known) :]:
             for turn in range(turns[number]):
                 asking = [p for p in chunk if turn < len(p.turns)]
-                live, requests = talks.asked(
+                live, requests = talks.requested(
                     asking, turn, settings.max_new_tokens, contest.skipped_turns
                 )
-                for k in range(len(lanes)):
-                    lane = lanes[(k + number) % len(lanes)]
+                for k in range(len(systems)):
+                    system = systems[(k + number) % len(systems)]
                     progress.update(
                         task,
-                        description=clipped(lane.label, 28),
-                        note=f"prompt {number * size + 1} of {len(prompts)}, {lane.label}",
+                        description=clipped(system.label, 28),
+                        note=f"prompt {number * size + 1} of {len(prompts)}, {system.label}",
                     )
                     if live:
                         reset_peak(target.device)
-                        run = contest.run(lane, requests[lane.group], settings)
+                        run = contest.run(system, requests[system.group], settings)
                         if run is not None:
-                            contest.note(lane, live, turn, run, peak_bytes(target.device))
-                        if run is not None and lane.name == lane.base:
-                            talks.remember(lane.group, live, run)
+                            contest.note(system, live, turn, run, peak_bytes(target.device))
+                        if run is not None and system.name == system.base:
+                            talks.remember(system.group, live, run)
                     progress.advance(task)
-            silent = [lane.name for lane in lanes if not lane.facts.get("tells", True)]
+            silent = [system.name for system in systems if not system.facts.get("tells", True)]
             memo.add(name, contest.part(chunk) | {"silent": silent})
     return contest
 
@@ -294,9 +296,11 @@ def request_id(prompt: int, turn: int) -> int:
     return (later << 40) + 64 * prompt + place
 
 
-def _warm_up(contest: Contest, lanes: Sequence[Lane], ids: list[int], settings: Settings) -> None:
-    greedy = Settings(
+def _warm_up(
+    contest: Contest, systems: Sequence[System], ids: list[int], settings: ContestSettings
+) -> None:
+    greedy = ContestSettings(
         Sampling(), min(WARM_UP_TOKENS, settings.max_new_tokens), 1, settings.seed, settings.verify
     )
-    for lane in lanes:
-        contest.run(lane, [Request(ids, greedy.max_new_tokens)], greedy)
+    for system in systems:
+        contest.run(system, [Request(ids, greedy.max_new_tokens)], greedy)

@@ -12,18 +12,18 @@ from conf.errors import UserError
 from conf.jsonl import records
 from heads import settings_folder
 from scripts.scoring import names
-from scripts.scoring.contest import Lane
+from scripts.scoring.contest import System
 
 
-def extras(lanes: Iterable[Lane]) -> dict[str, Any]:
+def extras(systems: Iterable[System]) -> dict[str, Any]:
     """{"learning": label -> evaluations by step} of a report's drafters; one that is no head,
     and one without a log, is left out. Never raises for what lies there."""
     learning: dict[str, Any] = {}
-    for draft in [part for lane in lanes if lane.draft for part in lane.draft.each]:
+    for draft in [part for system in systems if system.draft for part in system.draft.each]:
         try:
             folder = settings_folder(draft)
         except UserError:
-            # Sound when the lane was made: what happened to it since costs no measured report.
+            # Sound when the system was made: what happened to it since costs no measured report.
             continue
         points = evaluations(folder) if folder is not None else []
         if len(points) > 1:

@@ -92,7 +92,12 @@ def _levels(name: str) -> list[str]:
     """Ever longer labels of a name, the name itself last."""
     if (server := SERVER.fullmatch(name)) is not None:
         return [server[1], name]
-    whole, extra = re.fullmatch(r"(.*?)((?: \(\w+\)| #\d+)*)", name, re.S).groups()  # type: ignore[union-attr]
+    whole, extra = re.fullmatch(
+        r"(.*?)((?: \(\w+\)| "
+        r"#\d+)*)",
+        name,
+        re.S,
+    ).groups()  # type: ignore[union-attr]
     lead = [ASSISTED] if whole.startswith(f"{ASSISTED}@") else []
     drafters = members(whole)
     if len(drafters) > 1:  # every one of them longer at the same time
@@ -102,10 +107,10 @@ def _levels(name: str) -> list[str]:
         return list(dict.fromkeys([*(level + extra for level in levels), name]))
     path, options = split(whole.removeprefix(f"{ASSISTED}@"))
     parts = [[*PurePath(part).parts] or [part] for part in (*lead, path, *options)]
-    told = [[p for p in folders if p not in INSIDE] or folders for folders in parts]
+    message = [[p for p in folders if p not in INSIDE] or folders for folders in parts]
     deepest = max(map(len, parts))
     found = []
-    for source in (told, parts):
+    for source in (message, parts):
         for count in range(1, deepest + 1):
             short = [folders[-count - (folders[-1] in INSIDE) :] for folders in source]
             found.append(

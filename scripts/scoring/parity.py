@@ -14,29 +14,29 @@ from heads import head_folder, load_head, save_head
 from heads.parity import Parity, check
 from scripts.common.progress import Steps, columns
 from scripts.common.prompts import Prompt, question_ids
-from scripts.scoring.contest import Lane
+from scripts.scoring.contest import System
 
 
 def gates(
-    lanes: Sequence[Lane],
+    systems: Sequence[System],
     target: Target,
     prompts: Sequence[Prompt],
     count: int,
     tokens: int,
     quiet: bool = False,
 ) -> dict[str, Parity]:
-    """Folder -> what the gate found, for every head that some lane drafts with, on that lane's
+    """Folder -> what the gate found, for every head that some system drafts with, on that system's
     own target; `count` prompts (0: no gate), answers of `tokens`. Each head is saved once more
     and read back.
 
-    Raises UserError for a head that has vanished or changed since its lane was made.
+    Raises UserError for a head that has vanished or changed since its system was made.
     """
     heads: dict[str, tuple[Path, Target]] = {}
-    for lane in lanes if count else ():
-        for part in lane.draft.each if lane.draft else ():
+    for system in systems if count else ():
+        for part in system.draft.each if system.draft else ():
             if folder := head_folder(part):
-                heads.setdefault(part.source, (folder, lane.target or target))
-    asked = [question_ids(target.tokenizer, p.turns[0]) for p in prompts[:count]]
+                heads.setdefault(part.source, (folder, system.target or target))
+    requested = [question_ids(target.tokenizer, p.turns[0]) for p in prompts[:count]]
     found = {}
     with Steps(*columns(28), quiet=quiet, transient=True) as bar:
         task = bar.add_task("parity gate", total=len(heads))
@@ -46,6 +46,6 @@ def gates(
                 copy = Path(place) / "head"
                 save_head(head, copy, own.identity)
                 reload = functools.partial(load_head, copy, own)
-                found[name] = check(head, own, asked, tokens, reload=reload)
+                found[name] = check(head, own, requested, tokens, reload=reload)
             bar.advance(task)
     return found

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from conf.rules import SEEDS
-from decode.engine import Cycle, Generation, Request, Run, Timing
+from decode.engine import Cycle, DecodedRun, Generation, Request, Timing
 from decode.sampling import Sampling
 from decode.target import Target
 
@@ -139,7 +139,7 @@ def generated(
 def without_wishes(model: Any, **fields: Any) -> Iterator[None]:
     """The model with no generation_config of its own but `fields`. `generate` fills every
     setting that a run leaves open from there: repetition_penalty, suppress_tokens or num_beams
-    of the model would become part of the law."""
+    of the model would become part of the distribution."""
     kept = model.generation_config
     model.generation_config = GenerationConfig(**fields)
     try:
@@ -163,7 +163,7 @@ def hf_generate(
     batch_size: int = 1,
     seed: int = 0,
     guidance: float | None = None,
-) -> Run:
+) -> DecodedRun:
     """Decode `requests` with target.model.generate under the same settings, left-padded in
     batches.
 
@@ -171,8 +171,8 @@ def hf_generate(
 
     A token drawn after the first is a cycle of length one, as for `none`. Random numbers come
     from torch's global generator, seeded per batch and restored afterwards: samples differ
-    from our engine's, their law does not. Rows run one by one where their padding could reach
-    the end of the context or the switch of a rotary embedding.
+    from our engine's, their distribution does not. Rows run one by one where their padding
+    could reach the end of the context or the switch of a rotary embedding.
     """
     timing, generations = Timing(), []
     for start in range(0, len(requests), batch_size):
@@ -180,7 +180,7 @@ def hf_generate(
         longest = max(len(r.prompt) for r in rows) + max(r.max_new_tokens for r in rows)
         for batch in [rows] if longest <= target.span else [[row] for row in rows]:
             generations += _batch(target, batch, sampling, seed, timing, guidance)
-    return Run(generations, timing, law_rows=0)
+    return DecodedRun(generations, timing, probs_rows=0)
 
 
 def settings(

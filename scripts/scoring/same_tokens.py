@@ -18,7 +18,7 @@ import torch
 
 from decode.target import Target
 from scripts.proofs.greedy import Plain
-from scripts.scoring.contest import Answer, Contest, Lane
+from scripts.scoring.contest import Contest, ScoredAnswer, System
 
 # Gap, in units in the last place of the larger logit, up to which two evaluation orders may
 # disagree unmeasured.
@@ -28,20 +28,20 @@ PROBED = 4  # prompts on which rounding is measured
 SAFETY = 2  # a largest value over so few is no bound
 
 
-def lossless(contest: Contest, lanes: list[Lane], target: Target) -> dict[str, dict[str, Any]]:
+def lossless(contest: Contest, systems: list[System], target: Target) -> dict[str, dict[str, Any]]:
     """Per drafter: {checked, equal, within_rounding, beyond_rounding, differences: [...]}
     against its own `none`.
     measured_rounding: the distance that counts as rounding, where it had to be measured, else
         None."""
     found: dict[str, dict[str, Any]] = {}
     measured: dict[int, float] = {}
-    for lane in lanes:
-        baseline = {(a.prompt_id, a.turn): a for a in contest.answers if a.drafter == lane.base}
+    for system in systems:
+        baseline = {(a.prompt_id, a.turn): a for a in contest.answers if a.drafter == system.base}
         pairs = [
-            (baseline[a.prompt_id, a.turn], a) for a in contest.answers if a.drafter == lane.name
+            (baseline[a.prompt_id, a.turn], a) for a in contest.answers if a.drafter == system.name
         ]
         unequal = [(n, a) for n, a in pairs if n.generation.token_ids != a.generation.token_ids]
-        own = lane.target or target
+        own = system.target or target
         differences = [_difference(n, a, own) for n, a in unequal[:LOOKED_UP]]
         doubtful = [d for d in differences if d["gap"] is not None and not d["within_rounding"]]
         if doubtful and id(own) not in measured:
@@ -50,7 +50,7 @@ def lossless(contest: Contest, lanes: list[Lane], target: Target) -> dict[str, d
         for d in doubtful:
             d["within_rounding"] = d["gap"] <= measured[id(own)]
         beyond = [d for d in differences if not d["within_rounding"]]
-        found[lane.name] = {
+        found[system.name] = {
             "checked": len(pairs),
             "equal": len(pairs) - len(unequal),
             "within_rounding": len(differences) - len(beyond),
@@ -63,7 +63,7 @@ def lossless(contest: Contest, lanes: list[Lane], target: Target) -> dict[str, d
 
 
 @torch.inference_mode()
-def _difference(none: Answer, other: Answer, target: Target) -> dict[str, Any]:
+def _difference(none: ScoredAnswer, other: ScoredAnswer, target: Target) -> dict[str, Any]:
     a, b = none.generation.token_ids, other.generation.token_ids
     place = next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))

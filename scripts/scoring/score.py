@@ -19,7 +19,7 @@ import numpy as np
 from decode import stats
 from decode.engine import Cycle
 from scripts.scoring.breakdown import breakdown
-from scripts.scoring.contest import Answer, Contest, Lane, Lap
+from scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
 
 # 90th over 10th percentile of the time of a plain pass; a quiet machine stays below 1.2.
 UNSTEADY = 1.5
@@ -28,19 +28,26 @@ UNSTEADY = 1.5
 class Scores:
     """The contest, indexed by drafter and prompt."""
 
-    def __init__(self, contest: Contest, lanes: Sequence[Lane], seed: int = 0) -> None:
-        self.seed, self.lanes = seed, list(lanes)
+    def __init__(self, contest: Contest, systems: Sequence[System], seed: int = 0) -> None:
+        self.seed, self.systems = seed, list(systems)
         # servers that do not say what they accepted: of their cycles nothing is known
-        self.silent = {lane.name for lane in lanes if not lane.facts.get("tells", True)}
-        self.answers: dict[str, dict[str, list[Answer]]] = {lane.name: {} for lane in lanes}
-        self.laps: dict[str, dict[tuple[str, ...], list[Lap]]] = {lane.name: {} for lane in lanes}
+        self.silent = {system.name for system in systems if not system.facts.get("tells", True)}
+        self.answers: dict[str, dict[str, list[ScoredAnswer]]] = {
+            system.name: {} for system in systems
+        }
+        self.timed_runs: dict[str, dict[tuple[str, ...], list[TimedRun]]] = {
+            system.name: {} for system in systems
+        }
         for answer in contest.answers:
             self.answers[answer.drafter].setdefault(answer.prompt_id, []).append(answer)
-        for lap in contest.laps:
+        for timed_run in contest.timed_runs:
             # A chunk whose shorter prompts are through keeps its first prompt's unit.
-            units = self.laps[lap.drafter]
-            unit = next((u for u in units if lap.turn and set(lap.prompts) <= set(u)), lap.prompts)
-            units.setdefault(unit, []).append(lap)
+            units = self.timed_runs[timed_run.drafter]
+            unit = next(
+                (u for u in units if timed_run.turn and set(timed_run.prompts) <= set(u)),
+                timed_run.prompts,
+            )
+            units.setdefault(unit, []).append(timed_run)
         self.prompts = list(next(iter(self.answers.values()), {}))
         self.category = {
             p: rows[0].category for rows_of in self.answers.values() for p, rows in rows_of.items()
@@ -57,7 +64,7 @@ class Scores:
 
     def units(self, category: str | None = None) -> list[tuple[str, ...]]:
         """The timed units whose prompts are all of `category` (None: every unit)."""
-        units = next(iter(self.laps.values()), {})
+        units = next(iter(self.timed_runs.values()), {})
         return [
             u for u in units if category is None or all(self.category[p] == category for p in u)
         ]
@@ -70,9 +77,15 @@ class Scores:
         """
         tokens, seconds = [], []
         for unit in units:
-            laps = self.laps[name][unit]
-            tokens.append(float(sum(lap.tokens if whole else lap.decoded for lap in laps)))
-            timings = [lap.timing for lap in laps]
+            timed_runs = self.timed_runs[name][unit]
+            tokens.append(
+                float(
+                    sum(
+                        timed_run.tokens if whole else timed_run.decoded for timed_run in timed_runs
+                    )
+                )
+            )
+            timings = [timed_run.timing for timed_run in timed_runs]
             seconds.append(sum(t.total_s if whole else t.decode_s for t in timings))
         return tokens, seconds
 
@@ -90,26 +103,27 @@ class Scores:
         self, name: str, phases: Sequence[str], units: Sequence[tuple[str, ...]]
     ) -> dict[str, Any]:
         """Milliseconds per cycle spent in `phases`, resampled by unit."""
-        laps = [self.laps[name][unit] for unit in units]
+        timed_runs = [self.timed_runs[name][unit] for unit in units]
         spent = [
-            1000 * sum(getattr(lap.timing, f"{p}_s") for lap in one for p in phases) for one in laps
+            1000 * sum(getattr(timed_run.timing, f"{p}_s") for timed_run in one for p in phases)
+            for one in timed_runs
         ]
-        passes = [float(sum(lap.timing.cycles for lap in one)) for one in laps]
+        passes = [float(sum(timed_run.timing.cycles for timed_run in one)) for one in timed_runs]
         return plain(stats.ratio_interval(spent, passes, self.seed).json())  # type: ignore[no-any-return]
 
-    def break_even(self, lane: Lane, units: Sequence[tuple[str, ...]]) -> float | None:
+    def break_even(self, system: System, units: Sequence[tuple[str, ...]]) -> float | None:
         """Accepted length at which the drafter's cycles, as long as they were, would be as
         fast as plain decoding.
         """
-        _, spent = self.work(lane.name, units, False)
-        tokens, base = (sum(part) for part in self.work(lane.base, units, False))
+        _, spent = self.work(system.name, units, False)
+        tokens, base = (sum(part) for part in self.work(system.base, units, False))
         passes, plain_passes = (
-            sum(lap.timing.cycles for u in units for lap in self.laps[n][u])
-            for n in (lane.name, lane.base)
+            sum(timed_run.timing.cycles for u in units for timed_run in self.timed_runs[n][u])
+            for n in (system.name, system.base)
         )
-        if not lane.nodes or not passes or not plain_passes or not tokens or not base:
+        if not system.nodes or not passes or not plain_passes or not tokens or not base:
             return None
-        answers = [a for u in units for p in u for a in self.answers[lane.name][p]]
+        answers = [a for u in units for p in u for a in self.answers[system.name][p]]
         cycles = sum(len(a.generation.cycles) for a in answers)
         rows = cycles / passes if cycles else 1.0  # that a target pass serves on average
         return (sum(spent) / passes) / (base / tokens) / rows
@@ -118,54 +132,54 @@ class Scores:
         tokens, seconds = self.work(name, units, whole)
         return sum(tokens) / sum(seconds) if sum(seconds) > 0 else None
 
-    def row(self, lane: Lane) -> dict[str, Any]:
+    def row(self, system: System) -> dict[str, Any]:
         """One entry of report.json's `drafters`."""
         units = self.units()
-        clean = self.clean(lane.name, self.prompts)
-        speed = self._speed(lane, units)
+        clean = self.clean(system.name, self.prompts)
+        speed = self._speed(system, units)
         return plain(
             {
-                "name": lane.name,
-                "kind": lane.kind,
-                "shape": lane.shape,
-                "label": lane.label,
-                "max_depth": lane.depth,
-                "max_nodes": lane.nodes,
-                **self._accepted(lane, clean),
+                "name": system.name,
+                "kind": system.kind,
+                "shape": system.shape,
+                "label": system.label,
+                "max_depth": system.depth,
+                "max_nodes": system.nodes,
+                **self._accepted(system, clean),
                 **speed,
-                "group": lane.group,
-                "base": lane.base,
-                "break_even": self.break_even(lane, units),
-                "parameters": lane.facts.get("parameters"),
-                "bytes": lane.facts.get("bytes"),
-                "training": lane.facts.get("training"),
-                **{k: v for k, v in lane.facts.items() if k == "trained_for"},
-                **self._parts(lane, [c for cycles in clean for c in cycles]),
-                **self._times(lane, units, speed["speedup"]["mean"]),
+                "group": system.group,
+                "base": system.base,
+                "break_even": self.break_even(system, units),
+                "parameters": system.facts.get("parameters"),
+                "bytes": system.facts.get("bytes"),
+                "training": system.facts.get("training"),
+                **{k: v for k, v in system.facts.items() if k == "trained_for"},
+                **self._parts(system, [c for cycles in clean for c in cycles]),
+                **self._times(system, units, speed["speedup"]["mean"]),
                 "per_prompt": [
-                    self._prompt(lane, p, cycles)
+                    self._prompt(system, p, cycles)
                     for p, cycles in zip(self.prompts, clean, strict=True)
                 ],
                 "units": [
                     {"prompts": list(unit), "tokens": tokens, "seconds": spent}
                     for unit, tokens, spent in zip(
-                        units, *self.work(lane.name, units, False), strict=True
+                        units, *self.work(system.name, units, False), strict=True
                     )
                 ],
             }
         )
 
-    def _accepted(self, lane: Lane, clean: list[list[Cycle]]) -> dict[str, Any]:
+    def _accepted(self, system: System, clean: list[list[Cycle]]) -> dict[str, Any]:
         """What was written and accepted. clean: the cycles of every prompt that count."""
-        answers = [a for rows in self.answers[lane.name].values() for a in rows]
-        seen = [] if lane.name in self.silent else answers
+        answers = [a for rows in self.answers[system.name].values() for a in rows]
+        seen = [] if system.name in self.silent else answers
         splits = [stats.split(a.generation) for a in seen]
         flat = [c for cycles in clean for c in cycles]
         cut = [c for p in splits for c in p.cut]
         loop = [c for p in splits for c in p.loop]
-        totals = lane.facts.get("totals_alone", False)
+        totals = system.facts.get("totals_alone", False)
         everything = [
-            [c for a in self.answers[lane.name][p] if seen for c in a.generation.cycles]
+            [c for a in self.answers[system.name][p] if seen for c in a.generation.cycles]
             for p in self.prompts
         ]
         return {
@@ -184,40 +198,42 @@ class Scores:
             },
             "accepted_length_all_cycles": stats.accepted_length(everything, self.seed).json(),
             "by_category": {
-                c: self._category(lane, c) for c in sorted(set(self.category.values()))
+                c: self._category(system, c) for c in sorted(set(self.category.values()))
             },
         }
 
-    def _speed(self, lane: Lane, units: Sequence[tuple[str, ...]]) -> dict[str, Any]:
-        """Tokens per second, and against the lane's base."""
-        name = lane.name
+    def _speed(self, system: System, units: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+        """Tokens per second, and against the system's base."""
+        name = system.name
         return {
             "tokens_per_second": self.rate(name, units, False),
             "tokens_per_second_interval": stats.ratio_interval(
                 *self.work(name, units, False), self.seed
             ).json(),
-            "speedup": self.speedup(name, lane.base, units),
+            "speedup": self.speedup(name, system.base, units),
             "end_to_end": {
                 "tokens_per_second": self.rate(name, units, True),
-                "speedup": self.speedup(name, lane.base, units, whole=True),
+                "speedup": self.speedup(name, system.base, units, whole=True),
             },
         }
 
     def _times(
-        self, lane: Lane, units: Sequence[tuple[str, ...]], speedup: float | None
+        self, system: System, units: Sequence[tuple[str, ...]], speedup: float | None
     ) -> dict[str, Any]:
         """Peak memory, and where the time of a cycle goes."""
-        name = lane.name
-        laps = [lap for laps in self.laps[name].values() for lap in laps]
-        timings = [lap.timing for lap in laps]
+        name = system.name
+        timed_runs = [
+            timed_run for timed_runs in self.timed_runs[name].values() for timed_run in timed_runs
+        ]
+        timings = [timed_run.timing for timed_run in timed_runs]
         passes = sum(t.cycles for t in timings)
         draft, target = sum(t.draft_s for t in timings), sum(t.target_s for t in timings)
         checked = sum(t.verify_s + t.commit_s for t in timings)
         decoded = sum(self.work(name, units, False)[0])
-        outside = lane.facts.get("totals_alone", False)  # a server
+        outside = system.facts.get("totals_alone", False)  # a server
         parts = None if outside else breakdown(timings, decoded, speedup)
         inside = {  # what is seen in this process alone
-            "peak_bytes": max((lap.peak or 0 for lap in laps), default=0) or None,
+            "peak_bytes": max((timed_run.peak or 0 for timed_run in timed_runs), default=0) or None,
             "draft_ms_interval": self.cycle_ms(name, ("draft",), units),
             "verify_ms_interval": self.cycle_ms(name, ("target", "verify", "commit"), units),
             "draft_ms": _per(draft, passes),
@@ -232,11 +248,11 @@ class Scores:
             "breakdown": parts,
         }
 
-    def _parts(self, lane: Lane, flat: list[Cycle]) -> dict[str, Any]:
+    def _parts(self, system: System, flat: list[Cycle]) -> dict[str, Any]:
         """Who of a union proposed what was accepted; {} for a single drafter."""
-        parts = lane.facts.get("parts", [])
-        told = zip(parts, stats.acceptance_by_drafter(flat, len(parts)), strict=True)
-        rows = [{"name": n, "accepted": count, "alone": alone} for n, (count, alone) in told]
+        parts = system.facts.get("parts", [])
+        message = zip(parts, stats.acceptance_by_drafter(flat, len(parts)), strict=True)
+        rows = [{"name": n, "accepted": count, "alone": alone} for n, (count, alone) in message]
         return {"by_drafter": rows} if rows else {}
 
     def _positions(self, flat: list[Cycle], clean: list[list[Cycle]]) -> list[dict[str, Any]]:
@@ -248,8 +264,8 @@ class Scores:
             for p, (c, u) in zip(stats.acceptance_by_position(flat), spread, strict=True)
         ]
 
-    def _category(self, lane: Lane, category: str) -> dict[str, Any]:
-        name = lane.name
+    def _category(self, system: System, category: str) -> dict[str, Any]:
+        name = system.name
         prompts = [p for p in self.prompts if self.category[p] == category]
         units = self.units(category)
         clean = self.clean(name, prompts)
@@ -258,17 +274,17 @@ class Scores:
             "cycles": sum(map(len, clean)),
             "accepted_length": stats.accepted_length(clean, self.seed).json(),
             "tokens_per_second": self.rate(name, units, False),
-            "speedup": self.speedup(name, lane.base, units) if units else None,
+            "speedup": self.speedup(name, system.base, units) if units else None,
         }
 
-    def _prompt(self, lane: Lane, prompt: str, cycles: list[Cycle]) -> dict[str, Any]:
-        answers, alone = self.answers[lane.name][prompt], (prompt,)
+    def _prompt(self, system: System, prompt: str, cycles: list[Cycle]) -> dict[str, Any]:
+        answers, alone = self.answers[system.name][prompt], (prompt,)
         return {
             "prompt_id": prompt,
             "category": self.category[prompt],
             "accepted_length": _mean([c.accepted + 1 for c in cycles]),
-            "speedup": self.speedup(lane.name, lane.base, [alone])["mean"]
-            if alone in self.laps[lane.name]
+            "speedup": self.speedup(system.name, system.base, [alone])["mean"]
+            if alone in self.timed_runs[system.name]
             else None,
             "cycles": len(cycles),
             "tokens": sum(len(a.generation.token_ids) for a in answers),
@@ -279,9 +295,13 @@ class Scores:
         """Milliseconds per target pass of `none` by timed unit. Unsteady: something else was
         using the machine, and speeds mean little however they are interleaved."""
         spent = []
-        for laps in self.laps["none"].values():
-            passes = sum(lap.timing.cycles for lap in laps)
-            spent += [1000 * sum(lap.timing.decode_s for lap in laps) / passes] if passes else []
+        for timed_runs in self.timed_runs["none"].values():
+            passes = sum(timed_run.timing.cycles for timed_run in timed_runs)
+            spent += (
+                [1000 * sum(timed_run.timing.decode_s for timed_run in timed_runs) / passes]
+                if passes
+                else []
+            )
         if not spent:
             return {"low": None, "median": None, "high": None, "steady": True}
         low, median, high = np.percentile(spent, [10, 50, 90]).tolist()
@@ -292,14 +312,14 @@ class Scores:
         between all.
         """
         out = []
-        for a, b in itertools.combinations(self.lanes, 2):
+        for a, b in itertools.combinations(self.systems, 2):
             pair: dict[str, Any] = {
                 "a": a.name,
                 "b": b.name,
                 "speed_ratio": self.speedup(a.name, b.name, self.units()),
             }
             if a.nodes and b.nodes:
-                mine, theirs = (self.clean(lane.name, self.prompts) for lane in (a, b))
+                mine, theirs = (self.clean(system.name, self.prompts) for system in (a, b))
                 difference = stats.paired_difference(mine, theirs, self.seed)
                 pair["accepted_length_difference"] = plain(difference.json())
             out.append(pair)

@@ -17,11 +17,11 @@ from dataclasses import replace
 import torch
 
 from conf.errors import UserError
-from decode.engine import Cycle, Generation, Request, Run, Timing
+from decode.engine import Cycle, DecodedRun, Generation, Request, Timing
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts.scoring.reference import room
-from scripts.serving.asking import VLLM, Address, Ask, Door, Reply
+from scripts.serving.asking import VLLM, Address, Endpoint, Reply, ServerRequest
 from scripts.serving.counters import read_counters, rise
 
 TRIES = 4
@@ -29,7 +29,7 @@ PATIENCE = 600.0  # seconds for one answer
 SEEDS = 1 << 31  # llama.cpp takes no larger seeds
 
 
-class Served:
+class ServedSystem:
     """A server at `url`. tells: so far it has told how much it accepted. Raises UserError when it
     is called and cannot be asked."""
 
@@ -43,10 +43,10 @@ class Served:
         asyncio.run(self._check())
 
     async def _check(self) -> None:
-        async with Door(replace(self.address, retries=1)) as door:
-            self._tokens([0], await door.answer([0], Ask(1)), 1)
+        async with Endpoint(replace(self.address, retries=1)) as door:
+            self._tokens([0], await door.answer([0], ServerRequest(1)), 1)
 
-    def __call__(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Run:
+    def __call__(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> DecodedRun:
         """Decode `requests`, all at the same time."""
         if sampling.repetition_penalty != 1 or sampling.processors:
             raise UserError(
@@ -55,11 +55,11 @@ class Served:
             )
         return asyncio.run(self._run(requests, sampling, seed))
 
-    async def _run(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Run:
+    async def _run(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> DecodedRun:
         s, limits = sampling, [room(self.target, request) for request in requests]
         prompts = [request.prompt for request in requests]
         asks = [
-            Ask(
+            ServerRequest(
                 limit,
                 s.temperature,
                 s.top_k,
@@ -70,13 +70,13 @@ class Served:
             for request, limit in zip(requests, limits, strict=True)
         ]
         times: list[tuple[float, float]] = []  # of first tokens, of whole answers
-        async with Door(replace(self.address, connections=len(requests))) as door:
+        async with Endpoint(replace(self.address, connections=len(requests))) as door:
             await door.connect()
             for _ in range(TRIES):
                 failed = door.troubles
-                short, _first = await asked(door, requests, [Ask(1) for _ in asks])
+                short, _first = await requested(door, requests, [ServerRequest(1) for _ in asks])
                 before = await door.metrics()
-                whole, replies = await asked(door, requests, asks)
+                whole, replies = await requested(door, requests, asks)
                 after = await door.metrics()
                 answers = list(map(self._tokens, prompts, replies, limits))
                 if all(len(tokens) == 1 for tokens in answers):
@@ -104,9 +104,9 @@ class Served:
             )
             for request, reply, tokens, of in zip(requests, replies, answers, cycles, strict=True)
         ]
-        return Run(found, timing, law_rows=0)
+        return DecodedRun(found, timing, probs_rows=0)
 
-    def _least(self, times: Sequence[tuple[float, float]], door: Door) -> tuple[float, float]:
+    def _least(self, times: Sequence[tuple[float, float]], door: Endpoint) -> tuple[float, float]:
         """The least time of first tokens and of whole answers, when no single try made sense of
         both: chance only ever adds to a time. Raises UserError where these make none either."""
         if not times:
@@ -171,8 +171,8 @@ class Served:
         return max(eos, key=lambda token: float(logits[token]))
 
 
-async def asked(
-    door: Door, requests: Sequence[Request], asks: Sequence[Ask]
+async def requested(
+    door: Endpoint, requests: Sequence[Request], asks: Sequence[ServerRequest]
 ) -> tuple[float, list[Reply]]:
     """(seconds, answers) of all requests at the same time. The prompts are read anew: a server
     that kept them from the question before would seem to decode in no time."""

@@ -24,7 +24,7 @@ from conf.typed import from_json, raise_all
 from scripts.common.prompts import Prompt
 
 ALL = "all"
-TOLD = ("name", "dataset", "config", "split", "revision", "licence", "path", "tried")
+SHOWN = ("name", "dataset", "config", "split", "revision", "licence", "path", "tried")
 FORMS = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -66,13 +66,13 @@ class SuiteConfig:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedSuite:
     """The prompts of a suite. sha256: of all their ids, categories and turns, before any are
-    left out. told: for the report."""
+    left out. described: for the report."""
 
     prompts: list[Prompt]
     sha256: str
-    told: dict[str, Any]
+    described: dict[str, Any]
 
 
 def suites(chosen: SuiteConfig) -> list[SuiteConfig]:
@@ -88,7 +88,7 @@ def suites(chosen: SuiteConfig) -> list[SuiteConfig]:
     return found
 
 
-def load_suite(suite: SuiteConfig) -> Loaded:
+def load_suite(suite: SuiteConfig) -> LoadedSuite:
     """Every prompt of a suite. Raises UserError for a set that cannot be had, for a missing
     column, and for a row without text."""
     if suite.path:
@@ -105,23 +105,25 @@ def load_suite(suite: SuiteConfig) -> Loaded:
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps([prompt.id, prompt.category, prompt.turns]).encode())
-    told = {key: getattr(suite, key) for key in TOLD}
-    told |= {"sha256": digest.hexdigest(), "loaded": len(prompts)}
+    described = {key: getattr(suite, key) for key in SHOWN}
+    described |= {"sha256": digest.hexdigest(), "loaded": len(prompts)}
     if suite.prompts and suite.prompts != len(prompts):
-        told["expected"] = suite.prompts
-    return Loaded(prompts, digest.hexdigest(), told)
+        described["expected"] = suite.prompts
+    return LoadedSuite(prompts, digest.hexdigest(), described)
 
 
-def notes(loaded: Loaded) -> list[str]:
+def notes(loaded: LoadedSuite) -> list[str]:
     """What whoever reads the figures should know."""
-    told, out = loaded.told, []
-    if "expected" in told:
+    described, out = loaded.described, []
+    if "expected" in described:
         out.append(
-            f"suite {told['name']}: {told['loaded']} prompts, the published set has "
-            f"{told['expected']}: another set of figures than others'"
+            f"suite {described['name']}: {described['loaded']} prompts, the published set has "
+            f"{described['expected']}: another set of figures than others'"
         )
-    if not told["tried"] and not told["path"]:
-        out.append(f"suite {told['name']}: its description had not been tried on the real set yet")
+    if not described["tried"] and not described["path"]:
+        out.append(
+            f"suite {described['name']}: its description had not been tried on the real set yet"
+        )
     return out
 
 

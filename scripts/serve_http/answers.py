@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode.live import TokenLaw
-from scripts.serve_http.asked import Refused, Wanted
-from scripts.serve_http.meters import Draft
+from decode.live import TokenDistribution
+from scripts.serve_http.meters import DraftCounts
+from scripts.serve_http.requested import ApiRequest, BadRequest
 from scripts.serve_http.transcript import Said
 from scripts.serve_http.worker import Ended, Full
 
@@ -25,7 +25,7 @@ def error(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def refusal(why: Refused | Full) -> dict[str, Any]:
+def refusal(why: BadRequest | Full) -> dict[str, Any]:
     """The error object of a request that is not answered."""
     if isinstance(why, Full):
         return error(str(why), 429, code="queue_full")
@@ -33,10 +33,10 @@ def refusal(why: Refused | Full) -> dict[str, Any]:
 
 
 @dataclass
-class Answer:
+class Completion:
     """One answer on its way out. said: every token so far."""
 
-    wanted: Wanted
+    wanted: ApiRequest
     model: str
     tokenizer: Any
     said: list[Said] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Answer:
 
     # -- whole
 
-    def whole(self, ended: Ended, draft: Draft) -> dict[str, Any]:
+    def whole(self, ended: Ended, draft: DraftCounts) -> dict[str, Any]:
         """The answer in one piece."""
         choice = self._choice(ended.text, self.said, ended.finish, ended.generation.token_ids)
         return {
@@ -76,7 +76,7 @@ class Answer:
         """A few tokens more."""
         return self._chunk(self._choice("".join(s.text for s in said), said, None, None))
 
-    def closing(self, ended: Ended, draft: Draft) -> list[dict[str, Any]]:
+    def closing(self, ended: Ended, draft: DraftCounts) -> list[dict[str, Any]]:
         """What a stream ends with."""
         last = self._chunk(self._choice("", [], ended.finish, None))
         last["speculation"] = self._speculation(ended, draft)
@@ -108,27 +108,33 @@ class Answer:
     def _logprobs(self, said: list[Said]) -> dict[str, Any] | None:
         if self.wanted.ask.top is None:
             return None
-        laws = [(s, s.law) for s in said if s.law is not None]
+        distributions = [(s, s.distribution) for s in said if s.distribution is not None]
         if self.wanted.chat:
-            return {"content": [self._entry(s.token, law) for s, law in laws], "refusal": None}
+            return {
+                "content": [
+                    self._entry(s.token, distribution) for s, distribution in distributions
+                ],
+                "refusal": None,
+            }
         offsets = []
         for one in said:
-            if one.law is not None:
+            if one.distribution is not None:
                 offsets.append(self._at)
             self._at += len(one.text)
         return {
-            "tokens": [self._text(s.token) for s, _ in laws],
-            "token_logprobs": [law.logprob for _, law in laws],
+            "tokens": [self._text(s.token) for s, _ in distributions],
+            "token_logprobs": [distribution.logprob for _, distribution in distributions],
             "top_logprobs": [
-                {self._text(token): value for token, value in reversed(law.top)} for _, law in laws
+                {self._text(token): value for token, value in reversed(distribution.top)}
+                for _, distribution in distributions
             ],
             "text_offset": offsets,
         }
 
-    def _entry(self, token: int, law: TokenLaw) -> dict[str, Any]:
+    def _entry(self, token: int, distribution: TokenDistribution) -> dict[str, Any]:
         return {
-            **self._token(token, law.logprob),
-            "top_logprobs": [self._token(other, value) for other, value in law.top],
+            **self._token(token, distribution.logprob),
+            "top_logprobs": [self._token(other, value) for other, value in distribution.top],
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
@@ -139,7 +145,7 @@ class Answer:
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
-    def _speculation(self, ended: Ended, draft: Draft) -> dict[str, Any]:
+    def _speculation(self, ended: Ended, draft: DraftCounts) -> dict[str, Any]:
         cycles = len(ended.generation.cycles)
         return {
             "drafter": self.wanted.ask.drafter,

@@ -23,10 +23,10 @@ from starlette.routing import Route
 
 from conf.errors import UserError
 from scripts.serve_http import answers
-from scripts.serve_http.answers import Answer
-from scripts.serve_http.asked import Refused, Service, Wanted, wanted
-from scripts.serve_http.meters import Draft, Meters
-from scripts.serve_http.worker import Ended, Event, Failed, Full, Job, Worker
+from scripts.serve_http.answers import Completion
+from scripts.serve_http.meters import DraftCounts, Meters
+from scripts.serve_http.requested import ApiRequest, BadRequest, Service, wanted
+from scripts.serve_http.worker import ActiveRequest, Ended, Event, Full, RequestFailed, Worker
 
 PAGE = Path(__file__).with_name("page.html")
 LOOK = 0.25  # seconds between two looks at whether the client is still there
@@ -49,7 +49,7 @@ class Json(JSONResponse):
 
 
 @dataclass(frozen=True)
-class Door:
+class Access:
     """Who may come in. key: the API key, "" for none. local: only this machine connects, so
     that pages of other sites must not reach it by a name of theirs."""
 
@@ -58,10 +58,10 @@ class Door:
     most_bytes: int
 
 
-class Asked:
+class OpenRequest:
     """A request that the worker has, seen from the event loop."""
 
-    def __init__(self, worker: Worker, want: Wanted):
+    def __init__(self, worker: Worker, want: ApiRequest):
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -70,7 +70,7 @@ class Asked:
                 loop.call_soon_threadsafe(self._events.put_nowait, event)
 
         self._worker, self.began = worker, time.perf_counter()
-        self.job: Job = worker.submit(want.ask, tell)
+        self.job: ActiveRequest = worker.submit(want.ask, tell)
 
     async def events(self, request: Request) -> AsyncGenerator[Event, None]:
         """What comes, until the answer ends or the client is gone; then its row is free."""
@@ -83,7 +83,7 @@ class Asked:
                         return
                     continue
                 yield event
-                if isinstance(event, Ended | Failed):
+                if isinstance(event, Ended | RequestFailed):
                     return
         finally:
             self._worker.cancel(self.job)
@@ -92,7 +92,7 @@ class Asked:
 class App:
     """The handlers and what they share."""
 
-    def __init__(self, worker: Worker, service: Service, door: Door):
+    def __init__(self, worker: Worker, service: Service, door: Access):
         self.worker, self.service, self.door = worker, service, door
         self.meters = Meters(service.model, lambda: worker.counts)
         self.since = int(time.time())
@@ -115,7 +115,7 @@ class App:
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
             exception_handlers={
                 HTTPException: _http_error,
-                Refused: _refused,
+                BadRequest: _refused,
                 Full: _full,
                 ClientDisconnect: _left,
                 Exception: _failed,
@@ -148,7 +148,7 @@ class App:
         name = request.path_params["name"]
         if name != self.service.model:
             said = f"model: {name[:80]} is not served here; the model is {self.service.model}"
-            raise Refused(said, "model", 404, "model_not_found")
+            raise BadRequest(said, "model", 404, "model_not_found")
         return Json(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -176,42 +176,44 @@ class App:
         raw = await self._body(request)
         want = await asyncio.to_thread(wanted, raw, chat, self.service)
         try:
-            asked = Asked(self.worker, want)
+            requested = OpenRequest(self.worker, want)
         except UserError as error:
-            raise Refused(str(error), status=503) from None
-        answer = Answer(want, self.service.model, self.service.tokenizer)
+            raise BadRequest(str(error), status=503) from None
+        answer = Completion(want, self.service.model, self.service.tokenizer)
         if want.stream:
-            pieces = self._pieces(request, asked, answer)
+            pieces = self._pieces(request, requested, answer)
             return StreamingResponse(pieces, media_type="text/event-stream")
-        async with contextlib.aclosing(asked.events(request)) as events:
+        async with contextlib.aclosing(requested.events(request)) as events:
             async for event in events:
-                if isinstance(event, Failed):
-                    raise Refused(event.reason, status=500 if event.mine else 400)
+                if isinstance(event, RequestFailed):
+                    raise BadRequest(event.reason, status=500 if event.mine else 400)
                 if isinstance(event, Ended):
-                    return Json(answer.whole(event, self._count(asked, event)))
+                    return Json(answer.whole(event, self._count(requested, event)))
                 answer.said += event
         raise ClientDisconnect
 
-    async def _pieces(self, request: Request, asked: Asked, answer: Answer) -> AsyncIterator[bytes]:
+    async def _pieces(
+        self, request: Request, requested: OpenRequest, answer: Completion
+    ) -> AsyncIterator[bytes]:
         """Server-sent events."""
-        async with contextlib.aclosing(asked.events(request)) as events:
+        async with contextlib.aclosing(requested.events(request)) as events:
             for opening in answer.opening():
                 yield _event(opening)
             async for event in events:
                 if await request.is_disconnected():
                     return
-                if isinstance(event, Failed):
+                if isinstance(event, RequestFailed):
                     yield _event(answers.error(event.reason, 500 if event.mine else 400))
                 elif isinstance(event, Ended):
-                    for closing in answer.closing(event, self._count(asked, event)):
+                    for closing in answer.closing(event, self._count(requested, event)):
                         yield _event(closing)
                     yield b"data: [DONE]\n\n"
                 else:
                     yield _event(answer.piece(event))
 
-    def _count(self, asked: Asked, ended: Ended) -> Draft:
-        draft = Draft.of(ended.generation.cycles)
-        self.meters.count(ended, draft, time.perf_counter() - asked.began)
+    def _count(self, requested: OpenRequest, ended: Ended) -> DraftCounts:
+        draft = DraftCounts.of(ended.generation.cycles)
+        self.meters.count(ended, draft, time.perf_counter() - requested.began)
         return draft
 
     def _admit(self, request: Request) -> None:
@@ -221,16 +223,16 @@ class App:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(given.strip().encode(), self.door.key.encode())
         if scheme.lower() != "bearer" or not right:
-            raise Refused("the API key is missing or wrong", status=401, code="invalid_api_key")
+            raise BadRequest("the API key is missing or wrong", status=401, code="invalid_api_key")
 
     async def _body(self, request: Request) -> bytes:
         """At most so many bytes. Raises Refused for more, and for another kind of body: a page
         of another site can send that without asking first."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise Refused("content-type: send application/json", status=415)
+            raise BadRequest("content-type: send application/json", status=415)
         most = self.door.most_bytes
-        large = Refused(f"body: larger than {most} bytes; send less", status=413)
+        large = BadRequest(f"body: larger than {most} bytes; send less", status=413)
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > most:
             raise large
@@ -264,7 +266,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+    assert isinstance(error, BadRequest)
     return Json(answers.refusal(error), error.status)
 
 

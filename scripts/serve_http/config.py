@@ -32,7 +32,7 @@ class ServeConfig:
     # rows that are decoded at a time, over all settings
     batch_size: OneOrMore = 8
     # settings (drafter and sampling) that are decoded in turns; each holds a cache of its own
-    lanes: OneOrMore = 4
+    groups: OneOrMore = 4
     # most tokens of prompt and answer; 0 = the target's context, at most 4096
     longest: ZeroOrMore = 0
     # of an answer whose request names no limit

@@ -16,7 +16,7 @@ MODEL = ["model_name"]
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftCounts:
     """Draft tokens of an answer: cycles that drafted, levels drafted and accepted, and those
     accepted at each level. Levels are counted, as in decode/stats.py; a tree holds more nodes.
     """
@@ -28,7 +28,7 @@ class Draft:
     tried: list[int]
 
     @classmethod
-    def of(cls, cycles: list[Cycle]) -> Draft:
+    def of(cls, cycles: list[Cycle]) -> DraftCounts:
         """Counted over the cycles that drafted, as engines count."""
         used = [cycle for cycle in cycles if cycle.proposed]
         deepest = max((cycle.proposed for cycle in used), default=0)
@@ -79,7 +79,7 @@ class Meters:
         self._queued = seconds("request_queue_time_seconds", "until the prompt was read")
         self._whole = seconds("e2e_request_latency_seconds", "until the last token")
 
-    def count(self, ended: Ended, draft: Draft, whole: float) -> None:
+    def count(self, ended: Ended, draft: DraftCounts, whole: float) -> None:
         """Add an answer that took `whole` seconds from its request to its end."""
         me = self.model
         self._prompt.labels(me).inc(len(ended.generation.prompt_ids))

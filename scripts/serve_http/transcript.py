@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.live import Fresh, TokenLaw
+from decode.live import Fresh, TokenDistribution
 from scripts.common.talk import Stream
 
 
@@ -18,7 +18,7 @@ class Said:
     token: int
     text: str
     drafted: bool
-    law: TokenLaw | None
+    distribution: TokenDistribution | None
 
 
 class Transcript:
@@ -32,13 +32,17 @@ class Transcript:
 
     def push(self, fresh: Fresh) -> list[Said]:
         """What may be shown now."""
-        laws: Sequence[TokenLaw | None] = fresh.laws or [None] * len(fresh.tokens)
+        distributions: Sequence[TokenDistribution | None] = fresh.distributions or [None] * len(
+            fresh.tokens
+        )
         out: list[Said] = []
-        for token, drafted, law in zip(fresh.tokens, fresh.drafted, laws, strict=True):
+        for token, drafted, distribution in zip(
+            fresh.tokens, fresh.drafted, distributions, strict=True
+        ):
             if self.stopped:
                 break
             self.tokens += 1
-            self._held.append(Said(token, self._stream.push(token), drafted, law))
+            self._held.append(Said(token, self._stream.push(token), drafted, distribution))
             out += self._release()
         return out
 

@@ -1,8 +1,8 @@
 """The thread that decodes: requests wait in order, those of one setting share a batch, batches
 take turns cycle by cycle.
 
-A setting is a drafter and a sampling law: a batch has one of each, so every row's tokens are
-those that it would have alone. At most `lanes` batches live; a request whose setting has none
+A setting is a drafter and a sampling setting: a batch has one of each, so every row's tokens are
+those that it would have alone. At most `groups` batches live; a request whose setting has none
 waits in front of the queue until one is empty, and nobody overtakes it.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from conf.errors import UserError
 from decode.drafters import Drafter, NoDraft
 from decode.engine import Generation, Request
-from decode.live import Fresh, LiveBatch, Room, Seat
+from decode.live import Fresh, LiveBatch, LiveLimits, Seat
 from decode.sampling import Sampling
 from decode.target import Target
 from heads import resolve_drafter
@@ -35,7 +35,7 @@ SHORTEST_WAIT, LONGEST_WAIT = 1, 60  # seconds that a client is asked to wait
 
 
 @dataclass(frozen=True)
-class Ask:
+class CompletionRequest:
     """One answer that is wanted. drafter: by name. top: tokens told beside the chosen one;
     None = no log-probabilities. stops: strings at which it ends."""
 
@@ -64,14 +64,14 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Failed:
+class RequestFailed:
     """The answer cannot be given. mine: a fault of the server, not of the request."""
 
     reason: str
     mine: bool = True
 
 
-Event = list[Said] | Ended | Failed
+Event = list[Said] | Ended | RequestFailed
 Tell = Callable[[Event], None]
 
 
@@ -84,43 +84,43 @@ class Full(Exception):
 
 
 @dataclass(eq=False)
-class Job:
+class ActiveRequest:
     """A request on its way. tell is called in the decoding thread."""
 
-    ask: Ask
+    ask: CompletionRequest
     tell: Tell
     transcript: Transcript
     came: float = field(default_factory=time.perf_counter)
     began: float = 0.0
     first: float = 0.0
     gone: bool = False
-    lane: Lane | None = None
+    group: Group | None = None
     seat: Seat | None = None
     breaks: int = 0  # of its batch, with nobody at fault
-    busy: float = 0.0  # seconds of its lane before it joined, then its own
+    busy: float = 0.0  # seconds of its group before it joined, then its own
 
 
 @dataclass
-class Lane:
+class Group:
     """A batch of one setting. seconds: what its steps have taken. said: the last word on drafts
     that were left out."""
 
     key: tuple[str, Sampling]
     drafter: Drafter
     batch: LiveBatch
-    jobs: dict[int, Job] = field(default_factory=dict)
+    jobs: dict[int, ActiveRequest] = field(default_factory=dict)
     seconds: float = 0.0
     said: str = ""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """rows: decoded at a time. longest: tokens of a row. lanes: settings at a time. queue:
+class WorkerLimits:
+    """rows: decoded at a time. longest: tokens of a row. groups: settings at a time. queue:
     requests that may wait."""
 
     rows: int
     longest: int
-    lanes: int
+    groups: int
     queue: int
 
 
@@ -129,7 +129,7 @@ class Worker(threading.Thread):
     its client left. What goes wrong with one job ends that job alone; if the thread itself ends,
     every job is told and further ones are refused."""
 
-    def __init__(self, target: Target, drafters: list[str], limits: Limits, verify: str):
+    def __init__(self, target: Target, drafters: list[str], limits: WorkerLimits, verify: str):
         super().__init__(name="decoding", daemon=True)
         self.target, self.limits, self.verify = target, limits, verify
         self._idle: dict[str, list[Drafter]] = {
@@ -137,9 +137,11 @@ class Worker(threading.Thread):
             **{name: [resolve_drafter(name, target)] for name in drafters},
         }
         self._lock = threading.Condition()
-        self._waiting: deque[Job] = deque()
-        self._lanes: list[Lane] = []
-        self._owed: set[Job] = set()  # an end: those that wait, run, or are between the two
+        self._waiting: deque[ActiveRequest] = deque()
+        self._groups: list[Group] = []
+        self._owed: set[ActiveRequest] = (
+            set()
+        )  # an end: those that wait, run, or are between the two
         self._closing = False
         self._usual = 1.0  # seconds of an answer, a moving mean
 
@@ -148,12 +150,12 @@ class Worker(threading.Thread):
     @property
     def counts(self) -> tuple[int, int]:
         """(requests that run, requests that wait)."""
-        return sum(len(lane.jobs) for lane in list(self._lanes)), len(self._waiting)
+        return sum(len(group.jobs) for group in list(self._groups)), len(self._waiting)
 
-    def submit(self, ask: Ask, tell: Tell) -> Job:
+    def submit(self, ask: CompletionRequest, tell: Tell) -> ActiveRequest:
         """Take a request in. Raises Full when too many wait, UserError when the server ends or
         its thread has ended."""
-        job = Job(ask, tell, Transcript(self.target.tokenizer, ask.stops))
+        job = ActiveRequest(ask, tell, Transcript(self.target.tokenizer, ask.stops))
         with self._lock:
             if self._closing:
                 raise UserError(ENDING)
@@ -165,7 +167,7 @@ class Worker(threading.Thread):
             self._lock.notify()
         return job
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: ActiveRequest) -> None:
         """The client left: its row is free at the next cycle."""
         with self._lock:
             job.gone = True
@@ -191,58 +193,58 @@ class Worker(threading.Thread):
             said = f"the decoding thread ended ({type(error).__name__}); see the server's log"
         with self._lock:
             self._closing = True
-            self._lanes.clear()
+            self._groups.clear()
             self._waiting.clear()
         for job in list(self._owed):
-            self._tell(job, Failed(said))
+            self._tell(job, RequestFailed(said))
 
     def _decode(self) -> None:
-        """One cycle of every lane in turn."""
+        """One cycle of every group in turn."""
         while True:
             with self._lock:
-                while not (self._closing or self._waiting or self._lanes_busy()):
+                while not (self._closing or self._waiting or self._groups_busy()):
                     self._lock.wait()
                 if self._closing:
                     return
                 self._sweep()
             self._place()  # without the lock: a drafter may have to be read from disk
-            for lane in list(self._lanes):
-                if lane.jobs or lane.batch.busy:
-                    failed = self._step(lane)
+            for group in list(self._groups):
+                if group.jobs or group.batch.busy:
+                    failed = self._step(group)
                     if failed is not None:
-                        self._break(lane, failed)
+                        self._break(group, failed)
 
-    def _lanes_busy(self) -> bool:
-        return any(lane.jobs or lane.batch.busy for lane in self._lanes)
+    def _groups_busy(self) -> bool:
+        return any(group.jobs or group.batch.busy for group in self._groups)
 
     def _sweep(self) -> None:
         """Requests whose clients left go."""
         if any(job.gone for job in self._waiting):
             self._waiting = deque(job for job in self._waiting if not job.gone)
-        for lane in self._lanes:
-            for job in lane.jobs.values():
+        for group in self._groups:
+            for job in group.jobs.values():
                 if job.gone and job.seat is not None:
-                    lane.batch.leave(job.seat)
+                    group.batch.leave(job.seat)
 
     def _place(self) -> None:
-        """Seat waiting requests in their lanes, in order, until one finds none."""
+        """Seat waiting requests in their groups, in order, until one finds none."""
         while self._waiting and self.counts[0] < self.limits.rows:
             job = self._waiting[0]
             key = (job.ask.drafter, job.ask.sampling)
-            lane = next((lane for lane in self._lanes if lane.key == key), None)
-            if lane is None and len(self._lanes) >= self.limits.lanes:
-                free = next((one for one in self._lanes if not one.jobs), None)
+            group = next((group for group in self._groups if group.key == key), None)
+            if group is None and len(self._groups) >= self.limits.groups:
+                free = next((one for one in self._groups if not one.jobs), None)
                 if free is None:
                     break
-                self._lanes.remove(free)
+                self._groups.remove(free)
                 self._idle[free.key[0]].append(free.drafter)
             self._waiting.popleft()
-            lane = lane or self._open(key, job)
-            if lane is not None:
-                self._join(lane, job)
+            group = group or self._open(key, job)
+            if group is not None:
+                self._join(group, job)
 
-    def _open(self, key: tuple[str, Sampling], job: Job) -> Lane | None:
-        """A new lane; the request is told where there can be none."""
+    def _open(self, key: tuple[str, Sampling], job: ActiveRequest) -> Group | None:
+        """A new group; the request is told where there can be none."""
         try:
             drafter = self._drafter(key[0])
             try:
@@ -253,9 +255,9 @@ class Worker(threading.Thread):
         except Exception as error:
             self._tell(job, _failed("the drafter", error))
             return None
-        lane = Lane(key, drafter, batch)
-        self._lanes.append(lane)
-        return lane
+        group = Group(key, drafter, batch)
+        self._groups.append(group)
+        return group
 
     def _drafter(self, name: str) -> Drafter:
         idle = self._idle[name]
@@ -264,22 +266,22 @@ class Worker(threading.Thread):
         return NoDraft() if name == PLAIN else resolve_drafter(name, self.target)
 
     def _batch(self, drafter: Drafter, sampling: Sampling, rows: int) -> LiveBatch:
-        room = Room(rows, self.limits.longest)
+        room = LiveLimits(rows, self.limits.longest)
         return LiveBatch(self.target, drafter, sampling, room, 0, self.verify)
 
-    def _join(self, lane: Lane, job: Job) -> None:
+    def _join(self, group: Group, job: ActiveRequest) -> None:
         ask = job.ask
-        job.began, job.busy = time.perf_counter(), lane.seconds
+        job.began, job.busy = time.perf_counter(), group.seconds
         try:
             request = Request(ask.ids, ask.limit, id=ask.seed)
-            job.seat = lane.batch.join(request, lambda fresh: self._hear(job, fresh), ask.top)
+            job.seat = group.batch.join(request, lambda fresh: self._hear(job, fresh), ask.top)
         except Exception as error:
             self._tell(job, _failed("the request", error))
             return
-        job.lane = lane
-        lane.jobs[job.seat.number] = job
+        job.group = group
+        group.jobs[job.seat.number] = job
 
-    def _hear(self, job: Job, fresh: Fresh) -> None:
+    def _hear(self, job: ActiveRequest, fresh: Fresh) -> None:
         """What a pass gave a job. Raises nothing: its neighbours are in the midst of that pass."""
         if not job.first:
             job.first = time.perf_counter()
@@ -289,93 +291,93 @@ class Worker(threading.Thread):
                 self._tell(job, said)
         except Exception as error:
             self._tell(job, _failed("the answer's text", error))
-        if (job not in self._owed or job.transcript.stopped) and job.lane and job.seat:
-            job.lane.batch.leave(job.seat)
+        if (job not in self._owed or job.transcript.stopped) and job.group and job.seat:
+            job.group.batch.leave(job.seat)
 
-    def _step(self, lane: Lane) -> Failed | None:
-        """One cycle of a lane; what it failed of."""
+    def _step(self, group: Group) -> RequestFailed | None:
+        """One cycle of a group; what it failed of."""
         begin = time.perf_counter()
         try:
-            ended = lane.batch.step()
+            ended = group.batch.step()
         except Exception as error:  # a row must not stay behind, whatever happened
             return _failed("the engine", error, mine=True)
         finally:
-            lane.seconds += time.perf_counter() - begin
-        if ended and (said := lane.batch.left_out()) not in ("", lane.said):
-            lane.said = said
-            print(f"serve: {lane.key[0]}: {said}", file=sys.stderr)
+            group.seconds += time.perf_counter() - begin
+        if ended and (said := group.batch.left_out()) not in ("", group.said):
+            group.said = said
+            print(f"serve: {group.key[0]}: {said}", file=sys.stderr)
         for seat in ended:
-            job = lane.jobs.pop(seat.number)
+            job = group.jobs.pop(seat.number)
             if job not in self._owed:
                 continue
             try:
-                self._end(lane, job, seat)
+                self._end(group, job, seat)
             except Exception as error:
                 self._tell(job, _failed("the answer's text", error))
         return None
 
-    def _break(self, lane: Lane, failed: Failed) -> None:
+    def _break(self, group: Group, failed: RequestFailed) -> None:
         """Throw a batch away, and its drafter, which may hold half a cycle. A request that was
         alone in it goes on without a draft. Of several, each goes on alone for a few steps, so that
         one at fault fails by itself; the others share a new batch then and know nothing of it."""
-        jobs, lane.jobs = [job for job in lane.jobs.values() if job in self._owed], {}
+        jobs, group.jobs = [job for job in group.jobs.values() if job in self._owed], {}
         try:
             if len(jobs) > 1:
-                lane.drafter = self._drafter(lane.key[0])
-                self._repair(lane, jobs, failed)
+                group.drafter = self._drafter(group.key[0])
+                self._repair(group, jobs, failed)
                 return
         except Exception as error:  # not even a drafter can be had
             failed = _failed("the engine", error, mine=True)
-        self._lanes.remove(lane)
+        self._groups.remove(group)
         for job in jobs:
-            self._undrafted(lane, job, failed)
+            self._undrafted(group, job, failed)
 
-    def _repair(self, lane: Lane, jobs: list[Job], failed: Failed) -> None:
-        """A new batch for a lane, with those of `jobs` in it that are sound and not at their
+    def _repair(self, group: Group, jobs: list[ActiveRequest], failed: RequestFailed) -> None:
+        """A new batch for a group, with those of `jobs` in it that are sound and not at their
         end."""
-        alone = [self._alone(lane, job) for job in jobs]
-        lane.batch = self._batch(lane.drafter, lane.key[1], self.limits.rows)
+        alone = [self._alone(group, job) for job in jobs]
+        group.batch = self._batch(group.drafter, group.key[1], self.limits.rows)
         for job, own in zip(jobs, alone, strict=True):
             job.breaks += not any(alone)
             if own is not None:
-                self._undrafted(lane, job, own)
+                self._undrafted(group, job, own)
             elif job.breaks > MOST_BREAKS:
                 self._tell(job, failed)
             elif job in self._owed:
-                self._resume(lane, job)
+                self._resume(group, job)
 
-    def _undrafted(self, lane: Lane, job: Job, failed: Failed) -> None:
-        """Let a job go on without a draft where its lane's drafter may be what failed. It is told
+    def _undrafted(self, group: Group, job: ActiveRequest, failed: RequestFailed) -> None:
+        """Let a job go on without a draft where its group's drafter may be what failed. It is told
         where nothing was drafted, or where there can be no such batch."""
-        if job not in self._owed or lane.key[0] == PLAIN:
+        if job not in self._owed or group.key[0] == PLAIN:
             self._tell(job, failed)
             return
-        key = (PLAIN, lane.key[1])
-        plain = next((one for one in self._lanes if one.key == key), None) or self._open(key, job)
+        key = (PLAIN, group.key[1])
+        plain = next((one for one in self._groups if one.key == key), None) or self._open(key, job)
         if plain is not None:
-            said = f"serve: {lane.key[0]}: {failed.reason}; the request goes on without a draft"
+            said = f"serve: {group.key[0]}: {failed.reason}; the request goes on without a draft"
             print(said, file=sys.stderr)
-            job.busy += plain.seconds - lane.seconds
+            job.busy += plain.seconds - group.seconds
             self._resume(plain, job)
 
-    def _alone(self, lane: Lane, job: Job) -> Failed | None:
+    def _alone(self, group: Group, job: ActiveRequest) -> RequestFailed | None:
         """What a job fails of while nobody is beside it."""
-        lane.batch = self._batch(lane.drafter, lane.key[1], 1)
-        self._resume(lane, job)
+        group.batch = self._batch(group.drafter, group.key[1], 1)
+        self._resume(group, job)
         for _ in range(PROBATION):
-            failed = self._step(lane) if lane.jobs else None
+            failed = self._step(group) if group.jobs else None
             if failed is not None:
-                lane.drafter = self._drafter(lane.key[0])
+                group.drafter = self._drafter(group.key[0])
                 break
-        lane.jobs.clear()
+        group.jobs.clear()
         return failed
 
-    def _resume(self, lane: Lane, job: Job) -> None:
+    def _resume(self, group: Group, job: ActiveRequest) -> None:
         assert job.seat is not None
-        job.seat, job.lane = lane.batch.resume(job.seat), lane
-        lane.jobs[job.seat.number] = job
+        job.seat, job.group = group.batch.resume(job.seat), group
+        group.jobs[job.seat.number] = job
 
-    def _end(self, lane: Lane, job: Job, seat: Seat) -> None:
+    def _end(self, group: Group, job: ActiveRequest, seat: Seat) -> None:
         said = job.transcript.end()
         if said:
             self._tell(job, said)
@@ -391,15 +393,15 @@ class Worker(threading.Thread):
                 job.transcript.tokens,
                 job.began - job.came,
                 job.first - job.came,
-                lane.seconds - job.busy,
+                group.seconds - job.busy,
             ),
         )
 
-    def _tell(self, job: Job, event: Event) -> None:
+    def _tell(self, job: ActiveRequest, event: Event) -> None:
         """Say it to whoever asked; one who cannot be told counts as gone."""
         if job not in self._owed:
             return
-        if isinstance(event, Ended | Failed):
+        if isinstance(event, Ended | RequestFailed):
             self._owed.discard(job)
         try:
             job.tell(event)
@@ -408,10 +410,10 @@ class Worker(threading.Thread):
             self.cancel(job)
 
 
-def _failed(what: str, error: Exception, mine: bool = False) -> Failed:
+def _failed(what: str, error: Exception, mine: bool = False) -> RequestFailed:
     """What a job is told of an error; a UserError is in words that its sender can use, anything
     else is our fault and goes to the log. mine: a UserError is our fault as well."""
     if isinstance(error, UserError):
-        return Failed(str(error), mine)
+        return RequestFailed(str(error), mine)
     traceback.print_exception(error, file=sys.stderr)
-    return Failed(f"{what} failed ({type(error).__name__}); see the server's log")
+    return RequestFailed(f"{what} failed ({type(error).__name__}); see the server's log")

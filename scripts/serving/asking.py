@@ -3,7 +3,7 @@ one with token ids.
 
     async with Door(address) as door:
         reply = await door.answer(ids, Ask(64, temperature=1.0, seed=3))
-        laws = await door.laws([*ids, *reply.tokens], len(ids), 64)
+        distributions = await door.distributions([*ids, *reply.tokens], len(ids), 64)
 
 Prompts go out as token ids, so that no tokenizer stands between. What comes back is checked
 before it is believed; what a server does not tell is None.
@@ -19,10 +19,10 @@ from typing import Any
 
 from conf.errors import UserError
 from scripts.serving.counters import read_counters
-from scripts.synthesis.server import Again, GivenUp, OpenAIServer, Refused
+from scripts.synthesis.server import Again, AnswerRefused, GivenUp, OpenAIServer
 
 LLAMACPP, VLLM, OTHER = "llama.cpp", "vllm", "other"
-MOST_TOP = 64  # tokens of a law that are asked of a plain server
+MOST_TOP = 64  # tokens of a distribution that are asked of a plain server
 DRAFTED = ("draft_n", "draft_n_accepted")  # draft tokens of an answer, by llama.cpp
 CLOSE = 1e-4  # by which a setting may differ that went through float32
 
@@ -41,7 +41,7 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Ask:
+class ServerRequest:
     """One answer. limit: most tokens. temperature 0 = greedy; top_k 0 and top_p 1 = off. keep:
     the server may keep the prompt and need not read it again. salt: the prompt shares nothing with
     what vLLM has kept of prompts with another salt."""
@@ -70,7 +70,7 @@ class Reply:
     ignored: tuple[str, ...] = field(default=())
 
 
-class Door:
+class Endpoint:
     """A server that was recognised. kind: llama.cpp, vllm or other. model: its name there.
     unread: why its metrics could not be read, "" where they could or it has none."""
 
@@ -96,7 +96,7 @@ class Door:
             setting=address.setting,
         )
 
-    async def __aenter__(self) -> Door:
+    async def __aenter__(self) -> Endpoint:
         await self._server.__aenter__()
         try:
             await self._recognise()
@@ -113,21 +113,21 @@ class Door:
             reply = await self._server.ask("GET", "/v1/models")
             self.model = str(reply["data"][0]["id"])
             owner = str(reply["data"][0].get("owned_by", ""))
-        except (GivenUp, Refused, KeyError, IndexError, TypeError, AttributeError) as error:
-            said = str(error) if isinstance(error, GivenUp | Refused) else "lists no models"
+        except (GivenUp, AnswerRefused, KeyError, IndexError, TypeError, AttributeError) as error:
+            said = str(error) if isinstance(error, GivenUp | AnswerRefused) else "lists no models"
             raise self._wrong("GET /v1/models", said) from None
         self.kind = {"llamacpp": LLAMACPP, "vllm": VLLM}.get(owner, OTHER)
 
-    def _wrong(self, asked: str, said: str) -> UserError:
-        return UserError(f"{self.address.setting}: {self.root}: asked {asked}; {said}")
+    def _wrong(self, requested: str, said: str) -> UserError:
+        return UserError(f"{self.address.setting}: {self.root}: asked {requested}; {said}")
 
     async def _post(self, path: str, body: dict[str, Any], read: Any, about: str) -> Any:
         try:
             return await self._server.ask("POST", path, body, read)
-        except (GivenUp, Refused) as error:
+        except (GivenUp, AnswerRefused) as error:
             raise self._wrong(f"POST {path} ({about})", str(error)) from None
 
-    async def answer(self, ids: list[int], ask: Ask) -> Reply:
+    async def answer(self, ids: list[int], ask: ServerRequest) -> Reply:
         """One answer behind a prompt. Raises UserError that names address, question, answer."""
         about = f"{len(ids)} token ids, {ask.limit} more"
         if self.kind == LLAMACPP:
@@ -137,14 +137,16 @@ class Door:
             body["cache_salt"] = ask.salt
         return await self._post("/v1/completions", body, _read_openai, about)
 
-    async def laws(self, ids: list[int], start: int, top: int) -> list[dict[int, float]]:
+    async def distributions(self, ids: list[int], start: int, top: int) -> list[dict[int, float]]:
         """Raw log-probabilities of the `top` best tokens (and of the text's own) at every place
         from `start` on, of the model alone: [{token: logprob}], len(ids) - start of them.
 
         Raises UserError where the server gives none.
         """
         if self.kind == LLAMACPP:
-            return [await self._law_llamacpp(ids[:at], top) for at in range(start, len(ids))]
+            return [
+                await self._distribution_llamacpp(ids[:at], top) for at in range(start, len(ids))
+            ]
         body = {
             "model": self.model,
             "prompt": ids,
@@ -155,11 +157,11 @@ class Door:
         read = _read_prompt_logprobs(ids, start)
         return await self._post("/v1/completions", body, read, f"prompt_logprobs={top}")
 
-    async def _law_llamacpp(self, ids: list[int], top: int) -> dict[int, float]:
+    async def _distribution_llamacpp(self, ids: list[int], top: int) -> dict[int, float]:
         body = {
             "prompt": ids,
             "n_predict": 1,
-            "temperature": -1.0,  # greedy, with the raw law beside it
+            "temperature": -1.0,  # greedy, with the raw distribution beside it
             "n_probs": top,
             "cache_prompt": True,
             "samplers": [],
@@ -185,7 +187,7 @@ class Door:
         lists = (self._server.ask("GET", "/v1/models") for _ in range(self.address.connections))
         try:
             await asyncio.gather(*lists)
-        except (GivenUp, Refused) as error:
+        except (GivenUp, AnswerRefused) as error:
             raise self._wrong("GET /v1/models", str(error)) from None
 
     @property
@@ -194,7 +196,7 @@ class Door:
         return self._server.troubles.total()
 
 
-def _llamacpp(ids: list[int], ask: Ask) -> dict[str, Any]:
+def _llamacpp(ids: list[int], ask: ServerRequest) -> dict[str, Any]:
     """Its native form: the samplers are named, so that nothing else is applied."""
     return {
         "prompt": ids,
@@ -212,7 +214,7 @@ def _llamacpp(ids: list[int], ask: Ask) -> dict[str, Any]:
     }
 
 
-def _read_llamacpp(ask: Ask) -> Any:
+def _read_llamacpp(ask: ServerRequest) -> Any:
     def read(reply: Any) -> Reply:
         try:
             tokens, text = reply["tokens"], reply["content"]
@@ -221,22 +223,22 @@ def _read_llamacpp(ask: Ask) -> Any:
         except (KeyError, TypeError):
             raise Again("an answer of another form") from None
         sound = _ids(tokens) and isinstance(text, str) and isinstance(settings, dict)
-        told = [timings.get(key, 0) if isinstance(timings, dict) else None for key in DRAFTED]
-        if not sound or not _ids(told):
+        message = [timings.get(key, 0) if isinstance(timings, dict) else None for key in DRAFTED]
+        if not sound or not _ids(message):
             raise Again("an answer of another form")
-        asked = {"temperature": ask.temperature, "top_k": ask.top_k, "top_p": ask.top_p}
-        asked |= {"min_p": ask.min_p, "seed": ask.seed}
+        requested = {"temperature": ask.temperature, "top_k": ask.top_k, "top_p": ask.top_p}
+        requested |= {"min_p": ask.min_p, "seed": ask.seed}
         ignored = tuple(
             f"{key}={settings.get(key)!r} instead of {value}"
-            for key, value in asked.items()
+            for key, value in requested.items()
             if not _near(settings.get(key), value)
         )
         return Reply(
             tokens,
             text,
             kind == "eos",
-            told[0],
-            told[1],
+            message[0],
+            message[1],
             ignored,
         )
 
@@ -247,7 +249,7 @@ def _near(said: Any, wanted: float) -> bool:
     return isinstance(said, int | float) and abs(said - wanted) <= CLOSE * max(1.0, abs(wanted))
 
 
-def _openai(ids: list[int], ask: Ask) -> dict[str, Any]:
+def _openai(ids: list[int], ask: ServerRequest) -> dict[str, Any]:
     """vLLM's completions with token ids on both sides."""
     body = {
         "prompt": ids,
@@ -283,31 +285,31 @@ def _ids(value: Any) -> bool:
 def _read_n_probs(reply: Any) -> dict[int, float]:
     try:
         rows = reply["completion_probabilities"][0]["top_logprobs"]
-        law = {int(row["id"]): float(row["logprob"]) for row in rows}
+        distribution = {int(row["id"]): float(row["logprob"]) for row in rows}
     except (KeyError, IndexError, TypeError, ValueError):
-        raise Refused("no n_probs in the answer (a server that drafts gives none)") from None
-    return _sound(law)
+        raise AnswerRefused("no n_probs in the answer (a server that drafts gives none)") from None
+    return _sound(distribution)
 
 
 def _read_prompt_logprobs(ids: list[int], start: int) -> Any:
     def read(reply: Any) -> list[dict[int, float]]:
         try:
             rows = reply["choices"][0]["prompt_logprobs"]
-            laws = [
+            distributions = [
                 {int(token): float(entry["logprob"]) for token, entry in rows[at].items()}
                 for at in range(start, len(ids))
             ]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            raise Refused("no prompt_logprobs in the answer") from None
-        return [_sound(law) for law in laws]
+            raise AnswerRefused("no prompt_logprobs in the answer") from None
+        return [_sound(distribution) for distribution in distributions]
 
     return read
 
 
-def _sound(law: dict[int, float]) -> dict[int, float]:
+def _sound(distribution: dict[int, float]) -> dict[int, float]:
     """Log-probabilities that are some: finite or -inf, with a sum of at most one."""
-    values = list(law.values())
+    values = list(distribution.values())
     total = sum(math.exp(v) for v in values if v > -math.inf) if values else math.nan
     if not values or any(math.isnan(v) or v > CLOSE for v in values) or not total <= 1 + 1e-3:
-        raise Refused(f"log-probabilities that are none (they sum to {total:.4g})")
-    return law
+        raise AnswerRefused(f"log-probabilities that are none (they sum to {total:.4g})")
+    return distribution

@@ -19,7 +19,7 @@ from heads.tuned import Tuned
 from scripts.common import files
 from scripts.reports.rendering import render
 from scripts.serving import settings
-from scripts.serving.settings import Plan
+from scripts.serving.settings import DraftSchedule
 
 FORMAT = 1
 METHOD = {
@@ -39,14 +39,14 @@ NAMES = {
     "small_lm": "a draft model",
 }
 
-TOLD = ("batches", "draft vocabulary", "target", "commit")  # of the training, where it is known
+SHOWN = ("batches", "draft vocabulary", "target", "commit")  # of the training, where it is known
 
 
 @dataclass
 class About:
     """All that card and manifest tell. card: of the head's folder. settings: what tune chose.
     run: what training said of itself. check: the self-check's figures. dtype: as written.
-    plan: what pays on the engine that will serve, where its costs are known.
+    plan: what is faster on the engine that will serve, where its costs are known.
     """
 
     format: str
@@ -58,12 +58,12 @@ class About:
     run: dict[str, Any]
     check: dict[str, Any] = field(default_factory=dict)
     dtype: str = ""
-    plan: Plan | None = None
+    plan: DraftSchedule | None = None
 
     @property
     def depth(self) -> int:
         """K of the serve command: all heads for Medusa, of a block whose rows see each other
-        what it was trained with, what pays on the engine where that is known, what tune chose
+        what it was trained with, what is faster on the engine where that is known, what tune chose
         for a chain, else the head's own depth.
         """
         if self.head.kind == "medusa":
@@ -142,7 +142,7 @@ def page(about: About) -> str:
         hashes={k.replace("_", " "): identity[k] for k in identity if k.endswith("sha256")},
         serve=serve(about),
         described=described(head),
-        training={k: about.run[k] for k in TOLD if about.run.get(k)},
+        training={k: about.run[k] for k in SHOWN if about.run.get(k)},
         steps=extra.get("step"),
         recipe=json.dumps(about.card["head"].get("config", {}), sort_keys=True),
         acceptance=acceptance(extra, getattr(head, "calibration", {}) or {}),
@@ -199,7 +199,7 @@ def decoding(about: About) -> list[str]:
     """What tune found for this head, if it ran."""
     found = about.settings
     if about.plan is not None:
-        return settings.told(about.plan, about.head.kind)
+        return settings.summary(about.plan, about.head.kind)
     if found is None:
         return ["not tuned; `python scripts/tune.py drafter=...` finds K for a machine and prompts"]
     lines = [

@@ -23,7 +23,7 @@ from decode.target import Target
 from heads.base import Head
 from heads.interop.block import folded
 from heads.layered_drafter import LayeredDrafter
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.parallel.medusa import MedusaDrafter
 from scripts.serving import loaders
 from scripts.serving.reader import EngineFile
@@ -33,7 +33,7 @@ TOLERANCE = 5e-4  # of the largest logit; float32 against float32 in another ord
 
 
 @dataclass
-class Check:
+class ExportCheck:
     """prompts, drafted tokens compared, the largest difference of a logit and the largest
     logit.
     """
@@ -79,7 +79,7 @@ def check_export(
     target: Target,
     prompts: Sequence[Tensor],
     dtype: torch.dtype,
-) -> Check:
+) -> ExportCheck:
     """Compare drafts behind every prompt (1-D int64, two tokens or more). Raises UserError at
     the first difference.
     """
@@ -94,16 +94,18 @@ def check_export(
 
 
 @torch.inference_mode()
-def check_drafts(served: EngineFile, twin: Any, target: Target, prompts: Sequence[Tensor]) -> Check:
+def check_drafts(
+    served: EngineFile, twin: Any, target: Target, prompts: Sequence[Tensor]
+) -> ExportCheck:
     """Compare the drafts of a reader with those of `twin`, a head with the exported numbers.
 
     prompts: 1-D int64, two tokens or more. Raises UserError at the first difference.
     """
     if target.dtype != torch.float32:
         raise ValueError("check_export: load the target in float32")
-    drafter = twin.drafter(target, Draft(shape="chain"))
+    drafter = twin.drafter(target, DraftSpec(shape="chain"))
     count = drafter.max_depth
-    out = Check(len(prompts), 0, 0.0, 0.0)
+    out = ExportCheck(len(prompts), 0, 0.0, 0.0)
     for number, prompt in enumerate(prompts):
         prompt = prompt.to(target.device)
         mask = torch.ones(1, len(prompt), dtype=torch.bool, device=target.device)
@@ -151,7 +153,7 @@ def source_drafts(
         return drafted(), drafter.logits(count)[:, 0]
     seen: list[Tensor] = []
     watched: Any = drafter
-    for name in ("open", "level"):  # decode.grow.Source: each gives one level's logits
+    for name in ("open", "level"):  # decode.grow.LevelSource: each gives one level's logits
 
         def kept(given: Any, of: Any = getattr(drafter, name)) -> Tensor:
             seen.append(of(given))
@@ -178,7 +180,7 @@ def compare(
     ids: Tensor | None,
     theirs: Tensor,
     logits: Tensor,
-    out: Check,
+    out: ExportCheck,
 ) -> None:
     """Add one draft to `out`. Raises UserError when tokens or logits differ by more than
     rounding.

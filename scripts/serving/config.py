@@ -47,7 +47,7 @@ class ExportConfig:
     # most tokens of an answer in expected.json
     max_new_tokens: OneOrMore = 32
     # what a step costs on the engine that will serve (measured rows, docs/serving.md):
-    # the serve command then drafts what pays there; empty = not known
+    # the serve command then drafts what is faster there; empty = not known
     costs: str = ""
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from scripts.serving import contract
-from scripts.serving.asking import Address, Ask, Door
+from scripts.serving.asking import Address, Endpoint, ServerRequest
 from scripts.serving.counters import rise
 
 SHOWN = 3  # places where it parts that are printed
@@ -22,9 +22,9 @@ def checked(wanted: dict[str, Any], address: Address) -> dict[str, Any]:
 
 
 async def _checked(wanted: dict[str, Any], address: Address) -> dict[str, Any]:
-    ask = Ask(wanted["max_new_tokens"])
+    ask = ServerRequest(wanted["max_new_tokens"])
     answers = []
-    async with Door(address) as door:
+    async with Endpoint(address) as door:
         before = await door.metrics()
         for row in wanted["prompts"]:
             reply = await door.answer(row["ids"], ask)
@@ -44,7 +44,7 @@ async def _checked(wanted: dict[str, Any], address: Address) -> dict[str, Any]:
     return {"kind": kind, "counters": found.why or unread, **said}
 
 
-def told(found: dict[str, Any]) -> list[str]:
+def summary(found: dict[str, Any]) -> list[str]:
     """The verdict for people."""
     lines = [f"answers: {found['equal']} of {found['answers']} as expected"]
     lines += found["parts"][:SHOWN]

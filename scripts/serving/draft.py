@@ -21,7 +21,7 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.target import Target
 from heads.base import Head
-from heads.names import Draft
+from heads.names import DraftSpec
 
 KEPT = (
     "config.json",
@@ -67,7 +67,7 @@ def write(
         stage, dtype=torch.float32, use_safetensors=True
     )
     model = model.to(target.device).eval()
-    drafter = head.drafter(target, Draft(shape="chain"))
+    drafter = head.drafter(target, DraftSpec(shape="chain"))
     equal = 0
     for number, prompt in enumerate(prompts, 1):
         ids = prompt.to(target.device)

@@ -23,7 +23,7 @@ from heads.interop.gguf_block import block_model
 from heads.interop.gguf_write import GgufModel
 from scripts.common import files
 from scripts.reports.rendering import render
-from scripts.serving.check import TOLERANCE, Check, check_drafts, rounded
+from scripts.serving.check import TOLERANCE, ExportCheck, check_drafts, rounded
 from scripts.serving.loaders import gguf
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
@@ -40,7 +40,7 @@ class Kind:
 
 def write_head(
     stage: Path, head: Head, target: Target, prompts: Sequence[Tensor], kind: Kind
-) -> tuple[Any, Check]:
+) -> tuple[Any, ExportCheck]:
     """An EAGLE-3 or block head: the head with its numbers rounded as the file has them, and the
     check.
 
@@ -67,7 +67,7 @@ def rounded_head(head: Head, dtype: str) -> Any:
 
 def write_draft(
     stage: Path, source: Path, head: Head, target: Target, prompts: Sequence[Tensor], kind: Kind
-) -> Check:
+) -> ExportCheck:
     """A separate draft that was trained here, from its folder. Raises UserError as write_model
     does."""
     from transformers import AutoModelForCausalLM
@@ -81,7 +81,7 @@ def write_draft(
 @torch.inference_mode()
 def write_model(
     path: Path, model: Any, target: Target, prompts: Sequence[Tensor], kind: Kind
-) -> Check:
+) -> ExportCheck:
     """A whole Llama model: the target, or a separate draft with the target's tokenizer.
 
     Raises UserError when the file's logits behind the prompts are not the model's with its
@@ -100,7 +100,7 @@ def write_model(
     twin = copy.deepcopy(model).float().cpu()
     for weight in twin.parameters():
         weight.data = gguf_write.rounded(weight.data, kind.dtype)
-    out = Check(len(prompts), 0, 0.0, 0.0)
+    out = ExportCheck(len(prompts), 0, 0.0, 0.0)
     for number, prompt in enumerate(prompts):
         ids = prompt.cpu()
         mine = twin(ids[None]).logits[0, -1].float()
@@ -118,10 +118,10 @@ def write_model(
     return out
 
 
-def page(name: str, drafter: str, kind: Kind, check: Check) -> str:
+def page(name: str, drafter: str, kind: Kind, check: ExportCheck) -> str:
     """README.md of a whole model."""
-    told = {"file": name, "whole": name == TARGET, "drafter": drafter, "dtype": kind.dtype}
-    return render("model.md", **told, check=check)
+    message = {"file": name, "whole": name == TARGET, "drafter": drafter, "dtype": kind.dtype}
+    return render("model.md", **message, check=check)
 
 
 def manifest(about: dict[str, Any], stage: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ LOW = 0.05  # accepted draft tokens of two, below which the head hardly drafts f
 
 
 @dataclass
-class Reading:
+class Convention:
     """One convention. accepted: mean draft tokens accepted of the first two. logp: mean
     log-probability of the target's tokens. better: by how many standard errors that is above
     the head as written."""
@@ -157,31 +157,35 @@ def accepted(head: Head, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
             continue
         spot = place[flat]
         hit[level, flat] = logits.argmax(-1) == spot
-        law = torch.log_softmax(logits.double(), -1).gather(1, spot.clamp(min=0)[:, None])[:, 0]
-        logp[level, flat] = torch.where(spot >= 0, law, 0.0)
+        distribution = torch.log_softmax(logits.double(), -1).gather(1, spot.clamp(min=0)[:, None])[
+            :, 0
+        ]
+        logp[level, flat] = torch.where(spot >= 0, distribution, 0.0)
         if level == 0:
             first[flat] = True
     chain = hit[0, :-1].double() + (hit[0, :-1] & hit[1, 1:]).double()
     return chain[first], (logp[0, :-1] + logp[1, 1:])[first]
 
 
-def probe(head: Head, batch: Batch, target: Target) -> list[Reading]:
+def probe(head: Head, batch: Batch, target: Target) -> list[Convention]:
     """As written first, then every other convention, best first."""
     with remembered(target, batch):
-        base, law = accepted(head, batch, target)
+        base, distribution = accepted(head, batch, target)
         others = []
         for name, about, twin in conventions(head):
             twin._rows = None
             mine, other = accepted(twin, batch, target)
-            gain = other - law
+            gain = other - distribution
             error = float(gain.std()) / max(len(gain), 1) ** 0.5
             better = float(gain.mean()) / max(error, 1e-9)
-            others.append(Reading(name, about, float(mine.mean()), float(other.mean()), better))
-    written = Reading(AS_WRITTEN, "as the files say", float(base.mean()), float(law.mean()))
+            others.append(Convention(name, about, float(mine.mean()), float(other.mean()), better))
+    written = Convention(
+        AS_WRITTEN, "as the files say", float(base.mean()), float(distribution.mean())
+    )
     return [written, *sorted(others, key=lambda r: -r.logp)]
 
 
-def fitting(readings: Sequence[Reading]) -> Reading:
+def fitting(readings: Sequence[Convention]) -> Convention:
     """The convention that fits: the one as written, unless another is clearly better. Where
     none drafts, their order is noise and nothing can be told."""
     written = readings[0]

@@ -20,16 +20,16 @@ from decode.sampling import Sampling
 from scripts.common.memo import Memo
 from scripts.common.progress import OnProgress
 from scripts.proofs.greedy import Plain
-from scripts.proofs.served import Answer
-from scripts.serving.asking import Address, Ask, Door, Reply
+from scripts.proofs.served import SampledAnswer
+from scripts.serving.asking import Address, Endpoint, Reply, ServerRequest
 from scripts.serving.counters import rise
 
 SEEDS = 1 << 31
-Approve = Callable[[list[Answer]], None]
+Approve = Callable[[list[SampledAnswer]], None]
 
 
 @dataclass(frozen=True)
-class Job:
+class SampleJob:
     """What to ask for. tokens: sampled ones, spread evenly over `levels`; greedy: prompts that
     are answered greedily at each level; limit: most tokens of an answer."""
 
@@ -46,20 +46,22 @@ class Job:
 
 
 @dataclass
-class Asked:
+class SampledResponse:
     """What came back. drafted: draft tokens, None where the server does not tell. notes: what
     it did otherwise than asked, or did not tell. doubt: what is wrong with the counters that
     `drafted` would come from."""
 
     kind: str
-    sampled: list[Answer]
-    greedy: list[Answer]
+    sampled: list[SampledAnswer]
+    greedy: list[SampledAnswer]
     drafted: int | None
     notes: list[str]
     doubt: str = ""
 
 
-def ask_all(job: Job, memo: Memo, on_progress: OnProgress, approve: Approve) -> Asked:
+def ask_all(
+    job: SampleJob, memo: Memo, on_progress: OnProgress, approve: Approve
+) -> SampledResponse:
     """Every answer, those of an earlier run first. approve: sees the greedy answers before
     anything is sampled, and may raise.
 
@@ -68,8 +70,10 @@ def ask_all(job: Job, memo: Memo, on_progress: OnProgress, approve: Approve) -> 
     return asyncio.run(_ask_all(job, memo, on_progress, approve))
 
 
-async def _ask_all(job: Job, memo: Memo, on_progress: OnProgress, approve: Approve) -> Asked:
-    async with Door(job.address) as door:
+async def _ask_all(
+    job: SampleJob, memo: Memo, on_progress: OnProgress, approve: Approve
+) -> SampledResponse:
+    async with Endpoint(job.address) as door:
         before, known = await door.metrics(), _answers(memo)
         greedy = await _greedy(door, job, memo, on_progress)
         await asyncio.to_thread(approve, greedy)
@@ -82,12 +86,12 @@ async def _ask_all(job: Job, memo: Memo, on_progress: OnProgress, approve: Appro
         new = _answers(memo) - known
         memo.add("counted", {"answers": new, "drafted": made, "doubt": found.why})
     rows = [*memo.lines("greedy"), *memo.lines("sampled")]
-    told = [row["drafted"] for row in rows if row["drafted"] is not None]
-    doubt = "" if told else next((r["doubt"] for r in memo.lines("counted") if r["doubt"]), "")
-    drafted = sum(told) if told else None if doubt else _counted(memo)
+    message = [row["drafted"] for row in rows if row["drafted"] is not None]
+    doubt = "" if message else next((r["doubt"] for r in memo.lines("counted") if r["doubt"]), "")
+    drafted = sum(message) if message else None if doubt else _counted(memo)
     notes = sorted({note for row in rows for note in row["ignored"]})
     notes += [row for row in [*memo.lines("seeds"), door.unread] if row]
-    return Asked(door.kind, sampled, greedy, drafted, notes, doubt)
+    return SampledResponse(door.kind, sampled, greedy, drafted, notes, doubt)
 
 
 def _answers(memo: Memo) -> int:
@@ -111,18 +115,24 @@ async def memo_once(memo: Memo, name: str, value: Any) -> None:
     memo.add(name, await value)
 
 
-async def _seeds(door: Door, job: Job) -> str:
+async def _seeds(door: Endpoint, job: SampleJob) -> str:
     """What the server makes of a seed: the same one twice."""
     s = job.sampling
-    ask = Ask(min(job.limit, 16), s.temperature, s.top_k, s.top_p, s.min_p, 11)
+    ask = ServerRequest(min(job.limit, 16), s.temperature, s.top_k, s.top_p, s.min_p, 11)
     prompt = list(job.prompts[0])
     first, second = [await door.answer(prompt, ask) for _ in range(2)]
-    return "" if first.tokens == second.tokens else "one seed gave two answers: it is not heeded"
+    return (
+        ""
+        if first.tokens == second.tokens
+        else "one seed gave two answers: it is not taken into account"
+    )
 
 
-async def _greedy(door: Door, job: Job, memo: Memo, on_progress: OnProgress) -> list[Answer]:
+async def _greedy(
+    door: Endpoint, job: SampleJob, memo: Memo, on_progress: OnProgress
+) -> list[SampledAnswer]:
     done = [_answer(row) for row in memo.lines("greedy")]
-    ask = Ask(job.limit)
+    ask = ServerRequest(job.limit)
     work = [(level, i) for level in job.levels for i in range(job.greedy)]
     number = len(done)
     while number < len(work):
@@ -139,7 +149,9 @@ async def _greedy(door: Door, job: Job, memo: Memo, on_progress: OnProgress) -> 
     return done
 
 
-async def _sampled(door: Door, job: Job, memo: Memo, on_progress: OnProgress) -> list[Answer]:
+async def _sampled(
+    door: Endpoint, job: SampleJob, memo: Memo, on_progress: OnProgress
+) -> list[SampledAnswer]:
     """Waves of every level in turn until that level has its share of the tokens."""
     kept: dict[int, dict[int, dict[str, Any]]] = {}
     for row in memo.lines("sampled"):
@@ -163,7 +175,7 @@ async def _sampled(door: Door, job: Job, memo: Memo, on_progress: OnProgress) ->
         level = min(short, key=lambda n: have[n])
         prompts = [list(job.prompts[(number + i) % len(job.prompts)]) for i in range(level)]
         asks = [
-            Ask(
+            ServerRequest(
                 job.limit,
                 s.temperature,
                 s.top_k,
@@ -191,7 +203,7 @@ async def _sampled(door: Door, job: Job, memo: Memo, on_progress: OnProgress) ->
 
 
 def _row(
-    number: int, wave: int, level: int, prompt: list[int], reply: Reply, job: Job
+    number: int, wave: int, level: int, prompt: list[int], reply: Reply, job: SampleJob
 ) -> dict[str, Any]:
     """What is kept of one answer. Raises UserError for tokens that cannot be judged."""
     where = f"{job.address.setting}: {job.address.url}"
@@ -228,51 +240,53 @@ def _row(
     }
 
 
-def _answer(row: dict[str, Any]) -> Answer:
-    return Answer(row["number"], row["wave"], row["level"], row["prompt"], row["tokens"])
+def _answer(row: dict[str, Any]) -> SampledAnswer:
+    return SampledAnswer(row["number"], row["wave"], row["level"], row["prompt"], row["tokens"])
 
 
-def own_laws(plain: Plain) -> Callable[[Sequence[Answer]], Iterator[tuple[int, Tensor]]]:
-    """The whole law at every place, from the same weights in this process."""
+def own_distributions(
+    plain: Plain,
+) -> Callable[[Sequence[SampledAnswer]], Iterator[tuple[int, Tensor]]]:
+    """The whole distribution at every place, from the same weights in this process."""
 
-    def laws(answers: Sequence[Answer]) -> Iterator[tuple[int, Tensor]]:
+    def distributions(answers: Sequence[SampledAnswer]) -> Iterator[tuple[int, Tensor]]:
         texts = [([*a.prompt, *a.tokens], len(a.prompt)) for a in answers]
         for i, logits in plain.in_batches(texts):
             yield i, logits.detach().cpu().float()
 
-    return laws
+    return distributions
 
 
-def plain_laws(
+def plain_distributions(
     address: Address, top: int, vocab: int, memo: Memo, on_progress: OnProgress
-) -> Callable[[Sequence[Answer]], Iterator[tuple[int, Tensor]]]:
-    """The `top` best of every law, from a plain server; what lies beyond has no mass. Exact
-    where sampling is among at most `top` tokens."""
+) -> Callable[[Sequence[SampledAnswer]], Iterator[tuple[int, Tensor]]]:
+    """The `top` best of every distribution, from a plain server; what lies beyond has no
+    mass. Exact where sampling is among at most `top` tokens."""
     known = {row["key"]: row["laws"] for row in memo.lines("laws")}
 
     async def ask(texts: Sequence[tuple[list[int], int]]) -> list[Any]:
-        async with Door(address) as door:
-            return [await door.laws(ids, start, top) for ids, start in texts]
+        async with Endpoint(address) as door:
+            return [await door.distributions(ids, start, top) for ids, start in texts]
 
-    def laws(answers: Sequence[Answer]) -> Iterator[tuple[int, Tensor]]:
+    def distributions(answers: Sequence[SampledAnswer]) -> Iterator[tuple[int, Tensor]]:
         for i, answer in enumerate(answers):
             text = [*answer.prompt, *answer.tokens]
             key = hashlib.sha256(json.dumps([text, len(answer.prompt)]).encode()).hexdigest()
             if key not in known:
                 (found,) = asyncio.run(ask([(text, len(answer.prompt))]))
-                known[key] = [[[t, v] for t, v in law.items()] for law in found]
+                known[key] = [[[t, v] for t, v in distribution.items()] for distribution in found]
                 memo.add("laws", {"key": key, "laws": known[key]})
                 on_progress(len(known), 0, "laws")
             yield i, _rows(known[key], vocab, top)
 
-    return laws
+    return distributions
 
 
-def _rows(laws: Sequence[Sequence[Sequence[float]]], vocab: int, top: int) -> Tensor:
+def _rows(distributions: Sequence[Sequence[Sequence[float]]], vocab: int, top: int) -> Tensor:
     """[R, V] log-probabilities, -inf beyond the `top` best."""
-    rows = torch.full((len(laws), vocab), -torch.inf)
-    for row, law in zip(rows, laws, strict=True):
-        best = sorted(law, key=lambda pair: -pair[1])[:top]
+    rows = torch.full((len(distributions), vocab), -torch.inf)
+    for row, distribution in zip(rows, distributions, strict=True):
+        best = sorted(distribution, key=lambda pair: -pair[1])[:top]
         ids = np.array([int(t) for t, _ in best])
         row[torch.from_numpy(ids)] = torch.tensor([float(v) for _, v in best])
     return rows

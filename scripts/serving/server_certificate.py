@@ -17,9 +17,15 @@ from scripts.common.memo import Memo
 from scripts.common.progress import OnProgress
 from scripts.proofs import certificate, power, served
 from scripts.proofs.greedy import Plain
-from scripts.proofs.served import Answer, Laws, Towards
+from scripts.proofs.served import Distributions, SampledAnswer, Towards
 from scripts.serving.asking import MOST_TOP, Address
-from scripts.serving.sampled_answers import Asked, Job, ask_all, own_laws, plain_laws
+from scripts.serving.sampled_answers import (
+    SampledResponse,
+    SampleJob,
+    ask_all,
+    own_distributions,
+    plain_distributions,
+)
 
 SAFETY = 4  # rounding is measured on a few prompts only
 PLAIN_TIE = 0.01  # logits of another process
@@ -42,14 +48,14 @@ class How:
     members: int | None
 
 
-class Laps:
-    """Seconds since the last lap, added up by what they went into."""
+class Stopwatch:
+    """Seconds since the last timed run, added up by what they went into."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
         self.began = time.perf_counter()
 
-    def lap(self, what: str) -> None:
+    def took(self, what: str) -> None:
         """What went on until now."""
         now = time.perf_counter()
         self.spent[what] = self.spent.get(what, 0.0) + now - self.began
@@ -67,65 +73,66 @@ def certified(
     towards: Towards | None = None,
 ) -> dict[str, Any]:
     """verdict, reasons, layers, negative_controls, power, untested: what certificate.json
-    holds of the server. plain: None for the laws of the weights in this process. towards: the
-    laws of the server's drafter where it is known here. spent: seconds of this run alone.
+    holds of the server. plain: None for the distributions of the weights in this process.
+    towards: the distributions of the server's drafter where it is known here. spent: seconds
+    of this run alone.
 
     Raises UserError for a server that cannot be asked or runs another model.
     """
     if plain is None:
         own = Plain(target)
-        laws = own_laws(own)
+        probs = own_distributions(own)
         tie = how.tie or SAFETY * memo.once("tie", lambda: own.rounding(list(prompts[:2]))["gap"])
     else:
-        laws = plain_laws(plain, MOST_TOP, target.vocab_size, memo, on_progress)
+        probs = plain_distributions(plain, MOST_TOP, target.vocab_size, memo, on_progress)
         tie = how.tie or PLAIN_TIE
     layers: list[dict[str, Any]] = []
-    clock = Laps()
+    clock = Stopwatch()
 
-    def approve(greedy: Sequence[Answer]) -> None:
-        clock.lap("asking")
-        layers.append(greedy_layer(greedy, laws, tie, address))
-        clock.lap("judging")
+    def approve(greedy: Sequence[SampledAnswer]) -> None:
+        clock.took("asking")
+        layers.append(greedy_layer(greedy, probs, tie, address))
+        clock.took("judging")
 
-    asked = ask_all(_job(target, prompts, how, address), memo, on_progress, approve)
-    clock.lap("asking")
+    replies = ask_all(_job(target, prompts, how, address), memo, on_progress, approve)
+    clock.took("asking")
     negative: list[dict[str, Any]] = []
     found: dict[str, Any] = {"tokens": 0, "min_detectable": None}
-    if asked.sampled:
-        layer, negative, found = sampling_layers(target, asked, laws, how, on_progress, towards)
+    if replies.sampled:
+        layer, negative, found = sampling_layers(target, replies, probs, how, on_progress, towards)
         layers.append(layer)
-    clock.lap("judging")
+    clock.took("judging")
     verdict, reasons = certificate.verdict(
         layers, negative or [{"rejected": True}], found, how.detect
     )
-    doubt = _doubt(asked)
+    doubt = _doubt(replies)
     if doubt:
         reasons = [*reasons, doubt]
         verdict = "undecided" if verdict == "lossless" else verdict
     return {
         "verdict": verdict,
         "reasons": reasons,
-        "server": {"url": address.url, "kind": asked.kind, "drafted": asked.drafted},
+        "server": {"url": address.url, "kind": replies.kind, "drafted": replies.drafted},
         "laws": "weights" if plain is None else plain.url,
         "spent": {what: round(seconds, 2) for what, seconds in clock.spent.items()},
         "layers": layers,
         "negative_controls": negative,
         "power": found,
-        "notes": asked.notes,
-        "untested": untested(asked, plain, towards is not None),
+        "notes": replies.notes,
+        "untested": untested(replies, plain, towards is not None),
     }
 
 
-def _doubt(asked: Asked) -> str:
+def _doubt(replies: SampledResponse) -> str:
     """Why nothing may be known of speculation, though every layer passed; "" for nothing."""
-    if asked.doubt:
-        return f"{asked.doubt}: how much it drafted is not known; certify in a new folder"
-    drafted = asked.drafted != 0
+    if replies.doubt:
+        return f"{replies.doubt}: how much it drafted is not known; certify in a new folder"
+    drafted = replies.drafted != 0
     return "" if drafted else "the server drafted nothing: nothing was tested of speculation"
 
 
-def _job(target: Target, prompts: Sequence[Sequence[int]], how: How, address: Address) -> Job:
-    return Job(
+def _job(target: Target, prompts: Sequence[Sequence[int]], how: How, address: Address) -> SampleJob:
+    return SampleJob(
         address,
         prompts,
         how.sampling,
@@ -140,12 +147,12 @@ def _job(target: Target, prompts: Sequence[Sequence[int]], how: How, address: Ad
 
 
 def greedy_layer(
-    greedy: Sequence[Answer], laws: Laws, tie: float, address: Address
+    greedy: Sequence[SampledAnswer], probs: Distributions, tie: float, address: Address
 ) -> dict[str, Any]:
     """Greedy answers by the distance to the best logit. Raises UserError where the very first
     tokens are far from it: those no draft has touched."""
     gaps, first = [], []
-    for wave in served.waves(greedy, laws):
+    for wave in served.waves(greedy, probs):
         for answer, logits in zip(wave.answers, wave.logits, strict=True):
             own = logits.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
             gap = (logits.amax(-1) - own).tolist()
@@ -163,21 +170,23 @@ def greedy_layer(
 
 def sampling_layers(
     target: Target,
-    asked: Asked,
-    laws: Laws,
+    replies: SampledResponse,
+    probs: Distributions,
     how: How,
     on_progress: OnProgress,
     towards: Towards | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
     """The sampling layer, the negative controls on the same answers, the power."""
-    plan = served.Plan(how.sampling, how.alpha, how.detect, how.seed, how.levels, how.members)
-    key = served.key_of(asked.sampled)
+    plan = served.ServerTestPlan(
+        how.sampling, how.alpha, how.detect, how.seed, how.levels, how.members
+    )
+    key = served.key_of(replies.sampled)
     judge = served.Judge(plan, target.vocab_size, key, towards)
     known = served.controls(plan, target.vocab_size, key)
     kept: list[served.Wave] = []
-    wanted = power.laws_wanted(target.vocab_size)
-    total = sum(len(a.tokens) for a in asked.sampled)
-    for wave in served.waves(asked.sampled, laws):
+    wanted = power.rows_wanted(target.vocab_size)
+    total = sum(len(a.tokens) for a in replies.sampled)
+    for wave in served.waves(replies.sampled, probs):
         judge.add(wave)
         for control in known:
             served.simulate(control, wave, how.alpha)
@@ -200,7 +209,7 @@ def sampling_layers(
     return layer, negative, found
 
 
-def untested(asked: Asked, plain: Address | None, known: bool = False) -> list[str]:
+def untested(replies: SampledResponse, plain: Address | None, known: bool = False) -> list[str]:
     """What an answer over HTTP does not show."""
     out = [
         "where a cycle begins and ends: biases that exist at one place of a cycle only are met "
@@ -208,14 +217,15 @@ def untested(asked: Asked, plain: Address | None, known: bool = False) -> list[s
         "log-probabilities that the server sends while it speculates",
     ]
     if plain is not None:
-        out.append(f"the laws beyond the {MOST_TOP} best tokens of the plain server")
-    if asked.drafted is None:
+        out.append(f"the distributions beyond the {MOST_TOP} best tokens of the plain server")
+    if replies.drafted is None:
         out.append("how much was drafted: the server does not tell")
-    if not asked.sampled:
+    if not replies.sampled:
         out.append("sampling: temperature=0")
     elif not known:
         out.append(
-            "a lean towards the drafter's own law: no drafter was given (drafter=FOLDER); a bonus "
+            "a lean towards the drafter's own distribution: no drafter was given "
+            "(drafter=FOLDER); a bonus "
             "token drawn from it is met with the weight of whole drafts only"
         )
     return out

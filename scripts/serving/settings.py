@@ -28,7 +28,7 @@ SGLANG_ALGORITHMS = ("eagle1", "eagle3")  # those whose steps may change while i
 
 
 @dataclass(frozen=True)
-class Choice:
+class BatchChoice:
     """With `batch` requests at a time: the best number of draft tokens, 0 for none, and the
     speed to be expected against plain decoding. kept: the share of its acceptance that it reckons
     with (scripts/serving/costs.py)."""
@@ -40,18 +40,18 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DraftSchedule:
     """What to serve with. rates: acceptance by position, unconditional. choices: for every
     batch from one to the largest that was measured. measured: the batches that were."""
 
     engine: str
     rates: tuple[float, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[BatchChoice, ...]
     measured: tuple[int, ...]
 
     @property
     def draft_tokens(self) -> int:
-        """The most that pays anywhere; 0 when drafting never does."""
+        """The most that is faster anywhere; 0 when drafting never does."""
         return max(choice.draft_tokens for choice in self.choices)
 
     @property
@@ -113,7 +113,7 @@ def speedup(curve: Curve, batch: int, rates: Sequence[float], depth: int) -> flo
     return length_of_chain(rates, depth) * curve(batch, 0) / curve(batch, depth)
 
 
-def plan(rates: Sequence[float], costs: Costs, at_most: int | None = None) -> Plan:
+def plan(rates: Sequence[float], costs: Costs, at_most: int | None = None) -> DraftSchedule:
     """The best number of draft tokens of every batch from one to the largest measured. Between
     measured points the curve is a straight line; beyond the deepest one nothing is claimed, and
     batches below the smallest are taken as that one.
@@ -123,7 +123,7 @@ def plan(rates: Sequence[float], costs: Costs, at_most: int | None = None) -> Pl
     """
     curve = costs.curve()
     deepest = min(len(rates), costs.deepest, *([] if at_most is None else [at_most]))
-    choices: list[Choice] = []
+    choices: list[BatchChoice] = []
     off = False
     for batch in range(1, max(curve.knots) + 1):
         share = costs.kept(batch)
@@ -131,12 +131,14 @@ def plan(rates: Sequence[float], costs: Costs, at_most: int | None = None) -> Pl
         known = [(speedup(curve, batch, left, k), k) for k in range(1, deepest + 1)]
         best, depth = max(known, key=lambda pair: (pair[0], -pair[1]))
         off = off or best <= 1
-        choices.append(Choice(batch, 0, 1.0, share) if off else Choice(batch, depth, best, share))
-    return Plan(costs.engine, tuple(rates), tuple(choices), tuple(sorted(curve.knots)))
+        choices.append(
+            BatchChoice(batch, 0, 1.0, share) if off else BatchChoice(batch, depth, best, share)
+        )
+    return DraftSchedule(costs.engine, tuple(rates), tuple(choices), tuple(sorted(curve.knots)))
 
 
-def vllm(found: Plan) -> dict[str, Any]:
-    """Keys of --speculative-config beside model and method; {} when drafting never pays. The
+def vllm(found: DraftSchedule) -> dict[str, Any]:
+    """Keys of --speculative-config beside model and method; {} when drafting is never faster. The
     last range goes on beyond the largest measured batch."""
     if not found.draft_tokens:
         return {}
@@ -147,7 +149,7 @@ def vllm(found: Plan) -> dict[str, Any]:
 
 
 def sglang(
-    found: Plan, kind: str, place: str = SGLANG_FILE
+    found: DraftSchedule, kind: str, place: str = SGLANG_FILE
 ) -> tuple[list[str], dict[str, Any] | None]:
     """(flags, the file of --speculative-adaptive-config or None). Its entries name the batch
     from which they hold; 0 steps draft nothing. place: the file as the server finds it."""
@@ -165,7 +167,7 @@ def sglang(
     return [*flags, f"--speculative-adaptive --speculative-adaptive-config {place}"], table
 
 
-def llamacpp(found: Plan) -> list[str]:
+def llamacpp(found: DraftSchedule) -> list[str]:
     """Flags of llama-server. It has no schedule: the number of slots is the limit."""
     if not found.draft_tokens:
         return []
@@ -177,20 +179,20 @@ def llamacpp(found: Plan) -> list[str]:
     return flags if found.off_above is None else [*flags, f"-np {found.off_above}"]
 
 
-def write(folder: Path, found: Plan, kind: str) -> None:
+def write(folder: Path, found: DraftSchedule, kind: str) -> None:
     """serving.json, and SGLang's file where there is a schedule."""
     flags, table = sglang(found, kind)
-    told = {
+    summary = {
         "vllm": vllm(found),
         "sglang": flags,
         "llama.cpp": llamacpp(found),
     }
-    files.write_json(folder / FILE, {"format": 1, **found.to_json(), "serve": told})
+    files.write_json(folder / FILE, {"format": 1, **found.to_json(), "serve": summary})
     if table is not None:
         files.write_json(folder / SGLANG_FILE, table)
 
 
-def told(found: Plan, kind: str) -> list[str]:
+def summary(found: DraftSchedule, kind: str) -> list[str]:
     """The plan for people, with what each engine wants."""
     lines = [
         f"{first if first == last else f'{first} to {last}'} at a time: "
@@ -199,7 +201,7 @@ def told(found: Plan, kind: str) -> list[str]:
     ]
     lines += _lost(found)
     if not found.draft_tokens:
-        return [*lines, "drafting does not pay on this engine: serve without a drafter"]
+        return [*lines, "drafting is not faster on this engine: serve without a drafter"]
     flags, table = sglang(found, kind)
     lines += [
         f"vLLM: {json.dumps(vllm(found))}",
@@ -210,7 +212,7 @@ def told(found: Plan, kind: str) -> list[str]:
     return lines
 
 
-def _lost(found: Plan) -> list[str]:
+def _lost(found: DraftSchedule) -> list[str]:
     """What the engine loses of its acceptance under load, where that is more than noise."""
     least = min(found.choices, key=lambda choice: choice.kept)
     if least.kept >= SOUND:
@@ -221,7 +223,7 @@ def _lost(found: Plan) -> list[str]:
     ]
 
 
-def _span(found: Plan, first: int, last: int) -> str:
+def _span(found: DraftSchedule, first: int, last: int) -> str:
     some = [c.speedup for c in found.choices if first <= c.batch <= last]
     low, high = f"{min(some):.2f}", f"{max(some):.2f}"
     return low if low == high else f"{low} to {high}"

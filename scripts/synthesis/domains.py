@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from conf.errors import UserError
-from scripts.synthesis.write import Writer
+from scripts.synthesis.write import BlockWriter
 
 FILE = Path(__file__).with_name("domains.yaml")
 
@@ -36,25 +36,26 @@ def questions(name: str, seed: int) -> list[str]:
 
 
 @dataclass
-class DomainWriter(Writer):
+class DomainWriter(BlockWriter):
     """As Writer, but the questions are those of a domain; its rows say which, as "category"."""
 
     domain: str = ""
-    asked: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.asked = questions(self.domain, self.seed)
+        self.requested = questions(self.domain, self.seed)
 
     def block(self, number: int, want: int) -> list[dict[str, Any]]:
-        """See Writer."""
+        """See BlockWriter."""
         return [{**row, "category": self.domain} for row in super().block(number, want)]
 
     def _questions(self, number: int, want: int) -> list[str]:
         first = number * self.batch
-        if first + want > len(self.asked):
+        if first + want > len(self.requested):
             raise UserError(
-                f"num_conversations: domain={self.domain} has {len(self.asked)} questions; ask for "
+                f"num_conversations: domain={self.domain} has {len(self.requested)} "
+                "questions; ask for "
                 "fewer conversations"
             )
-        return self.asked[first : first + want]
+        return self.requested[first : first + want]

@@ -21,7 +21,7 @@ from scripts.synthesis.ledger import Ledger, check_space
 from scripts.synthesis.questions import Questions
 from scripts.synthesis.regenerate import Regenerator
 from scripts.synthesis.server import OpenAIServer
-from train.texts.rows import BadRow, Reading, encode, interpret
+from train.texts.rows import BadRow, RowReading, encode, interpret
 
 FORMAT = 2  # raise when the same settings would give other requests or rows
 UNLIKE = 0.5  # below this share of answers with the same tokens here, something is wrong
@@ -52,7 +52,7 @@ async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: i
     server = OpenAIServer(
         cfg.base_url.rstrip("/"), key, cfg.timeout, cfg.retries, cfg.backoff, cfg.at_a_time
     )
-    server.on_trouble = _Told()
+    server.on_trouble = _Messages()
     caught: list[int] = []
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
 
@@ -144,7 +144,7 @@ def _reader(cfg: SynthesizeConfig, tokenizer: Any) -> Callable[[dict[str, Any]],
     ends = frozenset({tokenizer.eos_token_id} - {None})
     given = cfg.extra_body.get("chat_template_kwargs")
     kwargs = given if isinstance(given, dict) else {}
-    how = Reading(sys.maxsize, ends, last_turn_only=True, kwargs=kwargs)
+    how = RowReading(sys.maxsize, ends, last_turn_only=True, kwargs=kwargs)
 
     def read(row: dict[str, Any]) -> list[int]:
         try:
@@ -178,7 +178,7 @@ def _settings(
     }
 
 
-class _Told:
+class _Messages:
     """Says a trouble when it is new, and once every ten seconds."""
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class Ledger:
     @property
     def settled(self) -> int:
         """Questions that are done with, answered or not."""
-        return sum(asked for asked, _ in self.blocks)
+        return sum(requested for requested, _ in self.blocks)
 
     @property
     def rows(self) -> int:
@@ -55,7 +55,7 @@ class Ledger:
             blocks = (
                 record["blocks"] if "blocks" in record else [[record["settled"], record["rows"]]]
             )
-            self.blocks = [[int(asked), int(got)] for asked, got in blocks]
+            self.blocks = [[int(requested), int(got)] for requested, got in blocks]
             self.failed = [[int(line), str(reason)] for line, reason in record.get("failed", [])]
             self.tally = Counter({str(k): int(n) for k, n in record.get("tally", {}).items()})
             recorded = record.get("bytes"), record.get("sha256")
@@ -93,7 +93,7 @@ class Ledger:
     def append(
         self,
         rows: Sequence[dict[str, Any]],
-        asked: int,
+        requested: int,
         failed: Sequence[list[Any]] = (),
         goes_on: bool = False,
     ) -> None:
@@ -112,7 +112,7 @@ class Ledger:
         if not (goes_on and self.blocks):
             self.blocks.append([0, 0])
         last = self.blocks[-1]
-        last[:] = last[0] + asked, last[1] + len(rows)
+        last[:] = last[0] + requested, last[1] + len(rows)
         self.failed += failed
         self._record()
 

@@ -11,7 +11,7 @@ from typing import Any
 from conf.errors import UserError
 from conf.jsonl import parse_line, read_places
 from scripts.common.files import sha256
-from scripts.common.prompts import asked, spoken
+from scripts.common.prompts import requested, spoken
 from train.texts.rows import tools_of
 
 
@@ -70,7 +70,7 @@ def turns_of(line: bytes) -> list[dict[str, str]]:
     key, turns = spoken(parse_line(line))
     if any(role in ("tool", "function") for role, _ in turns):
         raise ValueError("holds tool turns, whose results cannot be asked for again")
-    kept = asked(key, turns, ("system", "user"))
+    kept = requested(key, turns, ("system", "user"))
     if any(message["role"] == "system" for message in kept[1:]):
         raise ValueError("a system turn may only stand first")
     return kept

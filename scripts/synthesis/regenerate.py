@@ -21,7 +21,7 @@ from typing import Any
 from conf.errors import UserError
 from scripts.synthesis.ledger import Ledger
 from scripts.synthesis.questions import Questions
-from scripts.synthesis.server import Answer, GivenUp, OpenAIServer, Refused
+from scripts.synthesis.server import AnswerRefused, GivenUp, OpenAIServer, ServerAnswer
 from train.texts.reasoning import DELIMITERS
 from train.texts.rows import BadRow
 
@@ -34,7 +34,7 @@ COMMIT_SECONDS = 1.0  # between two writes to the file
 
 
 @dataclass
-class Failed:
+class QuestionFailed:
     """A question without an answer. begun: how many questions were begun when it failed."""
 
     reason: str
@@ -82,7 +82,7 @@ class Regenerator:
     async def run(self) -> None:
         """Ask until all are settled. Raises UserError when too many fail. Whatever ends it,
         the answers without a gap before them are on file."""
-        self._done: dict[int, dict[str, Any] | Failed] = {}
+        self._done: dict[int, dict[str, Any] | QuestionFailed] = {}
         self._next = self.ledger.settled  # the oldest question that is still open
         self._todo = iter(range(self.ledger.settled, self.total))
         self._moved = asyncio.Event()
@@ -102,7 +102,7 @@ class Regenerator:
         at = self.ledger.settled
         if at < self.total:  # all that was left failed, and nothing else was answered
             left = self._done[at]
-            reason = left.reason if isinstance(left, Failed) else ""
+            reason = left.reason if isinstance(left, QuestionFailed) else ""
             raise UserError(
                 f"base_url: no answer to {self._where(at)} ({reason}) and what follows it; look at "
                 f"the server, {HINT}"
@@ -126,7 +126,7 @@ class Regenerator:
                 self.answered, self._in_a_row = self.answered + 1, 0
                 self._proved = max(self._proved, mine)
                 self.on_row(tokens)
-            except (Refused, GivenUp) as error:
+            except (AnswerRefused, GivenUp) as error:
                 self._fail(n, error)
             while self._next in self._done:
                 self._next += 1
@@ -146,7 +146,7 @@ class Regenerator:
                 f"{where}: {error}; {self._failures} of {of} questions have no answer, above "
                 f"max_failed={self.share:g}; look at the server or raise it, {HINT}"
             ) from None
-        self._done[n] = Failed(str(error), self._begun)
+        self._done[n] = QuestionFailed(str(error), self._begun)
         self.on_row(0)
 
     def cut(self) -> str:
@@ -195,12 +195,12 @@ class Regenerator:
             self._read(row, answer)
         return row, tokens
 
-    def _message(self, answer: Answer) -> dict[str, Any]:
+    def _message(self, answer: ServerAnswer) -> dict[str, Any]:
         """An answer as a turn of a row. Raises Refused for one that would change the chat."""
         text, thought = answer.text.strip(), answer.reasoning.strip()
         said = f"{text}{thought}{json.dumps(answer.calls, ensure_ascii=False)}"
         if any(s in said for s in self.specials):
-            raise Refused("the answer holds a control token of the target's template")
+            raise AnswerRefused("the answer holds a control token of the target's template")
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thought:
             message["reasoning_content"] = thought
@@ -208,7 +208,7 @@ class Regenerator:
             message |= {"content": text or None, "tool_calls": answer.calls}
         return message
 
-    def _count(self, answer: Answer) -> int:
+    def _count(self, answer: ServerAnswer) -> int:
         """Tokens of an answer, and whether the target's tokenizer makes the same of its text.
         Of an answer that is more than text `_read` says it."""
         if more_than_text(answer):
@@ -217,7 +217,7 @@ class Regenerator:
         self._compare(answer, here)
         return max(answer.tokens, 0) or len(here)
 
-    def _compare(self, answer: Answer, here: list[int]) -> None:
+    def _compare(self, answer: ServerAnswer, here: list[int]) -> None:
         """Whether ids that were made here are the server's: the same ids where it told them, else
         as many as it counted (the end-of-turn token may be among them)."""
         if (there := answer.token_ids) is not None:
@@ -225,7 +225,7 @@ class Regenerator:
         elif answer.tokens >= 0:
             self.tokens_alike[answer.tokens - len(here) in (0, 1)] += 1
 
-    def _read(self, row: dict[str, Any], answer: Answer) -> None:
+    def _read(self, row: dict[str, Any], answer: ServerAnswer) -> None:
         """Read a row as training does: whether it can be used, and, where the last answer is more
         than text, whether what would be supervised are the server's tokens."""
         if self.read is None:
@@ -246,7 +246,7 @@ class Regenerator:
         failed: list[list[Any]] = []
         at = self.ledger.settled
         while (found := self._done.get(at)) is not None:
-            if not isinstance(found, Failed):
+            if not isinstance(found, QuestionFailed):
                 rows.append(found)
             elif found.begun < self._proved or (finished and (self.answered or self.ledger.rows)):
                 failed.append([self.questions.lines[at], found.reason])
@@ -261,7 +261,7 @@ class Regenerator:
             self.on_commit(at)
 
 
-def more_than_text(answer: Answer) -> bool:
+def more_than_text(answer: ServerAnswer) -> bool:
     """Whether the template has a part in an answer: reasoning or tool calls."""
     return bool(answer.reasoning or answer.calls or DELIMITERS.search(answer.text))
 

@@ -31,7 +31,7 @@ MAX_BYTES = 16 << 20  # a longer answer is no answer
 MOST_TOKENS = 1 << 31  # of an answer; a larger count is none
 
 
-class Refused(Exception):
+class AnswerRefused(Exception):
     """The server will not answer this question, however often it is asked."""
 
 
@@ -51,7 +51,7 @@ class Again(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerAnswer:
     """text: as the server sent it. finished: the model ended it, no limit did. tokens: the
     server's count, -1 unknown.
     token_ids: where the server sent them (vLLM with return_token_ids). reasoning: what a
@@ -110,7 +110,7 @@ class OpenAIServer:
         try:
             reply = await self.ask("GET", "/models")
             names = sorted(str(m["id"]) for m in reply["data"])
-        except (Refused, KeyError, TypeError):
+        except (AnswerRefused, KeyError, TypeError):
             if wanted:
                 return wanted  # some servers have no list
             raise UserError(f"model: {self.base_url} lists no models; set model=NAME") from None
@@ -136,11 +136,11 @@ class OpenAIServer:
             await self._once("GET", "/models", None)
         except (Again, UserError):
             return False
-        except Refused:
+        except AnswerRefused:
             pass
         return True
 
-    async def chat(self, body: dict[str, Any]) -> Answer:
+    async def chat(self, body: dict[str, Any]) -> ServerAnswer:
         """The answer to one chat request. Raises Refused, GivenUp, or UserError when no
         request can succeed.
         """
@@ -164,8 +164,8 @@ class OpenAIServer:
                 if error.unheard and not self._there:
                     raise GivenUp(str(error)) from None
                 if error.limited and time.monotonic() - self._heard > self.timeout + error.wait:
-                    told = f"{error}, and nothing else for {self.timeout:.0f} s"
-                    raise GivenUp(told) from None
+                    explained = f"{error}, and nothing else for {self.timeout:.0f} s"
+                    raise GivenUp(explained) from None
                 if tries > self.retries:
                     raise GivenUp(f"{error}, {tries} tries") from None
                 own = min(LONGEST_WAIT, self.backoff * 2 ** min(tries, 16))
@@ -240,7 +240,7 @@ class OpenAIServer:
                 f"{self.setting}: {url} is not there ({said}); mend {self.setting} (it usually "
                 "ends with /v1) or model"
             )
-        raise Refused(f"status {said}")
+        raise AnswerRefused(f"status {said}")
 
     def _safe(self, text: str) -> str:
         """One short line without the key."""
@@ -250,7 +250,7 @@ class OpenAIServer:
         return re.sub(r"[^\x20-\x7e\xa0-\uffff]", "", text)[:200]
 
 
-def read_answer(reply: Any) -> Answer:
+def read_answer(reply: Any) -> ServerAnswer:
     """The first choice of a chat completion. Raises Again for a form that is none, Refused for
     an empty answer, one that ended within nothing but reasoning, half a character, and a tool
     call that is cut or cannot be read."""
@@ -263,18 +263,18 @@ def read_answer(reply: Any) -> Answer:
     except (KeyError, IndexError, TypeError, AttributeError):
         raise Again("an answer of another form") from None
     if reason == "content_filter":
-        raise Refused("the answer is filtered")
+        raise AnswerRefused("the answer is filtered")
     if not is_whole(f"{text}{thought}"):
-        raise Refused(f"the answer holds {HALF}")
+        raise AnswerRefused(f"the answer holds {HALF}")
     if not isinstance(text, str | None) or reason not in (*ENDED, "length", None):
         raise Again("an answer of another form")
     finished, blank = reason in ENDED, not (text or "").strip()
     calls = _calls(called, finished) if called else None
     if blank and not calls and (finished or not thought.strip()):
-        raise Refused("the answer is empty" + (" behind its reasoning" if thought else ""))
+        raise AnswerRefused("the answer is empty" + (" behind its reasoning" if thought else ""))
     ids = choice.get("token_ids")
     whole = isinstance(ids, list) and all(isinstance(i, int) for i in ids)
-    return Answer(
+    return ServerAnswer(
         text or "",
         finished,
         tokens if type(tokens) is int and 0 <= tokens < MOST_TOKENS else -1,
@@ -302,9 +302,9 @@ def _calls(called: Any, finished: bool) -> list[dict[str, Any]]:
         if not is_whole(json.dumps(called, ensure_ascii=False)):
             raise ValueError(f"it holds {HALF}")
     except ValueError as error:
-        raise Refused(f"the answer is a tool call that cannot be read ({error})") from None
+        raise AnswerRefused(f"the answer is a tool call that cannot be read ({error})") from None
     if not finished:
-        raise Refused("the answer is a tool call that was cut")
+        raise AnswerRefused("the answer is a tool call that was cut")
     return [{k: c[k] for k in ("id", "type", "function") if k in c} for c in called]
 
 

@@ -54,7 +54,7 @@ def fingerprint(text: str) -> str:
 
 
 @dataclass
-class Writer:
+class BlockWriter:
     """Draws blocks of conversations. Block b is a pure function of (target, settings, seed, b,
     the questions before it), whatever ran before in this process.
 

@@ -1,10 +1,10 @@
 """What a cycle costs and what it brings: latencies fitted to measurements, never assumed, and
 tokens/s from them.
 
-A cycle is: propose, one target pass over the last token and the draft, law and verification,
-cache, Python. Its time is the sum of fitted parts (`CostModel.cycle`); with acceptance by
-position and rank, or with replayed cycles (scripts/tuning/replay.py), it gives tokens/s,
-speedup and the break-even accepted length of any K, tree and batch.
+A cycle is: propose, one target pass over the last token and the draft, distribution and
+verification, cache, Python. Its time is the sum of fitted parts (`CostModel.cycle`); with
+acceptance by position and rank, or with replayed cycles (scripts/tuning/replay.py), it gives
+tokens/s, speedup and the break-even accepted length of any K, tree and batch.
 
 At the end stands what the literature has in closed form, for draft tokens that are accepted
 independently with one probability: a way to compare accepted lengths of chains of unlike depth.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from heads.tuned import Settings
+from heads.tuned import DraftSettings
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearCost:
     """ms = weights . features, no weight below zero (a part of a cycle cannot cost less than
     nothing).
     """
@@ -86,12 +86,14 @@ class Linear:
     weights: tuple[float, ...]
 
     @staticmethod
-    def fit(rows: Sequence[dict[str, float]], ms: Sequence[float], names: Sequence[str]) -> Linear:
+    def fit(
+        rows: Sequence[dict[str, float]], ms: Sequence[float], names: Sequence[str]
+    ) -> LinearCost:
         """Non-negative least squares of relative errors."""
         y = np.asarray(ms, float)
         table = np.array([[row.get(n, 0.0) for n in names] for row in rows], float)
         relative = table / np.maximum(y, 1e-9)[:, None]
-        return Linear(tuple(names), tuple(nonnegative(relative, np.ones(len(y))).tolist()))
+        return LinearCost(tuple(names), tuple(nonnegative(relative, np.ones(len(y))).tolist()))
 
     def __call__(self, **features: float) -> float:
         return sum(w * features.get(n, 0.0) for n, w in zip(self.names, self.weights, strict=True))
@@ -101,7 +103,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Shape:
+class CycleShape:
     """What a cycle's price depends on. depth: levels drafted. width: nodes expanded per level.
     nodes: verified.
     """
@@ -111,12 +113,12 @@ class Shape:
     width: int = 1
 
     @staticmethod
-    def of(settings: Settings) -> Shape:
+    def of(settings: DraftSettings) -> CycleShape:
         """What a full draft of `settings` costs by."""
         depth = settings.depth or 0
         if settings.shape == "chain":
-            return Shape(depth, depth)
-        return Shape(depth, settings.nodes or 0, settings.width or 1)
+            return CycleShape(depth, depth)
+        return CycleShape(depth, settings.nodes or 0, settings.width or 1)
 
     def features(self) -> dict[str, float]:
         """What the drafter's time is fitted to. passes: levels after the first; expanded:
@@ -128,10 +130,10 @@ class Shape:
 
 PROPOSE = ("one", "passes", "expanded", "nodes")
 OBSERVE = ("one", "tokens")
-PARTS = ("target", "drafter", "law and verification", "cache", "Python")
+PARTS = ("target", "drafter", "distribution and verification", "cache", "Python")
 
 
-class Price(NamedTuple):
+class CyclePrice(NamedTuple):
     """Milliseconds of one cycle by part (PARTS)."""
 
     target: float
@@ -148,7 +150,7 @@ class Price(NamedTuple):
         return dict(zip(PARTS, self, strict=True))
 
 
-NOTHING = Shape(0, 0)
+NOTHING = CycleShape(0, 0)
 
 
 @dataclass(frozen=True)
@@ -163,11 +165,13 @@ class CostModel:
     verify: Curve
     cache: Curve
     python: Curve
-    propose: dict[str, dict[int, Linear]] = field(default_factory=dict)
-    observe: dict[str, dict[int, Linear]] = field(default_factory=dict)
+    propose: dict[str, dict[int, LinearCost]] = field(default_factory=dict)
+    observe: dict[str, dict[int, LinearCost]] = field(default_factory=dict)
     extra: dict[str, float] = field(default_factory=dict)
 
-    def cycle(self, batch: int, shape: Shape, kind: str = "none", tokens: float = 1.0) -> Price:
+    def cycle(
+        self, batch: int, shape: CycleShape, kind: str = "none", tokens: float = 1.0
+    ) -> CyclePrice:
         """One cycle of `batch` rows, each with a draft of `shape`, of which `tokens` a row are
         committed.
         """
@@ -176,7 +180,7 @@ class CostModel:
             if shape.depth:
                 drafter += _nearest(self.propose[kind], batch)(**shape.features())
             drafter += self.observing(batch, kind, tokens)
-        return Price(
+        return CyclePrice(
             self.target(batch, nodes),
             drafter,
             self.verify(batch, nodes) + self.extra.get(kind, 0.0) * shape.depth,
@@ -192,14 +196,14 @@ class CostModel:
         """Milliseconds of a cycle of plain decoding."""
         return self.cycle(batch, NOTHING).ms
 
-    def break_even(self, batch: int, shape: Shape, kind: str, tokens: float = 1.0) -> float:
+    def break_even(self, batch: int, shape: CycleShape, kind: str, tokens: float = 1.0) -> float:
         """Accepted length (tokens per cycle, bonus included) at which drafting is as fast as
         plain decoding.
         """
         return max(self.cycle(batch, shape, kind, tokens).ms / self.plain(batch), 1.0)
 
     def predict(
-        self, batch: int, shape: Shape, kind: str, accepted_length: float
+        self, batch: int, shape: CycleShape, kind: str, accepted_length: float
     ) -> dict[str, Any]:
         """Tokens per second of `batch` rows that commit `accepted_length` tokens per cycle."""
         price = self.cycle(batch, shape, kind, accepted_length)
@@ -291,7 +295,7 @@ def _bracket(places: Sequence[Any], x: float) -> tuple[Any, Any]:
     return places[at - 1], places[at]
 
 
-def _nearest(by_batch: dict[int, Linear], batch: int) -> Linear:
+def _nearest(by_batch: dict[int, LinearCost], batch: int) -> LinearCost:
     return by_batch[min(by_batch, key=lambda b: (abs(b - batch), b))]
 
 

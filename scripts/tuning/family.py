@@ -23,12 +23,12 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads import drafting_head, settings_folder
 from heads.base import Head
-from heads.names import NGRAM, NONE, Draft, parse
-from heads.tuned import Settings
+from heads.names import NGRAM, NONE, DraftSpec, parse
+from heads.tuned import DraftSettings
 from scripts.common.progress import OnProgress
 from scripts.tuning import replay, search
-from scripts.tuning.cost import Shape
-from scripts.tuning.latency import Probe
+from scripts.tuning.cost import CycleShape
+from scripts.tuning.latency import TimedSetting
 from scripts.tuning.replay import Shadow, Text
 from scripts.tuning.search import Candidate, Pricing
 
@@ -51,7 +51,7 @@ class Bounds:
 
 
 @dataclass
-class Family:
+class DrafterFamily:
     """One drafter and what can be set about it. kinds: among "chain" and "tree". head: None
     for n-grams.
     folder: where its settings go, None for n-grams and for repositories, which have no place
@@ -71,11 +71,11 @@ class Family:
     unconditional: list[float] = field(default_factory=list)  # of sampled chains, measured
 
     @classmethod
-    def of(cls, spec: str, target: Target, sampling: Sampling, bounds: Bounds) -> Family:
+    def of(cls, spec: str, target: Target, sampling: Sampling, bounds: Bounds) -> DrafterFamily:
         """Raises UserError for `none`, an unknown drafter, or a shape that it does not have."""
         draft = parse(spec)
         path, shape = draft.source, draft.shape
-        if path == NONE or draft != Draft(path, shape) or (path == NGRAM and shape):
+        if path == NONE or draft != DraftSpec(path, shape) or (path == NGRAM and shape):
             raise UserError(
                 f"drafter: {spec}; give ngram, a run folder, a head folder or a smaller model, "
                 "with @chain or @tree at most"
@@ -93,7 +93,7 @@ class Family:
             raise UserError(f"drafter: {spec}: this target takes chains only; write {path}@chain")
         if made.drawn():
             made.notes.append(
-                "trees drawn from the drafter's own law cannot be replayed: a few sizes "
+                "trees drawn from the drafter's own distribution cannot be replayed: a few sizes "
                 "are measured"
             )
         return made
@@ -116,7 +116,7 @@ class Family:
 
     @property
     def drawn_chain(self) -> bool:
-        """Whether chains are drawn from a law, so that replay cannot say what would be
+        """Whether chains are drawn from a distribution, so that replay cannot say what would be
         accepted.
         """
         return self.head is not None and not self.sampling.greedy
@@ -128,7 +128,7 @@ class Family:
             and not self.sampling.greedy
         )
 
-    def drawn(self) -> list[Settings]:
+    def drawn(self) -> list[DraftSettings]:
         """Trees whose candidates are drawn, where there are such trees: they are measured
         without a prediction.
         """
@@ -137,26 +137,26 @@ class Family:
         sizes = sorted({min(n, self.bounds.nodes) for n in DRAWN})
         return list(dict.fromkeys(self._static(self.deepest, n) for n in sizes))
 
-    def drawn_at_a_price(self) -> list[Settings]:
+    def drawn_at_a_price(self) -> list[DraftSettings]:
         """Drawn trees that the drafter's own confidence cuts, to be measured beside the others."""
         large = [one for one in self.drawn() if (one.nodes or 0) <= search.MOST_PRICED][-1:]
         return [replace(one, price=price) for one in large for price in DRAWN_PRICES]
 
-    def default(self) -> Settings:
+    def default(self) -> DraftSettings:
         """What the drafter does untuned."""
         if self.head is None:
-            return Settings("chain", depth=NGram().max_depth)
+            return DraftSettings("chain", depth=NGram().max_depth)
         cfg = self.head.cfg
         kind = cfg.shape if cfg.shape in self.kinds else self.kinds[0]
-        form = self.head.form(self.target, Draft(shape=kind))
+        form = self.head.form(self.target, DraftSpec(shape=kind))
         if kind == "chain":
-            return Settings("chain", depth=form.depth)
+            return DraftSettings("chain", depth=form.depth)
         if self.parallel:
             tree = self.head.tree(cfg.nodes, self.deepest)
-            return Settings("tree", depth=tree.depth, nodes=len(tree), paths=tree.paths)
-        return Settings("tree", depth=form.depth, nodes=cfg.nodes, width=cfg.width)
+            return DraftSettings("tree", depth=tree.depth, nodes=len(tree), paths=tree.paths)
+        return DraftSettings("tree", depth=form.depth, nodes=cfg.nodes, width=cfg.width)
 
-    def drafter(self, settings: Settings) -> Drafter:
+    def drafter(self, settings: DraftSettings) -> Drafter:
         """A fresh drafter with these settings."""
         if self.head is None:
             return NGram(depth=settings.depth or NGram().max_depth)
@@ -164,12 +164,12 @@ class Family:
 
     # -- measuring
 
-    def probes(self) -> list[Probe]:
+    def probes(self) -> list[TimedSetting]:
         """Settings spread over the bounds, to fit the drafter's time to."""
-        found: list[Settings] = []
+        found: list[DraftSettings] = []
         if "chain" in self.kinds:
             found += [
-                Settings("chain", depth=k)
+                DraftSettings("chain", depth=k)
                 for k in sorted({1, (self.deepest + 1) // 2, self.deepest})
             ]
         if "tree" in self.kinds and self.drawn_tree:
@@ -194,18 +194,20 @@ class Family:
                 (half[0], b.width, 32),
             )
             found += [
-                Settings("tree", depth=d, nodes=min(n, b.nodes), width=w) for d, w, n in spread
+                DraftSettings("tree", depth=d, nodes=min(n, b.nodes), width=w) for d, w, n in spread
             ]
-        return [Probe(s.shape, Shape.of(s), self.drafter(s)) for s in dict.fromkeys(found)]
+        return [
+            TimedSetting(s.shape, CycleShape.of(s), self.drafter(s)) for s in dict.fromkeys(found)
+        ]
 
-    def _static(self, depth: int, nodes: int) -> Settings:
+    def _static(self, depth: int, nodes: int) -> DraftSettings:
         value = search.value_of([], self.calibration, self.deepest)
         return search.static_settings(search.static_tree(value, nodes, depth))
 
     def recorders(self) -> dict[str, Drafter]:
         """Drafters whose drafts hold those of every setting within the bounds."""
         if self.head is None:
-            return {"chain": self.drafter(Settings("chain", depth=self.deepest))}
+            return {"chain": self.drafter(DraftSettings("chain", depth=self.deepest))}
         if self.parallel:
             if self.drawn_chain and (self.kinds == ["chain"] or self.drawn_tree):
                 return {}
@@ -215,15 +217,15 @@ class Family:
             return found
         b, out = self.bounds, {}
         if "chain" in self.kinds and not self.drawn_chain:
-            out["chain"] = self.drafter(Settings("chain", depth=b.depth))
+            out["chain"] = self.drafter(DraftSettings("chain", depth=b.depth))
         if "tree" in self.kinds and not self.drawn_tree:
             out["tree"] = self.drafter(self._dynamic())
         return out
 
-    def _dynamic(self) -> Settings:
+    def _dynamic(self) -> DraftSettings:
         """The largest dynamic tree."""
         b = self.bounds
-        return Settings("tree", depth=min(b.depth, self.deepest), nodes=b.nodes, width=b.width)
+        return DraftSettings("tree", depth=min(b.depth, self.deepest), nodes=b.nodes, width=b.width)
 
     def record(
         self, prompts: Sequence[list[int]], tokens: int, seed: int, on_progress: OnProgress
@@ -244,9 +246,9 @@ class Family:
                     )
             on_progress(i + 1, len(prompts))
         if self.drawn_chain and "chain" in self.kinds:
-            deep = self.drafter(Settings("chain", depth=self.deepest))
-            asked = [Request(ids, tokens, id=i * 64) for i, ids in enumerate(prompts)]
-            run = generate(self.target, deep, asked, self.sampling, seed=seed)
+            deep = self.drafter(DraftSettings("chain", depth=self.deepest))
+            requested = [Request(ids, tokens, id=i * 64) for i, ids in enumerate(prompts)]
+            run = generate(self.target, deep, requested, self.sampling, seed=seed)
             clean = [c for g in run.generations for c in stats.split(g).clean]
             self.unconditional = [p.unconditional for p in stats.acceptance_by_position(clean)]
         return out

@@ -26,8 +26,8 @@ from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from scripts.common.clock import clock
 from scripts.common.progress import OnProgress
-from scripts.tuning.cost import OBSERVE, PROPOSE, CostModel, Curve, Linear, Shape
-from scripts.tuning.replay import Clock, Shadow
+from scripts.tuning.cost import OBSERVE, PROPOSE, CostModel, Curve, CycleShape, LinearCost
+from scripts.tuning.replay import CallTimes, Shadow
 
 LOOP = ("target", "verify", "cache", "python")
 
@@ -54,17 +54,18 @@ class Star(NoDraft):
 
 
 @dataclass(frozen=True)
-class Probe:
+class TimedSetting:
     """A setting whose drafter is timed. kind: "chain" or "tree"."""
 
     kind: str
-    shape: Shape
+    shape: CycleShape
     drafter: Drafter
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What everything is timed with: the engine's own loop on a target, prompts and a law."""
+    """What everything is timed with: the engine's own loop on a target, prompts and a
+    distribution."""
 
     target: Target
     prompts: Sequence[list[int]]
@@ -72,10 +73,10 @@ class Bench:
 
     def time(self, drafter: Drafter, rows: int, tokens: int, turn: int = 0) -> Timing:
         """Of `rows` answers of so many tokens, decoded together, beginning with prompt `turn`."""
-        asked = [
+        requested = [
             Request(self.prompts[(turn + i) % len(self.prompts)], tokens, id=i) for i in range(rows)
         ]
-        run = generate(self.target, drafter, asked, self.sampling, batch_size=rows, eos_ids=())
+        run = generate(self.target, drafter, requested, self.sampling, batch_size=rows, eos_ids=())
         return run.timing
 
     def loop(
@@ -107,20 +108,20 @@ class Bench:
 
     def drafters(
         self,
-        probes: Sequence[Probe],
+        probes: Sequence[TimedSetting],
         batch_sizes: Sequence[int],
         tokens: int,
         on_progress: OnProgress,
-    ) -> dict[str, dict[str, dict[int, Linear]]]:
+    ) -> dict[str, dict[str, dict[int, LinearCost]]]:
         """{"propose": kind -> batch size -> fit, "observe": the same}, from a plain run in which
         all probes draft."""
-        found: dict[str, dict[str, dict[int, Linear]]] = {"propose": {}, "observe": {}}
+        found: dict[str, dict[str, dict[int, LinearCost]]] = {"propose": {}, "observe": {}}
         inners = {str(i): probe.drafter for i, probe in enumerate(probes)}
         sizes = sorted(set(batch_sizes))
         for number, batch in enumerate(sizes):
             shadow = Shadow(inners, keep=False, sync=clock(self.target.device))
             self.time(shadow, batch, 3)  # warms up
-            shadow.clocks = {name: Clock() for name in inners}
+            shadow.clocks = {name: CallTimes() for name in inners}
             on_progress(2 * number + 1, 2 * len(sizes))
             self.time(shadow, batch, tokens)
             on_progress(2 * number + 2, 2 * len(sizes))
@@ -139,14 +140,14 @@ class Bench:
                     for n, seconds in by_tokens.items():
                         seen.append({"one": 1.0, "tokens": float(n)})
                         read.append(1000 * float(np.median(seconds)))
-                found["propose"].setdefault(kind, {})[batch] = Linear.fit(rows, spent, PROPOSE)
-                found["observe"].setdefault(kind, {})[batch] = Linear.fit(seen, read, OBSERVE)
+                found["propose"].setdefault(kind, {})[batch] = LinearCost.fit(rows, spent, PROPOSE)
+                found["observe"].setdefault(kind, {})[batch] = LinearCost.fit(seen, read, OBSERVE)
         return found
 
     def extra_per_level(
         self,
         model: CostModel,
-        probes: Sequence[Probe],
+        probes: Sequence[TimedSetting],
         tokens: int,
         batch: int,
         on_progress: OnProgress,

@@ -33,7 +33,7 @@ Kept = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Draft:
+class RecordedDraft:
     """One draft at one position. tokens, parents: node by node, parents first. score: the
     drafter's own order of nodes (cumulative log-probability), None for static shapes."""
 
@@ -43,7 +43,7 @@ class Draft:
 
 
 @dataclass
-class Clock:
+class CallTimes:
     """Seconds of single calls. propose: (rows, seconds). observe: (rows, most tokens of a row,
     seconds).
     """
@@ -76,8 +76,8 @@ class Shadow:
         taps = {tuple(d.taps) for d in inners.values()}
         assert len(taps) == 1, "drafters that read different features cannot share a run"
         self.taps = taps.pop()
-        self.drafts: dict[str, list[dict[int, Draft]]] = {name: [] for name in inners}
-        self.clocks = {name: Clock() for name in inners}
+        self.drafts: dict[str, list[dict[int, RecordedDraft]]] = {name: [] for name in inners}
+        self.clocks = {name: CallTimes() for name in inners}
 
     def reset(self, rows: int, max_len: int) -> None:
         self.device = torch.device("cpu")
@@ -126,10 +126,10 @@ class Shadow:
         self.live, self.length = [self.live[r] for r in rows], [self.length[r] for r in rows]
 
 
-def _draft(tree: DraftTree, row: int) -> Draft:
+def _draft(tree: DraftTree, row: int) -> RecordedDraft:
     size = int(tree.size[row])
     score: Any = getattr(tree, "score", None)
-    return Draft(
+    return RecordedDraft(
         tree.tokens[row, :size].tolist(),
         tree.parents[row, :size].tolist(),
         None if score is None else score[row, :size].tolist(),
@@ -139,7 +139,7 @@ def _draft(tree: DraftTree, row: int) -> Draft:
 # -- what a draft would have had accepted
 
 
-def matched(draft: Draft, follows: Sequence[int]) -> list[int]:
+def matched(draft: RecordedDraft, follows: Sequence[int]) -> list[int]:
     """Nodes of the longest path that agrees with the tokens that followed."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(draft.parents):
@@ -154,7 +154,7 @@ def matched(draft: Draft, follows: Sequence[int]) -> list[int]:
     return path
 
 
-def ranks(draft: Draft) -> list[Path]:
+def ranks(draft: RecordedDraft) -> list[Path]:
     """Every node's path of sibling ranks."""
     seen: dict[int, int] = {}
     out: list[Path] = []
@@ -173,7 +173,7 @@ class Text:
 
     tokens: list[int]
     limit: int
-    drafts: dict[int, Draft]
+    drafts: dict[int, RecordedDraft]
 
 
 def paths(texts: Iterable[Text]) -> list[dict[int, Path]]:
@@ -242,12 +242,12 @@ class Beams:
     ) -> tuple[list[dict[int, Kept]], list[dict[int, int]]]:
         """Per text position -> (accepted, nodes), and per text position -> levels drafted, of
         trees of at most so many levels and nodes, `width` of which are expanded a level."""
-        asked = (depth, width, price)
-        if asked != self.last[0]:  # trees that differ in their nodes are asked for in a row
+        requested = (depth, width, price)
+        if requested != self.last[0]:  # trees that differ in their nodes are asked for in a row
             self.last = (
-                asked,
+                requested,
                 [
-                    {t: _grown(*recorded, *asked) for t, recorded in text.items()}
+                    {t: _grown(*recorded, *requested) for t, recorded in text.items()}
                     for text in self.texts
                 ],
             )
@@ -259,7 +259,12 @@ class Beams:
 
 
 def _grown(
-    draft: Draft, paths: Sequence[Path], agreed: Sequence[int], depth: int, width: int, price: Price
+    draft: RecordedDraft,
+    paths: Sequence[Path],
+    agreed: Sequence[int],
+    depth: int,
+    width: int,
+    price: Price,
 ) -> Grown:
     """The tree that a drafter would have grown, of a draft whose candidates stand in a larger
     one."""
@@ -288,7 +293,7 @@ def _grown(
 
 
 @dataclass(frozen=True)
-class Step:
+class ReplayedCycle:
     """One cycle of a replay. start: generated tokens before it. nodes: drafted. tokens:
     committed, bonus included.
 
@@ -304,7 +309,7 @@ class Step:
 
 def walk(
     text: Text, kept: dict[int, Kept], depth: int, levels: dict[int, int] | None = None
-) -> list[Step]:
+) -> list[ReplayedCycle]:
     """The cycles of one text, as the engine would make them with a draft of at most `depth`
     levels; levels: how many are drafted at each position, None: all of them.
     """
@@ -317,7 +322,7 @@ def walk(
         clean = budget == depth and tokens == accepted + 1
         drafted = min(nodes, max(budget, round(nodes * budget / max(depth, 1)))) if budget else 0
         grown = None if levels is None else min(levels.get(t, 0), budget)
-        steps.append(Step(t, drafted, accepted, tokens, clean, grown))
+        steps.append(ReplayedCycle(t, drafted, accepted, tokens, clean, grown))
         t += tokens
     return steps
 
@@ -327,14 +332,14 @@ def walks(
     kept: Sequence[dict[int, Kept]],
     depth: int,
     levels: Sequence[dict[int, int]] | None = None,
-) -> list[list[Step]]:
+) -> list[list[ReplayedCycle]]:
     """`walk` of every text."""
     grown: Sequence[dict[int, int] | None] = levels or [None] * len(texts)
     rows = zip(texts, kept, grown, strict=True)
     return [walk(text, one, depth, more) for text, one, more in rows]
 
 
-def accepted_length(cycles: Iterable[Sequence[Step]]) -> float:
+def accepted_length(cycles: Iterable[Sequence[ReplayedCycle]]) -> float:
     """Tokens per clean cycle."""
     clean = [s for steps in cycles for s in steps if s.clean]
     return sum(s.tokens for s in clean) / len(clean) if clean else 1.0

@@ -15,17 +15,17 @@ from typing import Any
 from conf.errors import UserError
 from conf.typed import from_json
 from decode.target import Target
-from heads.tuned import Settings, Tuned, card_sha256
+from heads.tuned import DraftSettings, Tuned, card_sha256
 from scripts.common import files
 from scripts.common.progress import Steps, by_name, named
 from scripts.common.prompts import Prompt, load_prompts, question_ids, spread
 from scripts.scoring import contest
-from scripts.scoring.lanes import drafting, lanes_of
 from scripts.scoring.score import Scores, plain
+from scripts.scoring.systems import drafting, systems_of
 from scripts.tuning import search
 from scripts.tuning.config import TuneConfig
-from scripts.tuning.cost import CostModel, Shape
-from scripts.tuning.family import Bounds, Family
+from scripts.tuning.cost import CostModel, CycleShape
+from scripts.tuning.family import Bounds, DrafterFamily
 from scripts.tuning.latency import Bench, curves_of
 from scripts.tuning.replay import Text
 from scripts.tuning.search import Candidate, Pricing
@@ -43,7 +43,7 @@ class Tuning:
         self.cfg, self.target, self.on_progress = cfg, target, by_name(progress)
         self.sampling = cfg.sampling()
         self.bounds = Bounds(cfg.max_depth, cfg.max_nodes, cfg.max_width)
-        self.family = Family.of(cfg.drafter, target, self.sampling, self.bounds)
+        self.family = DrafterFamily.of(cfg.drafter, target, self.sampling, self.bounds)
         self.prompts = spread(load_prompts(cfg.prompts), cfg.num_prompts)
         if len(self.prompts) < 2:
             raise UserError("prompts: the file holds a single prompt; give at least two")
@@ -53,7 +53,7 @@ class Tuning:
     def model(self) -> tuple[CostModel, list[dict[str, Any]]]:
         """The fitted cost model, and the raw samples of the loop's curves."""
         cfg, bench = self.cfg, Bench(self.target, self.ids, self.sampling)
-        default = Shape.of(self.family.default()).nodes
+        default = CycleShape.of(self.family.default()).nodes
         biggest = max(
             self.bounds.nodes if "tree" in self.family.kinds else 1, self.family.deepest, default
         )
@@ -75,31 +75,35 @@ class Tuning:
         extra = bench.extra_per_level(first, probes, FIT_TOKENS, cfg.batch_size, levels)
         return dataclasses.replace(first, extra=extra), samples
 
-    def measure(self, settings: dict[str, Settings]) -> dict[str, Any]:
+    def measure(self, settings: dict[str, DraftSettings]) -> dict[str, Any]:
         """name -> what interleaved decoding gave, plain decoding under "none" among them."""
         cfg = self.cfg
-        lanes, _ = lanes_of(["none"], self.target)
-        lanes += [
+        systems, _ = systems_of(["none"], self.target)
+        systems += [
             drafting(name, self.family.drafter(one), self.target) for name, one in settings.items()
         ]
-        plan = contest.Settings(
+        plan = contest.ContestSettings(
             self.sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify
         )
-        total, done = -(-len(self.prompts) // cfg.batch_size) * len(lanes), itertools.count(1)
+        total, done = -(-len(self.prompts) // cfg.batch_size) * len(systems), itertools.count(1)
         counted = lambda: self.on_progress(next(done), total, "confirming")
-        for lane in lanes:
-            lane.run = _then(lane.run, counted)
+        for system in systems:
+            system.run = _then(system.run, counted)
         first = [Prompt(p.id, p.category, p.turns[:1]) for p in self.prompts]
-        found = contest.run_contest(self.target, first, lanes, plan, quiet=True)
-        self.scores = Scores(found, lanes, cfg.seed)
-        return {lane.name: self.scores.row(lane) for lane in lanes}
+        found = contest.run_contest(self.target, first, systems, plan, quiet=True)
+        self.scores = Scores(found, systems, cfg.seed)
+        return {system.name: self.scores.row(system) for system in systems}
 
     def rows_together(self) -> float:
         """Rows that ran together on average: the last chunk may be smaller, and rows finish at
         different times."""
-        laps = [lap for laps in self.scores.laps["none"].values() for lap in laps]
-        passes = sum(lap.timing.cycles for lap in laps)
-        tokens = sum(lap.tokens - len(lap.prompts) for lap in laps)
+        timed_runs = [
+            timed_run
+            for timed_runs in self.scores.timed_runs["none"].values()
+            for timed_run in timed_runs
+        ]
+        passes = sum(timed_run.timing.cycles for timed_run in timed_runs)
+        tokens = sum(timed_run.tokens - len(timed_run.prompts) for timed_run in timed_runs)
         return tokens / passes if passes else float(self.cfg.batch_size)
 
 
@@ -135,18 +139,18 @@ class Choice:
     """The settings of a drafter that are weighed.
 
     found: every fixed one that was searched, priced: those with a price, each with what is
-    expected of it. lanes: those that are measured, by name. proposed: the names of those among
+    expected of it. systems: those that are measured, by name. proposed: the names of those among
     which is chosen; `default` is among them as well."""
 
     model: CostModel
-    default: Settings
+    default: DraftSettings
     found: list[Candidate]
     priced: list[Candidate]
-    lanes: dict[str, Settings]
+    systems: dict[str, DraftSettings]
     proposed: set[str]
 
     @classmethod
-    def of(cls, cfg: TuneConfig, family: Family, model: CostModel, texts: Texts) -> Choice:
+    def of(cls, cfg: TuneConfig, family: DrafterFamily, model: CostModel, texts: Texts) -> Choice:
         """Search, and pick the few that are worth measuring. Raises UserError where nothing can
         be searched."""
         pricing = Pricing(model, cfg.batch_size)
@@ -159,27 +163,27 @@ class Choice:
             )
         few = search.best_few(found, cfg.confirm) if found else []
         few += search.best_prices(priced)
-        lanes = {str(one): one for one in [*(c.settings for c in few), *drawn]}
-        proposed = set(lanes)
+        systems = {str(one): one for one in [*(c.settings for c in few), *drawn]}
+        proposed = set(systems)
         default = family.default()
-        if default not in lanes.values():
-            lanes[f"default ({default})"] = default
-        return cls(model, default, found, priced, lanes, proposed)
+        if default not in systems.values():
+            systems[f"default ({default})"] = default
+        return cls(model, default, found, priced, systems, proposed)
 
-    def candidate(self, one: Settings) -> Candidate | None:
+    def candidate(self, one: DraftSettings) -> Candidate | None:
         """What the search said of a setting; None where it did not meet it."""
         return next((c for c in [*self.found, *self.priced] if c.settings == one), None)
 
     def row(self, name: str, measured: dict[str, Any], batch: int, pace: float) -> dict[str, Any]:
         """One entry of the report's `rows`."""
-        one = self.lanes[name]
+        one = self.systems[name]
         if known := self.candidate(one):
             expected = known.expected
         else:
             # Outside the search (a tree that was trained in, one that is drawn): its measured
             # accepted length, at the model's price.
             length = measured["accepted_length"]["mean"] or 1.0
-            expected = self.model.predict(batch, Shape.of(one), one.shape, length)
+            expected = self.model.predict(batch, CycleShape.of(one), one.shape, length)
         return {
             "name": name,
             "settings": listed(one),
@@ -197,13 +201,13 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
     texts = family.record(tuning.ids, cfg.max_new_tokens, cfg.seed, along)
     model, samples = tuning.model()
     choice = Choice.of(cfg, family, model, texts)
-    rows = tuning.measure(choice.lanes)
+    rows = tuning.measure(choice.systems)
     plain_rate = 1000 * tuning.rows_together() / model.plain(cfg.batch_size)
     pace = rows["none"]["tokens_per_second"] / plain_rate
-    table = [choice.row(name, rows[name], cfg.batch_size, pace) for name in choice.lanes]
+    table = [choice.row(name, rows[name], cfg.batch_size, pace) for name in choice.systems]
     chosen = max((r for r in table if r["proposed"] or r["default"]), key=_pace)
     speedup = chosen["measured"]["speedup"]
-    best = choice.candidate(choice.lanes[chosen["name"]])
+    best = choice.candidate(choice.systems[chosen["name"]])
     report = {
         **_made_with(tuning),
         "latency": {
@@ -254,7 +258,7 @@ def _pace(row: dict[str, Any]) -> float:
     return float(row["measured"]["tokens_per_second"])
 
 
-def listed(one: Settings) -> dict[str, Any]:
+def listed(one: DraftSettings) -> dict[str, Any]:
     """Settings as JSON has them: lists in place of tuples."""
     return json.loads(json.dumps(one.to_json()))  # type: ignore[no-any-return]
 
@@ -281,8 +285,8 @@ def curves(
             if c.kind == kind:
                 at = getattr(c.shape, key)
                 best[at] = max(best.get(at, c), c, key=lambda one: one.expected["speedup"])
-        told = ("speedup", "accepted_length", "break_even", "tokens_per_second")
-        return [{key: at, **{k: c.expected[k] for k in told}} for at, c in sorted(best.items())]
+        message = ("speedup", "accepted_length", "break_even", "tokens_per_second")
+        return [{key: at, **{k: c.expected[k] for k in message}} for at, c in sorted(best.items())]
 
     out: dict[str, Any] = {"chain": points("chain", "depth"), "tree": points("tree", "nodes")}
     if chosen is not None:
@@ -314,7 +318,7 @@ def per_shape(table: Sequence[dict[str, Any]], found: Sequence[Candidate]) -> di
 def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
     """What is written beside the head."""
     chosen, shapes = report["chosen"], report["per_shape"]
-    get = lambda kind: from_json(shapes[kind], Settings)[0] if shapes.get(kind) else None
+    get = lambda kind: from_json(shapes[kind], DraftSettings)[0] if shapes.get(kind) else None
     s = report["settings"]
     evidence = {
         "created": report["created"],
@@ -338,7 +342,7 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
     }
     return Tuned(
         card_sha256(folder),
-        from_json(chosen["settings"], Settings)[0],
+        from_json(chosen["settings"], DraftSettings)[0],
         get("chain"),
         get("tree"),
         chosen["break_even"],

@@ -20,10 +20,10 @@ from typing import Any
 from decode.price import Price
 from heads import shapes
 from heads.shapes import Path
-from heads.tuned import Settings
+from heads.tuned import DraftSettings
 from scripts.tuning import replay
-from scripts.tuning.cost import PARTS, CostModel, Shape, length_of_chain
-from scripts.tuning.replay import Kept, Step, Text
+from scripts.tuning.cost import PARTS, CostModel, CycleShape, length_of_chain
+from scripts.tuning.replay import Kept, ReplayedCycle, Text
 
 PRIOR = 60.0  # recorded positions that the head's own calibration (or independence) is worth
 
@@ -32,7 +32,7 @@ PRIOR = 60.0  # recorded positions that the head's own calibration (or independe
 class Candidate:
     """A setting with what is expected of it. shape: a full draft."""
 
-    settings: Settings
+    settings: DraftSettings
     expected: dict[str, Any] = field(hash=False)
 
     @property
@@ -40,12 +40,16 @@ class Candidate:
         return self.settings.shape
 
     @property
-    def shape(self) -> Shape:
-        return Shape.of(self.settings)
+    def shape(self) -> CycleShape:
+        return CycleShape.of(self.settings)
 
 
 def evaluate(
-    model: CostModel, batch: int, shape: Shape, kind: str, cycles: Sequence[Sequence[Step]]
+    model: CostModel,
+    batch: int,
+    shape: CycleShape,
+    kind: str,
+    cycles: Sequence[Sequence[ReplayedCycle]],
 ) -> dict[str, Any]:
     """Predicted tokens/s of replayed cycles: every cycle is priced by the nodes it drafted;
     `batch` rows run together, those that finish give way to waiting ones."""
@@ -68,7 +72,7 @@ def evaluate(
         # A draft without a price costs the drafter its whole shape even where the last levels
         # are cut.
         depth = (shape.depth if width else 0) if levels is None else levels
-        drafted = Shape(depth, width, shape.width)
+        drafted = CycleShape(depth, width, shape.width)
         whole = levels is None and width == full
         price = model.cycle(live, shape if whole else drafted, kind, mean)
         total += price.ms
@@ -86,13 +90,15 @@ def evaluate(
     }
 
 
-def _passes(cycles: Sequence[Sequence[Step]], batch: int) -> list[tuple[int, int, int | None]]:
+def _passes(
+    cycles: Sequence[Sequence[ReplayedCycle]], batch: int
+) -> list[tuple[int, int, int | None]]:
     """(nodes of the widest draft, live rows, levels of the deepest draft or None for those of the
     shape) of every pass of the engine."""
     if batch == 1:
         return [(s.nodes, 1, s.levels) for steps in cycles for s in steps]
     queue = [list(steps) for steps in cycles if steps][::-1]
-    live: list[list[Step]] = []
+    live: list[list[ReplayedCycle]] = []
     out = []
     while queue or live:
         while queue and len(live) < batch:
@@ -105,9 +111,9 @@ def _passes(cycles: Sequence[Sequence[Step]], batch: int) -> list[tuple[int, int
     return out
 
 
-def _plain_passes(cycles: Sequence[Sequence[Step]], batch: int) -> Counter[int]:
+def _plain_passes(cycles: Sequence[Sequence[ReplayedCycle]], batch: int) -> Counter[int]:
     """How many passes of how many live rows plain decoding would need for the same tokens."""
-    single = [[Step(0, 0, 0, 1, True)] * sum(s.tokens for s in steps) for steps in cycles]
+    single = [[ReplayedCycle(0, 0, 0, 1, True)] * sum(s.tokens for s in steps) for steps in cycles]
     return Counter(live for _, live, _ in _passes(single, batch))
 
 
@@ -118,9 +124,9 @@ class Pricing:
     model: CostModel
     batch: int
 
-    def of(self, settings: Settings, cycles: Sequence[Sequence[Step]]) -> Candidate:
+    def of(self, settings: DraftSettings, cycles: Sequence[Sequence[ReplayedCycle]]) -> Candidate:
         """Settings with what is expected of their replayed cycles."""
-        shape = Shape.of(settings)
+        shape = CycleShape.of(settings)
         return Candidate(settings, evaluate(self.model, self.batch, shape, settings.shape, cycles))
 
 
@@ -136,20 +142,20 @@ def chains(
     """Chains of 1 .. deepest; also n-grams, whose drafts are of any length up to that. kept: per
     text, what a chain of so many tokens gives."""
     return [
-        pricing.of(Settings("chain", depth=k), replay.walks(texts, kept(k), k))
+        pricing.of(DraftSettings("chain", depth=k), replay.walks(texts, kept(k), k))
         for k in range(1, deepest + 1)
     ]
 
 
 def sampled_chains(pricing: Pricing, unconditional: Sequence[float]) -> list[Candidate]:
-    """Chains drawn from the drafter's law (T > 0) cannot be replayed: acceptance by position
-    comes from real cycles.
+    """Chains drawn from the drafter's distribution (T > 0) cannot be replayed: acceptance by
+    position comes from real cycles.
     """
     out = []
     for k in range(1, len(unconditional) + 1):
         length = length_of_chain(unconditional, k)
-        expected = pricing.model.predict(pricing.batch, Shape(k, k), "chain", length)
-        out.append(Candidate(Settings("chain", depth=k), expected))
+        expected = pricing.model.predict(pricing.batch, CycleShape(k, k), "chain", length)
+        out.append(Candidate(DraftSettings("chain", depth=k), expected))
     return out
 
 
@@ -194,10 +200,10 @@ def static_tree(value: Callable[[Path], float], nodes: int, depth: int) -> list[
     return [path for path, _ in shapes.grow(value, nodes, depth)]
 
 
-def static_settings(tree: Sequence[Path]) -> Settings:
+def static_settings(tree: Sequence[Path]) -> DraftSettings:
     """What asks for a static tree."""
     paths = tuple(sorted(tree, key=lambda p: (len(p), p)))
-    return Settings("tree", depth=max(map(len, paths)), nodes=len(paths), paths=paths)
+    return DraftSettings("tree", depth=max(map(len, paths)), nodes=len(paths), paths=paths)
 
 
 def static_trees(
@@ -247,7 +253,7 @@ def dynamic_trees(
                 if n < depth or n > width + max(depth - 1, 0) * width * width:
                     continue
                 kept, _ = beams.of(depth, n, width)
-                settings = Settings("tree", depth=depth, nodes=n, width=width)
+                settings = DraftSettings("tree", depth=depth, nodes=n, width=width)
                 out.append(pricing.of(settings, replay.walks(texts, kept, depth)))
     return out
 
@@ -267,7 +273,7 @@ def priced_trees(
         most = min(nodes, width + (depth - 1) * width**2)
         for price in itertools.starmap(Price, itertools.product(NODE_PRICES, LEVEL_PRICES)):
             kept, levels = beams.of(depth, most, width, price)
-            settings = Settings("tree", depth=depth, nodes=most, width=width, price=price)
+            settings = DraftSettings("tree", depth=depth, nodes=most, width=width, price=price)
             out.append(pricing.of(settings, replay.walks(texts, kept, depth, levels)))
     return out
 

@@ -111,11 +111,11 @@ def test_a_wrong_type_is_refused_for_every_key(name: str) -> None:
     assert wrong
     # All at once, since a composition takes long; but a list ends it, so lists are asked by
     # themselves.
-    told = problems_of(
+    message = problems_of(
         name, [f"++{key}={{wrong: 1}}" for key, hint in wrong.items() if "list[" not in str(hint)]
     )
     for key in wrong:
-        if not any(line.startswith(f"{key}:") for line in told):
+        if not any(line.startswith(f"{key}:") for line in message):
             lines = problems_of(name, [f"++{key}={{wrong: 1}}"])
             assert any(key in line for line in lines), (key, lines)
 
@@ -172,7 +172,7 @@ def test_values_are_converted(toy: Path) -> None:
     assert type(cfg.steps) is int and type(cfg.rate) is float
 
 
-def test_all_mistakes_are_told_at_once(toy: Path) -> None:
+def test_all_mistakes_are_message_at_once(toy: Path) -> None:
     text = said(
         toy, "stepz=3", "+typo=1", "part=large", "m?k=5", "names=4", "part.sise=1", "limit=x"
     )

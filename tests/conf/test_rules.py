@@ -95,7 +95,7 @@ def test_the_fix_names_what_is_usual() -> None:
     assert read(NotEmpty, "", "runs/x")[1] == ["key: is empty; set key=runs/x"]
 
 
-def test_a_default_that_breaks_its_own_rule_is_told_as_well() -> None:
+def test_a_default_that_breaks_its_own_rule_is_message_as_well() -> None:
     """So a key may be required by the default of an empty text."""
 
     @dataclass

@@ -20,7 +20,7 @@ from heads.batch import Batch
 from heads.block.config import BlockConfig
 from heads.eagle.config import EagleConfig
 from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, TuneConfig
+from heads.parallel.medusa import MedusaConfig, TargetLoraConfig
 from heads.small_lm.config import LoraKeys, SmallLMConfig
 from tests.helpers.training import random_batch, tiny_target
 
@@ -42,9 +42,13 @@ CASES = {
     ),
     "medusa2": Case(
         MedusaConfig(
-            kind="medusa2", heads=2, draft_vocab=0, nodes=6, tune=TuneConfig(rank=2, dropout=0.0)
+            kind="medusa2",
+            heads=2,
+            draft_vocab=0,
+            nodes=6,
+            tune=TargetLoraConfig(rank=2, dropout=0.0),
         ),
-        ("tune", TuneConfig()),
+        ("tune", TargetLoraConfig()),
         True,
     ),
     "hydra": Case(HydraHeadsConfig(heads=3, draft_vocab=60, nodes=7), ("blocks", 0), True),

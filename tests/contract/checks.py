@@ -20,7 +20,7 @@ from decode.union import Union
 from heads import head_class, load_head, save_head
 from heads.base import Head
 from heads.losses import LossWeights
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.warm import Start
 from tests.contract.cases import Case, alone, drafted, features, fresh, moved, observe, rng
 from tests.helpers.decoding import texts
@@ -116,14 +116,14 @@ def pieces_change_nothing(case: Case) -> None:
         for sampling in (Sampling(), WARM):
             trees = []
             for ends in ([12], [5, 12], [3, 4, 9, 11, 12]):
-                drafter = head.drafter(target, Draft(shape=shape))
+                drafter = head.drafter(target, DraftSpec(shape=shape))
                 trees.append(drafted(drafter, ids[0], one, ends, sampling))
                 trees[-1].validate(target.vocab_size, drafter.max_nodes)
             for tree in trees[1:]:
                 assert torch.equal(tree.tokens, trees[0].tokens), (shape, sampling)
                 assert torch.equal(tree.parents, trees[0].parents), (shape, sampling)
             if shape == "chain":
-                every = uncut(head).drafter(target, Draft(shape=shape))
+                every = uncut(head).drafter(target, DraftSpec(shape=shape))
                 whole = drafted(every, ids[0], one, [12], sampling)
                 assert whole.layout.levels == drafter.max_depth >= trees[0].layout.levels
 
@@ -139,7 +139,7 @@ def rows_change_nothing(case: Case) -> None:
     last = {2: 12, 0: 11}  # where those that stay end, in this order
     for shape in SHAPES:
         for sampling in (Sampling(), WARM):
-            many = head.drafter(target, Draft(shape=shape))
+            many = head.drafter(target, DraftSpec(shape=shape))
             deep = torch.full((3,), many.max_depth)
             many.reset(3, 64)
             many.begin([row[:1] for row in ids], sampling)
@@ -150,7 +150,7 @@ def rows_change_nothing(case: Case) -> None:
                 before = after
             single = [
                 drafted(
-                    head.drafter(target, Draft(shape=shape)),
+                    head.drafter(target, DraftSpec(shape=shape)),
                     ids[row],
                     None if feats is None else feats[row],
                     [before[row]],
@@ -175,7 +175,7 @@ def rows_change_nothing(case: Case) -> None:
             tree = many.propose(deep[:2], sampling, rng(2))
             for place, row in enumerate(stay):
                 one = None if feats is None else feats[row]
-                drafter = head.drafter(target, Draft(shape=shape))
+                drafter = head.drafter(target, DraftSpec(shape=shape))
                 wanted = drafted(drafter, ids[row], one, [last[row]], sampling)
                 assert torch.equal(used(tree, place), used(wanted, 0)), (shape, row)
 
@@ -184,15 +184,15 @@ def decoding_is_lossless(case: Case) -> None:
     """Greedy: the target's own tokens, whatever is drafted, in any batch. At T > 0 a request
     gets the same tokens alone and beside others."""
     target, head = moved(case, "float64")
-    asked = [Request([5, 6, 7, 8 + i][: 2 + i], 14, id=i) for i in range(3)]
-    plain = texts(target, NoDraft(), asked, eos_ids=())
+    requested = [Request([5, 6, 7, 8 + i][: 2 + i], 14, id=i) for i in range(3)]
+    plain = texts(target, NoDraft(), requested, eos_ids=())
     for shape in SHAPES:
         for sampling in (Sampling(), WARM):
             runs = [
                 generate(
                     target,
-                    head.drafter(target, Draft(shape=shape)),
-                    asked,
+                    head.drafter(target, DraftSpec(shape=shape)),
+                    requested,
                     sampling,
                     batch_size=size,
                     eos_ids=(),
@@ -217,23 +217,23 @@ def a_price_only_leaves_out(case: Case) -> None:
         for sampling in (Sampling(), WARM):
             found = []
             for price in (Price(), Price(0.02, 0.01), Price(2.0)):
-                drafter = head.drafter(target, Draft(shape=shape, price=price))
+                drafter = head.drafter(target, DraftSpec(shape=shape, price=price))
                 tree = drafted(drafter, ids[0], one, [7, 12], sampling)
                 tree.validate(target.vocab_size, drafter.max_nodes)
                 found.append(paths(tree))
             assert found[0] > found[1] or found[0] == found[1], (shape, sampling)
             assert found[0] and not found[2], (shape, sampling)
-    grown = Draft(shape="tree", depth=2, nodes=6, width=3)
+    grown = DraftSpec(shape="tree", depth=2, nodes=6, width=3)
     whole, some = (
         drafted(head.drafter(target, replace(grown, price=price)), ids[0], one, [12], Sampling())
         for price in (Price(), Price(0.02))
     )
     assert whole.score is not None and whole.width == 6 and paths(whole) >= paths(some)
-    asked = [Request([5, 6, 7, 8 + i][: 2 + i], 10, id=i) for i in range(3)]
-    plain = texts(target, NoDraft(), asked, batch_size=1)
+    requested = [Request([5, 6, 7, 8 + i][: 2 + i], 10, id=i) for i in range(3)]
+    plain = texts(target, NoDraft(), requested, batch_size=1)
     for size in (1, 3):
-        drafter = head.drafter(target, Draft(shape="tree", price=Price(0.02)))
-        assert texts(target, drafter, asked, batch_size=size) == plain
+        drafter = head.drafter(target, DraftSpec(shape="tree", price=Price(0.02)))
+        assert texts(target, drafter, requested, batch_size=size) == plain
 
 
 def uncut(head: Head) -> Head:
@@ -268,8 +268,10 @@ def joins_an_ngram(case: Case) -> None:
     feats = features(target, head, ids)
     one = None if feats is None else feats[0]
     for sampling in (Sampling(), WARM):
-        alone = drafted(head.drafter(target, Draft(shape="tree")), ids[0], one, [7, 12], sampling)
-        union = Union([head.drafter(target, Draft(shape="tree")), NGram(nodes=6)])
+        alone = drafted(
+            head.drafter(target, DraftSpec(shape="tree")), ids[0], one, [7, 12], sampling
+        )
+        union = Union([head.drafter(target, DraftSpec(shape="tree")), NGram(nodes=6)])
         tree = drafted(union, ids[0], one, [7, 12], sampling)
         tree.validate(target.vocab_size, union.max_nodes)
         size = int(alone.size[0])
@@ -277,8 +279,8 @@ def joins_an_ngram(case: Case) -> None:
         assert torch.equal(tree.parents[0, :size], alone.parents[0, :size]), sampling
         assert tree.drafters is not None and bool((tree.drafters[0] >> 1).any()), sampling
         assert tree.sampled is None or not bool(tree.sampled[0, size:].any())
-    asked = [Request([5, 6, 7, 5, 6, 7, 8 + i][: 7 - i], 8, id=i) for i in range(2)]
-    plain, got = (texts(target, drafter, asked, batch_size=2) for drafter in (NoDraft(), union))
+    requested = [Request([5, 6, 7, 5, 6, 7, 8 + i][: 7 - i], 8, id=i) for i in range(2)]
+    plain, got = (texts(target, drafter, requested, batch_size=2) for drafter in (NoDraft(), union))
     assert got == plain
 
 
@@ -296,7 +298,7 @@ def a_saved_head_drafts_the_same(case: Case, folder: Path) -> None:
         trees = []
         for one, where in ((head, target), (loaded, again)):
             feats = features(where, one, ids)
-            drafter = one.drafter(where, Draft(shape=shape))
+            drafter = one.drafter(where, DraftSpec(shape=shape))
             row = None if feats is None else feats[0]
             trees += [drafted(drafter, ids[0], row, [12], how) for how in (Sampling(), WARM)]
         for own, other in zip(trees[:2], trees[2:], strict=True):
@@ -339,8 +341,8 @@ def starts_from_another(case: Case, folder: Path) -> None:
         cfg = replace(case.config, draft_vocab=size)  # type: ignore[call-arg]
         given = torch.arange(target.vocab_size) + 1 if size != 40 else start.counts(counts)
         new = head_class(old.kind).for_target(target, cfg, given).eval()
-        told = start.give(new)
-        assert "starts from" in told and "fresh" not in told
+        message = start.give(new)
+        assert "starts from" in message and "fresh" not in message
         ids = [one.ids() if one.ids() is not None else torch.arange(260) for one in (old, new)]
         here, there = (torch.isin(ids[i], ids[1 - i]) for i in (0, 1))
         assert int(here.sum()) > 0

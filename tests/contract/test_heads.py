@@ -1,4 +1,5 @@
-"""Every head keeps the contract, and so does the one of docs/new-head.md, in a package of its own."""
+"""Every head keeps the contract, and so does the one of docs/new-head.md, in a package of
+its own."""
 
 from __future__ import annotations
 

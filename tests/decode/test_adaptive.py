@@ -17,21 +17,26 @@ from decode.tree import DraftTree, TreeShape
 from decode.wrapped import Adaptive
 from heads import resolve_drafter
 from scripts.proofs.controls import drafters as wrong_drafters
-from scripts.proofs.engine_law import Counted, TableDrafter, engine_law, toy_model
+from scripts.proofs.engine_distribution import (
+    PaddingAwareDrafter,
+    TableDrafter,
+    engine_distribution,
+    toy_model,
+)
 
-ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 48, id=i) for i in range(5)]
+REQUESTED = [Request([5 + i, 6, 7, 5 + i, 6], 48, id=i) for i in range(5)]
 
 
 def test_depth_rises_with_acceptance_and_falls_without(target: Target, other: Target) -> None:
     def mean_depth(draft: Target) -> float:
-        run = generate(target, Adaptive(DraftModel(draft, 8)), ASKED, Sampling(), eos_ids=[])
+        run = generate(target, Adaptive(DraftModel(draft, 8)), REQUESTED, Sampling(), eos_ids=[])
         late = [c.proposed for g in run.generations for c in g.cycles[5:] if not c.cut]
         return sum(late) / max(len(late), 1) if late else 8.0
 
     good = [
         c
         for g in generate(
-            target, Adaptive(DraftModel(target, 8)), ASKED, Sampling(), eos_ids=[]
+            target, Adaptive(DraftModel(target, 8)), REQUESTED, Sampling(), eos_ids=[]
         ).generations
         for c in g.cycles
         if not c.cut
@@ -42,11 +47,14 @@ def test_depth_rises_with_acceptance_and_falls_without(target: Target, other: Ta
 
 def test_rows_adapt_alone_and_tokens_stay_exact(target: Target, other: Target) -> None:
     plain = [
-        g.token_ids for g in generate(target, NoDraft(), ASKED, Sampling(), eos_ids=[]).generations
+        g.token_ids
+        for g in generate(target, NoDraft(), REQUESTED, Sampling(), eos_ids=[]).generations
     ]
     for inner in (NGram(), DraftModel(target, 6), DraftModel(other, 6)):
         for batch in (1, 3, 5):
-            run = generate(target, Adaptive(inner), ASKED, Sampling(), batch_size=batch, eos_ids=[])
+            run = generate(
+                target, Adaptive(inner), REQUESTED, Sampling(), batch_size=batch, eos_ids=[]
+            )
             assert [g.token_ids for g in run.generations] == plain
             depths = [[c.proposed for c in g.cycles] for g in run.generations]
             if batch == 1:
@@ -82,7 +90,7 @@ def test_learned_rates(target: Target) -> None:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_the_law_is_exact_and_an_anticipating_rule_is_caught(rule: str) -> None:
+def test_the_distribution_is_exact_and_an_anticipating_rule_is_caught(rule: str) -> None:
     """Long enough for the depth to fall after a rejection in the first cycle."""
     chain = TreeShape.chain(2)
     depths: set[int] = set()
@@ -94,8 +102,10 @@ def test_the_law_is_exact_and_an_anticipating_rule_is_caught(rule: str) -> None:
             return tree
 
     def error(wrap: Any) -> float:
-        drafter = wrap(Counted(TableDrafter(chain, "iid", 3), chain))
-        return engine_law(toy_model(vocab=3), drafter, [1, 2], 5, Sampling(1.0), rule, chain).error
+        drafter = wrap(PaddingAwareDrafter(TableDrafter(chain, "iid", 3), chain))
+        return engine_distribution(
+            toy_model(vocab=3), drafter, [1, 2], 5, Sampling(1.0), rule, chain
+        ).error
 
     assert error(lambda d: Watched(d, cost=0.27)) <= 1e-9
     assert depths == {1, 2}, "the depth never moved: the test saw a constant rule"
@@ -109,8 +119,8 @@ def test_names(target: Target) -> None:
         "chain",
         NGram().max_depth,
     )
-    run = generate(target, drafter, ASKED, Sampling(), eos_ids=[])
-    plain = generate(target, NoDraft(), ASKED, Sampling(), eos_ids=[])
+    run = generate(target, drafter, REQUESTED, Sampling(), eos_ids=[])
+    plain = generate(target, NoDraft(), REQUESTED, Sampling(), eos_ids=[])
     assert [g.token_ids for g in run.generations] == [g.token_ids for g in plain.generations]
     for spec, words in (
         ("none@adaptive", "no draft length"),

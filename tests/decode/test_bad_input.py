@@ -93,23 +93,23 @@ def refused(
     poison: Callable[[Step], None] | None = None,
 ) -> None:
     spoiled, seen = watched(target, poison)
-    told: list[Any] = []
-    asked = [Request([3, 4, 5], 12, id=0), Request([6, 7], 12, id=1), Request([8], 12, id=2)]
+    message: list[Any] = []
+    requested = [Request([3, 4, 5], 12, id=0), Request([6, 7], 12, id=1), Request([8], 12, id=2)]
     with pytest.raises(error) as found:
         generate(
             spoiled,
             drafter,
-            asked,
+            requested,
             sampling,
             batch_size=3,
             eos_ids=(),
-            on_tokens=lambda i, tokens, drafted: told.append(tokens),
+            on_tokens=lambda i, tokens, drafted: message.append(tokens),
         )
     for word in words:
         assert word in str(found.value), str(found.value)
     assert seen[1:] == [] and seen[0].lengths == [3, 2, 1], "something was committed"
-    assert len(told) == 3 and all(
-        len(tokens) == 1 for tokens in told
+    assert len(message) == 3 and all(
+        len(tokens) == 1 for tokens in message
     )  # the prefill's token of each row, no more
 
 
@@ -155,8 +155,8 @@ def test_malformed_trees(
 
 def sampled(change: Callable[[Proposal], Proposal]) -> Callable[[int], DraftTree]:
     def make(rows: int) -> DraftTree:
-        law = torch.full((rows, 3, VOCAB), 1 / VOCAB)
-        proposal = change(Proposal(law, torch.arange(3).expand(rows, 3)))
+        distribution = torch.full((rows, 3, VOCAB), 1 / VOCAB)
+        proposal = change(Proposal(distribution, torch.arange(3).expand(rows, 3)))
         return DraftTree.chain(
             torch.tensor([[1, 2, 3]] * rows), None, torch.ones(rows, 3, dtype=torch.bool), proposal
         )
@@ -166,9 +166,9 @@ def sampled(change: Callable[[Proposal], Proposal]) -> Callable[[int], DraftTree
 
 def spoil(row: int, level: int, token: int, value: float) -> Callable[[Proposal], Proposal]:
     def change(proposal: Proposal) -> Proposal:
-        law = proposal.law.clone()
-        law[row, level, token] = value
-        return dataclasses.replace(proposal, law=law)
+        distribution = proposal.probs.clone()
+        distribution[row, level, token] = value
+        return dataclasses.replace(proposal, probs=distribution)
 
     return change
 
@@ -176,10 +176,10 @@ def spoil(row: int, level: int, token: int, value: float) -> Callable[[Proposal]
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (spoil(0, 2, 9, 0.5), ["row 0, node 2", "law row 2", "does not sum to one"]),
+        (spoil(0, 2, 9, 0.5), ["row 0, node 2", "distribution row 2", "does not sum to one"]),
         (
             lambda p: dataclasses.replace(p, row=p.row + 1),
-            ["row 0, node 2", "law row 3", "outside 0..2"],
+            ["row 0, node 2", "distribution row 3", "outside 0..2"],
         ),
     ],
 )
@@ -213,7 +213,7 @@ def test_bad_logits_of_one_row(target: Target, sampling: Sampling, value: float)
     )
 
 
-def test_a_law_with_every_token_masked(target: Target) -> None:
+def test_a_distribution_with_every_token_masked(target: Target) -> None:
     def poison(step: Step) -> None:
         step.logits[2] = -INF
 
@@ -228,7 +228,7 @@ def test_a_law_with_every_token_masked(target: Target) -> None:
 
 
 def test_bad_logits_deep_in_a_draft(target: Target) -> None:
-    """Laws are read lazily: a bad one is told when the walk gets there."""
+    """Distributions are read lazily: a bad one is told when the walk gets there."""
     make = tree([-1, 0, 1], [1, 2, 3], 0)
 
     def poison(step: Step) -> None:
@@ -245,16 +245,16 @@ def test_a_foreign_processor_that_masks_everything(target: Target) -> None:
     ban = named_processors(
         {"SuppressTokensLogitsProcessor": {"suppress_tokens": list(range(VOCAB))}}
     )
-    told: list[Any] = []
+    message: list[Any] = []
     with pytest.raises(UserError, match="row 0, slot 0 of the draft: .*every token is masked"):
         generate(
             target,
             NoDraft(),
             [Request([3], 4)],
             Sampling(1.0, processors=ban),
-            on_tokens=lambda *a: told.append(a),
+            on_tokens=lambda *a: message.append(a),
         )
-    assert told == []
+    assert message == []
 
 
 @pytest.mark.parametrize(

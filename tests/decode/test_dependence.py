@@ -71,7 +71,7 @@ def test_rows_in_8_bits_of_their_own_are_taken(dtype: str) -> None:
     assert target.probe().support == "tree" and between(target) < 1e-3
 
 
-def test_bitsandbytes_is_asked_for_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bitsandbytes_is_requested_for_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)

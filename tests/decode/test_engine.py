@@ -17,7 +17,7 @@ from decode.engine import Request, generate
 from decode.grow import Form
 from decode.models.load import TargetConfig, load_target
 from decode.rng import Rng
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.target import Target
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import Verdict, verify
@@ -65,7 +65,7 @@ def test_greedy_equals_transformers(target: Target, other: Target) -> None:
             assert got == want[0, len(prompt) :].tolist(), drafter.name
 
 
-LAWS = [
+DISTRIBUTIONS = [
     Sampling(),
     Sampling(1.0),
     Sampling(0.8, top_k=20, top_p=0.9),
@@ -75,7 +75,10 @@ LAWS = [
 
 @pytest.mark.parametrize(
     "rule, sampling",
-    [*(("traversal", law) for law in LAWS), *(("rejection", law) for law in LAWS[1:])],
+    [
+        *(("traversal", distribution) for distribution in DISTRIBUTIONS),
+        *(("rejection", distribution) for distribution in DISTRIBUTIONS[1:]),
+    ],
 )
 def test_tokens_do_not_depend_on_batch_size_or_position(
     target: Target, other: Target, sampling: Sampling, rule: str
@@ -179,15 +182,15 @@ def test_guidance_is_exact_for_the_guided_target(target: Target, other: Target) 
     """Speculation under guidance gives transformers' guided tokens; companions follow rows
     through the queue.
     """
-    asked = [
+    requested = [
         Request(p, 16, uncond=[9, 9, 4] if i % 2 else None, id=i) for i, p in enumerate(PROMPTS)
     ]
     for drafter in [NoDraft(), *drafters(target, other)]:
         for batch in (1, 4):
             run = generate(
-                target, drafter, asked, Sampling(), batch_size=batch, guidance=1.7, eos_ids=[]
+                target, drafter, requested, Sampling(), batch_size=batch, guidance=1.7, eos_ids=[]
             )
-            for request, got in zip(asked, run.generations, strict=True):
+            for request, got in zip(requested, run.generations, strict=True):
                 negative = torch.tensor([request.uncond or request.prompt[-1:]])
                 want = target.model.generate(
                     torch.tensor([request.prompt]),
@@ -205,12 +208,14 @@ def test_dynamic_trees_under_guidance_on_rows_of_one_length(target: Target, othe
     """Their layout holds every row: companions, as long as their requests here, once met a
     mask of half the rows.
     """
-    asked = [
+    requested = [
         Request(p, 12, uncond=p[::-1], id=i) for i, p in enumerate(([5, 6, 7, 8], [9, 10, 11, 12]))
     ]
     found = []
     for drafter in (NoDraft(), DraftModel(other, Form.tree(3, nodes=6))):
-        run = generate(target, drafter, asked, Sampling(), batch_size=2, guidance=1.7, eos_ids=[])
+        run = generate(
+            target, drafter, requested, Sampling(), batch_size=2, guidance=1.7, eos_ids=[]
+        )
         found.append([g.token_ids for g in run.generations])
     assert found[0] == found[1]
 
@@ -257,13 +262,13 @@ def test_ngram_takes_the_longest_and_latest_match() -> None:
 
 @pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_cycle_without_a_law_commits_nothing(
+def test_a_cycle_without_a_distribution_commits_nothing(
     temperature: float, free: bool, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third pass of a run holds a NaN at the root of its second row."""
     monkeypatch.setattr(waits, "free", lambda tensor: free)
     target.probe()  # its own passes do not count
-    score, passes, told = target.score, [0], []
+    score, passes, message = target.score, [0], []
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         passes[0] += 1
@@ -281,10 +286,10 @@ def test_a_cycle_without_a_law_commits_nothing(
             Sampling(temperature),
             batch_size=3,
             eos_ids=(),
-            on_tokens=lambda row, fresh, drafted: told.append((passes[0], row)),
+            on_tokens=lambda row, fresh, drafted: message.append((passes[0], row)),
         )
-    assert {row for at, row in told if at == 2} == {0, 1, 2}
-    assert all(at < 3 for at, _ in told)
+    assert {row for at, row in message if at == 2} == {0, 1, 2}
+    assert all(at < 3 for at, _ in message)
 
 
 @pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
@@ -298,7 +303,7 @@ def test_a_malformed_draft_commits_nothing(
             alike = torch.full((self.rows, 7), 5)
             return DraftTree.static(self.paths, alike, self.paths.size_at(budget))
 
-    told: list[int] = []
+    message: list[int] = []
     with pytest.raises(ValueError, match="row 0, node 1: token 5 stands twice"):
         generate(
             target,
@@ -307,14 +312,14 @@ def test_a_malformed_draft_commits_nothing(
             Sampling(),
             batch_size=2,
             eos_ids=(),
-            on_tokens=lambda row, fresh, drafted: told.append(row),
+            on_tokens=lambda row, fresh, drafted: message.append(row),
         )
-    assert sorted(told) == [0, 1], "a prompt's first token is no cycle's"
+    assert sorted(message) == [0, 1], "a prompt's first token is no cycle's"
 
 
 class Drawn(Tree):
-    """The same tree, all of it drawn from even laws. token: what stands in the place of its third
-    node, or of all padding and in every law row of it."""
+    """The same tree, all of it drawn from even distributions. token: what stands in the
+    place of its third node, or of all padding and in every distribution row of it."""
 
     def __init__(self, token: int, padding: bool) -> None:
         super().__init__()
@@ -328,9 +333,9 @@ class Drawn(Tree):
         there = (node < size[:, None]) if self.padding else (node != 2).expand(self.rows, 7)
         tokens[~there] = self.token
         row[(node >= size[:, None]) & self.padding] = self.token
-        law = torch.full((self.rows, 4, 320), 1 / 320)
+        distribution = torch.full((self.rows, 4, 320), 1 / 320)
         drawn = torch.ones_like(there)
-        return DraftTree.static(self.paths, tokens, size, drawn, Proposal(law, row))
+        return DraftTree.static(self.paths, tokens, size, drawn, Proposal(distribution, row))
 
 
 @pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
@@ -382,8 +387,8 @@ def test_parents_that_are_none_are_named_on_an_accelerator_too(
 
 def test_a_cycle_tells_how_deep_each_row_drafted(target: Target) -> None:
     """Rows near their limit draft less than their neighbours: padding is no draft."""
-    asked = [Request(PROMPTS[0], 2, id=0), Request(PROMPTS[4], 12, id=1)]
-    found = generate(target, Tree(), asked, Sampling(), batch_size=2, eos_ids=())
+    requested = [Request(PROMPTS[0], 2, id=0), Request(PROMPTS[4], 12, id=1)]
+    found = generate(target, Tree(), requested, Sampling(), batch_size=2, eos_ids=())
     short, long = found.generations
     assert [c.proposed for c in short.cycles] == [1 - 1]
     assert long.cycles[0].proposed == 3
@@ -391,10 +396,10 @@ def test_a_cycle_tells_how_deep_each_row_drafted(target: Target) -> None:
     assert min(vars(found.timing).values()) >= 0 and found.timing.distribution_s > 0
 
 
-def test_what_a_rule_spends_on_laws_is_counted_as_law(target: Target) -> None:
-    def slow(tree: DraftTree, law: Law, rng: Rng) -> Verdict:
-        verdict = verify(tree, law, rng)
-        law.seconds += 100.0
+def test_what_a_rule_spends_on_distributions_is_counted_as_distribution(target: Target) -> None:
+    def slow(tree: DraftTree, distribution: Distribution, rng: Rng) -> Verdict:
+        verdict = verify(tree, distribution, rng)
+        distribution.seconds += 100.0
         return verdict
 
     timing = generate(target, Tree(), requests(2), Sampling(), eos_ids=(), verify=slow).timing

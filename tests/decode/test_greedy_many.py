@@ -15,7 +15,7 @@ from decode.drafters import Drafter, DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.target import Target
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.decode.test_engine import Tree
 from tests.helpers.archs import build
@@ -47,8 +47,8 @@ def drafters(target: Target, twin: Target) -> dict[str, Drafter]:
         "n-gram": NGram(),
         "chain": DraftModel(twin, 4),
         "tree": small_tree(),
-        "medusa chain": head.drafter(target, Draft(shape="chain")),
-        "medusa tree": head.drafter(target, Draft(shape="tree")),
+        "medusa chain": head.drafter(target, DraftSpec(shape="chain")),
+        "medusa tree": head.drafter(target, DraftSpec(shape="tree")),
     }
 
 
@@ -70,22 +70,22 @@ def check(arch: str, prompts: int, tokens: int) -> None:
     target, twin = Target(model), Target(build(arch, torch.float32, seed=1))
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 40, (prompts,), generator=generator).tolist()
-    asked = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+    requested = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
     with target.as_loaded() as plain, torch.no_grad():
         want = [
             plain.generate(
                 torch.tensor([p]), do_sample=False, max_new_tokens=tokens, pad_token_id=0
             )[0, len(p) :].tolist()
-            for p in asked
+            for p in requested
         ]
     answers, accepted = 0, {}
     for name, drafter in drafters(target, twin).items():
         for batch in (1, 8):
-            requests = [Request(p, tokens, id=i) for i, p in enumerate(asked)]
+            requests = [Request(p, tokens, id=i) for i, p in enumerate(requested)]
             run = generate(target, drafter, requests, Sampling(), batch_size=batch, eos_ids=[])
             answers += len(want)
             accepted[f"{name}, batch {batch}"] = sum(sum(g.from_draft) for g in run.generations)
-            for prompt, got, right in zip(asked, run.generations, want, strict=True):
+            for prompt, got, right in zip(requested, run.generations, want, strict=True):
                 if got.token_ids != right:
                     assert classify(target, prompt, got.token_ids, right), (
                         f"{arch}, {name}, batch {batch}: {prompt}"

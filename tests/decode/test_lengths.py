@@ -52,11 +52,11 @@ def prompts(lengths: Sequence[int], seed: int = 3) -> list[list[int]]:
     return [torch.randint(3, 53, (n,), generator=generator).tolist() for n in lengths]
 
 
-def written(model: Any, asked: list[list[int]], new: int, **more: Any) -> list[list[int]]:
+def written(model: Any, requested: list[list[int]], new: int, **more: Any) -> list[list[int]]:
     """What transformers' `generate` writes, one prompt at a time."""
     model.generation_config.eos_token_id = None
     answers = []
-    for prompt in asked:
+    for prompt in requested:
         ids = torch.tensor([prompt])
         out = model.generate(ids, do_sample=False, max_new_tokens=new, pad_token_id=0, **more)
         answers.append(out[0, len(prompt) :].tolist())
@@ -64,9 +64,9 @@ def written(model: Any, asked: list[list[int]], new: int, **more: Any) -> list[l
 
 
 def decoded(
-    target: Target, drafter: Drafter, asked: list[list[int]], batch_size: int, **more: Any
+    target: Target, drafter: Drafter, requested: list[list[int]], batch_size: int, **more: Any
 ) -> list[list[int]]:
-    requests = [Request(p, NEW, id=i) for i, p in enumerate(asked)]
+    requests = [Request(p, NEW, id=i) for i, p in enumerate(requested)]
     sampling = more.pop("sampling", Sampling())
     run = generate(target, drafter, requests, sampling, batch_size=batch_size, eos_ids=[], **more)
     for g in run.generations:  # every token after the first belongs to one cycle
@@ -92,13 +92,16 @@ ACROSS = (
 
 
 def test_texts_that_cross_the_switch_of_longrope() -> None:
-    asked = prompts(ACROSS)
-    want = written(phi(), asked, NEW)
+    requested = prompts(ACROSS)
+    want = written(phi(), requested, NEW)
     target = Target(phi())
     assert target.support == "tree" and target.switch == SWITCH
     for drafter in drafters(target, phi):
         for batch_size in (1, 3):
-            assert decoded(target, drafter, asked, batch_size) == want, (drafter.name, batch_size)
+            assert decoded(target, drafter, requested, batch_size) == want, (
+                drafter.name,
+                batch_size,
+            )
 
 
 def test_the_switch_leaves_the_model_as_it_was() -> None:
@@ -112,14 +115,14 @@ def test_the_switch_leaves_the_model_as_it_was() -> None:
 @pytest.mark.slow
 def test_sampled_tokens_do_not_depend_on_neighbours_across_the_switch() -> None:
     target = Target(phi())
-    asked = prompts(ACROSS)
+    requested = prompts(ACROSS)
     warm = Sampling(1.0)
     for drafter in drafters(target, lambda: phi(num_hidden_layers=1)):
         for guidance in (None, 1.7):
             settings = {"sampling": warm, "seed": 3, "guidance": guidance}
-            alone = decoded(target, drafter, asked, 1, **settings)
+            alone = decoded(target, drafter, requested, 1, **settings)
             for batch_size in (2, 5):
-                assert decoded(target, drafter, asked, batch_size, **settings) == alone, (
+                assert decoded(target, drafter, requested, batch_size, **settings) == alone, (
                     drafter.name,
                     batch_size,
                 )
@@ -128,11 +131,11 @@ def test_sampled_tokens_do_not_depend_on_neighbours_across_the_switch() -> None:
 @pytest.mark.slow
 def test_guided_texts_cross_the_switch() -> None:
     """Row and companion cross at different times."""
-    asked = prompts(ACROSS)
+    requested = prompts(ACROSS)
     target = Target(phi())
-    plain = decoded(target, NoDraft(), asked, 1, guidance=1.7)
+    plain = decoded(target, NoDraft(), requested, 1, guidance=1.7)
     for drafter in drafters(target, phi)[1:]:
-        assert decoded(target, drafter, asked, 3, guidance=1.7) == plain, drafter.name
+        assert decoded(target, drafter, requested, 3, guidance=1.7) == plain, drafter.name
 
 
 def test_features_do_not_depend_on_longer_neighbours() -> None:
@@ -165,11 +168,11 @@ def test_the_certificates_plain_passes_know_the_switch() -> None:
     of its own.
     """
     target, oracle = Target(phi()), phi()
-    asked = [(ids, 3) for ids in prompts((SWITCH + 5, 9, SWITCH + 1, SWITCH + 2))]
-    asked.append((prompts((SWITCH + 9,), seed=8)[0], SWITCH + 4))
+    requested = [(ids, 3) for ids in prompts((SWITCH + 5, 9, SWITCH + 1, SWITCH + 2))]
+    requested.append((prompts((SWITCH + 9,), seed=8)[0], SWITCH + 4))
     plain = Plain(target)
-    for at, found in plain.in_batches(asked):
-        ids, start = asked[at]
+    for at, found in plain.in_batches(requested):
+        ids, start = requested[at]
         want = torch.stack(
             [oracle(torch.tensor([ids[:k]])).logits[0, -1] for k in range(start, len(ids))]
         )
@@ -190,12 +193,13 @@ def test_texts_end_at_the_switch_where_generate_reads_nothing_again(kind: str) -
 
     target = Target(make())
     assert target.context_length == SWITCH and target.switch is None
-    asked = prompts((20, 13, 5))
+    requested = prompts((20, 13, 5))
     want = [
-        w[: SWITCH - len(p)] for w, p in zip(written(make(), asked, SWITCH - 5), asked, strict=True)
+        w[: SWITCH - len(p)]
+        for w, p in zip(written(make(), requested, SWITCH - 5), requested, strict=True)
     ]
     for drafter in (NGram(), small_tree()):
-        assert decoded(target, drafter, asked, 3) == want, drafter.name
+        assert decoded(target, drafter, requested, 3) == want, drafter.name
     with pytest.raises(
         UserError, match=f"the prompt has {SWITCH} tokens and the target's context holds {SWITCH}"
     ):
@@ -209,13 +213,16 @@ def test_a_window_in_a_buffer_is_probed_at_its_own_length() -> None:
     """GPT-Neo cuts by slots, so trees and ragged rows at one common offset are wrong from two
     windows on.
     """
-    asked = prompts((40, 27, 5))
-    want = written(gpt_neo(), asked, NEW)
+    requested = prompts((40, 27, 5))
+    want = written(gpt_neo(), requested, NEW)
     target = Target(gpt_neo())
     assert target.support == "chain" and target.probe().tested > 2 * 12
     for drafter in drafters(target, gpt_neo):
         for batch_size in (1, 3):
-            assert decoded(target, drafter, asked, batch_size) == want, (drafter.name, batch_size)
+            assert decoded(target, drafter, requested, batch_size) == want, (
+                drafter.name,
+                batch_size,
+            )
 
 
 def test_a_window_too_long_to_be_probed_is_refused() -> None:
@@ -285,13 +292,13 @@ def test_chains_end_at_a_table_of_positions(arch: str) -> None:
     def make() -> Any:
         return build(arch, DOUBLE, **{key: 32})
 
-    asked = [[7, 8, 9] * 9, [7, 8, 9] * 3]
+    requested = [[7, 8, 9] * 9, [7, 8, 9] * 3]
     model = make()
-    want = [written(model, [p], min(NEW, 32 - len(p)))[0] for p in asked]
+    want = [written(model, [p], min(NEW, 32 - len(p)))[0] for p in requested]
     target = Target(model)
     assert target.support == "chain"
     for drafter in (NGram(), DraftModel(Target(make()), 4)):
         for guidance in (None, 1.7):
             for batch_size in (1, 2):
-                found = decoded(target, drafter, asked, batch_size, guidance=guidance)
+                found = decoded(target, drafter, requested, batch_size, guidance=guidance)
                 assert guidance is not None or found == want, (drafter.name, batch_size)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode.draft_model import scratch
-from decode.layout import Layout
+from decode.layout import TreeLayout
 from decode.masks import FULL, Reach, TreeMasks
 from decode.tree import DraftTree, TreeShape
 from tests.helpers.mirror import ancestors
@@ -69,9 +69,9 @@ def test_masks_of_drafted_tokens_equal_the_definition(reach: Reach) -> None:
             new = deep.count(level)
             read = sum(d <= level for d in deep)
             made = scratch(masks, [end + 1], seen[:, read - new : read, :read], deep[:read], new)
-            asked = wanted[:, read - new : read, : end + 1 + read]
-            found = torch.ones_like(asked) if made is None else (made == 0)[:, 0]
-            assert torch.equal(found, asked), (end, level)
+            requested = wanted[:, read - new : read, : end + 1 + read]
+            found = torch.ones_like(requested) if made is None else (made == 0)[:, 0]
+            assert torch.equal(found, requested), (end, level)
 
 
 def test_one_layer_type_gives_one_mask_and_short_rows_none() -> None:
@@ -101,7 +101,7 @@ def test_companions_of_dynamic_trees_get_their_own_row() -> None:
     """
     masks = TreeMasks({"full_attention": FULL}, 1, torch.float32, torch.device("cpu"))
     parents = torch.tensor([[-1, -1, 0], [-1, 0, 1]])
-    layout = Layout.of(parents)
+    layout = TreeLayout.of(parents)
     tree = DraftTree(torch.zeros_like(parents), parents, torch.tensor([3, 3]), static_layout=layout)
     doubled = DraftTree(
         tree.tokens.repeat_interleave(2, 0), parents.repeat_interleave(2, 0), torch.tensor([3] * 4)
@@ -120,7 +120,10 @@ def test_layouts_that_come_once_get_no_strip() -> None:
     parents = torch.tensor([[-1, -1, 0]])
     for _ in range(3):
         tree = DraftTree(
-            torch.zeros_like(parents), parents, torch.tensor([3]), static_layout=Layout.of(parents)
+            torch.zeros_like(parents),
+            parents,
+            torch.tensor([3]),
+            static_layout=TreeLayout.of(parents),
         )
         found = masks([600], tree, 1)
         assert isinstance(found, torch.Tensor)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from conf.errors import UserError
 from decode.models import load, memory, quantize
 from decode.models.load import TargetConfig, load_target
-from decode.models.memory import Need, Plan
+from decode.models.memory import MemoryPlan, Need
 from decode.models.tiny import tiny_model
 
 CONFIG = SimpleNamespace(
@@ -48,14 +48,16 @@ def test_parameters_come_from_the_headers(folder: Path) -> None:
 def test_no_row_outgrows_the_context(folder: Path) -> None:
     config = SimpleNamespace(**vars(CONFIG), max_position_embeddings=200)
     long, whole = (
-        memory.estimate(config, memory.parameters(folder), "bfloat16", Plan(tokens=n, nodes=9))
+        memory.estimate(
+            config, memory.parameters(folder), "bfloat16", MemoryPlan(tokens=n, nodes=9)
+        )
         for n in (10**12, 200)
     )
     assert long == whole, "a longer prompt is left out or refused, whatever memory there is"
 
 
 def test_the_sum_by_hand(folder: Path) -> None:
-    plan = Plan(rows=3, tokens=50, nodes=9, drafters=1000)
+    plan = MemoryPlan(rows=3, tokens=50, nodes=9, drafters=1000)
     need = memory.estimate(CONFIG, memory.parameters(folder), "bfloat16", plan)
     assert need.weights == 2 * 10560 and need.drafters == 1000
     assert (
@@ -67,30 +69,30 @@ def test_the_sum_by_hand(folder: Path) -> None:
         CONFIG, memory.parameters(folder), "bfloat16", plan, quantize.bits("bnb-nf4")
     )
     assert small.weights == (6464 * 16 + 4096 * 4.5) // 8
-    assert memory.estimate(CONFIG, (0, 0), "float32", Plan()) == Need(0, 0, 0)
+    assert memory.estimate(CONFIG, (0, 0), "float32", MemoryPlan()) == Need(0, 0, 0)
 
 
-def test_the_cache_is_as_large_as_told() -> None:
+def test_the_cache_is_as_large_as_message() -> None:
     from decode.target import Target
 
     target = Target(tiny_model("llama", vocab=320))
-    plan = Plan(rows=2, tokens=40, nodes=7)
+    plan = MemoryPlan(rows=2, tokens=40, nodes=7)
     cache = target.new_cache(2, 40, 7)
     need = memory.estimate(target.config, (0, 0), "float32", plan)
     assert need.cache == sum(b.numel() * b.element_size() for b in cache.buffers)
 
 
-def test_what_does_not_fit_is_told_with_the_fix(monkeypatch: Any) -> None:
+def test_what_does_not_fit_is_message_with_the_fix(monkeypatch: Any) -> None:
     monkeypatch.setattr(memory, "available", lambda device: 10 << 30)
-    memory.check(Need(5 << 30, 1 << 30, 0), "cpu", "m", Plan(rows=4))
+    memory.check(Need(5 << 30, 1 << 30, 0), "cpu", "m", MemoryPlan(rows=4))
     with pytest.raises(
         UserError, match=r"m needs .*weights 11.0 GiB.* cpu has 10.0 GiB free; take a smaller dtype"
     ):
-        memory.check(Need(11 << 30, 0, 0), "cpu", "m", Plan())
+        memory.check(Need(11 << 30, 0, 0), "cpu", "m", MemoryPlan())
     with pytest.raises(UserError, match="fewer than 64 rows"):
-        memory.check(Need(1 << 30, 20 << 30, 0), "cpu", "m", Plan(rows=64))
+        memory.check(Need(1 << 30, 20 << 30, 0), "cpu", "m", MemoryPlan(rows=64))
     monkeypatch.setattr(memory, "available", lambda device: None)
-    memory.check(Need(1 << 50, 0, 0), "cpu", "m", Plan())
+    memory.check(Need(1 << 50, 0, 0), "cpu", "m", MemoryPlan())
 
 
 def test_loading_checks_first(tmp_path: Path, monkeypatch: Any) -> None:
@@ -100,7 +102,10 @@ def test_loading_checks_first(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(load, "_pretrained", lambda *a: pytest.fail("loaded before it was checked"))
     with pytest.raises(UserError, match="memory: .* needs"):
         load_target(
-            TargetConfig(kind="local", path=str(tmp_path)), "float32", "cpu", Plan(64, 4096, 64)
+            TargetConfig(kind="local", path=str(tmp_path)),
+            "float32",
+            "cpu",
+            MemoryPlan(64, 4096, 64),
         )
 
 

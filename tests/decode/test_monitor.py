@@ -1,5 +1,5 @@
 """The acceptance monitor: warns once, falls back and comes back, judges every row by itself,
-keeps the law exact.
+keeps the distribution exact.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
 from decode.wrapped import Alert, Monitor
-from scripts.proofs.engine_law import Counted, engine_law, toy_model
+from scripts.proofs.engine_distribution import PaddingAwareDrafter, engine_distribution, toy_model
 
-ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 26, id=i) for i in range(3)]
+REQUESTED = [Request([5 + i, 6, 7, 5 + i, 6], 26, id=i) for i in range(3)]
 
 
-def test_a_bad_drafter_is_told_once_and_rests(target: Target, other: Target) -> None:
+def test_a_bad_drafter_is_message_once_and_rests(target: Target, other: Target) -> None:
     heard: list[Alert] = []
     bad = Monitor(
         DraftModel(other, 2), 1.8, fallback=True, patience=4, retry=6, on_alert=heard.append
     )
-    run = generate(target, bad, ASKED, Sampling(), batch_size=2, eos_ids=[])
+    run = generate(target, bad, REQUESTED, Sampling(), batch_size=2, eos_ids=[])
     assert [a.request for a in heard] == [0, 1, 2] and heard == bad.alerts, "once per request"
     assert "below the 1.80" in str(heard[0]) and heard[0].accepted_length < 1.8
     for out in run.generations:
@@ -38,13 +38,13 @@ def test_a_bad_drafter_is_told_once_and_rests(target: Target, other: Target) -> 
 
 def test_a_good_drafter_is_left_alone(target: Target) -> None:
     good = Monitor(DraftModel(target, 4), 2.0, fallback=True, patience=3)
-    run = generate(target, good, ASKED, Sampling(), eos_ids=[])
+    run = generate(target, good, REQUESTED, Sampling(), eos_ids=[])
     assert not good.alerts and sum(len(g.cycles) for g in run.generations) <= 3 * 6
 
 
 def test_without_fallback_it_only_warns(target: Target, other: Target) -> None:
     watch = Monitor(DraftModel(other, 1), 2.0, patience=3)
-    run = generate(target, watch, ASKED, Sampling(), eos_ids=[])
+    run = generate(target, watch, REQUESTED, Sampling(), eos_ids=[])
     assert len(watch.alerts) == 3
     assert all(c.proposed > 0 for g in run.generations for c in g.cycles if not c.cut)
 
@@ -53,14 +53,14 @@ def test_rows_are_judged_alone_and_greedy_tokens_stay(target: Target, other: Tar
     plain = [
         g.token_ids
         for g in generate(
-            target, NoDraft(), ASKED, Sampling(), batch_size=3, eos_ids=[]
+            target, NoDraft(), REQUESTED, Sampling(), batch_size=3, eos_ids=[]
         ).generations
     ]
     for inner in (NGram(), DraftModel(other, 2)):
         proposed = []
         for batch in (1, 3):
             watch = Monitor(inner, 1.5, fallback=True, patience=3, retry=5)
-            run = generate(target, watch, ASKED, Sampling(), batch_size=batch, eos_ids=[])
+            run = generate(target, watch, REQUESTED, Sampling(), batch_size=batch, eos_ids=[])
             assert [g.token_ids for g in run.generations] == plain
             proposed.append([[c.proposed for c in g.cycles] for g in run.generations])
         assert proposed[0] == proposed[1]
@@ -72,7 +72,7 @@ def test_cycles_without_a_draft_are_no_evidence(target: Target) -> None:
             return DraftTree.empty(len(self.texts))
 
     watch = Monitor(Silent(), 1.5, fallback=True, patience=1)
-    generate(target, watch, ASKED[:1], Sampling(), eos_ids=[])
+    generate(target, watch, REQUESTED[:1], Sampling(), eos_ids=[])
     assert not watch.alerts
 
 
@@ -85,7 +85,7 @@ class Anticipating(Monitor):
         tree = self.inner.propose(budget, sampling, rng)
         if tree.proposal is None or not tree.width:
             return tree
-        q = tree.proposal.law[:, 0].gather(1, tree.tokens[:, :1])[:, 0]
+        q = tree.proposal.probs[:, 0].gather(1, tree.tokens[:, :1])[:, 0]
         return DraftTree(
             tree.tokens,
             tree.parents,
@@ -97,7 +97,7 @@ class Anticipating(Monitor):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_the_law_is_exact_and_an_anticipating_monitor_is_caught(rule: str) -> None:
+def test_the_distribution_is_exact_and_an_anticipating_monitor_is_caught(rule: str) -> None:
     """Four tokens, patience 1: some branches fall back after their first cycle, others go on
     drafting.
     """
@@ -112,9 +112,11 @@ def test_the_law_is_exact_and_an_anticipating_monitor_is_caught(rule: str) -> No
     def error(kind: type[Monitor]) -> float:
         # Counted below the monitor: which draws are padding follows from the budget that the
         # monitor lets through.
-        draft = Counted(DraftModel(toy_model(vocab=3, seed=5, layers=1), 2), None)
+        draft = PaddingAwareDrafter(DraftModel(toy_model(vocab=3, seed=5, layers=1), 2), None)
         drafter = kind(draft, 1.5, fallback=True, patience=1, retry=1)
-        return engine_law(toy_model(vocab=3), drafter, [1, 2], 4, Sampling(1.0), rule).error
+        return engine_distribution(
+            toy_model(vocab=3), drafter, [1, 2], 4, Sampling(1.0), rule
+        ).error
 
     assert error(Watched) <= 1e-9
     assert {(True, False), (False, True)} <= seen, "it never fell back, or never drafted"

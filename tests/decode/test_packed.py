@@ -15,7 +15,7 @@ from decode.drafters import NoDraft
 from decode.engine import Request, generate
 from decode.models import lean, load, memory, packed
 from decode.models.load import TargetConfig, load_target
-from decode.models.memory import Plan
+from decode.models.memory import MemoryPlan
 from decode.probe import TOLERANCE, difference
 from decode.sampling import Sampling
 from decode.target import Target
@@ -298,6 +298,10 @@ def test_the_memory_check_counts_a_tied_lm_head_twice(
     monkeypatch.setattr(memory, "check", lambda need, *_: needs.append(need.weights))
     build("llama", dtype=BF16, tie_word_embeddings=True).save_pretrained(tmp_path)
     cpu = torch.device("cpu")
-    for pack, plan in (("auto", Plan(tokens=9)), ("none", Plan(tokens=9)), ("auto", Plan())):
+    for pack, plan in (
+        ("auto", MemoryPlan(tokens=9)),
+        ("none", MemoryPlan(tokens=9)),
+        ("auto", MemoryPlan()),
+    ):
         load._fits(TargetConfig(kind="local", path="x", pack=pack), tmp_path, BF16, cpu, plan, 1)
     assert needs[0] - needs[1] == 61 * 32 * 2 and needs[1] == needs[2]

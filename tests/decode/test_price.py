@@ -20,7 +20,7 @@ from decode.sampling import Sampling
 from decode.tree import DraftTree, TreeShape
 from decode.verify import RULES, verify
 from scripts.lab.proofs.confident import Confident, ConfidentTable
-from scripts.proofs.engine_law import engine_law, toy_model
+from scripts.proofs.engine_distribution import engine_distribution, toy_model
 from scripts.proofs.enumerator import enumerate_case
 
 SMALL = TreeShape.of([(0,), (1,), (0, 0), (1, 0), (0, 1)])
@@ -56,7 +56,9 @@ def worlds(seed: int, count: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("free", [True, False])
-def test_growth_at_a_price_has_the_exact_law(free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_at_a_price_has_the_exact_distribution(
+    free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not free:
         monkeypatch.setattr(waits, "free", lambda tensor: False)
     drawn, ragged = worlds(int(free), 120)
@@ -65,7 +67,7 @@ def test_growth_at_a_price_has_the_exact_law(free: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("free", [True, False])
-def test_growth_at_a_price_has_the_exact_law_in_many_worlds(
+def test_growth_at_a_price_has_the_exact_distribution_in_many_worlds(
     free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not free:
@@ -85,14 +87,16 @@ class Peeking(Growth):
 
 @pytest.mark.parametrize("kind", ["chain", "drawn"])
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_the_whole_loop_has_the_exact_law_unless_it_peeks(
+def test_the_whole_loop_has_the_exact_distribution_unless_it_peeks(
     rule: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = FORMS[kind]
 
     def error(sampling: Sampling) -> float:
         drafter = ConfidentTable(form, 3)
-        found = engine_law(toy_model(vocab=3), drafter, [1, 2], 3, sampling, rule, form.static)
+        found = engine_distribution(
+            toy_model(vocab=3), drafter, [1, 2], 3, sampling, rule, form.static
+        )
         assert found.outputs > 3
         return found.error
 
@@ -106,14 +110,14 @@ def test_the_whole_loop_has_the_exact_law_unless_it_peeks(
 def test_no_row_depends_on_its_neighbours(kind: str) -> None:
     """Tokens and cycles of a request alone, beside others, and where nobody may be asked."""
     target = toy_model()
-    asked = [Request([3, 1 + i, 4], 12, id=i) for i in range(5)]
+    requested = [Request([3, 1 + i, 4], 12, id=i) for i in range(5)]
     depths: set[int] = set()
     for temperature in TEMPERATURES:
         found = []
         for rows in (1, 2, 5):
             drafter = ConfidentTable(FORMS[kind], 8)
             run = generate(
-                target, drafter, asked, Sampling(temperature), batch_size=rows, eos_ids=()
+                target, drafter, requested, Sampling(temperature), batch_size=rows, eos_ids=()
             )
             found.append([(g.token_ids, [c.accepted for c in g.cycles]) for g in run.generations])
         assert found[0] == found[1] == found[2]
@@ -121,7 +125,9 @@ def test_no_row_depends_on_its_neighbours(kind: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(waits, "free", lambda tensor: False)
             drafter = ConfidentTable(FORMS[kind], 8)
-            run = generate(target, drafter, asked, Sampling(temperature), batch_size=2, eos_ids=())
+            run = generate(
+                target, drafter, requested, Sampling(temperature), batch_size=2, eos_ids=()
+            )
         again = [(g.token_ids, [c.accepted for c in g.cycles]) for g in run.generations]
         assert again == found[0]
     assert len(depths) > 1, "the draft never changed: the test saw a constant rule"
@@ -144,7 +150,7 @@ def test_without_a_price_nothing_changes_and_a_higher_one_leaves_a_part_of_it(ki
         assert int(sizes[2].sum()) > int(sizes[4].sum()) and not bool(sizes[-1].any())
 
 
-def test_a_law_that_is_not_finite_is_refused_at_a_price_too() -> None:
+def test_a_distribution_that_is_not_finite_is_refused_at_a_price_too() -> None:
     for kind, form in FORMS.items():
         drafter = ConfidentTable(form, 8)
         drafter.table[:] = torch.nan
@@ -162,9 +168,9 @@ def test_a_row_that_is_not_finite_is_named_also_where_nothing_is_drawn(
     for wrong in (torch.nan, torch.inf):
         drafter = ConfidentTable(FORMS[kind], 8)
         drafter.table[4, 3] = wrong
-        asked = [Request([3, 1], 6, id=0), Request([3, 4], 6, id=1)]
+        requested = [Request([3, 1], 6, id=0), Request([3, 4], 6, id=1)]
         with pytest.raises(UserError, match="row 1, node 0.*NaN"):
-            generate(toy_model(), drafter, asked, Sampling(0.0), batch_size=2, eos_ids=())
+            generate(toy_model(), drafter, requested, Sampling(0.0), batch_size=2, eos_ids=())
 
 
 class Outspoken(ConfidentTable):
@@ -196,6 +202,6 @@ def test_what_is_no_price_is_refused(wrong: float) -> None:
 
 
 def test_what_a_draw_awaits() -> None:
-    law = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.2, 0.0]])
-    assert awaited(law).tolist() == pytest.approx([1.0, 0.5, 0.0, 0.2])
+    distribution = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.2, 0.0]])
+    assert awaited(distribution).tolist() == pytest.approx([1.0, 0.5, 0.0, 0.2])
     assert str(Price(0.05, 0.2)) == "0.05 a node, 0.2 a level" and Price().nothing

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from decode.frontier import parents
-from decode.residual import Level, Siblings, first_ratio, level
-from decode.sampling import Law, Sampling
+from decode.residual import LevelVerdict, Siblings, first_ratio, level
+from decode.sampling import Distribution, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.view import DraftView
 
@@ -30,7 +30,7 @@ def siblings_of(p: Tensor, q: Tensor, tokens: list[int], drawn: list[bool]) -> S
     return Siblings(p[None], q[None], column, float64([scale]), float64([given]))
 
 
-def formulas(p: Tensor, q: Tensor, tokens: list[int], drawn: list[bool], w: float) -> Level:
+def formulas(p: Tensor, q: Tensor, tokens: list[int], drawn: list[bool], w: float) -> LevelVerdict:
     """The docstring's formulas, with normalised distributions q_j."""
     residual, failed, accept = w * p, 1.0, []
     for j, token in enumerate(tokens):
@@ -45,7 +45,9 @@ def formulas(p: Tensor, q: Tensor, tokens: list[int], drawn: list[bool], w: floa
         residual = (residual - failed * of_child).clamp(min=0)
         residual[token] = 0
         failed = float(residual.sum()) + 1 - w or 1e-300  # nothing was left to fail
-    return Level(float64([accept]), residual[None], float64([float(residual.sum()) / failed]))
+    return LevelVerdict(
+        float64([accept]), residual[None], float64([float(residual.sum()) / failed])
+    )
 
 
 def random_slot(seed: int, count: int) -> tuple[Tensor, Tensor, list[int]]:
@@ -121,8 +123,8 @@ def test_equal_distributions_leave_nothing_and_no_nan() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_draft_vocabulary_is_a_view_of_the_whole(seed: int) -> None:
-    """The same tree, its draft on 4 of 7 tokens or on all of them with no mass outside: equal chances,
-    equal remains."""
+    """The same tree, its draft on 4 of 7 tokens or on all of them with no mass outside:
+    equal chances, equal remains."""
     g = torch.Generator().manual_seed(seed)
     vocab = torch.tensor([0, 2, 3, 6])
     narrow = (3 * torch.randn(1, 1, 4, generator=g, dtype=torch.float64)).softmax(-1)
@@ -134,7 +136,7 @@ def test_draft_vocabulary_is_a_view_of_the_whole(seed: int) -> None:
         shape = TreeShape.of([(0,), (1,)])
         tree = DraftTree.static(shape, torch.tensor([[3, 6]]), None, drawn, proposal)
         root = torch.tensor([0])
-        family = parents(tree, Law(Sampling(1.0), logits, tree), root, root)
+        family = parents(tree, Distribution(Sampling(1.0), logits, tree), root, root)
         assert family is not None
         step = level(family.siblings, float64([0.8]))
         left = family.remains(step.residual, root).probs

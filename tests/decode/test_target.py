@@ -286,19 +286,19 @@ def test_taps_are_caught_on_the_way_and_are_those_of_the_list(
         assert layers
         assert torch.equal(target.features(ids, real, taps), caught)
         target.tapped_layers = layers
-    asked = []
+    requested = []
     body = target.body.forward
     monkeypatch.setattr(
         target.body,
         "forward",
-        lambda *a, **k: asked.append(k.get("output_hidden_states")) or body(*a, **k),
+        lambda *a, **k: requested.append(k.get("output_hidden_states")) or body(*a, **k),
     )
     target.features(ids, real, (1, deep))
-    assert asked == [None]
+    assert requested == [None]
     assert not any(m._forward_pre_hooks for m in target.body.modules())
 
 
-def test_a_model_whose_layers_do_not_say_their_inputs_is_asked_for_the_list(
+def test_a_model_whose_layers_do_not_say_their_inputs_is_requested_for_the_list(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = Target(build("llama"))

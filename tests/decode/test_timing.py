@@ -16,7 +16,7 @@ from decode.target import Target
 from decode.timing import PARTS, Timing, part_of
 from decode.verify import walk
 
-ASKED = [
+REQUESTED = [
     Request([5, 6, 7, 8, 5, 6, 7], 12, id=0),
     Request([9, 9, 9, 9], 12, id=1),
     Request([1, 2, 1, 2], 7, id=2),
@@ -69,22 +69,22 @@ def timed(
     monkeypatch.setattr(TreeCache, "commit", hand.on("cache", TreeCache.commit, 11.0))
     support = Sampling.support
 
-    def law(self: Sampling, scores: Any) -> Any:
+    def distribution(self: Sampling, scores: Any) -> Any:
         hand.calls["distribution"] += 1
         hand.now += 5.0
         return support(self, scores)
 
-    monkeypatch.setattr(Sampling, "support", law)
-    told = hand.on("python", lambda *a: None, 13.0)
+    monkeypatch.setattr(Sampling, "support", distribution)
+    message = hand.on("python", lambda *a: None, 13.0)
     run = generate(
         target,
         drafter,
-        ASKED,
+        REQUESTED,
         sampling,
         batch_size=batch_size,
         verify=hand.on("verify", walk, 7.0),
         eos_ids=(),
-        on_tokens=told,
+        on_tokens=message,
         clock=hand,
     )
     assert [len(g.token_ids) for g in run.generations] == [12, 12, 7]
@@ -100,7 +100,9 @@ def test_every_part_gets_its_own_seconds(
 ) -> None:
     timing, hand = timed(target, monkeypatch, sampling, batch_size)
     parts, passes = timing.parts(), timing.cycles
-    admitted = -(-len(ASKED) // batch_size)  # each of these draws from one law in the prefill
+    admitted = -(
+        -len(REQUESTED) // batch_size
+    )  # each of these draws from one distribution in the prefill
     assert set(parts) == set(PARTS) and passes == hand.calls["target"]
     assert (
         parts["target"] == 2.0 * passes
@@ -108,17 +110,19 @@ def test_every_part_gets_its_own_seconds(
         and parts["cache"] == 11.0 * passes
     )
     assert parts["verify"] == 7.0 * passes == 7.0 * (hand.calls["verify"] - admitted)
-    in_prefill = 5.0 * admitted + 7.0 * admitted + 13.0 * len(ASKED) + 1000.0 * admitted
+    in_prefill = 5.0 * admitted + 7.0 * admitted + 13.0 * len(REQUESTED) + 1000.0 * admitted
     assert timing.prefill_s == in_prefill
     assert parts["distribution"] == 5.0 * (hand.calls["distribution"] - admitted) >= 5.0 * passes
-    assert parts["python"] == 13.0 * (hand.calls["python"] - len(ASKED))
+    assert parts["python"] == 13.0 * (hand.calls["python"] - len(REQUESTED))
     assert sum(parts.values()) == timing.decode_s == timing.total_s - timing.prefill_s
     phases = timing.draft_s + timing.target_s + timing.verify_s + timing.commit_s
     assert phases == timing.decode_s, "the phases of a cycle have no gap between them"
 
 
 def test_parts_of_a_real_clock_sum_to_the_wall(target: Target) -> None:
-    timing = generate(target, NGram(depth=4), ASKED, Sampling(), batch_size=2, eos_ids=()).timing
+    timing = generate(
+        target, NGram(depth=4), REQUESTED, Sampling(), batch_size=2, eos_ids=()
+    ).timing
     parts = timing.parts()
     assert sum(parts.values()) == pytest.approx(timing.decode_s) and all(
         seconds >= 0 for seconds in parts.values()

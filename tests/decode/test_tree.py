@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from conf.errors import UserError
 from decode.grow import Nodes, dynamic, rerank
-from decode.tree import DraftTree, Layout, Proposal, TreeShape
+from decode.tree import DraftTree, Proposal, TreeLayout, TreeShape
 
 
 @st.composite
@@ -30,7 +30,7 @@ def ancestors(parents: list[int], i: int) -> list[int]:
 @given(parent_lists())
 def test_layout_against_plain_python(parents: list[int]) -> None:
     n = len(parents)
-    layout = Layout.of(torch.tensor([parents], dtype=torch.int64).reshape(1, n))
+    layout = TreeLayout.of(torch.tensor([parents], dtype=torch.int64).reshape(1, n))
     for i in range(n):
         path = ancestors(parents, i)
         assert int(layout.depth[0, i]) == len(path) - 1
@@ -52,9 +52,9 @@ def test_layout_against_plain_python(parents: list[int]) -> None:
 @given(st.lists(parent_lists().filter(lambda p: len(p) >= 6), min_size=2, max_size=4))
 def test_rows_do_not_see_each_other(rows: list[list[int]]) -> None:
     n = min(map(len, rows))
-    together = Layout.of(torch.tensor([r[:n] for r in rows]))
+    together = TreeLayout.of(torch.tensor([r[:n] for r in rows]))
     for b, row in enumerate(rows):
-        alone = Layout.of(torch.tensor([row[:n]]))
+        alone = TreeLayout.of(torch.tensor([row[:n]]))
         assert torch.equal(together.mask[b], alone.mask[0])
         assert torch.equal(together.postorder[b], alone.postorder[0])
         width = alone.children.shape[-1]
@@ -106,7 +106,7 @@ NARROW = torch.full((1, 1, 3), 1 / 3)
         (tree([0, 2], [-1, 0], sampled=BOTH, proposal=SURE), "no mass"),
         (tree([0, 0], [-1, -1], sampled=BOTH, proposal=SURE), "stands twice"),
         (
-            tree([0, 1], [-1, 0], sampled=BOTH, proposal=Proposal(SURE.law * 0.5, SURE.row)),
+            tree([0, 1], [-1, 0], sampled=BOTH, proposal=Proposal(SURE.probs * 0.5, SURE.row)),
             "sum to one",
         ),
         (DraftTree(torch.tensor([[1.0]]), torch.tensor([[-1]]), torch.tensor([1])), "int64"),
@@ -115,10 +115,11 @@ NARROW = torch.full((1, 1, 3), 1 / 3)
             "shapes differ",
         ),
         (
-            tree([0, 1], [-1, 0], sampled=BOTH, proposal=Proposal(SURE.law[:, :0], SURE.row)),
-            "of a proposal without laws",
+            tree([0, 1], [-1, 0], sampled=BOTH, proposal=Proposal(SURE.probs[:, :0], SURE.row)),
+            "of a proposal without distributions",
         ),
-        # A law over three tokens has no place for token 3: what stands last is not read for it.
+        # A distribution over three tokens has no place for token 3: what stands last is not
+        # read for it.
         (tree([0, 3], [-1, 0], sampled=BOTH, proposal=Proposal(NARROW, SURE.row)), "3 has no mass"),
     ],
 )
@@ -127,13 +128,13 @@ def test_malformed_trees_name_row_and_value(bad: DraftTree, word: str) -> None:
         bad.validate(4)
 
 
-def test_one_law_for_many_rows_is_refused() -> None:
+def test_one_distribution_for_many_rows_is_refused() -> None:
     both = tree([0, 1], [-1, 0])
     many = DraftTree(
         *(part.repeat(2, *[1] * (part.dim() - 1)) for part in (both.tokens, both.parents)),
         torch.tensor([2, 2]),
         BOTH.repeat(2, 1),
-        Proposal(SURE.law, SURE.row.repeat(2, 1)),
+        Proposal(SURE.probs, SURE.row.repeat(2, 1)),
     )
     with pytest.raises(IndexError):
         many.validate(4)
@@ -183,11 +184,11 @@ def test_a_dynamic_tree_holds_the_likeliest_paths_and_grows_no_more(nodes: int) 
     """Against all paths of three levels."""
     for seed in range(20):
         source = Table(7, seed)
-        law = source.logits.log_softmax(-1)
+        distribution = source.logits.log_softmax(-1)
         score = {(): 0.0}
         for depth in range(3):
             for path in [p for p in score if len(p) == depth]:
-                below = law[path[-1] if path else -1]
+                below = distribution[path[-1] if path else -1]
                 score |= {(*path, t): score[path] + float(below[t]) for t in range(7)}
         best = sorted((p for p in score if p), key=lambda p: -score[p])[:nodes]
         tree = dynamic(source, 3, torch.tensor([3]), 9, nodes)
@@ -202,7 +203,7 @@ def test_well_formed_trees_pass() -> None:
     tree([1, 2, 1], [-1, -1, 0]).validate(4)
     tree([1, 99], [-1, 0], size=1).validate(4)  # padding is never read
     tree(
-        [0, 0], [-1, -1], sampled=BOTH, proposal=Proposal(SURE.law, SURE.row, None, True)
+        [0, 0], [-1, -1], sampled=BOTH, proposal=Proposal(SURE.probs, SURE.row, None, True)
     ).validate(4)
     DraftTree.empty(3).validate(4)
     with pytest.raises(ValueError, match="budget of 2"):
@@ -210,7 +211,11 @@ def test_well_formed_trees_pass() -> None:
 
 
 def test_proposal_outside_the_draft_vocabulary_is_zero() -> None:
-    law = torch.tensor([[0.25, 0.75]])
-    proposal = Proposal(law[None], torch.zeros(1, 1, dtype=torch.int64), torch.tensor([2, 5]))
-    assert proposal.read(law, torch.tensor([[0, 2, 5, 7]]), 8).tolist() == [[0, 0.25, 0.75, 0]]
-    assert proposal.read(law, None, 8).tolist() == [[0, 0, 0.25, 0, 0, 0.75, 0, 0]]
+    distribution = torch.tensor([[0.25, 0.75]])
+    proposal = Proposal(
+        distribution[None], torch.zeros(1, 1, dtype=torch.int64), torch.tensor([2, 5])
+    )
+    assert proposal.read(distribution, torch.tensor([[0, 2, 5, 7]]), 8).tolist() == [
+        [0, 0.25, 0.75, 0]
+    ]
+    assert proposal.read(distribution, None, 8).tolist() == [[0, 0, 0.25, 0, 0, 0.75, 0, 0]]

@@ -68,7 +68,7 @@ def foreign_model(folder: Path, canary: Path) -> Path:
     return folder
 
 
-def test_code_of_a_model_runs_only_when_asked_for_and_then_it_is_said(
+def test_code_of_a_model_runs_only_when_requested_for_and_then_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -39,14 +39,16 @@ def test_weights_that_lie_there_twice_count_once(repository: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [b"", b"version https://git-lfs.github.com/spec/v1\n", None])
-def test_weights_that_were_not_fetched_whole_are_told(repository: Path, left: bytes | None) -> None:
+def test_weights_that_were_not_fetched_whole_are_message(
+    repository: Path, left: bytes | None
+) -> None:
     byte_tokenizer().save_pretrained(repository)
     file = sorted(repository.glob("*.safetensors"))[-1]
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2] if left is None else left)
-    with pytest.raises(UserError, match="is cut or is none.*fetch it again") as told:
+    with pytest.raises(UserError, match="is cut or is none.*fetch it again") as message:
         load_target(TargetConfig(kind="local", path=str(repository)), "float32", "cpu")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(message.value)
 
 
 @pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}'])
@@ -65,22 +67,24 @@ def test_a_name_beyond_the_folder_is_not_followed(tmp_path: Path, repository: Pa
 def test_what_lies_there_twice_is_not_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
 
     def fetched(name: str, **keys: Any) -> str:
-        asked.update(keys)
+        requested.update(keys)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
     source_folder(CONFIG)
     names = ["model.safetensors", "consolidated.safetensors", "original/model.safetensors"]
     kept = huggingface_hub.utils.filter_repo_objects(
-        names, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+        names,
+        allow_patterns=requested["allow_patterns"],
+        ignore_patterns=requested["ignore_patterns"],
     )
     assert [*kept] == ["model.safetensors"]
     source_folder(CONFIG, weights=False)
     few = huggingface_hub.utils.filter_repo_objects(
-        [*names, "tokenizer.json"], allow_patterns=asked["allow_patterns"]
+        [*names, "tokenizer.json"], allow_patterns=requested["allow_patterns"]
     )
     assert [*few] == ["tokenizer.json"]
 
@@ -89,15 +93,15 @@ def test_the_tokenizer_is_the_one_of_its_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether mistral-common is installed or not; no weights are fetched for it."""
-    asked: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
     monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, **keys: (asked.update(keys), "/")[1]
+        huggingface_hub, "snapshot_download", lambda name, **keys: (requested.update(keys), "/")[1]
     )
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(
-        transformers.AutoTokenizer, "from_pretrained", lambda folder, **keys: asked.update(keys)
+        transformers.AutoTokenizer, "from_pretrained", lambda folder, **keys: requested.update(keys)
     )
     load_tokenizer(TargetConfig(kind="local", path=str(tmp_path)))
     load_tokenizer(CONFIG)
-    assert asked["mistral_format"] is False and "*.json" in asked["allow_patterns"]
-    assert not any("safetensors" in pattern for pattern in asked["allow_patterns"])
+    assert requested["mistral_format"] is False and "*.json" in requested["allow_patterns"]
+    assert not any("safetensors" in pattern for pattern in requested["allow_patterns"])

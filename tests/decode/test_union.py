@@ -14,11 +14,11 @@ from conf.errors import UserError
 from decode.drafters import Drafter, DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
 from decode.grow import Form
-from decode.live import LiveBatch, Room
+from decode.live import LiveBatch, LiveLimits
 from decode.ngram import listed
 from decode.price import Price
 from decode.rng import Rng
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.stats import acceptance_by_drafter
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
@@ -26,17 +26,17 @@ from decode.union import Union, joined
 from decode.verify import RULES, Verdict, rejection, traversal, verify
 from decode.wrapped import Adaptive
 from heads import drafter_folders, resolve_drafter, save_head
-from heads.names import Draft, parse
+from heads.names import DraftSpec, parse
 from scripts.certify import about_drafter
 from scripts.common.prompts import Prompt
 from scripts.evaluate import shares
 from scripts.lab.proofs.confident import ConfidentTable
-from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
+from scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
 from scripts.proofs.enumerator import Case, enumerate_case
-from scripts.scoring.contest import Settings, run_contest
-from scripts.scoring.lanes import lanes_of
+from scripts.scoring.contest import ContestSettings, run_contest
 from scripts.scoring.names import labels
 from scripts.scoring.score import Scores
+from scripts.scoring.systems import systems_of
 from tests.contract.cases import CASES, drafted, features, moved
 from tests.helpers.training import random_batch, tiny_target
 
@@ -101,7 +101,7 @@ def enumerated(seed: int, count: int) -> tuple[int, int]:
     return drawn, repeats
 
 
-def test_unions_have_the_exact_law() -> None:
+def test_unions_have_the_exact_distribution() -> None:
     """Chains and trees, cut ones, draws with and without replacement, draft vocabularies that
     lack a token, two others at once; never less accepted than by the first alone."""
     drawn, repeats = enumerated(0, 48)
@@ -109,13 +109,13 @@ def test_unions_have_the_exact_law() -> None:
 
 
 @pytest.mark.slow
-def test_unions_have_the_exact_law_in_many_worlds() -> None:
+def test_unions_have_the_exact_distribution_in_many_worlds() -> None:
     for seed in (1, 2, 3):
         enumerated(seed, 400)
 
 
 def wrong_repeats(tree: DraftTree) -> DraftTree:
-    """What is drawn and joined both counts as joined: a point mass in place of its law."""
+    """What is drawn and joined both counts as joined: a point mass in place of its distribution."""
     assert tree.drafters is not None and tree.sampled is not None
     return replace(tree, sampled=tree.sampled & (tree.drafters == 1))
 
@@ -196,11 +196,11 @@ def union_of(*names: str, shape: str = "tree") -> tuple[Target, Union]:
     target, parts = tiny_target("float64", layers=2), []
     for name in names:
         _, head = moved(CASES[name], "float64")
-        parts.append(head.drafter(target, Draft(shape=shape)))
+        parts.append(head.drafter(target, DraftSpec(shape=shape)))
     return target, Union([*parts, NGram(nodes=6)])
 
 
-def test_every_part_is_told_what_it_would_be_told_alone() -> None:
+def test_every_part_is_message_what_it_would_be_message_alone() -> None:
     """Two heads that read different layers, and an n-gram: the union's draft holds what each of
     them drafts by itself, and its taps are theirs."""
     target, union = union_of("eagle3", "medusa")
@@ -237,12 +237,12 @@ def test_a_row_may_be_full_when_another_accepts_a_long_match(name: str) -> None:
         part = DraftModel(tiny_target("float64", layers=2, context=most), 1)
     else:
         _, head = moved(CASES[name], "float64")
-        part = head.drafter(target, Draft(shape="chain"))
+        part = head.drafter(target, DraftSpec(shape="chain"))
     texts = torch.randint(3, 60, (2, most), generator=torch.Generator().manual_seed(0))
     width = target.model.config.hidden_size
     feats = torch.randn(2, most, len(part.taps), width, dtype=torch.float64)
 
-    def told(drafter: Drafter, rows: list[int]) -> DraftTree:
+    def summary(drafter: Drafter, rows: list[int]) -> DraftTree:
         drafter.reset(len(rows), most)
         first = torch.tensor([most - 1, 2])[rows]  # tokens that each row has seen
         begun = zip(rows, first.tolist(), strict=True)
@@ -260,8 +260,8 @@ def test_a_row_may_be_full_when_another_accepts_a_long_match(name: str) -> None:
         rng = Rng(0, torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64))
         return part.propose(budget, Sampling(), rng)
 
-    alone = told(part, [1])
-    beside = told(Union([part, NGram(deep)]), [0, 1])
+    alone = summary(part, [1])
+    beside = summary(Union([part, NGram(deep)]), [0, 1])
     assert beside.size.tolist()[0] == 0 and alone.size.tolist()[0] > 0
     assert paths(beside, 1) == paths(alone, 0)
 
@@ -290,19 +290,19 @@ def test_an_ngram_is_accepted_whole_beside_a_row_at_the_end_of_the_drafts_contex
     deepest = 0
     for long, short in [(context - 1 - k, 13 + k) for k in range(9)]:
         text = torch.randint(3, 288, (long,), generator=torch.Generator().manual_seed(long))
-        asked = [
+        requested = [
             Request(text.tolist(), 20, id=1),
             Request([short * 12 + i % 12 for i in range(short)], 20, id=2),
         ]
         union = Union([DraftModel(draft, depth), NGram()])
-        plain = generate(target, NoDraft(), asked, Sampling(), eos_ids=()).generations
+        plain = generate(target, NoDraft(), requested, Sampling(), eos_ids=()).generations
         want = [g.token_ids for g in plain]
-        made = generate(target, union, asked, Sampling(), batch_size=2, eos_ids=()).generations
+        made = generate(target, union, requested, Sampling(), batch_size=2, eos_ids=()).generations
         assert [g.token_ids for g in made] == want, (long, short)
         deepest = max(deepest, *(c.accepted for g in made for c in g.cycles))
-        batch = LiveBatch(target, union, Sampling(), Room(rows=2, longest=128))
+        batch = LiveBatch(target, union, Sampling(), LiveLimits(rows=2, longest=128))
         batch.eos = frozenset()
-        seats = [batch.join(request, lambda fresh: None) for request in asked]
+        seats = [batch.join(request, lambda fresh: None) for request in requested]
         while batch.busy:
             batch.step()
         assert [seat.generation.token_ids for seat in seats] == want, (long, short)
@@ -316,11 +316,11 @@ def test_unions_decode_losslessly_in_any_batch(adaptive: bool) -> None:
     target, union = union_of("eagle3", "medusa")
     drafter: Drafter = Adaptive(union) if adaptive else union
     prompts = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [11], [40, 41, 40, 41, 40]]
-    asked = [Request(p, 10, id=i) for i, p in enumerate(prompts)]
-    plain = generate(target, NoDraft(), asked, Sampling(), eos_ids=()).generations
+    requested = [Request(p, 10, id=i) for i, p in enumerate(prompts)]
+    plain = generate(target, NoDraft(), requested, Sampling(), eos_ids=()).generations
     for sampling in (Sampling(), Sampling(0.3), Sampling(1.2, top_k=40, repetition_penalty=1.1)):
         runs = [
-            generate(target, drafter, asked, sampling, batch_size=size, eos_ids=())
+            generate(target, drafter, requested, sampling, batch_size=size, eos_ids=())
             for size in (1, 3)
         ]
         texts = [[g.token_ids for g in run.generations] for run in runs]
@@ -330,9 +330,9 @@ def test_unions_decode_losslessly_in_any_batch(adaptive: bool) -> None:
         cycles = [c for g in runs[0].generations for c in g.cycles]
         assert all(len(c.drafters) == c.accepted for c in cycles)
         assert all(1 <= mark < 8 for c in cycles for mark in c.drafters)
-        told = acceptance_by_drafter(cycles, 3)
-        assert all(alone <= count for count, alone in told)
-        assert sum(c.accepted for c in cycles) <= sum(count for count, _ in told)
+        summary = acceptance_by_drafter(cycles, 3)
+        assert all(alone <= count for count, alone in summary)
+        assert sum(c.accepted for c in cycles) <= sum(count for count, _ in summary)
 
 
 @pytest.mark.parametrize("rule", list(RULES))
@@ -354,8 +354,8 @@ def test_a_row_of_which_nothing_was_drawn_is_verified_alone_as_beside_others(rul
         assert tree.sampled is not None and tree.drafters is not None
         assert tree.drafters[:64, 0].tolist() == [2] * 64
         assert bool(tree.sampled.any()) == (1 in last)
-        law = Law(Sampling(1.0), torch.zeros(count, tree.width + 1, 4), tree)
-        return verify(tree, law, rng, rule)
+        distribution = Distribution(Sampling(1.0), torch.zeros(count, tree.width + 1, 4), tree)
+        return verify(tree, distribution, rng, rule)
 
     alone, beside = verdict([3] * 64), verdict([3] * 64 + [1])
     assert 0 < int(alone.length.sum()) < 64
@@ -366,13 +366,13 @@ def test_a_row_of_which_nothing_was_drawn_is_verified_alone_as_beside_others(rul
 def test_requests_that_join_a_live_batch_get_what_they_get_alone() -> None:
     """The loop behind scripts/serve.py, with a union: one request joins while another runs."""
     target, union = union_of("eagle3", "medusa")
-    asked = [Request([5, 6, 7, 5, 6, 7], 9, id=1), Request([11], 7, id=2)]
-    alone = generate(target, union, asked, Sampling(0.8), eos_ids=()).generations
-    batch = LiveBatch(target, union, Sampling(0.8), Room(rows=2, longest=32))
+    requested = [Request([5, 6, 7, 5, 6, 7], 9, id=1), Request([11], 7, id=2)]
+    alone = generate(target, union, requested, Sampling(0.8), eos_ids=()).generations
+    batch = LiveBatch(target, union, Sampling(0.8), LiveLimits(rows=2, longest=32))
     batch.eos = frozenset()
-    seats = [batch.join(asked[0], lambda fresh: None)]
+    seats = [batch.join(requested[0], lambda fresh: None)]
     batch.step()
-    seats.append(batch.join(asked[1], lambda fresh: None))
+    seats.append(batch.join(requested[1], lambda fresh: None))
     while batch.busy:
         batch.step()
     assert [seat.generation.token_ids for seat in seats] == [g.token_ids for g in alone]
@@ -391,12 +391,12 @@ def test_a_request_that_leaves_takes_its_text_along() -> None:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_the_whole_loop_has_the_exact_law(rule: str) -> None:
+def test_the_whole_loop_has_the_exact_distribution(rule: str) -> None:
     """Prefill, cycles, stop token and length limit, with n-gram matches that come and go."""
     shape = TreeShape.of([[0], [1], [0, 0]])
     for sampling in (Sampling(1.0), Sampling(0.4, top_p=0.9)):
         union = Union([TableDrafter(shape, "without", 3), NGram(depth=2, nodes=3)])
-        found = engine_law(toy_model(vocab=3), union, [1, 2, 1], 4, sampling, rule, shape)
+        found = engine_distribution(toy_model(vocab=3), union, [1, 2, 1], 4, sampling, rule, shape)
         assert found.error <= 1e-12 and found.outputs > 3
 
 
@@ -428,27 +428,27 @@ def test_a_union_is_resolved_by_name(runs: tuple[Path, Target]) -> None:
 def test_a_certificate_holds_the_files_of_every_part(runs: tuple[Path, Target]) -> None:
     folder, _ = runs
     spec = f"{folder}/eagle3@tree+{folder}/medusa+ngram"
-    told = about_drafter(spec)
-    assert told["name"] == spec
-    cards = [name for name in told["files"] if name.endswith("/head.json")]
+    summary = about_drafter(spec)
+    assert summary["name"] == spec
+    cards = [name for name in summary["files"] if name.endswith("/head.json")]
     assert cards == [f"{folder}/eagle3/head.json", f"{folder}/medusa/head.json"]
 
 
 def test_the_table_tells_who_proposed_what_was_accepted(runs: tuple[Path, Target]) -> None:
     folder, target = runs
     spec = f"{folder}/medusa@tree+ngram@tree"
-    lanes, skipped = lanes_of(["none", spec], target)
-    assert not skipped and lanes[1].label == "medusa@tree+ngram@tree"
+    systems, skipped = systems_of(["none", spec], target)
+    assert not skipped and systems[1].label == "medusa@tree+ngram@tree"
     prompts = [Prompt("1", "chat", ["abcabcabcabc"]), Prompt("2", "chat", ["aaaaaaaaaaa"])]
-    settings = Settings(Sampling(), 24, 1, 0, "traversal")
-    measured = run_contest(target, prompts, lanes, settings, True)
-    row = Scores(measured, lanes).row(lanes[1])
-    cycles = Scores(measured, lanes).clean(spec, ["1", "2"])
+    settings = ContestSettings(Sampling(), 24, 1, 0, "traversal")
+    measured = run_contest(target, prompts, systems, settings, True)
+    row = Scores(measured, systems).row(systems[1])
+    cycles = Scores(measured, systems).clean(spec, ["1", "2"])
     accepted = sum(c.accepted for part in cycles for c in part)
     assert [part["name"] for part in row["by_drafter"]] == [f"{folder}/medusa@tree", "ngram@tree"]
     counts = [(part["accepted"], part["alone"]) for part in row["by_drafter"]]
     assert accepted > 0 and sum(c for c, _ in counts) >= accepted >= sum(a for _, a in counts)
-    assert "by_drafter" not in Scores(measured, lanes).row(lanes[0])
+    assert "by_drafter" not in Scores(measured, systems).row(systems[0])
     (line,) = shares({"drafters": [{**row, "label": "m"}]})
     assert f"by {folder}/medusa@tree (" in line and "by ngram@tree (" in line
 
@@ -469,9 +469,9 @@ def test_what_cannot_be_joined_costs_one_line(runs: tuple[Path, Target]) -> None
         f"{folder}/eagle3+{folder}/medusa2": "medusa2",
     }
     for spec, line in wrong.items():
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as summary:
             resolve_drafter(spec, target)
-        assert line in str(told.value) and "\n" not in str(told.value), spec
+        assert line in str(summary.value) and "\n" not in str(summary.value), spec
     fresh = tiny_target("float64", layers=2)
     with pytest.raises(UserError, match="eagle3"):
         resolve_drafter(f"{folder}/medusa2+{folder}/eagle3", fresh)
@@ -484,9 +484,9 @@ def test_drafters_of_different_targets_are_refused(
     other, head = moved(CASES["hydra"], "float64")
     assert other.identity is not None
     save_head(head, tmp_path / "other/head", replace(other.identity, weights_sha256="0" * 64))
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as summary:
         resolve_drafter(f"{folder}/medusa+{tmp_path}/other", target)
-    assert "other" in str(told.value) and "\n" not in str(told.value)
+    assert "other" in str(summary.value) and "\n" not in str(summary.value)
 
 
 def test_a_second_drafter_whose_scores_are_nan_is_refused() -> None:

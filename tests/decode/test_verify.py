@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from conf.errors import UserError
 from decode import waits
 from decode.rng import Rng
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES, rejection, traversal, verify, walk
 from scripts.proofs.enumerator import Case, enumerate_case
@@ -49,7 +49,7 @@ def check_cases(seed: int, count: int, **size: int) -> dict[str, list[float]]:
     return gains
 
 
-def test_exact_law_on_random_cases() -> None:
+def test_exact_distribution_on_random_cases() -> None:
     gains = check_cases(0, 500)
     assert gains["iid chain"][1] > gains["iid chain"][0] * 1.001, (
         "block verification gained nothing on sampled chains"
@@ -60,22 +60,22 @@ def test_exact_law_on_random_cases() -> None:
 
 
 @pytest.mark.usefixtures("accelerator")
-def test_exact_law_on_random_cases_of_an_accelerator() -> None:
+def test_exact_distribution_on_random_cases_of_an_accelerator() -> None:
     check_cases(9, 60, max_nodes=3, max_vocab=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_exact_law_on_many_random_cases(seed: int) -> None:
+def test_exact_distribution_on_many_random_cases(seed: int) -> None:
     check_cases(seed, 400, max_nodes=5, max_vocab=5)
 
 
 def random_world(
     seed: int, rows: int, paths: list[list[int]], vocab: int, sampled: str, narrow: bool = False
-) -> tuple[DraftTree, Law]:
-    """A batch of ragged trees over one shape with random laws; `sampled`: all, some or none of
-    the nodes. narrow: the draft vocabulary lacks one token, which some deterministic
-    candidates are nevertheless."""
+) -> tuple[DraftTree, Distribution]:
+    """A batch of ragged trees over one shape with random distributions; `sampled`: all, some
+    or none of the nodes. narrow: the draft vocabulary lacks one token, which some
+    deterministic candidates are nevertheless."""
     g = torch.Generator().manual_seed(seed)
     shape = TreeShape.of(paths)
     n = len(shape)
@@ -117,7 +117,7 @@ def random_world(
     settings_ = (Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.0, top_p=0.8), Sampling(0.0))[
         seed % 4
     ]
-    return tree, Law(settings_, logits, tree)
+    return tree, Distribution(settings_, logits, tree)
 
 
 @st.composite
@@ -134,12 +134,12 @@ def shapes(draw: st.DrawFn) -> list[list[int]]:
 def assert_batched_equals_scalar(
     paths: list[list[int]], seed: int, rows: int, vocab: int, sampled: str, narrow: bool
 ) -> None:
-    tree, law = random_world(seed, rows, paths, vocab, sampled, narrow)
+    tree, distribution = random_world(seed, rows, paths, vocab, sampled, narrow)
     rng = Rng(seed, torch.arange(rows), torch.full((rows,), 3))
     for name, rule in RULES.items():
-        verdict = rule(tree, law, rng)
+        verdict = rule(tree, distribution, rng)
         for b in range(rows):
-            path, bonus = getattr(Row(tree, law, rng, b), name)()
+            path, bonus = getattr(Row(tree, distribution, rng, b), name)()
             got = verdict.path[b, : verdict.length[b]].tolist()
             assert (got, int(verdict.bonus[b])) == (path, bonus), f"{name}, row {b}"
             assert verdict.path[b, verdict.length[b] :].eq(-1).all()
@@ -195,11 +195,13 @@ def test_batched_equals_scalar_often() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_traversal_is_block_verification_on_chains(seed: int) -> None:
-    tree, law = random_world(seed, 8, [[0] * (i + 1) for i in range(1 + seed % 5)], 4, "all")
+    tree, distribution = random_world(
+        seed, 8, [[0] * (i + 1) for i in range(1 + seed % 5)], 4, "all"
+    )
     rng = Rng(seed, torch.arange(8), torch.zeros(8, dtype=torch.int64))
-    verdict = traversal(tree, law, rng)
+    verdict = traversal(tree, distribution, rng)
     for b in range(8):
-        assert verdict.path[b, : verdict.length[b]].tolist() == block(tree, law, rng, b)
+        assert verdict.path[b, : verdict.length[b]].tolist() == block(tree, distribution, rng, b)
 
 
 def test_perfect_draft_is_accepted_whole() -> None:
@@ -208,9 +210,9 @@ def test_perfect_draft_is_accepted_whole() -> None:
     """
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 6, 50, generator=g) * 3
-    law = logits.softmax(-1)
+    distribution = logits.softmax(-1)
     for nudge in (0.0, 2.0**-23):
-        draft = law[:, :5] * (1 + nudge)
+        draft = distribution[:, :5] * (1 + nudge)
         tokens = torch.stack(
             [torch.multinomial(draft[:, i], 1, generator=g)[:, 0] for i in range(5)], 1
         )
@@ -222,7 +224,7 @@ def test_perfect_draft_is_accepted_whole() -> None:
         )
         for name in RULES:
             rng = Rng(1, torch.arange(64), torch.zeros(64, dtype=torch.int64))
-            verdict = verify(tree, Law(Sampling(1.0), logits, tree), rng, name)
+            verdict = verify(tree, Distribution(Sampling(1.0), logits, tree), rng, name)
             assert verdict.length.float().mean() > 4.99, name
             assert ((verdict.bonus >= 0) & (verdict.bonus < 50)).all()
 
@@ -235,21 +237,23 @@ def test_padding_is_nobodys_child(free: bool, monkeypatch: pytest.MonkeyPatch) -
     logits = torch.zeros(2, 3, 8)
     logits[:, 0, 3] = logits[:, 1, 5] = logits[:, 2, 7] = 9.0
     rng = Rng(0, torch.arange(2), torch.zeros(2, dtype=torch.int64))
-    verdict = verify(tree, Law(Sampling(0.0), logits, tree), rng)
+    verdict = verify(tree, Distribution(Sampling(0.0), logits, tree), rng)
     assert verdict.path.tolist() == [[0, -1], [0, 1]] and verdict.bonus.tolist() == [5, 7]
 
 
 def test_laziness() -> None:
-    """Top-down computes only the laws it walks."""
+    """Top-down computes only the distributions it walks."""
     shape = TreeShape.of([[i] for i in range(8)])
     tree = DraftTree.static(shape, torch.arange(8)[None])
     logits = torch.zeros(1, 9, 20)
     logits[0, 0, 15] = 9.0
-    law = Law(Sampling(0.0), logits, tree)
+    distribution = Distribution(Sampling(0.0), logits, tree)
     verdict = verify(
-        tree, law, Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        tree,
+        distribution,
+        Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)),
     )
-    assert (int(verdict.length[0]), int(verdict.bonus[0]), law.computed) == (0, 15, 1)
+    assert (int(verdict.length[0]), int(verdict.bonus[0]), distribution.computed) == (0, 15, 1)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -259,12 +263,12 @@ def test_tree_may_say_node_by_node_that_it_is_deterministic(rule: str) -> None:
     shape, tokens = TreeShape.of([[0], [1]]), torch.tensor([[3, 5]])
     logits = torch.full((1, 3, 8), -100.0)
     logits[0, :, 5] = 0.0
-    laws = Proposal(torch.full((1, 1, 8), 0.125), torch.zeros(1, 2, dtype=torch.int64))
-    for sampled, proposal in ((torch.zeros(1, 2, dtype=torch.bool), None), (None, laws)):
+    distributions = Proposal(torch.full((1, 1, 8), 0.125), torch.zeros(1, 2, dtype=torch.int64))
+    for sampled, proposal in ((torch.zeros(1, 2, dtype=torch.bool), None), (None, distributions)):
         tree = DraftTree.static(shape, tokens, None, sampled, proposal)
         tree.validate(8)
         rng = Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        verdict = verify(tree, Law(Sampling(1.0), logits, tree), rng, rule)
+        verdict = verify(tree, Distribution(Sampling(1.0), logits, tree), rng, rule)
         assert (verdict.path.tolist(), verdict.bonus.tolist()) == ([[1]], [5])
 
 
@@ -273,7 +277,7 @@ def test_unknown_rule() -> None:
     with pytest.raises(UserError, match="rejection, traversal"):
         verify(
             tree,
-            Law(Sampling(), torch.zeros(1, 1, 4), tree),
+            Distribution(Sampling(), torch.zeros(1, 1, 4), tree),
             Rng(0, torch.zeros(1).long(), torch.zeros(1).long()),
             "typical",
         )
@@ -285,17 +289,17 @@ def test_bad_logits_name_the_row(bad: float, temperature: float) -> None:
     logits = torch.zeros(3, 2, 8)
     logits[1, 0, 4] = bad
     tree = DraftTree.chain(torch.zeros(3, 1, dtype=torch.int64))
-    law = Law(Sampling(temperature), logits, tree)
-    verify(tree, law, Rng(0, torch.arange(3), torch.zeros(3, dtype=torch.int64)))
+    distribution = Distribution(Sampling(temperature), logits, tree)
+    verify(tree, distribution, Rng(0, torch.arange(3), torch.zeros(3, dtype=torch.int64)))
     with pytest.raises(UserError, match="row 1"):
-        law.check()
+        distribution.check()
 
 
-def test_all_masked_law_names_the_row() -> None:
+def test_all_masked_distribution_names_the_row() -> None:
     tree = DraftTree.empty(2)
     logits = torch.zeros(2, 1, 8)
     logits[0] = -torch.inf
-    law = Law(Sampling(1.0, top_p=0.9), logits, tree)
-    verify(tree, law, Rng(0, torch.arange(2), torch.zeros(2, dtype=torch.int64)))
+    distribution = Distribution(Sampling(1.0, top_p=0.9), logits, tree)
+    verify(tree, distribution, Rng(0, torch.arange(2), torch.zeros(2, dtype=torch.int64)))
     with pytest.raises(UserError, match="row 0"):
-        law.check()
+        distribution.check()

@@ -1,5 +1,5 @@
-"""Where laws leave the range of their dtype, hold NaN, or are not what they claim: exact, or
-refused in words.
+"""Where distributions leave the range of their dtype, hold NaN, or are not what they claim:
+exact, or refused in words.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from decode.engine import Request, generate
 from decode.grow import Form, siblings
 from decode.inverse_cdf import inverse_cdf
 from decode.rng import Rng
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES, rejection, traversal, verify_chain
 from heads import HEADS
 from heads.block.config import BlockConfig
 from heads.eagle.config import EagleConfig
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig
 from scripts.proofs.enumerator import Branches
@@ -33,7 +33,7 @@ DEEP = TreeShape.of([(0,), (0, 0), (0, 0, 0), (0, 0, 1)])
 PAIR = TreeShape.of([(0,), (1,)])
 
 
-def output_law(tree: DraftTree, logits: Tensor, rule: str) -> dict[tuple[int, ...], float]:
+def output_distribution(tree: DraftTree, logits: Tensor, rule: str) -> dict[tuple[int, ...], float]:
     """Probability of every output of this one draft: all branches of verification walked.
     logits: [N + 1, V].
     """
@@ -43,7 +43,7 @@ def output_law(tree: DraftTree, logits: Tensor, rule: str) -> dict[tuple[int, ..
         rng, rows = Branches(scripts), len(scripts)
         assert tree.proposal is not None and tree.sampled is not None
         proposal = Proposal(
-            tree.proposal.law.expand(rows, -1, -1),
+            tree.proposal.probs.expand(rows, -1, -1),
             tree.proposal.row.expand(rows, -1),
             tree.proposal.vocab,
         )
@@ -54,9 +54,9 @@ def output_law(tree: DraftTree, logits: Tensor, rule: str) -> dict[tuple[int, ..
             tree.sampled.expand(rows, -1),
             proposal,
         )
-        law = Law(Sampling(1.0), logits.expand(rows, -1, -1), many)
-        verdict = RULES[rule](many, law, rng)
-        law.check()
+        distribution = Distribution(Sampling(1.0), logits.expand(rows, -1, -1), many)
+        verdict = RULES[rule](many, distribution, rng)
+        distribution.check()
         scripts = rng.new
         for b in range(rows):
             output = (
@@ -68,16 +68,20 @@ def output_law(tree: DraftTree, logits: Tensor, rule: str) -> dict[tuple[int, ..
 
 
 def drafted(
-    shape: TreeShape, tokens: list[int], laws: Tensor, rows: list[int], vocab: Tensor | None
+    shape: TreeShape,
+    tokens: list[int],
+    distributions: Tensor,
+    rows: list[int],
+    vocab: Tensor | None,
 ) -> DraftTree:
-    """One tree with every node drawn from laws[rows[node]]."""
+    """One tree with every node drawn from distributions[rows[node]]."""
     sampled = torch.ones(1, len(tokens), dtype=torch.bool)
     return DraftTree.static(
         shape,
         torch.tensor([tokens]),
         None,
         sampled,
-        Proposal(laws[None], torch.tensor([rows]), vocab),
+        Proposal(distributions[None], torch.tensor([rows]), vocab),
     )
 
 
@@ -85,15 +89,19 @@ def drafted(
 @pytest.mark.parametrize("gap", [10, 50, 52, 60, 80, 100, 300])
 @pytest.mark.parametrize("narrow", [True, False], ids=["draft vocabulary", "whole vocabulary"])
 def test_tokens_that_the_target_forbids_are_not_emitted(rule: str, gap: int, narrow: bool) -> None:
-    """A draft that is certain and wrong twice, then two siblings: what is left of the law two
-    levels down is far below float32's smallest number, and a sibling after the first must not
-    find it whole again."""
-    laws = torch.tensor([[1 - 2e-6, 1e-6, 1e-6, 0], [1 - 2e-6, 1e-6, 1e-6, 0], [0.4, 0.3, 0.3, 0]])
+    """A draft that is certain and wrong twice, then two siblings: what is left of the
+    distribution two levels down is far below float32's smallest number, and a sibling after
+    the first must not find it whole again."""
+    distributions = torch.tensor(
+        [[1 - 2e-6, 1e-6, 1e-6, 0], [1 - 2e-6, 1e-6, 1e-6, 0], [0.4, 0.3, 0.3, 0]]
+    )
     ids = torch.arange(3) if narrow else None
-    tree = drafted(DEEP, [0, 0, 0, 1], laws[:, :3] if narrow else laws, [0, 1, 2, 2], ids)
+    tree = drafted(
+        DEEP, [0, 0, 0, 1], distributions[:, :3] if narrow else distributions, [0, 1, 2, 2], ids
+    )
     logits = torch.zeros(5, 4)
     logits[:2, 0] = -gap
-    found = output_law(tree, logits, rule)
+    found = output_distribution(tree, logits, rule)
     assert sum(found.values()) == pytest.approx(1, abs=1e-12)
     assert sum(p for output, p in found.items() if output[0] == 0) <= 1.1 * math.exp(-gap)
 
@@ -101,69 +109,76 @@ def test_tokens_that_the_target_forbids_are_not_emitted(rule: str, gap: int, nar
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("narrow", [True, False], ids=["draft vocabulary", "whole vocabulary"])
 @pytest.mark.parametrize("rest", [1e-30, 1e-37, 1e-39, 3e-42, 1e-45])
-def test_remainder_of_a_draft_law_may_be_denormal(rule: str, narrow: bool, rest: float) -> None:
-    """Two siblings drawn without replacement from a law that is all but certain: the second
-    one's law, what is left after the first, is a denormal number divided by itself."""
-    law = torch.tensor([[1.0, rest, 0.0, 0.0]])
+def test_remainder_of_a_draft_distribution_may_be_denormal(
+    rule: str, narrow: bool, rest: float
+) -> None:
+    """Two siblings drawn without replacement from a distribution that is all but certain:
+    the second one's distribution, what is left after the first, is a denormal number divided
+    by itself."""
+    distribution = torch.tensor([[1.0, rest, 0.0, 0.0]])
     tree = drafted(
-        PAIR, [0, 1], law[:, :3] if narrow else law, [0, 0], torch.arange(3) if narrow else None
+        PAIR,
+        [0, 1],
+        distribution[:, :3] if narrow else distribution,
+        [0, 0],
+        torch.arange(3) if narrow else None,
     )
     target = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    found = output_law(tree, target.log().expand(3, 4), rule)
+    found = output_distribution(tree, target.log().expand(3, 4), rule)
     emitted = [sum(p for output, p in found.items() if output[0] == x) for x in range(4)]
     # The first sibling is token 0 for certain (up to `rest`), the second is then token 1: the
-    # whole law comes out.
+    # whole distribution comes out.
     assert emitted == pytest.approx(target.tolist(), abs=1e-6)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_law_that_is_not_finite_is_refused_by_row_and_node(rule: str, bad: float) -> None:
+def test_distribution_that_is_not_finite_is_refused_by_row_and_node(rule: str, bad: float) -> None:
     """By the tree's own check, and by verification where nobody asked it."""
-    law = torch.full((2, 1, 4), 0.25)
-    law[1, 0, 2] = bad
+    distribution = torch.full((2, 1, 4), 0.25)
+    distribution[1, 0, 2] = bad
     shape = TreeShape.chain(1)
     tree = DraftTree.static(
         shape,
         torch.zeros(2, 1, dtype=torch.int64),
         None,
         torch.ones(2, 1, dtype=torch.bool),
-        Proposal(law, torch.zeros(2, 1, dtype=torch.int64)),
+        Proposal(distribution, torch.zeros(2, 1, dtype=torch.int64)),
     )
     with pytest.raises(UserError, match="row 1, node 0"):
         tree.validate(4)
-    target = Law(Sampling(1.0), torch.zeros(2, 2, 4), tree)
+    target = Distribution(Sampling(1.0), torch.zeros(2, 2, 4), tree)
     RULES[rule](tree, target, Rng(0, torch.arange(2), torch.zeros(2, dtype=torch.int64)))
     with pytest.raises(UserError, match="row 1, node 0"):
         target.check()
 
 
-def test_negative_mass_in_a_draft_law_is_refused() -> None:
-    law = torch.tensor([[0.5, 0.7, -0.2]])
-    tree = drafted(TreeShape.chain(1), [0], law, [0], None)
+def test_negative_mass_in_a_draft_distribution_is_refused() -> None:
+    distribution = torch.tensor([[0.5, 0.7, -0.2]])
+    tree = drafted(TreeShape.chain(1), [0], distribution, [0], None)
     with pytest.raises(ValueError, match="negative"):
         tree.validate(3)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("garbage", ["row 99", "law of NaN"])
-def test_law_row_of_a_deterministic_node_is_never_read(rule: str, garbage: str) -> None:
-    """One sampled child of the root, and below it two deterministic ones whose law row means
-    nothing.
+@pytest.mark.parametrize("garbage", ["row 99", "distribution of NaN"])
+def test_distribution_row_of_a_deterministic_node_is_never_read(rule: str, garbage: str) -> None:
+    """One sampled child of the root, and below it two deterministic ones whose distribution
+    row means nothing.
     """
     shape = TreeShape.of([(0,), (0, 0), (0, 1)])
-    laws = torch.tensor([[0.7, 0.2, 0.1], [math.nan, math.nan, math.nan]])
+    distributions = torch.tensor([[0.7, 0.2, 0.1], [math.nan, math.nan, math.nan]])
     row = 99 if garbage == "row 99" else 1
     tree = DraftTree.static(
         shape,
         torch.tensor([[0, 1, 2]]),
         None,
         torch.tensor([[True, False, False]]),
-        Proposal(laws[None], torch.tensor([[0, row, row]])),
+        Proposal(distributions[None], torch.tensor([[0, row, row]])),
     )
     tree.validate(3)
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = output_law(tree, logits, rule)
+    found = output_distribution(tree, logits, rule)
     below = {output[1]: 0.0 for output in found if len(output) > 1}
     for output, p in found.items():
         if len(output) > 1:
@@ -175,7 +190,7 @@ def test_law_row_of_a_deterministic_node_is_never_read(rule: str, garbage: str) 
     )
 
 
-def test_one_slot_without_a_law_is_not_hidden_by_another_of_its_row() -> None:
+def test_one_slot_without_a_distribution_is_not_hidden_by_another_of_its_row() -> None:
     """Traversal asks for several slots of one row at once."""
     tree = drafted(
         TreeShape.of([(0,), (1,), (0, 0), (1, 0)]),
@@ -187,24 +202,28 @@ def test_one_slot_without_a_law_is_not_hidden_by_another_of_its_row() -> None:
     for bad in (1, 2):
         logits = torch.zeros(1, 5, 4)
         logits[0, bad, 3] = math.nan
-        law = Law(Sampling(1.0), logits, tree)
-        law.at(torch.tensor([0, 0]), torch.tensor([1, 2]))
+        distribution = Distribution(Sampling(1.0), logits, tree)
+        distribution.at(torch.tensor([0, 0]), torch.tensor([1, 2]))
         with pytest.raises(UserError, match=f"row 0, slot {bad}"):
-            law.check()
+            distribution.check()
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-6, 0.01, 5.0, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_law_is_finite_at_every_temperature(temperature: float, dtype: torch.dtype) -> None:
+def test_distribution_is_finite_at_every_temperature(
+    temperature: float, dtype: torch.dtype
+) -> None:
     logits = torch.tensor([[60000.0, -60000.0, 59000.0, -math.inf]], dtype=dtype)
     for sampling in (
         Sampling(temperature),
         Sampling(temperature, top_p=0.9),
         Sampling(temperature, min_p=0.1),
     ):
-        law = sampling.support(logits).dense(4)
-        assert law.isfinite().all() and float(law.sum()) == pytest.approx(1, abs=1e-6)
-        assert float(law[0, 3]) == 0
+        distribution = sampling.support(logits).dense(4)
+        assert distribution.isfinite().all() and float(distribution.sum()) == pytest.approx(
+            1, abs=1e-6
+        )
+        assert float(distribution[0, 3]) == 0
 
 
 def test_weight_of_zero_is_never_chosen_at_the_edge_of_a_block() -> None:
@@ -263,18 +282,20 @@ def test_chain_of_the_first_lines_is_the_rule() -> None:
     g = torch.Generator().manual_seed(1)
     depth, vocab = 4, 6
     for number in range(200):
-        laws = (2 * torch.randn(depth + 1, vocab, generator=g, dtype=torch.float64)).softmax(-1)
+        distributions = (
+            2 * torch.randn(depth + 1, vocab, generator=g, dtype=torch.float64)
+        ).softmax(-1)
         proposals = (2 * torch.randn(depth, vocab, generator=g, dtype=torch.float64)).softmax(-1)
         tokens = torch.multinomial(proposals, 1, generator=g)[:, 0]
         tree = drafted(TreeShape.chain(depth), tokens.tolist(), proposals, list(range(depth)), None)
         rng = Rng(number, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        verdict = rejection(tree, Law(Sampling(1.0), laws.log()[None], tree), rng)
+        verdict = rejection(tree, Distribution(Sampling(1.0), distributions.log()[None], tree), rng)
         accepted = int(verdict.length[0])
         coins = rng.uniform(torch.zeros(depth, dtype=torch.int64), torch.arange(depth), 2)
         last_coin = float(
             rng.uniform(torch.zeros(1, dtype=torch.int64), torch.tensor([accepted - 1]), 3)
         )
-        emitted = verify_chain(laws, proposals, tokens, coins, last_coin)
+        emitted = verify_chain(distributions, proposals, tokens, coins, last_coin)
         assert emitted == [*tokens[:accepted].tolist(), int(verdict.bonus[0])]
 
 
@@ -295,7 +316,7 @@ KINDS = {
 def test_drafter_with_one_bad_row_is_refused_or_harmless(kind: str, bad: float) -> None:
     """One row of its LM head is not finite, as after an overflow in half precision. Nothing
     but the target's own tokens comes out at T = 0; where candidates are drawn the run ends in
-    words instead of another law."""
+    words instead of another distribution."""
     target = tiny_target()
     for shape in ("chain", "tree"):
         if kind == "small_lm":
@@ -307,7 +328,9 @@ def test_drafter_with_one_bad_row_is_refused_or_harmless(kind: str, bad: float) 
             cfg = KINDS[kind]
             counts = torch.arange(target.vocab_size) + 1
             drafter = (
-                HEADS[cfg.kind].for_target(target, cfg, counts).drafter(target, Draft(shape=shape))
+                HEADS[cfg.kind]
+                .for_target(target, cfg, counts)
+                .drafter(target, DraftSpec(shape=shape))
             )
         owner = drafter.parallel if hasattr(drafter, "parallel") else drafter
         holder, name = (
@@ -326,7 +349,7 @@ def test_drafter_with_one_bad_row_is_refused_or_harmless(kind: str, bad: float) 
                 g.token_ids for g in plain.generations
             ]
         with pytest.raises(
-            UserError, match=r"drafter: row 0, node \d+: the law .* NaN or infinity"
+            UserError, match=r"drafter: row 0, node \d+: the distribution .* NaN or infinity"
         ):
             generate(target, drafter, requests, Sampling(1.0), batch_size=2)
 
@@ -338,14 +361,16 @@ def test_logits_that_no_path_reaches_may_be_anything(
     """Below a candidate that the target never takes nothing is looked at."""
     monkeypatch.setattr(waits, "free", lambda tensor: free)
     tokens = torch.tensor([[1, 2]])
-    law = torch.zeros(1, 3, 4, dtype=torch.float64)
-    law[0, 0, 1] = law[0, 1, 2] = law[0, 2, 3] = 1
+    distribution = torch.zeros(1, 3, 4, dtype=torch.float64)
+    distribution[0, 0, 1] = distribution[0, 1, 2] = distribution[0, 2, 3] = 1
     row = torch.tensor([[0, 1]])
-    tree = DraftTree.chain(tokens, None, torch.ones(1, 2, dtype=torch.bool), Proposal(law, row))
+    tree = DraftTree.chain(
+        tokens, None, torch.ones(1, 2, dtype=torch.bool), Proposal(distribution, row)
+    )
     logits = torch.zeros(1, 3, 4)
     logits[0, 0, 1] = -torch.inf
     logits[0, 1] = torch.nan
-    found = Law(Sampling(1.0), logits, tree)
+    found = Distribution(Sampling(1.0), logits, tree)
     verdict = traversal(tree, found, Rng(0, torch.tensor([0]), torch.tensor([0])))
     found.check()
     assert verdict.length.tolist() == [0] and verdict.bonus.tolist() != [1]
@@ -356,16 +381,16 @@ def test_logits_where_a_budget_ends_may_be_anything(
     free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row's draft is cut above a slot that has a child in the shape, and the path ends before:
-    the cut slot's law is not looked at."""
+    the cut slot's distribution is not looked at."""
     monkeypatch.setattr(waits, "free", lambda tensor: free)
     tokens = torch.tensor([[1, 2], [1, 2]])
-    law = torch.full((2, 2, 4), 0.25, dtype=torch.float64)
+    distribution = torch.full((2, 2, 4), 0.25, dtype=torch.float64)
     row, drawn = torch.tensor([[0, 1], [0, 1]]), torch.ones(2, 2, dtype=torch.bool)
-    tree = DraftTree.chain(tokens, torch.tensor([2, 1]), drawn, Proposal(law, row))
+    tree = DraftTree.chain(tokens, torch.tensor([2, 1]), drawn, Proposal(distribution, row))
     logits = torch.zeros(2, 3, 4)
     logits[:, 0, 1] = -20.0
     logits[1, 1] = torch.nan
-    found = Law(Sampling(1.0), logits, tree)
+    found = Distribution(Sampling(1.0), logits, tree)
     rows = torch.arange(2)
     verdict = traversal(tree, found, Rng(0, rows, torch.zeros_like(rows)))
     found.check()
@@ -377,15 +402,15 @@ def test_logits_where_a_budget_ends_may_be_anything(
 def test_a_tree_drawn_from_nan_is_refused_under_every_setting(
     free: bool, settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A truncated law of NaN holds it at a few tokens alone: what is drawn beside them has no mass,
-    and once passed for a stand-in."""
+    """A truncated distribution of NaN holds it at a few tokens alone: what is drawn beside
+    them has no mass, and once passed for a stand-in."""
     monkeypatch.setattr(waits, "free", lambda tensor: free)
     logits = -torch.arange(600.0).repeat(2, 1, 1)
     logits[1, 0, 3] = torch.nan
-    law = Sampling(1.0, **settings).draft_law(logits[:, 0])[:, None]  # type: ignore[arg-type]
+    distribution = Sampling(1.0, **settings).draft_probs(logits[:, 0])[:, None]  # type: ignore[arg-type]
     rng = Rng(0, torch.arange(2), torch.zeros(2, dtype=torch.int64))
-    _, place, fresh = siblings(law, logits, [[0, 1]], rng)
-    proposal = Proposal(law, torch.zeros(2, 2, dtype=torch.int64))
+    _, place, fresh = siblings(distribution, logits, [[0, 1]], rng)
+    proposal = Proposal(distribution, torch.zeros(2, 2, dtype=torch.int64))
     tree = DraftTree.static(TreeShape.of([(0,), (1,)]), place, None, fresh, proposal)
-    with pytest.raises(UserError, match="row 1, node 0: the law .* NaN or infinity"):
+    with pytest.raises(UserError, match="row 1, node 0: the distribution .* NaN or infinity"):
         tree.validate(600)

@@ -1,9 +1,9 @@
-"""The exact law of one verification at the edges of floating point: every branch of draft and
-verification walked.
+"""The exact distribution of one verification at the edges of floating point: every branch of
+draft and verification walked.
 
-Laws that hold zeros and denormals, are one-hot or off one by rounding; drafts that are certain
-and wrong down to depth four; T from 0.01 to 5, the target's logits up to 300 temperatures
-apart and stored in 64, 32 or 16 bits; both rules.
+Distributions that hold zeros and denormals, are one-hot or off one by rounding; drafts that
+are certain and wrong down to depth four; T from 0.01 to 5, the target's logits up to 300
+temperatures apart and stored in 64, 32 or 16 bits; both rules.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from decode.verify import RULES, verify
 from scripts.proofs.enumerator import enumerate_case
 from scripts.proofs.extremes import TEMPERATURES, Extreme
 
-# What a law may be off by, after three or four levels. float64 adds up to 1e-15. In float32
-# the target's softmax, its quotient by T and the draft law each round by 6e-8 of a
-# probability, eight tokens or levels at most: 1e-6.
+# What a distribution may be off by, after three or four levels. float64 adds up to 1e-15. In
+# float32 the target's softmax, its quotient by T and the draft distribution each round by
+# 6e-8 of a probability, eight tokens or levels at most: 1e-6.
 BARS = {torch.float64: 1e-12, torch.float32: 1e-6}
-# (logits, draft laws); logits of 16 bits become a law in float32
+# (logits, draft distributions); logits of 16 bits become a distribution in float32
 DTYPES = [
     (torch.float64, torch.float64),
     (torch.float32, torch.float32),
@@ -41,36 +41,36 @@ def check(world: Extreme, name: str) -> None:
 
 
 def check_worlds(
-    count: int, temperature: float, stored: torch.dtype, laws: torch.dtype, seed: int = 0
+    count: int, temperature: float, stored: torch.dtype, distributions: torch.dtype, seed: int = 0
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     for number in range(count):
-        world = Extreme.random(generator, temperature, stored, laws)
+        world = Extreme.random(generator, temperature, stored, distributions)
         check(world, f"world {number} of seed {seed}")
 
 
-@pytest.mark.parametrize("stored, laws", DTYPES, ids=NAMES)
-def test_exact_law_at_the_edges(stored: torch.dtype, laws: torch.dtype) -> None:
+@pytest.mark.parametrize("stored, distributions", DTYPES, ids=NAMES)
+def test_exact_distribution_at_the_edges(stored: torch.dtype, distributions: torch.dtype) -> None:
     for seed, temperature in enumerate(TEMPERATURES):
-        check_worlds(3, temperature, stored, laws, seed + 40)
+        check_worlds(3, temperature, stored, distributions, seed + 40)
 
 
-@pytest.mark.parametrize("stored, laws", DTYPES[:2], ids=NAMES[:2])
-def test_exact_law_at_the_edges_of_an_accelerator(
-    stored: torch.dtype, laws: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stored, distributions", DTYPES[:2], ids=NAMES[:2])
+def test_exact_distribution_at_the_edges_of_an_accelerator(
+    stored: torch.dtype, distributions: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waits, "free", lambda tensor: False)
     for seed, temperature in enumerate(TEMPERATURES):
-        check_worlds(2, temperature, stored, laws, seed + 80)
+        check_worlds(2, temperature, stored, distributions, seed + 80)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("stored, laws", DTYPES, ids=NAMES)
-def test_exact_law_at_the_edges_often(
-    stored: torch.dtype, laws: torch.dtype, temperature: float
+@pytest.mark.parametrize("stored, distributions", DTYPES, ids=NAMES)
+def test_exact_distribution_at_the_edges_often(
+    stored: torch.dtype, distributions: torch.dtype, temperature: float
 ) -> None:
-    check_worlds(100, temperature, stored, laws)
+    check_worlds(100, temperature, stored, distributions)
 
 
 @pytest.mark.parametrize("narrow", [True, False], ids=["draft vocabulary", "whole vocabulary"])
@@ -97,9 +97,9 @@ def test_a_draft_that_is_certain_and_wrong_twice(
 
 @pytest.mark.parametrize("known", [2, 3, 4])
 @pytest.mark.parametrize("rest", [1e-30, 1e-38, 1e-39, 1e-40, 1e-45])
-def test_a_draft_law_whose_remainder_is_denormal(rest: float, known: int) -> None:
-    """Two siblings: behind the first one only denormals are left. Once the target's law [.4 .3
-    .2 .1] came out as [.40 .45 .10 .05]."""
+def test_a_draft_distribution_whose_remainder_is_denormal(rest: float, known: int) -> None:
+    """Two siblings: behind the first one only denormals are left. Once the target's
+    distribution [.4 .3 .2 .1] came out as [.40 .45 .10 .05]."""
     shape = TreeShape.of([(0,), (1,)])
     target = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(25, 1)
     target -= target.amax()
@@ -109,11 +109,14 @@ def test_a_draft_law_whose_remainder_is_denormal(rest: float, known: int) -> Non
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_tree_of_one_hot_laws_has_stand_ins(rule: str) -> None:
-    """A one-hot law: the second sibling is deterministic, whatever its law row says."""
+def test_tree_of_one_hot_distributions_has_stand_ins(rule: str) -> None:
+    """A one-hot distribution: the second sibling is deterministic, whatever its distribution
+    row says."""
     shape = TreeShape.of([(0,), (1,), (0, 0), (0, 1)])
     target = (-torch.arange(3.0).repeat(64, 1) * torch.arange(64)[:, None] / 8).double()
     draft = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64).repeat(32, 1)
     world = Extreme(3, shape, "without", Sampling(0.3), target, draft)
-    found = enumerate_case(world, lambda tree, law, rng: verify(tree, law, rng, rule))
+    found = enumerate_case(
+        world, lambda tree, distribution, rng: verify(tree, distribution, rng, rule)
+    )
     assert found.error <= 1e-12

@@ -15,7 +15,7 @@ from decode import waits
 from decode.draft_model import DraftModel
 from decode.drafters import Drafter, NoDraft
 from decode.engine import Generation, Request, generate
-from decode.live import LiveBatch, Room
+from decode.live import LiveBatch, LiveLimits
 from decode.ngram import NGram
 from decode.sampling import Sampling
 from decode.target import Target
@@ -23,7 +23,7 @@ from decode.tree import DraftTree
 from decode.tree_rules import emptied, wild
 from decode.union import Union
 from decode.wrapped import Adaptive, Wrapped
-from heads.names import Draft
+from heads.names import DraftSpec
 from tests.contract.cases import CASES, moved
 from tests.helpers.training import tiny_target
 
@@ -77,7 +77,7 @@ def together(
     target: Target, drafter: Drafter, sampling: Sampling
 ) -> tuple[dict[int, Generation], str]:
     """What every request gets, and what is said of drafts that were left out."""
-    batch = LiveBatch(target, drafter, sampling, Room(3, 64))
+    batch = LiveBatch(target, drafter, sampling, LiveLimits(3, 64))
     batch.eos = frozenset()
     seats = {first: batch.join(ask(first), lambda fresh: None) for first in (3, ILL, 5, SUCCESSOR)}
     while batch.busy:
@@ -103,7 +103,7 @@ def made(form: tuple[str, str, str]) -> tuple[Target, Drafter]:
     """A head that learned nothing and is accepted now and then all the same."""
     case, shape, around = form
     target, head = moved(CASES[case])
-    drafter: Drafter = head.drafter(target, Draft(shape=shape))
+    drafter: Drafter = head.drafter(target, DraftSpec(shape=shape))
     if around == "ngram":
         return target, Union([drafter, NGram()])
     return target, Adaptive(drafter) if around else drafter

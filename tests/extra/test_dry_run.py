@@ -25,7 +25,7 @@ from heads.batch import Batch
 from scripts.extra.cluster import count as counting
 from scripts.extra.cluster import gpus, models, phantom
 from scripts.extra.cluster.config import DryRunConfig
-from scripts.extra.cluster.count import Asked, Shape, count
+from scripts.extra.cluster.count import PassShape, PassSpec, count
 from scripts.extra.cluster.lengths import blank, lengths_of
 from scripts.extra.cluster.plan import plan
 from scripts.extra.cluster.run import shape_of, with_keys
@@ -37,7 +37,7 @@ from tests.helpers import faults
 from tests.helpers.training import chats
 from tests.train.test_sharing import EXCHANGE, MEAN, drawn, rows_of, seconds
 from train.facts import limits_of
-from train.texts.batches import Plan
+from train.texts.batches import BatchPlan
 from train.texts.sharing import Limits
 from train.validate import head_config
 
@@ -69,8 +69,8 @@ def test_facts_of_smollm2_are_those_of_its_own_config() -> None:
     path = Path.home() / ".cache/outrider/smollm2-135m-instruct/config.json"
     if not path.is_file():
         pytest.skip("SmolLM2 was not fetched")
-    told = json.loads(path.read_text())
-    assert {k: told[k] for k in models.shipped()[models.SMOLLM2.lower()].config} == (
+    message = json.loads(path.read_text())
+    assert {k: message[k] for k in models.shipped()[models.SMOLLM2.lower()].config} == (
         models.shipped()[models.SMOLLM2.lower()].config
     )
 
@@ -83,9 +83,9 @@ def test_facts_of_smollm2_are_those_of_its_own_config() -> None:
     "name", [n if n in ON_GPUS else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES]
 )
 def test_a_recipe_fits_its_hardware(name: str) -> None:
-    told = page.stated(name)
-    assert told, f"{name} states no hardware"
-    keys, margin = told
+    message = page.stated(name)
+    assert message, f"{name} states no hardware"
+    keys, margin = message
     found = page.predicted(name, keys)
     held = found["memory"]
     assert held["fits"] and held["spare"] >= margin, (name, held)
@@ -101,11 +101,11 @@ def test_a_recipe_fits_its_hardware(name: str) -> None:
 def test_a_sharded_target_keeps_three_layers_beside_its_shards() -> None:
     """The one that computes, as it arrived and unpacked, and the next one as it arrives."""
     name = "llama31_70b_eagle3"
-    told = page.stated(name)
-    assert told and "gpus=8" in told[0]
+    message = page.stated(name)
+    assert message and "gpus=8" in message[0]
     size = models.shipped()["meta-llama/llama-3.1-70b-instruct"].size
     kept = 2 * (size.total - size.stacked + size.stacked / 8)
-    held = page.predicted(name, told[0])["memory"]["parts"]["target"] - kept
+    held = page.predicted(name, message[0])["memory"]["parts"]["target"] - kept
     assert 0 <= held - 3 * 2 * size.layer < size.layer
 
 
@@ -113,11 +113,11 @@ def test_recipes_for_gpus_size_their_passes_by_tokens() -> None:
     """16k tokens a pass for 8B with 30 % to spare, 4k for 70B with 10 %."""
     sizes = {"llama31_8b_eagle3": (16384, 0.3), "llama31_70b_eagle3": (4096, 0.1)}
     for name in ON_GPUS:
-        keys, told = (CONF / "experiment" / f"{name}.yaml").read_text(), page.stated(name)
+        keys, message = (CONF / "experiment" / f"{name}.yaml").read_text(), page.stated(name)
         assert "\nmicro_tokens: " in keys and "micro_batch" not in keys, name
         if name in sizes:
             tokens, margin = sizes[name]
-            assert f"\nmicro_tokens: {tokens}\n" in keys and told and told[1] == margin
+            assert f"\nmicro_tokens: {tokens}\n" in keys and message and message[1] == margin
 
 
 def test_short_conversations_share_a_pass() -> None:
@@ -148,15 +148,22 @@ def test_pieces_between_are_counted_as_the_second(monkeypatch: pytest.MonkeyPatc
     """Three of many pieces are run: the same memory, work and launches as all of them."""
     cfg = config(*TINY, "head=medusa", "head.chunk=32", "head.heads=2")
     gpu, model = gpus.gpu_of("h100-80gb"), models.model_of(cfg.target)
-    run = (model, head_config(cfg.head), "bfloat16", Shape(4, 61, 0.8), Shape(4, 61, 0.8), True)
-    asked = Asked(*run, phantom.NAME, gpu.seconds)
-    few = count(asked)
+    run = (
+        model,
+        head_config(cfg.head),
+        "bfloat16",
+        PassShape(4, 61, 0.8),
+        PassShape(4, 61, 0.8),
+        True,
+    )
+    requested = PassSpec(*run, phantom.NAME, gpu.seconds)
+    few = count(requested)
     monkeypatch.setattr(phantom.Phantom, "repeat", lambda *_: None)
-    less = count(asked)
+    less = count(requested)
     calls = []
     monkeypatch.setattr(counting, "RUN", 10**9)
     monkeypatch.setattr(phantom.Phantom, "repeat", lambda self, before, times: calls.append(times))
-    all_of_them = count(asked)
+    all_of_them = count(requested)
     assert not any(calls)
     for name, amount in vars(all_of_them).items():
         if isinstance(amount, dict):
@@ -167,8 +174,8 @@ def test_pieces_between_are_counted_as_the_second(monkeypatch: pytest.MonkeyPatc
 
 def test_every_recipe_states_its_hardware() -> None:
     for name in RECIPES:
-        told = page.stated(name)
-        assert told and 0 < told[1] < 1, name
+        message = page.stated(name)
+        assert message and 0 < message[1] < 1, name
 
 
 # Counts of others
@@ -180,8 +187,8 @@ def test_the_peak_of_8b_is_that_of_an_independent_count() -> None:
     cfg = config("head=eagle3", "head.draft_vocab=32000", "head.steps=7", "head.chunk=4096")
     model = models.shipped()["meta-llama/llama-3.1-8b-instruct"]
     gpu = gpus.gpu_of("h100-80gb")
-    run = (model, head_config(cfg.head), "bfloat16", Shape(2, 4096, 0.8), None, False)
-    found = count(Asked(*run, phantom.NAME, gpu.seconds))
+    run = (model, head_config(cfg.head), "bfloat16", PassShape(2, 4096, 0.8), None, False)
+    found = count(PassSpec(*run, phantom.NAME, gpu.seconds))
     held = held_by_8b(batch_of(2, 4096, 0.8), chunk=4096)
     mine = found.peak - found.head
     assert mine == pytest.approx(held.peak, rel=0.05), (mine / 1e9, held.peak / 1e9)
@@ -223,8 +230,8 @@ def test_the_peak_of_a_real_pass_is_predicted(kind: str) -> None:
     for p in head.parameters():
         p.grad = None
     real = allocated(once)
-    run = (models.model_of(cfg.target), typed, "float32", Shape(4, 256, 0.8), None, False)
-    found = count(Asked(*run, "cpu", gpus.gpu_of("cpu-16gb").seconds))
+    run = (models.model_of(cfg.target), typed, "float32", PassShape(4, 256, 0.8), None, False)
+    found = count(PassSpec(*run, "cpu", gpus.gpu_of("cpu-16gb").seconds))
     mine = found.peak - found.head - found.parts.get("batch", 0)
     assert mine == pytest.approx(real, rel=0.05), (mine, real)
 
@@ -245,7 +252,7 @@ def qwen(*keys: str) -> dict[str, Any]:
 def test_a_step_takes_what_the_plan_takes_batch_by_batch(ranks: int) -> None:
     """Charged by others' figures, over other rows of the same distribution: within 5 %."""
     rows, steps = rows_of(drawn(20_000)), 60
-    executed = Plan(rows, 64, 1, 0)
+    executed = BatchPlan(rows, 64, 1, 0)
     slowest = 0.0
     for step in range(steps):
         shares = executed.shares(step, ranks, Limits(tokens=16384))
@@ -270,7 +277,7 @@ def test_the_time_of_a_pass_follows_from_four_that_are_counted() -> None:
     others = [[600] * 9 + [650] * 11, [300, 260, 280, 240, 310], [2400, 2600, 2500]]
     passes = [*trials(cfg.micro_tokens, shape.tokens, cfg.micro_tokens), *others]
     run = (model, head_config(cfg.head), "bfloat16", shape, None, True)
-    found = counting.seconds(Asked(*run, phantom.NAME, gpu.seconds), passes, 0)
+    found = counting.seconds(PassSpec(*run, phantom.NAME, gpu.seconds), passes, 0)
     size = [sizes(lengths, 0) for lengths in passes]
     for part in (counting.FEATURES, counting.PASS):
         took = [trial[part] for trial in found]
@@ -292,10 +299,10 @@ def test_a_rank_that_is_slower_is_waited_for() -> None:
     """Rows of 8, 8 and 24 tokens on three ranks; together: in every pass."""
     rows = blank([24, 8, 8])
     cost = lambda size: (size[1], 0.0)
-    alone = step_of(Plan(rows, 3, 1, 0), 1, 3, Limits(tokens=24), cost)
+    alone = step_of(BatchPlan(rows, 3, 1, 0), 1, 3, Limits(tokens=24), cost)
     assert (alone.target, alone.seconds, alone.tokens) == pytest.approx((40 / 3, 24, 40))
     assert alone.slowest == pytest.approx(1.8) and alone.padding == 0 and alone.passes == 1
-    plan = Plan(blank([24, 8, 8, 8]), 4, 1, 0)
+    plan = BatchPlan(blank([24, 8, 8, 8]), 4, 1, 0)
     both = step_of(plan, 1, 2, Limits(rows=1, together=True), cost)
     assert both.passes == 2 and both.seconds == pytest.approx(24 + 8)
 
@@ -332,7 +339,7 @@ def test_the_whole_is_synthesis_start_and_training() -> None:
     assert qwen("gpus=8", "answers=0")["synthesis"]["hours"] == 0
 
 
-def test_few_rows_a_rank_are_told_with_the_gain_of_more() -> None:
+def test_few_rows_a_rank_are_message_with_the_gain_of_more() -> None:
     """64 rows over 64 ranks; none is recommended where there is nothing to win."""
     found = qwen("gpus=64")
     better = found["recommended"]
@@ -350,11 +357,11 @@ def test_data_that_are_there_are_read(tmp_path: Path) -> None:
     file = chats(tmp_path / "data.jsonl", 48)
     keys = ["data.max_length=96", "data.held_out=0", "data.cache=false", "batch_size=8"]
     cfg = config(*TINY, *keys, f"data.path={file}")
-    lengths, told = lengths_of(cfg, models.model_of(cfg.target))
-    assert lengths.known is not None and told.rows == 48 and told.answers == 0
+    lengths, message = lengths_of(cfg, models.model_of(cfg.target))
+    assert lengths.known is not None and message.rows == 48 and message.answers == 0
     size = lengths.known.lengths.tolist()
     assert lengths.tokens == pytest.approx(statistics.mean(size)) and max(size) <= 96
-    assert told.supervised == lengths.known.supervised / sum(size)
+    assert message.supervised == lengths.known.supervised / sum(size)
     found = plan(cfg)
     assert found["data"]["tokens"] == sum(size) and found["synthesis"]["hours"] == 0
     assert str(file) in found["data"]["lengths"]
@@ -406,13 +413,13 @@ def test_remedies_are_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
         (["head.kind=meduza"], "head.kind: unknown kind of head 'meduza'"),
     ],
 )
-def test_mistakes_are_told_in_a_line(keys: list[str], said: str) -> None:
+def test_mistakes_are_message_in_a_line(keys: list[str], said: str) -> None:
     with pytest.raises(UserError) as caught:
         plan(config(*TINY, *keys))
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_config_that_makes_no_model_is_told(tmp_path: Path) -> None:
+def test_a_config_that_makes_no_model_is_message(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit", "hidden_size": 8}')
     with pytest.raises(UserError, match="transformers makes no causal language model"):
         plan(config("target=local", f"target.path={tmp_path}", "gpus=1"))
@@ -420,10 +427,10 @@ def test_a_config_that_makes_no_model_is_told(tmp_path: Path) -> None:
 
 def test_a_pass_too_large_to_count_is_refused() -> None:
     with pytest.raises(UserError, match="^micro_batch: a pass of 1024 x 1024 tokens"):
-        Shape(1024, 1024, 0.8)
+        PassShape(1024, 1024, 0.8)
 
 
-def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_message_before_the_work(tmp_path: Path) -> None:
     from scripts.common.files import check_out
 
     (tmp_path / "file").write_text("")
@@ -450,5 +457,5 @@ def test_the_page_says_what_the_json_says() -> None:
         "# From one machine to a cluster\n\n## Qwen3-8B on eight GPUs"
     )
     for name, run in found["recipes"].items():
-        told = page.stated(name)
-        assert told and run["memory"]["spare"] >= told[1] and run["memory"]["fits"]
+        message = page.stated(name)
+        assert message and run["memory"]["spare"] >= message[1] and run["memory"]["fits"]

@@ -45,7 +45,7 @@ def test_the_plan_takes_what_pays_and_stops_where_it_does_not() -> None:
     assert settings.sglang(found, "small_lm")[1] is None
     assert settings.llamacpp(found)[0] == "--spec-draft-n-max 2"
     assert settings.llamacpp(found)[-1] == "-np 2"
-    assert any("3 to 4 at a time: no drafts" in line for line in settings.told(found, "eagle3"))
+    assert any("3 to 4 at a time: no drafts" in line for line in settings.summary(found, "eagle3"))
 
 
 def test_a_drafter_that_never_pays_is_not_served() -> None:
@@ -53,7 +53,7 @@ def test_a_drafter_that_never_pays_is_not_served() -> None:
     assert (found.draft_tokens, found.off_above) == (0, 0)
     assert settings.vllm(found) == {} and settings.llamacpp(found) == []
     assert settings.sglang(found, "eagle3") == ([], None)
-    assert "serve without a drafter" in settings.told(found, "eagle3")[-1]
+    assert "serve without a drafter" in settings.summary(found, "eagle3")[-1]
 
 
 def test_a_drafter_that_always_pays_needs_no_schedule() -> None:
@@ -116,9 +116,9 @@ def test_a_file_that_holds_no_costs(tmp_path: Path, text: str | bytes | None, sa
     path = tmp_path / "costs.json"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UserError, match=said) as told:
+    with pytest.raises(UserError, match=said) as message:
         costs.load(path)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(message.value)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_a_file_that_holds_no_costs(tmp_path: Path, text: str | bytes | None, sa
 )
 def test_a_row_that_is_no_measurement(tmp_path: Path, row: Any, said: str) -> None:
     path = file_of(tmp_path / "costs.json", ROW, row)
-    with pytest.raises(UserError, match=f"point 2.*{said}") as told:
+    with pytest.raises(UserError, match=f"point 2.*{said}") as message:
         costs.load(path)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(message.value)
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -196,10 +196,10 @@ def test_what_an_engine_loses_under_load_counts_in_the_plan() -> None:
     assert [c.draft_tokens for c in (one, two, four)] == [2, 2, 1]  # less pays where less is kept
     whole = Costs("x", tuple(Point(p.concurrent_requests, p.draft_tokens, p.seconds) for p in even))
     assert settings.plan((0.8, 0.4), whole).choices[3].speedup == one.speedup
-    lines = settings.told(settings.plan((0.8, 0.4), found), "eagle3")
+    lines = settings.summary(settings.plan((0.8, 0.4), found), "eagle3")
     (said,) = (line for line in lines if "accepts" in line)
     assert said.startswith("with 4 concurrent requests this engine accepts 25% of the draft tokens")
-    assert not any("accepts" in line for line in settings.told(settings.plan((0.8,), whole), ""))
+    assert not any("accepts" in line for line in settings.summary(settings.plan((0.8,), whole), ""))
 
 
 def test_what_is_accepted_more_under_load_is_no_gain() -> None:

@@ -21,14 +21,14 @@ from decode.engine import Request, generate
 from decode.models.load import TargetConfig
 from decode.sampling import Sampling
 from heads.checkpoint import save_head
-from heads.tuned import Settings
+from heads.tuned import DraftSettings
 from scripts.common.files import ROOT
 from scripts.common.progress import Steps
 from scripts.extra import forecast as command
 from scripts.extra.forecast import main
 from scripts.extra.forecasting import curves, run, text
 from scripts.extra.forecasting.config import ForecastConfig
-from scripts.extra.forecasting.curves import Family, Length, Pilot
+from scripts.extra.forecasting.curves import CurveFamily, Length, PilotRun
 from tests.helpers.commands import code_of
 from tests.helpers.interop import random_head
 
@@ -47,13 +47,13 @@ def test_lengths_at_the_ends(length: float) -> None:
     assert math.isfinite(y) and 1 <= curves.length_of(y, 5) <= 6
 
 
-def pilot(tokens: float = 2e5, length: float = 1.5, kind: str = "a") -> Pilot:
+def pilot(tokens: float = 2e5, length: float = 1.5, kind: str = "a") -> PilotRun:
     spread = Length(length, 1 + (length - 1) * 0.9, 1 + (length - 1) * 1.1)
-    return Pilot("p", kind, 5, tokens, 1000.0, spread)
+    return PilotRun("p", kind, 5, tokens, 1000.0, spread)
 
 
-def family(name: str = "a", slope: float = 0.15) -> Family:
-    return Family(name, 5, -0.6, slope, 0.02, 0.02, 0.1)
+def family(name: str = "a", slope: float = 0.15) -> CurveFamily:
+    return CurveFamily(name, 5, -0.6, slope, 0.02, 0.02, 0.1)
 
 
 def test_a_measured_line_is_found_again(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_an_untrained_pilot_says_nothing_of_the_learning() -> None:
 
 def test_a_pilot_of_which_nothing_was_accepted_is_no_certainty() -> None:
     """Its interval has no width, and the head may still begin to learn a little later."""
-    nothing = Pilot("p", "a", 5, 2e5, 1000.0, Length(1.0, 1.0, 1.0))
+    nothing = PilotRun("p", "a", 5, 2e5, 1000.0, Length(1.0, 1.0, 1.0))
     found = curves.forecast(nothing, family(), [family(), family("b", 0.05)], 1e6)
     assert found.high - found.low > 0.1
 
@@ -128,8 +128,8 @@ def costs_file(path: Path) -> Path:
 def test_a_length_of_one_is_not_taken_for_the_longest(low: float, tmp_path: Path) -> None:
     """Its acceptance rate is 0, which is a rate like any other."""
     engine = run.engine_costs.load(costs_file(tmp_path / "c.json"))
-    drafts = SimpleNamespace(default=lambda: Settings("chain", depth=5))
-    one = Pilot("p", "a", 5, 2e5, 1000.0, Length(1.0, 1.0, 1.0))
+    drafts = SimpleNamespace(default=lambda: DraftSettings("chain", depth=5))
+    one = PilotRun("p", "a", 5, 2e5, 1000.0, Length(1.0, 1.0, 1.0))
     speed = lambda length: run._speed(1, length, one, drafts, None, engine)
     found = speed(Length(low, low, low))
     assert found["speedup"]["mean"] < 1 and found["pays"] == "do not"
@@ -192,13 +192,13 @@ def test_lookup_is_what_the_engine_does(target: Any) -> None:
 
 def test_statistics_of_a_text(target: Any) -> None:
     prompts = [[3, 4, 5, 6, 7], [8, 9, 8, 9, 8]]
-    asked = [Request(p, 12, id=i) for i, p in enumerate(prompts)]
-    answers = generate(target, NGram(), asked, Sampling()).generations
+    requested = [Request(p, 12, id=i) for i, p in enumerate(prompts)]
+    answers = generate(target, NGram(), requested, Sampling()).generations
     found = text.statistics(target, prompts, answers)
-    law = target.model(torch.tensor([prompts[0]])).logits[0, -1].float().log_softmax(-1)
-    h, p = text._law(target, prompts[0], answers[0].token_ids)
-    assert h[0] == pytest.approx(float(-(law.exp() * law).sum()), rel=1e-4)
-    assert p[0] == pytest.approx(float(law.max().exp()), rel=1e-4)
+    distribution = target.model(torch.tensor([prompts[0]])).logits[0, -1].float().log_softmax(-1)
+    h, p = text._distribution(target, prompts[0], answers[0].token_ids)
+    assert h[0] == pytest.approx(float(-(distribution.exp() * distribution).sum()), rel=1e-4)
+    assert p[0] == pytest.approx(float(distribution.max().exp()), rel=1e-4)
     assert found["tokens"] == sum(len(a.token_ids) for a in answers)
     assert 0 < found["entropy"] <= math.log(target.vocab_size) and 0 < found["top1"] <= 1
     assert all(0 <= share <= 1 for share in found["grams"].values())
@@ -325,16 +325,18 @@ def test_a_pilot_drafts_as_the_engine_will(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Heads are not decoded with: the prompts that each would have been asked."""
-    asked: list[list[str]] = []
-    drafts = SimpleNamespace(parallel=False, deepest=5, default=lambda: Settings("chain", depth=5))
+    requested: list[list[str]] = []
+    drafts = SimpleNamespace(
+        parallel=False, deepest=5, default=lambda: DraftSettings("chain", depth=5)
+    )
 
     def decoded(self: Any, folder: str) -> Any:
-        asked.append([prompt.id for prompt in self.prompts])
+        requested.append([prompt.id for prompt in self.prompts])
         return drafts, [], Length(1.5, 1.4, 1.6)
 
     monkeypatch.setattr(run.Forecast, "decoded", decoded)
     monkeypatch.setattr(run.text, "statistics", lambda *args: {"tokens": 0})
-    return asked
+    return requested
 
 
 def frozen(target: Any, runs: Path, prompts: Path, folder: Path, **keys: Any) -> Path:
@@ -346,7 +348,7 @@ def frozen(target: Any, runs: Path, prompts: Path, folder: Path, **keys: Any) ->
     return path
 
 
-def test_the_very_prompts_are_asked_again(
+def test_the_very_prompts_are_requested_again(
     target: Any, runs: Path, prompts: Path, tmp_path: Path, quick: list[list[str]]
 ) -> None:
     """Also where one of them was too long: a spread of fewer would be of other ones."""
@@ -422,7 +424,7 @@ def test_a_pilot_is_trained_from_a_path_of_any_letters(
 
 
 @pytest.mark.parametrize(
-    ("pilots", "told"),
+    ("pilots", "message"),
     [
         (["silent"], "pilots: .*silent does not say how many tokens"),
         *(([name], f"pilots: .*{name} does not say how") for name in ("nan", "endless", "text")),
@@ -430,10 +432,10 @@ def test_a_pilot_is_trained_from_a_path_of_any_letters(
     ],
 )
 def test_pilots_that_are_none(
-    pilots: list[str], told: str, target: Any, runs: Path, prompts: Path, tmp_path: Path
+    pilots: list[str], message: str, target: Any, runs: Path, prompts: Path, tmp_path: Path
 ) -> None:
     cfg = config(tmp_path / "out", prompts, pilots=[str(runs / p) for p in pilots])
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         run.run(cfg, target, Steps(quiet=True), cfg.pilots)
 
 
@@ -447,13 +449,13 @@ def test_a_forecast_stays_as_it_was(
     tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "forecast.json").write_text("{}")
-    for keys, told in (
+    for keys, message in (
         (["pilots=[x]"], "a forecast stays as it was"),
         (["check=none.json", "truth=[x]"], "check: cannot read none.json"),
         ([f"check={tmp_path}/forecast.json", "truth=[x]"], "is no forecast"),
     ):
         assert code_of(main, f"out={tmp_path}", f"prompts={prompts}", "target=tiny", *keys) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 PUBLISHED = sorted(

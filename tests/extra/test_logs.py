@@ -18,7 +18,7 @@ from scripts.extra.logs.forms import moment
 from scripts.extra.logs.masking import Masker, iban, luhn, rules
 from scripts.synthesis.config import SynthesizeConfig
 from scripts.synthesize import synthesize
-from train.texts.rows import Row, raw_row
+from train.texts.rows import ChatRow, raw_row
 
 TINY = TargetConfig(kind="tiny")
 RULES = rules()
@@ -89,7 +89,7 @@ def request(n: int) -> dict[str, Any]:
     return {"model": "tiny", "messages": chat(n), "temperature": 0.7}
 
 
-def asked(n: int, response: Any) -> dict[str, Any]:
+def requested(n: int, response: Any) -> dict[str, Any]:
     """A line with request and response."""
     return {"request": request(n), "response": response}
 
@@ -108,7 +108,7 @@ def completion(n: int, tokenizer: Any) -> dict[str, Any]:
 
 
 FORMS = {
-    "request and response": lambda n, t: asked(n, reply()),
+    "request and response": lambda n, t: requested(n, reply()),
     "LiteLLM": lambda n, t: {
         "id": "c",
         "call_type": "acompletion",
@@ -139,9 +139,9 @@ FORMS = {
         "response": {"status_code": 200, "body": reply(), "request_id": "x"},
         "error": None,
     },
-    "chunks": lambda n, t: asked(n, streamed()),
-    "events": lambda n, t: asked(n, events(streamed())),
-    "chunks as texts": lambda n, t: asked(n, [f"data: {json.dumps(c)}" for c in streamed()]),
+    "chunks": lambda n, t: requested(n, streamed()),
+    "events": lambda n, t: requested(n, events(streamed())),
+    "chunks as texts": lambda n, t: requested(n, [f"data: {json.dumps(c)}" for c in streamed()]),
     "completion": completion,
     "completion of token ids": lambda n, t: {
         **(made := completion(n, t)),
@@ -166,18 +166,18 @@ def test_form(name: str, tmp_path: Path, tokenizer: Any) -> None:
         assert row["messages"] == [*chat(n), {"role": "assistant", "content": "It is a number."}]
         assert row["complete"] is True
     for path in (report.train, report.later):
-        assert all(isinstance(raw_row("f", i, text), Row) for i, text in read_lines(path))
+        assert all(isinstance(raw_row("f", i, text), ChatRow) for i, text in read_lines(path))
 
 
 def test_batch_of_two_files(tmp_path: Path, tokenizer: Any) -> None:
-    asked = [{"custom_id": f"r{n}", "method": "POST", "body": request(n)} for n in range(6)]
+    requested = [{"custom_id": f"r{n}", "method": "POST", "body": request(n)} for n in range(6)]
     said = [
         {"id": "b", "custom_id": f"r{n}", "response": {"status_code": 200, "body": reply()}}
         for n in (4, 3, 2, 1, 0, 9)
     ]
     failed = {"custom_id": "r5", "response": {"status_code": 500, "body": {}}, "error": {"m": "x"}}
     paths = [
-        write(tmp_path, asked, "in.jsonl"),
+        write(tmp_path, requested, "in.jsonl"),
         write(tmp_path, [*said, failed], "out.jsonl"),
     ]
     report = prepare(paths, tmp_path / "o", TINY, tokenizer)
@@ -188,9 +188,9 @@ def test_batch_of_two_files(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_a_custom_id_that_stands_twice_joins_nothing(tmp_path: Path, tokenizer: Any) -> None:
-    asked = [{"custom_id": i, "body": request(n)} for n, i in enumerate("abca")]
+    requested = [{"custom_id": i, "body": request(n)} for n, i in enumerate("abca")]
     said = [{"custom_id": i, "response": {"body": reply()}} for i in "abc"]
-    paths = [write(tmp_path, asked, "in.jsonl"), write(tmp_path, said, "out.jsonl")]
+    paths = [write(tmp_path, requested, "in.jsonl"), write(tmp_path, said, "out.jsonl")]
     report = prepare(paths, tmp_path / "o", TINY, tokenizer)
     assert report.counts == {"usable": 2, "its custom_id stands twice": 3}
 
@@ -209,7 +209,7 @@ def test_tool_calls_and_reasoning_of_a_stream(tmp_path: Path, tokenizer: Any) ->
         call(arguments='rd": "x"}'),
         {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
     ]
-    made = [asked(n, chunks) for n in range(2)]
+    made = [requested(n, chunks) for n in range(2)]
     row = rows_of(prepared(tmp_path, made, tokenizer))[0]
     answer = row["messages"][-1]
     assert answer["reasoning_content"] == "I look it up." and answer["content"] is None
@@ -265,12 +265,15 @@ BAD: dict[str, tuple[Any, str]] = {
     "NUL": ('{"a": "\\u0000", "b": "' + "\0" + '"}', "holds a NUL byte"),
     "nested deeply": ("[" * 100_000, "is nested too deeply"),
     "no answer": ({"model": "tiny", "messages": chat(90)}, MISSING),
-    "no choices": (asked(91, reply() | {"choices": []}), MISSING),
-    "choices by name": (asked(80, {"content": "x", "stop": True, "choices": {"a": 1}}), MISSING),
+    "no choices": (requested(91, reply() | {"choices": []}), MISSING),
+    "choices by name": (
+        requested(80, {"content": "x", "stop": True, "choices": {"a": 1}}),
+        MISSING,
+    ),
     "messages by name": ({"prompt": ["x"], "messages": {"a": 1}, "response": {}}, MISSING),
-    "empty answer": (asked(92, reply("  ")), "the answer is empty"),
-    "filtered": (asked(93, reply(end="content_filter")), "the answer was filtered"),
-    "failed": (asked(94, {"error": {"message": SECRET}}), "the request failed"),
+    "empty answer": (requested(92, reply("  ")), "the answer is empty"),
+    "filtered": (requested(93, reply(end="content_filter")), "the answer was filtered"),
+    "failed": (requested(94, {"error": {"message": SECRET}}), "the request failed"),
     "failed by status": (
         {"messages": chat(95), "status": "failure", "response": {}},
         "the request failed",
@@ -280,7 +283,7 @@ BAD: dict[str, tuple[Any, str]] = {
         "a chat row, no log: it has no response (train on it with data.path)",
     ),
     "Anthropic": (
-        asked(97, {"type": "message", "content": [{"type": "text", "text": "x"}]}),
+        requested(97, {"type": "message", "content": [{"type": "text", "text": "x"}]}),
         f"{OTHER} (Anthropic's Messages)",
     ),
     "Responses": (
@@ -288,7 +291,7 @@ BAD: dict[str, tuple[Any, str]] = {
         f"{OTHER} (OpenAI's Responses)",
     ),
     "Gemini": ({"request": {"contents": []}, "response": {"candidates": []}}, f"{OTHER} (Gemini)"),
-    "Ollama": (asked(98, {"message": {"content": "x"}, "done": True}), f"{OTHER} (Ollama)"),
+    "Ollama": (requested(98, {"message": {"content": "x"}, "done": True}), f"{OTHER} (Ollama)"),
     "embeddings": (
         {"request": {"input": "x"}, "response": {"data": [], "embeddings": []}},
         "no text was asked for (embeddings)",
@@ -313,14 +316,14 @@ BAD: dict[str, tuple[Any, str]] = {
         turns({"role": "user", "content": "redacted-by-litellm"}),
         "the log keeps no text (redacted)",
     ),
-    "a broken stream": (asked(85, "data: {broken\n\n"), "a chunk of its stream is not JSON"),
-    "a stream of bare texts": (asked(83, [{"choices": [{"delta": "Hello"}]}]), CHUNK),
+    "a broken stream": (requested(85, "data: {broken\n\n"), "a chunk of its stream is not JSON"),
+    "a stream of bare texts": (requested(83, [{"choices": [{"delta": "Hello"}]}]), CHUNK),
     "a stream whose calls are no list": (
-        asked(82, [{"choices": [{"delta": {"tool_calls": 5}}]}]),
+        requested(82, [{"choices": [{"delta": {"tool_calls": 5}}]}]),
         CHUNK,
     ),
     "a stream without choices": (
-        asked(81, [{"choices": [{"delta": {}}]}, {"choices": True}]),
+        requested(81, [{"choices": [{"delta": {}}]}, {"choices": True}]),
         "the answer is empty",
     ),
     "several prompts": (
@@ -380,7 +383,7 @@ def test_all_of_them_at_once(tmp_path: Path, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "message"),
     [
         ([], "logs: .* holds nothing usable: it is empty; give"),
         ([{"a": 1}], "logs: .* holds nothing usable: 1 another API's form .*first log.jsonl:1"),
@@ -394,9 +397,9 @@ def test_all_of_them_at_once(tmp_path: Path, tokenizer: Any) -> None:
     ],
 )
 def test_a_log_with_nothing_usable(
-    rows: list[Any], told: str, tmp_path: Path, tokenizer: Any
+    rows: list[Any], message: str, tmp_path: Path, tokenizer: Any
 ) -> None:
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         prepared(tmp_path, rows, tokenizer)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
@@ -453,8 +456,8 @@ def test_split_by_time_not_by_place(tmp_path: Path, tokenizer: Any) -> None:
     order = list(range(20))
     random.Random(0).shuffle(order)
     report = prepared(tmp_path, [line(n) for n in order], tokenizer, later=0.25)
-    asked = [r["messages"][0]["content"] for r in rows_of(report)]
-    assert asked == [f"What is number {n}?" for n in range(20)]
+    requested = [r["messages"][0]["content"] for r in rows_of(report)]
+    assert requested == [f"What is number {n}?" for n in range(20)]
     assert report.rows == {"train": 15, "later": 5}
     assert report.split_by == "time"
     assert report.split_at == "2001-09-09T01:46:55+00:00" == (rows_of(report)[15]["time"])
@@ -481,8 +484,8 @@ def test_rows_without_a_time_follow_the_one_before(tmp_path: Path, tokenizer: An
     made = [line(n) for n in (3, 4, 1, 2)]
     del made[1]["time"]
     report = prepared(tmp_path, made, tokenizer)
-    asked = [r["messages"][0]["content"][-2] for r in rows_of(report)]
-    assert asked == ["1", "2", "3", "4"] and "1 rows without a time" in report.notes[0]
+    requested = [r["messages"][0]["content"][-2] for r in rows_of(report)]
+    assert requested == ["1", "2", "3", "4"] and "1 rows without a time" in report.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -541,8 +544,8 @@ def test_found_once_masked_everywhere(tmp_path: Path, tokenizer: Any) -> None:
     """A password that only one line names as such does not stay in the others."""
     made = [line(0, "password: hunter2Xyz"), line(1, "Why hunter2Xyz?"), line(2, "hunter2Xyzzy")]
     report = prepared(tmp_path, made, tokenizer)
-    asked = [r["messages"][0]["content"] for r in rows_of(report)]
-    assert asked == ["password: [SECRET_1]", "Why [SECRET_1]?", "hunter2Xyzzy"]
+    requested = [r["messages"][0]["content"] for r in rows_of(report)]
+    assert requested == ["password: [SECRET_1]", "Why [SECRET_1]?", "hunter2Xyzzy"]
     assert (
         report.masked["letters with digits assigned to a name such as password, token or api_key"]
         == 1
@@ -697,8 +700,8 @@ def test_a_function_of_the_users_masks_as_well(tmp_path: Path, tokenizer: Any) -
     made = [line(0, "I am Ada Lovelace, bob@x.org"), line(1, "Who was Ada Lovelace?")]
     own = f"{__name__}:hooked"
     report = prepared(tmp_path, made, tokenizer, mask=own)
-    asked = [r["messages"][0]["content"] for r in rows_of(report)]
-    assert asked == ["I am [MASKED_1], [EMAIL_1]", "Who was [MASKED_1]?"]
+    requested = [r["messages"][0]["content"] for r in rows_of(report)]
+    assert requested == ["I am [MASKED_1], [EMAIL_1]", "Who was [MASKED_1]?"]
     assert report.masked[own] == 2
     record = json.loads((tmp_path / "out" / "logs.json").read_text())
     assert (
@@ -708,15 +711,15 @@ def test_a_function_of_the_users_masks_as_well(tmp_path: Path, tokenizer: Any) -
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("no_such_module:f", "^mask: no_such_module:f: No module named .* PYTHONPATH"),
         (f"{__name__}:absent", "is no function"),
         (f"{__name__}:wrong", r"gave \(0, .*\) for a text of .* is \(start, end\) within"),
     ],
 )
-def test_a_hook_that_is_none(name: str, told: str, tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(UserError, match=told):
+def test_a_hook_that_is_none(name: str, message: str, tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=message):
         prepared(tmp_path, [line(0), line(1)], tokenizer, mask=name)
     assert not (tmp_path / "out" / "logs.json").exists()
 
@@ -780,7 +783,7 @@ def mixed(count: int = 7) -> list[dict[str, Any]]:
     return made
 
 
-def test_other_answers_are_asked_again_and_resumed(
+def test_other_answers_are_requested_again_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, mixed())
@@ -815,7 +818,7 @@ def test_other_answers_are_asked_again_and_resumed(
         assert (other / "out" / name).read_bytes() == whole[name]
 
 
-def test_what_cannot_be_asked_again_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_requested_again_is_named(tmp_path: Path) -> None:
     made = [line(n) for n in range(3)]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     made[2] = line(2, model="gpt-4", response=reply("No.", model="gpt-4")) | {

@@ -23,12 +23,12 @@ from decode.drafters import NGram
 from decode.engine import Engine, Request, generate
 from decode.models.load import tiny_from
 from decode.price import FREE, Price
-from decode.probed import Head
+from decode.probed import LMHead
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
 from heads import HEADS, parity
-from heads.names import Draft
+from heads.names import DraftSpec
 from scripts.extra.cluster import count
 from scripts.extra.cluster.config import DryRunConfig
 from scripts.extra.cluster.models import model_of
@@ -188,7 +188,7 @@ def test_a_step_of_training(kind: str) -> None:
         target, head = made(ghost, kind)
         groups = [{"params": group["params"], "lr": 1e-3} for group in head.parameter_groups()]
         optimizer = torch.optim.AdamW(groups, fused=True)
-        batch = count.full_batch(ghost, count.Shape(2, 24, 0.5), head)
+        batch = count.full_batch(ghost, count.PassShape(2, 24, 0.5), head)
         head.train()
         head.begin_step(0, 2)
         target.features(batch.ids, batch.mask, head.taps or (4,))  # what it asks of itself once
@@ -218,7 +218,7 @@ def test_calibration_and_gate_run_to_their_end(kind: str, probe: Any, imagined: 
     with phantom() as ghost:
         target, head = made(ghost, kind, probe)
         head.eval()
-        batch = count.full_batch(ghost, count.Shape(2, 24, 0.5))
+        batch = count.full_batch(ghost, count.PassShape(2, 24, 0.5))
         head.calibrate([batch], target)
         found = parity.check(head, target, [[5, 6, 7], [5, 6, 7, 8]], 10, batch_size=2)
         assert found.prompts == 2
@@ -247,7 +247,7 @@ def test_decoding_cycles(
 def test_decoding_cycles_at_a_price(
     kind: str, shape: str, temperature: float, probe: Any, imagined: None
 ) -> None:
-    """A draft that leaves out what does not pay asks no more of the host. Launches are listed
+    """A draft that leaves out what is not faster asks no more of the host. Launches are listed
     (pytest -s), without a bar."""
     decode(kind, shape, temperature, probe, Price(0.05, 0.1))
 
@@ -266,7 +266,7 @@ def imagined(probe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return small
 
     monkeypatch.setattr("decode.target.probe_target", probe_draft)
-    monkeypatch.setattr("decode.target.probe_head", lambda target: Head(exact=True))
+    monkeypatch.setattr("decode.target.probe_head", lambda target: LMHead(exact=True))
 
 
 @pytest.mark.slow
@@ -282,11 +282,11 @@ def decode(kind: str, shape: str, temperature: float, probe: Any, price: Price =
         head.eval()
         drafter = NGram(nodes=4 * (shape == "tree"))
         if kind != "ngram":
-            drafter = head.drafter(target, Draft(shape=shape, price=price))
-        asked = [Request([5, 6, 7], TOKENS, id=0), Request([5, 6, 8, 9], TOKENS, id=1)]
+            drafter = head.drafter(target, DraftSpec(shape=shape, price=price))
+        requested = [Request([5, 6, 7], TOKENS, id=0), Request([5, 6, 8, 9], TOKENS, id=1)]
         ghost.restart()
         sampling = Sampling(temperature)
-        run = generate(target, drafter, asked, sampling, batch_size=2, eos_ids=())
+        run = generate(target, drafter, requested, sampling, batch_size=2, eos_ids=())
         cycles = max(len(g.cycles) for g in run.generations)
         assert [len(g.token_ids) for g in run.generations] == [TOKENS] * 2 and cycles
         launches = statistics.median_high(launched)
@@ -322,7 +322,7 @@ def counted(ghost: Phantom) -> Iterator[list[int]]:
 def test_bars_are_those_of_the_count() -> None:
     """The dry run tells the same reads."""
     cfg, typed = parts("eagle3")
-    run = (model_of(cfg.target), typed, "float32", count.Shape(2, 24, 0.5), None, False)
-    found = count.count(count.Asked(*run, NAME, lambda flops, traffic: 0.0))
+    run = (model_of(cfg.target), typed, "float32", count.PassShape(2, 24, 0.5), None, False)
+    found = count.count(count.PassSpec(*run, NAME, lambda flops, traffic: 0.0))
     assert sum(int(line.split()[0]) for line in found.reads) <= READS["eagle3"]
     assert dataclasses.replace(found).peak == found.peak

@@ -90,8 +90,8 @@ def config(kind: str, out: Path, *more: str) -> Any:
 
 
 def make_target() -> None:
-    """A tiny model that has read the data for a while: its law has preferences that heads can
-    learn.
+    """A tiny model that has read the data for a while: its distribution has preferences that
+    heads can learn.
     """
     chats(cases.DATA, 24)
     model = tiny_model(

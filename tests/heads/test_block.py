@@ -32,11 +32,11 @@ from heads.block.confidence import temperatures
 from heads.block.config import BlockConfig
 from heads.block.drafter import BlockDrafter
 from heads.block.head import DFlashHead
-from heads.block.loss import SMOOTH, Slots, Weights
+from heads.block.loss import SMOOTH, Slots, SlotWeights
 from heads.losses import LossWeights, Taught, chunked_loss
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.teacher import Teacher
-from scripts.proofs.engine_law import engine_law, toy_model
+from scripts.proofs.engine_distribution import engine_distribution, toy_model
 from tests.helpers.decoding import texts
 from tests.helpers.training import tiny_target
 
@@ -259,7 +259,7 @@ class Watched:
 @each
 def test_every_round_of_a_decode_drafts_what_the_training_pass_has(target, kind: str) -> None:
     head = made(target, kind)
-    drafter = Watched(head.drafter(target, Draft(shape="chain")))
+    drafter = Watched(head.drafter(target, DraftSpec(shape="chain")))
     run = generate(target, drafter, [Request([5, 6, 7], 40)], Sampling(1.5), eos_ids=())
     answer = run.generations[0]
     accepted = {cycle.accepted for cycle in answer.cycles if not cycle.cut}
@@ -285,7 +285,7 @@ def test_slots_of_a_causal_block_do_not_depend_on_how_many_follow(target) -> Non
         head = made(target, kind, depth=0)
         found = []
         for depth in (2, 3, 9) if same else (2, 3):
-            drafter = head.drafter(target, Draft(shape="chain", depth=depth))
+            drafter = head.drafter(target, DraftSpec(shape="chain", depth=depth))
             ids = torch.tensor([[5, 6, 7, 8, 9]])
             feats = target.features(ids, torch.ones_like(ids, dtype=torch.bool), head.taps)
             drafter.reset(1, 32)
@@ -298,7 +298,7 @@ def test_slots_of_a_causal_block_do_not_depend_on_how_many_follow(target) -> Non
         if not same:  # fewer rows would be other logits: they are never run
             short = dataclasses.replace(head.cfg, block=3)
             head.cfg = short
-            drafter = head.drafter(target, Draft(shape="chain", depth=2))
+            drafter = head.drafter(target, DraftSpec(shape="chain", depth=2))
             drafter.reset(1, 32)
             drafter.begin([ids[0, :1]], Sampling())
             drafter.observe(ids[:, 1:], feats[:, :-1], torch.tensor([4]), slice(0, 1))
@@ -309,7 +309,7 @@ def test_slots_of_a_causal_block_do_not_depend_on_how_many_follow(target) -> Non
 def test_the_cache_holds_the_committed_positions_but_the_anchor(target) -> None:
     """And nothing is computed twice: the features that are fused are as many."""
     head = made(target, "dflash")
-    drafter, fused = head.drafter(target, Draft(shape="chain")), []
+    drafter, fused = head.drafter(target, DraftSpec(shape="chain")), []
     fuse = drafter.net.fuse
     drafter.net.fuse = lambda feats: (fused.append(feats.shape[1]), fuse(feats))[1]
     run = generate(target, drafter, [Request([5, 6, 7], 24)], Sampling(1.5), eos_ids=())
@@ -319,7 +319,7 @@ def test_the_cache_holds_the_committed_positions_but_the_anchor(target) -> None:
     assert sum(fused) == 3 + last.start - 1 or sum(fused) == 3 + last.start + last.accepted
 
 
-# --- laws
+# --- distributions
 
 
 SMALL = TreeShape.of([(0,), (1,), (0, 0)])
@@ -330,20 +330,22 @@ def toy(kind: str, shape: str, **keys: Any):
     target = toy_model(vocab=4 if shape == "tree" else 3)
     head = made(target, kind, **{"block": 3, "layers": 1, **keys})
     head.calibration = {"paths": [list(p) for p in SMALL.paths]}
-    asked = Draft(shape=shape, depth=2, nodes=3 if shape == "tree" else None)
-    return target, head.drafter(target, asked)
+    requested = DraftSpec(shape=shape, depth=2, nodes=3 if shape == "tree" else None)
+    return target, head.drafter(target, requested)
 
 
 @each
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_exact_law_of_the_decode_loop(kind: str, shape: str) -> None:
+def test_exact_distribution_of_the_decode_loop(kind: str, shape: str) -> None:
     target, drafter = toy(kind, shape)
     static = SMALL if shape == "tree" else None
     length = 3 if static else 4
-    found = engine_law(target, drafter, [1, 2], length, Sampling(1.2), shape=static)
+    found = engine_distribution(target, drafter, [1, 2], length, Sampling(1.2), shape=static)
     assert found.error < 1e-12 and found.branches > 100
     top = Sampling(0.7, top_k=2)
-    assert engine_law(target, drafter, [1, 2], length, top, "rejection", static).error < 1e-12
+    assert (
+        engine_distribution(target, drafter, [1, 2], length, top, "rejection", static).error < 1e-12
+    )
 
 
 class Foreseeing(BlockDrafter):
@@ -358,7 +360,7 @@ class Foreseeing(BlockDrafter):
         return dataclasses.replace(tree, size=tree.size.minimum(likely.long().cumprod(1).sum(1)))
 
 
-def test_a_cut_by_confidence_keeps_the_law_unless_it_looks_ahead() -> None:
+def test_a_cut_by_confidence_keeps_the_distribution_unless_it_looks_ahead() -> None:
     target, drafter = toy("dspark", "chain")
     generator = torch.Generator().manual_seed(0)
     weight = drafter.net.confidence.weight
@@ -374,21 +376,21 @@ def test_a_cut_by_confidence_keeps_the_law_unless_it_looks_ahead() -> None:
         return tree
 
     drafter.propose = seen
-    found = engine_law(target, drafter, [1, 2], 4, Sampling(1.0))
+    found = engine_distribution(target, drafter, [1, 2], 4, Sampling(1.0))
     assert found.error < 1e-12 and sizes == {0, 1, 2}
     del drafter.propose
     drafter.form = dataclasses.replace(drafter.form, price=Price())
     drafter.__class__, drafter.limit = Foreseeing, 0.5
-    assert engine_law(target, drafter, [1, 2], 4, Sampling(1.0)).error > 1e-3
+    assert engine_distribution(target, drafter, [1, 2], 4, Sampling(1.0)).error > 1e-3
 
 
 @each
 def test_the_tree_at_temperature_0_is_best_first(target, kind: str) -> None:
-    """The nodes with the largest summed log law within the width; with the Markov term each
-    under the law of its own parent."""
+    """The nodes with the largest summed log distribution within the width; with the Markov
+    term each under the distribution of its own parent."""
     head = made(target, kind, draft_vocab=20)
-    asked = Draft(shape="tree", depth=3, nodes=9, width=4)
-    drafter = head.drafter(target, asked)
+    requested = DraftSpec(shape="tree", depth=3, nodes=9, width=4)
+    drafter = head.drafter(target, requested)
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     feats = target.features(ids, torch.ones_like(ids, dtype=torch.bool), head.taps)
     drafter.reset(1, 32)
@@ -463,7 +465,11 @@ def test_a_fresh_head_looks_back() -> None:
 
         rows = head.net.rows(wide.embed(ids[:, -1]), 2)
         head.net.run(rows, rope(head, 59, 61), attend)
-        near.append(float(torch.stack([law[0, :, 0, -6:-1].sum(-1) for law in seen]).mean()))
+        near.append(
+            float(
+                torch.stack([distribution[0, :, 0, -6:-1].sum(-1) for distribution in seen]).mean()
+            )
+        )
     assert near[1] > 2 * near[0] and near[1] > 0.2
 
 
@@ -527,7 +533,8 @@ def test_rows_without_an_anchor_give_no_loss_but_a_gradient(target) -> None:
 
 
 def test_loss_and_gradient_with_weights_by_the_block() -> None:
-    """D-PACE and decay against autograd on whole logits, with a low-rank term and a law."""
+    """D-PACE and decay against autograd on whole logits, with a low-rank term and a
+    distribution."""
     g = torch.Generator().manual_seed(0)
     on = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0], [1, 1, 1]]).bool()
     n, vocab = int(on.sum()), 7
@@ -548,7 +555,7 @@ def test_loss_and_gradient_with_weights_by_the_block() -> None:
                 torch.ones(1, dtype=torch.float64),
                 lambda part: Teacher(p[part], p[part], usable[part]),
                 parts=slots.parts(chunk),
-                weigh=Weights(slots, decay),
+                weigh=SlotWeights(slots, decay),
                 rated=True,
             )
             pair = (given[2], given[3])
@@ -581,7 +588,7 @@ def test_loss_and_gradient_with_weights_by_the_block() -> None:
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-def test_confidence_learns_the_overlap_of_the_laws(target) -> None:
+def test_confidence_learns_the_overlap_of_the_distributions(target) -> None:
     head = made(target, "dspark", loss=LossWeights(0.1, 0, 1.8))
     torch.manual_seed(2)
     ids = torch.randint(3, 260, (4, 24))
@@ -620,7 +627,7 @@ def test_temperatures_make_the_chances_honest_from_left_to_right(target) -> None
 
 
 class Stored:
-    """A target whose whole law comes from a store in place of its last feature."""
+    """A target whose whole distribution comes from a store in place of its last feature."""
 
     def __init__(self, target: Any, batch: Batch) -> None:
         self.target, self.batch = target, batch
@@ -632,14 +639,14 @@ class Stored:
         assert self.target.num_layers not in taps, "there is no such feature"
         return self.target.features(ids, mask, taps, **keys)
 
-    def stored_law(self) -> tuple[Tensor, Tensor]:
+    def stored_distribution(self) -> tuple[Tensor, Tensor]:
         batch, deep = self.batch, self.target.num_layers
         last = self.target.features(batch.ids, batch.mask, (deep,), position=batch.position)
         found = self.target.unembed(last[:, :, 0]).softmax(-1).flatten(0, 1).sort(-1, True)
         return found.indices, found.values
 
 
-def test_a_stored_law_teaches_as_the_target_does(target) -> None:
+def test_a_stored_distribution_teaches_as_the_target_does(target) -> None:
     head, batch = made(target, "dspark", loss=LossWeights(0.1, 0, 1.8)), packed()
     with torch.no_grad():
         outs = [head(batch, source) for source in (target, Stored(target, batch))]
@@ -670,7 +677,7 @@ def test_extremes_of_the_configuration_train_and_draft(target, keys: dict[str, A
     assert bool(head(batch, target).sum.isfinite())
     head.calibrate([batch], target)
     for shape in ("chain", "tree"):
-        drafter = head.drafter(target, Draft(shape=shape))
+        drafter = head.drafter(target, DraftSpec(shape=shape))
         run = generate(target, drafter, [Request([5], 6)], Sampling(1e-4), eos_ids=())
         assert len(run.generations[0].token_ids) == 6
 
@@ -722,8 +729,8 @@ def test_more_slots_than_a_bidirectional_head_was_trained_with(target) -> None:
     with pytest.raises(
         UserError, match=r"decode settings: 4 levels, .* guesses 3, whose rows see each other"
     ):
-        made(target, "dflash").drafter(target, Draft(shape="chain", depth=4))
-    made(target, "causal").drafter(target, Draft(shape="chain", depth=12))
+        made(target, "dflash").drafter(target, DraftSpec(shape="chain", depth=4))
+    made(target, "causal").drafter(target, DraftSpec(shape="chain", depth=12))
 
 
 @pytest.mark.parametrize("layers, taps", [(30, (2, 15, 28)), (4, (2,)), (2, (1,)), (1, (0,))])
@@ -736,10 +743,10 @@ def test_usual_taps_lie_below_the_last_layer(layers: int, taps: tuple[int, ...])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_greedy_tokens_are_the_targets(target, kind: str, shape: str) -> None:
     head = made(target, kind)
-    asked = [Request([5, 6, 7, 8 + i], 12, id=i) for i in range(2)]
-    drafter = head.drafter(target, Draft(shape=shape))
-    got = texts(target, drafter, asked, batch_size=2, eos_ids=())
-    assert got == texts(target, NoDraft(), asked, eos_ids=())
+    requested = [Request([5, 6, 7, 8 + i], 12, id=i) for i in range(2)]
+    drafter = head.drafter(target, DraftSpec(shape=shape))
+    got = texts(target, drafter, requested, batch_size=2, eos_ids=())
+    assert got == texts(target, NoDraft(), requested, eos_ids=())
 
 
 def test_two_ranks_make_the_same_step_as_one(target) -> None:

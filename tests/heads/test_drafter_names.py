@@ -9,48 +9,48 @@ from pathlib import Path
 import pytest
 
 from conf.errors import UserError
-from heads.names import Draft, members, parse, split
+from heads.names import DraftSpec, members, parse, split
 
 LEGAL = {
-    "none": Draft("none"),
-    "ngram": Draft("ngram"),
-    "ngram@4": Draft("ngram", depth=4),
-    "ngram@adaptive": Draft("ngram", adaptive=True),
-    "ngram@4@adaptive": Draft("ngram", depth=4, adaptive=True),
-    "ngram@monitor": Draft("ngram", watch="monitor"),
-    "ngram@tree": Draft("ngram", "tree"),
-    "ngram@tree:16@adaptive": Draft("ngram", "tree", nodes=16, adaptive=True),
-    "runs/m+ngram": Draft("runs/m+ngram", parts=(Draft("runs/m"), Draft("ngram"))),
-    "runs/m@tree:16@fixed+ngram@tree@adaptive@monitor": Draft(
+    "none": DraftSpec("none"),
+    "ngram": DraftSpec("ngram"),
+    "ngram@4": DraftSpec("ngram", depth=4),
+    "ngram@adaptive": DraftSpec("ngram", adaptive=True),
+    "ngram@4@adaptive": DraftSpec("ngram", depth=4, adaptive=True),
+    "ngram@monitor": DraftSpec("ngram", watch="monitor"),
+    "ngram@tree": DraftSpec("ngram", "tree"),
+    "ngram@tree:16@adaptive": DraftSpec("ngram", "tree", nodes=16, adaptive=True),
+    "runs/m+ngram": DraftSpec("runs/m+ngram", parts=(DraftSpec("runs/m"), DraftSpec("ngram"))),
+    "runs/m@tree:16@fixed+ngram@tree@adaptive@monitor": DraftSpec(
         "runs/m@tree:16@fixed+ngram@tree",
         adaptive=True,
         watch="monitor",
-        parts=(Draft("runs/m", "tree", nodes=16, draw="fixed"), Draft("ngram", "tree")),
+        parts=(DraftSpec("runs/m", "tree", nodes=16, draw="fixed"), DraftSpec("ngram", "tree")),
     ),
-    "ngram@4+runs/m+Qwen/Qwen3-0.6B@chain:2": Draft(
+    "ngram@4+runs/m+Qwen/Qwen3-0.6B@chain:2": DraftSpec(
         "ngram@4+runs/m+Qwen/Qwen3-0.6B@chain:2",
         parts=(
-            Draft("ngram", depth=4),
-            Draft("runs/m"),
-            Draft("Qwen/Qwen3-0.6B", "chain", depth=2),
+            DraftSpec("ngram", depth=4),
+            DraftSpec("runs/m"),
+            DraftSpec("Qwen/Qwen3-0.6B", "chain", depth=2),
         ),
     ),
-    "runs/m": Draft("runs/m"),
-    "runs/m/": Draft("runs/m/"),
-    "Qwen/Qwen3-0.6B@chain": Draft("Qwen/Qwen3-0.6B", "chain"),
-    "runs/m@chain": Draft("runs/m", "chain"),
-    "runs/m@tree": Draft("runs/m", "tree"),
-    "runs/m@chain:4": Draft("runs/m", "chain", depth=4),
-    "runs/m@tree:16": Draft("runs/m", "tree", nodes=16),
-    "runs/m@tree@fixed": Draft("runs/m", "tree", draw="fixed"),
-    "runs/m@tree@sampled": Draft("runs/m", "tree", draw="sampled"),
-    "runs/m@tree:16@fixed": Draft("runs/m", "tree", nodes=16, draw="fixed"),
-    "runs/m@adaptive": Draft("runs/m", adaptive=True),
-    "runs/m@tree@adaptive": Draft("runs/m", "tree", adaptive=True),
-    "runs/m@tree:16@adaptive": Draft("runs/m", "tree", nodes=16, adaptive=True),
-    "runs/m@monitor": Draft("runs/m", watch="monitor"),
-    "runs/m@tree@fallback": Draft("runs/m", "tree", watch="fallback"),
-    "runs/m@tree:16@fixed@adaptive@monitor": Draft(
+    "runs/m": DraftSpec("runs/m"),
+    "runs/m/": DraftSpec("runs/m/"),
+    "Qwen/Qwen3-0.6B@chain": DraftSpec("Qwen/Qwen3-0.6B", "chain"),
+    "runs/m@chain": DraftSpec("runs/m", "chain"),
+    "runs/m@tree": DraftSpec("runs/m", "tree"),
+    "runs/m@chain:4": DraftSpec("runs/m", "chain", depth=4),
+    "runs/m@tree:16": DraftSpec("runs/m", "tree", nodes=16),
+    "runs/m@tree@fixed": DraftSpec("runs/m", "tree", draw="fixed"),
+    "runs/m@tree@sampled": DraftSpec("runs/m", "tree", draw="sampled"),
+    "runs/m@tree:16@fixed": DraftSpec("runs/m", "tree", nodes=16, draw="fixed"),
+    "runs/m@adaptive": DraftSpec("runs/m", adaptive=True),
+    "runs/m@tree@adaptive": DraftSpec("runs/m", "tree", adaptive=True),
+    "runs/m@tree:16@adaptive": DraftSpec("runs/m", "tree", nodes=16, adaptive=True),
+    "runs/m@monitor": DraftSpec("runs/m", watch="monitor"),
+    "runs/m@tree@fallback": DraftSpec("runs/m", "tree", watch="fallback"),
+    "runs/m@tree:16@fixed@adaptive@monitor": DraftSpec(
         "runs/m", "tree", nodes=16, draw="fixed", adaptive=True, watch="monitor"
     ),
 }
@@ -61,12 +61,12 @@ ILLEGAL = {
     "none@tree": "none has no shape to choose; write none",
     "none@adaptive": "there is no draft length to adapt; write none",
     "none@monitor": "there is no draft to watch; write none",
-    "none@fixed": "none has no law to draw from; write none",
+    "none@fixed": "none has no distribution to draw from; write none",
     "ngram@chain": "ngram is a chain where no tree is asked for; write ngram, or ngram@K",
     "ngram@chain:4": "ngram is a chain where no tree is asked for; write ngram, or ngram@K",
     "ngram@0": "ngram has no shape '0'; write ngram, ngram@tree, or ngram@K with K from 1 to 99",
-    "ngram@fixed": "ngram has no law to draw from; write ngram",
-    "ngram@tree@fixed": "ngram has no law to draw from; write ngram@tree",
+    "ngram@fixed": "ngram has no distribution to draw from; write ngram",
+    "ngram@tree@fixed": "ngram has no distribution to draw from; write ngram@tree",
     "ngram@tree@4": "@tree and @4 exclude each other",
     "ngram@4@tree:8": "@4 and @tree:8 exclude each other",
     "ngram@tree@tree": "@tree stands there twice; write ngram@tree",
@@ -115,17 +115,17 @@ def test_a_legal_name(spec: str) -> None:
 
 
 def test_a_draw_alone_asks_for_a_tree() -> None:
-    assert parse("runs/m@fixed") == Draft("runs/m", "tree", draw="fixed")
-    assert parse("runs/m@sampled@adaptive") == Draft(
+    assert parse("runs/m@fixed") == DraftSpec("runs/m", "tree", draw="fixed")
+    assert parse("runs/m@sampled@adaptive") == DraftSpec(
         "runs/m", "tree", draw="sampled", adaptive=True
     )
 
 
 @pytest.mark.parametrize("spec", ILLEGAL)
 def test_an_illegal_name_costs_one_line(spec: str) -> None:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as message:
         parse(spec)
-    line = str(told.value)
+    line = str(message.value)
     assert (
         ILLEGAL[spec] in line
         and "\n" not in line
@@ -139,9 +139,11 @@ def test_the_longest_path_that_exists_is_the_source(tmp_path: Path) -> None:
     (home / "runs/m@tree").mkdir(parents=True)
     (home / "runs/chain").mkdir()
     (home / "runs/m").mkdir()
-    assert parse(f"{home}/runs/m@tree") == Draft(f"{home}/runs/m@tree")
-    assert parse(f"{home}/runs/m@tree@chain:2") == Draft(f"{home}/runs/m@tree", "chain", depth=2)
-    assert parse(f"{home}/runs/chain@tree@fixed") == Draft(
+    assert parse(f"{home}/runs/m@tree") == DraftSpec(f"{home}/runs/m@tree")
+    assert parse(f"{home}/runs/m@tree@chain:2") == DraftSpec(
+        f"{home}/runs/m@tree", "chain", depth=2
+    )
+    assert parse(f"{home}/runs/chain@tree@fixed") == DraftSpec(
         f"{home}/runs/chain", "tree", draw="fixed"
     )
     with pytest.raises(UserError, match="unknown shape 'star'"):
@@ -152,8 +154,8 @@ def test_the_longest_path_that_exists_is_the_source(tmp_path: Path) -> None:
 
 def test_a_path_that_does_not_exist_keeps_its_at_sign() -> None:
     gone = "/home/me@work/runs/gone"
-    assert parse(gone, lambda path: False) == Draft(gone)
-    assert parse(f"{gone}@tree:16@adaptive", lambda path: False) == Draft(
+    assert parse(gone, lambda path: False) == DraftSpec(gone)
+    assert parse(f"{gone}@tree:16@adaptive", lambda path: False) == DraftSpec(
         gone, "tree", nodes=16, adaptive=True
     )
 
@@ -165,8 +167,10 @@ def test_a_plus_in_a_path_that_exists_belongs_to_the_path(tmp_path: Path) -> Non
     assert members(f"{one}@tree+ngram") == [f"{one}@tree", "ngram"]
     assert members(f"{one}+{other}@chain+ngram") == [str(one), f"{other}@chain", "ngram"]
     assert members(f"{one}") == [str(one)] and members(f"{other}@tree") == [f"{other}@tree"]
-    assert parse(f"ngram+{other}").parts == (Draft("ngram"), Draft(str(other)))
-    assert parse(f"ngram+{other}@chain:2@adaptive").parts[1] == Draft(str(other), "chain", depth=2)
+    assert parse(f"ngram+{other}").parts == (DraftSpec("ngram"), DraftSpec(str(other)))
+    assert parse(f"ngram+{other}@chain:2@adaptive").parts[1] == DraftSpec(
+        str(other), "chain", depth=2
+    )
 
 
 def test_split_never_raises() -> None:

@@ -25,7 +25,7 @@ from heads.eagle.config import EagleConfig
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.head import EagleHead
 from heads.losses import LossWeights
-from heads.names import Draft
+from heads.names import DraftSpec
 from tests.helpers.archs import VOCAB, build
 
 GREEDY = Sampling()
@@ -48,7 +48,9 @@ def head_of(target: Target, seed: int = 0, **changes: object) -> EagleHead:
             )
             del name
         if cfg.kind == "eagle3":
-            head.net.lm_head.weight.mul_(3)  # a law with preferences: deep paths are among the best
+            head.net.lm_head.weight.mul_(
+                3
+            )  # a distribution with preferences: deep paths are among the best
     return head  # type: ignore[return-value]
 
 
@@ -67,7 +69,7 @@ def drafter_state(
     features.
     """
     feats = target.features(ids[None], torch.ones_like(ids[None], dtype=torch.bool), head.taps)
-    drafter = head.drafter(target, Draft(shape=shape))
+    drafter = head.drafter(target, DraftSpec(shape=shape))
     assert isinstance(drafter, EagleDrafter)
     drafter.reset(1, 64)
     drafter.begin([ids[: cut[0]]], GREEDY)
@@ -168,7 +170,7 @@ def test_a_tree_inside_a_window_is_what_training_predicts(
     head = head.double()
     ids, proj = batch_of([30, 30, 30], seed=3).ids, head.projection(target)
     feats = target.features(ids, torch.ones_like(ids, dtype=torch.bool), head.taps)
-    drafter = head.drafter(target, Draft(shape="tree"))
+    drafter = head.drafter(target, DraftSpec(shape="tree"))
     drafter.reset(3, 64)
     drafter.begin([row[:1] for row in ids], GREEDY)
     read: list[tuple[int, list[list[int]], Tensor]] = []
@@ -218,9 +220,9 @@ def test_what_a_window_cannot_be_is_named() -> None:
     with pytest.raises(UserError, match=r"head.sliding_window: 9999, but .* context ends at"):
         head_of(target, sliding_window=9999)
     head = head_of(target, steps=3, depth=3, sliding_window=6)
-    assert head.form(target, Draft(shape="chain", depth=5)).depth == 5 and head.usual == 3
+    assert head.form(target, DraftSpec(shape="chain", depth=5)).depth == 5 and head.usual == 3
     with pytest.raises(UserError, match="6 levels, but the head guesses 5 inside head.sliding_w"):
-        head.form(target, Draft(shape="chain", depth=6))
+        head.form(target, DraftSpec(shape="chain", depth=6))
 
 
 def test_the_31_norms_are_applied() -> None:
@@ -237,7 +239,7 @@ def test_the_31_norms_are_applied() -> None:
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_loss_gradient_is_that_of_a_plain_formula(kind: str) -> None:
-    """Packed rows, shared target law, chunks: the loss and its gradient equal a direct
+    """Packed rows, shared target distribution, chunks: the loss and its gradient equal a direct
     per-token computation. What is accepted is counted by the target's own probabilities, what is
     imitated by those among the draft tokens.
     """
@@ -330,7 +332,7 @@ def test_every_architecture_decodes_losslessly(arch: str) -> None:
             for size in (1, 2):
                 run = generate(
                     target,
-                    head.drafter(target, Draft(shape=shape)),
+                    head.drafter(target, DraftSpec(shape=shape)),
                     requests,
                     GREEDY,
                     batch_size=size,
@@ -345,14 +347,14 @@ def test_every_architecture_decodes_losslessly(arch: str) -> None:
 def test_dynamic_tree_is_the_best_one() -> None:
     """The kept nodes are the N most probable paths of the drafter among those that its beam
     looked at; the layout that it states is the one derived from the parents."""
-    from decode.tree import Layout
+    from decode.tree import TreeLayout
 
     target = target_of()
     head = head_of(target, nodes=200, width=40, depth=3, draft_vocab=40)
     ids = batch_of([9], seed=4).ids[0]
     drafter = drafter_state(head, target, ids, [9], "tree")
     tree = drafter.propose(torch.tensor([3]), GREEDY, Rng(0, torch.tensor([0]), torch.tensor([0])))
-    truth = Layout.of(tree.parents)
+    truth = TreeLayout.of(tree.parents)
     for name in ("depth", "mask", "rank", "children"):
         assert torch.equal(getattr(tree.layout, name), getattr(truth, name)), name
     # Every path of up to 3 tokens by brute force: a width of the whole draft vocabulary leaves
@@ -361,9 +363,9 @@ def test_dynamic_tree_is_the_best_one() -> None:
     vocabulary = head.ids()
 
     def walk(h: Tensor, total: float, path: tuple[int, ...]) -> None:
-        law = torch.log_softmax(drafter.logits(h).float(), -1)[0]
-        for place in range(len(law)):
-            here = (total + float(law[place]), (*path, int(vocabulary[place])))
+        distribution = torch.log_softmax(drafter.logits(h).float(), -1)[0]
+        for place in range(len(distribution)):
+            here = (total + float(distribution[place]), (*path, int(vocabulary[place])))
             found.append(here)
             if len(path) < 2 and here[0] > worst:
                 places = drafter.cache.aim(slice(0, 1), drafter.lengths, len(path), 1)

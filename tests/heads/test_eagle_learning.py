@@ -33,8 +33,8 @@ from heads.eagle.noise import feature_noise
 from heads.eagle.rope import rope_table
 from heads.eagle.shape import LayerKeys, layer_config
 from heads.losses import LossWeights
-from heads.names import Draft
-from heads.teacher import target_law
+from heads.names import DraftSpec
+from heads.teacher import target_distribution
 from tests.heads.test_eagle import GREEDY, batch_of, drafter_state, head_of, target_of
 from tests.helpers.archs import VOCAB
 from tests.helpers.training import chats, overrides, tiny_target
@@ -79,7 +79,7 @@ def test_overfitting_one_sample_shows_in_decoding(kind: str, shape: str) -> None
         optimizer.step()
     run = generate(
         target,
-        head.drafter(target, Draft(shape=shape)),
+        head.drafter(target, DraftSpec(shape=shape)),
         [Request([5, 9, 7], 40)],
         GREEDY,
         eos_ids=(),
@@ -103,7 +103,7 @@ def test_a_calibrated_tree_goes_below_the_steps_of_training(kind: str) -> None:
     head.calibrate([one_sample(target)], target)
     assert len(head.calibration["acceptance"]) == 4
     head.calibration["paths"] = [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]
-    assert head.drafter(target, Draft(shape="tree")).form.static.depth == 4  # type: ignore[attr-defined]
+    assert head.drafter(target, DraftSpec(shape="tree")).form.static.depth == 4  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
@@ -178,10 +178,10 @@ def test_draft_vocabulary_maps() -> None:
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_sampled_drafts_come_from_the_law_they_state(shape: str) -> None:
-    """T > 0: chain and sampled tree. First siblings follow the stated law, second ones that
-    law without the first; the output law is then verify's business. Also with a law of two
-    tokens below three siblings."""
+def test_sampled_drafts_come_from_the_distribution_they_state(shape: str) -> None:
+    """T > 0: chain and sampled tree. First siblings follow the stated distribution, second
+    ones that distribution without the first; the output distribution is then verify's
+    business. Also with a distribution of two tokens below three siblings."""
     target = target_of()
     head = head_of(target, nodes=6, width=3, depth=3, tree_draw="sampled", draft_vocab=12)
     ids = batch_of([9]).ids[0]
@@ -200,21 +200,27 @@ def test_sampled_drafts_come_from_the_law_they_state(shape: str) -> None:
     tree.validate(VOCAB, drafter.max_nodes)
     assert tree.proposal is not None and tree.sampled is not None and bool(tree.sampled.all())
     places = vocab.places(head.ids(), tree.tokens)  # type: ignore[arg-type]
-    law = tree.proposal.law[0, 0].double()
+    distribution = tree.proposal.probs[0, 0].double()
     seen = torch.bincount(places[:, 0], minlength=12).double() / count
-    assert float((seen - law).abs().sum()) < 0.06
+    assert float((seen - distribution).abs().sum()) < 0.06
     siblings = (tree.parents[0] == -1).nonzero()[:, 0]
     if shape == "tree":
         assert len(siblings) > 1
-        without = law * (law / (1 - law)).sum() - law * law / (
-            1 - law
+        without = distribution * (
+            distribution / (1 - distribution)
+        ).sum() - distribution * distribution / (
+            1 - distribution
         )  # sum over the first of p(first) p / (1 - p(first))
         seen = torch.bincount(places[:, siblings[1]], minlength=12).double() / count
         assert float((seen - without).abs().sum()) < 0.08
     deeper = (tree.layout.depth.expand_as(tree.parents)[0] == 1).nonzero()[0, 0]
-    laws = tree.proposal.law[:, int(tree.proposal.row[0, deeper])].double()
+    distributions = tree.proposal.probs[:, int(tree.proposal.row[0, deeper])].double()
     assert (
-        float((laws.mean(0) - torch.bincount(places[:, deeper], minlength=12) / count).abs().sum())
+        float(
+            (distributions.mean(0) - torch.bincount(places[:, deeper], minlength=12) / count)
+            .abs()
+            .sum()
+        )
         < 0.08
     )
     narrow = drafter.propose(torch.full((count,), 3), Sampling(temperature=0.8, top_k=1), rng)
@@ -317,14 +323,14 @@ def test_noise_depends_on_sample_and_update_alone() -> None:
 
 
 def test_top_k_distillation() -> None:
-    """HASS: the law keeps the target's k most probable tokens and sums to one."""
+    """HASS: the distribution keeps the target's k most probable tokens and sums to one."""
     target = target_of()
     head = head_of(target, kind="eagle1", steps=3, top_k=4, draft_vocab=0)
     last, flat = torch.randn(10, 32), torch.arange(1, 10)
-    law = target_law(
-        target, head.law_rows(target), last, flat - 1, None, flat, "token", head.cfg.top_k
+    distribution = target_distribution(
+        target, head.probs_rows(target), last, flat - 1, None, flat, "token", head.cfg.top_k
     )
-    p, _, usable = law(slice(0, 9))
+    p, _, usable = distribution(slice(0, 9))
     assert ((p > 0).sum(1) == 4).all() and bool(usable.all())
     full = torch.softmax(target.unembed(last[:9]), -1)
     assert torch.equal(p.topk(4).indices, full.topk(4).indices)

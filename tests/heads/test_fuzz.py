@@ -17,16 +17,16 @@ from decode.engine import Request, generate
 from decode.sampling import Sampling
 from heads import load_head, resolve_drafter, save_head
 from heads.interop import LAYOUTS, detect, read_folder
-from heads.names import Draft
-from heads.tuned import DECODE, Settings, Tuned, card_sha256
+from heads.names import DraftSpec
+from heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
 from scripts.import_head import same_target
 from scripts.scoring.extras import extras
-from scripts.scoring.lanes import lanes_of
+from scripts.scoring.systems import systems_of
 from tests.helpers.fuzz_heads import KINDS, made, target_of, works, write
 from tests.helpers.interop import DEEP, deep_target, folder, random_head
 from tests.helpers.mutations import DELETED, changed, mutations, outcome
 
-TREE = Settings("tree", depth=2, nodes=3, paths=((0,), (1,), (0, 0)))
+TREE = DraftSettings("tree", depth=2, nodes=3, paths=((0,), (1,), (0, 0)))
 EVIDENCE = {
     "curves": {
         "chain": [{"depth": 1, "speedup": 1.2}],
@@ -169,8 +169,10 @@ def test_every_wrong_value_in_a_card(kind: str, tmp_path: Path) -> None:
 
 def tuned_head(place: Path) -> tuple[Path, dict[str, Any]]:
     _, head, _ = made("medusa", place)
-    told = Tuned(card_sha256(head), TREE, Settings("chain", depth=2), TREE, 1.25, True, EVIDENCE)
-    return head, json.loads(json.dumps(told.to_json()))
+    message = Tuned(
+        card_sha256(head), TREE, DraftSettings("chain", depth=2), TREE, 1.25, True, EVIDENCE
+    )
+    return head, json.loads(json.dumps(message.to_json()))
 
 
 def drafts(head: Path) -> None:
@@ -179,7 +181,7 @@ def drafts(head: Path) -> None:
     for how in ("", "@chain", "@tree"):
         drafter = resolve_drafter(f"{head}{how}", target)
         generate(target, drafter, [Request([5, 6, 7], 4)], Sampling(), eos_ids=())
-    extras(lanes_of([str(head)], target)[0])
+    extras(systems_of([str(head)], target)[0])
 
 
 def test_decode_json_that_is_nested_too_deeply(tmp_path: Path) -> None:
@@ -192,11 +194,11 @@ def test_decode_json_that_is_nested_too_deeply(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_wrong_value_in_decode_json(tmp_path: Path) -> None:
-    head, told = tuned_head(tmp_path)
-    (head / DECODE).write_text(json.dumps(told))
+    head, message = tuned_head(tmp_path)
+    (head / DECODE).write_text(json.dumps(message))
     drafts(head)
     found = {}
-    for name, mutant in mutations(told):
+    for name, mutant in mutations(message):
         (head / DECODE).write_text(json.dumps(mutant))
         if wrong := outcome(lambda: drafts(head)):
             found[name] = wrong
@@ -212,7 +214,7 @@ def imported(place: Path, target: Any, out: Path) -> None:
     same_target(foreign, target)
     head = detect(foreign, "auto").read(foreign, target).eval()
     save_head(head, out, target.identity)
-    drafter = load_head(out, target).drafter(target, Draft(shape="chain"))
+    drafter = load_head(out, target).drafter(target, DraftSpec(shape="chain"))
     generate(target, drafter, [Request([5, 6, 7], 3)], Sampling(), eos_ids=())
 
 

@@ -15,9 +15,9 @@ from decode.target import Target
 from heads import HEADS, load_head, save_head
 from heads.block.config import BlockConfig
 from heads.losses import LossWeights
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, TuneConfig
+from heads.parallel.medusa import MedusaConfig, TargetLoraConfig
 from tests.helpers.archs import CHAIN, TREE, VOCAB, build
 from tests.helpers.decoding import texts
 from tests.helpers.training import random_batch
@@ -35,7 +35,7 @@ CASES = {
         loss=LossWeights(0, 1),
     ),
     "medusa2": MedusaConfig(
-        kind="medusa2", heads=2, draft_vocab=0, nodes=6, tune=TuneConfig(rank=2)
+        kind="medusa2", heads=2, draft_vocab=0, nodes=6, tune=TargetLoraConfig(rank=2)
     ),
 }
 
@@ -65,5 +65,5 @@ def test_trains_saves_loads_and_decodes_losslessly(arch: str, name: str, tmp_pat
     want = texts(fresh, NoDraft(), requests, eos_ids=())
     for shape in ("chain", "tree") if arch in TREE else ("chain",):
         for size in (1, 3):
-            drafter = loaded.drafter(fresh, Draft(shape=shape))
+            drafter = loaded.drafter(fresh, DraftSpec(shape=shape))
             assert texts(fresh, drafter, requests, batch_size=size, eos_ids=()) == want

@@ -12,7 +12,7 @@ from conf.errors import UserError
 from decode.drafters import NGram, NoDraft
 from heads import find_head, load_head, resolve_drafter, save_head
 from heads.checkpoint import recover, staged
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.helpers.training import tiny_target
 
@@ -58,7 +58,7 @@ def test_a_shared_lm_head_is_not_stored_and_equals_it(target, tmp_path: Path) ->
     head = MedusaHead.for_target(target, MedusaConfig(heads=2, draft_vocab=0, share_lm_head=True))
     save_head(head, tmp_path / "h", target.identity)
     assert (tmp_path / "h/head.safetensors").stat().st_size < 4 * target.lm_head_weight.numel()
-    drafter = load_head(tmp_path / "h", target).drafter(target, Draft(shape="chain"))
+    drafter = load_head(tmp_path / "h", target).drafter(target, DraftSpec(shape="chain"))
     drafter.feats = torch.randn(3, 32)
     torch.testing.assert_close(drafter.logits(2)[1], drafter.feats @ target.lm_head_weight.T)
 

@@ -45,8 +45,8 @@ def made(target: Target, name: str, **keys: Any) -> Head:
 
 
 def layer(head: Head) -> dict[str, Any]:
-    told = head.config_json()
-    return told.get("layer") or told["prefix"]
+    message = head.config_json()
+    return message.get("layer") or message["prefix"]
 
 
 @pytest.mark.parametrize("name", WITH_LAYERS)
@@ -124,8 +124,10 @@ def test_an_earlier_run_goes_on_with_its_own_layers(
     keys = ("head=eagle3", "head.draft_vocab=20", "target.arch=gemma3_text")
     own = (*keys, "head.hidden_act=gelu_pytorch_tanh")
     out = run(data, tmp_path / "run", *own, "steps=2", "save_every=2")
-    told = capsys.readouterr().err
-    assert "no engine, as it stands" in told and "not as sglang" in told  # two layers, three taps
+    message = capsys.readouterr().err
+    assert (
+        "no engine, as it stands" in message and "not as sglang" in message
+    )  # two layers, three taps
     (checkpoint,) = (out / "checkpoints").iterdir()
     as_earlier(checkpoint)
     state = json.loads((checkpoint / STATE).read_text())

@@ -72,7 +72,7 @@ def adapted(base: Path) -> Path:
     return run(base.parent / "data.jsonl", base.parent / "adapted", *more, "eval.parity=2")
 
 
-def laws(head: Head, target: Target) -> torch.Tensor:
+def distributions(head: Head, target: Target) -> torch.Tensor:
     with torch.no_grad():
         return torch.cat([z.softmax(-1) for _, _, z in head.forced(random_batch(), target, 3)])
 
@@ -93,14 +93,14 @@ def test_an_adapter_is_a_small_folder_in_pefts_own_form(base: Path, adapted: Pat
         "words": [],
         "gone": [],
     }
-    told = json.loads((folder / "adapter_config.json").read_text())
-    assert told["peft_type"] == "LORA" and told["r"] == 2
+    message = json.loads((folder / "adapter_config.json").read_text())
+    assert message["peft_type"] == "LORA" and message["r"] == 2
     merged, frozen = load_head(folder, target), load_head(base / "head", target)
     theirs: Any = PeftModel.from_pretrained(frozen, str(folder))
-    there = laws(theirs.base_model.model, target)
-    here = laws(merged, target)
+    there = distributions(theirs.base_model.model, target)
+    here = distributions(merged, target)
     assert (here - there).abs().max() < 1e-6
-    assert (here - laws(load_head(base / "head", target), target)).abs().max() > 1e-4
+    assert (here - distributions(load_head(base / "head", target), target)).abs().max() > 1e-4
     assert all(w.requires_grad for w in merged.parameters()) and merged.lora is None
 
 
@@ -108,8 +108,8 @@ def test_checkpoints_hold_the_adapter_alone(base: Path, adapted: Path) -> None:
     part = adapted / "checkpoints/step-6/head.safetensors"
     assert part.stat().st_size < 0.6 * (base / "head/head.safetensors").stat().st_size
     target = tiny_target()
-    assert laws(load_head(part.parent, target), target).equal(
-        laws(load_head(adapted / "head", target), target)
+    assert distributions(load_head(part.parent, target), target).equal(
+        distributions(load_head(adapted / "head", target), target)
     )
 
 
@@ -148,7 +148,7 @@ def test_another_head_starts_from_an_adapter_and_takes_its_vocabulary(
     old = load_head(adapted / "head", target)
     new = Eagle3Head.for_target(target, old.cfg)
     assert "100.0%" in Start(str(adapted), "eagle3", target).give(new)
-    assert laws(new.eval(), target).equal(laws(old, target))
+    assert distributions(new.eval(), target).equal(distributions(old, target))
 
     counts = torch.arange(260) + 1
     small = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60), counts)
@@ -212,7 +212,7 @@ def test_a_frozen_head_learns_the_words_of_other_data(name: str, tmp_path: Path)
         weight.data += 0.02 * torch.randn_like(weight) * weight.requires_grad
     save_head(head, tmp_path / "lora", target.identity)
     loaded = load_head(tmp_path / "lora", target)
-    assert (laws(loaded, target) - laws(head.eval(), target)).abs().max() < 1e-4
+    assert (distributions(loaded, target) - distributions(head.eval(), target)).abs().max() < 1e-4
     assert vocabulary_in(str(tmp_path / "lora"), 260).equal(ids)
     assert vocabulary_in(str(tmp_path / "base"), 260).equal(old)
 
@@ -228,7 +228,7 @@ def test_an_adapter_on_an_adapter(
     assert "optim.lr: 0.006, usual for a LoRA on eagle3 on a target 32" in capfd.readouterr().err
     target = tiny_target()
     below, above = (load_head(path / "head", target) for path in (adapted, second))
-    assert 0 < (laws(below, target) - laws(above, target)).abs().max() < 0.1
+    assert 0 < (distributions(below, target) - distributions(above, target)).abs().max() < 0.1
 
 
 def test_it_is_a_drafter_by_name(adapted: Path) -> None:
@@ -250,25 +250,25 @@ def test_every_family_with_linear_layers(name: str, tmp_path: Path) -> None:
     target, cfg = tiny_target(layers=4), FAMILIES[name]
     head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(260) + 1).eval()
     save_head(head, tmp_path / "base", target.identity)
-    plain = laws(head, target)
+    plain = distributions(head, target)
     head.adapt(LoraKeys(2), Base(str(tmp_path / "base"), weights(tmp_path / "base")))
-    assert laws(head, target).equal(plain)  # a fresh one changes nothing
+    assert distributions(head, target).equal(plain)  # a fresh one changes nothing
     for weight in head.parameters():
         weight.data += 0.02 * torch.randn_like(weight) * weight.requires_grad
     save_head(head, tmp_path / "lora", target.identity)
     loaded = load_head(tmp_path / "lora", target)
     # float32 by two orders of summation; an EAGLE-1 head is very sure of its tokens
-    apart = (laws(loaded, target) - laws(head, target)).abs().max()
-    assert apart < 1e-4 < (laws(head, target) - plain).abs().max()
+    apart = (distributions(loaded, target) - distributions(head, target)).abs().max()
+    assert apart < 1e-4 < (distributions(head, target) - plain).abs().max()
     head.drafter(target)
 
 
 def refused(tmp_path: Path, *more: str) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as message:
         cfg = config(tmp_path / "x", tmp_path / "out", *more)
         target, kind = tiny_target(), HEADS["eagle3"]
         first_head(resolve(cfg, kind, target, torch.ones(260).long(), 1), kind, target)
-    return str(told.value)
+    return str(message.value)
 
 
 def test_what_is_refused(base: Path, tmp_path: Path) -> None:
@@ -277,8 +277,8 @@ def test_what_is_refused(base: Path, tmp_path: Path) -> None:
     assert "start=FOLDER" in refused(tmp_path, "head.lora.rank=2")
     for wrong in ("nothing", "lm_head", "norm"):
         more = f"head.lora.targets=[{wrong}]", "head.lora.words=false"
-        told = refused(tmp_path, start, "head.lora.rank=2", *more)
-        assert told.startswith("head.lora.targets: ") and "down_proj" in told
+        message = refused(tmp_path, start, "head.lora.rank=2", *more)
+        assert message.startswith("head.lora.targets: ") and "down_proj" in message
     medusa = HEADS["medusa"].for_target(tiny_target(), MedusaConfig(draft_vocab=0))
     with pytest.raises(UserError, match=r"^head\.lora\.rank: .*no linear layers"):
         medusa.adapt(LoraKeys(2), Base("", ""))
@@ -320,10 +320,10 @@ def test_a_strangers_card_does_no_harm(adapted: Path, tmp_path: Path) -> None:
             card["head"]["lora"]["base"] = {"path": str(folder), "sha256": sha}
         card["sha256"] = _card_sha256(card)
         (folder / "head.json").write_text(text_of(card))
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as message:
             load_head(folder, target)
-        assert "\n" not in str(told.value)
-        return str(told.value)
+        assert "\n" not in str(message.value)
+        return str(message.value)
 
     assert "lora.rank" in loading(rank=0)
     assert "lora.rank" in loading(rank="many")
@@ -352,10 +352,10 @@ def test_an_export_is_that_of_the_merged_weights(tmp_path: Path) -> None:
         folders.append(tmp_path / f"lora{number}")
         save_head(head, folders[-1], target.identity)
     one, other = (load_head(folder, target) for folder in folders)
-    assert not laws(one, target).equal(laws(other, target))
+    assert not distributions(one, target).equal(distributions(other, target))
     save_head(one, tmp_path / "merged", target.identity)
     merged = load_head(tmp_path / "merged", target)
-    assert (laws(merged, target) - laws(one, target)).abs().max() < 1e-6
+    assert (distributions(merged, target) - distributions(one, target)).abs().max() < 1e-6
     layout, facts = find_layout("vllm", one), Facts.of(target, "tiny")
     exports = [layout.write(h, target, facts, torch.float32) for h in (one, merged)]
     assert exports[0][0] == exports[1][0]

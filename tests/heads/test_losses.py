@@ -13,9 +13,9 @@ from heads.teacher import Teacher
 K, N, D, V = 3, 23, 5, 11
 
 
-def naive(hidden, weight, place, valid, law, terms, head_weights):
+def naive(hidden, weight, place, valid, distribution, terms, head_weights):
     """The sum of the plain formula over heads and tokens, by autograd."""
-    teacher, total = law(slice(0, N)) if law else None, hidden.new_zeros(())
+    teacher, total = distribution(slice(0, N)) if distribution else None, hidden.new_zeros(())
     for k in range(K):
         z = hidden[k] @ (weight if weight.dim() == 2 else weight[k]).T
         total = total + head_weights[k] * (plain_loss(z, teacher, place, terms) * valid[k]).sum()
@@ -23,7 +23,8 @@ def naive(hidden, weight, place, valid, law, terms, head_weights):
 
 
 def test_the_plain_formula_by_hand() -> None:
-    """Four tokens of three: q = (1/2, 1/4, 1/4); the last has no teacher, the third lies outside."""
+    """Four tokens of three: q = (1/2, 1/4, 1/4); the last has no teacher, the third lies
+    outside."""
     z = torch.tensor([[2.0, 1.0, 1.0]], dtype=torch.float64).log().expand(4, 3)
     p = torch.tensor([[0.2, 0.3, 0.5]] * 4, dtype=torch.float64)
     usable = torch.tensor([True, True, True, False])
@@ -67,14 +68,22 @@ def test_chunked_equals_naive(terms: LossWeights, shared: bool) -> None:
     ).requires_grad_()
     place = torch.randint(-1, V, (N,), generator=g)
     valid = torch.rand(K, N, generator=g) > 0.2
-    laws = torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1)
+    distributions = torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1)
     usable = torch.rand(N, generator=g) > 0.2
-    own = laws * torch.rand(N, 1, generator=g, dtype=torch.float64)  # the rest lies outside
-    law = (lambda part: Teacher(laws[part], own[part], usable[part])) if terms.needs_law else None
+    own = distributions * torch.rand(
+        N, 1, generator=g, dtype=torch.float64
+    )  # the rest lies outside
+    distribution = (
+        (lambda part: Teacher(distributions[part], own[part], usable[part]))
+        if terms.needs_distribution
+        else None
+    )
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
-    want = naive(hidden, weight, place, valid, law, terms, scale)
+    want = naive(hidden, weight, place, valid, distribution, terms, scale)
     grads = torch.autograd.grad(3 * want, (hidden, weight))
-    got, rows = chunked_loss(hidden, weight, Taught(place, valid, terms, scale, law, chunk=7))
+    got, rows = chunked_loss(
+        hidden, weight, Taught(place, valid, terms, scale, distribution, chunk=7)
+    )
     mine = torch.autograd.grad(3 * got, (hidden, weight))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
     for a, b in zip(mine, grads, strict=True):
@@ -101,16 +110,20 @@ def test_low_rank_term_equals_naive(terms: LossWeights, shared: bool) -> None:
     ]
     hidden, weight, near, far = made
     place, valid = torch.randint(-1, V, (N,), generator=g), torch.rand(K, N, generator=g) > 0.2
-    laws, usable = (
+    distributions, usable = (
         torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1),
         torch.rand(N, generator=g) > 0.2,
     )
-    law = (lambda part: Teacher(laws[part], laws[part], usable[part])) if terms.needs_law else None
+    distribution = (
+        (lambda part: Teacher(distributions[part], distributions[part], usable[part]))
+        if terms.needs_distribution
+        else None
+    )
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
     wide = torch.cat([hidden, near.expand(K, N, 2)], -1)
     both = torch.cat([weight, far if shared else far.expand(K, V, 2)], -1)
-    want = naive(wide, both, place, valid, law, terms, scale)
-    taught = Taught(place, valid, terms, scale, law, chunk=7)
+    want = naive(wide, both, place, valid, distribution, terms, scale)
+    taught = Taught(place, valid, terms, scale, distribution, chunk=7)
     got, rows = chunked_loss(hidden, weight, taught, (near, far))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
     for a, b in zip(

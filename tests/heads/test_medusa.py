@@ -15,7 +15,7 @@ from decode.sampling import Sampling
 from decode.tree import TreeShape
 from heads import shapes, vocab
 from heads.losses import LossWeights
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.helpers.training import random_batch, tiny_target
 
@@ -39,11 +39,12 @@ def trained_like(target, cfg: MedusaConfig = FULL, seed: int = 0) -> MedusaHead:
 
 @pytest.mark.parametrize("terms", [LossWeights(), LossWeights(0, 1)], ids=["hard", "soft"])
 def test_loss_reads_the_feature_two_plus_i_before_the_token(target, terms) -> None:
-    """Against the definition: head i at t predicts x_{t+i+2}, whose law is p(. | x_<t+i+2)."""
+    """Against the definition: head i at t predicts x_{t+i+2}, whose distribution is p(. |
+    x_<t+i+2)."""
     head = trained_like(target, dataclasses.replace(FULL, loss=terms, decay=0.5))
     batch = random_batch()
     feats = target.features(batch.ids, batch.mask, head.taps)[:, :, 0]
-    laws = target.model(batch.ids).logits.log_softmax(-1)
+    distributions = target.model(batch.ids).logits.log_softmax(-1)
     want, count = 0.0, 0
     for b, t in batch.loss_mask.nonzero().tolist():
         count += 1
@@ -53,7 +54,11 @@ def test_loss_reads_the_feature_two_plus_i_before_the_token(target, terms) -> No
             f = feats[b, t - i - 2]
             h = f + torch.nn.functional.silu(head.block_weight[i, 0] @ f + head.block_bias[i, 0])
             logq = (head.proj[i] @ h).log_softmax(-1)
-            loss = -logq[batch.ids[b, t]] if terms.hard else -(laws[b, t - 1].exp() * logq).sum()
+            loss = (
+                -logq[batch.ids[b, t]]
+                if terms.hard
+                else -(distributions[b, t - 1].exp() * logq).sum()
+            )
             want += 0.5**i * loss.item()
     out = head(batch, target)
     assert out.count == count
@@ -117,7 +122,7 @@ def test_drafter_reads_the_feature_that_predicted_the_last_token(target, shape) 
     feats = target.features(tokens[None], torch.ones(1, 10, dtype=torch.bool), head.taps)[0]
     drafts = []
     for cuts in ([], [3], [2, 5, 8]):
-        drafter = drive(head.drafter(target, Draft(shape=shape)), tokens, feats, cuts)
+        drafter = drive(head.drafter(target, DraftSpec(shape=shape)), tokens, feats, cuts)
         rng = Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
         drafts.append(drafter.propose(torch.tensor([3]), Sampling(), rng))
     assert all(d.tokens.equal(drafts[0].tokens) for d in drafts)
@@ -133,9 +138,9 @@ def test_drafter_reads_the_feature_that_predicted_the_last_token(target, shape) 
     drafts[0].validate(target.vocab_size, drafter.max_nodes)
 
 
-def test_chain_is_sampled_from_the_warped_law_at_temperature(target) -> None:
+def test_chain_is_sampled_from_the_warped_distribution_at_temperature(target) -> None:
     head = trained_like(target, MedusaConfig(heads=2, draft_vocab=50))
-    drafter = head.drafter(target, Draft(shape="chain"))
+    drafter = head.drafter(target, DraftSpec(shape="chain"))
     rows = 4000
     drafter.reset(rows, 8)
     drafter.begin([torch.tensor([5])] * rows, Sampling())
@@ -148,21 +153,21 @@ def test_chain_is_sampled_from_the_warped_law_at_temperature(target) -> None:
     tree.validate(target.vocab_size, 2)
     assert bool(tree.sampled.all())
     logits = drafter.logits(2)[:, 0]
-    law = warp.draft_law(logits)
-    torch.testing.assert_close(tree.proposal.law[0], law)
+    distribution = warp.draft_probs(logits)
+    torch.testing.assert_close(tree.proposal.probs[0], distribution)
     ids = head.ids()
     for d in range(2):
         share = torch.bincount(tree.tokens[:, d], minlength=260)[ids] / rows
-        assert (share - law[d]).abs().max() < 4 * (0.25 / rows) ** 0.5
+        assert (share - distribution[d]).abs().max() < 4 * (0.25 / rows) ** 0.5
 
 
 def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> None:
-    """First siblings follow their level's law, second ones that law without the first; T = 0
-    takes the top ranks.
+    """First siblings follow their level's distribution, second ones that distribution
+    without the first; T = 0 takes the top ranks.
     """
     head = trained_like(target, MedusaConfig(heads=2, draft_vocab=12, nodes=6))
-    drafter = head.drafter(target, Draft(shape="tree"))
-    fixed = head.drafter(target, Draft(shape="tree", draw="fixed"))
+    drafter = head.drafter(target, DraftSpec(shape="tree"))
+    fixed = head.drafter(target, DraftSpec(shape="tree", draw="fixed"))
     rows = 6000
     for one in (fixed, drafter):
         one.reset(rows, 8)
@@ -181,22 +186,23 @@ def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> Non
     tree = drafter.propose(depth, warp, rng)
     tree.validate(target.vocab_size, drafter.max_nodes)
     assert bool(tree.sampled.all()) and tree.proposal.replacement is False
-    paths, ids, law = (
+    paths, ids, distribution = (
         head.tree(head.cfg.nodes, head.cfg.heads).paths,
         head.ids(),
-        warp.draft_law(drafter.logits(2)[:, 0])[0],
+        warp.draft_probs(drafter.logits(2)[:, 0])[0],
     )
     first, second = (tree.tokens[:, paths.index((rank,))] for rank in (0, 1))
     share = torch.bincount(first, minlength=260)[ids] / rows
-    assert (share - law).abs().max() < 4 * (0.25 / rows) ** 0.5
+    assert (share - distribution).abs().max() < 4 * (0.25 / rows) ** 0.5
     wanted = sum(
-        law[k] * law.index_fill(0, torch.tensor([k]), 0.0) / (1 - law[k]) for k in range(len(law))
+        distribution[k] * distribution.index_fill(0, torch.tensor([k]), 0.0) / (1 - distribution[k])
+        for k in range(len(distribution))
     )
     share = torch.bincount(second, minlength=260)[ids] / rows
     assert (share - wanted).abs().max() < 4 * (0.25 / rows) ** 0.5
     cut = drafter.propose(
         depth, Sampling(1.0, top_k=1), rng
-    )  # the law runs out: point masses stand in
+    )  # the distribution runs out: point masses stand in
     cut.validate(target.vocab_size, drafter.max_nodes)
     assert bool(cut.sampled[:, paths.index((0,))].all()) and not bool(
         cut.sampled[:, paths.index((1,))].any()
@@ -229,8 +235,8 @@ def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
     for spec, words in (
         ("m@chain@sampled", "drawn where T > 0 anyway"),
         ("m@chain@fixed", "drawn where T > 0 anyway"),
-        ("ngram@sampled", "no law to draw from"),
-        ("ngram@fixed", "no law to draw from"),
+        ("ngram@sampled", "no distribution to draw from"),
+        ("ngram@fixed", "no distribution to draw from"),
     ):
         with pytest.raises(UserError, match=words):
             resolve_drafter(spec if spec.startswith("ngram") else f"{tmp_path}/{spec}", target)
@@ -242,7 +248,7 @@ def test_acceptance_of_a_perfect_first_head(target) -> None:
     draft token is accepted.
     """
     head = MedusaHead.for_target(target, MedusaConfig(heads=1, draft_vocab=0))
-    drafter = head.drafter(target, Draft(shape="chain"))
+    drafter = head.drafter(target, DraftSpec(shape="chain"))
     # A fresh head 0 repeats the LM head's guess: it is right exactly when the target says the
     # same token twice.
     run = generate(target, drafter, [Request([5, 6, 7], 40)], Sampling()).generations[0]

@@ -18,8 +18,8 @@ from decode.sampling import Sampling
 from heads import load_head, resolve_drafter, save_head
 from heads.checkpoint import read_card
 from heads.losses import LossWeights
-from heads.names import Draft
-from heads.parallel.medusa import MedusaConfig, MedusaHead, TuneConfig
+from heads.names import DraftSpec
+from heads.parallel.medusa import MedusaConfig, MedusaHead, TargetLoraConfig
 from heads.parallel.medusa2 import Medusa2Head
 from heads.warm import Start
 from tests.helpers.decoding import texts
@@ -27,7 +27,9 @@ from tests.helpers.training import chats, overrides, random_batch, tiny_target
 from train.loop import fit
 from train.medusa import MedusaRun
 
-CFG = MedusaConfig(kind="medusa2", heads=2, draft_vocab=0, tune=TuneConfig(rank=4, dropout=0.0))
+CFG = MedusaConfig(
+    kind="medusa2", heads=2, draft_vocab=0, tune=TargetLoraConfig(rank=4, dropout=0.0)
+)
 TUNE = ["head=medusa2", "head.tune.rank=4"]
 
 
@@ -147,7 +149,7 @@ def test_loading_tunes_the_target_and_names_it(tmp_path: Path) -> None:
     logits = again.model(batch.ids).logits
     same = load_head(
         tmp_path / "two", again
-    )  # a second lane of the same head: the adapter counts once
+    )  # a second system of the same head: the adapter counts once
     torch.testing.assert_close(again.model(batch.ids).logits, logits, rtol=0, atol=0)
     for a, b in zip(loaded.state_dict().values(), same.state_dict().values(), strict=True):
         assert a.equal(b)
@@ -209,10 +211,10 @@ def test_targets_that_cannot_train_are_refused() -> None:
 
 
 def test_the_loop_multiplies_the_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, told = [], []
+    seen, message = [], []
     original = Medusa2Head.begin_step
     monkeypatch.setattr(
-        Medusa2Head, "begin_step", lambda self, *a: (told.append(a), original(self, *a))[1]
+        Medusa2Head, "begin_step", lambda self, *a: (message.append(a), original(self, *a))[1]
     )
     monkeypatch.setattr(
         torch.optim.AdamW,
@@ -231,7 +233,7 @@ def test_the_loop_multiplies_the_rates(tmp_path: Path, monkeypatch: pytest.Monke
         compose("medusa", MedusaRun, [*overrides(data, tmp_path / "run"), *TUNE, *more]),
         Medusa2Head,
     )
-    assert seen == [[pytest.approx(0.03), 0.01]] * 2 and told == [(0, 2), (1, 2)]
+    assert seen == [[pytest.approx(0.03), 0.01]] * 2 and message == [(0, 2), (1, 2)]
 
 
 def test_starts_from_heads_of_stage_one(tmp_path: Path) -> None:
@@ -272,7 +274,7 @@ def test_self_distillation_keeps_the_target_and_overfit_is_accepted() -> None:
     assert float(out.stats["kl"][0]) / 24 < 0.02
     run = generate(
         target,
-        head.drafter(target, Draft(shape="chain")),
+        head.drafter(target, DraftSpec(shape="chain")),
         [Request(prompt, 24)],
         Sampling(),
         eos_ids=(),

@@ -16,8 +16,8 @@ from heads.batch import Batch
 from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
 from heads.interop import Facts, find_layout
-from heads.names import Draft
-from scripts.proofs.engine_law import engine_law, toy_model
+from heads.names import DraftSpec
+from scripts.proofs.engine_distribution import engine_distribution, toy_model
 from tests.helpers.training import tiny_target
 
 SMALL = TreeShape.of([(0,), (1,), (0, 0)])
@@ -57,7 +57,7 @@ class Watched:
 def test_every_round_of_a_decode_drafts_what_the_training_pass_has(window: int | None) -> None:
     target = tiny_target("float64", layers=4)
     head = made(target, sliding_window=window)
-    drafter = Watched(head.drafter(target, Draft(shape="chain")))
+    drafter = Watched(head.drafter(target, DraftSpec(shape="chain")))
     run = generate(target, drafter, [Request([5, 6, 7], 40)], Sampling(1.5), eos_ids=())  # type: ignore[arg-type]
     answer = run.generations[0]
     assert len({c.accepted for c in answer.cycles if not c.cut}) > 2
@@ -80,14 +80,16 @@ def test_every_round_of_a_decode_drafts_what_the_training_pass_has(window: int |
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_exact_law_of_the_decode_loop(shape: str) -> None:
+def test_exact_distribution_of_the_decode_loop(shape: str) -> None:
     target = toy_model(vocab=4 if shape == "tree" else 3)
     head = made(target, layers=1, taps=[0, 1, 2])
     head.calibration = {"paths": [list(p) for p in SMALL.paths]}
-    asked = Draft(shape=shape, depth=2, nodes=3 if shape == "tree" else None)
+    requested = DraftSpec(shape=shape, depth=2, nodes=3 if shape == "tree" else None)
     static = SMALL if shape == "tree" else None
-    drafter = head.drafter(target, asked)
-    found = engine_law(target, drafter, [1, 2], 3 if static else 4, Sampling(1.2), shape=static)
+    drafter = head.drafter(target, requested)
+    found = engine_distribution(
+        target, drafter, [1, 2], 3 if static else 4, Sampling(1.2), shape=static
+    )
     assert found.error < 1e-12 and found.branches > 100
 
 

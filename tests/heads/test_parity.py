@@ -28,7 +28,7 @@ from heads.eagle.drafter import EagleDrafter
 from heads.losses import LossWeights
 from heads.parallel.drafter import LastFeature
 from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, MedusaDrafter, MedusaHead, TuneConfig
+from heads.parallel.medusa import MedusaConfig, MedusaDrafter, MedusaHead, TargetLoraConfig
 from tests.heads.test_eagle import head_of, target_of
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import chats, overrides, run_config
@@ -45,7 +45,7 @@ OTHERS = {
     "medusa": MedusaConfig(heads=3, draft_vocab=40),
     "markov": MedusaConfig(heads=3, draft_vocab=40, markov_rank=4),
     "hydra_heads": HydraHeadsConfig(heads=3, blocks=2, draft_vocab=0, prefix_layers=1),
-    "medusa2": MedusaConfig(kind="medusa2", heads=2, draft_vocab=0, tune=TuneConfig(rank=2)),
+    "medusa2": MedusaConfig(kind="medusa2", heads=2, draft_vocab=0, tune=TargetLoraConfig(rank=2)),
 }
 
 
@@ -185,7 +185,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (rotary_is_late_while_drafting, "own cache or positions"),
     (features_of_the_row_before, "at the first level"),
     (own_keys_are_lost, "own cache or positions"),
-    (cache_of_another_row, "draws from other laws"),
+    (cache_of_another_row, "draws from other distributions"),
     (map_is_off_by_one, "at the first level"),
     (step_feature_is_normed_once_more, "own cache or positions"),
 ]
@@ -308,8 +308,8 @@ def test_a_run_fails_with_an_explanation(data: Path, tmp_path: Path, monkeypatch
 def test_a_head_that_has_learned_agrees_cycle_by_cycle(target: Target) -> None:
     """With accepted drafts of all lengths."""
     head = head_of(target, steps=2, depth=3, draft_vocab=0, loss=LossWeights(hard=1.0))
-    asked = [Request(p, 24) for p in PROMPTS]
-    answers = generate(target, NoDraft(), asked, Sampling(), batch_size=3).generations
+    requested = [Request(p, 24) for p in PROMPTS]
+    answers = generate(target, NoDraft(), requested, Sampling(), batch_size=3).generations
     ids = torch.tensor([[*a.prompt_ids, *a.token_ids][:23] for a in answers])
     on = torch.ones_like(ids, dtype=torch.bool)
     optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)

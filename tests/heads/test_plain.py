@@ -18,8 +18,8 @@ from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.stats import accepted_length, split
 from decode.target import Target
-from heads import asked, find_head, resolve_drafter
-from heads.tuned import DECODE, Settings, Tuned, card_sha256
+from heads import find_head, requested, resolve_drafter
+from heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
 from scripts import certify, export, tune
 from tests.helpers import pictures
 from tests.helpers.training import TINY, tiny_target
@@ -80,9 +80,14 @@ def test_its_tree_is_drawn_as_that_of_a_head(folder: Path, target: Target) -> No
 @pytest.mark.slow
 def test_the_drawn_tree_accepts_more_than_the_chain(folder: Path, target: Target) -> None:
     def accepted(spec: str) -> float:
-        asked = [Request([5 + i, 6, 7], 60, id=i) for i in range(24)]
+        requested = [Request([5 + i, 6, 7], 60, id=i) for i in range(24)]
         run = generate(
-            target, resolve_drafter(spec, target), asked, Sampling(1.0), batch_size=8, eos_ids=()
+            target,
+            resolve_drafter(spec, target),
+            requested,
+            Sampling(1.0),
+            batch_size=8,
+            eos_ids=(),
         )
         return accepted_length([split(g).clean + split(g).loop for g in run.generations]).mean
 
@@ -98,15 +103,19 @@ def test_tuned_settings_hold_until_the_weights_change(
     for spec, depth, nodes in ((f"{place}@chain:3", 3, 3), (f"{place}@tree:7", 5, 7)):
         drafter = resolve_drafter(spec, target)
         assert (drafter.max_depth, drafter.max_nodes) == (depth, nodes), spec
-    told = Tuned(
-        card_sha256(folder), Settings("chain", depth=2), Settings("chain", depth=2), None, 1.5
+    message = Tuned(
+        card_sha256(folder),
+        DraftSettings("chain", depth=2),
+        DraftSettings("chain", depth=2),
+        None,
+        1.5,
     )
-    (folder / DECODE).write_text(json.dumps(told.to_json()))
+    (folder / DECODE).write_text(json.dumps(message.to_json()))
     try:
         drafter = resolve_drafter(str(folder), target)
         assert (drafter.shape, drafter.max_depth) == ("chain", 2)
-        assert asked(str(folder)).break_even == 1.5
-        (folder / DECODE).write_text(json.dumps({**told.to_json(), "card_sha256": "0" * 64}))
+        assert requested(str(folder)).break_even == 1.5
+        (folder / DECODE).write_text(json.dumps({**message.to_json(), "card_sha256": "0" * 64}))
         with pytest.raises(UserError, match="was tuned for another head"):
             resolve_drafter(str(folder), target)
     finally:
@@ -114,7 +123,7 @@ def test_tuned_settings_hold_until_the_weights_change(
 
 
 @pytest.mark.parametrize("nodes", [1, 7, 40, 100, 256])
-def test_a_tree_has_as_many_nodes_as_are_asked_for(
+def test_a_tree_has_as_many_nodes_as_are_requested_for(
     nodes: int, folder: Path, target: Target
 ) -> None:
     """Also more than its own width and the 64 of a measured tree hold."""
@@ -166,7 +175,9 @@ def test_it_gets_a_certificate(folder: Path, tmp_path: Path) -> None:
     assert found == 3, "undecided: no controls were run"
     paper = json.loads((out / "certificate.json").read_text())
     assert paper["identities"]["drafter"] == certify.about_drafter(f"{folder}@tree")
-    assert all(layer["passed"] for layer in paper["layers"]), "the drawn tree keeps the law"
+    assert all(layer["passed"] for layer in paper["layers"]), (
+        "the drawn tree keeps the distribution"
+    )
 
 
 def test_it_is_tuned_like_a_head(

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from heads import HEADS
 from heads.batch import Batch, LossOut
-from heads.parallel.medusa import TuneConfig
+from heads.parallel.medusa import TargetLoraConfig
 from heads.recompute import layers_recomputed
 from heads.small_lm.config import LoraKeys
 from tests.helpers.training import random_batch, tiny_target
@@ -55,7 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eagle1-hass": {"steps": 3, "top_k": 5},
     "small_lm": {"from_target_layers": 3},
     "small_lm-lora": {"from_target_layers": 3, "lora": LoraKeys(2, dropout=0.3)},
-    "medusa2": {"tune": TuneConfig(rank=4, dropout=0.3)},
+    "medusa2": {"tune": TargetLoraConfig(rank=4, dropout=0.3)},
 }
 
 

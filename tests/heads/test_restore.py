@@ -17,7 +17,7 @@ from heads import HEADS
 from heads.block.config import BlockConfig
 from heads.eagle.config import EagleConfig
 from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, TuneConfig
+from heads.parallel.medusa import MedusaConfig, TargetLoraConfig
 from heads.small_lm.config import SmallLMConfig
 from tests.helpers.training import chats, overrides, random_batch, tiny_target
 from train.block import BlockRun
@@ -27,7 +27,7 @@ from train.loop import fit
 
 CONFIGS: dict[str, Any] = {
     "medusa": MedusaConfig(heads=2, draft_vocab=40),
-    "medusa2": MedusaConfig(kind="medusa2", heads=2, draft_vocab=40, tune=TuneConfig(rank=2)),
+    "medusa2": MedusaConfig(kind="medusa2", heads=2, draft_vocab=40, tune=TargetLoraConfig(rank=2)),
     "hydra_heads": HydraHeadsConfig(heads=2, draft_vocab=40),
     "eagle1": EagleConfig(kind="eagle1", draft_vocab=40),
     "eagle3": EagleConfig(kind="eagle3", draft_vocab=40),

@@ -19,7 +19,7 @@ from decode.sampling import Sampling
 from heads import HEADS, vocab
 from heads.batch import Batch
 from heads.losses import LossWeights
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.parallel.hydra_heads import HydraHeadsConfig
 from heads.parallel.medusa import MedusaConfig
 from tests.helpers.training import random_batch, tiny_target
@@ -102,7 +102,7 @@ def test_loss_follows_the_definition(target, cfg, terms) -> None:
     )
     feats = target.features(batch.ids, batch.mask, head.taps)[:, :, 0]
     feats = torch.stack([by_prefix(head, f) for f in feats])
-    laws = target.model(batch.ids).logits.log_softmax(-1)
+    distributions = target.model(batch.ids).logits.log_softmax(-1)
     want, supervised = 0.0, batch.loss_mask.nonzero().tolist()
     for b, s in supervised:
         for i in range(min(3, s - 1)):
@@ -110,7 +110,7 @@ def test_loss_follows_the_definition(target, cfg, terms) -> None:
             z = logits_by_hand(
                 head, target, i, feats[b, t], batch.ids[b, t + 1 : s].tolist()
             ).log_softmax(-1)
-            loss = -z[batch.ids[b, s]] if terms.hard else -(laws[b, s - 1].exp() * z).sum()
+            loss = -z[batch.ids[b, s]] if terms.hard else -(distributions[b, s - 1].exp() * z).sum()
             want += 0.5**i * loss.item()
     out = head(batch, target)
     assert out.count == len(supervised) and out.sum.item() == pytest.approx(want, rel=1e-4)
@@ -135,7 +135,7 @@ def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, cfg, 
     feats = target.features(tokens[None], torch.ones(1, 10, dtype=torch.bool), head.taps)[0]
     rng = Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
     drafts = [
-        drive(head.drafter(target, Draft(shape=shape)), tokens, feats, cuts).propose(
+        drive(head.drafter(target, DraftSpec(shape=shape)), tokens, feats, cuts).propose(
             torch.tensor([3]), Sampling(), rng
         )
         for cuts in ([], [3], [2, 5, 8])
@@ -155,10 +155,10 @@ def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, cfg, 
 
 
 @each
-def test_chain_at_temperature_is_drawn_from_the_law_it_states(target, cfg) -> None:
+def test_chain_at_temperature_is_drawn_from_the_distribution_it_states(target, cfg) -> None:
     head = trained_like(target, dataclasses.replace(cfg, draft_vocab=40))
     drafter, rows, warp = (
-        head.drafter(target, Draft(shape="chain")),
+        head.drafter(target, DraftSpec(shape="chain")),
         500,
         Sampling(temperature=0.7, top_k=6),
     )
@@ -177,10 +177,10 @@ def test_chain_at_temperature_is_drawn_from_the_law_it_states(target, cfg) -> No
         for d in range(3):
             z = logits_by_hand_over(head, target, d, read, path[: d + 1], ids)
             torch.testing.assert_close(
-                tree.proposal.law[b, d], warp.draft_law(z[None])[0], rtol=1e-3, atol=1e-4
+                tree.proposal.probs[b, d], warp.draft_probs(z[None])[0], rtol=1e-3, atol=1e-4
             )
     share = torch.bincount(tree.tokens[:, 0], minlength=260)[ids] / rows
-    assert (share - tree.proposal.law[0, 0]).abs().max() < 4 * (0.25 / rows) ** 0.5
+    assert (share - tree.proposal.probs[0, 0]).abs().max() < 4 * (0.25 / rows) ** 0.5
 
 
 def logits_by_hand_over(head, target, i, f, tokens, ids):
@@ -214,7 +214,7 @@ def test_overfit_on_one_sample_is_accepted_nearly_whole(target, cfg, shape) -> N
         float(out.stats[f"top1_{i}"][0] / out.stats[f"top1_{i}"][1]) > 0.95 for i in range(3)
     )
     head.calibrate([batch], target)
-    drafter = head.drafter(target, Draft(shape=shape))
+    drafter = head.drafter(target, DraftSpec(shape=shape))
     drafter.reset(1, 64)
     drafter.begin([ids[0, :4]], Sampling())
     feats = target.features(ids, batch.mask, head.taps)
@@ -246,9 +246,9 @@ def test_overfit_on_one_sample_is_accepted_nearly_whole(target, cfg, shape) -> N
 
 @each
 @both_shapes
-def test_drawn_candidates_follow_their_own_laws(target, cfg, shape) -> None:
-    """T > 0: every node is drawn from the law of its own path, without its elder siblings;
-    over many rows what is drawn is on average what the stated laws say."""
+def test_drawn_candidates_follow_their_own_distributions(target, cfg, shape) -> None:
+    """T > 0: every node is drawn from the distribution of its own path, without its elder siblings;
+    over many rows what is drawn is on average what the stated distributions say."""
     head = trained_like(
         target, dataclasses.replace(cfg, draft_vocab=12, share_lm_head=False, nodes=7)
     )
@@ -257,7 +257,7 @@ def test_drawn_candidates_follow_their_own_laws(target, cfg, shape) -> None:
     feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0))
 
     def drafted(requests: torch.Tensor):
-        drafter, count = head.drafter(target, Draft(shape=shape)), len(requests)
+        drafter, count = head.drafter(target, DraftSpec(shape=shape)), len(requests)
         drafter.reset(count, 8)
         drafter.begin([torch.tensor([5])] * count, Sampling())
         one = torch.ones(count).long()
@@ -275,13 +275,13 @@ def test_drawn_candidates_follow_their_own_laws(target, cfg, shape) -> None:
     places = vocab.places(head.ids(), tree.tokens)
     parents = tree.parents[0].tolist()
     for i, above in enumerate(parents):
-        law = tree.proposal.law[torch.arange(rows), tree.proposal.row[:, i]].double()
+        distribution = tree.proposal.probs[torch.arange(rows), tree.proposal.row[:, i]].double()
         for elder in (j for j in range(i) if parents[j] == above):
-            law = law.scatter(1, places[:, elder, None], 0.0)
-        law /= law.sum(1, keepdim=True)
+            distribution = distribution.scatter(1, places[:, elder, None], 0.0)
+        distribution /= distribution.sum(1, keepdim=True)
         share = torch.nn.functional.one_hot(places[:, i], 12).double()
-        assert float((share - law).mean(0).abs().max()) < 4.5 * (0.25 / rows) ** 0.5, i
-    if shape == "tree":  # children of different tokens have laws of their own
-        first = [tree.proposal.law[r, tree.proposal.row[0, parents.index(0)]] for r in range(2)]
+        assert float((share - distribution).mean(0).abs().max()) < 4.5 * (0.25 / rows) ** 0.5, i
+    if shape == "tree":  # children of different tokens have distributions of their own
+        first = [tree.proposal.probs[r, tree.proposal.row[0, parents.index(0)]] for r in range(2)]
         same = bool(tree.tokens[0, 0] == tree.tokens[1, 0])
         assert len({int(r) for r in tree.proposal.row[0]}) == 5 and torch.equal(*first) == same

@@ -23,7 +23,7 @@ from decode.target import Target
 from decode.tree import TreeShape
 from heads import HEADS, load_head, resolve_drafter
 from heads.losses import LossWeights
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.small_lm.config import LoraKeys, SmallLMConfig
 from heads.small_lm.cut import chosen_layers, cut
 from heads.small_lm.head import SmallLM
@@ -46,7 +46,7 @@ def run(folder: Path, out: Path, *more: str) -> Path:
     return out
 
 
-def asked(count: int = 3, tokens: int = 12) -> list[Request]:
+def requested(count: int = 3, tokens: int = 12) -> list[Request]:
     return [Request(p, tokens, id=i) for i, p in enumerate(PROMPTS[:count])]
 
 
@@ -72,16 +72,18 @@ def test_the_finished_head_is_an_ordinary_model_and_an_assistant(
         out / "head",
         out / "checkpoints/step-4",
     ):  # the checkpoint holds what resumes: adapters apart
-        draft = load_head(place, target).drafter(target, Draft(shape="chain")).draft
+        draft = load_head(place, target).drafter(target, DraftSpec(shape="chain")).draft
         torch.testing.assert_close(plain(ids).logits, draft.model(ids).logits, rtol=0, atol=0)
-    want = generate(target, NoDraft(), asked(1), Sampling()).generations[0].token_ids
+    want = generate(target, NoDraft(), requested(1), Sampling()).generations[0].token_ids
     if not more:
         got = target.model.generate(
             ids, assistant_model=plain, do_sample=False, max_new_tokens=12, pad_token_id=0
         )
         assert got[0, ids.shape[1] :].tolist() == want
     for spec in (f"{out}@chain", f"{out}@tree"):
-        found = generate(target, resolve_drafter(spec, target), asked(), Sampling(), batch_size=2)
+        found = generate(
+            target, resolve_drafter(spec, target), requested(), Sampling(), batch_size=2
+        )
         assert found.generations[0].token_ids == want, spec
 
 
@@ -138,11 +140,11 @@ def test_the_loss_is_that_of_two_plain_models(terms: LossWeights) -> None:
     for b in range(batch.ids.shape[0]):
         for t in range(1, batch.ids.shape[1]):
             if batch.loss_mask[b, t] and batch.mask[b, t]:
-                law, guess = p[b, t - 1], q[b, t - 1]
+                distribution, guess = p[b, t - 1], q[b, t - 1]
                 total += terms.hard * -float(guess[batch.ids[b, t]]) + terms.soft * -float(
-                    (law * guess).sum()
+                    (distribution * guess).sum()
                 )
-                total += terms.tv * (1 - float(torch.minimum(law, guess.exp()).sum()))
+                total += terms.tv * (1 - float(torch.minimum(distribution, guess.exp()).sum()))
                 count += 1
     assert float(out.count) == count and float(out.sum.detach()) == pytest.approx(total, rel=1e-4)
 
@@ -180,7 +182,7 @@ def test_a_relative_starts_it_and_a_stranger_is_refused(
     drafter = resolve_drafter(
         f"{tmp_path}/small@tree", target
     )  # an ordinary folder is a drafter, too
-    assert texts(target, drafter, asked()) == texts(target, NoDraft(), asked())
+    assert texts(target, drafter, requested()) == texts(target, NoDraft(), requested())
     odd = tiny_target(layers=1, vocab=261)
     odd.tokenizer.add_tokens(["<real>"])
     odd.model.save_pretrained(tmp_path / "odd")
@@ -220,12 +222,12 @@ def test_batches_write_the_same_and_a_perfect_draft_is_accepted(
     target, other = pair
     for name, drafter in drafters(other).items():
         one, three = (
-            texts(target, drafter, asked(), sampling, batch_size=b, eos_ids=()) for b in (1, 3)
+            texts(target, drafter, requested(), sampling, batch_size=b, eos_ids=()) for b in (1, 3)
         )
         assert one == three, name
     for name, drafter in drafters(target).items():
         made = generate(
-            target, drafter, asked(tokens=14), sampling, batch_size=2, eos_ids=()
+            target, drafter, requested(tokens=14), sampling, batch_size=2, eos_ids=()
         ).generations
         clean = [c for g in made for c in g.cycles if not c.cut]
         if name == "chain":
@@ -238,8 +240,8 @@ def test_batches_write_the_same_and_a_perfect_draft_is_accepted(
 
 @pytest.mark.parametrize("name", ["chain", "dynamic", "static"])
 def test_a_draft_is_what_plain_passes_say(pair: Any, name: str) -> None:
-    """Every node's candidates come from the draft's law after its path, whatever was observed
-    in which portions.
+    """Every node's candidates come from the draft's distribution after its path, whatever
+    was observed in which portions.
     """
     _, draft = pair
     drafter, sampling = drafters(draft)[name], Sampling(1.0 if name == "static" else 0.0)
@@ -263,12 +265,14 @@ def test_a_draft_is_what_plain_passes_say(pair: Any, name: str) -> None:
             while node >= 0:
                 path.insert(0, int(tree.tokens[b, node]))
                 node = int(tree.parents[b, node])
-            law = draft.model(torch.tensor([[*text, *path]])).logits[0, -1].softmax(-1)
+            distribution = draft.model(torch.tensor([[*text, *path]])).logits[0, -1].softmax(-1)
             if name == "static":
                 assert tree.proposal is not None
-                torch.testing.assert_close(tree.proposal.law[b, tree.proposal.row[b, i]], law)
+                torch.testing.assert_close(
+                    tree.proposal.probs[b, tree.proposal.row[b, i]], distribution
+                )
             else:
-                rank = int((law > law[tree.tokens[b, i]]).sum())
+                rank = int((distribution > distribution[tree.tokens[b, i]]).sum())
                 assert rank == 0 if name == "chain" else rank < drafter.form.width
     if name == "dynamic":
         assert tree.width == 9 and tree.layout.levels > 1
@@ -279,12 +283,12 @@ def test_a_short_context_ends_drafting_not_decoding(pair: Any) -> None:
     short = tiny_target("float64", context=16)
     for name, drafter in drafters(short).items():
         got = generate(
-            target, drafter, asked(tokens=24), Sampling(), batch_size=2, eos_ids=()
+            target, drafter, requested(tokens=24), Sampling(), batch_size=2, eos_ids=()
         ).generations
-        want = texts(target, NoDraft(), asked(tokens=24), eos_ids=())
+        want = texts(target, NoDraft(), requested(tokens=24), eos_ids=())
         assert [g.token_ids for g in got] == want, name
         assert all(g.cycles[-1].proposed == 0 for g in got)
-        for request, g in zip(asked(tokens=24), got, strict=True):
+        for request, g in zip(requested(tokens=24), got, strict=True):
             for cycle in g.cycles:  # as deep as the draft can read, and not one token less
                 room = max(0, 16 + 1 - len(request.prompt) - cycle.start)
                 left = request.max_new_tokens - cycle.start - 1
@@ -303,10 +307,10 @@ def test_vocabularies_of_other_sizes(pair: Any, rows: int) -> None:
     draft = Target(build("llama", torch.float64, vocab_size=rows))
     for sampling in (Sampling(), Sampling(1.0)):
         drafter = DraftModel(draft, 3, vocab_size=target.vocab_size)
-        made = texts(target, drafter, asked(), sampling, eos_ids=())
+        made = texts(target, drafter, requested(), sampling, eos_ids=())
         assert all(len(text) == 12 for text in made)
         if sampling.greedy:
-            assert made == texts(target, NoDraft(), asked(), eos_ids=())
+            assert made == texts(target, NoDraft(), requested(), eos_ids=())
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "gemma2", "bloom"])
@@ -337,9 +341,9 @@ def test_trimmed_vocabulary_and_ranks(tmp_path: Path) -> None:
     counts[40:120] = torch.arange(1, 81)
     head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, draft_vocab=50), counts)
     head.calibrate([random_batch(4, 16)], target)
-    drafter = head.drafter(target, Draft(shape="chain"))
+    drafter = head.drafter(target, DraftSpec(shape="chain"))
     assert drafter.proj.shape[0] == 50 and head.coverage > 0.8
-    made = generate(target, drafter, asked(), Sampling(1.0), eos_ids=()).generations
+    made = generate(target, drafter, requested(), Sampling(1.0), eos_ids=()).generations
     assert all(len(g.token_ids) == 12 for g in made)
     saved = json.loads(json.dumps(head.config_json()))
     assert (

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.probed import Head
+from decode.probed import LMHead
 from heads.batch import Batch
 from heads.eagle import kernels
 from heads.eagle.attention import Memory, dense
 from heads.eagle.config import EagleConfig
 from heads.eagle.head import Eagle3Head
 from heads.eagle.kernels import BLOCKS, CPU, FLASH, Kernel
-from heads.eagle.layout import Layout
+from heads.eagle.layout import PassLayout
 from heads.eagle.merged import merged
 from heads.eagle.places import Places
 from tests.helpers.held import Held
@@ -32,10 +32,10 @@ RAGGED = torch.tensor([3, 4, 5, 6, 7, 14, 15, 16, 30, 31, 32])
 POSITION = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 0, 0]])
 KEPT = torch.tensor([0, 1, 2, 5, 7, 8, 9, 12, 13, 14, 15, 16])
 LAYOUTS = {
-    "ragged": Layout.of((3, 11), RAGGED),
-    "packed": Layout.of((2, 9), KEPT, POSITION),
-    "one row": Layout.of((1, 1), torch.tensor([0])),
-    "all rows": Layout.of((2, 5), torch.arange(10)),
+    "ragged": PassLayout.of((3, 11), RAGGED),
+    "packed": PassLayout.of((2, 9), KEPT, POSITION),
+    "one row": PassLayout.of((1, 1), torch.tensor([0])),
+    "all rows": PassLayout.of((2, 5), torch.arange(10)),
 }
 LAYOUTS |= {
     f"{name}, window {window}": LAYOUTS[name].seen(window)
@@ -88,12 +88,12 @@ def _flash_back(grad, query, key, value, out, lse, cuts, *rest, scale, **window)
     for a, b in pairwise(cuts.tolist()):
         scores = torch.einsum("qhd,khd->hqk", query[a:b], wide_key[a:b]) * scale
         left, right = (window.get(f"window_size_{side}") for side in ("left", "right"))
-        law = (scores - lse[:, a:b, None]).exp() * ~_unseen(b - a, left, right)
+        distribution = (scores - lse[:, a:b, None]).exp() * ~_unseen(b - a, left, right)
         pull = torch.einsum("qhd,khd->hqk", grad[a:b], wide_value[a:b])
-        score = law * (pull - (grad[a:b] * out[a:b]).sum(-1).T[..., None]) * scale
+        score = distribution * (pull - (grad[a:b] * out[a:b]).sum(-1).T[..., None]) * scale
         into[0][a:b] = torch.einsum("hqk,khd->qhd", score, wide_key[a:b])
         into[1][a:b] = torch.einsum("hqk,qhd->khd", score, query[a:b])
-        into[2][a:b] = torch.einsum("hqk,qhd->khd", law, grad[a:b])
+        into[2][a:b] = torch.einsum("hqk,qhd->khd", distribution, grad[a:b])
     summed = (t.unflatten(1, (-1, groups)).sum(2) for t in into[1:])
     return into[0], *summed
 
@@ -120,7 +120,7 @@ def cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "torch", Torch())
 
 
-def inputs_of(layout: Layout, heads: int, kv: int, steps: int, rows: int) -> list[Tensor]:
+def inputs_of(layout: PassLayout, heads: int, kv: int, steps: int, rows: int) -> list[Tensor]:
     """Random query, key, value and own keys and values, in float64."""
     torch.manual_seed(0)
     (count, length), wide = layout.shape, torch.float64
@@ -141,13 +141,13 @@ def inputs_of(layout: Layout, heads: int, kv: int, steps: int, rows: int) -> lis
 )
 @pytest.mark.usefixtures("cuda_kernel")
 def test_every_kernel_equals_dense(
-    kernel: Kernel, kv: int, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, kv: int, layout: PassLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and all gradients, with steps behind the first and without."""
     monkeypatch.setattr(kernels, "LEAST_BAND", 2)  # a window cuts documents of eleven tokens
     whole = torch.arange(layout.shape[0] * layout.shape[1])
     for steps, rows in ((3, layout.rows), (0, layout.rows), (0, None)):
-        there = layout if rows is not None else Layout(layout.shape, whole, *parts(layout))
+        there = layout if rows is not None else PassLayout(layout.shape, whole, *parts(layout))
         query, key, value, *own = inputs_of(there, 4, kv, steps, len(there.rows))
         given = [query, key, value, *own]
         weight = torch.randn_like(query)
@@ -161,7 +161,7 @@ def test_every_kernel_equals_dense(
             torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
 
 
-def parts(layout: Layout) -> tuple[Any, ...]:
+def parts(layout: PassLayout) -> tuple[Any, ...]:
     """The documents of a layout, all of whose tokens are rows."""
     sizes = [b - a for a, b in pairwise(layout.edges)]
     every = np.arange(layout.shape[0] * layout.shape[1])
@@ -196,7 +196,7 @@ def test_a_window_costs_what_it_shows(window: int) -> None:
     the blocks grow with the window and not with the document."""
     torch.manual_seed(0)
     rows = (torch.rand(2 * 1500) < 0.6).nonzero()[:, 0]
-    layout = Layout.of((2, 1500), rows).seen(window)
+    layout = PassLayout.of((2, 1500), rows).seen(window)
     assert layout.window == window
     for chosen, total in ((rows, len(rows)), (None, 3000)):
         met, scores = [], 0
@@ -228,7 +228,7 @@ def test_a_layout_says_where_documents_and_rows_lie() -> None:
 
 def test_dense_is_not_rounded_before_it_is_widened() -> None:
     """Scores of size 20 in 16 bits would be off by 0.06."""
-    layout = Layout.of((1, 64), torch.arange(64))
+    layout = PassLayout.of((1, 64), torch.arange(64))
     torch.manual_seed(0)
     query, key, value = (
         torch.randn(64, 2, 16),
@@ -267,7 +267,7 @@ class FakeTarget:
     def __init__(self) -> None:
         shape = (self.vocab_size, self.hidden_size)
         self.lm_head_weight = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.lm_head, self.head = None, Head()
+        self.lm_head, self.head = None, LMHead()
 
     def features(self, ids: Tensor, mask: Tensor, taps: Any, position: Any = None) -> Tensor:
         return torch.empty(*ids.shape, len(taps), 4096, dtype=self.dtype, device=self.device)

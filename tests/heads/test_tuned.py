@@ -19,14 +19,14 @@ from decode.price import Price
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.wrapped import Adaptive, Monitor
-from heads import HEADS, asked, resolve_drafter, save_head
+from heads import HEADS, requested, resolve_drafter, save_head
 from heads.eagle.config import EagleConfig
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.parallel.medusa import MedusaConfig
-from heads.tuned import DECODE, Settings, Tuned, card_sha256
+from heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
 from tests.helpers.training import tiny_target
 
-TREE = Settings("tree", depth=2, nodes=3, paths=((0,), (1,), (0, 0)))
+TREE = DraftSettings("tree", depth=2, nodes=3, paths=((0,), (1,), (0, 0)))
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +43,26 @@ def medusa(tmp_path: Path, target: Target) -> Path:
 
 
 def leave(folder: Path, **changes: Any) -> None:
-    told = Tuned(card_sha256(folder), TREE, Settings("chain", depth=2), TREE, 1.25).to_json()
-    (folder / DECODE).write_text(json.dumps({**told, **changes}))
+    message = Tuned(
+        card_sha256(folder), TREE, DraftSettings("chain", depth=2), TREE, 1.25
+    ).to_json()
+    (folder / DECODE).write_text(json.dumps({**message, **changes}))
 
 
 def test_settings_survive_the_disk() -> None:
-    for one in (TREE, Settings("chain", depth=4), Settings("tree", 5, 24, 6), Settings("chain")):
-        assert from_json(json.loads(json.dumps(one.to_json())), Settings) == (one, [])
-    priced = Settings("tree", 8, 24, 4, price=Price(0.04, 0.35))
-    assert from_json(json.loads(json.dumps(priced.to_json())), Settings) == (priced, [])
+    for one in (
+        TREE,
+        DraftSettings("chain", depth=4),
+        DraftSettings("tree", 5, 24, 6),
+        DraftSettings("chain"),
+    ):
+        assert from_json(json.loads(json.dumps(one.to_json())), DraftSettings) == (one, [])
+    priced = DraftSettings("tree", 8, 24, 4, price=Price(0.04, 0.35))
+    assert from_json(json.loads(json.dumps(priced.to_json())), DraftSettings) == (priced, [])
     assert str(priced) == "tree 24 nodes, depth 8, width 4, at 0.04 a node, 0.35 a level"
-    assert str(TREE) == "tree 3 nodes, depth 2" and str(Settings("chain", depth=4)) == "chain K=4"
+    assert (
+        str(TREE) == "tree 3 nodes, depth 2" and str(DraftSettings("chain", depth=4)) == "chain K=4"
+    )
 
 
 def test_a_head_drafts_as_it_was_tuned(medusa: Path, target: Target) -> None:
@@ -102,17 +111,19 @@ def test_adaptive_drafts_at_the_price_that_was_tuned(medusa: Path, target: Targe
         assert [union.parts[0].form.price, union.parts[1].least] == [price, 0.2]
     fixed: Any = resolve_drafter(f"{run}+ngram", target)
     assert fixed.parts[0].form.price.nothing and not fixed.parts[1].least
-    assert asked(f"{run}@adaptive").break_even is None
+    assert requested(f"{run}@adaptive").break_even is None
     for spec in (f"{run}@adaptive@monitor", f"{run}@tree:4@adaptive@fallback"):
         with pytest.raises(UserError, match="not known at a price.*leave out @adaptive or @"):
             resolve_drafter(spec, target)
     both = {**TREE.to_json(), "price": price.__dict__}
     leave(medusa, best=both, adaptive=both)
     for spec in (run, f"{run}@adaptive", f"{run}@tree:4@adaptive"):
-        assert asked(spec).break_even == 1.25 and asked(spec).adaptive == spec.endswith("@adaptive")
+        assert requested(spec).break_even == 1.25 and requested(spec).adaptive == spec.endswith(
+            "@adaptive"
+        )
     leave(medusa, best=both, adaptive=None)
     form = resolve_drafter(run, target).form  # type: ignore[attr-defined]
-    assert form.price == price and asked(run).break_even == 1.25
+    assert form.price == price and requested(run).break_even == 1.25
     plain = generate(target, NoDraft(), [Request([5, 6, 7], 12)], Sampling(), eos_ids=())
     text = plain.generations[0].token_ids
     for spec in (run, f"{run}+ngram"):
@@ -130,10 +141,10 @@ def test_settings_leave_the_head_untouched(target: Target) -> None:
     cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=3, nodes=6, width=2)
     head = HEADS["eagle3"].for_target(target, cfg)
     own = head.cfg
-    made = head.drafter(target, Settings("tree", depth=2, nodes=4, width=3).draft())
+    made = head.drafter(target, DraftSettings("tree", depth=2, nodes=4, width=3).draft())
     assert (made.max_depth, made.max_nodes, made.width) == (2, 4, 3)  # type: ignore[attr-defined]
     assert head.cfg is own and head.calibration == {}
-    assert head.drafter(target, Draft(shape="chain", depth=7)).max_depth == 7
+    assert head.drafter(target, DraftSpec(shape="chain", depth=7)).max_depth == 7
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -142,7 +153,7 @@ def test_a_tree_has_no_more_ranks_than_the_draft_has_tokens(
 ) -> None:
     counts = torch.arange(target.vocab_size)
     head = HEADS["medusa"].for_target(target, MedusaConfig(heads=2, draft_vocab=3), counts)
-    drafter = head.drafter(target, Draft(shape="tree", paths=tuple((i,) for i in range(5))))
+    drafter = head.drafter(target, DraftSpec(shape="tree", paths=tuple((i,) for i in range(5))))
     assert drafter.max_nodes == 3
     run = generate(target, drafter, [Request([5, 6, 7], 6)], Sampling(temperature), eos_ids=())
     assert len(run.generations[0].token_ids) == 6
@@ -176,24 +187,24 @@ def test_more_levels_than_heads_are_refused(medusa: Path, target: Target) -> Non
         ({"adaptive": {"shape": "chain"}}, "adaptive: holds settings without a price"),
     ],
 )
-def test_a_damaged_file_is_told_with_the_fix(
+def test_a_damaged_file_is_message_with_the_fix(
     medusa: Path, target: Target, changes: dict, words: str
 ) -> None:
     leave(medusa, **changes)
-    with pytest.raises(UserError, match=words) as told:
+    with pytest.raises(UserError, match=words) as message:
         resolve_drafter(str(medusa), target)
-    assert DECODE in str(told.value) and "run scripts/tune.py again, or delete the file" in str(
-        told.value
+    assert DECODE in str(message.value) and "run scripts/tune.py again, or delete the file" in str(
+        message.value
     )
 
 
-def test_text_that_is_no_json_is_told(medusa: Path, target: Target) -> None:
+def test_text_that_is_no_json_is_message(medusa: Path, target: Target) -> None:
     (medusa / DECODE).write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
         resolve_drafter(str(medusa), target)
 
 
-def test_monitors_are_asked_for_by_name(medusa: Path, target: Target, capsys: Any) -> None:
+def test_monitors_are_requested_for_by_name(medusa: Path, target: Target, capsys: Any) -> None:
     with pytest.raises(UserError, match="break-even is not known"):
         resolve_drafter(f"{medusa}@tree@monitor", target)
     leave(medusa)
@@ -212,6 +223,10 @@ def test_monitors_are_asked_for_by_name(medusa: Path, target: Target, capsys: An
             Sampling(),
             eos_ids=(),
         )
-        told = capsys.readouterr().err
-        assert told.count("warning:") == 1 and "below the 9.00" in told and len(drafter.alerts) == 2
+        message = capsys.readouterr().err
+        assert (
+            message.count("warning:") == 1
+            and "below the 9.00" in message
+            and len(drafter.alerts) == 2
+        )
     assert resolve_drafter("ngram@4", target).max_depth == 4

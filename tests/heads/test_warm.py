@@ -53,9 +53,9 @@ def test_a_run_starts_from_a_run_and_resumes(tmp_path: Path) -> None:
     spent = [read_card(path / "head")["extra"]["training"] for path in (first, second)]
     assert spent[1]["tokens_seen"] == spent[1]["start_tokens_seen"] == spent[0]["tokens_seen"]
     third = run(data, tmp_path / "third", f"start={second}")
-    told = read_card(third / "head")["extra"]["training"]  # of all stages before it
-    assert told["start_tokens_seen"] == 2 * spent[0]["tokens_seen"]
-    assert told["start_cpu_seconds"] >= sum(one["cpu_seconds"] for one in spent) - 0.02
+    message = read_card(third / "head")["extra"]["training"]  # of all stages before it
+    assert message["start_tokens_seen"] == 2 * spent[0]["tokens_seen"]
+    assert message["start_cpu_seconds"] >= sum(one["cpu_seconds"] for one in spent) - 0.02
 
     whole = run(data, tmp_path / "whole", f"start={first}")
     part = run(data, tmp_path / "part", f"start={first}", "steps=3", "save_every=3")
@@ -105,9 +105,9 @@ def test_a_start_keeps_its_draft_vocabulary(
     assert begun[0] < taught[0] and begun[0] < taught[-1] + 0.5
     assert "the start's 17 tokens cover 9" in capsys.readouterr().err
 
-    asked, _ = starting(data, tmp_path / "asked", *still, "head.draft_vocab=19")
-    assert load_head(asked / "head", tiny_target()).ids().numel() == 19
-    given, _ = starting(data, tmp_path / "given", *still, f"head.draft_vocab_from={asked}")
+    requested, _ = starting(data, tmp_path / "asked", *still, "head.draft_vocab=19")
+    assert load_head(requested / "head", tiny_target()).ids().numel() == 19
+    given, _ = starting(data, tmp_path / "given", *still, f"head.draft_vocab_from={requested}")
     assert load_head(given / "head", tiny_target()).ids().numel() == 19
 
 
@@ -115,12 +115,12 @@ def test_a_start_takes_in_tokens_of_data_that_it_covers_badly() -> None:
     """Those that a fresh vocabulary of its size would have, and the start's stay."""
     ids, counts = torch.arange(100), torch.zeros(1000, dtype=torch.int64)
     counts[:100], counts[500:600], counts[600:640] = 80, 20, 1
-    same, told = kept_vocabulary(ids, counts * (torch.arange(1000) < 540))
-    assert same.equal(ids) and told.endswith("100 tokens cover 90.9% of the supervised ones")
+    same, message = kept_vocabulary(ids, counts * (torch.arange(1000) < 540))
+    assert same.equal(ids) and message.endswith("100 tokens cover 90.9% of the supervised ones")
     counts[500:600] = 90
-    more, told = kept_vocabulary(ids, counts)
+    more, message = kept_vocabulary(ids, counts)
     assert more.numel() == 192 and more[:100].equal(ids) and bool((more[100:] >= 500).all())
-    assert int(more[-1]) < 600 and "less than 90%: 92 more of these data, 95." in told
+    assert int(more[-1]) < 600 and "less than 90%: 92 more of these data, 95." in message
     none, _ = kept_vocabulary(ids, torch.zeros_like(counts))
     assert none.equal(ids)
 
@@ -139,10 +139,10 @@ def test_fewer_and_more_levels(tmp_path: Path) -> None:
     for heads in (2, 5):
         new = MedusaHead.for_target(target, MedusaConfig(heads=heads, draft_vocab=0))
         plain = new.proj.clone()
-        told = Start(str(tmp_path), "medusa", target).give(new)
+        message = Start(str(tmp_path), "medusa", target).give(new)
         both = min(3, heads)
         assert new.proj[:both].equal(old.proj[:both]) and new.proj[both:].equal(plain[both:])
-        assert ("100.0%" in told) == (heads == 2)
+        assert ("100.0%" in message) == (heads == 2)
 
 
 def test_more_layers_are_fresh_and_said(tmp_path: Path) -> None:
@@ -150,8 +150,8 @@ def test_more_layers_are_fresh_and_said(tmp_path: Path) -> None:
     old = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60), counts)
     save_head(old, tmp_path, target.identity)
     new = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60, layers=2), counts)
-    told = Start(str(tmp_path), "eagle3", target).give(new)
-    assert "60 of 60 draft tokens" in told and "fresh: net.layers.1" in told
+    message = Start(str(tmp_path), "eagle3", target).give(new)
+    assert "60 of 60 draft tokens" in message and "fresh: net.layers.1" in message
 
 
 def test_what_cannot_start_a_head_is_refused(tmp_path: Path) -> None:
@@ -192,10 +192,12 @@ def test_weights_are_not_read_with_another_meaning(tmp_path: Path, keys, fix, ba
         for some in ((usual, keys) if back else (keys, usual))
     )
     save_head(old, tmp_path, target.identity)
-    with pytest.raises(UserError, match="^start: .*mean something else under these; give ") as told:
+    with pytest.raises(
+        UserError, match="^start: .*mean something else under these; give "
+    ) as message:
         Start(str(tmp_path), "eagle3", target).give(new)
     back_fix = fix.replace("true", "false").replace("[1,2,4]", "[1,2,3]")
-    assert str(told.value).endswith(back_fix if back else fix)
+    assert str(message.value).endswith(back_fix if back else fix)
 
 
 @pytest.mark.parametrize("key, value", [("rope", 500.0), ("rms_norm_eps", 0.1)])
@@ -228,8 +230,8 @@ def test_what_is_left_behind_and_what_differs_is_said(tmp_path: Path) -> None:
     )
     save_head(old, tmp_path, target.identity)
     new = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60), counts)
-    told = Start(str(tmp_path), "eagle3", target).give(new)
-    assert "left behind: net.layers.1" in told and "head.sliding_window (6 there)" in told
+    message = Start(str(tmp_path), "eagle3", target).give(new)
+    assert "left behind: net.layers.1" in message and "head.sliding_window (6 there)" in message
 
 
 def test_a_relative_with_more_layers_has_its_last_feature_elsewhere(tmp_path: Path) -> None:
@@ -291,8 +293,8 @@ def test_a_relatives_head_starts_a_head(tmp_path: Path) -> None:
 
 
 def test_a_strangers_card_may_hold_any_number() -> None:
-    told = {"tokens_seen": 10**400, "cpu_seconds": float("inf"), "a": float("nan"), "b": "x"}
-    assert _spent({**told, "train_seconds": 3, "start_train_seconds": 2}) == {"train_seconds": 5}
+    message = {"tokens_seen": 10**400, "cpu_seconds": float("inf"), "a": float("nan"), "b": "x"}
+    assert _spent({**message, "train_seconds": 3, "start_train_seconds": 2}) == {"train_seconds": 5}
 
 
 def test_cards_of_earlier_versions_are_read(tmp_path: Path) -> None:

@@ -13,7 +13,11 @@ GREEDY = Sampling()
 
 
 def texts(
-    target: Target, drafter: Drafter, asked: list[Request], sampling: Sampling = GREEDY, **how: Any
+    target: Target,
+    drafter: Drafter,
+    requested: list[Request],
+    sampling: Sampling = GREEDY,
+    **how: Any,
 ) -> list[list[int]]:
     """The tokens of every answer. how: further arguments of decode.engine.generate."""
-    return [g.token_ids for g in generate(target, drafter, asked, sampling, **how).generations]
+    return [g.token_ids for g in generate(target, drafter, requested, sampling, **how).generations]

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from decode.drafters import DraftModel
 from decode.models.tiny import tiny_model
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.target import Target
 from decode.tree import DraftTree
 from decode.verify import Coins, Verdict
 from scripts.proofs import pit
-from scripts.proofs.biases import FAMILIES, Laws, Member
+from scripts.proofs.biases import FAMILIES, Distributions, Member
 from scripts.proofs.greedy import Plain
 from scripts.proofs.sampled import Sample, Setting, sampling_layer
 
@@ -76,10 +76,10 @@ def family(bench: Bench, name: str, member: int) -> dict[str, Any]:
 
 class BiasedRule:
     """Plain decoding from (1 - e) p + e r: ignores the draft and draws each token from the
-    biased law.
+    biased distribution.
 
-    total: mean total variation to reach; e follows from what the laws so far allow, and never
-    exceeds 1. reached: the mean that came out.
+    total: mean total variation to reach; e follows from what the distributions so far allow,
+    and never exceeds 1. reached: the mean that came out.
     """
 
     def __init__(self, member: Member, sampling: Sampling, total: float) -> None:
@@ -88,14 +88,14 @@ class BiasedRule:
         self.moved = self.unit = 0.0
         self.seen = 0
 
-    def __call__(self, tree: DraftTree, law: Law, rng: Coins) -> Verdict:
+    def __call__(self, tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
         rows = torch.arange(tree.tokens.shape[0])
         zero = torch.zeros_like(rows)
-        p = law.at(rows, zero).dense(law.vocab_size).double()
+        p = distribution.at(rows, zero).dense(distribution.vocab_size).double()
         requests = rng._address[1].tolist()  # type: ignore[attr-defined]
         before = torch.stack([self.before.get(r, torch.zeros_like(p[0])) for r in requests])
-        whole = (law.logits[:, 0].double() / self.sampling.temperature).softmax(-1)
-        r = self.member(Laws(p, before, p.roll(1, 0) if len(p) > 1 else p, whole))
+        whole = (distribution.logits[:, 0].double() / self.sampling.temperature).softmax(-1)
+        r = self.member(Distributions(p, before, p.roll(1, 0) if len(p) > 1 else p, whole))
         for request, line in zip(requests, p, strict=True):
             self.before[request] = line
         self.unit += float((r - p).abs().sum()) / 2

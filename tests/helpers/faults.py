@@ -75,11 +75,11 @@ class Marks:
         def marked() -> Any:
             step = loop.train_step
 
-            def told(*args: Any) -> int:
+            def summary(*args: Any) -> int:
                 self.mark()
                 return step(*args)
 
-            loop.train_step = told
+            loop.train_step = summary
             return action()
 
         return marked

@@ -18,16 +18,20 @@ from heads import HEADS, load_head, save_head
 from heads.block.config import BlockConfig
 from heads.checkpoint import CARD, _card_sha256, text_of
 from heads.eagle.config import EagleConfig
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, TuneConfig
+from heads.parallel.medusa import MedusaConfig, TargetLoraConfig
 from heads.small_lm.config import LoraKeys, SmallLMConfig
 from tests.helpers.training import tiny_target
 
 CONFIGS: dict[str, Any] = {
     "medusa": MedusaConfig(heads=2, draft_vocab=64, nodes=4, markov_rank=2),
     "medusa2": MedusaConfig(
-        kind="medusa2", heads=2, draft_vocab=0, nodes=4, tune=TuneConfig(rank=2, targets=["q_proj"])
+        kind="medusa2",
+        heads=2,
+        draft_vocab=0,
+        nodes=4,
+        tune=TargetLoraConfig(rank=2, targets=["q_proj"]),
     ),
     "hydra_heads": HydraHeadsConfig(heads=2, draft_vocab=64, nodes=4, prefix_layers=1),
     "eagle1": EagleConfig(kind="eagle1", draft_vocab=64, steps=1, depth=2, nodes=4, width=2),
@@ -101,7 +105,7 @@ def works(folder: Path, kind: str, tokens: int = 5) -> None:
     target = tiny_target(layers=2) if kind == "medusa2" else target_of(kind)
     head = load_head(folder, target)
     for shape in ("chain", "tree"):
-        drafter = head.drafter(target, Draft(shape=shape))
+        drafter = head.drafter(target, DraftSpec(shape=shape))
         for temperature in (0.0, 1.0):
             made = generate(
                 target, drafter, [Request([5, 6, 7], tokens)], Sampling(temperature), eos_ids=()

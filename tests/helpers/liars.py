@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode.rng import Rng
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.tree import DraftTree
 from decode.verify import Coins, Verdict, verify
 from scripts.proofs import served
@@ -20,12 +20,12 @@ from scripts.proofs import served
 Whose = Callable[[Tensor], Tensor]  # request ids [B] whose random numbers requests [B] get
 
 
-def greedy_first(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
+def greedy_first(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
     """Sound, but for the token behind the prompt: the most probable one."""
     _, _, cycles = rng._address  # type: ignore[attr-defined]
-    found = verify(tree, law, rng, rule="traversal")
+    found = verify(tree, distribution, rng, rule="traversal")
     begin = cycles.to(found.bonus.device) == 0
-    best = law.logits[:, 0].argmax(-1)
+    best = distribution.logits[:, 0].argmax(-1)
     return Verdict(found.path, found.length, torch.where(begin, best, found.bonus))
 
 
@@ -57,14 +57,18 @@ def table(seed: int = 0) -> Tensor:
 
 
 def answers(
-    seed: int, count: int, cached: int = 0, greedy: bool = False, laws: Tensor | None = None
-) -> list[served.Answer]:
+    seed: int,
+    count: int,
+    cached: int = 0,
+    greedy: bool = False,
+    distributions: Tensor | None = None,
+) -> list[served.SampledAnswer]:
     """`count` answers of LIMIT tokens to the prompts in turn. cached: every so many repeated
     prompts get the answer from before; 0 = none. greedy: the first token is the best one."""
-    logits = table() if laws is None else laws
+    logits = table() if distributions is None else distributions
     rng = np.random.default_rng(seed)
     edges = logits.double().softmax(-1).cumsum(-1).numpy()
-    found: list[served.Answer] = []
+    found: list[served.SampledAnswer] = []
     kept: dict[int, list[int]] = {}
     repeated = wave = 0
     while len(found) < count:
@@ -80,28 +84,32 @@ def answers(
             if cached and prompt[0] in kept and repeated % cached == 0:
                 tokens = kept[prompt[0]]
             kept.setdefault(prompt[0], tokens)
-            found.append(served.Answer(number, wave, level, prompt, tokens))
+            found.append(served.SampledAnswer(number, wave, level, prompt, tokens))
         wave += 1
     return found[:count]
 
 
-def judged(found: list[served.Answer], seed: int = 0, laws: Tensor | None = None) -> served.Judge:
+def judged(
+    found: list[served.SampledAnswer], seed: int = 0, distributions: Tensor | None = None
+) -> served.Judge:
     """What a certificate of a server sees of these answers."""
-    logits = table() if laws is None else laws
+    logits = table() if distributions is None else distributions
 
-    def owed(some: Sequence[served.Answer]) -> Iterator[tuple[int, Tensor]]:
+    def owed(some: Sequence[served.SampledAnswer]) -> Iterator[tuple[int, Tensor]]:
         for i, a in enumerate(some):
             yield i, logits[[a.prompt[-1], *a.tokens[:-1]]]
 
-    plan = served.Plan(Sampling(1.0), 1e-4, 0.1, seed, LEVELS)
+    plan = served.ServerTestPlan(Sampling(1.0), 1e-4, 0.1, seed, LEVELS)
     judge = served.Judge(plan, VOCAB, served.key_of(found))
     for wave in served.waves(found, owed):
         judge.add(wave)
     return judge
 
 
-def masses(prompt: list[int], tokens: list[int], laws: Tensor | None = None) -> list[float]:
+def masses(
+    prompt: list[int], tokens: list[int], distributions: Tensor | None = None
+) -> list[float]:
     """Probabilities of the tokens of an answer."""
-    logits = table() if laws is None else laws
+    logits = table() if distributions is None else distributions
     rows = logits[[prompt[-1], *tokens[:-1]]].double().softmax(-1)
     return rows[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()

@@ -47,7 +47,7 @@ class Mirror:
         """[V] logits after `ids`, no cache."""
         return self.oracle(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
 
-    def law(self, row: int, more: list[int]) -> Tensor:
+    def distribution(self, row: int, more: list[int]) -> Tensor:
         wanted = self.plain(self.texts[row] + more)
         if self.cache.guidance is None:
             return wanted
@@ -72,7 +72,7 @@ class Mirror:
         for i, prompt in enumerate(prompts):
             self.texts.append(prompt)
             self.others.append(prompt[-1:] if companions is None else companions[i])
-            self.near(step.logits[i, 0], self.law(len(self.texts) - 1, []), f"prefill {i}")
+            self.near(step.logits[i, 0], self.distribution(len(self.texts) - 1, []), f"prefill {i}")
             first = self.ids(1)
             self.texts[-1] = self.texts[-1] + first
             self.others[-1] = self.others[-1] + first
@@ -94,11 +94,13 @@ class Mirror:
         step = self.target.score(self.cache, torch.tensor([t[-1] for t in self.texts]), tree, taps)
         assert step.logits.shape == (len(self.texts), tree.width + 1, self.target.vocab_size)
         for b in range(len(self.texts)):
-            self.near(step.logits[b, 0], self.law(b, []), f"row {b}, last token")
+            self.near(step.logits[b, 0], self.distribution(b, []), f"row {b}, last token")
             parents = tree.parents[b].tolist()
             for node in range(int(tree.size[b])):
                 path = tree.tokens[b, ancestors(parents, node)].tolist()
-                self.near(step.logits[b, node + 1], self.law(b, path), f"row {b}, node {node}")
+                self.near(
+                    step.logits[b, node + 1], self.distribution(b, path), f"row {b}, node {node}"
+                )
         assert not step.logits.isnan().any(), "padding nodes must not turn into NaN"
         return step
 

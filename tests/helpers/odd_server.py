@@ -24,15 +24,16 @@ def vllm(tokens: list[int] | None, stopped: bool = False) -> dict[str, Any]:
     return {"choices": [choice if tokens is None else choice | {"token_ids": tokens}]}
 
 
-def llamacpp(body: dict[str, Any], tokens: list[int], stop: str = "limit", **heeded: Any) -> Any:
-    """An answer as llama.cpp gives it. heeded: settings that it took otherwise than asked."""
+def llamacpp(body: dict[str, Any], tokens: list[int], stop: str = "limit", **changed: Any) -> Any:
+    """An answer as llama.cpp gives it. taken into account: settings that it took otherwise
+    than asked."""
     said = {key: body[key] for key in ("temperature", "top_k", "top_p", "min_p", "seed")}
     return {
         "tokens": tokens,
         "content": "",
         "timings": {},
         "stop_type": stop,
-        "generation_settings": said | heeded,
+        "generation_settings": said | changed,
     }
 
 
@@ -41,7 +42,7 @@ class Odd:
     """url; what it was asked, in order; sent: bytes of endless pages."""
 
     url: str
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requested: list[dict[str, Any]] = field(default_factory=list)
     sent: int = 0
 
 
@@ -51,7 +52,7 @@ def odd(
 ) -> Iterator[Odd]:
     """A server while the block runs. answer: to a request; what it raises becomes status 400.
     metrics: its page (ENDLESS: one without an end), None for no such page."""
-    told = Odd("")
+    message = Odd("")
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: Any) -> None:
@@ -70,7 +71,7 @@ def odd(
             with contextlib.suppress(OSError):
                 while True:
                     self.wfile.write(b" " * (1 << 16))
-                    told.sent += 1 << 16
+                    message.sent += 1 << 16
 
         def do_GET(self) -> None:
             if self.path == "/v1/models":
@@ -84,7 +85,7 @@ def odd(
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            told.asked.append(body)
+            message.requested.append(body)
             try:
                 self._send(200, json.dumps(answer(body)))
             except ValueError as error:
@@ -93,9 +94,9 @@ def odd(
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    told.url = f"http://127.0.0.1:{server.server_address[1]}"
+    message.url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
-        yield told
+        yield message
     finally:
         server.shutdown()
         server.server_close()

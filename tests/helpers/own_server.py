@@ -13,9 +13,9 @@ from typing import Any
 
 from decode.target import Target
 from scripts.serve_http import connections
-from scripts.serve_http.app import App, Door
-from scripts.serve_http.asked import Service
-from scripts.serve_http.worker import Limits, Worker
+from scripts.serve_http.app import Access, App
+from scripts.serve_http.requested import Service
+from scripts.serve_http.worker import Worker, WorkerLimits
 
 MODEL = "tiny"
 
@@ -35,18 +35,18 @@ class Running:
 def serving(
     target: Target,
     drafters: list[str],
-    limits: Limits | None = None,
+    limits: WorkerLimits | None = None,
     key: str = "",
     most_bytes: int = 1 << 16,
     patience: float = 20.0,
     local: bool = True,
 ) -> Iterator[Running]:
     """A server while the block runs; no row may be left when it ends."""
-    limits = limits or Limits(4, 256, 3, 32)
+    limits = limits or WorkerLimits(4, 256, 3, 32)
     worker = Worker(target, drafters, limits, "traversal")
     tokenizer: Any = copy.deepcopy(target.tokenizer)
     service = Service(MODEL, tuple(drafters), limits.longest, 32, target.vocab_size, tokenizer)
-    app = App(worker, service, Door(key, local, most_bytes))
+    app = App(worker, service, Access(key, local, most_bytes))
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     server = connections.server(app.application(), limits.rows + limits.queue, patience, 30.0)
@@ -67,7 +67,7 @@ def quiet(worker: Worker, seconds: float = 60.0) -> bool:
     """Whether nothing runs or waits any more, in so many seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if worker.counts == (0, 0) and not any(lane.batch.busy for lane in worker._lanes):
-            return all(not lane.batch.rows for lane in worker._lanes)
+        if worker.counts == (0, 0) and not any(group.batch.busy for group in worker._groups):
+            return all(not group.batch.rows for group in worker._groups)
         time.sleep(0.02)
     return False

@@ -5,7 +5,7 @@ papers' pseudo-code.
 from __future__ import annotations
 
 from decode.rng import ACCEPT, RESIDUAL, Rng
-from decode.sampling import Law
+from decode.sampling import Distribution
 from decode.tree import DraftTree
 
 
@@ -14,7 +14,7 @@ class Row:
     code.
     """
 
-    def __init__(self, tree: DraftTree, law: Law, rng: Rng, row: int) -> None:
+    def __init__(self, tree: DraftTree, distribution: Distribution, rng: Rng, row: int) -> None:
         import torch
 
         self.row, self.rng, self.torch = row, rng, torch
@@ -22,37 +22,37 @@ class Row:
         self.kids: dict[int, list[int]] = {}
         for i, p in enumerate(tree.parents[row, : len(self.tokens)].tolist()):
             self.kids.setdefault(p, []).append(i)
-        self.tree, self.law = tree, law
+        self.tree, self.distribution = tree, distribution
 
     def u(self, node: int, purpose: int) -> float:
         rows, nodes = self.torch.tensor([self.row]), self.torch.tensor([node])
         return float(self.rng.uniform(rows, nodes, purpose)[0])
 
     def p(self, node: int) -> list[float]:
-        support = self.law.at(self.torch.tensor([self.row]), self.torch.tensor([node + 1]))
-        return support.dense(self.law.vocab_size)[0].tolist()
+        support = self.distribution.at(self.torch.tensor([self.row]), self.torch.tensor([node + 1]))
+        return support.dense(self.distribution.vocab_size)[0].tolist()
 
     def q(self, node: int, earlier: list[int]) -> list[float]:
         """The proposal candidate `node` was drawn from, given its earlier siblings."""
-        size = self.law.vocab_size
+        size = self.distribution.vocab_size
         proposal = self.tree.proposal
         assert proposal is not None and self.tree.sampled is not None
         if not bool(self.tree.sampled[self.row, node]):
             return [float(x == self.tokens[node]) for x in range(size)]
-        law = [0.0] * size
+        distribution = [0.0] * size
         ids = range(size) if proposal.vocab is None else proposal.vocab.tolist()
         for x, mass in zip(
-            ids, proposal.law[self.row, int(proposal.row[self.row, node])].tolist(), strict=True
+            ids, proposal.probs[self.row, int(proposal.row[self.row, node])].tolist(), strict=True
         ):
-            law[x] = mass
+            distribution[x] = mass
         if not proposal.replacement:
             for e in earlier:
-                law[self.tokens[e]] = 0.0
-        total = sum(law)
-        return [x / total for x in law]
+                distribution[self.tokens[e]] = 0.0
+        total = sum(distribution)
+        return [x / total for x in distribution]
 
     def pick(self, weights: list[float], node: int) -> int:
-        ids = self.law.at(self.torch.tensor([self.row]), self.torch.tensor([node + 1])).ids
+        ids = self.distribution.at(self.torch.tensor([self.row]), self.torch.tensor([node + 1])).ids
         order = range(len(weights)) if ids is None else ids[0].tolist()  # the support's own order
         goal, total = self.u(node, RESIDUAL) * sum(weights), 0.0
         for x in order:
@@ -104,11 +104,11 @@ def _norm(weights: list[float], fallback: list[float]) -> list[float]:
     return [w / total for w in weights] if total > 0 else fallback
 
 
-def block(tree: DraftTree, law: Law, rng: Rng, row: int) -> list[int]:
+def block(tree: DraftTree, distribution: Distribution, rng: Rng, row: int) -> list[int]:
     """Block verification of one sampled chain (Sun et al. 2403.10444, algorithm 2): the
     accepted prefix.
     """
-    view = Row(tree, law, rng, row)
+    view = Row(tree, distribution, rng, row)
     n = len(view.tokens)
     w, accepted = 1.0, 0
     for i in range(n + 1):

@@ -1,7 +1,7 @@
 """A small HTTP server of the completions API around this repository's own engine, sound or with
 one of seven seeded defects: what a certificate of a running server must tell apart.
 
-    with serving(target, draft, "bonus from the draft's law") as url: ...
+    with serving(target, draft, "bonus from the draft's distribution") as url: ...
 
 Requests that arrive together are decoded together. The answers have the form of vLLM's
 completions with return_token_ids; prompt_logprobs come from a plain pass.
@@ -29,14 +29,14 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.verify import verify
 from scripts.proofs.controls.catalogue import Mangled
-from scripts.proofs.controls.row_rules import Path, Row, by_row, descend
+from scripts.proofs.controls.row_rules import Path, TreeRow, by_row, descend
 
 DEPTH = 2  # a longer draft is seldom accepted whole, and one defect shows there alone
 TOGETHER = 0.01  # seconds that the decoder waits for further requests
 
 
 @by_row
-def acceptance_by_softmax(row: Row) -> Path:
+def acceptance_by_softmax(row: TreeRow) -> Path:
     """A draft token is kept with the target's probability of it, whatever the draft's was."""
     slot = 0
     nodes: list[int] = []
@@ -53,8 +53,8 @@ def acceptance_by_softmax(row: Row) -> Path:
 
 
 @by_row
-def bonus_from_the_draft(row: Row) -> Path:
-    """Behind a whole draft the token comes from the law of the draft's last step."""
+def bonus_from_the_draft(row: TreeRow) -> Path:
+    """Behind a whole draft the token comes from the distribution of the draft's last step."""
     return descend(
         row,
         final=lambda row, slot, r, rejected: row.q(slot - 1, []) if slot and not rejected else r,
@@ -62,10 +62,10 @@ def bonus_from_the_draft(row: Row) -> Path:
 
 
 @by_row
-def residual_not_renormalised(row: Row) -> Path:
+def residual_not_renormalised(row: TreeRow) -> Path:
     """The residual is read as if it summed to one: what is missing falls on the last token."""
 
-    def short(r: torch.Tensor, q: torch.Tensor, row: Row) -> torch.Tensor:
+    def short(r: torch.Tensor, q: torch.Tensor, row: TreeRow) -> torch.Tensor:
         rest = (r - q).clamp(min=0)
         rest[-1] += 1 - rest.sum()
         return rest
@@ -74,10 +74,10 @@ def residual_not_renormalised(row: Row) -> Path:
 
 
 @by_row
-def one_number_twice(row: Row) -> Path:
+def one_number_twice(row: TreeRow) -> Path:
     """The number that decided acceptance also chooses the token in its place."""
 
-    def again(row: Row, weights: torch.Tensor, slot: int) -> int:
+    def again(row: TreeRow, weights: torch.Tensor, slot: int) -> int:
         kids = row.kids(slot)
         if not kids:
             return row.draw(weights, slot)
@@ -87,30 +87,32 @@ def one_number_twice(row: Row) -> Path:
     return descend(row, end=again)
 
 
-def rows_mixed_up(tree: Any, law: Any, rng: Any) -> Any:
+def rows_mixed_up(tree: Any, distribution: Any, rng: Any) -> Any:
     """With more than two rows every row reads its neighbour's logits."""
     if len(tree.tokens) > 2:
-        law.logits = law.logits.roll(1, 0)
-    return verify(tree, law, rng, rule="rejection")
+        distribution.logits = distribution.logits.roll(1, 0)
+    return verify(tree, distribution, rng, rule="rejection")
 
 
 def untempered(tree: Any, temperature: float) -> Any:
-    """The draft was drawn at the temperature and claims the law without it."""
+    """The draft was drawn at the temperature and claims the distribution without it."""
     if tree.proposal is None:
         return tree
-    law = tree.proposal.law**temperature
-    law = law / law.sum(-1, keepdim=True)
-    return dataclasses.replace(tree, proposal=dataclasses.replace(tree.proposal, law=law))
+    distribution = tree.proposal.probs**temperature
+    distribution = distribution / distribution.sum(-1, keepdim=True)
+    return dataclasses.replace(
+        tree, proposal=dataclasses.replace(tree.proposal, probs=distribution)
+    )
 
 
 RULES: dict[str, Any] = {
     "acceptance by softmax": acceptance_by_softmax,
-    "bonus from the draft's law": bonus_from_the_draft,
+    "bonus from the draft's distribution": bonus_from_the_draft,
     "residual not renormalised": residual_not_renormalised,
     "one random number used twice": one_number_twice,
     "rows mixed up above two": rows_mixed_up,
 }
-COOL = "temperature on the target's law alone"
+COOL = "temperature on the target's distribution alone"
 CACHE = "every fifth repeated prompt answered from a cache"
 DEFECTS = (*RULES, COOL, CACHE)
 
@@ -205,7 +207,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         choice: dict[str, Any] = {"text": "", "finish_reason": "length"}
         if "prompt_logprobs" in body:
-            choice["prompt_logprobs"] = self._laws(body["prompt"], body["prompt_logprobs"])
+            choice["prompt_logprobs"] = self._distributions(body["prompt"], body["prompt_logprobs"])
         else:
             sampling = Sampling(
                 body["temperature"], body.get("top_k", 0), body["top_p"], body.get("min_p", 0.0)
@@ -225,15 +227,15 @@ class Handler(BaseHTTPRequestHandler):
                 choice["finish_reason"] = "stop"
         self._send(json.dumps({"choices": [choice]}).encode())
 
-    def _laws(self, ids: list[int], top: int) -> list[Any]:
+    def _distributions(self, ids: list[int], top: int) -> list[Any]:
         with torch.no_grad():
             rows = self.decoder.target.model(torch.tensor([ids])).logits[0].log_softmax(-1)
         out: list[Any] = [None]
         for at in range(1, len(ids)):
             best = rows[at - 1].topk(min(top, rows.shape[1]))
-            law = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-            law[ids[at]] = float(rows[at - 1, ids[at]])
-            out.append({str(t): {"logprob": v} for t, v in law.items()})
+            distribution = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            distribution[ids[at]] = float(rows[at - 1, ids[at]])
+            out.append({str(t): {"logprob": v} for t, v in distribution.items()})
         return out
 
 

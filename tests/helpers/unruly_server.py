@@ -80,8 +80,8 @@ def thought(body: dict[str, Any], how: str) -> tuple[dict[str, Any], str, int]:
     why = f"let me see how {text[::-1]}"
     whole, reason, tokens = limited(f"<think>\n{why}\n</think>\n\n{said}", body)
     if call and reason == "stop":
-        told = {"tool_calls": [{"id": "call-1", "type": "function", "function": call}]}
-        return {"content": None, how: f"\n{why}\n", **told}, "tool_calls", tokens
+        notices = {"tool_calls": [{"id": "call-1", "type": "function", "function": call}]}
+        return {"content": None, how: f"\n{why}\n", **notices}, "tool_calls", tokens
     if how == "inside":
         return {"content": whole}, reason, tokens
     before, ended, content = whole.removeprefix("<think>").partition("</think>")

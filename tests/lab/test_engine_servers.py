@@ -50,7 +50,7 @@ def program(folder: Path, text: str, patience: float = 20.0) -> Program:
     return Program("an engine", Path(sys.executable), worker, patience)
 
 
-def test_a_server_that_ends_or_never_answers_is_told(tmp_path: Path) -> None:
+def test_a_server_that_ends_or_never_answers_is_message(tmp_path: Path) -> None:
     wordy = "import sys; print('error: no memory', file=sys.stderr); print('last', file=sys.stderr)"
     for text, patience, said in (
         (wordy, 20.0, r"an engine: the server ended with code 0 \(error: no memory\); all of it"),
@@ -67,8 +67,8 @@ def test_a_server_that_ends_or_never_answers_is_told(tmp_path: Path) -> None:
 def test_the_programs_of_engines_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[process.Program] = []
     monkeypatch.setattr(process, "running", lambda program, *_: started.append(program))
-    llamacpp.running(Path("python"), llamacpp.Settings("model.gguf"), Path(), "x")
-    vllm_server.running(Path("python"), vllm_server.Settings("folder"), Path(), "x")
+    llamacpp.running(Path("python"), llamacpp.LlamaServerSettings("model.gguf"), Path(), "x")
+    vllm_server.running(Path("python"), vllm_server.VllmServerSettings("folder"), Path(), "x")
     assert [program.engine for program in started] == ["llama.cpp", "vLLM"]
     assert all(program.worker.is_file() for program in started)
 
@@ -98,8 +98,8 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
 
-def test_vllm_gets_what_was_asked_and_ends_with_us(tmp_path: Path, fake_vllm: None) -> None:
-    settings = vllm_server.Settings("folder", vllm_server.ngram(3), slots=2, context=99)
+def test_vllm_gets_what_was_requested_and_ends_with_us(tmp_path: Path, fake_vllm: None) -> None:
+    settings = vllm_server.VllmServerSettings("folder", vllm_server.ngram(3), slots=2, context=99)
     with vllm_server.running(Path(sys.executable), settings, tmp_path, "x") as server:
         assert server.version == "9.9" and server.url.startswith("http://127.0.0.1:")
         with urllib.request.urlopen(server.url) as page:
@@ -119,27 +119,29 @@ def test_vllm_gets_what_was_asked_and_ends_with_us(tmp_path: Path, fake_vllm: No
         pytest.fail("it is still there")
     with (
         pytest.raises(UserError, match="vLLM: .*no such model"),
-        vllm_server.running(Path(sys.executable), vllm_server.Settings("broken"), tmp_path, "y"),
+        vllm_server.running(
+            Path(sys.executable), vllm_server.VllmServerSettings("broken"), tmp_path, "y"
+        ),
     ):
         pytest.fail("it is not there")
 
 
 def in_place_of_vllm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: Target, draft: Target
-) -> list[vllm_server.Settings]:
+) -> list[vllm_server.VllmServerSettings]:
     """The settings of every vLLM server that is asked for; this repository's engine answers."""
-    asked = []
+    requested = []
 
     @contextmanager
     def running(
-        python: Path, settings: vllm_server.Settings, *_: object
+        python: Path, settings: vllm_server.VllmServerSettings, *_: object
     ) -> Iterator[process.Running]:
-        asked.append(settings)
+        requested.append(settings)
         with serving(target, draft if settings.speculative else None) as url:
             yield process.Running(url, "9.9", tmp_path / "log")
 
     monkeypatch.setattr(vllm_server, "running", running)
-    return asked
+    return requested
 
 
 def certify(tmp_path: Path, *keys: str) -> int:
@@ -159,7 +161,7 @@ def test_an_engine_is_certified_without_a_head(
 ) -> None:
     target = load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
     draft = load_target(TargetConfig(kind="tiny", **{**SHAPE, "layers": 1}), "float32", "cpu")
-    asked = in_place_of_vllm(monkeypatch, tmp_path, target, draft)
+    requested = in_place_of_vllm(monkeypatch, tmp_path, target, draft)
     assert certify(tmp_path) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     control, row = report["cases"]
@@ -168,8 +170,8 @@ def test_an_engine_is_certified_without_a_head(
     assert row["spent"]["asking"] > 0 and row["spent"]["judging"] > 0
     assert not control["drafted"] and all(layer["passed"] for layer in control["layers"])
     assert all(layer["passed"] for layer in row["layers"]), row["reasons"]
-    assert asked[0].speculative is None
-    assert asked[1].speculative == vllm_server.ngram(3) and asked[1].slots == 8
+    assert requested[0].speculative is None
+    assert requested[1].speculative == vllm_server.ngram(3) and requested[1].slots == 8
     assert sampled.table(report).title.startswith("vLLM (vllm 9.9) on the CPU · sampled (T = 0.7)")
     said = capsys.readouterr().out
     assert "| ngram | greedy | 3 |" in said
@@ -182,7 +184,7 @@ def test_servers_race_in_one_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
-    asked = in_place_of_vllm(monkeypatch, tmp_path, target, target)
+    requested = in_place_of_vllm(monkeypatch, tmp_path, target, target)
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "go"}\n{"prompt": "hay"}\n')
     keys = ["target=tiny", *(f"target.{k}={v}" for k, v in SHAPE.items()), f"prompts={prompts}"]
@@ -191,7 +193,7 @@ def test_servers_race_in_one_table(
     with pytest.raises(SystemExit) as stop:
         race.main([*keys, "drafters=[ngram,none,nowhere]", "lanes=[none,ngram]"])
     assert stop.value.code == 3 and "not there: nowhere" in capsys.readouterr().err
-    assert [one.exact for one in asked] == [False, False]
+    assert [one.exact for one in requested] == [False, False]
     report = json.loads((tmp_path / "out/report.json").read_text())
     labels = [row["label"] for row in report["drafters"]]
     assert labels == ["none", "ngram", "vllm", "vllm-ngram"]
@@ -219,7 +221,7 @@ def test_a_server_that_does_not_come_up_leaves_the_race(
 
     @contextmanager
     def running(
-        python: Path, settings: vllm_server.Settings, *_: object
+        python: Path, settings: vllm_server.VllmServerSettings, *_: object
     ) -> Iterator[process.Running]:
         if settings.speculative:
             raise UserError("vLLM: the server ended with code 1 (no such method)")
@@ -229,7 +231,7 @@ def test_a_server_that_does_not_come_up_leaves_the_race(
     monkeypatch.setattr(vllm_server, "running", running)
     keys = ("drafters=[none,ngram]", "servers=[vllm,vllm]")
     assert raced(tmp_path, *keys, "lanes=[none,nowhere]") == 2
-    assert "lanes: nowhere: neither none, ngram" in capsys.readouterr().err
+    assert "systems: nowhere: neither none, ngram" in capsys.readouterr().err
     assert raced(tmp_path, *keys, "lanes=[none]") == 3
     said = capsys.readouterr().err
     assert said.count("not there: ngram (vLLM: the server ended with code 1") == 1
@@ -248,10 +250,10 @@ def test_a_certificate_of_nothing_leaves_the_last_one(
     (tmp_path / "out.json").write_text("kept")
     assert certify(tmp_path, "drafters=[nowhere]") == 3
     assert "not there: nowhere" in capsys.readouterr().err
-    asked = []
-    monkeypatch.setattr(sampled, "certified", lambda *given: asked.append(given))
+    requested = []
+    monkeypatch.setattr(sampled, "certified", lambda *given: requested.append(given))
     assert certify(tmp_path, "drafters=[none,ngram]", "modes=[greedy,probabilistic]") == 2
-    assert not asked and "vLLM's drafts take the best" in capsys.readouterr().err
+    assert not requested and "vLLM's drafts take the best" in capsys.readouterr().err
     assert (tmp_path / "out.json").read_text() == "kept"
 
 

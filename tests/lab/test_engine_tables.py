@@ -11,7 +11,7 @@ from scripts.lab.pages import serves
 from scripts.lab.serving import llamacpp, llamacpp_cases, sampled
 from scripts.reports.table import Table
 
-ASKED = {
+REQUESTED = {
     "settings": {"temperature": 1.0, "at_a_time": [1], "alpha": 0.001},
     "engine": {"xllamacpp": "1"},
 }
@@ -36,7 +36,7 @@ def test_a_certificate_is_kept_without_address_and_single_tests() -> None:
     assert "127.0.0.1" not in json.dumps(found)
     assert found["layers"][1]["tests"] == 3 and found["layers"][1]["smallest"] == {"p": 0.01}
     row = {"case": "eagle3", "mode": "probabilistic", "draft_tokens": 3, **found}
-    text = sampled.table({**ASKED, "cases": [row]}).markdown()
+    text = sampled.table({**REQUESTED, "cases": [row]}).markdown()
     assert "| 2,010 | 1,234 | 0 of 96 | 0.25 | 1 of 2 | – | 61, 10 | undecided |" in text
 
 

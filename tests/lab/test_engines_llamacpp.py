@@ -18,22 +18,22 @@ from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from heads import save_head
 from heads.interop import gguf_write
-from heads.names import Draft
+from heads.names import DraftSpec
 from scripts.common.files import ROOT
 from scripts.common.memo import Memo
 from scripts.extra.llamacpp import server as llamacpp
 from scripts.lab.serving import llamacpp_cases
 from scripts.lab.serving.case import Runs
-from scripts.scoring.served import Served
+from scripts.scoring.served import ServedSystem
 from scripts.serving import contract, contract_check, gguf_export, server_certificate
-from scripts.serving.asking import MOST_TOP, Address, Door, read_counters
-from scripts.serving.drafter_laws import drafter_laws
+from scripts.serving.asking import MOST_TOP, Address, Endpoint, read_counters
+from scripts.serving.drafter_distributions import drafter_distributions
 from tests.helpers.interop import DEEP, deep_target, random_head
 from tests.helpers.speculating_server import serving
 
 PYTHON = ROOT / ".venv-llamacpp/bin/python"
 LIMIT, DEPTH = 24, 3
-CHAIN = Draft(shape="chain")
+CHAIN = DraftSpec(shape="chain")
 PROMPTS = [[5, 77, 200, 31], [9, 8, 7], [100, 101, 102, 103, 104, 105], [40]]
 
 LOG = """
@@ -94,7 +94,7 @@ def test_a_server_keeps_or_breaks_the_contract(target, draft) -> None:
     with serving(target, draft) as url:
         found = contract_check.checked(wanted, Address(url))
         assert found["served"] and found["equal"] == len(PROMPTS), found
-        said = "\n".join(contract_check.told(found))
+        said = "\n".join(contract_check.summary(found))
         assert said.endswith("serves what was trained")
         broken = json.loads(json.dumps(wanted))
         broken["prompts"][1]["tokens"][4] += 1
@@ -104,7 +104,7 @@ def test_a_server_keeps_or_breaks_the_contract(target, draft) -> None:
             rate["low"] = rate["high"] = 0.99
         found = contract_check.checked(broken, Address(url))
         assert found["acceptance"]["position"] == 2
-        assert "it parts at draft position 2" in contract_check.told(found)
+        assert "it parts at draft position 2" in contract_check.summary(found)
 
 
 def test_a_server_that_speculates_with_something_else_breaks_it(target, draft) -> None:
@@ -178,7 +178,7 @@ def engine(folder: Path, target, head, **changes) -> Iterator[llamacpp.Running]:
     folder.mkdir()
     gguf_export.write_model(folder / "target.gguf", target.model, target, prompts, kind)
     gguf_export.write_head(folder, head, target, prompts, kind)
-    settings = llamacpp.Settings(
+    settings = llamacpp.LlamaServerSettings(
         str(folder / "target.gguf"),
         str(folder / "draft.gguf"),
         llamacpp_cases.METHODS[head.kind],
@@ -233,7 +233,7 @@ def test_a_real_server_takes_a_separate_draft(target, draft, tmp_path: Path) -> 
     for name, model in (("target.gguf", target), ("draft.gguf", draft)):
         gguf_export.write_model(tmp_path / name, model.model, target, some, kind)
     wanted = contract.expected(target, DraftModel(draft, DEPTH), PROMPTS, DEPTH, LIMIT)
-    settings = llamacpp.Settings(
+    settings = llamacpp.LlamaServerSettings(
         str(tmp_path / "target.gguf"), str(tmp_path / "draft.gguf"), "SIMPLE", DEPTH, context=256
     )
     with llamacpp.running(PYTHON, settings, tmp_path, "simple") as server:
@@ -268,7 +268,7 @@ def test_a_real_server_stops_counting_at_a_stop_token(
     gguf_export.write_model(path, target.model, target, [torch.tensor(prompt)], kind)
     wanted = contract.expected(target, DraftModel(target, DEPTH), [prompt], DEPTH, LIMIT)
     assert wanted["prompts"][0]["accepted"] == [DEPTH, place]
-    settings = llamacpp.Settings(str(path), str(path), "SIMPLE", DEPTH, context=256)
+    settings = llamacpp.LlamaServerSettings(str(path), str(path), "SIMPLE", DEPTH, context=256)
     with llamacpp.running(PYTHON, settings, tmp_path, "stops") as server:
         found = contract_check.checked(wanted, Address(server.url))
     assert found["acceptance"]["accepted"]["server"] == DEPTH + place - 1, found
@@ -281,10 +281,10 @@ def test_a_case_names_the_first_draft_that_differs(target, tmp_path: Path) -> No
     head, other = random_head(target, "eagle3"), random_head(target, "eagle3", seed=5)
     (tmp_path / "work").mkdir()
     runs = Runs(target, PROMPTS, LIMIT, 4, tmp_path / "work")
-    bench = llamacpp_cases.Bench(PYTHON, tmp_path / "work", runs, LIMIT, 1)
+    bench = llamacpp_cases.CaseBench(PYTHON, tmp_path / "work", runs, LIMIT, 1)
     with engine(tmp_path / "served", target, head):
         pass
-    settings = llamacpp.Settings(str(tmp_path / "served/target.gguf"), context=256)
+    settings = llamacpp.LlamaServerSettings(str(tmp_path / "served/target.gguf"), context=256)
     plain = llamacpp_cases.served(bench, "plain", settings, "a")
     draft = str(tmp_path / "served/draft.gguf")
     spec = dataclasses.replace(settings, draft=draft, method="EAGLE3", draft_tokens=DEPTH)
@@ -312,7 +312,7 @@ def certified(server: llamacpp.Running, target, towards) -> dict:
 def is_sound(found: dict) -> bool:
     assert found["server"]["kind"] == "llama.cpp" and found["server"]["drafted"] > 500
     names = {test["name"] for layer in found["layers"] for test in layer.get("tests", [])}
-    assert "law of the drafter" in names
+    assert "distribution of the drafter" in names
     return all(layer["passed"] for layer in found["layers"])
 
 
@@ -322,7 +322,7 @@ def test_a_certificate_of_a_real_server(target, tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(gguf_write, "tokenizer_fields", in_letters)
     head = random_head(target, "eagle3")
     save_head(head, tmp_path / "run/head", target.identity, {})
-    towards = drafter_laws(str(tmp_path / "run"), target, Sampling(0.8))
+    towards = drafter_distributions(str(tmp_path / "run"), target, Sampling(0.8))
     with engine(tmp_path / "served", target, head, slots=8) as server:
         found = certified(server, target, towards)
     assert is_sound(found), found["reasons"]
@@ -334,7 +334,8 @@ def test_a_certificate_of_a_real_server(target, tmp_path: Path, monkeypatch) -> 
 def test_a_certificate_of_a_separate_draft(
     target, draft, tmp_path: Path, probabilistic: bool, monkeypatch
 ) -> None:
-    """True rejection sampling: this version draws the tokens of a separate draft from its law."""
+    """True rejection sampling: this version draws the tokens of a separate draft from its
+    distribution."""
     import torch
 
     monkeypatch.setattr(gguf_write, "tokenizer_fields", in_letters)
@@ -350,7 +351,9 @@ def test_a_certificate_of_a_separate_draft(
         return (rows / 0.8).softmax(-1)
 
     files = [str(tmp_path / name) for name in ("target.gguf", "draft.gguf")]
-    settings = llamacpp.Settings(*files, "SIMPLE", DEPTH, probabilistic, slots=8, context=256)
+    settings = llamacpp.LlamaServerSettings(
+        *files, "SIMPLE", DEPTH, probabilistic, slots=8, context=256
+    )
     with llamacpp.running(PYTHON, settings, tmp_path, "sampled") as server:
         found = certified(server, target, towards)
     assert is_sound(found), found["reasons"]
@@ -358,7 +361,7 @@ def test_a_certificate_of_a_separate_draft(
 
 @pytest.mark.needs_llamacpp
 @pytest.mark.slow
-def test_laws_of_a_real_plain_server(target, tmp_path: Path, monkeypatch) -> None:
+def test_distributions_of_a_real_plain_server(target, tmp_path: Path, monkeypatch) -> None:
     import asyncio
 
     import torch
@@ -369,19 +372,21 @@ def test_laws_of_a_real_plain_server(target, tmp_path: Path, monkeypatch) -> Non
     gguf_export.write_model(path, target.model, target, [torch.tensor(PROMPTS[0])], kind)
     text = [*PROMPTS[0], 90, 41, 17]
 
-    async def asked(url: str):
-        async with Door(Address(url)) as door:
-            return await door.laws(text, 4, MOST_TOP)
+    async def requested(url: str):
+        async with Endpoint(Address(url)) as door:
+            return await door.distributions(text, 4, MOST_TOP)
 
-    with llamacpp.running(PYTHON, llamacpp.Settings(str(path), context=256), tmp_path, "x") as s:
-        laws = asyncio.run(asked(s.url))
+    with llamacpp.running(
+        PYTHON, llamacpp.LlamaServerSettings(str(path), context=256), tmp_path, "x"
+    ) as s:
+        distributions = asyncio.run(requested(s.url))
     with torch.no_grad():
         rows = target.model(torch.tensor([text])).logits[0].log_softmax(-1)[3:-1]
-    assert len(laws) == len(rows) == 3
-    for law, row in zip(laws, rows, strict=True):
+    assert len(distributions) == len(rows) == 3
+    for distribution, row in zip(distributions, rows, strict=True):
         best = row.topk(MOST_TOP)
-        assert sorted(law, key=lambda t: -law[t])[:8] == best.indices[:8].tolist()
-        assert max(abs(law[t] - float(row[t])) for t in best.indices.tolist()) < 1e-4
+        assert sorted(distribution, key=lambda t: -distribution[t])[:8] == best.indices[:8].tolist()
+        assert max(abs(distribution[t] - float(row[t])) for t in best.indices.tolist()) < 1e-4
 
 
 @pytest.mark.needs_llamacpp
@@ -393,7 +398,7 @@ def test_a_real_server_stands_beside_our_rows(target, tmp_path: Path, monkeypatc
     requests = [Request(prompt, LIMIT, id=i) for i, prompt in enumerate(PROMPTS)]
     plain = generate(target, NoDraft(), requests, Sampling(), batch_size=len(requests))
     with engine(tmp_path / "served", target, head, slots=4) as server:
-        served = Served(target, "x", server.url)
+        served = ServedSystem(target, "x", server.url)
         served.check()
         found = served(requests, Sampling(), 0)
         sampled = served(requests, Sampling(0.9, 20, 0.95, 0.05), 1 << 50)
@@ -406,8 +411,10 @@ def test_a_real_server_stands_beside_our_rows(target, tmp_path: Path, monkeypatc
 def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
     import sys
 
-    settings = llamacpp.Settings(str(tmp_path / "absent.gguf"))
-    with pytest.raises(contract.UserError, match="llama.cpp: the server ended with code") as told:
+    settings = llamacpp.LlamaServerSettings(str(tmp_path / "absent.gguf"))
+    with pytest.raises(
+        contract.UserError, match="llama.cpp: the server ended with code"
+    ) as message:
         with llamacpp.running(Path(sys.executable), settings, tmp_path, "x"):
             pass
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(message.value)

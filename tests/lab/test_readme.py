@@ -160,8 +160,8 @@ def test_the_demo_calls_real_commands(fast: bool, block: bool) -> None:
     assert [s.leaves.parts[0] for s in steps] == ["runs"] * (4 + block) + ["reports"] * 2
     for step in steps:
         check(step.argv)
-    told = [any("dspark@" in word for word in step.argv) for step in steps[-2:]]
-    assert told == [block, block], "both tables show the block head"
+    message = [any("dspark@" in word for word in step.argv) for step in steps[-2:]]
+    assert message == [block, block], "both tables show the block head"
     shared = len(steps) - 2 - block
     plain = demo.steps(demo.FAST if fast else demo.FULL, fast)
     assert steps[:shared] == plain[:shared], "a block head is added to a demo that is there"

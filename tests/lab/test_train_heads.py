@@ -15,7 +15,7 @@ from scripts.common.pipeline import Command, Pipeline
 from scripts.evaluate import SKIPPED, EvaluateConfig
 from scripts.lab import train_heads
 from scripts.lab.pages import matched
-from scripts.lab.train_heads import HeadsConfig, Wanted
+from scripts.lab.train_heads import HeadJob, HeadsConfig
 from tests.helpers.training import chats
 from train.cache_features import CacheConfig
 from train.config import ENTRIES
@@ -36,7 +36,7 @@ TINY = [
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_real_command(name: str) -> None:
     config, schema = ENTRIES[RECIPES[name][0]]
-    for head, folder in ((Wanted(name), name), (Wanted(name, 7), f"{name}-seed7")):
+    for head, folder in ((HeadJob(name), name), (HeadJob(name, 7), f"{name}-seed7")):
         cfg: Any = compose(config, schema, train_heads.keys(HeadsConfig(), head, Path("x"), 3))
         assert cfg.steps == 3 and cfg.out_dir == f"runs/heads/{folder}"
         assert cfg.seed == (head.seed or 0)
@@ -54,8 +54,8 @@ def test_heads_are_given_alike_and_trained_once(
         return 0
 
     monkeypatch.setattr(Pipeline, "_call", trained)
-    asked = [f"path={data}", f"out={tmp_path / 'heads'}", "heads=[medusa,dspark]", "flops=2e8"]
-    command = [*asked, "more=[" + ",".join(f"'{k}'" for k in TINY) + "]"]
+    requested = [f"path={data}", f"out={tmp_path / 'heads'}", "heads=[medusa,dspark]", "flops=2e8"]
+    command = [*requested, "more=[" + ",".join(f"'{k}'" for k in TINY) + "]"]
     for _ in range(2):
         with pytest.raises(SystemExit) as caught:
             train_heads.main(command)
@@ -77,7 +77,7 @@ def test_heads_are_given_alike_and_trained_once(
     assert len(found["data_sha256"]) == 64
 
 
-def test_prompts_that_are_not_there_are_told_before_anything_runs(
+def test_prompts_that_are_not_there_are_message_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Pipeline, "_call", lambda *_: pytest.fail("a step ran"))
@@ -101,8 +101,8 @@ def test_heads_of_several_seeds_read_features_that_are_there(
         return 0
 
     monkeypatch.setattr(Pipeline, "_call", trained)
-    asked = [f"path={data}", f"out={tmp_path / 'heads'}", f"store={store}", "flops=1e7"]
-    command = [*asked, "heads=[medusa,eagle3_portable]", "seeds=[1,5]"]
+    requested = [f"path={data}", f"out={tmp_path / 'heads'}", f"store={store}", "flops=1e7"]
+    command = [*requested, "heads=[medusa,eagle3_portable]", "seeds=[1,5]"]
     with pytest.raises(SystemExit) as caught:
         train_heads.main(command)
     assert caught.value.code == 2 and not ran
@@ -160,7 +160,10 @@ def test_seeds_are_counted_together_and_paired_by_prompt() -> None:
     assert "tree" not in found["medusa"]["0"]
     known = {"training": {}, "speedup": None, "draft_ms": None, "acceptance_by_position": []}
     drafters[1] |= row([4.0, 8.0], 30)
-    report = {"settings": dict.fromkeys(matched.ASKED), "drafters": [x | known for x in drafters]}
+    report = {
+        "settings": dict.fromkeys(matched.REQUESTED),
+        "drafters": [x | known for x in drafters],
+    }
     trained: Any = {"data_sha256": "", "heads": {name: {} for name in names}}
     heads = matched.matched(trained, {n: f"f/{n}" for n in names}, {"0": report})["heads"]
     against = [heads[n]["scores"]["0"]["chain"]["against"]["mean"] for n in names[1:4]]
@@ -204,7 +207,7 @@ def test_scores_join_cost_and_acceptance(
             assert cfg.drafters == ["none"] and len(cfg.candidates) == 4
             found = {
                 "environment": {},
-                "settings": {key: getattr(cfg, key) for key in matched.ASKED},
+                "settings": {key: getattr(cfg, key) for key in matched.REQUESTED},
                 "drafters": [
                     row(name, [1.2, 1.4, 1.6] if "medusa" in name else [2.4, 2.8, 3.2])
                     for name in cfg.candidates[:3]  # the last one was skipped
@@ -214,10 +217,10 @@ def test_scores_join_cost_and_acceptance(
         return 0
 
     monkeypatch.setattr(Pipeline, "_call", faked)
-    asked = [f"path={data}", f"out={tmp_path / 'heads'}", "heads=[medusa,eagle3]", "steps=3"]
+    requested = [f"path={data}", f"out={tmp_path / 'heads'}", "heads=[medusa,eagle3]", "steps=3"]
     more = ["more=[" + ",".join(f"'{k}'" for k in TINY) + "]", f"prompts={prompts}"]
     with pytest.raises(SystemExit) as caught:
-        train_heads.main([*asked, *more, "scoring=['seed=7']", "sampling=['num_prompts=2']"])
+        train_heads.main([*requested, *more, "scoring=['seed=7']", "sampling=['num_prompts=2']"])
     assert caught.value.code == 0
     found = json.loads((tmp_path / "heads/matched.json").read_text())
     medusa, eagle = found["heads"]["medusa"], found["heads"]["eagle3"]
@@ -239,7 +242,7 @@ def test_scores_join_cost_and_acceptance(
     assert "tree" in matched.scores(chains, "1").head
     assert matched.title(found).endswith("T = 1: 2 prompts × 64 tokens, batch 1, float32")
     with pytest.raises(SystemExit) as caught:
-        train_heads.main([*asked, *more, "scoring=['seed=7']", "timed=false"])
+        train_heads.main([*requested, *more, "scoring=['seed=7']", "timed=false"])
     assert caught.value.code == 0
     untimed = json.loads((tmp_path / "heads/matched.json").read_text())
     for head in untimed["heads"].values():

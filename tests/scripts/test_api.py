@@ -60,7 +60,7 @@ def test_an_answer_is_the_engine_s_own() -> None:
             assert (answer.accepted_length > 1) == any(own.from_draft)
 
 
-def test_a_draft_that_is_left_out_is_told() -> None:
+def test_a_draft_that_is_left_out_is_message() -> None:
     """The answer is whole, and as slow as without a drafter."""
     target = api.load_target("tiny", "float32", "cpu")
     made = DraftModel(target, 3)
@@ -83,7 +83,7 @@ def test_it_is_decoded_as_it_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "call, told",
+    "call, message",
     [
         (lambda t: api.generate(t, []), "prompt is empty"),
         (lambda t: api.generate(t, [3] * 2000), "context holds"),
@@ -98,8 +98,8 @@ def test_it_is_decoded_as_it_is_read() -> None:
         (lambda t: api.train("medsua"), "did you mean medusa"),
     ],
 )
-def test_mistakes_are_user_errors(call, told: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_mistakes_are_user_errors(call, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError, match=re.escape(message)):
         call(api.load_target("tiny", "float32", "cpu"))
 
 

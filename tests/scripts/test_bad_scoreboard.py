@@ -71,16 +71,18 @@ def test_everything_else_is_scored(
     bare = folder(tmp_path / "bare", weights=False, layers=1)
     empty = head_without_weights(tmp_path / "empty", target)
     (tmp_path / "cut").mkdir()
-    asked = ["ngram", f"{big}@chain", f"{odd}@chain", f"{bare}@chain", f"{empty}@tree"]
-    asked += [f"{tmp_path}/cut@chain", f"{tmp_path}/absent@chain"]
-    code = evaluated(f"prompts={prompts}", f"out={tmp_path}/out", f"candidates=[{','.join(asked)}]")
+    requested = ["ngram", f"{big}@chain", f"{odd}@chain", f"{bare}@chain", f"{empty}@tree"]
+    requested += [f"{tmp_path}/cut@chain", f"{tmp_path}/absent@chain"]
+    code = evaluated(
+        f"prompts={prompts}", f"out={tmp_path}/out", f"candidates=[{','.join(requested)}]"
+    )
     assert code == evaluate.SKIPPED
     report, shown = json.loads((tmp_path / "out" / "r.json").read_text()), capsys.readouterr()
     assert [r["label"] for r in report["drafters"]] == ["none", "ngram", "big@chain"], (
         "the others are scored"
     )
     reasons = {s["name"]: s["reason"] for s in report["skipped"]}
-    told = {
+    message = {
         f"{odd}@chain": "<real>",
         f"{bare}@chain": "safetensors",
         f"{empty}@tree": "head.safetensors",
@@ -88,8 +90,8 @@ def test_everything_else_is_scored(
         f"{tmp_path}/absent@chain": "absent",
         "p.jsonl:3": "no user turn",
     }
-    assert reasons.keys() == told.keys(), reasons
-    for name, word in told.items():
+    assert reasons.keys() == message.keys(), reasons
+    for name, word in message.items():
         reason = reasons[name]
         assert word in reason and "\n" not in reason and "Traceback" not in reason, reason
         assert ";" in reason, f"{reason}: says no way out"

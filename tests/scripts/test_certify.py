@@ -1,4 +1,4 @@
-"""scripts/certify.py: the exact laws, the transforms and their tests, the layers on a tiny
+"""scripts/certify.py: the exact distributions, the transforms and their tests, the layers on a tiny
 target, the verdict.
 """
 
@@ -26,7 +26,7 @@ from decode.grow import Form
 from decode.models.processors import named_processors
 from decode.models.tiny import tiny_model
 from decode.rng import Rng
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.target import Target
 from decode.tree import TreeShape
 from decode.verify import RULES, verify
@@ -38,11 +38,11 @@ from scripts.proofs.controls import certificates as certificate_controls
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import rules as wrong_rules
 from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows, leaks_siblings
-from scripts.proofs.engine_law import TableDrafter, engine_law, toy_model
-from scripts.proofs.enumerator import Branches, Case, naive_law
+from scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
+from scripts.proofs.enumerator import Branches, Case, naive_distribution
 from scripts.proofs.greedy import (
+    GreedyReading,
     Plain,
-    Reading,
     _classify,
     greedy_layer,
     greedy_of,
@@ -61,17 +61,17 @@ def drafters(vocab: int) -> list[tuple[Any, TreeShape | None]]:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("which", range(6))
-def test_law_of_the_whole_loop_is_exact(which: int, rule: str) -> None:
+def test_distribution_of_the_whole_loop_is_exact(which: int, rule: str) -> None:
     drafter, shape = drafters(6)[which]
     for sampling in (ONE, Sampling(0.8, top_p=0.9), Sampling(1.0, repetition_penalty=1.3)):
-        found = engine_law(toy_model(6), drafter, [3, 1, 4], 3, sampling, rule, shape)
+        found = engine_distribution(toy_model(6), drafter, [3, 1, 4], 3, sampling, rule, shape)
         assert found.error <= 1e-9 and found.outputs > 10
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_law_of_the_whole_loop_is_exact_where_drafts_are_two_deep(rule: str) -> None:
+def test_distribution_of_the_whole_loop_is_exact_where_drafts_are_two_deep(rule: str) -> None:
     for drafter, shape in drafters(3)[1:]:
-        found = engine_law(toy_model(vocab=3), drafter, [1, 2], 4, ONE, rule, shape)
+        found = engine_distribution(toy_model(vocab=3), drafter, [1, 2], 4, ONE, rule, shape)
         assert found.error <= 1e-9
 
 
@@ -105,50 +105,51 @@ def test_numbers_of_the_prefill_and_the_first_cycle_differ() -> None:
     ),
 )
 @example(70584, (1.3, 0, 0.7, 0.0))  # the third token lies 1.4e-6 beyond the edge
-def test_places_agree_with_the_law_written_with_sums(
+def test_places_agree_with_the_distribution_written_with_sums(
     seed: int, s: tuple[float, int, float, float]
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(6, generator=generator, dtype=torch.float64) * 2
     logits = logits.round(decimals=1)  # ties occur
     sampling = Sampling(*s)
-    law = naive_law(logits, sampling)
+    distribution = naive_distribution(logits, sampling)
     found = pit.places(logits.expand(6, 6), torch.arange(6), sampling)
-    order = sorted(range(6), key=lambda i: (-law[i], -logits[i], i))
+    order = sorted(range(6), key=lambda i: (-distribution[i], -logits[i], i))
     for rank, token in enumerate(order):
         if found.edge[token]:  # inside by float32's tolerance, which sums in float64 do not have
-            assert law[token] == 0
+            assert distribution[token] == 0
             continue
-        assert found.mass[token] == pytest.approx(float(law[token]), abs=1e-12)
-        if law[token] > 0:
-            below = sum(float(law[t]) for t in order[:rank])
+        assert found.mass[token] == pytest.approx(float(distribution[token]), abs=1e-12)
+        if distribution[token] > 0:
+            below = sum(float(distribution[t]) for t in order[:rank])
             assert found.below[token] == pytest.approx(below, abs=1e-12)
-    assert (found.outside == ((law.numpy() == 0) & ~found.edge)).all()
+    assert (found.outside == ((distribution.numpy() == 0) & ~found.edge)).all()
 
 
 def test_places_apply_the_repetition_penalty_to_the_history() -> None:
     logits = torch.tensor([[2.0, -1.0, 0.5]])
     sampling = Sampling(1.0, repetition_penalty=2.0)
     found = pit.places(logits, torch.tensor([0]), sampling, [[0, 1, 1]])
-    law = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64).softmax(-1)
-    assert found.mass[0] == pytest.approx(float(law[0]))
+    distribution = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64).softmax(-1)
+    assert found.mass[0] == pytest.approx(float(distribution[0]))
 
 
-def test_a_token_at_the_edge_is_told_from_an_impossible_one() -> None:
-    """Only float32's rounding is forgiven; what is forgiven has a place in the wider law."""
+def test_a_token_at_the_edge_is_message_from_an_impossible_one() -> None:
+    """Only float32's rounding is forgiven; what is forgiven has a place in the wider
+    distribution."""
     logits = torch.tensor([[0.0, -1.0, -1.000001, -1.01]], dtype=torch.float64)
     wider = logits[0, :3].softmax(-1)
     for token, edge in ((1, False), (2, True), (3, False)):
         for sampling in (Sampling(1.0, top_k=2), Sampling(1.0, min_p=math.exp(-1.0))):
             found = pit.places(logits, torch.tensor([token]), sampling)
             assert bool(found.outside[0]) == (token == 3) and bool(found.edge[0]) == edge
-            assert found.sliver[0] == pytest.approx(float(wider[2]), abs=1e-6)
+            assert found.edge_mass[0] == pytest.approx(float(wider[2]), abs=1e-6)
             if edge:
                 assert found.mass[0] == pytest.approx(float(wider[2]), abs=1e-6)
 
 
 def test_forgiven_tokens_have_a_price() -> None:
-    """A decoder that is forgiven more often than the laws expect is rejected."""
+    """A decoder that is forgiven more often than the distributions expect is rejected."""
     assert pit.edge_test(0, 0.0, 5000) == []
     assert pit.edge_test(1, 0.9, 5000)[0].p > 0.5
     assert pit.edge_test(12, 0.9, 5000)[0].p < 1e-8 and pit.edge_test(2, 1e-6, 5000)[0].p < 1e-11
@@ -248,7 +249,7 @@ def sample(
 @pytest.mark.parametrize(
     "sampling", [ONE, Sampling(0.8, top_p=0.9), Sampling(1.0, repetition_penalty=1.2)]
 )
-def test_emitted_tokens_are_uniform_under_the_law_of_plain_passes(
+def test_emitted_tokens_are_uniform_under_the_distribution_of_plain_passes(
     world: Any, sampling: Sampling, rule: str
 ) -> None:
     found = sample(world, sampling, verify=rule)
@@ -257,8 +258,8 @@ def test_emitted_tokens_are_uniform_under_the_law_of_plain_passes(
     assert pit.overall(found.tests()) > 1e-4
 
 
-def test_processors_and_guidance_belong_to_the_law(world: Any) -> None:
-    """What was emitted is uniform under the law with them, and not without them."""
+def test_processors_and_guidance_belong_to_the_distribution(world: Any) -> None:
+    """What was emitted is uniform under the distribution with them, and not without them."""
     known = named_processors({"NoRepeatNGramLogitsProcessor": {"ngram_size": 2}})
     for sampling, guidance in ((Sampling(1.0, processors=known), None), (ONE, 1.5)):
         found = sample(world, sampling, guidance=guidance, tokens=1500)
@@ -278,7 +279,7 @@ def test_processors_and_guidance_belong_to_the_law(world: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_law_of_the_guided_loop_is_exact(rule: str) -> None:
+def test_distribution_of_the_guided_loop_is_exact(rule: str) -> None:
     tables = [
         (TableDrafter(TREE, "without", 4), TREE),
         (DraftModel(toy_model(4, seed=5, layers=1), 2), None),
@@ -286,7 +287,7 @@ def test_law_of_the_guided_loop_is_exact(rule: str) -> None:
     for drafter, shape in tables:
         target = toy_model(vocab=4)
         found, unguided = (
-            engine_law(target, drafter, [3, 1, 2], 3, ONE, rule, shape, guidance)
+            engine_distribution(target, drafter, [3, 1, 2], 3, ONE, rule, shape, guidance)
             for guidance in (1.5, None)
         )
         assert found.error <= 1e-9 and unguided.outputs == found.outputs
@@ -315,7 +316,7 @@ def test_a_sample_goes_on_where_it_stopped(world: Any, tmp_path: Path) -> None:
     assert Memo(tmp_path / "p", {"a": 2}).lines("sampling") == []
 
 
-def test_wrong_rules_and_wrong_laws_are_rejected(world: Any) -> None:
+def test_wrong_rules_and_wrong_distributions_are_rejected(world: Any) -> None:
     typical = sample(world, ONE, verify=wrong_rules.typical_acceptance)
     assert pit.overall(typical.tests()) < 1e-6
     mislaid = sample(world, ONE, Mangled(world[1], wrong_drafters.scored_unwarped))
@@ -329,15 +330,15 @@ def test_wrong_rules_and_wrong_laws_are_rejected(world: Any) -> None:
 def passes_of(judge: Plain, found: Any, prompts: Any, guidance: float | None = None) -> Any:
     """The layer "passes" of a sample, its yardstick from texts that no wrong judge touches."""
     judge = Plain(judge.target)
-    asked = [Request(p, 12, id=i) for i, p in enumerate(prompts)]
-    run = generate(judge.target, NoDraft(), asked, ONE)
+    requested = [Request(p, 12, id=i) for i, p in enumerate(prompts)]
+    run = generate(judge.target, NoDraft(), requested, ONE)
     texts = [([*g.prompt_ids, *g.token_ids], len(g.prompt_ids)) for g in run.generations]
     first = np.r_[True, found.sequence[1:] != found.sequence[:-1]]
     yardstick = passes.yardstick(judge, texts, ONE, guidance)
     return passes.passes_json(found.depth, first, found.passes, yardstick)
 
 
-def test_wrong_masks_and_caches_show_in_the_laws_that_were_used(world: Any) -> None:
+def test_wrong_masks_and_caches_show_in_the_distributions_that_were_used(world: Any) -> None:
     plain, own, prompts = world
     how = Setting(ONE, 400, 40, 16)
     tree = DraftModel(own.draft, Form.tree(2, nodes=6, width=2))
@@ -367,7 +368,7 @@ def test_greedy_layer_passes_sound_code_and_names_defects(world: Any) -> None:
     plain, own, prompts = world
 
     def run(target: Target, verify: Any) -> Any:
-        return greedy_layer(plain, target, own, prompts, Reading(24, 4, 1e-4, verify))
+        return greedy_layer(plain, target, own, prompts, GreedyReading(24, 4, 1e-4, verify))
 
     good = run(plain.target, "traversal")
     assert good.divergences == [] and good.accepted > 0 and good.tokens > 6 and good.astray == 0
@@ -390,7 +391,9 @@ def test_greedy_layer_sees_what_goes_wrong_in_a_batch_of_one(
             compact(cache, path, deepest)
 
     monkeypatch.setattr(TreeCache, "_compact", lazy)
-    found = greedy_layer(plain, plain.target, tree, prompts, Reading(24, 4, 1e-4, "traversal"))
+    found = greedy_layer(
+        plain, plain.target, tree, prompts, GreedyReading(24, 4, 1e-4, "traversal")
+    )
     places = {d["prompt"]: d["position"] for d in found.divergences if d["kind"] == "defect"}
     assert places[len(prompts) - 1] < 12, "the last one is alone from its first token on"
 
@@ -405,24 +408,24 @@ def test_greedy_layer_knows_processors_penalty_and_guidance(world: Any) -> None:
     for sampling, guidance in settings:
 
         def run(target: Target, how: Sampling, scale: float | None, theirs: Any = None) -> Any:
-            reading = Reading(16, 4, 1e-4, sampling=how, guidance=scale)
+            reading = GreedyReading(16, 4, 1e-4, sampling=how, guidance=scale)
             return greedy_layer(plain, target, own, prompts, reading, theirs)
 
         assert run(plain.target, sampling, guidance).divergences == []
-        asked = [Request(p, 16, id=i) for i, p in enumerate(prompts)]
-        plainly = reference_tokens(plain, asked, Sampling(0.0), 4)
-        assert plainly != reference_tokens(plain, asked, greedy_of(sampling), 4, guidance), (
+        requested = [Request(p, 16, id=i) for i, p in enumerate(prompts)]
+        plainly = reference_tokens(plain, requested, Sampling(0.0), 4)
+        assert plainly != reference_tokens(plain, requested, greedy_of(sampling), 4, guidance), (
             "the settings do nothing"
         )
 
 
-def test_left_padding_of_the_reference_is_told_from_a_defect(world: Any) -> None:
+def test_left_padding_of_the_reference_is_message_from_a_defect(world: Any) -> None:
     """An answer unlike a batched reference is compared with the reference alone."""
     plain, own, prompts = world
-    asked = [Request(p, 12, id=i) for i, p in enumerate(prompts)]
-    theirs = reference_tokens(plain, asked, Sampling(0.0), 4)
+    requested = [Request(p, 12, id=i) for i, p in enumerate(prompts)]
+    theirs = reference_tokens(plain, requested, Sampling(0.0), 4)
     theirs[2] = [t + 1 for t in theirs[2]]  # as if padding had moved it
-    found = greedy_layer(plain, plain.target, own, prompts, Reading(12, 4, 1e-4), theirs)
+    found = greedy_layer(plain, plain.target, own, prompts, GreedyReading(12, 4, 1e-4), theirs)
     assert found.divergences == []
 
 
@@ -431,7 +434,7 @@ def test_a_tie_within_rounding_is_no_defect() -> None:
     plain = Plain(target)
     best, second = plain.logits([([3, 4, 5, 0], 3)])[0][0].topk(2).indices.tolist()
     out, short = Generation([3, 4, 5], [second, 9]), Generation([3, 4, 5], [best])
-    reading = Reading(12, 1, 1e-4, sampling=Sampling(0.0))
+    reading = GreedyReading(12, 1, 1e-4, sampling=Sampling(0.0))
     found = _classify(plain, 0, out, [best, 9], reading)
     assert found["kind"] == "defect" and found["margin"] > 1e-4 and found["position"] == 0
     early = _classify(plain, 0, short, [best, 9], reading)  # stopped too early
@@ -467,19 +470,19 @@ class Found:
         return [pit.Test("x", "all", len(self.u), 0.0, self.p)]
 
 
-def plan_of(sampling: Sampling, tokens: int) -> certificate.Plan:
+def plan_of(sampling: Sampling, tokens: int) -> certificate.CertificatePlan:
     few = {"cases": 40, "greedy_prompts": 2, "greedy_tokens": 8, "alpha": 1e-4, "detect": 0.1}
-    return certificate.Plan(sampling, tokens, 20, 16, **few)
+    return certificate.CertificatePlan(sampling, tokens, 20, 16, **few)
 
 
 @pytest.mark.parametrize("warm", [1e-9, 0.4])
 def test_a_control_too_faint_at_a_low_temperature_is_tried_at_one(
     world: Any, monkeypatch: pytest.MonkeyPatch, warm: float
 ) -> None:
-    asked: list[tuple[float, int]] = []
+    requested: list[tuple[float, int]] = []
 
     def layer(plain: Any, target: Any, who: Any, prompts: Any, how: Setting, *rest: Any) -> Found:
-        asked.append((how.sampling.temperature, how.tokens))
+        requested.append((how.sampling.temperature, how.tokens))
         return Found(warm if how.sampling.temperature == 1 else 0.03, how.tokens)
 
     monkeypatch.setattr(certificate_controls, "sampling_layer", layer)
@@ -489,11 +492,11 @@ def test_a_control_too_faint_at_a_low_temperature_is_tried_at_one(
     parts = (plain.target, plain, plan, memo, silent, prompts)
     open_world = certificate.World(*parts, [], {}, 0.0, [])
     rows = certificate_controls._sampling(open_world)
-    assert len(rows) == 4 and set(asked) == {(0.2, 2000), (1.0, 5000)}
+    assert len(rows) == 4 and set(requested) == {(0.2, 2000), (1.0, 5000)}
     for row in rows:
         assert row["rejected"] == (warm < 1e-4) and row["p"] == warm
         assert row["faint"] == {"temperature": 0.2, "rejected": False, "p": 0.03, "tokens": 2000}
-    # warm enough to be judged by its own laws
+    # warm enough to be judged by its own distributions
     warmer = dataclasses.replace(plan, sampling=Sampling(0.7))
     other = dataclasses.replace(open_world, plan=warmer, memo=Memo(None))
     rows = certificate_controls._sampling(other)
@@ -505,7 +508,7 @@ POWER = {"tokens": 5000, "min_detectable": 0.05, "cycles_with_a_draft": 500}
 
 
 def test_verdict_has_three_values() -> None:
-    bad = {**GOOD, "passed": False, "why": "law off"}
+    bad = {**GOOD, "passed": False, "why": "distribution off"}
     missed = {**CAUGHT, "rejected": False}
     assert certificate.verdict([GOOD, bad], [missed], POWER, 0.1)[0] == "not lossless"
     assert certificate.verdict([GOOD], [CAUGHT, missed], POWER, 0.1)[0] == "undecided"
@@ -579,10 +582,10 @@ def test_exact_layer_looks_at_the_edges_of_float32(monkeypatch: pytest.MonkeyPat
 
     def narrow(siblings: Any, reach: Any, out: Any = None) -> Any:
         found = whole(residual.Siblings(*map(rounded, siblings)), rounded(reach), out)
-        return residual.Level(*map(rounded, found))
+        return residual.LevelVerdict(*map(rounded, found))
 
     monkeypatch.setattr(residual, "level", narrow)
-    monkeypatch.setattr(Law, "refuse", lambda *_: None)
+    monkeypatch.setattr(Distribution, "refuse", lambda *_: None)
     layer = exact(0.2)
     assert layer["edge_max_error"] > 0.1 and not layer["passed"]
     # With a threshold that float32 knows only its rounding is left, at the edges too.
@@ -668,7 +671,7 @@ def test_controls_run_once_serve_other_drafters(
         assert words in capsys.readouterr().err
 
 
-def test_tokens_follow_from_the_power_that_is_asked_for(
+def test_tokens_follow_from_the_power_that_is_requested_for(
     tmp_path: Path,
     two_controls: None,
     no_exact_layer: None,
@@ -699,8 +702,10 @@ def test_the_pilot_is_no_part_of_the_sample(world: Any) -> None:
     sampling_layer(plain, plain.target, own, prompts, plan, memo=memo)
     long = [t for t in texts_of(memo.lines("sampling"), prompts) if len(t[0]) > t[1] + 8]
     assert pilot.seconds > 0 and long and not any(text in pilot.texts for text in long)
-    law = torch.cat([a.law for a in pilot.answers(plain, plan)])
-    assert len(law) == power.laws_wanted(40) and torch.allclose(law.sum(-1), torch.ones(len(law)))
+    distribution = torch.cat([a.distribution for a in pilot.answers(plain, plan)])
+    assert len(distribution) == power.rows_wanted(40) and torch.allclose(
+        distribution.sum(-1), torch.ones(len(distribution))
+    )
 
 
 def test_no_sample_has_more_tests_than_were_reckoned_with(world: Any) -> None:
@@ -738,7 +743,7 @@ def test_command_finds_a_broken_verifier(
     keys = ("drafter=none", "temperature=0", "verify=rejection", "cases=40")
     code, paper = command(tmp_path / "c", *keys)
     assert (code, paper["verdict"]) == (1, "not lossless")
-    assert paper["reasons"][0].startswith("layer exact: output law off by")
+    assert paper["reasons"][0].startswith("layer exact: output distribution off by")
 
 
 def test_settings_survive_in_the_plan() -> None:

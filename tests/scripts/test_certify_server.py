@@ -16,7 +16,7 @@ from decode.sampling import Sampling
 from scripts.certify import server
 from scripts.common.memo import Memo
 from scripts.serving import asking
-from scripts.serving.sampled_answers import Job, ask_all
+from scripts.serving.sampled_answers import SampleJob, ask_all
 from tests.helpers.speculating_server import CACHE, DEFECTS, serving
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}
@@ -95,7 +95,7 @@ def test_greedy_answers_alone(target, draft, prompts, tmp_path) -> None:
     assert [layer["name"] for layer in paper["layers"]] == ["greedy"]
 
 
-def test_laws_of_a_plain_server(target, draft, prompts, tmp_path) -> None:
+def test_distributions_of_a_plain_server(target, draft, prompts, tmp_path) -> None:
     keys = ("tokens=240", "detect=0.9", "top_k=40")
     with serving(target, draft) as url:
         code, paper = certify(url, tmp_path / "out", prompts, f"plain={url}", "drafter=none", *keys)
@@ -109,7 +109,7 @@ def test_a_plain_server_needs_top_k(prompts, tmp_path, capsys) -> None:
 
 
 def test_a_killed_run_goes_on(target, draft, prompts, tmp_path, monkeypatch) -> None:
-    whole = asking.Door.answer
+    whole = asking.Endpoint.answer
     left = 20
 
     async def answer(self, ids, ask):
@@ -121,7 +121,7 @@ def test_a_killed_run_goes_on(target, draft, prompts, tmp_path, monkeypatch) -> 
 
     keys = ("tokens=240", "detect=0.9")
     with serving(target, draft) as url:
-        monkeypatch.setattr(asking.Door, "answer", answer)
+        monkeypatch.setattr(asking.Endpoint, "answer", answer)
         code, paper = certify(url, tmp_path / "out", prompts, *keys)
         assert code == 130 and not paper
         kept = (tmp_path / "out/unfinished/sampled.jsonl").read_text().splitlines()
@@ -137,19 +137,19 @@ def test_drafts_are_counted_over_all_runs(target, draft, tmp_path) -> None:
     is not taken for one without drafts."""
     memo = Memo(tmp_path / "parts", {"a": 1})
 
-    def asked() -> int | None:
+    def requested() -> int | None:
         with serving(target, draft) as url:
             stops = frozenset(target.eos_ids)
             sampling = Sampling(TEMPERATURE)
             where = asking.Address(url)
             vocab = target.vocab_size
-            job = Job(where, [[5, 6, 7]], sampling, 40, 16, 1, (1, 2), vocab, stops, 0)
+            job = SampleJob(where, [[5, 6, 7]], sampling, 40, 16, 1, (1, 2), vocab, stops, 0)
             return ask_all(job, memo, lambda *_: None, lambda _: None).drafted
 
-    first = asked()
-    assert first and asked() == first
+    first = requested()
+    assert first and requested() == first
     (tmp_path / "parts/counted.jsonl").unlink()
-    assert asked() is None
+    assert requested() is None
 
 
 class Bad(BaseHTTPRequestHandler):
@@ -195,7 +195,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_server_that_misbehaves_is_told_in_one_line(prompts, tmp_path, name, capsys) -> None:
+def test_a_server_that_misbehaves_is_message_in_one_line(prompts, tmp_path, name, capsys) -> None:
     keys, said = BAD[name]
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Bad,), keys))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -235,36 +235,37 @@ def test_every_defect_is_rejected_at_20000_tokens(
 
 
 def drawn_with(draft):
-    """Stands for drafter_laws: the tiny draft has no folder."""
+    """Stands for drafter_distributions: the tiny draft has no folder."""
 
-    def laws_of(spec, target, sampling):
-        def laws(answer):
+    def distributions_of(spec, target, sampling):
+        def distributions(answer):
             text = torch.tensor([[*answer.prompt, *answer.tokens]])
             with torch.no_grad():
                 rows = draft.model(text).logits[0, len(answer.prompt) - 1 : -1]
             return (rows / sampling.temperature).softmax(-1)
 
-        return laws
+        return distributions
 
-    return laws_of
+    return distributions_of
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("defect", ["bonus from the draft's law", ""])
+@pytest.mark.parametrize("defect", ["bonus from the draft's distribution", ""])
 def test_a_bonus_token_behind_three_drafts(
     target, draft, prompts, tmp_path, monkeypatch, defect: str, known: bool
 ) -> None:
-    """A bias of about 0.03, since three drafts are seldom accepted whole: the drafter's own law
-    finds it at 20,000 tokens. Without the drafter it may get through, and that is said."""
-    monkeypatch.setattr("scripts.certify.drafter_laws", drawn_with(draft))
+    """A bias of about 0.03, since three drafts are seldom accepted whole: the drafter's own
+    distribution finds it at 20,000 tokens. Without the drafter it may get through, and that
+    is said."""
+    monkeypatch.setattr("scripts.certify.drafter_distributions", drawn_with(draft))
     keys = ("tokens=20000", *(["drafter=here"] if known else []))
     with serving(target, draft, defect, 3) as url:
         code, paper = certify(url, tmp_path / "out", prompts, *keys)
     (layer,) = (x for x in paper["layers"] if x["name"] == "sampling")
     if known:
         assert layer["passed"] == (not defect), paper["reasons"]
-        leans = [t for t in layer["tests"] if t["name"].startswith("law of the drafter")]
+        leans = [t for t in layer["tests"] if t["name"].startswith("distribution of the drafter")]
         assert leans and (not defect or layer["tests"][0] in leans)
     else:
         assert any("no drafter was given" in row for row in paper["untested"])

@@ -12,9 +12,9 @@ from decode.models.load import TargetConfig, load_target
 from decode.models.tiny import byte_tokenizer
 from decode.sampling import Sampling
 from decode.stats import accepted_length, split
-from heads.names import Draft
+from heads.names import DraftSpec
 from scripts import chat
-from scripts.common.talk import Stream, Tally
+from scripts.common.talk import AnswerTally, Stream
 from tests.helpers.commands import code_of
 
 
@@ -41,7 +41,7 @@ def test_tally_of_a_stopped_answer_agrees_with_the_engine() -> None:
     target = load_target(TargetConfig(kind="tiny"))
     prompt = [3, 4, 5, 6, 3, 4, 5, 6, 3, 4]
     for drafter in (NoDraft(), NGram()):
-        tally = Tally(prompt)
+        tally = AnswerTally(prompt)
         request = Request(prompt, 60, id=1)
         run = generate(
             target,
@@ -70,7 +70,7 @@ def test_tally_of_a_stopped_answer_agrees_with_the_engine() -> None:
 
 
 def test_a_tuned_drafter_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "asked", lambda spec: Draft(spec, break_even=9.0))
+    monkeypatch.setattr(chat, "requested", lambda spec: DraftSpec(spec, break_even=9.0))
     monkeypatch.setattr(chat, "resolve_drafter", lambda spec, target: NGram())
     shown = {}
     for mode in ("off", "warn", "fallback"):
@@ -82,7 +82,7 @@ def test_a_tuned_drafter_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
             "dtype": "float32",
             "monitor": mode,
         }
-        talk = chat.Chat(chat.ChatConfig(target=target, **keys))
+        talk = chat.Conversation(chat.ChatConfig(target=target, **keys))
         if mode != "off":
             talk.drafter.patience = 2
         talk.console.file = io.StringIO()
@@ -94,7 +94,7 @@ def test_a_tuned_drafter_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_footer_of_an_answer_without_cycles() -> None:
-    tally = Tally([3])
+    tally = AnswerTally([3])
     tally.add([5], [False])
     assert tally.footer().startswith("accepted length - · - tokens/s · 1 tokens · 0 from")
 
@@ -144,7 +144,7 @@ def test_interrupt_keeps_what_was_said(monkeypatch, capsys) -> None:
     cfg = chat.ChatConfig(
         target=TargetConfig(kind="tiny"), temperature=0.0, max_new_tokens=50, dtype="float32"
     )
-    talker = chat.Chat(cfg)
+    talker = chat.Conversation(cfg)
     real = chat.generate
 
     def stopped(*args, on_tokens, **kwargs):

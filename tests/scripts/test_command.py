@@ -25,7 +25,8 @@ SAYS = (
     "from scripts.cli import main\n"
     "try:\n    main()\n"
     "finally:\n"
-    "    sys.stderr.write(repr([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules]))"
+    "    sys.stderr.write(repr([m for m in ('torch', 'transformers', 'datasets') if m in "
+    "sys.modules]))"
 )
 
 
@@ -67,10 +68,10 @@ print(json.dumps([texts, [name for name in {heavy!r} if name in sys.modules]]))
 def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [[verb] for verb in {**cli.verbs(), **cli.extras()}] + [
+    requested = [[verb] for verb in {**cli.verbs(), **cli.extras()}] + [
         ["train", name] for name in cli.trainers()
     ]
-    asked += [
+    requested += [
         ["train", "eagle3"],
         ["tune", "engine"],
         ["doctor", "first_gpu"],
@@ -78,7 +79,7 @@ def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
         ["validate", "dry_run=true"],
         ["validate", "dry_run=false"],
     ]
-    code = HELPS.format(root=str(ROOT), asked=asked, heavy=HEAVY)
+    code = HELPS.format(root=str(ROOT), requested=requested, heavy=HEAVY)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -219,7 +220,7 @@ def test_two_processes_train_from_an_empty_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         (["evalute"], "error: evalute: no such verb; did you mean evaluate?"),
         (["train", "eagel3"], "error: eagel3: no such head; did you mean eagle3?"),
@@ -231,13 +232,13 @@ def test_two_processes_train_from_an_empty_folder(tmp_path: Path) -> None:
 )
 def test_mistakes_are_one_line(
     words: list[str],
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert call(words, monkeypatch) == 2
     err = capsys.readouterr().err
-    assert err.startswith(told) and len(err.strip().splitlines()) == 1
+    assert err.startswith(message) and len(err.strip().splitlines()) == 1
 
 
 @pytest.mark.slow

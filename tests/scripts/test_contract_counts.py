@@ -30,10 +30,10 @@ from scripts.serving import contract
 def test_a_contract_whose_counts_are_none(tmp_path: Path, wrong: dict[str, Any]) -> None:
     sound = {"ids": [5], "tokens": [1, 2], "text": "", "proposed": [2, 1], "accepted": [1, 0]}
     for row, taken in ((sound, True), (sound | wrong, False)):
-        told = {"format": contract.FORMAT, "prompts": [sound, row]}
-        (tmp_path / contract.NAME).write_text(json.dumps(told))
+        message = {"format": contract.FORMAT, "prompts": [sound, row]}
+        (tmp_path / contract.NAME).write_text(json.dumps(message))
         if taken:
-            assert contract.load(tmp_path) == told
+            assert contract.load(tmp_path) == message
             continue
         with pytest.raises(UserError, match="^expected: .*: prompt 2 holds .*; export the head"):
             contract.load(tmp_path)

@@ -22,15 +22,15 @@ from decode.target import Target
 from decode.tree import DraftTree
 from heads import HEADS, save_head, shapes
 from heads.eagle.config import EagleConfig
-from heads.names import Draft
+from heads.names import DraftSpec
 from heads.parallel.medusa import MedusaConfig
 from heads.small_lm.config import SmallLMConfig
-from heads.tuned import Settings
+from heads.tuned import DraftSettings
 from scripts.common.progress import silent
 from scripts.tuning import cost, replay, search
-from scripts.tuning.cost import CostModel, Curve, Linear, Shape
-from scripts.tuning.family import Bounds, Family
-from scripts.tuning.replay import Shadow, Step, Text
+from scripts.tuning.cost import CostModel, Curve, CycleShape, LinearCost
+from scripts.tuning.family import Bounds, DrafterFamily
+from scripts.tuning.replay import ReplayedCycle, Shadow, Text
 
 # -- formulas and fits
 
@@ -69,11 +69,13 @@ def test_isotonic_keeps_order_and_mean() -> None:
 
 def test_linear_finds_the_parts_and_none_below_zero() -> None:
     spread = ((1, 4, 4), (2, 8, 4), (4, 16, 4), (4, 16, 8), (8, 64, 8), (8, 8, 2))
-    rows = [Shape(d, n, w).features() for d, n, w in spread]
+    rows = [CycleShape(d, n, w).features() for d, n, w in spread]
     truth = {"one": 2.0, "passes": 3.0, "expanded": 0.25, "nodes": 0.01}
-    fit = Linear.fit(rows, [sum(truth[k] * v for k, v in r.items()) for r in rows], cost.PROPOSE)
+    fit = LinearCost.fit(
+        rows, [sum(truth[k] * v for k, v in r.items()) for r in rows], cost.PROPOSE
+    )
     assert fit.to_json() == pytest.approx(truth, abs=1e-3)
-    falling = Linear.fit(
+    falling = LinearCost.fit(
         [{"one": 1.0, "tokens": t} for t in (1.0, 2.0, 3.0)], [3.0, 2.0, 1.0], cost.OBSERVE
     )
     assert min(falling.weights) >= 0
@@ -94,54 +96,58 @@ MODEL = CostModel(
     flat(1),
     flat(0.5),
     flat(0.5),
-    {"chain": {1: Linear(cost.PROPOSE, (1, 2, 0, 0))}},
-    {"chain": {1: Linear(cost.OBSERVE, (0.5, 0.0))}},
+    {"chain": {1: LinearCost(cost.PROPOSE, (1, 2, 0, 0))}},
+    {"chain": {1: LinearCost(cost.OBSERVE, (0.5, 0.0))}},
     {"chain": 0.25},
 )
 
 
 def test_a_cycle_is_the_sum_of_its_parts() -> None:
-    price = MODEL.cycle(1, Shape(3, 3), "chain", 2.0)
+    price = MODEL.cycle(1, CycleShape(3, 3), "chain", 2.0)
     assert price.target == pytest.approx(11.5) and price.drafter == pytest.approx(1 + 2 * 2 + 0.5)
     assert price.verify == pytest.approx(1 + 3 * 0.25)
     assert price.ms == pytest.approx(11.5 + 5.5 + 1.75 + 0.5 + 0.5)
-    found = MODEL.predict(1, Shape(3, 3), "chain", 2.0)
+    found = MODEL.predict(1, CycleShape(3, 3), "chain", 2.0)
     assert found["tokens_per_second"] == pytest.approx(2000 / price.ms)
     assert found["speedup"] == pytest.approx(2 * 12 / price.ms)
     assert found["break_even"] == pytest.approx(price.ms / 12)
-    even = MODEL.predict(1, Shape(3, 3), "chain", found["break_even"])
+    even = MODEL.predict(1, CycleShape(3, 3), "chain", found["break_even"])
     assert even["speedup"] == pytest.approx(1.0)
 
 
 def test_replayed_cycles_are_priced_one_by_one() -> None:
-    cycles = [[Step(1, 3, 1, 2, True), Step(3, 0, 0, 1, True)]]
-    found = search.evaluate(MODEL, 1, Shape(3, 3), "chain", cycles)
+    cycles = [[ReplayedCycle(1, 3, 1, 2, True), ReplayedCycle(3, 0, 0, 1, True)]]
+    found = search.evaluate(MODEL, 1, CycleShape(3, 3), "chain", cycles)
     drafted, empty = (
-        MODEL.cycle(1, Shape(3, 3), "chain", 1.5),
-        MODEL.cycle(1, Shape(0, 0), "chain", 1.5),
+        MODEL.cycle(1, CycleShape(3, 3), "chain", 1.5),
+        MODEL.cycle(1, CycleShape(0, 0), "chain", 1.5),
     )
     assert found["tokens_per_second"] == pytest.approx(3000 / (drafted.ms + empty.ms))
     assert found["speedup"] == pytest.approx(36 / (drafted.ms + empty.ms))
 
 
 def test_rows_of_a_batch_run_side_by_side() -> None:
-    one = [Step(1, 3, 1, 2, True)] * 4
+    one = [ReplayedCycle(1, 3, 1, 2, True)] * 4
     whole = None
     assert search._passes([one, one[:2], one[:1]], 2) == [*[(3, 2, whole)] * 3, (3, 1, whole)]
     assert search._passes([one], 1) == [(3, 1, whole)] * 4
-    grown = [Step(1, 3, 1, 2, True, 2), Step(3, 1, 1, 2, True, 4)]
+    grown = [ReplayedCycle(1, 3, 1, 2, True, 2), ReplayedCycle(3, 1, 1, 2, True, 4)]
     assert search._passes([grown, grown[::-1]], 2) == [(3, 2, 4), (3, 2, 4)]
     assert search._passes([grown], 1) == [(3, 1, 2), (1, 1, 4)]
 
 
 def test_a_cycle_at_a_price_costs_the_levels_it_drafted() -> None:
     """A level that is not drafted costs nothing; asking whether to draft at all does."""
-    told = [
-        search.evaluate(MODEL, 1, Shape(3, 8), "chain", [[Step(1, nodes, 0, 1, True, levels)] * 3])
+    message = [
+        search.evaluate(
+            MODEL, 1, CycleShape(3, 8), "chain", [[ReplayedCycle(1, nodes, 0, 1, True, levels)] * 3]
+        )
         for nodes, levels in ((0, 1), (3, 2), (3, 3))
     ]
-    wanted = [MODEL.cycle(1, shape, "chain", 1.0).ms for shape in map(Shape, (1, 2, 3), (0, 3, 3))]
-    assert [found["cycle_ms"] for found in told] == pytest.approx(wanted)
+    wanted = [
+        MODEL.cycle(1, shape, "chain", 1.0).ms for shape in map(CycleShape, (1, 2, 3), (0, 3, 3))
+    ]
+    assert [found["cycle_ms"] for found in message] == pytest.approx(wanted)
 
 
 # -- replay against the engine
@@ -163,17 +169,17 @@ def other() -> Target:
     return tiny(init_std=0.25)
 
 
-ASKED = [Request([5 + i, 6, 7, 5 + i, 6], 24, id=i) for i in range(2)]
+REQUESTED = [Request([5 + i, 6, 7, 5 + i, 6], 24, id=i) for i in range(2)]
 
 
 def texts_of(target: Target, drafter: object) -> list[Text]:
     shadow = Shadow({"it": drafter})  # type: ignore[dict-item]
-    run = generate(target, shadow, ASKED, Sampling(), batch_size=2, eos_ids=())
+    run = generate(target, shadow, REQUESTED, Sampling(), batch_size=2, eos_ids=())
     return [Text(g.token_ids, 24, shadow.drafts["it"][i]) for i, g in enumerate(run.generations)]
 
 
 def engine(target: Target, drafter: object) -> list[list[tuple[int, bool]]]:
-    run = generate(target, drafter, ASKED, Sampling(), eos_ids=())  # type: ignore[arg-type]
+    run = generate(target, drafter, REQUESTED, Sampling(), eos_ids=())  # type: ignore[arg-type]
     return [[(c.accepted, not c.cut) for c in g.cycles] for g in run.generations]
 
 
@@ -245,7 +251,7 @@ class Spied(DraftModel):
 def test_static_trees_replay_exactly(target: Target) -> None:
     torch.manual_seed(1)
     head = HEADS["medusa"].for_target(target, MedusaConfig(heads=3, draft_vocab=0))
-    make = lambda tree: head.drafter(target, Draft(shape="tree", paths=tuple(tree)))
+    make = lambda tree: head.drafter(target, DraftSpec(shape="tree", paths=tuple(tree)))
     big = [p for p, _ in shapes.generic(3)]
     texts = texts_of(target, make(big))
     found = replay.paths(texts)
@@ -265,7 +271,7 @@ def test_the_best_tree_for_recorded_hits() -> None:
 
 def test_the_few_are_different() -> None:
     def made(kind: str, depth: int, nodes: int, speed: float) -> search.Candidate:
-        settings = Settings(kind, depth=depth, nodes=nodes)
+        settings = DraftSettings(kind, depth=depth, nodes=nodes)
         return search.Candidate(settings, {"tokens_per_second": speed})
 
     found = [made("tree", 3, n, 50 - abs(n - 12)) for n in range(4, 33)]
@@ -290,14 +296,14 @@ def test_drafters_that_read_their_own_tokens_are_searched(kind: str, tmp_path: P
     )
     torch.manual_seed(0)
     save_head(HEADS[kind].for_target(target, cfg), tmp_path / "head", target.identity)
-    family = Family.of(
+    family = DrafterFamily.of(
         str(tmp_path / "head"), target, Sampling(), Bounds(depth=3, nodes=8, width=3)
     )
     assert {p.kind for p in family.probes()} == {"chain", "tree"} and str(family.default()) != ""
     texts = family.record([[5, 6, 7], [8, 9, 5, 6]], 8, 0, silent)
     assert set(texts) == {"chain", "tree"} and all(len(t) == 2 for t in texts.values())
-    linear = {1: Linear(cost.PROPOSE, (1, 1, 0.1, 0))}
-    reads = {1: Linear(cost.OBSERVE, (0.5, 0.1))}
+    linear = {1: LinearCost(cost.PROPOSE, (1, 1, 0.1, 0))}
+    reads = {1: LinearCost(cost.OBSERVE, (0.5, 0.1))}
     model = CostModel(
         flat(10, 0.5),
         flat(1),
@@ -313,8 +319,8 @@ def test_drafters_that_read_their_own_tokens_are_searched(kind: str, tmp_path: P
         assert made.max_depth == one.shape.depth and made.max_nodes == one.shape.nodes
         walks = replay.walks(texts[one.kind], _kept(texts, one), one.shape.depth)
         wanted = [[s.accepted for s in steps] for steps in walks]
-        asked = [Request(p, 8, id=i * 64) for i, p in enumerate(([5, 6, 7], [8, 9, 5, 6]))]
-        run = generate(target, made, asked, Sampling())
+        requested = [Request(p, 8, id=i * 64) for i, p in enumerate(([5, 6, 7], [8, 9, 5, 6]))]
+        run = generate(target, made, requested, Sampling())
         assert [[c.accepted for c in g.cycles] for g in run.generations] == wanted
 
 

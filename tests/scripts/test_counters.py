@@ -16,9 +16,9 @@ from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from scripts import certify, check
 from scripts.common.memo import Memo
-from scripts.serving.asking import Address, Door, read_counters
+from scripts.serving.asking import Address, Endpoint, read_counters
 from scripts.serving.counters import rise
-from scripts.serving.sampled_answers import Asked, Job, ask_all
+from scripts.serving.sampled_answers import SampledResponse, SampleJob, ask_all
 from tests.helpers.odd_server import ENDLESS, odd, vllm
 
 LINE = "vllm:spec_decode_num_{}_total {}\n"
@@ -80,7 +80,7 @@ def test_pages_that_are_none_are_read_in_no_time() -> None:
 
 def test_an_endless_page_is_left_after_a_while() -> None:
     async def looked(url: str) -> tuple[str | None, str]:
-        async with Door(Address(url, timeout=20)) as door:
+        async with Endpoint(Address(url, timeout=20)) as door:
             return await door.metrics(), door.unread
 
     with odd(lambda body: vllm([5]), metrics=lambda: ENDLESS) as server:
@@ -97,11 +97,11 @@ def target() -> Any:
     return load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
 
 
-def asked(target: Any, memo: Memo, metrics: Callable[[], str]) -> Asked:
+def requested(target: Any, memo: Memo, metrics: Callable[[], str]) -> SampledResponse:
     with odd(lambda body: vllm([5] * body["max_tokens"]), metrics=metrics) as server:
         stops, vocab = frozenset(target.eos_ids), target.vocab_size
         where = Address(server.url)
-        job = Job(where, [[5, 6, 7]], Sampling(1.0), 40, 8, 1, (1, 2), vocab, stops, 0)
+        job = SampleJob(where, [[5, 6, 7]], Sampling(1.0), 40, 8, 1, (1, 2), vocab, stops, 0)
         return ask_all(job, memo, lambda *_: None, lambda _: None)
 
 
@@ -114,9 +114,9 @@ def turns(*pages: str) -> Callable[[], str]:
 def test_a_certificate_takes_no_draft_tokens_from_counters_that_fell(target: Any, tmp_path) -> None:
     memo = Memo(tmp_path / "parts", {"a": 1})
     fell = turns(counted(9, 40, 20), counted(5, 20, 10))
-    found = asked(target, memo, fell)
+    found = requested(target, memo, fell)
     assert found.drafted is None and "draft_tokens fell from 40 to 20" in found.doubt
-    again = asked(target, memo, turns(counted(5, 20, 10)))  # the same command goes on
+    again = requested(target, memo, turns(counted(5, 20, 10)))  # the same command goes on
     assert again.drafted is None and again.doubt == found.doubt
 
 
@@ -124,10 +124,10 @@ def test_a_certificate_takes_no_draft_tokens_from_counters_that_fell(target: Any
 def test_a_certificate_bears_counters_that_are_there_in_part(
     target: Any, tmp_path: Path, bad: str
 ) -> None:
-    found = asked(target, Memo(tmp_path / "parts", {"a": 1}), lambda: bad)
+    found = requested(target, Memo(tmp_path / "parts", {"a": 1}), lambda: bad)
     assert found.drafted is None
-    told = found.doubt if bad is not ENDLESS else " ".join(found.notes)
-    assert ("lack draft_tokens" if bad is not ENDLESS else "an endless answer") in told
+    message = found.doubt if bad is not ENDLESS else " ".join(found.notes)
+    assert ("lack draft_tokens" if bad is not ENDLESS else "an endless answer") in message
 
 
 def test_a_doubt_is_no_verdict(target: Any, tmp_path: Path, capsys) -> None:
@@ -185,10 +185,10 @@ def test_a_check_says_what_is_wrong_with_the_counters(
     with odd(greedy_of(target), metrics=turns(before, after)) as server:
         with pytest.raises(SystemExit) as stop:
             check.main([f"url={server.url}", f"expected={place}"])
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     assert (
         stop.value.code == 1
-        and said in told
-        and "serves what was trained" not in told.replace("does not serve what was trained", "")
+        and said in message
+        and "serves what was trained" not in message.replace("does not serve what was trained", "")
     )
-    assert "answers: 2 of 2 as expected" in told and "-" not in told.splitlines()[1]
+    assert "answers: 2 of 2 as expected" in message and "-" not in message.splitlines()[1]

@@ -1,4 +1,5 @@
-"""scripts/proofs/directions.py and power.py: uniform under the law, and as sharp as they say."""
+"""scripts/proofs/directions.py and power.py: uniform under the distribution, and as sharp as
+they say."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ import torch
 from torch import Tensor
 
 from scripts.proofs import biases, directions, pit, power
-from scripts.proofs.directions import Bank, Block, Tally
+from scripts.proofs.directions import Bank, Tally, TokenBlock
 
 VOCAB, ANSWERS, LENGTH = 96, 24, 32
 
 
-def laws(seed: int = 0, size: int = VOCAB) -> list[Tensor]:
+def distributions(seed: int = 0, size: int = VOCAB) -> list[Tensor]:
     """[LENGTH, size] float32 per answer: sharp and flat ones, with a common part."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(size, generator=generator)
@@ -22,14 +23,14 @@ def laws(seed: int = 0, size: int = VOCAB) -> list[Tensor]:
     return list(logits.softmax(-1))
 
 
-def blocks(answers: list[Tensor]) -> list[Block]:
+def blocks(answers: list[Tensor]) -> list[TokenBlock]:
     found = []
-    for i, law in enumerate(answers):
-        before = torch.cat([torch.zeros_like(law[:1]), law[:-1]])
-        others = (sum(answers[1:], answers[0]) - law) / (len(answers) - 1)  # type: ignore[call-overload]
-        none = torch.full((len(law), 1), -1)
-        recent = torch.arange(len(law))[:, None] % VOCAB if i % 2 else none
-        found.append(Block(law, before, others, recent, none))
+    for i, distribution in enumerate(answers):
+        before = torch.cat([torch.zeros_like(distribution[:1]), distribution[:-1]])
+        others = (sum(answers[1:], answers[0]) - distribution) / (len(answers) - 1)  # type: ignore[call-overload]
+        none = torch.full((len(distribution), 1), -1)
+        recent = torch.arange(len(distribution))[:, None] % VOCAB if i % 2 else none
+        found.append(TokenBlock(distribution, before, others, recent, none))
     return found
 
 
@@ -51,9 +52,15 @@ def biased(answers: list[Tensor], family: str, seed: int, total: float) -> list[
     """(1 - e) p + e r with this mean total variation."""
     member = biases.FAMILIES[family](np.random.default_rng(seed), VOCAB)
     r = []
-    for i, law in enumerate(answers):
-        before = torch.cat([torch.zeros_like(law[:1]), law[:-1]])
-        r.append(member(biases.Laws(law, before, answers[(i + 1) % len(answers)], law)))
+    for i, distribution in enumerate(answers):
+        before = torch.cat([torch.zeros_like(distribution[:1]), distribution[:-1]])
+        r.append(
+            member(
+                biases.Distributions(
+                    distribution, before, answers[(i + 1) % len(answers)], distribution
+                )
+            )
+        )
     moved = [(a - b).abs().sum(-1) for a, b in zip(answers, r, strict=True)]
     unit = float(torch.stack(moved).mean() / 2)
     share = min(1.0, total / unit)
@@ -61,7 +68,7 @@ def biased(answers: list[Tensor], family: str, seed: int, total: float) -> list[
 
 
 def test_moments_and_values_agree_with_the_score_of_every_token() -> None:
-    answers = laws()[:2]
+    answers = distributions()[:2]
     scores = Bank(VOCAB, 3).open(blocks(answers)[1])
     rows, p = len(answers[1]), answers[1]
     every = torch.stack([scores.at(torch.full((rows,), x)) for x in range(VOCAB)], 1)  # [R, V, K]
@@ -74,7 +81,7 @@ def test_moments_and_values_agree_with_the_score_of_every_token() -> None:
     assert len(scores.bank.names) == every.shape[2] == len(set(scores.bank.names))
 
 
-def test_tails_are_those_of_the_binomial_and_poisson_laws() -> None:
+def test_tails_are_those_of_the_binomial_and_poisson_distributions() -> None:
     from scipy import stats
 
     for mean in (60.0, 400.0):
@@ -93,7 +100,7 @@ def test_tails_are_those_of_the_binomial_and_poisson_laws() -> None:
 
 def test_direction_tests_raise_false_alarms_at_the_stated_rate() -> None:
     """Every kind of direction, redrawn 30 times; bets may only be rarer than they say."""
-    answers = laws(1)
+    answers = distributions(1)
     found: dict[str, list[float]] = {}
     for seed in range(30):
         for t in tally(answers, answers, 2, seed, key=seed).tests():
@@ -111,7 +118,7 @@ def test_direction_tests_raise_false_alarms_at_the_stated_rate() -> None:
 
 def test_bets_never_pay_more_often_than_they_may() -> None:
     """Ville: the wealth reaches 1 / a in at most a share a of runs."""
-    answers = laws(2)
+    answers = distributions(2)
     tests = [t for seed in range(20) for t in tally(answers, answers, 3, seed).tests()]
     p = [t.p for t in tests if "learned" in t.name]
     assert len(p) == 100 and np.mean(np.array(p) <= 0.05) <= 0.05
@@ -122,13 +129,13 @@ def test_bets_never_pay_more_often_than_they_may() -> None:
 )
 def test_biases_that_one_order_cannot_see_are_found(family: str) -> None:
     """The order of probability hardly moves; the token ids and the ranks tell."""
-    answers = laws(3)
+    answers = distributions(3)
     tests = tally(answers, biased(answers, family, 1, 0.15), 12, 1).tests()
     assert pit.overall(tests) < 1e-6
 
 
 def test_a_state_that_was_kept_goes_on() -> None:
-    answers = laws(4)
+    answers = distributions(4)
     one = tally(answers, answers, 1, 0)
     two = Tally(Bank(VOCAB, 5), ("all tokens",))
     two.restore(one.state())
@@ -138,23 +145,23 @@ def test_a_state_that_was_kept_goes_on() -> None:
 # --- power
 
 
-def answers_of(found: list[Tensor]) -> list[power.Answer]:
-    return [power.Answer(law, law) for law in found]
+def answers_of(found: list[Tensor]) -> list[power.AnswerDistributions]:
+    return [power.AnswerDistributions(distribution, distribution) for distribution in found]
 
 
-def test_every_family_moves_laws_into_laws() -> None:
-    p, size = laws(5)[0], VOCAB
-    before, other = laws(5)[1], laws(5)[2]
+def test_every_family_moves_distributions_into_distributions() -> None:
+    p, size = distributions(5)[0], VOCAB
+    before, other = distributions(5)[1], distributions(5)[2]
     for name, family in biases.FAMILIES.items():
         for seed in range(6):
-            r = family(np.random.default_rng(seed), size)(biases.Laws(p, before, other, p))
+            r = family(np.random.default_rng(seed), size)(biases.Distributions(p, before, other, p))
             assert torch.allclose(r.sum(-1), torch.ones(len(r)), atol=1e-4), name
             assert float(r.min()) >= 0, name
             assert float((r - p).abs().sum()) > 0, name
 
 
 def test_power_says_what_every_direction_would_find() -> None:
-    answers = laws(6)
+    answers = distributions(6)
     rounds = 10
     n = rounds * ANSWERS * LENGTH
     known = power.Power(answers_of(answers), Bank(VOCAB, 5), n, 1e-4, 50)
@@ -173,7 +180,7 @@ def test_power_says_what_every_direction_would_find() -> None:
 @pytest.mark.parametrize("family", list(biases.FAMILIES))
 def test_what_power_calls_found_is_found_when_it_is_drawn(family: str) -> None:
     """Where a member is found with power 0.99: in 18 of 20 redrawn texts at least."""
-    answers, rounds, alpha = laws(7), 12, 1e-4
+    answers, rounds, alpha = distributions(7), 12, 1e-4
     n = rounds * ANSWERS * LENGTH
     sample = tally(answers, answers, rounds, 0).tests()
     known = power.Power(answers_of(answers), Bank(VOCAB, 5), n, alpha, len(sample))
@@ -190,7 +197,7 @@ def test_what_power_calls_found_is_found_when_it_is_drawn(family: str) -> None:
 
 
 def test_a_family_that_is_not_found_is_named() -> None:
-    answers = laws(8)
+    answers = distributions(8)
     few = power.Power(answers_of(answers), Bank(VOCAB, 5), 400, 1e-4, 150)
     many = power.Power(answers_of(answers), Bank(VOCAB, 5), 200_000, 1e-4, 150)
     less, more = (power.measure(p, 0.1, 0, members=3) for p in (few, many))
@@ -200,7 +207,7 @@ def test_a_family_that_is_not_found_is_named() -> None:
 
 
 def test_the_size_that_is_worked_out_beforehand_is_the_one_that_the_certificate_asks_for() -> None:
-    answers, steps = answers_of(laws(8)), (1000, 2000, 4000, 8000, 16_000, 200_000)
+    answers, steps = answers_of(distributions(8)), (1000, 2000, 4000, 8000, 16_000, 200_000)
     known = power.Power(answers, Bank(VOCAB, 5), 1, 1e-4, 400)
     for detect in (0.1, 0.2):
         found = power.enough(known, detect, 0, steps, members=3)

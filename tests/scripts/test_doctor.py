@@ -23,7 +23,7 @@ from train.launch_keys import HONOURED, of_file, refusals
 doctor = importlib.import_module("scripts.doctor")
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+def summary(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
     """Exit code and words of the command."""
     return code_of(doctor.main, *args), capsys.readouterr().out
 
@@ -39,7 +39,7 @@ def sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_sound_machine_has_no_problem(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = told(capsys, "device=cpu", f"out={sound / 'found.json'}", f"out_dir={sound}")
+    code, said = summary(capsys, "device=cpu", f"out={sound / 'found.json'}", f"out_dir={sound}")
     assert code == 0 and "no problem found" in said and "PROBLEM" not in said
     assert torch.__version__ in said and str(sound / "cache") in said
     assert "training-time test: the CPU's flash kernel in bfloat16" in said
@@ -50,7 +50,7 @@ def test_a_sound_machine_has_no_problem(sound: Path, capsys: pytest.CaptureFixtu
 def test_a_gpu_that_is_not_there_is_one_problem(
     sound: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, said = told(capsys, "device=cuda:7")
+    code, said = summary(capsys, "device=cuda:7")
     assert code == 1 and said.count("PROBLEM:") == 1
     assert "device: cuda:7 asked for" in said and "1 problem(s)" in said
 
@@ -139,7 +139,7 @@ def test_a_gpu_of_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "mem_get_info", lambda n: (1 << 30, 8 << 30))
     monkeypatch.setattr(cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    part = look.Part("torch")
+    part = look.ReportPart("torch")
     look._gpu(part, 0, "bfloat16")
     assert len(part.problems) == 2 and "built for sm_80, sm_90" in part.problems[0]
     assert "set dtype=float32" in part.problems[1] and "another process" in part.facts[1]

@@ -17,7 +17,7 @@ import torch
 from conf.errors import UserError
 from conf.jsonl import records
 from decode.drafters import DraftModel, NoDraft
-from decode.engine import Generation, Request, Run, Timing, generate
+from decode.engine import DecodedRun, Generation, Request, Timing, generate
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
@@ -26,13 +26,13 @@ from scripts.common.prompts import Prompt, load_prompts
 from scripts.proofs.greedy import Plain
 from scripts.reports import plots
 from scripts.scoring import breakdown, contest
-from scripts.scoring import lanes as lanes_module
+from scripts.scoring import systems as systems_module
 from scripts.scoring.assisted import assistants
-from scripts.scoring.contest import Answer, Contest, Lane, Settings
-from scripts.scoring.lanes import lanes_of
+from scripts.scoring.contest import Contest, ContestSettings, ScoredAnswer, System
 from scripts.scoring.reference import hf_generate
 from scripts.scoring.same_tokens import lossless
 from scripts.scoring.score import Scores
+from scripts.scoring.systems import systems_of
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
 
@@ -137,24 +137,24 @@ def test_parts_of_a_second_pass_replace_those_of_the_run(
         waited.append(t)
         return time.perf_counter
 
-    monkeypatch.setattr(lanes_module, "clock", clock)
-    lanes, _ = lanes_of(["none", "ngram", "hf_generate"], target)
+    monkeypatch.setattr(systems_module, "clock", clock)
+    systems, _ = systems_of(["none", "ngram", "hf_generate"], target)
     prompts = [Prompt(str(i), "chat", ["ab ab ab"]) for i in range(3)]
-    measured = contest.run_contest(target, prompts, lanes, SETTINGS, quiet=True)
-    rows = [Scores(measured, lanes).row(lane) for lane in lanes]
+    measured = contest.run_contest(target, prompts, systems, SETTINGS, quiet=True)
+    rows = [Scores(measured, systems).row(system) for system in systems]
     before = copy.deepcopy(rows)
     assert not waited and before[0]["breakdown"]["source"] == breakdown.MEASURED
-    breakdown.again(rows, target, prompts[:2], lanes, SETTINGS)
+    breakdown.again(rows, target, prompts[:2], systems, SETTINGS)
     assert waited
     for row, old in zip(rows[:2], before, strict=False):
-        told = row.pop("breakdown")
-        assert told["source"].startswith("2 prompts")
-        assert row.pop("ms_per_token") == told["ms_per_token"]
-        assert sum(told["seconds"].values()) == pytest.approx(told["wall_seconds"])
-        assert told["without"]["all_but_target"] >= old["speedup"]["mean"] > 0
+        message = row.pop("breakdown")
+        assert message["source"].startswith("2 prompts")
+        assert row.pop("ms_per_token") == message["ms_per_token"]
+        assert sum(message["seconds"].values()) == pytest.approx(message["wall_seconds"])
+        assert message["without"]["all_but_target"] >= old["speedup"]["mean"] > 0
         assert row == {k: v for k, v in old.items() if k in row}
     assert rows[2]["breakdown"] is None and before[2]["breakdown"] is not None
-    breakdown.again(rows, target, [], lanes, SETTINGS)
+    breakdown.again(rows, target, [], systems, SETTINGS)
     assert not any(row.get("breakdown") for row in rows)
 
 
@@ -252,58 +252,60 @@ def test_a_drafter_that_cannot_be_loaded_is_refused_before_the_first_token(
 
 
 def test_a_prompt_beyond_the_context_is_named(target: Target) -> None:
-    lanes, _ = lanes_of(["none"], target)
+    systems, _ = systems_of(["none"], target)
     long = [Prompt("too-long", "chat", ["word " * 300])]
     with pytest.raises(UserError, match="too-long has .* tokens"):
-        contest.run_contest(target, long, lanes, SETTINGS, quiet=True)
+        contest.run_contest(target, long, systems, SETTINGS, quiet=True)
 
 
 def test_a_later_turn_that_outgrows_the_context_is_left_out_for_all(target: Target) -> None:
-    lanes, _ = lanes_of(["none", "ngram"], target)
+    systems, _ = systems_of(["none", "ngram"], target)
     talk = [
         Prompt("grows", "chat", ["hello", "word " * 60, "and?"]),
         Prompt("short", "chat", ["hi"]),
     ]
-    found = contest.run_contest(target, talk, lanes, SETTINGS, quiet=True)
+    found = contest.run_contest(target, talk, systems, SETTINGS, quiet=True)
     assert [(s["prompt_id"], s["turn"]) for s in found.skipped_turns] == [("grows", 1)]
     assert sorted((a.drafter, a.prompt_id, a.turn) for a in found.answers) == [
         (name, prompt, 0) for name in ("ngram", "none") for prompt in ("grows", "short")
     ]
 
 
-SETTINGS = Settings(Sampling(), 12, 1, 0, "traversal")
+SETTINGS = ContestSettings(Sampling(), 12, 1, 0, "traversal")
 
 
-def telling(name: str, token: int, told: Callable[[Any], object]) -> Lane:
-    """A lane that answers `token` to everything; told: hears its requests."""
+def telling(name: str, token: int, message: Callable[[Any], object]) -> System:
+    """A system that answers `token` to everything; message: hears its requests."""
 
-    def ran(requests: Any, settings: Settings) -> Run:
-        told(requests)
+    def ran(requests: Any, settings: ContestSettings) -> DecodedRun:
+        message(requests)
         found = [Generation(list(r.prompt), [token], [], [False]) for r in requests]
-        return Run(found, Timing(), 0)
+        return DecodedRun(found, Timing(), 0)
 
-    return Lane(name, name, name, "none", 0, 0, ran)
+    return System(name, name, name, "none", 0, 0, ran)
 
 
 def test_drafters_take_turns_at_going_first(target: Target) -> None:
     order: list[str] = []
-    lanes = [telling(n, 5, lambda _, n=n: order.append(n)) for n in ("none", "b", "c")]
+    systems = [telling(n, 5, lambda _, n=n: order.append(n)) for n in ("none", "b", "c")]
     prompts = [Prompt(str(i), "chat", ["x"]) for i in range(3)]
-    contest.run_contest(target, prompts, lanes, SETTINGS, quiet=True)
+    contest.run_contest(target, prompts, systems, SETTINGS, quiet=True)
     assert order[:3] == ["none", "b", "c"], "warm-up"
     assert order[3:] == ["none", "b", "c", "b", "c", "none", "c", "none", "b"]
 
 
 def test_history_comes_from_none(target: Target) -> None:
     read: dict[str, list[list[int]]] = {"none": [], "b": []}
-    lanes = [
+    systems = [
         telling(
-            n, ord(n[0].upper()), lambda asked, n=n: read[n].extend(list(r.prompt) for r in asked)
+            n,
+            ord(n[0].upper()),
+            lambda requested, n=n: read[n].extend(list(r.prompt) for r in requested),
         )
         for n in read
     ]
     talk = [Prompt("0", "chat", ["x", "y"])]
-    contest.run_contest(target, talk, lanes, SETTINGS, quiet=True)
+    contest.run_contest(target, talk, systems, SETTINGS, quiet=True)
     assert read["none"] == read["b"] and ord("N") in read["b"][-1] and ord("B") not in read["b"][-1]
 
 
@@ -326,9 +328,9 @@ def test_assisted_references_write_what_generate_writes_and_warn_of_nothing(
 ) -> None:
     from transformers.generation import utils
 
-    told: list[Any] = []
+    message: list[Any] = []
     for name in ("warning", "warning_once"):
-        monkeypatch.setattr(utils.logger, name, lambda *a, **_: told.append(a))
+        monkeypatch.setattr(utils.logger, name, lambda *a, **_: message.append(a))
     requests = [Request([5, 9, 33, 12], 16, id=0)]
     plain = hf_generate(target, requests, Sampling()).generations[0].token_ids
     twin = DraftModel(load_target(TargetConfig(kind="tiny", context=256), "float32", "cpu"), 3)
@@ -340,7 +342,7 @@ def test_assisted_references_write_what_generate_writes_and_warn_of_nothing(
         ):  # the target's weights as the assistant: every cycle that may draft K accepts K
             assert k == 3
             assert {(c.proposed, c.accepted) for c in generation.cycles if not c.cut} == {(3, 3)}
-    assert told == []
+    assert message == []
 
 
 def test_hf_generate_samples_without_touching_the_global_generator(target: Target) -> None:
@@ -361,13 +363,13 @@ def test_a_wrong_token_is_no_rounding(target: Target, monkeypatch: pytest.Monkey
     right = run_.generations[0]
     wrong = [*right.token_ids[:3], (right.token_ids[3] + 1) % 256, *right.token_ids[4:]]
     short = right.token_ids[:5]
-    found = Contest([Answer("none", "a", 0, "chat", right)])
+    found = Contest([ScoredAnswer("none", "a", 0, "chat", right)])
     for name, tokens in (("same", right.token_ids), ("wrong", wrong), ("short", short)):
         found.answers.append(
-            Answer(name, "a", 0, "chat", Generation(right.prompt_ids, tokens, [], []))
+            ScoredAnswer(name, "a", 0, "chat", Generation(right.prompt_ids, tokens, [], []))
         )
-    lanes = [Lane(n, n, n, "none", 0, 0, None) for n in ("none", "same", "wrong", "short")]  # type: ignore[arg-type]
-    result = lossless(found, lanes, target)
+    systems = [System(n, n, n, "none", 0, 0, None) for n in ("none", "same", "wrong", "short")]  # type: ignore[arg-type]
+    result = lossless(found, systems, target)
     assert result["same"]["equal"] == 1 and result["none"]["equal"] == 1
     assert result["wrong"]["beyond_rounding"] == 1
     assert result["wrong"]["differences"][0]["position"] == 3
@@ -377,7 +379,7 @@ def test_a_wrong_token_is_no_rounding(target: Target, monkeypatch: pytest.Monkey
     assert result["same"]["measured_rounding"] is None
     for noise, beyond in ((gap * 0.49, 1), (gap * 0.51, 0)):
         monkeypatch.setattr(Plain, "rounding", lambda *_, n=noise: {"logit": n, "gap": n})
-        again = lossless(found, lanes, target)
+        again = lossless(found, systems, target)
         assert again["wrong"]["beyond_rounding"] == beyond
         assert again["short"]["beyond_rounding"] == 1
 

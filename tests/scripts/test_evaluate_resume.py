@@ -24,7 +24,7 @@ from tests.helpers import pictures
 from tests.helpers.commands import code_of
 
 SMALL = ("target=tiny", "dtype=float32", "max_new_tokens=16", "quiet=true", "device=cpu")
-ASKED = ("drafters=[none,ngram]", "temperatures=[0,1]", "parity=0")
+REQUESTED = ("drafters=[none,ngram]", "temperatures=[0,1]", "parity=0")
 PROMPTS = 5
 
 
@@ -36,8 +36,8 @@ def prompts_file(folder: Path) -> Path:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> tuple[str, ...]:
-    return (*SMALL, *ASKED, f"prompts={prompts_file(tmp_path)}", f"out={tmp_path}/out")
+def requested(tmp_path: Path) -> tuple[str, ...]:
+    return (*SMALL, *REQUESTED, f"prompts={prompts_file(tmp_path)}", f"out={tmp_path}/out")
 
 
 def accepted(out: Path) -> list[Any]:
@@ -61,7 +61,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     place = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         pictures.left_out(patch)
-        keys = (*SMALL, *ASKED, f"prompts={prompts_file(place)}", f"out={place}/out")
+        keys = (*SMALL, *REQUESTED, f"prompts={prompts_file(place)}", f"out={place}/out")
         assert code_of(evaluate.main, *keys) == 0
     return accepted(place / "out")
 
@@ -73,9 +73,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     note = contest.Contest.note
 
-    def noted(self: Any, lane: Any, live: Any, turn: int, run: Any, most: Any) -> None:
-        seen.append((lane.name, turn))
-        note(self, lane, live, turn, run, most)
+    def noted(self: Any, system: Any, live: Any, turn: int, run: Any, most: Any) -> None:
+        seen.append((system.name, turn))
+        note(self, system, live, turn, run, most)
 
     monkeypatch.setattr(contest.Contest, "note", noted)
     return seen
@@ -106,7 +106,7 @@ def sigterm() -> None:
 
 @pytest.mark.parametrize("stop, code", [(ctrl_c, 130), (sigterm, 75)])
 def test_what_was_measured_is_not_measured_again(
-    asked: tuple[str, ...],
+    requested: tuple[str, ...],
     tmp_path: Path,
     measured: list[Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -118,14 +118,14 @@ def test_what_was_measured_is_not_measured_again(
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         stop_after(31, patch, stop)  # 20 of the first temperature, 2 prompts of the second
-        assert code_of(evaluate.main, *asked) == code
+        assert code_of(evaluate.main, *requested) == code
     assert signal.getsignal(signal.SIGTERM) == before
     assert "run the same command again to continue" in capsys.readouterr().err
     unfinished = tmp_path / "out/unfinished"
     kept = {path.stem: len(path.read_text().splitlines()) for path in unfinished.glob("*.jsonl")}
     assert kept == {"t0-b1": PROMPTS, "t1-b1": 2}
     measured.clear()
-    assert code_of(evaluate.main, *asked) == 0
+    assert code_of(evaluate.main, *requested) == 0
     assert len(measured) == (PROMPTS - 2) * 2 * 2, "three prompts, two turns, two drafters"
     assert "going on with what is measured in" in capsys.readouterr().err
     assert accepted(tmp_path / "out") == uninterrupted
@@ -135,23 +135,23 @@ def test_what_was_measured_is_not_measured_again(
     assert len(first["sittings"]) == 1 and len(second["sittings"]) == 2
     assert not unfinished.exists()
     measured.clear()
-    assert code_of(evaluate.main, *asked) == 0
+    assert code_of(evaluate.main, *requested) == 0
     assert len(measured) == PROMPTS * 2 * 2 * 2, "a finished one is a new one"
 
 
 def test_the_drafters_keep_their_turns(
-    asked: tuple[str, ...], measured: list[Any], monkeypatch: pytest.MonkeyPatch
+    requested: tuple[str, ...], measured: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who begins moves on with the prompts as if nobody had stopped."""
-    assert code_of(evaluate.main, *asked) == 0
+    assert code_of(evaluate.main, *requested) == 0
     whole = [name for name, *_ in measured]
     measured.clear()
     with monkeypatch.context() as patch:
         stop_after(6, patch, ctrl_c)
-        assert code_of(evaluate.main, *asked) == 130
+        assert code_of(evaluate.main, *requested) == 130
     assert [name for name, *_ in measured] == whole[:6]
     measured.clear()
-    assert code_of(evaluate.main, *asked) == 0
+    assert code_of(evaluate.main, *requested) == 0
     assert [name for name, *_ in measured] == whole[4:], "the prompt that was cut is asked again"
 
 
@@ -167,7 +167,7 @@ def test_the_drafters_keep_their_turns(
     ],
 )
 def test_a_change_is_named_and_begins_anew(
-    asked: tuple[str, ...],
+    requested: tuple[str, ...],
     tmp_path: Path,
     measured: list[Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -177,30 +177,30 @@ def test_a_change_is_named_and_begins_anew(
 ) -> None:
     with monkeypatch.context() as patch:
         stop_after(6, patch, ctrl_c)
-        assert code_of(evaluate.main, *asked) == 130
+        assert code_of(evaluate.main, *requested) == 130
     measured.clear()
     capsys.readouterr()
     with monkeypatch.context() as patch:
         stop_after(5, patch, ctrl_c)
-        assert code_of(evaluate.main, *asked, key) == 130
+        assert code_of(evaluate.main, *requested, key) == 130
     assert f"unfinished was made with another {name}; all is made anew" in capsys.readouterr().err
     assert len((tmp_path / "out/unfinished/t0-b1.jsonl").read_text().splitlines()) == 1
 
 
 def test_other_keys_change_nothing(
-    asked: tuple[str, ...], measured: list[Any], monkeypatch: pytest.MonkeyPatch
+    requested: tuple[str, ...], measured: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         stop_after(21, patch, ctrl_c)
-        assert code_of(evaluate.main, *asked) == 130
+        assert code_of(evaluate.main, *requested) == 130
     measured.clear()
-    assert code_of(evaluate.main, *asked, "temperatures=[0]", "parity=1") == 0
+    assert code_of(evaluate.main, *requested, "temperatures=[0]", "parity=1") == 0
     assert measured == []
 
 
 def test_a_head_that_was_trained_on_is_measured_anew(tmp_path: Path) -> None:
     from heads import HEADS, save_head
-    from scripts.scoring.lanes import lanes_of
+    from scripts.scoring.systems import systems_of
     from tests.helpers.training import tiny_target
 
     target, kind = tiny_target(), HEADS["medusa"]
@@ -208,8 +208,8 @@ def test_a_head_that_was_trained_on_is_measured_anew(tmp_path: Path) -> None:
     found = []
     for _ in range(2):
         save_head(head, tmp_path / "run/head", target.identity)
-        lanes, _ = lanes_of(["none", f"{tmp_path}/run@chain", "hf_generate"], target)
-        found.append([lane.files for lane in lanes])
+        systems, _ = systems_of(["none", f"{tmp_path}/run@chain", "hf_generate"], target)
+        found.append([system.files for system in systems])
         next(head.parameters()).data += 1
     assert found[0] != found[1] and found[0][0] == found[0][2] == []
     assert {Path(name).name for name, *_ in found[0][1]} == {"head.json", "head.safetensors"}
@@ -217,8 +217,11 @@ def test_a_head_that_was_trained_on_is_measured_anew(tmp_path: Path) -> None:
 
 def test_a_lost_server_stays_lost(tmp_path: Path) -> None:
     begun = contest.Contest(sittings=["a"])
-    answer = contest.Answer("x@http://h", "p", 0, "c", contest.Generation([1], [2]))
-    begun.answers += [answer, contest.Answer("none", "p", 0, "c", contest.Generation([1], [2]))]
+    answer = contest.ScoredAnswer("x@http://h", "p", 0, "c", contest.Generation([1], [2]))
+    begun.answers += [
+        answer,
+        contest.ScoredAnswer("none", "p", 0, "c", contest.Generation([1], [2])),
+    ]
     first = begun.part([contest.Prompt("p", "c", ["t"])])
     later = contest.Contest(lost=[{"name": "x@http://h", "reason": "gone"}], sittings=["b"])
     again = contest.Contest()
@@ -234,11 +237,14 @@ def test_suites_that_are_measured_wait_for_the_others(
     named = ["mtbench", "gsm8k"]
     found = [evaluate.SuiteConfig(name=name) for name in named]
     monkeypatch.setattr(evaluate, "suites", lambda _: found)
-    asked_of = (evaluate.load_prompts(prompts_file(tmp_path)), {"path": "p", "sha256": "0" * 64})
-    monkeypatch.setattr(evaluate, "asked_of", lambda *_: asked_of)
-    told = [{"name": name, "asked": PROMPTS, "drafters": []} for name in named]
-    monkeypatch.setattr(evaluate, "in_one", lambda *_: {"suites": told, "missing": []})
-    keys = (*SMALL, *ASKED, "suite=all", f"out={tmp_path}/out")
+    requested_of = (
+        evaluate.load_prompts(prompts_file(tmp_path)),
+        {"path": "p", "sha256": "0" * 64},
+    )
+    monkeypatch.setattr(evaluate, "requested_of", lambda *_: requested_of)
+    message = [{"name": name, "asked": PROMPTS, "drafters": []} for name in named]
+    monkeypatch.setattr(evaluate, "in_one", lambda *_: {"suites": message, "missing": []})
+    keys = (*SMALL, *REQUESTED, "suite=all", f"out={tmp_path}/out")
     with monkeypatch.context() as patch:
         stop_after(43, patch, ctrl_c)  # 40 of the first suite
         assert code_of(evaluate.main, *keys) == 130
@@ -249,16 +255,14 @@ def test_suites_that_are_measured_wait_for_the_others(
 
 
 def test_kill_and_sigterm_in_the_middle(
-    asked: tuple[str, ...], tmp_path: Path, measured: list[Any], uninterrupted: list[Any]
+    requested: tuple[str, ...], tmp_path: Path, measured: list[Any], uninterrupted: list[Any]
 ) -> None:
     """A process of its own: killed when a prompt is measured, started again, stopped at the
     next."""
     part = tmp_path / "out/unfinished/t0-b1.jsonl"
     slow = "import os, time\nfrom scripts.scoring import contest\nrun = contest.Contest.run\n"
     slow += "def slowed(*given):\n    time.sleep(0.15)\n    return run(*given)\n"
-    slow += (
-        f"contest.Contest.run = slowed\nfrom scripts import evaluate\nevaluate.main({list(asked)})"
-    )
+    slow += f"contest.Contest.run = slowed\nfrom scripts import evaluate\nevaluate.main({list(requested)})"
     script = [sys.executable, "-c", slow]
     for number, (end, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 75)), 1):
         with subprocess.Popen(script, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
@@ -272,7 +276,7 @@ def test_kill_and_sigterm_in_the_middle(
     assert "run the same command again to continue" in said and "going on with" in said
     kept = len(part.read_text().splitlines())
     assert 2 <= kept < PROMPTS
-    assert code_of(evaluate.main, *asked) == 0
+    assert code_of(evaluate.main, *requested) == 0
     assert len(measured) == (2 * PROMPTS - kept) * 2 * 2
     assert accepted(tmp_path / "out") == uninterrupted
 

@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from heads.names import Draft
+from heads.names import DraftSpec
 from scripts.reports import plots, tuning_plots
 from scripts.reports.wandb_log import flat
 from scripts.scoring import extras
-from scripts.scoring.contest import Lane
+from scripts.scoring.contest import System
 
 
 def test_learning_curves_come_from_the_run(tmp_path: Path) -> None:
@@ -36,15 +36,16 @@ def test_learning_curves_come_from_the_run(tmp_path: Path) -> None:
 def test_nothing_beside_a_drafter_is_no_error(tmp_path: Path) -> None:
     drafts = [
         None,
-        Draft("none"),
-        Draft("ngram"),
-        Draft(str(tmp_path)),
-        Draft(str(tmp_path / "gone"), "tree"),
+        DraftSpec("none"),
+        DraftSpec("ngram"),
+        DraftSpec(str(tmp_path)),
+        DraftSpec(str(tmp_path / "gone"), "tree"),
     ]
-    lanes = [
-        Lane("x", "x", "x", "tree", 1, 1, lambda requests, settings: None, draft=d) for d in drafts
+    systems = [
+        System("x", "x", "x", "tree", 1, 1, lambda requests, settings: None, draft=d)
+        for d in drafts
     ]  # type: ignore[arg-type, return-value]
-    assert extras.extras(lanes) == {"learning": {}}
+    assert extras.extras(systems) == {"learning": {}}
 
 
 def report(batch: int, speed: float, temperature: float = 0.0) -> dict[str, Any]:

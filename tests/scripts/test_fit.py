@@ -201,7 +201,7 @@ def test_a_fitted_head_drafts_as_the_old_one_was_tuned_to(start: Path, tmp_path:
         shutil.copytree(find_head(str(start)), place)
     command.as_tuned(old, new)
     assert not (new / tuned.DECODE).exists()
-    one = tuned.Settings("chain", depth=1)
+    one = tuned.DraftSettings("chain", depth=1)
     choice = tuned.Tuned(tuned.card_sha256(old), one, chain=one, break_even=1.2)
     (old / tuned.DECODE).write_text(json.dumps(choice.to_json()))
     card = json.loads((new / "head.json").read_text())
@@ -228,24 +228,24 @@ def test_a_budget_becomes_steps(start: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "evaluation"), [(1.0, 100.0), (1.0, 725.0), (500.0, 72.0)])
-def test_the_minutes_that_are_asked_for_are_enough(
+def test_the_minutes_that_are_requested_for_are_enough(
     start: Path, tmp_path: Path, step: float, evaluation: float
 ) -> None:
     cfg = config(start, tmp_path, "minutes=0.5")
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as message:
         train.budgeted(cfg, step, evaluation)
-    cfg = replace(cfg, minutes=float(str(told.value).rpartition("give ")[2].split()[0]))
+    cfg = replace(cfg, minutes=float(str(message.value).rpartition("give ")[2].split()[0]))
     assert train.budgeted(cfg, step, evaluation).steps >= 1
     cfg = replace(cfg, minutes=2 * evaluation / 60)  # exactly one evaluation
     assert step > evaluation or train.budgeted(cfg, step, evaluation).every >= 1
 
 
 def refused(*args: Any) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as message:
         cfg = config(*args)
         command.fitted(cfg, Path(cfg.out))
-    assert "\n" not in str(told.value)
-    return str(told.value)
+    assert "\n" not in str(message.value)
+    return str(message.value)
 
 
 def test_what_is_refused(start: Path, tmp_path: Path) -> None:
@@ -281,20 +281,20 @@ def test_what_is_refused(start: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("steady")
 def test_what_was_found_holds_for_the_same_files(start: Path, tmp_path: Path) -> None:
-    learned, asked = chats(tmp_path / "train.jsonl"), later(tmp_path / "later.jsonl")
-    keys = (start, tmp_path / "fit", f"train={learned}", f"later={asked}", "general_prompts=0")
+    learned, requested = chats(tmp_path / "train.jsonl"), later(tmp_path / "later.jsonl")
+    keys = (start, tmp_path / "fit", f"train={learned}", f"later={requested}", "general_prompts=0")
     fitted(config(*keys))
-    for path in (learned, asked):
+    for path in (learned, requested):
         whole = path.read_text()
         path.write_text("".join(whole.splitlines(keepends=True)[:-2]))
-        told = refused(*keys)
-        assert told.startswith("out: ") and f"content.{path.stem}" in told
+        message = refused(*keys)
+        assert message.startswith("out: ") and f"content.{path.stem}" in message
         path.write_text(whole)
-    same = asked.with_name("same.jsonl")
-    same.write_text(asked.read_text())
-    told = refused(start, tmp_path / "other", f"train={same}", f"later={asked}")
-    assert told.startswith("later: ") and "what is learned from" in told
-    gone = refused(start, tmp_path / "gone", "train=gone.jsonl", f"later={asked}")
+    same = requested.with_name("same.jsonl")
+    same.write_text(requested.read_text())
+    message = refused(start, tmp_path / "other", f"train={same}", f"later={requested}")
+    assert message.startswith("later: ") and "what is learned from" in message
+    gone = refused(start, tmp_path / "gone", "train=gone.jsonl", f"later={requested}")
     assert gone.startswith("train: cannot read")
 
     budget = tmp_path / "fit/budget.json"
@@ -305,16 +305,16 @@ def test_what_was_found_holds_for_the_same_files(start: Path, tmp_path: Path) ->
         assert "budget.json is damaged; delete it" in refused(*keys)
 
 
-def test_too_little_to_ask_is_told_before_the_training(start: Path, tmp_path: Path) -> None:
+def test_too_little_to_ask_is_message_before_the_training(start: Path, tmp_path: Path) -> None:
     out, data = tmp_path / "fit", start.parent / "data.jsonl"
-    asked = tmp_path / "later.jsonl"
-    keys = (start, out, f"train={data}", f"later={asked}")
-    later(asked, 1)
+    requested = tmp_path / "later.jsonl"
+    keys = (start, out, f"train={data}", f"later={requested}")
+    later(requested, 1)
     assert refused(*keys).startswith("later: of 1 prompts")
     long = "".join(json.dumps({"prompt": f"{i} " + "x" * 3000}) + "\n" for i in range(3))
-    asked.write_text(long)
+    requested.write_text(long)
     assert refused(*keys).startswith("later: of 3 prompts")
-    later(asked).write_text(asked.read_text() + long)
+    later(requested).write_text(requested.read_text() + long)
     general = tmp_path / "general.jsonl"
     general.write_text(long)
     assert refused(*keys, f"general={general}").startswith("general: of 2 prompts")
@@ -322,19 +322,19 @@ def test_too_little_to_ask_is_told_before_the_training(start: Path, tmp_path: Pa
     assert refused(start, tmp_path / "logs", f"logs={log}").startswith("later: of 1 prompts")
 
 
-def test_later_chats_that_are_learned_from_are_told(
+def test_later_chats_that_are_learned_from_are_message(
     start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, asked = start.parent / "data.jsonl", later(tmp_path / "later.jsonl")
+    data, requested = start.parent / "data.jsonl", later(tmp_path / "later.jsonl")
     rows = [json.loads(line) | {"category": "x"} for line in data.read_text().splitlines()[:3]]
     same = "".join(json.dumps(row) + "\n" for row in rows)
-    cfg = config(start, tmp_path / "fit", f"train={data}", f"later={asked}")
+    cfg = config(start, tmp_path / "fit", f"train={data}", f"later={requested}")
     command.readable(cfg)
     assert not capsys.readouterr().err
-    asked.write_text(asked.read_text() + same)
+    requested.write_text(requested.read_text() + same)
     command.readable(cfg)
     assert "3 of 11 later chats stand in" in capsys.readouterr().err
-    asked.write_text(same)
+    requested.write_text(same)
     with pytest.raises(UserError, match="^later: every chat of .* is what is learned from"):
         command.readable(cfg)
 
@@ -352,10 +352,10 @@ def test_what_is_read_behind_the_training_is_read_before_it(start: Path, tmp_pat
 def test_a_fit_that_was_moved_goes_on_from_its_own_chats(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, asked = log_file(tmp_path / "log.jsonl"), []
+    log, requested = log_file(tmp_path / "log.jsonl"), []
 
     def stopped(cfg: FitConfig, known: train.Chats, out: Path) -> None:
-        asked.append(known)
+        requested.append(known)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "pilot", stopped)
@@ -365,7 +365,7 @@ def test_a_fit_that_was_moved_goes_on_from_its_own_chats(
             command.fitted(cfg, Path(cfg.out))
         if name == "before":
             (tmp_path / name).rename(tmp_path / "after")
-    assert all(Path(place).is_file() for place in (asked[1].train, asked[1].later))
+    assert all(Path(place).is_file() for place in (requested[1].train, requested[1].later))
 
 
 def test_a_log_without_answers_is_refused(start: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from scripts.synthesize import SynthesizeConfig, main, synthesize
 from tests.helpers.commands import code_of
 from tests.helpers.faults import fork, wait
 from tests.helpers.unruly_server import FAULTS
-from train.texts.rows import Row, raw_row
+from train.texts.rows import ChatRow, raw_row
 
 KEY = "sk-very-secret-0123456789"
 
@@ -71,7 +71,7 @@ def config(folder: Path, url: str, **changes: Any) -> SynthesizeConfig:
     )
 
 
-def asked(folder: Path, count: int = 40) -> list[list[str]]:
+def requested(folder: Path, count: int = 40) -> list[list[str]]:
     """A file of conversations with one to three user turns; what is asked."""
     folder.mkdir(exist_ok=True)
     turns = [[f"question {i}.{t}" for t in range(1 + i % 3)] for i in range(count)]
@@ -102,7 +102,7 @@ def one_context() -> Iterator[None]:
 def calm(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The file of a server without faults."""
     folder = tmp_path_factory.mktemp("calm")
-    asked(folder)
+    requested(folder)
     with serving(folder, gather=8) as url:
         synthesize(config(folder, url))
         with urllib.request.urlopen(url.removesuffix("/v1") + "/peak") as reply:
@@ -114,23 +114,23 @@ def test_rows_are_the_questions_in_order_with_the_servers_answers(
     tmp_path: Path, calm: bytes
 ) -> None:
     rows = [json.loads(line) for line in calm.splitlines()]
-    assert [[m["content"] for m in r["messages"] if m["role"] == "user"] for r in rows] == asked(
-        tmp_path
-    )
+    assert [
+        [m["content"] for m in r["messages"] if m["role"] == "user"] for r in rows
+    ] == requested(tmp_path)
     assert [r["messages"][0]["role"] == "system" for r in rows] == [i % 5 == 0 for i in range(40)]
     said = [m["content"] for r in rows for m in r["messages"] if m["role"] == "assistant"]
     assert len(said) == 79 and "what another model said" not in said and len(set(said)) == 79
     assert all(r["complete"] for r in rows)
     (tmp_path / "data.jsonl").write_bytes(calm)
     read = [raw_row("data", *line) for line in read_lines(tmp_path / "data.jsonl")]
-    assert all(isinstance(row, Row) for row in read), "training reads them"
+    assert all(isinstance(row, ChatRow) for row in read), "training reads them"
 
 
 def test_a_misbehaving_server_leaves_no_trace_in_the_file(
     tmp_path: Path, calm: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Every fault on a first and on a second request, some rows with a chain of them."""
-    asked(tmp_path)
+    requested(tmp_path)
     faults = {f"question {i}.0": [fault] for i, fault in enumerate(FAULTS)}
     faults |= {
         f"question {20 + i}.{(20 + i) % 3}": [fault, "500"] for i, fault in enumerate(FAULTS)
@@ -167,7 +167,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, rows: int, number: int) -> None:
 def test_interrupted_run_continues_to_the_same_file(
     tmp_path: Path, calm: bytes, monkeypatch: pytest.MonkeyPatch, rows: int, number: int, code: int
 ) -> None:
-    asked(tmp_path)
+    requested(tmp_path)
     path = tmp_path / "a.jsonl"
     overtaken = {"question 3.0": ["slow"]}
     with serving(tmp_path, faults=overtaken) as url:
@@ -195,7 +195,7 @@ def test_interrupted_run_continues_to_the_same_file(
 def test_killed_between_file_and_record(
     tmp_path: Path, calm: bytes, monkeypatch: pytest.MonkeyPatch, dies: int
 ) -> None:
-    asked(tmp_path)
+    requested(tmp_path)
     real, written = ledger.write_json, []
 
     def dying(path: Path, value: Any) -> None:
@@ -263,10 +263,10 @@ def test_killed_between_file_and_record(
         ),
     ],
 )
-def test_a_server_that_cannot_serve_is_told_in_one_line(
+def test_a_server_that_cannot_serve_is_message_in_one_line(
     tmp_path: Path, schedule: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    asked(tmp_path)
+    requested(tmp_path)
     with serving(tmp_path, **schedule) as url, pytest.raises(UserError, match=message) as error:
         synthesize(config(tmp_path, url, **{"max_failed": 0.5, **changes}))
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
@@ -277,7 +277,7 @@ def test_a_server_that_cannot_serve_is_told_in_one_line(
 
 
 def test_no_server_at_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    asked(tmp_path, 2)
+    requested(tmp_path, 2)
     with pytest.raises(
         UserError, match="base_url: nothing usable at http://127.0.0.1:9/v1 .no connection.*start"
     ):
@@ -287,7 +287,7 @@ def test_no_server_at_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_server_that_dies_in_the_middle(tmp_path: Path, calm: bytes) -> None:
-    asked(tmp_path)
+    requested(tmp_path)
     for after, message in ((70, "and what follows it"), (30, "questions in a row")):
         for name in ("a.jsonl", "a.jsonl.meta.json"):
             (tmp_path / name).unlink(missing_ok=True)
@@ -302,7 +302,7 @@ def test_a_server_that_dies_in_the_middle(tmp_path: Path, calm: bytes) -> None:
 
 
 def test_questions_without_an_answer_are_named_and_left_out(tmp_path: Path, calm: bytes) -> None:
-    asked(tmp_path)
+    requested(tmp_path)
     kinds = [["400"], ["413"], ["422"], ["tool-call"], ["no-text"], ["control"], ["500"] * 3]
     chosen = dict(zip((2, 5, 9, 14, 20, 21, 30), kinds, strict=True))
     faults = {f"question {i}.0": fault for i, fault in chosen.items()}
@@ -325,7 +325,7 @@ def test_questions_without_an_answer_are_named_and_left_out(tmp_path: Path, calm
 
 
 def test_a_cut_answer_ends_its_conversation(tmp_path: Path) -> None:
-    asked(tmp_path, 12)
+    requested(tmp_path, 12)
     with serving(tmp_path) as url:
         synthesize(config(tmp_path, url, max_new_tokens=45, max_cut=1.0))
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
@@ -340,7 +340,7 @@ def test_a_cut_answer_ends_its_conversation(tmp_path: Path) -> None:
 def test_the_key_comes_from_the_environment_and_stays_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked(tmp_path, 6)
+    requested(tmp_path, 6)
     monkeypatch.setenv("MY_KEY", KEY)
     faults = {"question 1.0": ["500"], "question 2.0": ["400"]}  # their bodies repeat the key
     with serving(tmp_path, key=KEY, faults=faults) as url:
@@ -356,7 +356,7 @@ def test_the_key_comes_from_the_environment_and_stays_there(
 def test_token_ids_of_the_server_are_compared(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked(tmp_path, 6)
+    requested(tmp_path, 6)
     with serving(tmp_path) as url:
         synthesize(config(tmp_path, url, extra_body={"return_token_ids": True}))
         assert "100.0% of the answers have the server's tokens" in capfd.readouterr().err
@@ -387,7 +387,8 @@ ROWS = {
     b"[]": "not a JSON object",
     b'{"prompt": ""}': "prompt holds an empty turn",
     b'{"messages": [{"role": "tool", "content": "x"}]}': "tool turns",
-    b'{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "s"}]}': "system turn may only",
+    b'{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": '
+    b'"s"}]}': "system turn may only",
 }
 
 
@@ -429,7 +430,7 @@ def test_keys_of_the_command_line(tmp_path: Path) -> None:
 
 def test_the_command_itself(tmp_path: Path, calm: bytes) -> None:
     """A process of its own, stopped by SIGTERM; what it left is continued."""
-    asked(tmp_path)
+    requested(tmp_path)
     path = tmp_path / "a.jsonl"
     slow = {"question 30.0": ["slow"]}  # it cannot end before the signal
     with serving(tmp_path, faults=slow) as url:

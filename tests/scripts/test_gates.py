@@ -12,10 +12,10 @@ import torch
 from conf.errors import UserError
 from decode.target import Target
 from heads import HEADS, save_head
-from heads.parallel.medusa import MedusaConfig, TuneConfig
+from heads.parallel.medusa import MedusaConfig, TargetLoraConfig
 from scripts.common.prompts import Prompt
-from scripts.scoring.lanes import lanes_of
 from scripts.scoring.parity import gates
+from scripts.scoring.systems import systems_of
 from tests.helpers.training import tiny_target
 
 PROMPTS = [Prompt("1", "chat", ["one two three"])]
@@ -33,7 +33,7 @@ def folders(tmp_path: Path) -> dict[str, str]:
             heads=2,
             draft_vocab=0,
             nodes=4,
-            tune=TuneConfig(rank=2 * (kind == "medusa2")),
+            tune=TargetLoraConfig(rank=2 * (kind == "medusa2")),
         )
         head = HEADS[kind].for_target(target, cfg)
         save_head(head, tmp_path / kind, target.identity)
@@ -46,33 +46,33 @@ def folders(tmp_path: Path) -> dict[str, str]:
 )
 def test_a_head_is_gated_however_its_name_ends(folders: dict[str, str], ending: str) -> None:
     target = tiny_target()
-    lanes, skipped = lanes_of(["ngram@2", f"{folders['medusa']}{ending}"], target)
-    found = gates(lanes, target, PROMPTS, 1, 4, quiet=True)
+    systems, skipped = systems_of(["ngram@2", f"{folders['medusa']}{ending}"], target)
+    found = gates(systems, target, PROMPTS, 1, 4, quiet=True)
     assert not skipped and list(found) == [folders["medusa"]] and found[folders["medusa"]].passed
 
 
-def test_a_head_that_goes_bad_before_the_gate_is_told(folders: dict[str, str]) -> None:
+def test_a_head_that_goes_bad_before_the_gate_is_message(folders: dict[str, str]) -> None:
     target = tiny_target()
-    lanes, _ = lanes_of([f"{folders['medusa']}@chain"], target)
+    systems, _ = systems_of([f"{folders['medusa']}@chain"], target)
     (Path(folders["medusa"]) / "head.json").write_text("{}")
     with pytest.raises(UserError, match="head.json: damaged"):
-        gates(lanes, target, PROMPTS, 1, 4, quiet=True)
+        gates(systems, target, PROMPTS, 1, 4, quiet=True)
 
 
 def test_a_head_trained_with_its_target_is_gated_on_that_target(folders: dict[str, str]) -> None:
     target = tiny_target()
     plain: Target = target
     before = {k: v.clone() for k, v in plain.model.state_dict().items()}
-    lanes, skipped = lanes_of(
+    systems, skipped = systems_of(
         [f"{folders['medusa2']}@chain:1", f"{folders['medusa']}@tree"], target, tiny_target
     )
-    found = gates(lanes, target, PROMPTS, 1, 4, quiet=True)
+    found = gates(systems, target, PROMPTS, 1, 4, quiet=True)
     assert (
         not skipped
         and set(found) == set(folders.values())
         and all(f.passed for f in found.values())
     )
-    alone, _ = lanes_of([f"{folders['medusa2']}@chain"], target, tiny_target)
+    alone, _ = systems_of([f"{folders['medusa2']}@chain"], target, tiny_target)
     assert len(gates(alone, target, PROMPTS, 1, 4, quiet=True)) == 1
     assert not target.tuning and all(
         v.equal(before[k]) for k, v in plain.model.state_dict().items()

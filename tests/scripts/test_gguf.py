@@ -234,7 +234,7 @@ def sound_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_damaged_files_are_told_in_one_line(tmp_path: Path) -> None:
+def test_damaged_files_are_message_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     whole = sound_file(path)
     assert torch.equal(read_gguf(path).tensors["a"].flatten(), torch.arange(64.0))
@@ -248,9 +248,9 @@ def test_damaged_files_are_told_in_one_line(tmp_path: Path) -> None:
     }
     for name, data in damaged.items():
         path.write_bytes(data)
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as message:
             read_gguf(path)
-        assert "\n" not in str(told.value), name
+        assert "\n" not in str(message.value), name
     with pytest.raises(UserError, match="cannot be read"):
         read_gguf(tmp_path / "absent.gguf")
 
@@ -266,5 +266,5 @@ def test_flipped_bytes_never_crash(tmp_path: Path) -> None:
         path.write_bytes(bytes(data))
         try:
             read_gguf(path)
-        except UserError as told:
-            assert "\n" not in str(told)
+        except UserError as message:
+            assert "\n" not in str(message)

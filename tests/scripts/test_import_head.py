@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from conf.errors import UserError
 from heads import load_head, save_head
 from heads.interop import detect, read_folder
-from heads.names import Draft
+from heads.names import DraftSpec
 from scripts.import_head import main
 from scripts.serving import probe as acceptance_probe
 from tests.helpers.interop import DEEP, change, deep_target, folder, random_head
@@ -138,7 +138,7 @@ def test_published_layouts_import_and_load(target, tmp_path: Path, name: str) ->
     assert run(f"from={source}", f"out={out}", "probe=false") == 0
     head = load_head(out, target)
     kind = "eagle3" if name == "speculators" else name
-    assert head.kind == kind and head.drafter(target, Draft(shape="chain")).max_depth >= 3
+    assert head.kind == kind and head.drafter(target, DraftSpec(shape="chain")).max_depth >= 3
     card = json.loads((out / "head.json").read_text())
     assert card["target"] == target.identity.to_json()
     assert card["extra"]["imported"]["dtype"] == {"medusa": "float16", "eagle1": "float16"}.get(
@@ -400,19 +400,21 @@ def test_conventions_that_only_behaviour_shows_are_named(target) -> None:
 
 
 def test_the_probe_takes_another_convention_only_when_it_is_clearly_better() -> None:
-    from scripts.serving.probe import Reading, fitting
+    from scripts.serving.probe import Convention, fitting
 
-    written = Reading("as_written", "", 0.40, -9.0)
+    written = Convention("as_written", "", 0.40, -9.0)
     assert (
-        fitting([written, Reading("a", "", 0.43, -8.9, 2.0), Reading("b", "", 0.39, -8.0, 9.0)])
+        fitting(
+            [written, Convention("a", "", 0.43, -8.9, 2.0), Convention("b", "", 0.39, -8.0, 9.0)]
+        )
         is written
     )
-    clear = Reading("c", "", 0.60, -7.0, 8.0)
-    assert fitting([written, Reading("a", "", 0.50, -8.0, 5.0), clear]) is clear
-    hopeless = Reading(
+    clear = Convention("c", "", 0.60, -7.0, 8.0)
+    assert fitting([written, Convention("a", "", 0.50, -8.0, 5.0), clear]) is clear
+    hopeless = Convention(
         "as_written", "", 0.014, -12.785
     )  # it drafts under none: what seems better is noise
-    assert fitting([hopeless, Reading("a", "", 0.014, -12.774, 9.0)]) is hopeless
+    assert fitting([hopeless, Convention("a", "", 0.014, -12.774, 9.0)]) is hopeless
 
 
 def test_a_saved_import_exports_again(target, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from scripts.lab import prove
 from scripts.proofs.controls import certificates as certificate_controls
 from scripts.scoring import contest
 from scripts.scoring.assisted import assistants
-from scripts.scoring.contest import Lane, Settings, request_id, run_contest
+from scripts.scoring.contest import ContestSettings, System, request_id, run_contest
 from scripts.scoring.reference import hf_generate
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
@@ -148,14 +148,16 @@ def test_seeds_that_no_generator_takes(tmp_path: Path, capsys: Any) -> None:
 
 def test_references_take_every_seed() -> None:
     target = load_target(TargetConfig(kind="tiny", **TINY), "float32", "cpu")
-    asked = [contest.Request([5, 6, 7], 3, id=request_id(3, 70))]
+    requested = [contest.Request([5, 6, 7], 3, id=request_id(3, 70))]
     for seed in (
         1_763_000_000_000_000_000,
         (1 << 63) - 1,
     ):  # a time in nanoseconds, and the largest
         for row in (
-            lambda s: hf_generate(target, asked, Sampling(1.0), seed=s),
-            lambda s: assistants("hf_prompt_lookup", target, None)[0][1](asked, Sampling(1.0), s),
+            lambda s: hf_generate(target, requested, Sampling(1.0), seed=s),
+            lambda s: assistants("hf_prompt_lookup", target, None)[0][1](
+                requested, Sampling(1.0), s
+            ),
         ):
             assert row(seed).generations[0].token_ids
 
@@ -169,20 +171,20 @@ def test_ids_of_turns_never_meet() -> None:
     )
     seen: list[int] = []
 
-    def run(requests: Any, settings: Settings) -> Any:
+    def run(requests: Any, settings: ContestSettings) -> Any:
         seen.extend(r.id for r in requests)
-        return contest.Run(
+        return contest.DecodedRun(
             [contest.Generation(list(r.prompt), [9]) for r in requests], contest.Timing(), 0
         )
 
     target = load_target(TargetConfig(kind="tiny", **{**TINY, "context": 8192}), "float32", "cpu")
-    lane = Lane("none", "none", "none", "none", 0, 0, run)
+    system = System("none", "none", "none", "none", 0, 0, run)
     prompts = [Prompt("a", "all", ["x"] * 66), Prompt("b", "all", ["y", "z"])]
     run_contest(
         target,
         prompts,
-        [lane],
-        Settings(Sampling(), 4, 1, 0, "traversal"),
+        [system],
+        ContestSettings(Sampling(), 4, 1, 0, "traversal"),
         quiet=True,
     )
     assert len(seen) == 1 + 68 and len(set(seen[1:])) == 68

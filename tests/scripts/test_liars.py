@@ -88,10 +88,12 @@ def test_a_cache_that_keeps_the_first_tokens_alone_is_rejected() -> None:
     assert worst(found.tests()).p < 1e-9 and found.again > 50
 
 
-def repeats_of(seed: int, count: int, laws: torch.Tensor) -> Repeats:
+def repeats_of(seed: int, count: int, distributions: torch.Tensor) -> Repeats:
     found = Repeats()
-    for answer in liars.answers(seed, count, laws=laws):
-        found.add(answer.prompt, answer.tokens, liars.masses(answer.prompt, answer.tokens, laws))
+    for answer in liars.answers(seed, count, distributions=distributions):
+        found.add(
+            answer.prompt, answer.tokens, liars.masses(answer.prompt, answer.tokens, distributions)
+        )
     return found
 
 
@@ -99,8 +101,8 @@ def repeats_of(seed: int, count: int, laws: torch.Tensor) -> Repeats:
 def test_sound_answers_are_rejected_no_more_often_than_stated(heat: float) -> None:
     """Where the distributions are flat enough to part at once, and where they are so sharp that
     most sound answers repeat an earlier one."""
-    laws = liars.table() * heat
-    every = [repeats_of(seed, 78, laws) for seed in range(200)]
+    distributions = liars.table() * heat
+    every = [repeats_of(seed, 78, distributions) for seed in range(200)]
     p = np.array([worst(found.tests()).p for found in every])
     for level in (0.5, 0.1, 0.01):
         assert (p <= level).mean() <= level + 3 * np.sqrt(level / 200)
@@ -112,16 +114,16 @@ def test_sound_answers_are_rejected_no_more_often_than_stated(heat: float) -> No
 
 def test_the_mean_of_the_bets_is_one() -> None:
     """Summed over every answer of three tokens of four, whatever the earlier ones are."""
-    law = np.array([0.5, 0.3, 0.15, 0.05])
+    distribution = np.array([0.5, 0.3, 0.15, 0.05])
     earlier = [[0, 0, 0], [0, 1, 2], [3, 0]]
     total = 0.0
     for a, b, c in np.ndindex(4, 4, 4):
         found = Repeats()
         for tokens in earlier:
-            found.add([7], tokens, law[tokens])
+            found.add([7], tokens, distribution[tokens])
         before = np.exp(found.wealth)
-        found.add([7], [a, b, c], law[[a, b, c]])
-        total += law[a] * law[b] * law[c] * np.exp(found.wealth) / before
+        found.add([7], [a, b, c], distribution[[a, b, c]])
+        total += distribution[a] * distribution[b] * distribution[c] * np.exp(found.wealth) / before
     assert np.allclose(total, 1)
 
 
@@ -138,7 +140,7 @@ def test_answers_of_no_token_and_of_none_twice_are_no_test() -> None:
 UNIFORM = "Kolmogorov-Smirnov, by probability", "chi-square, by probability", "correlation, by id"
 
 
-def uniform(name: str, told: str, found: Sequence[list[pit.Test]]) -> None:
+def uniform(name: str, message: str, found: Sequence[list[pit.Test]]) -> None:
     """Of many samples of a sound decoder at most one is rejected at 1e-3, and the p-values of its
     tests are uniform: over the samples, of each test by itself, and how often they are small."""
     rejected = sum(pit.overall(tests) < 1e-3 for tests in found)
@@ -154,7 +156,7 @@ def uniform(name: str, told: str, found: Sequence[list[pit.Test]]) -> None:
     odd = [*map(" of ".join, (key for key, p in every.items() if p < 1e-3 / len(every)))]
     record(
         name,
-        what=f"p-values of {told}, {len(found)} seeds of {FEW:,} tokens",
+        what=f"p-values of {message}, {len(found)} seeds of {FEW:,} tokens",
         result=f"{rejected} rejected at 1e-3; {len(every) - len(odd)}/{len(every)} tests uniform",
         met=rejected <= 1 and not odd,
         rejected=rejected,

@@ -51,8 +51,8 @@ def test_another_key_begins_anew_and_names_what_differs(
     assert Memo(place, {"a": 1, "b": [2], "c": 3}).resumed
     again = Memo(place, {"a": 1, "b": [3], "d": 3})
     assert not again.resumed and again.lines("x") == []
-    told = f"note: {place} was made with another b, c, d; all is made anew\n"
-    assert capsys.readouterr().err == told
+    message = f"note: {place} was made with another b, c, d; all is made anew\n"
+    assert capsys.readouterr().err == message
     Memo(place, {"a": 1, "b": [3], "d": 4})
     assert not capsys.readouterr().err, "there was nothing to lose"
 
@@ -70,8 +70,8 @@ def test_a_folder_of_another_version_begins_anew(
         (place / "key").write_text(mark)
     again = Memo(place, {"a": 1})
     assert again.lines("x") == [] and not again.resumed
-    told = f"note: {place} was made with another version; all is made anew\n"
-    assert capsys.readouterr().err == told
+    message = f"note: {place} was made with another version; all is made anew\n"
+    assert capsys.readouterr().err == message
     assert (place / "mine.txt").exists()
     again.add("x", 2)
     assert Memo(place, {"a": 1}).lines("x") == [2]
@@ -85,8 +85,8 @@ def test_a_damaged_file_is_named_and_made_again(
     memo.add("other", 7)
     (tmp_path / "memo/x.jsonl").write_bytes(damage)
     assert memo.each("x", [1, 2], lambda x: x) == [1, 2]
-    told = f"note: {tmp_path}/memo/x.jsonl is damaged; it is made again\n"
-    assert capsys.readouterr().err == told and memo.lines("other") == [7]
+    message = f"note: {tmp_path}/memo/x.jsonl is damaged; it is made again\n"
+    assert capsys.readouterr().err == message and memo.lines("other") == [7]
 
 
 def test_a_file_in_the_place_of_the_folder_is_a_mistake(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def test_it_trains_resumes_is_scored_and_is_refused_by_engines(
     prompts = turn / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the rider {i}"}) + "\n" for i in range(3)))
     report = [f"drafters=[none,{turn}/run@chain,{turn}/run@tree]", f"out={turn / 'report'}"]
-    asked = [f"prompts={prompts}", "max_new_tokens=8", "device=cpu"]
-    assert command("scripts.evaluate", [*tiny, *report, *asked]) == 0
+    requested = [f"prompts={prompts}", "max_new_tokens=8", "device=cpu"]
+    assert command("scripts.evaluate", [*tiny, *report, *requested]) == 0
     rows = json.loads((turn / "report/report.json").read_text())
     assert str(turn / "run@tree").rpartition("/")[2] in json.dumps(rows)
 
@@ -74,8 +74,10 @@ def test_it_trains_resumes_is_scored_and_is_refused_by_engines(
     for form, why in (("vllm", "no engine knows turn heads"), ("gguf", "llama.cpp has no turn")):
         words = [*tiny[:-1], f"drafter={turn}/run", f"format={form}", f"out={turn / form}"]
         assert command("scripts.export", words) == 2
-        told = capsys.readouterr().err
-        assert why in told and len(told.strip().splitlines()) == 1 and not (turn / form).exists()
+        message = capsys.readouterr().err
+        assert (
+            why in message and len(message.strip().splitlines()) == 1 and not (turn / form).exists()
+        )
 
 
 MEDUSA = """
@@ -98,7 +100,7 @@ class Turn(MedusaHead):
 
 
 @pytest.mark.parametrize(
-    "odd, told",
+    "odd, message",
     [
         ("", "draft tokens equal to the head's"),
         (
@@ -114,7 +116,7 @@ class Turn(MedusaHead):
 )
 def test_one_that_an_engine_runs_as_a_kind_of_ours_is_exported(
     odd: str,
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -128,7 +130,7 @@ def test_one_that_an_engine_runs_as_a_kind_of_ours_is_exported(
         where = [f"drafter={tmp_path / 'head'}", f"out={tmp_path / 'out'}", "format=vllm"]
         code = command("scripts.export", [*tiny, *where, "num_prompts=2", "max_new_tokens=4"])
         said = capsys.readouterr()
-        assert told in said.out + said.err and code == (2 if odd else 0), said
+        assert message in said.out + said.err and code == (2 if odd else 0), said
         assert (tmp_path / "out").exists() == (not odd)
 
 
@@ -147,8 +149,8 @@ def test_every_command_finds_it_and_says_its_keys(
     assert "\n  head.draft_vocab=60" in said and "\n  epochs=" in said
     assert command("train.head", ["head=turn", "steps=1", "--cfg", "job"]) == 0
     assert "kind: turn" in capsys.readouterr().out
-    asked = keys(turn, "head.leen=1", "optim.lr=-1", "head.heads=0")
-    assert command("train.head", asked) == 2
+    requested = keys(turn, "head.leen=1", "optim.lr=-1", "head.heads=0")
+    assert command("train.head", requested) == 2
     said = capsys.readouterr().err
     assert "3 problems" in said and "head.leen: no such key; did you mean head.lean?" in said
     assert command("train.medusa", keys(turn)) == 2
@@ -221,11 +223,11 @@ BROKEN: dict[str, tuple[dict[str, str | None], str | None, str]] = {
 def test_a_package_that_is_no_good_costs_a_line(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files, points, told = BROKEN[how]
+    files, points, message = BROKEN[how]
     with installed(tmp_path / "site", monkeypatch, files, points):
         assert command("train.head", keys(tmp_path)) == 2
         said = capsys.readouterr()
-        assert said.err.startswith(told) and len(said.err.strip().splitlines()) == 1, said.err
+        assert said.err.startswith(message) and len(said.err.strip().splitlines()) == 1, said.err
         assert "turn" in said.err and not (tmp_path / "run").exists()
         assert command("train.head", ["--help"]) == 0, "and nobody else"
         assert compose("medusa", MedusaRun, keys(tmp_path)[1:]).head.kind == "medusa"
@@ -256,6 +258,6 @@ def test_two_packages_with_one_kind_are_refused(
     write(tmp_path / "site", name="outrider-turn-two")
     with installed(tmp_path / "site", monkeypatch):
         assert command("train.head", keys(tmp_path)) == 2
-        told = f"head=turn: packages {PACKAGE} and outrider-turn-two 0.1 both bring it"
-        assert told in capsys.readouterr().err
+        message = f"head=turn: packages {PACKAGE} and outrider-turn-two 0.1 both bring it"
+        assert message in capsys.readouterr().err
         assert len(packages.packaged()) == 2

@@ -18,13 +18,13 @@ from decode.sampling import Sampling
 from decode.target import Target
 from scripts import evaluate
 from scripts.scoring import candidates, names
-from scripts.scoring.served import Served, risen
+from scripts.scoring.served import ServedSystem, risen
 from scripts.serving.asking import (
     LLAMACPP,
     OTHER,
     VLLM,
-    Ask,
-    Door,
+    Endpoint,
+    ServerRequest,
     _read_llamacpp,
     read_counters,
 )
@@ -41,14 +41,16 @@ def target() -> Target:
     return load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
 
 
-def run(served: Served, limit: int = 8, sampling: Sampling | None = None, seed: int = 0) -> Any:
+def run(
+    served: ServedSystem, limit: int = 8, sampling: Sampling | None = None, seed: int = 0
+) -> Any:
     return served([Request([1, 2], limit, id=7)], sampling or Sampling(), seed)
 
 
 def test_a_server_that_stops_at_once(target: Target) -> None:
     (eos,) = target.eos_ids
     with odd(lambda body: llamacpp(body, [], "eos"), "llamacpp") as server:
-        found = run(Served(target, "x", server.url))
+        found = run(ServedSystem(target, "x", server.url))
     (one,) = found.generations
     assert one.token_ids == [eos] and one.finish == "eos" and one.cycles == []
     assert found.timing.decode_s == 0 and found.timing.cycles == 0
@@ -56,14 +58,14 @@ def test_a_server_that_stops_at_once(target: Target) -> None:
         odd(lambda body: llamacpp(body, []), "llamacpp") as server,
         pytest.raises(UserError, match="without token ids"),
     ):
-        run(Served(target, "x", server.url))
+        run(ServedSystem(target, "x", server.url))
 
 
 def test_one_token_is_no_decoding(target: Target) -> None:
     with odd(lambda body: vllm([5])) as server:
-        found = run(Served(target, "x", server.url), limit=1)
-        assert found.timing.decode_s == 0 and len(server.asked) == 2
-        assert run(Served(target, "x", server.url), limit=8).timing.decode_s == 0
+        found = run(ServedSystem(target, "x", server.url), limit=1)
+        assert found.timing.decode_s == 0 and len(server.requested) == 2
+        assert run(ServedSystem(target, "x", server.url), limit=8).timing.decode_s == 0
 
 
 WRONG = {
@@ -79,18 +81,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_answer_that_cannot_stand_beside_ours_is_told(target: Target, name: str) -> None:
+def test_an_answer_that_cannot_stand_beside_ours_is_message(target: Target, name: str) -> None:
     answer, owner, said = WRONG[name]
-    with odd(answer, owner) as server, pytest.raises(UserError, match=said) as told:
-        run(Served(target, "x", server.url))
-    assert "drafters: x:" in str(told.value) and "\n" not in str(told.value)
+    with odd(answer, owner) as server, pytest.raises(UserError, match=said) as message:
+        run(ServedSystem(target, "x", server.url))
+    assert "drafters: x:" in str(message.value) and "\n" not in str(message.value)
 
 
 @pytest.mark.parametrize("count", [-5, math.nan, "3", None, True])
 def test_counts_that_are_none_are_no_answer(count: Any) -> None:
     """Fewer accepted than none would make cycles of no token."""
     body = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-    read, reply = _read_llamacpp(Ask(4)), llamacpp(body, [5, 6])
+    read, reply = _read_llamacpp(ServerRequest(4)), llamacpp(body, [5, 6])
     assert read(reply).accepted == 0
     for timings in ({"draft_n": 9, "draft_n_accepted": count}, [count], None):
         with pytest.raises(Again):
@@ -106,7 +108,7 @@ def test_counters_that_are_no_numbers_count_nothing() -> None:
 
 def test_of_several_stop_tokens_the_target_says_which(target: Target, monkeypatch) -> None:
     ids = [1, 2, 5, 6]
-    served = Served(target, "x", "http://127.0.0.1:9")
+    served = ServedSystem(target, "x", "http://127.0.0.1:9")
     own = [served._stop(ids) for _ in [0]]
     assert own == list(target.eos_ids)
     monkeypatch.setattr(Target, "eos_ids", (3, 40, 41), raising=False)
@@ -121,18 +123,18 @@ def test_every_question_is_read_anew_and_seeds_fit(target: Target) -> None:
         return vllm([5] * body["max_tokens"])
 
     with odd(answer) as server:
-        run(Served(target, "x", server.url), sampling=Sampling(1.0), seed=1 << 60)
-    salts = [body["cache_salt"] for body in server.asked]
+        run(ServedSystem(target, "x", server.url), sampling=Sampling(1.0), seed=1 << 60)
+    salts = [body["cache_salt"] for body in server.requested]
     assert len(salts) == 2 and len(set(salts)) == 2
-    assert all(0 <= body["seed"] < 1 << 31 for body in server.asked)
+    assert all(0 <= body["seed"] < 1 << 31 for body in server.requested)
 
 
 def test_chance_in_a_time_is_not_the_end(target: Target) -> None:
     """Four tries in which the first tokens took longer than the whole answers: of both the least
     time counts, and only where that is the wrong way round too nothing can be said."""
     times = [(0.3, 0.2), (0.1, 0.09), (0.2, 0.15), (0.4, 0.11)]
-    served = Served(target, "x", "http://127.0.0.1:9")
-    door = Door(served.address)
+    served = ServedSystem(target, "x", "http://127.0.0.1:9")
+    door = Endpoint(served.address)
     with pytest.raises(
         UserError, match="took 0.09 s, their first tokens 0.1 s: nothing can be timed"
     ):

@@ -21,7 +21,7 @@ import pytest
 
 from decode.models.load import TargetConfig, load_target
 from scripts.serve_http import app
-from scripts.serve_http.worker import Limits
+from scripts.serve_http.worker import WorkerLimits
 from tests.helpers.own_server import Running, serving
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -31,7 +31,7 @@ SHOTS = os.environ.get("OUTRIDER_SCREENSHOTS", "")  # a folder for whoever wants
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     target = load_target(TargetConfig(kind="tiny", context=512), "float32", "cpu")
-    with serving(target, ["ngram", "none"], Limits(4, 500, 4, 16)) as server:
+    with serving(target, ["ngram", "none"], WorkerLimits(4, 500, 4, 16)) as server:
         yield server
 
 
@@ -54,10 +54,10 @@ class Visit:
     def __init__(self, browser: Any, url: str, **keys: Any):
         self.page = browser.new_page(viewport={"width": 1180, "height": 900}, **keys)
         self.said: list[str] = []
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("request", lambda request: self.requested.append(request.url))
         self.page.goto(url)
         self.until("document.querySelector('#drafter').options.length > 0")
 
@@ -97,8 +97,8 @@ def test_both_columns_end_with_the_same_tokens(running: Running, browser: Any) -
     assert re.search(r"tokens/s\d+\.\d", figures) and re.search(r"accepted length[1-9]", figures)
     assert re.search(r"accepted length1\.00", visit.page.text_content("#plain-figures"))
     verdict = visit.ask("abc abc", temperature=0.9)
-    assert "two draws of one law differ" in verdict
-    assert not visit.said and all(url.startswith(running.url) for url in visit.asked)
+    assert "two draws of one distribution differ" in verdict
+    assert not visit.said and all(url.startswith(running.url) for url in visit.requested)
     visit.shot("light")
 
 

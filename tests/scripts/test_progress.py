@@ -26,9 +26,9 @@ def steps(**more: Any) -> tuple[Steps, Watch]:
 def test_a_log_gets_a_line_now_and_then(capsys: Any) -> None:
     bar, watch = steps()
     with bar:
-        task = bar.add_task("lane a", total=10, name="scoring")
+        task = bar.add_task("system a", total=10, name="scoring")
         for done in range(10):
-            bar.update(task, description=f"lane {done}", note=f"prompt {done}")
+            bar.update(task, description=f"system {done}", note=f"prompt {done}")
             watch.now += 20.0
             bar.advance(task)
     lines = capsys.readouterr().err.splitlines()

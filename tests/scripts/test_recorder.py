@@ -10,17 +10,21 @@ from decode.drafters import DraftModel
 from decode.engine import Request, generate
 from decode.sampling import Sampling
 from decode.verify import verify
-from scripts.proofs.engine_law import toy_model
+from scripts.proofs.engine_distribution import toy_model
 from scripts.proofs.recorder import Recorder, astray
 
-ASKED = [Request([1, 2, 3], 12, id=7), Request([4, 2], 9, id=3), Request([5, 5, 5, 1], 12, id=11)]
+REQUESTED = [
+    Request([1, 2, 3], 12, id=7),
+    Request([4, 2], 9, id=3),
+    Request([5, 5, 5, 1], 12, id=11),
+]
 
 
 def recorded(rule: Any = "traversal", sampling: Sampling = Sampling(1.0)) -> tuple[Recorder, Any]:
-    seen = Recorder(rule, ASKED)
+    seen = Recorder(rule, REQUESTED)
     drafter = DraftModel(toy_model(seed=5, layers=1), 3)
     run = generate(
-        toy_model(), drafter, ASKED, sampling, batch_size=2, verify=seen, coins=seen.coins
+        toy_model(), drafter, REQUESTED, sampling, batch_size=2, verify=seen, coins=seen.coins
     )
     return seen, run
 
@@ -28,7 +32,7 @@ def recorded(rule: Any = "traversal", sampling: Sampling = Sampling(1.0)) -> tup
 def test_every_token_comes_with_the_logits_that_a_plain_pass_gives() -> None:
     seen, run = recorded()
     target = toy_model()
-    lines = seen.emitted(run, ASKED)
+    lines = seen.emitted(run, REQUESTED)
     assert astray(lines, run) == 0 and sum(map(len, lines)) > 15
     for line, generation in zip(lines, run.generations, strict=True):
         assert [e.token for e in line] == generation.token_ids
@@ -41,7 +45,7 @@ def test_every_token_comes_with_the_logits_that_a_plain_pass_gives() -> None:
 
 def test_recording_changes_nothing() -> None:
     drafter = DraftModel(toy_model(seed=5, layers=1), 3)
-    bare = generate(toy_model(), drafter, ASKED, Sampling(1.0), batch_size=2)
+    bare = generate(toy_model(), drafter, REQUESTED, Sampling(1.0), batch_size=2)
     assert [g.token_ids for g in bare.generations] == [
         g.token_ids for g in recorded()[1].generations
     ]
@@ -50,7 +54,7 @@ def test_recording_changes_nothing() -> None:
 def test_a_loop_that_emits_something_else_is_noticed() -> None:
     seen, run = recorded()
     run.generations[1].token_ids[4] ^= 1
-    assert astray(seen.emitted(run, ASKED), run) == 1
+    assert astray(seen.emitted(run, REQUESTED), run) == 1
 
 
 def test_histories_hold_everything_before_each_token() -> None:
@@ -60,9 +64,13 @@ def test_histories_hold_everything_before_each_token() -> None:
         heard.extend(zip(tokens.tolist(), histories, strict=True))
         return [0] * len(tokens)
 
-    seen = Recorder(lambda tree, law, rng: verify(tree, law, rng), ASKED[:1], keep)
+    seen = Recorder(
+        lambda tree, distribution, rng: verify(tree, distribution, rng), REQUESTED[:1], keep
+    )
     drafter = DraftModel(toy_model(seed=5, layers=1), 3)
-    run = generate(toy_model(), drafter, ASKED[:1], Sampling(1.0), verify=seen, coins=seen.coins)
-    ids = [*ASKED[0].prompt, *run.generations[0].token_ids]
+    run = generate(
+        toy_model(), drafter, REQUESTED[:1], Sampling(1.0), verify=seen, coins=seen.coins
+    )
+    ids = [*REQUESTED[0].prompt, *run.generations[0].token_ids]
     for i, token in enumerate(run.generations[0].token_ids):
-        assert heard[i] == (token, ids[: len(ASKED[0].prompt) + i])
+        assert heard[i] == (token, ids[: len(REQUESTED[0].prompt) + i])

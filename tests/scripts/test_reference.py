@@ -9,11 +9,11 @@ import torch
 from scipy.stats import chisquare
 
 from decode.drafters import DraftModel, NGram, NoDraft
-from decode.engine import Request, Run, generate
+from decode.engine import DecodedRun, Request, generate
 from decode.models import facts
 from decode.sampling import Sampling
 from decode.target import Target
-from scripts.proofs.greedy import Plain, Reading, greedy_layer
+from scripts.proofs.greedy import GreedyReading, Plain, greedy_layer
 from scripts.scoring.assisted import Assisted
 from scripts.scoring.reference import hf_generate
 from tests.helpers.archs import VOCAB, build
@@ -56,7 +56,7 @@ def requests(tokens: int = 14) -> list[Request]:
     return [Request(p, tokens, id=i) for i, p in enumerate(PROMPTS)]
 
 
-def texts(run: Run) -> list[list[int]]:
+def texts(run: DecodedRun) -> list[list[int]]:
     return [g.token_ids for g in run.generations]
 
 
@@ -90,7 +90,7 @@ def test_every_field_alone(field: str) -> None:
         assert found == want, name
 
 
-def test_our_own_penalty_is_part_of_the_law() -> None:
+def test_our_own_penalty_is_part_of_the_distribution() -> None:
     target, helper = asking(**QWEN), asking("llama", **QWEN)
     sampling = Sampling(repetition_penalty=1.2)
     want = texts(generate(target, DraftModel(helper, 3), requests(), sampling))
@@ -101,23 +101,23 @@ def test_our_own_penalty_is_part_of_the_law() -> None:
 
 def test_the_greedy_layer_of_a_certificate_finds_no_defect() -> None:
     target = asking(**QWEN, **OTHERS)
-    found = greedy_layer(Plain(target), target, NGram(), PROMPTS, Reading(12, 2, 1e-9))
+    found = greedy_layer(Plain(target), target, NGram(), PROMPTS, GreedyReading(12, 2, 1e-9))
     assert found.divergences == []
 
 
-def test_sampled_references_follow_the_law_of_the_run() -> None:
-    """The first token of 4,000 answers against softmax(logits): a fitting law is rejected once
-    in 10,000 times.
+def test_sampled_references_follow_the_distribution_of_the_run() -> None:
+    """The first token of 4,000 answers against softmax(logits): a fitting distribution is
+    rejected once in 10,000 times.
     """
     target = asking(**QWEN, **OTHERS)
     many = [Request(PROMPTS[0], 1, id=i) for i in range(4000)]
     found = texts(hf_generate(target, many, Sampling(1.0), batch_size=4000, seed=5))
     with torch.no_grad():
-        law = target.model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
+        distribution = target.model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
     counts = torch.bincount(torch.tensor(found)[:, 0], minlength=VOCAB).double()
-    likely = law * len(many) >= 5
+    likely = distribution * len(many) >= 5
     seen = torch.cat([counts[likely], counts[~likely].sum()[None]])
-    expected = torch.cat([law[likely], law[~likely].sum()[None]]) * len(many)
+    expected = torch.cat([distribution[likely], distribution[~likely].sum()[None]]) * len(many)
     assert chisquare(seen.numpy(), (expected * seen.sum() / expected.sum()).numpy()).pvalue > 1e-4
 
 
@@ -149,10 +149,10 @@ def test_answers_of_the_reference_end_with_the_context() -> None:
     model.generation_config.eos_token_id = None
     target = Target(model)
     target.eos_ids = ()
-    asked = [Request([5, 6, 7] * 6, 20, id=0), Request([8, 9], 20, id=1)]
-    want = texts(generate(target, NoDraft(), asked, Sampling(), batch_size=2))
+    requested = [Request([5, 6, 7] * 6, 20, id=0), Request([8, 9], 20, id=1)]
+    want = texts(generate(target, NoDraft(), requested, Sampling(), batch_size=2))
     assert [len(w) for w in want] == [6, 20]
-    assert texts(hf_generate(target, asked, Sampling(), batch_size=2)) == want
+    assert texts(hf_generate(target, requested, Sampling(), batch_size=2)) == want
 
 
 # -- what is said of them
@@ -167,7 +167,7 @@ def test_what_the_model_asks_for_is_said_in_one_line() -> None:
         "top_p": 1.0,
     }
     target = asking(**fields, num_beams=1, max_length=99)
-    assert facts.unheeded(target.model, Sampling()) == {
+    assert facts.ignored(target.model, Sampling()) == {
         "repetition_penalty": 1.05,
         "temperature": 0.7,
         "top_k": 20,
@@ -177,13 +177,13 @@ def test_what_the_model_asks_for_is_said_in_one_line() -> None:
         "target: its generation_config asks for repetition_penalty=1.05, "
         "temperature=0.7, top_k=20, which this run "
         "does not apply: set repetition_penalty=1.05 temperature=0.7 top_k=20 to make "
-        "them part of the law"
+        "them part of the distribution"
     )
 
 
 def test_what_the_run_applies_is_not_said() -> None:
     target = asking(**{**QWEN, "repetition_penalty": 1.05})
-    assert facts.unheeded(target.model, Sampling(0.7, 20, 0.8, repetition_penalty=1.05)) == {}
+    assert facts.ignored(target.model, Sampling(0.7, 20, 0.8, repetition_penalty=1.05)) == {}
     assert facts.notes(Target(build("llama")), Sampling()) == []
 
 

@@ -22,7 +22,14 @@ from scripts.synthesis import server as openai_server
 from scripts.synthesis.ledger import Ledger
 from scripts.synthesis.questions import Questions
 from scripts.synthesis.regenerate import AHEAD, Regenerator
-from scripts.synthesis.server import Again, Answer, GivenUp, OpenAIServer, Refused, read_answer
+from scripts.synthesis.server import (
+    Again,
+    AnswerRefused,
+    GivenUp,
+    OpenAIServer,
+    ServerAnswer,
+    read_answer,
+)
 from scripts.synthesize import SynthesizeConfig
 
 pause = asyncio.sleep  # the real one
@@ -91,12 +98,12 @@ def test_a_rate_limit_pauses_every_request_and_uses_up_no_try(clock: SimpleNames
     server = Scripted({"a": [Again("status 429", 50.0, limited=True)] * 4}, clock, retries=0)
     began: list[Any] = []
 
-    def told(reason: str, wait: float) -> None:
+    def summary(reason: str, wait: float) -> None:
         if not began:  # another question comes while the first one waits
             began.append(asyncio.get_running_loop().create_task(server.chat("b")))  # type: ignore[arg-type]
 
     async def both() -> None:
-        server.on_trouble = told
+        server.on_trouble = summary
         await server.chat("a")  # type: ignore[arg-type]
         await began[0]
 
@@ -109,7 +116,7 @@ def test_what_each_status_means() -> None:
     server = OpenAIServer("http://h/v1", "", 1.0, 0, 0.0, 1)
 
     def meaning(status: int, path: str = "/chat/completions", **headers: str) -> Exception:
-        with pytest.raises((Again, Refused, UserError)) as found:
+        with pytest.raises((Again, AnswerRefused, UserError)) as found:
             server._judged(
                 status, {k.replace("_", "-"): v for k, v in headers.items()}, b"no", path
             )
@@ -120,9 +127,9 @@ def test_what_each_status_means() -> None:
         assert isinstance(error, Again) and error.wait == 7 and error.limited == (status == 429), (
             status
         )
-    assert all(isinstance(meaning(status), Refused) for status in (400, 405, 413, 422))
+    assert all(isinstance(meaning(status), AnswerRefused) for status in (400, 405, 413, 422))
     assert all(isinstance(meaning(status), UserError) for status in (301, 307, 401, 403, 404))
-    assert isinstance(meaning(404, "/models"), Refused), "some servers have no list"
+    assert isinstance(meaning(404, "/models"), AnswerRefused), "some servers have no list"
 
 
 def test_forms_of_answers() -> None:
@@ -132,7 +139,7 @@ def test_forms_of_answers() -> None:
         message: Any = (),
         choice: Any = (),
         **more: Any,
-    ) -> Answer:
+    ) -> ServerAnswer:
         found = {
             "message": {"content": content, **dict(message)},
             "finish_reason": reason,
@@ -140,17 +147,17 @@ def test_forms_of_answers() -> None:
         }
         return read_answer({"choices": [found], **more})
 
-    assert read() == Answer(" yes ", True, -1, None)
+    assert read() == ServerAnswer(" yes ", True, -1, None)
     assert not read("length").finished and not read(None).finished, "unknown is not finished"
     assert read(usage={"completion_tokens": 5}).tokens == 5
     assert read(usage={"completion_tokens": "5"}).tokens == -1
     assert read(choice={"token_ids": [1, 2]}).token_ids == [1, 2]
     assert read(choice={"token_ids": [1, 2.5]}).token_ids is None
     for error, keys in (
-        (Refused, {"reason": "content_filter"}),
-        (Refused, {"message": {"tool_calls": [{}]}}),
-        (Refused, {"content": " \n"}),
-        (Refused, {"content": None}),
+        (AnswerRefused, {"reason": "content_filter"}),
+        (AnswerRefused, {"message": {"tool_calls": [{}]}}),
+        (AnswerRefused, {"content": " \n"}),
+        (AnswerRefused, {"content": None}),
         (Again, {"reason": "abort"}),
         (Again, {"content": ["yes"]}),
     ):
@@ -170,15 +177,17 @@ class Fake:
     def __init__(self, reply: Callable[[str], Awaitable[str]]) -> None:
         self.reply, self.bodies = reply, list[dict[str, Any]]()
 
-    async def chat(self, body: dict[str, Any]) -> Answer:
+    async def chat(self, body: dict[str, Any]) -> ServerAnswer:
         self.bodies.append(body)
-        return Answer(await self.reply(body["messages"][-1]["content"]), True, -1, None)
+        return ServerAnswer(await self.reply(body["messages"][-1]["content"]), True, -1, None)
 
     async def alive(self) -> bool:
         return True
 
 
-def failing(*numbers: int, error: type[Exception] = Refused) -> Callable[[str], Awaitable[str]]:
+def failing(
+    *numbers: int, error: type[Exception] = AnswerRefused
+) -> Callable[[str], Awaitable[str]]:
     async def reply(text: str) -> str:
         if int(text) in numbers:
             raise error(f"no answer to {text}")
@@ -224,7 +233,7 @@ def ask(
     return server, ledger
 
 
-def asked(folder: Path) -> list[int]:
+def requested(folder: Path) -> list[int]:
     """The questions whose rows are on file; every row holds its own answer."""
     rows = [json.loads(line)["messages"] for line in (folder / "a.jsonl").read_text().splitlines()]
     assert all(row[1]["content"] == f"answer {row[0]['content']}" for row in rows)
@@ -247,7 +256,7 @@ def test_answers_that_overtake_wait_in_a_window(tmp_path: Path) -> None:
         return f"answer {text}"
 
     ask(tmp_path, reply, concurrency=2)
-    assert asked(tmp_path) == [*range(50)]
+    assert requested(tmp_path) == [*range(50)]
 
 
 def test_every_request_has_a_seed_of_its_own_that_the_run_decides(tmp_path: Path) -> None:
@@ -267,7 +276,7 @@ def test_malformed_lines_count_and_do_not_shift_the_others(tmp_path: Path) -> No
     ):
         ask(tmp_path, failing(3), share=0.29)
     _, ledger = ask(tmp_path, failing(3), share=0.3)
-    assert asked(tmp_path) == [0, 1, 2, 4, 5, 6, 7] and ledger.failed == [[6, "no answer to 3"]]
+    assert requested(tmp_path) == [0, 1, 2, 4, 5, 6, 7] and ledger.failed == [[6, "no answer to 3"]]
 
 
 def test_failures_of_an_earlier_run_count(tmp_path: Path) -> None:
@@ -277,13 +286,13 @@ def test_failures_of_an_earlier_run_count(tmp_path: Path) -> None:
         ask(tmp_path, failing(6, 8), share=0.25)
     _, ledger = ask(tmp_path, failing(6, 8), share=0.3)
     assert [line for line, _ in ledger.failed] == [2, 7, 9]
-    assert asked(tmp_path) == [0, 2, 3, 4, 5, 7, 9]
+    assert requested(tmp_path) == [0, 2, 3, 4, 5, 7, 9]
 
 
 def test_an_answer_between_them_ends_a_row_of_failures(tmp_path: Path) -> None:
     write(tmp_path, [*range(21)])
     _, ledger = ask(tmp_path, failing(*range(1, 20, 2), error=GivenUp))
-    assert asked(tmp_path) == [*range(0, 21, 2)] and len(ledger.failed) == 10
+    assert requested(tmp_path) == [*range(0, 21, 2)] and len(ledger.failed) == 10
 
 
 # on disk

@@ -16,13 +16,13 @@ from decode.timing import PARTS
 from scripts.reports import page, plots, score_table
 from scripts.reports.rendering import render
 from scripts.scoring.breakdown import breakdown
-from scripts.scoring.contest import Answer, Contest, Lane, Lap
+from scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
 from scripts.scoring.extras import batches, stops_paying
 from scripts.scoring.score import Scores, output_lines
 
 
-def lane(name: str, nodes: int) -> Lane:
-    return Lane(
+def system(name: str, nodes: int) -> System:
+    return System(
         name, name, name, "chain" if nodes else "none", nodes, nodes, lambda requests, s: None
     )  # type: ignore[arg-type,return-value]
 
@@ -35,9 +35,9 @@ def cycles(*accepted: int, proposed: int = 2, cut_last: bool = False) -> list[Cy
     return found
 
 
-def answer(name: str, prompt: str, turn: int, found: list[Cycle], category: str) -> Answer:
+def answer(name: str, prompt: str, turn: int, found: list[Cycle], category: str) -> ScoredAnswer:
     tokens = list(range(1 + sum(c.accepted + 1 for c in found)))
-    return Answer(
+    return ScoredAnswer(
         name,
         prompt,
         turn,
@@ -75,8 +75,8 @@ def contest() -> Contest:
             found = cycles(*accepted, proposed=0 if name == "none" else 2)
             a = answer(name, prompt, 0, found, "chat" if prompt == "a" else "code")
             c.answers.append(a)
-            c.laps.append(
-                Lap(
+            c.timed_runs.append(
+                TimedRun(
                     name,
                     (prompt,),
                     0,
@@ -88,8 +88,8 @@ def contest() -> Contest:
 
 
 def test_a_row_by_hand(contest: Contest) -> None:
-    lanes = [lane("none", 0), lane("fast", 2)]
-    none, fast = (Scores(contest, lanes).row(x) for x in lanes)
+    systems = [system("none", 0), system("fast", 2)]
+    none, fast = (Scores(contest, systems).row(x) for x in systems)
     assert fast["accepted_length"]["mean"] == pytest.approx((2 + 3 + 1 + 3 + 1) / 5)
     assert none["accepted_length"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
     assert [p["unconditional"] for p in fast["acceptance_by_position"]] == pytest.approx(
@@ -116,12 +116,12 @@ def test_a_row_by_hand(contest: Contest) -> None:
 
 
 def test_parts_sum_to_the_measured_wall(contest: Contest) -> None:
-    """Of 10 s: 6 in the target, 2 drafting, 0.4 of 1 s of verification for laws, 0.5 in the
-    cache, the rest Python.
+    """Of 10 s: 6 in the target, 2 drafting, 0.4 of 1 s of verification for distributions,
+    0.5 in the cache, the rest Python.
     """
-    row = Scores(contest, [lane("none", 0), lane("fast", 2)]).row(lane("fast", 2))
-    told = row["breakdown"]
-    assert set(told["seconds"]) == set(PARTS) == set(plots.PARTS) == set(score_table.PARTS)
+    row = Scores(contest, [system("none", 0), system("fast", 2)]).row(system("fast", 2))
+    message = row["breakdown"]
+    assert set(message["seconds"]) == set(PARTS) == set(plots.PARTS) == set(score_table.PARTS)
     share = {
         "target": 0.6,
         "drafter": 0.2,
@@ -130,14 +130,14 @@ def test_parts_sum_to_the_measured_wall(contest: Contest) -> None:
         "cache": 0.05,
         "python": 0.05,
     }
-    assert told["share"] == pytest.approx(share) and told["wall_seconds"] == 4.0
-    assert sum(told["seconds"].values()) == pytest.approx(4.0)
+    assert message["share"] == pytest.approx(share) and message["wall_seconds"] == 4.0
+    assert sum(message["seconds"].values()) == pytest.approx(4.0)
     assert (
-        told["ms_per_token"]
+        message["ms_per_token"]
         == pytest.approx({k: 400 * v for k, v in share.items()})
         == row["ms_per_token"]
     )
-    assert told["without"] == pytest.approx({"drafter": 2.5 / 0.8, "all_but_target": 2.5 / 0.6})
+    assert message["without"] == pytest.approx({"drafter": 2.5 / 0.8, "all_but_target": 2.5 / 0.6})
     cells = {name: cell(row) for name, cell in score_table.TIMES}
     assert [cell(row) for name, cell in score_table.TIMES if name == "drafter"] == [
         "fast",
@@ -152,9 +152,9 @@ def test_nothing_decoded_has_no_breakdown() -> None:
 
 
 def test_a_category_seen_once_claims_no_interval(contest: Contest) -> None:
-    row = Scores(contest, [lane("none", 0), lane("fast", 2)]).row(lane("fast", 2))["by_category"][
-        "chat"
-    ]
+    row = Scores(contest, [system("none", 0), system("fast", 2)]).row(system("fast", 2))[
+        "by_category"
+    ]["chat"]
     assert row["accepted_length"]["mean"] == 2.0 and row["accepted_length"]["low"] is None
     assert row["speedup"]["mean"] == pytest.approx(3.0) and row["speedup"]["high"] is None
 
@@ -165,8 +165,8 @@ def test_pairs_are_paired(contest: Contest) -> None:
     """
     for prompt, accepted in (("a", (0, 1, 0)), ("b", (1, 0))):
         contest.answers.append(answer("slow", prompt, 0, cycles(*accepted), "chat"))
-        contest.laps.append(Lap("slow", (prompt,), 0, timing(4.0), 7))
-    scores = Scores(contest, [lane("none", 0), lane("fast", 2), lane("slow", 2)])
+        contest.timed_runs.append(TimedRun("slow", (prompt,), 0, timing(4.0), 7))
+    scores = Scores(contest, [system("none", 0), system("fast", 2), system("slow", 2)])
     pairs = {(p["a"], p["b"]): p for p in scores.pairs()}
     assert set(pairs) == {("none", "fast"), ("none", "slow"), ("fast", "slow")}
     assert "accepted_length_difference" not in pairs["none", "fast"]
@@ -178,9 +178,9 @@ def test_cut_and_loop_cycles_are_reported_apart() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 4  # the 8-gram is seen for the third time at token 24
     found = [Cycle(2, 1, (0,), i == 15, 2 * i) for i in range(16)]
     generation = Generation([1], tokens, found, [False] * 32, "length")
-    c.answers = [Answer(n, "a", 0, "chat", generation) for n in ("none", "x")]
-    c.laps = [Lap(n, ("a",), 0, timing(1.0), 32) for n in ("none", "x")]
-    row = Scores(c, [lane("none", 0), lane("x", 2)]).row(lane("x", 2))
+    c.answers = [ScoredAnswer(n, "a", 0, "chat", generation) for n in ("none", "x")]
+    c.timed_runs = [TimedRun(n, ("a",), 0, timing(1.0), 32) for n in ("none", "x")]
+    row = Scores(c, [system("none", 0), system("x", 2)]).row(system("x", 2))
     assert row["cut_cycles"] == {"cycles": 1, "draft_tokens_accepted": 1}
     assert row["loop_cycles"]["cycles"] == 3 and row["loop_cycles"]["accepted_length"] == 2.0
     assert row["cycles"] == 12
@@ -193,7 +193,10 @@ def test_a_cycle_cut_by_a_stop_token_commits_what_is_there() -> None:
     generation = Generation(
         [1], [5, 6, 7, 8, 9], found, [False] * 5, "eos"
     )  # the stop token was a draft token
-    assert output_lines(Contest([Answer("x", "a", 0, "chat", generation)]))[0]["cycles"] == [3, 1]
+    assert output_lines(Contest([ScoredAnswer("x", "a", 0, "chat", generation)]))[0]["cycles"] == [
+        3,
+        1,
+    ]
 
 
 def test_turns_of_a_prompt_are_one_unit() -> None:
@@ -202,16 +205,16 @@ def test_turns_of_a_prompt_are_one_unit() -> None:
         for turn, prompts in ((0, ("a", "b")), (1, ("b",))):
             for p in prompts:
                 c.answers.append(answer(name, p, turn, cycles(0, 0), "chat"))
-            c.laps.append(Lap(name, prompts, turn, timing(seconds), 3 * len(prompts)))
-    scores = Scores(c, [lane("none", 0), lane("fast", 2)])
+            c.timed_runs.append(TimedRun(name, prompts, turn, timing(seconds), 3 * len(prompts)))
+    scores = Scores(c, [system("none", 0), system("fast", 2)])
     assert scores.units() == [("a", "b")]
     assert scores.work("none", scores.units(), False) == ([6.0], [4.0])
 
 
 @pytest.fixture
 def report(contest: Contest) -> dict[str, Any]:
-    lanes = [lane("none", 0), lane("fast", 2)]
-    scores = Scores(contest, lanes)
+    systems = [system("none", 0), system("fast", 2)]
+    scores = Scores(contest, systems)
     same = {
         "checked": 2,
         "equal": 1,
@@ -234,7 +237,7 @@ def report(contest: Contest) -> dict[str, Any]:
             "prompts": {"path": "p.jsonl", "sha256": "1" * 64},
         },
         "environment": {"versions": {"python": "3"}, "threads": 1},
-        "drafters": [{**scores.row(x), "lossless": same} for x in lanes],
+        "drafters": [{**scores.row(x), "lossless": same} for x in systems],
         "pairs": scores.pairs(),
         "plain_pass_ms": scores.steadiness(),
         "skipped": [{"name": "<runs/x>", "reason": "gone"}],
@@ -337,7 +340,7 @@ def test_the_headline_claims_only_what_was_measured(report: dict[str, Any]) -> N
     report["drafters"][1]["speedup"] = {"mean": 0.7, "low": 0.6, "high": 0.8}
     assert (
         page.headline(report)[0]
-        == "No drafter pays here: the fastest, fast, runs at 0.70× plain decoding"
+        == "No drafter is faster here: the fastest, fast, runs at 0.70× plain decoding"
     )
 
 
@@ -348,8 +351,8 @@ def test_a_busy_machine_is_not_believed(report: dict[str, Any], contest: Contest
         "high": 1000.0,
         "steady": True,
     }
-    contest.laps[0].timing.total_s += 30.0
-    report["plain_pass_ms"] = Scores(contest, [lane("none", 0), lane("fast", 2)]).steadiness()
+    contest.timed_runs[0].timing.total_s += 30.0
+    report["plain_pass_ms"] = Scores(contest, [system("none", 0), system("fast", 2)]).steadiness()
     assert not report["plain_pass_ms"]["steady"] and "too busy" in page.headline(report)[0]
     assert any(line.startswith("UNSTEADY") for line in score_table.notes(report))
 

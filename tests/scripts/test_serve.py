@@ -19,15 +19,15 @@ import torch
 from conf.errors import UserError
 from decode.drafters import NGram, NoDraft
 from decode.engine import Request, generate
-from decode.live import LiveBatch, Room
+from decode.live import LiveBatch, LiveLimits
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts import serve
 from scripts.common.prompts import chat_ids
-from scripts.serve_http.asked import Refused, Service, wanted
+from scripts.serve_http.requested import BadRequest, Service, wanted
 from scripts.serve_http.transcript import Transcript
-from scripts.serve_http.worker import Limits
+from scripts.serve_http.worker import WorkerLimits
 from tests.helpers.own_server import MODEL, Running, quiet, serving
 
 DRAFTERS = ["ngram", "none"]
@@ -75,7 +75,7 @@ def test_rows_that_join_and_leave_keep_their_tokens(target: Target) -> None:
             generate(target, NGram(), [Request(p, 24, id=n)], sampling).generations[0].token_ids
             for n, p in enumerate(ids)
         ]
-        batch = LiveBatch(target, NGram(), sampling, Room(3, 64))
+        batch = LiveBatch(target, NGram(), sampling, LiveLimits(3, 64))
         got: dict[int, list[int]] = {n: [] for n in range(len(ids))}
         seats = {}
         ended = []
@@ -96,28 +96,28 @@ def test_rows_that_join_and_leave_keep_their_tokens(target: Target) -> None:
         assert [got[n] for n in got if n != 1] == [wanted_tokens[n] for n in got if n != 1]
 
 
-def test_laws_are_those_of_the_target_alone(target: Target) -> None:
+def test_distributions_are_those_of_the_target_alone(target: Target) -> None:
     found: list[Any] = []
     ids = [3, 4, 5, 6, 3, 4, 5, 6, 3, 4]
-    batch = LiveBatch(target, NGram(), Sampling(0.7), Room(2, 64))
+    batch = LiveBatch(target, NGram(), Sampling(0.7), LiveLimits(2, 64))
     batch.join(Request(ids, 20, id=5), found.append, top=3)
     batch.join(Request(ids[:4], 20, id=6), lambda fresh: None)
     while batch.busy:
         batch.step()
     tokens = [t for fresh in found for t in fresh.tokens]
-    laws = [law for fresh in found for law in fresh.laws]
+    distributions = [distribution for fresh in found for distribution in fresh.distributions]
     with torch.no_grad():
         logits = target.model(torch.tensor([[*ids, *tokens]])).logits[0].float()
     rows = logits.log_softmax(-1)[len(ids) - 1 : -1]
-    assert len(laws) == len(tokens) > 5
-    for token, law, row in zip(tokens, laws, rows, strict=True):
-        assert abs(law.logprob - float(row[token])) < 1e-3
+    assert len(distributions) == len(tokens) > 5
+    for token, distribution, row in zip(tokens, distributions, rows, strict=True):
+        assert abs(distribution.logprob - float(row[token])) < 1e-3
         best = row.topk(3)
-        assert [t for t, _ in law.top] == best.indices.tolist()
+        assert [t for t, _ in distribution.top] == best.indices.tolist()
 
 
 def test_a_seat_that_is_refused_leaves_nothing(target: Target) -> None:
-    batch = LiveBatch(target, NoDraft(), Sampling(), Room(1, 8))
+    batch = LiveBatch(target, NoDraft(), Sampling(), LiveLimits(1, 8))
     for prompt in ([], [3] * 8, [10**6]):
         with pytest.raises(UserError):
             batch.join(Request(prompt, 4), lambda fresh: None)
@@ -345,14 +345,14 @@ def test_other_ways_in(running: Running) -> None:
         assert web.get("/nowhere/%ff%ed%a0%80").status_code == 404
         assert web.get("/v1/models/%ff%ed%a0%80").status_code == 404
         assert web.get("/v1/completions").status_code == 405
-        told = web.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
-        assert told.status_code == 415
+        notices = web.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+        assert notices.status_code == 415
         assert web.get("/v1/models", headers={"host": "evil.example"}).status_code == 400
         page = web.get("/")
         assert page.status_code == 200 and "default-src 'none'" in str(page.headers)
 
 
-def test_an_api_key_is_asked_for(target: Target) -> None:
+def test_an_api_key_is_requested_for(target: Target) -> None:
     with serving(target, ["none"], key="secret-é") as server:
         with httpx.Client(base_url=server.url) as web:
             for given in ({}, {"authorization": "Bearer x"}, {"authorization": "Basic secret"}):
@@ -385,7 +385,7 @@ def test_a_full_queue_says_when_to_come_back(target: Target) -> None:
             posts = (web.post("/v1/completions", json=body) for _ in range(12))
             return list(await asyncio.gather(*posts))
 
-    with serving(target, ["none"], Limits(1, 256, 1, 2)) as server:
+    with serving(target, ["none"], WorkerLimits(1, 256, 1, 2)) as server:
         replies = asyncio.run(flood(server.url))
         assert quiet(server.worker)
     codes = [reply.status_code for reply in replies]
@@ -517,14 +517,14 @@ def test_every_key_is_read(target: Target) -> None:
         json.dumps({**body, "seed": -3, "temperature": 0, "top_p": 0.3}).encode(), False, service
     )
     assert found.ask.seed == -3 and found.ask.sampling == Sampling() and found.ask.limit == 32
-    with pytest.raises(Refused, match="messages"):
+    with pytest.raises(BadRequest, match="messages"):
         wanted(b'{"model": "tiny"}', True, service)
 
 
 # -- the command
 
 
-def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_is_message(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -89,7 +89,7 @@ def rest(one: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "said, told",
+    "said, notices",
     [
         ("", b""),
         ("GET /heal", b"408"),
@@ -100,10 +100,10 @@ def rest(one: socket.socket) -> bytes:
         ("GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /heal", b"200"),
     ],
 )
-def test_half_a_request_is_closed(impatient: Running, said: str, told: bytes) -> None:
+def test_half_a_request_is_closed(impatient: Running, said: str, notices: bytes) -> None:
     with connected(impatient, said) as one:
         got = rest(one)
-    assert got[9:12] == told, got
+    assert got[9:12] == notices, got
     assert quiet(impatient.worker)
 
 
@@ -119,7 +119,7 @@ def test_bytes_that_trickle_do_not_turn_the_clock_back(impatient: Running) -> No
 
 def test_a_slow_answer_is_not_late(impatient: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     step = impatient.worker._step
-    monkeypatch.setattr(impatient.worker, "_step", lambda lane: time.sleep(0.05) or step(lane))
+    monkeypatch.setattr(impatient.worker, "_step", lambda group: time.sleep(0.05) or step(group))
     body = {"model": MODEL, "prompt": "abc", "max_tokens": 20, "temperature": 0}
     head = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=impatient.url, headers=head, timeout=60) as web:
@@ -154,9 +154,11 @@ def test_a_client_that_takes_nothing_is_closed(impatient: Running) -> None:
         assert not impatient.listener.server_state.connections
 
 
-@pytest.mark.parametrize("key, told", [("", b"401"), (f"Authorization: Bearer {KEY}\r\n", b"400")])
+@pytest.mark.parametrize(
+    "key, notices", [("", b"401"), (f"Authorization: Bearer {KEY}\r\n", b"400")]
+)
 def test_nonsense_in_a_body_is_no_traceback(
-    impatient: Running, logged: list[logging.LogRecord], key: str, told: bytes
+    impatient: Running, logged: list[logging.LogRecord], key: str, notices: bytes
 ) -> None:
     """Whether it comes before the answer or behind it."""
     head = f"{HEAD}{key}Transfer-Encoding: chunked\r\n\r\n"
@@ -166,7 +168,7 @@ def test_nonsense_in_a_body_is_no_traceback(
                 time.sleep(0.1)
                 one.sendall(part.encode())
             got = rest(one)
-            assert got[9:12] in (told, b"400"), got
+            assert got[9:12] in (notices, b"400"), got
     assert not [record for record in logged if record.exc_info]
 
 
@@ -195,7 +197,7 @@ def test_the_oldest_that_waits_for_nothing_gives_way(
             one.close()
 
 
-class Told:
+class Messages:
     """As much of a connection as its turn needs."""
 
     def __init__(self, number: int, address: str, idle: bool = True):
@@ -206,8 +208,8 @@ class Told:
 
 
 def test_an_address_takes_its_room_from_itself() -> None:
-    crowd = {Told(number, "10.0.0.1") for number in range(5, 9)}
-    others = {Told(1, "10.0.0.2"), Told(2, "10.0.0.3"), Told(3, "10.0.0.1", idle=False)}
+    crowd = {Messages(number, "10.0.0.1") for number in range(5, 9)}
+    others = {Messages(1, "10.0.0.2"), Messages(2, "10.0.0.3"), Messages(3, "10.0.0.1", idle=False)}
     for _ in range(3):
         connections.give_way(crowd | others)
     assert sorted(one.number for one in crowd if one.dropped) == [5, 6, 7]
@@ -217,11 +219,11 @@ def test_an_address_takes_its_room_from_itself() -> None:
 def test_no_file_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     """One line, and room is made; other errors of the loop are told as ever."""
     server = connections.server(None, 8, 1.0, 1.0)
-    crowd = {Told(number, "x") for number in range(4)}
+    crowd = {Messages(number, "x") for number in range(4)}
     server.server_state.connections = crowd  # type: ignore[assignment]
-    told: list[str] = []
+    notices: list[str] = []
     loop = asyncio.new_event_loop()
-    loop.default_exception_handler = lambda context: told.append(context["message"])  # type: ignore[method-assign]
+    loop.default_exception_handler = lambda context: notices.append(context["message"])  # type: ignore[method-assign]
     try:
         connections.SELDOM._said.clear()
         for _ in range(3):
@@ -229,7 +231,7 @@ def test_no_file_is_left(capsys: pytest.CaptureFixture[str]) -> None:
         server._trouble(loop, {"message": "other", "exception": ValueError("x")})
     finally:
         loop.close()
-    assert capsys.readouterr().err.count("ulimit -n") == 1 and told == ["other"]
+    assert capsys.readouterr().err.count("ulimit -n") == 1 and notices == ["other"]
     assert sum(one.dropped for one in crowd) == 3
 
 

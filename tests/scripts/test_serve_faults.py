@@ -15,13 +15,20 @@ from torch import Tensor
 from conf.errors import UserError
 from decode.drafters import DraftModel, NGram, NoDraft
 from decode.engine import Request, generate
-from decode.live import LiveBatch, Room
+from decode.live import LiveBatch, LiveLimits
 from decode.models.load import TargetConfig, load_target
 from decode.sampling import Sampling
 from decode.target import Target
 from scripts.serve_http import worker as module
 from scripts.serve_http.transcript import Transcript
-from scripts.serve_http.worker import Ask, Ended, Event, Failed, Limits, Worker
+from scripts.serve_http.worker import (
+    CompletionRequest,
+    Ended,
+    Event,
+    RequestFailed,
+    Worker,
+    WorkerLimits,
+)
 
 HONEST = [[3 + n, 4, 5, 6, 3 + n, 4, 5, 6] for n in range(3)]
 POISON = 299
@@ -34,32 +41,32 @@ def target() -> Target:
 
 
 @dataclass
-class Told:
+class Messages:
     """What a request is told; `end` waits for the last of it."""
 
     events: queue.Queue[Event] = field(default_factory=queue.Queue)
 
-    def end(self) -> Ended | Failed:
+    def end(self) -> Ended | RequestFailed:
         while True:
             event = self.events.get(timeout=SECONDS)
-            if isinstance(event, Ended | Failed):
+            if isinstance(event, Ended | RequestFailed):
                 assert self.events.empty(), "nothing comes behind the end"
                 return event
 
 
 @pytest.fixture
 def working(target: Target) -> Iterator[Worker]:
-    one = Worker(target, ["ngram", "none"], Limits(8, 128, 4, 32), "traversal")
+    one = Worker(target, ["ngram", "none"], WorkerLimits(8, 128, 4, 32), "traversal")
     one.start()
     yield one
     one.close()
 
 
-def ask(worker: Worker, ids: list[int], limit: int = 40, **keys: Any) -> Told:
-    told = Told()
+def ask(worker: Worker, ids: list[int], limit: int = 40, **keys: Any) -> Messages:
+    message = Messages()
     given: dict[str, Any] = {"sampling": Sampling(), "drafter": "ngram", "seed": 0, **keys}
-    worker.submit(Ask(ids, limit, **given), told.events.put)
-    return told
+    worker.submit(CompletionRequest(ids, limit, **given), message.events.put)
+    return message
 
 
 def text_alone(target: Target, ids: list[int], limit: int = 40) -> str:
@@ -71,9 +78,9 @@ def text_alone(target: Target, ids: list[int], limit: int = 40) -> str:
     )
 
 
-def all_right(target: Target, honest: list[Told]) -> None:
-    for ids, told in zip(HONEST, honest, strict=True):
-        end = told.end()
+def all_right(target: Target, honest: list[Messages]) -> None:
+    for ids, message in zip(HONEST, honest, strict=True):
+        end = message.end()
         assert isinstance(end, Ended), end
         assert end.text == text_alone(target, ids)
 
@@ -90,7 +97,9 @@ def test_a_drafter_that_cannot_be_made_fails_its_request_alone(
     honest = [ask(working, ids) for ids in HONEST]
     monkeypatch.setattr(module, "resolve_drafter", broken)
     failed = ask(working, [3, 4, 5], sampling=Sampling(0.5)).end()  # a batch of its own
-    assert isinstance(failed, Failed) and failed.mine and type(error).__name__ in failed.reason
+    assert (
+        isinstance(failed, RequestFailed) and failed.mine and type(error).__name__ in failed.reason
+    )
     all_right(target, honest)
     assert isinstance(ask(working, [3, 4, 5]).end(), Ended) and working.is_alive()
 
@@ -103,20 +112,20 @@ def test_a_setting_that_is_refused_costs_no_drafter(
     monkeypatch.setattr(module, "resolve_drafter", lambda *args: made.append(args) or NGram())
     for _ in range(3):
         failed = ask(working, [3, 4], sampling=Sampling(1.0, top_k=10**6)).end()
-        assert isinstance(failed, Failed) and not failed.mine
+        assert isinstance(failed, RequestFailed) and not failed.mine
     assert isinstance(ask(working, [3, 4, 5]).end(), Ended) and not made
 
 
-def test_when_the_thread_itself_ends_everybody_is_told(
+def test_when_the_thread_itself_ends_everybody_is_message(
     working: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ends(*args: Any) -> None:
         raise SystemExit(3)
 
     monkeypatch.setattr(working, "_step", ends)
-    for told in [ask(working, ids) for ids in HONEST[:1]]:
-        end = told.end()
-        assert isinstance(end, Failed) and end.mine and "SystemExit" in end.reason
+    for message in [ask(working, ids) for ids in HONEST[:1]]:
+        end = message.end()
+        assert isinstance(end, RequestFailed) and end.mine and "SystemExit" in end.reason
     working.join(SECONDS)
     assert not working.is_alive()
     with pytest.raises(UserError, match="ending"):
@@ -144,25 +153,25 @@ def test_text_that_cannot_be_made_fails_its_request_alone(
     monkeypatch.setattr(module, "Transcript", Odd)
     honest = [ask(working, ids) for ids in HONEST]
     failed = ask(working, [3, 4, 5], stops=(when,)).end()
-    assert isinstance(failed, Failed) and failed.mine
+    assert isinstance(failed, RequestFailed) and failed.mine
     all_right(target, honest)
 
 
 def test_a_request_that_the_batch_cannot_take_fails_alone(working: Worker, target: Target) -> None:
     honest = [ask(working, ids) for ids in HONEST]
     for ids in ([3, "x"], None, [1 << 70], [3] * 500):
-        assert isinstance(ask(working, ids).end(), Failed)  # type: ignore[arg-type]
+        assert isinstance(ask(working, ids).end(), RequestFailed)  # type: ignore[arg-type]
     all_right(target, honest)
 
 
-def test_a_client_that_cannot_be_told_costs_nobody_anything(
+def test_a_client_that_cannot_be_message_costs_nobody_anything(
     working: Worker, target: Target
 ) -> None:
     def deaf(event: Event) -> None:
         raise RuntimeError("its loop has ended")
 
     honest = [ask(working, ids) for ids in HONEST]
-    working.submit(Ask([3, 4, 5], 40, Sampling(), "ngram", 0), deaf)
+    working.submit(CompletionRequest([3, 4, 5], 40, Sampling(), "ngram", 0), deaf)
     all_right(target, honest)
     assert isinstance(ask(working, [3, 4, 5]).end(), Ended)
 
@@ -189,7 +198,11 @@ class Poisoned(NGram):
 
     def fail(self, moment: str) -> None:
         if self.ill and moment == self.moment:
-            raise UserError("row 3: no law") if moment == "draft" else RuntimeError("seeded defect")
+            raise (
+                UserError("row 3: no distribution")
+                if moment == "draft"
+                else RuntimeError("seeded defect")
+            )
 
 
 @pytest.mark.parametrize("moment", ["read", "draft"])
@@ -198,7 +211,7 @@ def test_a_request_whose_drafter_fails_goes_on_without_a_draft(
 ) -> None:
     """And its neighbours know nothing of it."""
     monkeypatch.setattr(module, "resolve_drafter", lambda *args: Poisoned(moment))
-    worker = Worker(target, ["ngram"], Limits(8, 128, 2, 32), "traversal")
+    worker = Worker(target, ["ngram"], WorkerLimits(8, 128, 2, 32), "traversal")
     worker.start()
     try:
         honest = [ask(worker, ids) for ids in HONEST]
@@ -222,13 +235,13 @@ def test_a_request_that_the_target_cannot_do_fails_alone(
         return score(self, *args)
 
     monkeypatch.setattr(LiveBatch, "_score", failing)
-    worker = Worker(target, ["ngram"], Limits(8, 128, 2, 32), "traversal")
+    worker = Worker(target, ["ngram"], WorkerLimits(8, 128, 2, 32), "traversal")
     worker.start()
     try:
         honest = [ask(worker, ids) for ids in HONEST]
         for drafter in ("ngram", "ngram"):
             failed = ask(worker, [POISON, 4, 5], drafter=drafter).end()
-            assert isinstance(failed, Failed) and failed.mine
+            assert isinstance(failed, RequestFailed) and failed.mine
         all_right(target, honest)
     finally:
         worker.close()
@@ -258,7 +271,7 @@ def test_a_draft_that_is_not_finite_ends_nobody(
     monkeypatch.setattr(module, "resolve_drafter", lambda *args: Wild(draft, 3))
     broken: list[Any] = []
     monkeypatch.setattr(Worker, "_break", lambda *args: broken.append(args))
-    worker = Worker(target, ["ngram"], Limits(8, 128, 2, 32), "traversal")
+    worker = Worker(target, ["ngram"], WorkerLimits(8, 128, 2, 32), "traversal")
     worker.start()
     try:
         some = [ask(worker, ids, sampling=sampling) for ids in [*HONEST, [POISON, 4, 5]]]
@@ -281,13 +294,13 @@ def test_a_batch_that_breaks_with_nobody_at_fault_ends(
             return super().propose(budget, *args)
 
     monkeypatch.setattr(module, "resolve_drafter", lambda *args: Crowded())
-    worker = Worker(target, ["ngram"], Limits(8, 128, 2, 32), "traversal")
+    worker = Worker(target, ["ngram"], WorkerLimits(8, 128, 2, 32), "traversal")
     hold = _held(worker, monkeypatch)
     worker.start()
     try:
-        told = [ask(worker, ids) for ids in HONEST]
+        message = [ask(worker, ids) for ids in HONEST]
         hold()
-        assert all(isinstance(one.end(), Failed) for one in told)
+        assert all(isinstance(one.end(), RequestFailed) for one in message)
         end = ask(worker, HONEST[0]).end()
         assert isinstance(end, Ended) and end.text == text_alone(target, HONEST[0])
     finally:
@@ -306,12 +319,12 @@ def test_an_answer_goes_on_in_another_batch(target: Target, sampling: Sampling) 
     """`resume`: the same tokens where they are certain, drawn ones with numbers of their own."""
     whole = generate(target, NGram(), [Request(HONEST[0], 30, id=5)], sampling).generations[0]
     got: list[int] = []
-    batch = LiveBatch(target, NGram(), sampling, Room(2, 64))
+    batch = LiveBatch(target, NGram(), sampling, LiveLimits(2, 64))
     seat = batch.join(Request(HONEST[0], 30, id=5), lambda fresh: got.extend(fresh.tokens))
     for _ in range(4):
         batch.step()
     before = list(got)
-    batch = LiveBatch(target, NGram(), sampling, Room(2, 64))
+    batch = LiveBatch(target, NGram(), sampling, LiveLimits(2, 64))
     seat = batch.resume(seat)
     other = batch.join(Request(HONEST[1], 30, id=6), lambda fresh: None)
     ended = []

@@ -27,7 +27,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from scripts import certify
 from scripts.common.files import ROOT
-from scripts.serve_http.worker import Limits
+from scripts.serve_http.worker import WorkerLimits
 from tests.helpers.own_server import MODEL, Running, quiet, serving
 
 REQUESTS, CANCELLED, AT_A_TIME = 1000, 0.3, 24
@@ -90,14 +90,14 @@ def test_a_thousand_requests_of_which_a_third_leaves() -> None:
         )
         leave.append(draw.randrange(1, 6) if cancelled else 10**6)
     process, memory, answers = psutil.Process(), [], []
-    with serving(target, ["ngram", "none"], Limits(8, 160, 4, 64)) as server:
+    with serving(target, ["ngram", "none"], WorkerLimits(8, 160, 4, 64)) as server:
         for first in range(0, REQUESTS, 250):
             part = slice(first, first + 250)
             answers += asyncio.run(crowd(server.url, bodies[part], leave[part]))
             assert quiet(server.worker), "a row was left behind"
             gc.collect()
             memory.append(process.memory_info().rss)
-        assert not any(lane.batch._seats for lane in server.worker._lanes)
+        assert not any(group.batch._seats for group in server.worker._groups)
     gone = sum(answer is None for answer in answers)
     assert gone > 0.2 * REQUESTS, "clients left in the midst of their answers"
     compared = 0
@@ -120,7 +120,7 @@ def test_the_certificate_passes_against_it(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     rows = [json.dumps({"prompt": f"{word} " * 6}) for word in ("ab", "cde", "fghi", "jk")]
     prompts.write_text("\n".join(rows))
-    with serving(target_of(), ["ngram", "none"], Limits(8, 200, 4, 64)) as server:
+    with serving(target_of(), ["ngram", "none"], WorkerLimits(8, 200, 4, 64)) as server:
         keys = [
             "target=tiny",
             "target.context=256",

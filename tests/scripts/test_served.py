@@ -117,7 +117,7 @@ def write(format: str, head: Head, target: Target, name: str, folder: Path) -> i
 def test_a_recipe_trains_what_an_engine_loads(name: str, tmp_path: Path) -> None:
     """But for Hydra heads, which nobody serves; their recipes' header says so."""
     head, target, repository = head_of(name)
-    line = served.told(head, target, repository)
+    line = served.summary(head, target, repository)
     facts = Facts.of(target, repository)
     takes = [f for f in served.formats(head.kind) if not served.refusals(f, head, target, facts)]
     if head.kind == "hydra_heads":
@@ -158,7 +158,7 @@ def compose_target(name: str) -> Any:
 
 def test_of_a_head_that_nobody_takes_every_format_says_why() -> None:
     target = tiny_like(model_of(compose_target("Qwen/Qwen3-8B")))
-    line = served.told(random_head(target, "eagle3", layers=2), target, "/a")
+    line = served.summary(random_head(target, "eagle3", layers=2), target, "/a")
     assert line.pop("served by").startswith("no engine")
     assert [*line] == [f"not as {one}" for one in served.formats("eagle3")]
     assert all(text.startswith("head.layers: 2 layers") for text in line.values())

@@ -15,7 +15,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from scripts import evaluate
 from scripts.scoring import names
-from scripts.scoring.served import Served, accepted, cycles_of
+from scripts.scoring.served import ServedSystem, accepted, cycles_of
 from scripts.serving.asking import Reply
 from tests.helpers.speculating_server import serving
 
@@ -51,7 +51,7 @@ def test_a_server_stands_in_the_table(target: Target, tmp_path: Path, capsys) ->
 
 
 def test_a_server_that_is_down_is_named(target: Target) -> None:
-    served = Served(target, "gone", "http://127.0.0.1:9")
+    served = ServedSystem(target, "gone", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"drafters: gone: http://127.0.0.1:9: asked GET"):
         served([Request([1, 2], 4)], Sampling(), 0)
     with pytest.raises(UserError, match="without repetition_penalty"):
@@ -68,8 +68,8 @@ def test_cycles_are_as_many_as_the_totals_say() -> None:
     (cycles,) = cycles_of([[5] * 11], [6])
     assert [c.accepted for c in cycles] == [1, 2, 1, 2] and cycles[0].start == 1
     assert cycles_of([[5]], [0]) == [[]] and len(cycles_of([[5] * 4], [9])[0]) == 1
-    told = [Reply([1, 2], "", False, 3, 1), Reply([1, 2, 3], "", True, 3, 2)]
-    assert accepted(told, None, [[1, 2], [1, 2, 3]]) == [1, 2]
+    message = [Reply([1, 2], "", False, 3, 1), Reply([1, 2, 3], "", True, 3, 2)]
+    assert accepted(message, None, [[1, 2], [1, 2, 3]]) == [1, 2]
     silent = [Reply([1] * 10, "", False), Reply([1] * 30, "", False)]
     assert accepted(silent, 20, [[1] * 10, [1] * 30]) == [5, 15]
     assert accepted(silent, None, [[1] * 10, [1] * 30]) == [0, 0]

@@ -83,8 +83,8 @@ def test_the_form_of_the_set_is_read(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     written(tmp_path, name)
     found = load_suite(described(name, tmp_path))
-    assert len(found.prompts) == len(ROWS[name]) == found.told["loaded"]
-    assert len(found.sha256) == 64 and found.told["expected"] == described(name).prompts
+    assert len(found.prompts) == len(ROWS[name]) == found.described["loaded"]
+    assert len(found.sha256) == 64 and found.described["expected"] == described(name).prompts
     first = found.prompts[0]
     assert len(first.turns) == (2 if name in ("mtbench", "specbench") else 1)
     if name == "alpaca":
@@ -97,7 +97,7 @@ def test_the_form_of_the_set_is_read(
 
 
 @pytest.mark.parametrize(
-    "suite, text, told",
+    "suite, text, described",
     [
         (SuiteConfig("x", path="none-such"), None, "suite.path: none-such is not there"),
         (SuiteConfig("x"), None, "is on no hub; give suite.path=FILE"),
@@ -116,7 +116,7 @@ def test_the_form_of_the_set_is_read(
 def test_bad_sets_are_one_line(
     suite: SuiteConfig,
     text: str | None,
-    told: str,
+    described: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -124,7 +124,7 @@ def test_bad_sets_are_one_line(
     if text is not None:
         (tmp_path / "x.jsonl").write_text(text)
         suite = replace(suite, path=str(tmp_path / "x.jsonl"))
-    with pytest.raises(UserError, match=told) as error:
+    with pytest.raises(UserError, match=described) as error:
         load_suite(suite)
     assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 500
 

@@ -19,7 +19,7 @@ from scripts.common.files import sole_writer
 from scripts.synthesis import ledger
 from scripts.synthesis import write as synthesis
 from scripts.synthesis.ledger import Ledger, differences
-from scripts.synthesis.write import Writer, clean_question, fingerprint, junk
+from scripts.synthesis.write import BlockWriter, clean_question, fingerprint, junk
 from scripts.synthesize import SynthesizeConfig, synthesize
 from tests.helpers import faults
 
@@ -257,7 +257,7 @@ def test_cut_questions_lose_their_unfinished_sentence() -> None:
 
 def test_duplicates_are_dropped_across_and_inside_blocks(monkeypatch) -> None:
     target = load_target(TargetConfig(kind="tiny", vocab=260))
-    writer = Writer(target, Sampling(1.0), Sampling(0.7), 24, 6, 4, 0)
+    writer = BlockWriter(target, Sampling(1.0), Sampling(0.7), 24, 6, 4, 0)
     drawn = [
         "One apple!",
         "one  apple?",
@@ -272,7 +272,7 @@ def test_duplicates_are_dropped_across_and_inside_blocks(monkeypatch) -> None:
     def text(self, out):
         return next(texts) if out.prompt_ids == self.header else "Yes."
 
-    monkeypatch.setattr(Writer, "_text", text)
+    monkeypatch.setattr(BlockWriter, "_text", text)
     monkeypatch.setattr(synthesis, "clean_question", lambda text, complete: text)
     writer.seen.add(fingerprint("Old question."))
     kept = [row["messages"][0]["content"] for row in writer.block(0, 3)]
@@ -283,7 +283,7 @@ def test_duplicates_are_dropped_across_and_inside_blocks(monkeypatch) -> None:
 
 def test_blocks_draw_questions_of_their_own() -> None:
     target = load_target(TargetConfig(kind="tiny", vocab=260))
-    writer = Writer(target, Sampling(1.0), Sampling(0.7), 40, 6, 4, 0)
+    writer = BlockWriter(target, Sampling(1.0), Sampling(0.7), 40, 6, 4, 0)
     first, second = writer.block(0, 4), writer.block(1, 4)
     assert writer.dropped["duplicate"] == 0 and not [row for row in first if row in second]
 
@@ -328,25 +328,27 @@ def test_differences_are_named_by_path() -> None:
     assert Ledger(Path("x/a.jsonl"), {}).meta == Path("x/a.jsonl.meta.json")
 
 
-def test_a_made_up_domain_is_asked(tmp_path: Path) -> None:
+def test_a_made_up_domain_is_requested(tmp_path: Path) -> None:
     from scripts.synthesis import domains
 
     assert set(domains.domains()) == {"recipes", "sql", "letters", "unit_tests"}
     for name in domains.domains():
-        asked = domains.questions(name, 3)
-        assert len(set(asked)) == len(asked) >= 600 and asked == domains.questions(name, 3)
-        assert not any("{" in text or "}" in text for text in asked)
+        requested = domains.questions(name, 3)
+        assert len(set(requested)) == len(requested) >= 600 and requested == domains.questions(
+            name, 3
+        )
+        assert not any("{" in text or "}" in text for text in requested)
     assert domains.questions("sql", 0) != domains.questions("sql", 1)
 
 
-def test_rows_of_a_domain_say_so_and_no_more_are_asked_than_there_are(tmp_path: Path) -> None:
+def test_rows_of_a_domain_say_so_and_no_more_are_requested_than_there_are(tmp_path: Path) -> None:
     from scripts.synthesis import domains
 
     made = config(tmp_path / "sql.jsonl", domain="sql", num_conversations=4, batch=3)
     synthesize(made)
     rows = [json.loads(line) for line in (tmp_path / "sql.jsonl").read_text().splitlines()]
-    asked = domains.questions("sql", made.seed)[:4]
-    assert [row["messages"][0]["content"] for row in rows] == asked
+    requested = domains.questions("sql", made.seed)[:4]
+    assert [row["messages"][0]["content"] for row in rows] == requested
     assert {row["category"] for row in rows} == {"sql"}
     writer = domains.DomainWriter(
         load_target(TargetConfig(kind="tiny", vocab=260), "float32"),

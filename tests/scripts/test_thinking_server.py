@@ -17,10 +17,10 @@ from conf.schema import compose
 from decode.models.tiny import byte_tokenizer
 from scripts.synthesis import from_server
 from scripts.synthesis.regenerate import SURE
-from scripts.synthesis.server import Refused, read_answer
+from scripts.synthesis.server import AnswerRefused, read_answer
 from scripts.synthesize import SynthesizeConfig, synthesize
 from tests.scripts.test_from_server import config, one_context, serving
-from train.texts.rows import BadRow, Reading, encode, interpret
+from train.texts.rows import BadRow, RowReading, encode, interpret
 
 __all__ = ["one_context"]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -62,7 +62,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def supervised(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
     """What stands before the last answer, and what is supervised of it."""
-    how = Reading(1 << 20, frozenset({2}), last_turn_only=True)
+    how = RowReading(1 << 20, frozenset({2}), last_turn_only=True)
     (found,) = encode(interpret(row, "a:1"), tokenizer, how)
     first = found.loss.index(True)
     said = [i for i, on in zip(found.ids, found.loss, strict=True) if on]
@@ -178,7 +178,7 @@ def test_a_long_run_ends_as_soon_as_it_is_sure(tmp_path: Path) -> None:
     assert tally == {"answers": 2 * SURE, "cut": 2 * SURE} and len(rows(tmp_path)) == 2 * SURE
 
 
-def test_rows_that_training_would_leave_out_are_told_at_once(
+def test_rows_that_training_would_leave_out_are_message_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As of a template that knows no reasoning, behind a server that cuts it out."""
@@ -210,7 +210,7 @@ def test_what_an_answer_may_lack() -> None:
         ("length", {"content": "", "tool_calls": [call]}),
         ("tool_calls", {"content": "", "tool_calls": [{"function": {}}]}),
     ):
-        with pytest.raises(Refused):
+        with pytest.raises(AnswerRefused):
             read(reason, **message)
 
 
@@ -231,7 +231,7 @@ CALL = {"function": {"name": "f", "arguments": "{}"}}
 )
 def test_an_answer_that_no_row_can_hold_costs_one_question(message: dict[str, Any]) -> None:
     """Half a character ended the run as soon as it was to be written, and every run after it."""
-    with pytest.raises(Refused):
+    with pytest.raises(AnswerRefused):
         read_answer({"choices": [{"message": message, "finish_reason": "stop"}]})
 
 

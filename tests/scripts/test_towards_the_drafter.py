@@ -1,5 +1,5 @@
-"""Leans towards the drafter's law: draws from the law that is owed have none whatever the
-drafter is, a few tokens from the drafter's show."""
+"""Leans towards the drafter's distribution: draws from the distribution that is owed have
+none whatever the drafter is, a few tokens from the drafter's show."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from decode.sampling import Sampling
 from heads import load_head, save_head
 from heads.base import Batch
-from scripts.proofs.served import Answer, Lean
-from scripts.serving.drafter_laws import drafter_laws
+from scripts.proofs.served import Lean, SampledAnswer
+from scripts.serving.drafter_distributions import drafter_distributions
 from tests.helpers.interop import deep_target, random_head
 
 R, V = 6000, 40
@@ -25,7 +25,7 @@ def target():
 
 
 def drawn(share: float, seed: int) -> Lean:
-    """R tokens from (1 - share) p + share q, judged with q and with another law."""
+    """R tokens from (1 - share) p + share q, judged with q and with another distribution."""
     generator = torch.Generator().manual_seed(seed)
     p, q, other = (torch.randn(R, V, generator=generator).softmax(-1) for _ in range(3))
     mixed = (1 - share) * p + share * q
@@ -37,7 +37,7 @@ def drawn(share: float, seed: int) -> Lean:
     return lean
 
 
-def test_draws_from_the_law_do_not_lean() -> None:
+def test_draws_from_the_distribution_do_not_lean() -> None:
     ps = [t.p for seed in range(8) for t in drawn(0.0, seed).tests()]
     assert len(ps) == 32 and min(ps) > 1e-4
 
@@ -48,7 +48,7 @@ def test_a_few_draws_from_the_drafter_are_seen() -> None:
     assert own.p < 1e-6 and own.statistic > other.statistic > 0
 
 
-def test_a_drafter_without_laws_says_nothing() -> None:
+def test_a_drafter_without_distributions_says_nothing() -> None:
     lean = Lean(("all tokens",))
     p = torch.full((10, V), 1 / V)
     zero = torch.zeros_like(p)
@@ -59,13 +59,13 @@ def test_a_drafter_without_laws_says_nothing() -> None:
 @pytest.mark.parametrize(
     "kind, keys", [("eagle3", {"draft_vocab": 64}), ("eagle3", {"draft_vocab": 0}), ("medusa", {})]
 )
-def test_a_heads_law_stands_at_its_place(target, tmp_path, kind: str, keys: dict) -> None:
+def test_a_heads_distribution_stands_at_its_place(target, tmp_path, kind: str, keys: dict) -> None:
     head = random_head(target, kind, **keys)
     save_head(head, tmp_path / "head", target.identity, {})
-    answer = Answer(0, 0, 1, [5, 77, 200, 31], [9, 8, 7, 6])
-    laws = drafter_laws(str(tmp_path), target, Sampling(0.7))(answer)
-    assert laws.shape == (4, target.vocab_size)
-    sums = laws.sum(-1)
+    answer = SampledAnswer(0, 0, 1, [5, 77, 200, 31], [9, 8, 7, 6])
+    distributions = drafter_distributions(str(tmp_path), target, Sampling(0.7))(answer)
+    assert distributions.shape == (4, target.vocab_size)
+    sums = distributions.sum(-1)
     assert bool(((sums - 1).abs() < 1e-5).logical_or(sums == 0).all()) and bool(sums.any())
     ids = torch.tensor([[*answer.prompt, *answer.tokens]])
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -77,9 +77,9 @@ def test_a_heads_law_stands_at_its_place(target, tmp_path, kind: str, keys: dict
             if level == 0 and place >= 4:
                 best = int(row.argmax())
                 wanted = best if known is None else int(known[best])
-                assert int(laws[place - 4].argmax()) == wanted
+                assert int(distributions[place - 4].argmax()) == wanted
                 assert math.isclose(
-                    float(laws[place - 4, wanted]),
+                    float(distributions[place - 4, wanted]),
                     float((row / 0.7).softmax(-1).max()),
                     abs_tol=1e-5,
                 )

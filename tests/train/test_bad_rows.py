@@ -21,7 +21,7 @@ from train import loop
 from train import state as disk
 from train.config import DataConfig
 from train.loop import fit
-from train.texts.batches import Plan, load_rows
+from train.texts.batches import BatchPlan, load_rows
 
 BAD = 5  # a row of the data
 ODD = 1  # the step at which rows are bad by their place
@@ -235,11 +235,11 @@ def test_a_plan_without_some_lines_never_takes_them(data: Path) -> None:
 
     cfg = DataConfig(path=str(data), held_out=0.0, cache=False)
     rows = load_rows(cfg, byte_tokenizer(), {2}, 260, 1024)
-    plan = Plan(rows, 4, 2, 0, [BAD + 1, 900])
+    plan = BatchPlan(rows, 4, 2, 0, [BAD + 1, 900])
     assert plan.skipped == 1 and plan.per_epoch == 3
     assert BAD not in {r for k in range(9) for r in plan.batch(k)}
     with pytest.raises(UserError, match="only 0 rows to train on"):
-        Plan(rows, 4, 2, 0, range(17))
+        BatchPlan(rows, 4, 2, 0, range(17))
 
 
 def test_more_steps_and_another_rate_go_on_from_where_the_run_is(

@@ -59,10 +59,11 @@ def test_best_is_kept_over_a_resume_and_follows_decoding(
     """
     from heads.checkpoint import read_card
 
-    data, told = chats(tmp_path / "d.jsonl"), iter([1.5, 1.2, 1.1])
+    data, message = chats(tmp_path / "d.jsonl"), iter([1.5, 1.2, 1.1])
     wanted = {"shape": "chain", "low": None, "high": None, "cycles": 3}
     monkeypatch.setattr(
-        "train.evaluation.decoded_acceptance", lambda *a: {**wanted, "accepted_length": next(told)}
+        "train.evaluation.decoded_acceptance",
+        lambda *a: {**wanted, "accepted_length": next(message)},
     )
     out, small = tmp_path / "run", ("eval.every=2", "save_every=2")
     sigterm_at_update(monkeypatch, 3)

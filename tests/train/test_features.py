@@ -24,7 +24,7 @@ from conf.schema import compose
 from decode.target import Target
 from heads import HEADS
 from heads.checkpoint import read_card
-from heads.teacher import stored_law
+from heads.teacher import stored_distribution
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from train import cache_features
 from train.cache_features import CacheConfig
@@ -33,8 +33,8 @@ from train.loop import fit
 from train.stored import features
 from train.stored import writer as feature_writer
 from train.stored.features import FeatureStore, Freed, Source
-from train.stored.writer import Writer
-from train.texts.batches import Rows, load_rows
+from train.stored.writer import FeatureWriter
+from train.texts.batches import JoinedRows, load_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {**TINY, "layers": 4}
@@ -62,7 +62,7 @@ def command(data: Path, out: Path, *more: str) -> list[str]:
 
 def written(
     data: Path, out: Path, *more: str, dtype: torch.dtype = torch.float32, per_shard: int = 12
-) -> Writer:
+) -> FeatureWriter:
     """A finished cache of 4 files, in any dtype."""
     cfg = compose("cache_features", CacheConfig, command(data, out, *more))
     target = tiny_target(**SHAPE)
@@ -70,7 +70,7 @@ def written(
     rows = load_rows(
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
-    writer = Writer(cfg, target, rows)
+    writer = FeatureWriter(cfg, target, rows)
     writer.bounds = [*range(0, rows.lines.numel(), per_shard), rows.lines.numel()]
     writer.count, writer.plan["bounds"] = len(writer.bounds) - 1, writer.bounds
     writer.prepare()
@@ -84,7 +84,10 @@ def written(
 
 
 def opened(
-    writer: Writer, taps: Any = None, rows: Rows | None = None, target: Target | None = None
+    writer: FeatureWriter,
+    taps: Any = None,
+    rows: JoinedRows | None = None,
+    target: Target | None = None,
 ) -> FeatureStore:
     rows = rows or writer.rows
     identity = features.identity_of(target or writer.target, rows, writer.cfg.dtype)
@@ -112,8 +115,8 @@ def head_for(name: str, target: Target, counts: torch.Tensor):
     }.get(name, name)
     cls: Any = HEADS[kind]
     cfg = cls.Config(kind=kind, draft_vocab=0)
-    law = replace(cfg.loss, hard=0.0, soft=1.0)
-    cfg = replace(cfg, **{k: law if k == "loss" else v for k, v in VARIANTS[name].items()})
+    distribution = replace(cfg.loss, hard=0.0, soft=1.0)
+    cfg = replace(cfg, **{k: distribution if k == "loss" else v for k, v in VARIANTS[name].items()})
     torch.manual_seed(0)
     return cls.for_target(target, cfg, counts).to(target.dtype)
 
@@ -353,7 +356,7 @@ def test_shards_and_batches_keep_to_their_sizes() -> None:
             assert i == len(sizes) - 1 or size + int(lengths[bounds[i + 1]]) > limit, (
                 "the next row fitted"
             )
-        writer = object.__new__(Writer)
+        writer = object.__new__(FeatureWriter)
         writer.rows, writer.cfg = rows, SimpleNamespace(batch_tokens=limit)
         parts = list(writer._batches(lengths.argsort(stable=True)))
         assert [row for part in parts for row in part] == lengths.argsort(stable=True).tolist()
@@ -362,7 +365,7 @@ def test_shards_and_batches_keep_to_their_sizes() -> None:
         )
 
 
-def test_the_room_that_is_asked_for_is_what_is_still_missing(
+def test_the_room_that_is_requested_for_is_what_is_still_missing(
     data: Path, tmp_path: Path, monkeypatch
 ) -> None:
     writer = written(data, tmp_path / "f")
@@ -540,7 +543,7 @@ def test_eagle3_reads_its_own_taps(data: Path, tmp_path: Path) -> None:
         fit(compose("eagle", EagleRun, [*args, "head.taps=[0]"]), HEADS["eagle3"])
 
 
-def test_a_stored_law_is_the_top_of_the_targets_own(data: Path, tmp_path: Path) -> None:
+def test_a_stored_distribution_is_the_top_of_the_targets_own(data: Path, tmp_path: Path) -> None:
     k = 7
     writer = written(
         data,
@@ -568,7 +571,7 @@ def test_a_stored_law_is_the_top_of_the_targets_own(data: Path, tmp_path: Path) 
     feats = target.features(batch.ids, batch.mask, (4,), position=batch.position)
     source = features.CachedTarget(target, store, batch)
     source.features(batch.ids, batch.mask, (1, 2, 4))
-    tokens, p = source.stored_law()
+    tokens, p = source.stored_distribution()
     real = batch.mask.reshape(-1)
     best = target.unembed(feats[:, :, 0].flatten(0, 1)).softmax(-1).topk(k, -1)
     assert torch.equal(tokens[real], best.indices[real])
@@ -577,30 +580,32 @@ def test_a_stored_law_is_the_top_of_the_targets_own(data: Path, tmp_path: Path) 
         counts.topk(12).indices.sort().values
     )  # a draft vocabulary: what of the k best lies inside, renormalised
     flat = (batch.loss_mask & batch.mask).reshape(-1).nonzero()[1:, 0]
-    law, _, usable = stored_law((tokens, p), flat - 1, small, 260, torch.zeros_like(flat), "token")(
-        slice(None)
-    )
+    distribution, _, usable = stored_distribution(
+        (tokens, p), flat - 1, small, 260, torch.zeros_like(flat), "token"
+    )(slice(None))
     whole = torch.zeros(flat.numel(), 260, dtype=p.dtype).scatter_(
         1, tokens[flat - 1], p[flat - 1]
     )[:, small]
     assert torch.equal(usable, whole.sum(1) > 0) and 0 < usable.sum() < usable.numel()
-    torch.testing.assert_close(law[usable], (whole / whole.sum(1, keepdim=True))[usable])
+    torch.testing.assert_close(distribution[usable], (whole / whole.sum(1, keepdim=True))[usable])
 
 
-def test_a_stored_law_is_for_heads_that_can_learn_from_it(
+def test_a_stored_distribution_is_for_heads_that_can_learn_from_it(
     data: Path, tmp_path: Path, capsys
 ) -> None:
     assert cache(data, tmp_path / "no", "heads=[medusa,eagle3]", "law_top_k=4") == 2
-    assert "law_top_k: medusa reads the last hidden state itself" in capsys.readouterr().err
+    assert (
+        "distribution_top_k: medusa reads the last hidden state itself" in capsys.readouterr().err
+    )
     writer = written(data, tmp_path / "f", "heads=[eagle3]", "law_top_k=4")
     cfg = run_config(data, tmp_path / "run", f"data.features={tmp_path / 'f'}")
     for name in ("medusa", "eagle1"):
         head = head_for(name, writer.target, writer.rows.counts(260))
         with pytest.raises(
-            UserError, match=f"law of the 4 most probable tokens .* this {name} head reads"
+            UserError, match=f"distribution of the 4 most probable tokens .* this {name} head reads"
         ):
             Source(cfg, head, writer.target, writer.rows)
     source = Source(
         cfg, head_for("eagle3", writer.target, writer.rows.counts(260)), writer.target, writer.rows
     )
-    assert source.meaning == {"features": "law of 4 tokens, stored in float32"}
+    assert source.meaning == {"features": "distribution of 4 tokens, stored in float32"}

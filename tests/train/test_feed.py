@@ -74,7 +74,7 @@ def test_a_run_ends_its_thread_and_a_resumed_one_is_the_same(data: Path, tmp_pat
     assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
 
 
-def test_an_unreadable_row_is_told_by_the_run(
+def test_an_unreadable_row_is_message_by_the_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Run, step: int, rows: Sequence[int]) -> Any:

@@ -44,13 +44,13 @@ def test_accelerate_reads_the_file_and_its_own_command_line(path: Path) -> None:
         config.num_processes,
     ) == wanted
     assert str(config.mixed_precision) == "no" and not config.use_cpu and not config.fsdp_config
-    args = launch_command_parser().parse_args(told(path))
+    args = launch_command_parser().parse_args(summary(path))
     assert (
         ROOT / args.training_script
     ).is_file() and args.config_file == f"conf/launch/{path.name}"
 
 
-def told(path: Path, rank: int = 1) -> list[str]:
+def summary(path: Path, rank: int = 1) -> list[str]:
     """What a launch file tells to put behind `accelerate launch`."""
     named = re.search(
         r"accelerate launch (--config_file conf/launch/\w+\.yaml [^\n]*?) \.\.\.", path.read_text()
@@ -137,7 +137,7 @@ def test_the_command_of_a_launch_file_trains_on_two_cpu_processes(
     given = [] if world == 1 else ["--num_processes", "2", "--main_process_port", port]
     commands = []
     for rank in range(2 if path.stem == "multi_node" else 1):
-        line = [word for word in told(path, rank) if not word.startswith(("target", "data."))]
+        line = [word for word in summary(path, rank) if not word.startswith(("target", "data."))]
         commands.append([*given, *line, *ours(data, tmp_path / "run")])
     said = run(
         *([sys.executable, "-m", "accelerate.commands.launch", *words] for words in commands)
@@ -189,7 +189,8 @@ def test_what_is_done_with_memory_is_said_before_torch_reads_it(
         "import os, runpy, sys; sys.modules['torch'] = None\n"
         "try: runpy.run_path(sys.argv[1])\n"
         "except ImportError as error: assert error.name == 'torch', error\n"
-        "print({k: v for k, v in os.environ.items() if k.endswith(('ALLOC_CONF', 'CACHE_CAPACITY'))})"
+        "print({k: v for k, v in os.environ.items() if k.endswith(('ALLOC_CONF', "
+        "'CACHE_CAPACITY'))})"
     )
     unset = ("ALLOC_CONF", "CACHE_CAPACITY")
     kept = {k: v for k, v in os.environ.items() if not k.endswith(unset)}
@@ -296,11 +297,11 @@ def test_a_restart_on_one_node_meets_in_a_store_of_its_own(
     assert (rendezvous.init_method() is not None) == own
     stores = []
 
-    def asked(url: str, **more: object) -> Iterator[tuple[object, int, int]]:
+    def requested(url: str, **more: object) -> Iterator[tuple[object, int, int]]:
         assert url == "env://"
         yield dist.HashStore(), 1, 2
 
-    monkeypatch.setattr(rendezvous, "rendezvous", asked)
+    monkeypatch.setattr(rendezvous, "rendezvous", requested)
     for restart in ("1", "2"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         store, rank, world = next(iter(rendezvous._meet("restarted://")))

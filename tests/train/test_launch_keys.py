@@ -82,7 +82,7 @@ def test_an_agreeing_precision_changes_no_bit(
     assert (got / name).read_bytes() == (want / name).read_bytes()
 
 
-def test_several_bad_settings_are_told_at_once_by_the_command(tmp_path: Path) -> None:
+def test_several_bad_settings_are_message_at_once_by_the_command(tmp_path: Path) -> None:
     """Through the command line: exit code 2, one line."""
     env = {
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",

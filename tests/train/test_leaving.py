@@ -50,9 +50,9 @@ def test_the_process_group_is_gone(data: Path, tmp_path: Path, event: Callable[[
         print("left:", *(name for name in threads() if "gloo" in name))
 
     codes = [wait(child) for child in ranks(2, action, said)]
-    told = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
-    assert codes == [0, 0], told
-    assert [text.splitlines()[-1] for text in told] == ["left:"] * 2, told
+    message = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
+    assert codes == [0, 0], message
+    assert [text.splitlines()[-1] for text in message] == ["left:"] * 2, message
 
 
 @pytest.mark.parametrize("over", [True, False])
@@ -63,24 +63,24 @@ def test_a_launcher_that_ends_the_ranks_stops_nothing_that_is_saved(
     ended: list[int] = []
     monkeypatch.setattr(signals.os, "_exit", ended.append)
     with signals.Stop() as stop:
-        stop.asked, stop.over, stop._heard = signal.SIGTERM, over, -2 * signals.ECHO
+        stop.requested, stop.over, stop._heard = signal.SIGTERM, over, -2 * signals.ECHO
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended == ([] if over else [75])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("asked", [0, signal.SIGTERM])
+@pytest.mark.parametrize("requested", [0, signal.SIGTERM])
 def test_while_all_is_saved_every_signal_is_treated_alike(
-    monkeypatch: pytest.MonkeyPatch, number: int, asked: int
+    monkeypatch: pytest.MonkeyPatch, number: int, requested: int
 ) -> None:
     """The first stops nothing, its echo neither, and one a second later ends what hangs."""
     ended: list[int] = []
     monkeypatch.setattr(signals.os, "_exit", ended.append)
     with signals.Stop() as stop:
-        stop.asked, stop.over, stop._heard = asked, True, -2 * signals.ECHO
+        stop.requested, stop.over, stop._heard = requested, True, -2 * signals.ECHO
         for _ in range(2):
             os.kill(os.getpid(), number)
-        assert ended == [] and stop.asked == asked
+        assert ended == [] and stop.requested == requested
         stop._heard -= 2 * signals.ECHO
         os.kill(os.getpid(), number)
     assert ended == [signals.CODES[number]]

@@ -22,7 +22,7 @@ from train.config import DataConfig, MedusaRun
 from train.loop import fit
 from train.schedule import usual_rate
 from train.texts import batches
-from train.texts.batches import Plan, Rows, joined, load_rows
+from train.texts.batches import BatchPlan, JoinedRows, joined, load_rows
 from train.texts.mix import Joined, drawn, shares
 from train.texts.tokens import TokenWriter
 
@@ -36,13 +36,13 @@ def files(tmp_path: Path) -> list[Path]:
     return [chats(tmp_path / f"{name}.jsonl", rows) for name, rows in sizes]
 
 
-def load(*paths: Path, **keys: Any) -> Rows:
+def load(*paths: Path, **keys: Any) -> JoinedRows:
     path = [str(p) for p in paths] if len(paths) > 1 else str(paths[0])
     cfg = DataConfig(path=path, max_length=256, **{"cache": False, **keys})
     return load_rows(cfg, byte_tokenizer(), EOS, 260, 1024)
 
 
-def tokens(rows: Rows, row: int) -> list[int]:
+def tokens(rows: JoinedRows, row: int) -> list[int]:
     return rows.ids[int(rows.offsets[row]) : int(rows.offsets[row + 1])].tolist()
 
 
@@ -82,7 +82,7 @@ def test_a_list_of_one_file_is_that_file(files: list[Path]) -> None:
     cfg = DataConfig(path=[str(files[0])], max_length=256, cache=False)
     also = load_rows(cfg, byte_tokenizer(), EOS, 260, 1024)
     assert one.sha256() == listed.sha256() == also.sha256() and not also.files
-    assert Plan(one, 4, 16, 0).batch(3) == Plan(also, 4, 16, 0).batch(3)
+    assert BatchPlan(one, 4, 16, 0).batch(3) == BatchPlan(also, 4, 16, 0).batch(3)
 
 
 def test_order_and_content_are_part_of_the_hash(files: list[Path]) -> None:
@@ -114,7 +114,7 @@ def test_weights_are_the_shares_of_an_epoch(files: list[Path]) -> None:
     """An epoch has as many rows as there are; each file gives its share of them, the same at
     every start."""
     rows = load(*files[:2], held_out=0.0, weights=[1.0, 3.0])
-    plan, again = (Plan(rows, 2, 4, seed=3) for _ in range(2))
+    plan, again = (BatchPlan(rows, 2, 4, seed=3) for _ in range(2))
     assert plan.per_epoch == 21
     for epoch in range(3):
         steps = range(epoch * 21, (epoch + 1) * 21)
@@ -124,13 +124,13 @@ def test_weights_are_the_shares_of_an_epoch(files: list[Path]) -> None:
         assert counts == {True: 31, False: 11}
         assert max(Counter(seen).values()) <= 4
     assert "a.jsonl 11 rows an epoch of 30 (0.367 times each)" in plan.mixture()
-    other = Plan(rows, 2, 4, seed=4)
+    other = BatchPlan(rows, 2, 4, seed=4)
     assert [other.batch(s) for s in range(21)] != [plan.batch(s) for s in range(21)]
 
 
 def test_without_weights_every_row_is_seen_once(files: list[Path]) -> None:
     rows = load(*files, held_out=0.0)
-    plan = Plan(rows, 5, 4, seed=0)
+    plan = BatchPlan(rows, 5, 4, seed=0)
     assert sorted(r for s in range(10) for r in plan.batch(s)) == [*range(50)]
     assert "b.jsonl 12 rows" in plan.mixture() and "epoch" not in plan.mixture()
 
@@ -139,7 +139,9 @@ def test_a_held_out_file_alone_is_held_out(files: list[Path]) -> None:
     a, b, c = files
     rows = load(a, b, held_out=str(c), weights=[1.0, 1.0])
     assert rows.held.tolist() == [False] * 42 + [True] * 8
-    assert not set(range(42, 50)) & {r for s in range(40) for r in Plan(rows, 4, 4, 0).batch(s)}
+    assert not set(range(42, 50)) & {
+        r for s in range(40) for r in BatchPlan(rows, 4, 4, 0).batch(s)
+    }
     assert torch.equal(rows.counts(260), load(a, b, held_out=0.0).counts(260))
     single = load(a, held_out=str(c))
     assert int(single.held.sum()) == 8 and int((~single.held).sum()) == 30
@@ -148,16 +150,16 @@ def test_a_held_out_file_alone_is_held_out(files: list[Path]) -> None:
 def test_lines_of_several_files_are_skipped_by_name(files: list[Path]) -> None:
     a, b, _ = files
     rows = load(a, b, held_out=0.0)
-    plan = Plan(rows, 2, 4, 0, skip=[f"{b}:3", f"{a}:30"])
+    plan = BatchPlan(rows, 2, 4, 0, skip=[f"{b}:3", f"{a}:30"])
     assert plan.skipped == 2
     left = set(range(42)) - set(plan.train.tolist())
     assert sorted(rows.where(r) for r in left) == sorted([f"{b}:3", f"{a}:30"])
     with pytest.raises(UserError, match="skip: 3 is a line of which of the 2 files"):
-        Plan(rows, 2, 4, 0, skip=[3])
+        BatchPlan(rows, 2, 4, 0, skip=[3])
     with pytest.raises(UserError, match="no such file is read"):
-        Plan(rows, 2, 4, 0, skip=["z.jsonl:3"])
+        BatchPlan(rows, 2, 4, 0, skip=["z.jsonl:3"])
     alone = load(a, held_out=0.0)
-    assert Plan(alone, 2, 4, 0, skip=[4, f"{a}:5"]).skipped == 2
+    assert BatchPlan(alone, 2, 4, 0, skip=[4, f"{a}:5"]).skipped == 2
 
 
 def test_what_cannot_be_mixed_is_said(files: list[Path], tmp_path: Path) -> None:
@@ -174,10 +176,10 @@ def test_what_cannot_be_mixed_is_said(files: list[Path], tmp_path: Path) -> None
         with pytest.raises(UserError, match=said):
             load(*paths, **keys)
     with pytest.raises(UserError, match="its weight is too small"):
-        Plan(load(a, b, weights=[1.0, 1e-6]), 2, 4, 0)
+        BatchPlan(load(a, b, weights=[1.0, 1e-6]), 2, 4, 0)
     skipped = [f"{c}:{line}" for line in range(1, 9)]
     with pytest.raises(UserError, match="it has none to train on"):
-        Plan(load(a, c, weights=[1.0, 1.0]), 2, 4, 0, skip=skipped)
+        BatchPlan(load(a, c, weights=[1.0, 1.0]), 2, 4, 0, skip=skipped)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def load(path: Path):
         "\ufeff" + json.dumps([CHAT]) + "\n\n",
     ],
 )
-def test_a_json_array_is_told_apart_from_jsonl(tmp_path: Path, text: str) -> None:
+def test_a_json_array_is_message_apart_from_jsonl(tmp_path: Path, text: str) -> None:
     path = tmp_path / "sharegpt.json"
     path.write_text(text)
     with pytest.raises(
@@ -55,7 +55,7 @@ def test_lists_among_the_lines_are_rows_that_cannot_be_used(tmp_path: Path) -> N
         load(path)
 
 
-def test_rows_in_another_form_are_told_the_form(tmp_path: Path) -> None:
+def test_rows_in_another_form_are_message_the_form(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"prompt": "q", "completion": "a"}\n' * 3)
     with pytest.raises(UserError) as caught:
@@ -72,7 +72,7 @@ def test_rows_in_another_form_are_told_the_form(tmp_path: Path) -> None:
         load(path)
 
 
-def test_a_target_without_chat_template_is_told_once_not_row_by_row(tmp_path: Path) -> None:
+def test_a_target_without_chat_template_is_message_once_not_row_by_row(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
     path = chats(tmp_path / "d.jsonl", 4)
@@ -94,5 +94,5 @@ def test_a_draft_vocabulary_that_the_data_cannot_fill_is_lowered(tmp_path: Path,
             chats(tmp_path / "data.jsonl"), tmp_path / "run", "head.draft_vocab=259", "steps=1"
         )
     assert 8 <= read_card(out / "head")["head"]["config"]["draft_vocab"] < 64
-    told = capsys.readouterr().err
-    assert "head.draft_vocab: 259 wanted, but only" in told and "resuming" in told
+    message = capsys.readouterr().err
+    assert "head.draft_vocab: 259 wanted, but only" in message and "resuming" in message

@@ -14,13 +14,13 @@ from conf.errors import UserError
 from decode.target import Target
 from heads import HEADS
 from heads.batch import Batch
-from heads.parallel.tune_keys import TuneConfig
+from heads.parallel.tune_keys import TargetLoraConfig
 from tests.helpers.archs import build
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from tests.train.test_features import VARIANTS, head_for, written
 from tests.train.test_scale import losses
 from train.stored.features import CachedTarget, Source
-from train.texts.batches import Plan, load_rows
+from train.texts.batches import BatchPlan, load_rows
 from train.texts.sharing import Limits
 
 SHAPE = {**TINY, "layers": 3}
@@ -75,7 +75,7 @@ def test_packed_loss_and_gradient_equal_padded(name: str, rows) -> None:
         head = head_for(name, target, rows.counts(target.vocab_size))
     else:
         kind: Any = HEADS["medusa2" if name == "medusa2" else "medusa"]
-        tune = TuneConfig(rank=2 if name == "medusa2" else 0, dropout=0.0)
+        tune = TargetLoraConfig(rank=2 if name == "medusa2" else 0, dropout=0.0)
         rank = 4 if name == "medusa-markov" else 0
         cfg = kind.Config(kind=kind.kind, draft_vocab=0, markov_rank=rank, tune=tune)
         head = kind.for_target(target, cfg).double()
@@ -96,7 +96,9 @@ def test_packed_loss_and_gradient_equal_padded(name: str, rows) -> None:
             )
         )
         head.zero_grad()
-    within = 1e-4 if name == "medusa2" else 1e-9  # its self-distillation takes laws in float32
+    within = (
+        1e-4 if name == "medusa2" else 1e-9
+    )  # its self-distillation takes distributions in float32
     for loss, count, grads in found[1:]:
         assert loss == pytest.approx(found[0][0], abs=within) and count == found[0][1]
         for key, grad in grads.items():
@@ -157,7 +159,7 @@ def test_heads_and_targets_that_cannot_pack_are_named(rows, monkeypatch) -> None
 
 def test_packing_leaves_the_batches_alone_and_the_losses_equal(tmp_path: Path, rows) -> None:
     data = chats(tmp_path / "data.jsonl")
-    plan = Plan(rows, 32, 1, 0)
+    plan = BatchPlan(rows, 32, 1, 0)
     assert plan.waste(Limits(pack=400)) < plan.waste(Limits())
     for head in ("medusa", "eagle3"):
         one = losses(data, tmp_path / f"{head}-a", f"head={head}")

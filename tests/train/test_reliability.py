@@ -23,7 +23,7 @@ from tests.helpers.faults import Marks, at_call, finish, launcher, outcome, rank
 from tests.helpers.training import chats, run_config, tiny_target
 from train import begin, curve, loop
 from train import state as disk
-from train.texts.batches import Plan, load_rows
+from train.texts.batches import BatchPlan, load_rows
 
 SMALL = ("micro_batch=1", "log_every=3")
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
@@ -39,7 +39,7 @@ class Place:
         found = load_rows(
             cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
         )
-        self.per_epoch = Plan(found, cfg.batch_size, cfg.data.window, cfg.seed).per_epoch
+        self.per_epoch = BatchPlan(found, cfg.batch_size, cfg.data.window, cfg.seed).per_epoch
         assert 2 * self.per_epoch < steps
         self._whole: dict[Any, tuple[str, str]] = {}
         self.pace = 0.05  # seconds from one step to the next, with a save between
@@ -246,10 +246,10 @@ def elastic(
 
     def segment(stop: int) -> None:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        batches, report, step = Plan.micro_batches, loop.report, loop.train_step
+        batches, report, step = BatchPlan.micro_batches, loop.report, loop.train_step
         where = out / f"seen-{rank}-{world}.jsonl"
 
-        def told(self: Any, k: int, r: int, w: int, *size: int) -> Any:
+        def summary(self: Any, k: int, r: int, w: int, *size: int) -> Any:
             chosen = batches(self, k, r, w, *size)
             with where.open("a") as file:
                 file.write(
@@ -269,7 +269,7 @@ def elastic(
                 os.kill(os.getpid(), TERM)
             return step(run)
 
-        Plan.waste, Plan.micro_batches = (lambda *a, **k: 0.0), told  # type: ignore[method-assign, assignment]
+        BatchPlan.waste, BatchPlan.micro_batches = (lambda *a, **k: 0.0), summary  # type: ignore[method-assign, assignment]
         loop.report, loop.train_step = loss, stopping
         more = (f"steps={place.steps}", "dtype=float64", "save_every=0", "log_every=1")
         loop.fit(run_config(place.data, out, *SMALL, *more), faults.HEADS["medusa"])
@@ -351,9 +351,9 @@ def signals(place: Place, count: int, seed: int) -> dict[str, int]:
                 return load(*args)
 
             def counted(run: Any) -> int:
-                asked = step(run)
+                requested = step(run)
                 (out / f"made{rank}").write_text(str(run.state.step))
-                return asked
+                return requested
 
             begin.loaded, loop.train_step = loading, counted
             curve._png = lambda known: b""  # a picture takes longer than the run

@@ -188,11 +188,11 @@ def test_ranks_that_drift_apart_write_no_checkpoint(place: Place) -> None:
         step = loop.train_step
 
         def bent(run: Any) -> int:
-            asked = step(run)
+            requested = step(run)
             if os.environ["RANK"] == "1" and run.state.step == 5:
                 with torch.no_grad():
                     run.head.block_bias.view(-1)[3] += 1e-6
-            return asked
+            return requested
 
         loop.train_step = bent
         train(place.data, out, *SMALL, "save_every=2")

@@ -76,11 +76,11 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
 
     def stepping(run: Run) -> int:
         nonlocal reached
-        asked = step(run)
+        requested = step(run)
         with made:
             reached = run.state.step
             made.notify_all()
-        return asked
+        return requested
 
     def late(folder: Path, taken: Snapshot) -> Path:
         threads.add(threading.current_thread().name)
@@ -100,7 +100,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyError("a mistake of ours")])
-def test_what_goes_wrong_beside_the_training_is_told_and_counted(
+def test_what_goes_wrong_beside_the_training_is_message_and_counted(
     data, tmp_path, monkeypatch, capsys, error
 ) -> None:
     def failing(folder: Path, taken: Snapshot) -> Path:
@@ -134,8 +134,8 @@ def test_only_refusals_in_a_row_end_a_run(data, tmp_path, monkeypatch) -> None:
 
 
 def test_every_rank_counts_what_rank_0_could_not_write(data, tmp_path, monkeypatch) -> None:
-    told = iter(["No space left", ""])
-    monkeypatch.setattr(saving, "broadcast_object_list", lambda mine: [next(told)])
+    message = iter(["No space left", ""])
+    monkeypatch.setattr(saving, "broadcast_object_list", lambda mine: [next(message)])
     other: Any = SimpleNamespace(num_processes=2, is_main_process=False)
     saver = saving.Saver(run_config(data, tmp_path / "run"), other, None, None, None, 2)  # type: ignore[arg-type]
     for step, problem, found in (
@@ -185,10 +185,10 @@ def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch
     step = loop.train_step
 
     def bad(run: Run) -> int:
-        asked = step(run)
+        requested = step(run)
         if run.state.step == 4:
             run.head.block_bias.data[0, 0, 0] = float("inf")
-        return asked
+        return requested
 
     monkeypatch.setattr(loop, "train_step", bad)
     with pytest.raises(
@@ -327,7 +327,7 @@ def test_nothing_is_written_into_a_folder_that_another_run_has_taken(
     assert not (out / "checkpoints").exists() and disk.newest(tmp_path / "away")[0] is not None
 
 
-def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, capsys) -> None:
+def test_a_file_system_without_locks_is_message_of(tmp_path, monkeypatch, capsys) -> None:
     def unknown(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -415,7 +415,7 @@ def test_an_echo_of_a_signal_is_no_second_wish(monkeypatch, capsys) -> None:
             os.kill(os.getpid(), number)
             clock.now += 0.9
             os.kill(os.getpid(), number)
-            assert stop.asked == number and not ended
+            assert stop.requested == number and not ended
             clock.now += 0.2
             os.kill(os.getpid(), number)
             assert ended == [code]
@@ -480,7 +480,7 @@ def test_an_evaluation_that_fails_costs_no_step(data, tmp_path, monkeypatch) -> 
         assert [e["step"] for e in lines if e.get("event") == "eval"] == [3, 6]
 
 
-def test_an_evaluation_without_memory_is_told_and_the_run_goes_on(
+def test_an_evaluation_without_memory_is_message_and_the_run_goes_on(
     data, tmp_path, monkeypatch, capsys
 ) -> None:
     """Were it an error, a restarted run would meet it again at the same step, for ever."""

@@ -364,7 +364,7 @@ def test_groups_of_ranks_hold_copies_and_layers_ask_for_the_next(
     assert "shard_group: 3 does not divide the 2 ranks" in (tmp_path / "told.0").read_text()
 
 
-def test_buffers_are_not_exchanged_and_nothing_deprecated_is_asked_for(
+def test_buffers_are_not_exchanged_and_nothing_deprecated_is_requested_for(
     data: Path, tmp_path: Path
 ) -> None:
     def action() -> None:
@@ -379,8 +379,8 @@ def test_buffers_are_not_exchanged_and_nothing_deprecated_is_asked_for(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             losses(data, tmp_path / "run", "steps=1", "head.heads=2")
-        told = [str(w.message) for w in caught]
-        assert not [text for text in told if "buffers" in text], told
+        notices = [str(w.message) for w in caught]
+        assert not [text for text in notices if "buffers" in text], notices
         assert models[0].gradient_as_bucket_view
         models[0].module.register_buffer("one", torch.ones(1))
         models[0]._assign_modules_buffers()

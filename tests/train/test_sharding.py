@@ -152,21 +152,21 @@ def test_a_signal_at_one_rank_ends_the_evaluation_of_a_sharded_target(
     def action() -> None:
         decode, calls = accept.generate, [0]
 
-        def asked(*args: Any, **kwargs: Any) -> Any:
+        def requested(*args: Any, **kwargs: Any) -> Any:
             if os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGTERM)
-            told = kwargs["on_tokens"]
+            message = kwargs["on_tokens"]
 
             def counted(*some: Any) -> None:
                 calls[0] += 1
-                told(*some)
+                message(*some)
 
             try:
                 return decode(*args, **{**kwargs, "on_tokens": counted})
             finally:
                 print(f"answers grew {calls[0]} times")
 
-        accept.generate = asked  # type: ignore[assignment]  # this process ends here
+        accept.generate = requested  # type: ignore[assignment]  # this process ends here
         loop.fit(cfg, HEADS["medusa"])
 
     assert finish(2, action, tmp_path / "said") == [75, 75], (tmp_path / "said.0").read_text()

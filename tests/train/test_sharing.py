@@ -16,7 +16,7 @@ from heads.batch import Batch
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from tests.train.test_features import VARIANTS, head_for
 from train.texts import sharing
-from train.texts.batches import Plan, Rows, load_rows
+from train.texts.batches import BatchPlan, JoinedRows, load_rows
 from train.texts.sharing import Limits, laid, shared
 
 MEAN, SIGMA, MOST = 770, 0.9, 4096  # tokens of a conversation: log-normal, cut
@@ -33,15 +33,15 @@ def drawn(count: int, sigma: float = SIGMA, seed: int = 0) -> list[int]:
     return [max(16, min(MOST, int(chance.lognormvariate(0, sigma) * median))) for _ in range(count)]
 
 
-def rows_of(lengths: list[int]) -> Rows:
+def rows_of(lengths: list[int]) -> JoinedRows:
     """Rows of such lengths, without a token."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     places, no = torch.arange(len(lengths)), torch.zeros(len(lengths), dtype=torch.bool)
-    return Rows("made up", torch.zeros(1, dtype=torch.int32), no[:1], offsets, places, no, [])
+    return JoinedRows("made up", torch.zeros(1, dtype=torch.int32), no[:1], offsets, places, no, [])
 
 
 @pytest.fixture(scope="module")
-def talks() -> Rows:
+def talks() -> JoinedRows:
     return rows_of(drawn(20_000))
 
 
@@ -49,7 +49,7 @@ def talks() -> Rows:
 # -------------------------------------------------------------------------------------------
 
 
-def seconds(rows: Rows, passes: list[list[int]]) -> float:
+def seconds(rows: JoinedRows, passes: list[list[int]]) -> float:
     """Of a rank's passes of a step."""
     computed = sum(rows.computed(part) for part in passes)
     real = sum(int(rows.lengths[part].sum()) for part in passes)
@@ -57,8 +57,8 @@ def seconds(rows: Rows, passes: list[list[int]]) -> float:
 
 
 @pytest.mark.parametrize("world, most", [(8, 0.62), (16, 0.44)])
-def test_a_step_waits_for_no_rank_and_pads_little(talks: Rows, world: int, most: int) -> None:
-    plan, steps = Plan(talks, 64, 1, 0), 30
+def test_a_step_waits_for_no_rank_and_pads_little(talks: JoinedRows, world: int, most: int) -> None:
+    plan, steps = BatchPlan(talks, 64, 1, 0), 30
     assert float(talks.lengths.float().mean()) == pytest.approx(MEAN, rel=0.02)
     slowest = []
     for step in range(steps):
@@ -67,9 +67,9 @@ def test_a_step_waits_for_no_rank_and_pads_little(talks: Rows, world: int, most:
     assert statistics.mean(slowest) + EXCHANGE[world] <= most
 
 
-def test_passes_that_are_collectives_waste_little(talks: Rows) -> None:
+def test_passes_that_are_collectives_waste_little(talks: JoinedRows) -> None:
     """All ranks wait for the largest of every pass: as many real tokens as before by 1.2 times."""
-    plan, world, useful, waited = Plan(talks, 64, 1, 0), 8, 0, 0
+    plan, world, useful, waited = BatchPlan(talks, 64, 1, 0), 8, 0, 0
     for step in range(30):
         ranks = plan.shares(step, world, Limits(tokens=4096, together=True))
         useful += int(talks.lengths[plan.batch(step)].sum())
@@ -85,24 +85,24 @@ def test_sequences_are_filled_alike() -> None:
     assert laid([200, 100, 100, 100, 100], 400) == ([[0, 3], [1, 2, 4]], 300)  # not 400
 
 
-def test_packed_rows_leave_little_padding(talks: Rows) -> None:
-    plan = Plan(talks, 64, 1, 0)
+def test_packed_rows_leave_little_padding(talks: JoinedRows) -> None:
+    plan = BatchPlan(talks, 64, 1, 0)
     assert plan.waste(Limits(tokens=16384, pack=MOST), 8, 20) < 0.03
 
 
 def test_a_large_batch_is_shared_out_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, plain = 0, sharing.positions
+    requested, plain = 0, sharing.positions
 
     def counted(*args: Any) -> int:
-        nonlocal asked
-        asked += 1
+        nonlocal requested
+        requested += 1
         return plain(*args)
 
     monkeypatch.setattr(sharing, "positions", counted)
     for ranks in (1, 8, 512):
-        asked = 0
+        requested = 0
         shared(drawn(4096), ranks, Limits(tokens=16384))
-        assert asked < 4096 * 200, ranks
+        assert requested < 4096 * 200, ranks
 
 
 # What must hold
@@ -145,8 +145,8 @@ def test_sequences_hold_every_row_once_and_no_more_than_fits() -> None:
         assert width <= max(pack, *lengths)
 
 
-def test_the_rows_of_a_step_do_not_depend_on_the_ranks(talks: Rows) -> None:
-    plan, limits = Plan(talks, 64, 1, 0), Limits(tokens=16384)
+def test_the_rows_of_a_step_do_not_depend_on_the_ranks(talks: JoinedRows) -> None:
+    plan, limits = BatchPlan(talks, 64, 1, 0), Limits(tokens=16384)
     for step in (0, 7):
         for world in (1, 2, 16, 64):
             ranks = plan.shares(step, world, limits)
@@ -158,7 +158,7 @@ def test_the_rows_of_a_step_do_not_depend_on_the_ranks(talks: Rows) -> None:
 # -------------------------------------------------------------------------------------------
 
 
-def as_before(batch: list[int], rows: Rows, world: int, tokens: int) -> list[list[int]]:
+def as_before(batch: list[int], rows: JoinedRows, world: int, tokens: int) -> list[list[int]]:
     """Every world-th row to a rank, filled in their order: the passes of all ranks."""
     found = []
     for rank in range(world):
@@ -186,7 +186,7 @@ def test_the_same_rows_have_the_same_loss_and_gradient(tmp_path: Path, name: str
     with torch.no_grad():
         for p in head.parameters():
             p.add_(0.05 * torch.randn_like(p))
-    plan = Plan(rows, 16, 1, 0)
+    plan = BatchPlan(rows, 16, 1, 0)
     batch = plan.batch(0)
     ways = [as_before(batch, rows, 4, 600)]
     for limits in (Limits(tokens=600), Limits(tokens=600, pack=300, together=True)):

@@ -12,7 +12,7 @@ from conf.errors import UserError
 from decode.models.tiny import CHATML, byte_tokenizer
 from train.config import DataConfig
 from train.texts.batches import load_rows
-from train.texts.rows import BadRow, Encoded, Reading, Row, encode, interpret
+from train.texts.rows import BadRow, ChatRow, Encoded, RowReading, encode, interpret
 
 EOS = frozenset({2})
 HEADER = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
@@ -101,7 +101,7 @@ def chat(*answers: str, system: str = "be brief") -> list[dict[str, Any]]:
 def tokenize(turns: list[dict[str, Any]], template: str, **more: Any) -> tuple[Encoded, Any]:
     tokenizer = byte_tokenizer(template=template)
     row = interpret({"messages": turns, "tools": more.pop("tools", None)}, "f:1")
-    (found,) = encode(row, tokenizer, Reading(4096, EOS, **more))
+    (found,) = encode(row, tokenizer, RowReading(4096, EOS, **more))
     return found, tokenizer
 
 
@@ -165,7 +165,7 @@ def test_reasoning_is_the_targets_own_text() -> None:
     inside = chat("<think>early</think>one", "<think>because</think>two")
     assert texts(*tokenize(inside, THINK_LAST)) == want
     tokenizer = byte_tokenizer(template=THINK_LAST)
-    parts = encode(Row("f:1", inside), tokenizer, Reading(4096, EOS, turns="rows"))
+    parts = encode(ChatRow("f:1", inside), tokenizer, RowReading(4096, EOS, turns="rows"))
     assert [texts(part, tokenizer) for part in parts] == [
         ["<think>\nearly\n</think>\n\none<|im_end|>"],
         ["<think>\nbecause\n</think>\n\ntwo<|im_end|>"],
@@ -180,8 +180,8 @@ def test_a_block_before_every_turn_where_no_turn_is_a_prefix() -> None:
     for message in turns[2:-2:2]:
         message["reasoning_content"] = f"because of {message['content']}"
     every = THINK_LAST.replace("{% if loop.last %}", "{% if true %}")
-    told = "{{ messages | length }} turns\n" + every
-    assert texts(*tokenize(turns, told)) == [
+    notices = "{{ messages | length }} turns\n" + every
+    assert texts(*tokenize(turns, notices)) == [
         "<think>\nbecause of one\n</think>\n\none<|im_end|>",
         "<think>\nbecause of two\n</think>\n\ntwo<|im_end|>",
         "three<|im_end|>",
@@ -192,8 +192,8 @@ def test_the_last_turn_alone_and_arguments_of_the_template() -> None:
     turns = chat("one", "two")
     found, tokenizer = tokenize(turns, THINK_LAST, last_turn_only=True)
     assert texts(found, tokenizer) == ["two<|im_end|>"] and found.turns == (1, 1, 1)
-    told = "{% if extra %}{{ extra }}{% endif %}" + CHATML
-    found, tokenizer = tokenize(turns, told, kwargs={"extra": "told"})
+    notices = "{% if extra %}{{ extra }}{% endif %}" + CHATML
+    found, tokenizer = tokenize(turns, notices, kwargs={"extra": "told"})
     assert tokenizer.decode(found.ids).startswith("told<|im_start|>system")
 
 
@@ -312,7 +312,7 @@ def test_one_row_per_turn_falls_on_one_side_and_loses_none(tmp_path: Path) -> No
 
 def test_a_template_that_shows_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="no chat template"):
-        encode(Row("f:1", chat("a")), byte_tokenizer(template=""), Reading(64, EOS))
+        encode(ChatRow("f:1", chat("a")), byte_tokenizer(template=""), RowReading(64, EOS))
 
 
 @pytest.mark.parametrize("before, kept", [(" ", [1, 2]), ("\n", [])])

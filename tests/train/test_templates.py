@@ -13,7 +13,7 @@ import pytest
 from decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
 from train.config import DataConfig
 from train.texts.batches import load_rows
-from train.texts.rows import BadRow, Encoded, Reading, encode, interpret
+from train.texts.rows import BadRow, Encoded, RowReading, encode, interpret
 
 EOS = frozenset({2})
 START, END = "<|im_start|>", "<|im_end|>"
@@ -84,7 +84,8 @@ TEMPLATES = {
         "{{ '<think>\n\n</think>\n' + (m.content or '') }}", ASK, ""
     ),
     "the text behind its first line cut": each("{{ m.content.split('\n')[0] }}", ASK, ""),
-    "no system": "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "no "
+    "system": "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     + CHATML,
     "system in the last question": (
         "{% set ns = namespace(system='', last=0) %}{% for m in messages %}"
@@ -191,7 +192,7 @@ def test_an_answer_is_supervised_as_a_whole_or_left_out_by_name(
     tokenizer = byte_tokenizer(template=TEMPLATES[template])
     row = interpret({"messages": copy.deepcopy(given), "tools": tools}, "f:1")
     try:
-        rows = encode(row, tokenizer, Reading(4096, EOS, turns=mode))
+        rows = encode(row, tokenizer, RowReading(4096, EOS, turns=mode))
     except BadRow as left_out:
         return named(str(left_out))
     answers = [m for m in given if m["role"] == "assistant"]
@@ -219,7 +220,7 @@ def supervised(template: str, chat: list[dict[str, Any]], **more: Any) -> tuple[
     tokenizer = byte_tokenizer(template=TEMPLATES[template])
     complete = more.pop("complete", True)
     row = interpret({"messages": chat, "complete": complete}, "f:1")
-    (found,) = encode(row, tokenizer, Reading(4096, EOS, **more))
+    (found,) = encode(row, tokenizer, RowReading(4096, EOS, **more))
     first = found.loss.index(True)
     return tokenizer.decode(found.ids[:first]), "|".join(texts(found, tokenizer))
 
@@ -245,7 +246,7 @@ def test_reasoning_that_the_template_cuts_off_stands_as_the_server_had_it(
     assert supervised(template, turns(INSIDE.format("one"))) == (QUESTION + prompt, want)
 
 
-def test_reasoning_behind_words_that_close_its_block_is_left_out_or_the_server_was_asked_so() -> (
+def test_reasoning_behind_words_that_close_its_block_is_left_out_or_the_server_was_requested_so() -> (
     None
 ):
     given, template = turns(INSIDE.format("one")), "reasoning cut off, empty block"
@@ -276,7 +277,7 @@ def test_it_stands_where_the_template_leaves_it_as_it_is(template: str) -> None:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("form", ["inside", "apart"])
-def test_an_answer_cut_inside_its_reasoning_stands_behind_the_words_that_asked_for_it(
+def test_an_answer_cut_inside_its_reasoning_stands_behind_the_words_that_requested_for_it(
     template: str, form: str
 ) -> None:
     """No closing delimiter, no end of turn: nothing that the target has not written."""
@@ -287,20 +288,22 @@ def test_an_answer_cut_inside_its_reasoning_stands_behind_the_words_that_asked_f
         assert form == "apart" or template == "reasoning cut off, empty block", left_out
         return named(str(left_out))
     tokenizer = byte_tokenizer(template=TEMPLATES[template])
-    asked = tokenizer.apply_chat_template(given[:-1], tokenize=False, add_generation_prompt=True)
-    assert prompt == asked.rstrip(" ") and said.endswith("well, the") and "answer" not in said
+    requested = tokenizer.apply_chat_template(
+        given[:-1], tokenize=False, add_generation_prompt=True
+    )
+    assert prompt == requested.rstrip(" ") and said.endswith("well, the") and "answer" not in said
     if form == "inside":
         assert (prompt + said).replace("</think>", "").count("<think>") == 1
     return None
 
 
 def test_an_answer_cut_inside_reasoning_that_the_question_opened() -> None:
-    asked = "block in the last turn, asked for inside"
-    got = supervised(asked, turns("well, the"), complete=False)
+    requested = "block in the last turn, asked for inside"
+    got = supervised(requested, turns("well, the"), complete=False)
     assert got == (QUESTION + "<think>\n", "well, the")
-    before, said = supervised(asked, turns("one", "well, the"), complete=False)
+    before, said = supervised(requested, turns("one", "well, the"), complete=False)
     assert before == QUESTION and said == "one<|im_end|>|well, the"
-    got = supervised(asked, turns("why\n</think>\n\nan ans"), complete=False)
+    got = supervised(requested, turns("why\n</think>\n\nan ans"), complete=False)
     assert got == (QUESTION + "<think>\n", "why\n</think>\n\nan ans")
 
 
@@ -308,8 +311,8 @@ def test_reasoning_of_earlier_turns_that_is_cut_off_is_counted() -> None:
     given = [INSIDE.format(n) for n in ("one", "two", "three")]
     tokenizer = byte_tokenizer(template=TEMPLATES["block in the last turn alone"])
     row = interpret({"messages": turns(*given)}, "f:1")
-    assert [found.hidden for found in encode(row, tokenizer, Reading(4096, EOS))] == [2]
-    rows = encode(row, tokenizer, Reading(4096, EOS, turns="rows"))
+    assert [found.hidden for found in encode(row, tokenizer, RowReading(4096, EOS))] == [2]
+    rows = encode(row, tokenizer, RowReading(4096, EOS, turns="rows"))
     assert [found.hidden for found in rows] == [0, 0, 0]
 
 
@@ -333,7 +336,7 @@ def test_an_answer_whose_last_token_runs_into_the_templates_words_is_left_out() 
     with pytest.raises(
         BadRow, match="f:1: the chat template does not show all of turn 1 in tokens"
     ):
-        encode(row, tokenizer, Reading(4096))
+        encode(row, tokenizer, RowReading(4096))
 
 
 def test_a_turn_of_the_assistants_before_the_first_question_is_dropped_and_counted() -> None:
@@ -363,6 +366,8 @@ def test_the_header_says_what_was_dropped_and_the_cache_keeps_it(
     cfg = DataConfig(path=str(path), held_out=0.0, max_bad_fraction=0.0)
     tokenizer = byte_tokenizer(template=TEMPLATES["block in the last turn alone"])
     for _ in range(2):
-        told = load_rows(cfg, tokenizer, EOS, 260, 4096).supervision()
-        assert told.startswith("18 of 18 assistant turns supervised; 3 before the first question")
-        assert "; 12 without their reasoning, which the chat template cuts off" in told
+        notices = load_rows(cfg, tokenizer, EOS, 260, 4096).supervision()
+        assert notices.startswith(
+            "18 of 18 assistant turns supervised; 3 before the first question"
+        )
+        assert "; 12 without their reasoning, which the chat template cuts off" in notices

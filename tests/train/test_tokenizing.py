@@ -22,8 +22,8 @@ from tests.helpers.training import chats
 from train import waiting
 from train.config import DataConfig
 from train.texts import batches, tokenizing, tokens
-from train.texts.batches import Rows, load_rows
-from train.texts.rows import Reading
+from train.texts.batches import JoinedRows, load_rows
+from train.texts.rows import RowReading
 from train.texts.tokenizing import Parts, Work, encoded
 from train.waiting import turn
 
@@ -42,13 +42,13 @@ def data(tmp_path: Path) -> Path:
     return chats(tmp_path / "d.jsonl", 60)
 
 
-def load(path: Path, **keys: Any) -> Rows:
+def load(path: Path, **keys: Any) -> JoinedRows:
     return load_rows(
         DataConfig(path=str(path), held_out=0.2, **keys), byte_tokenizer(), EOS, 260, 512
     )
 
 
-def same(a: Rows, b: Rows) -> bool:
+def same(a: JoinedRows, b: JoinedRows) -> bool:
     names = ("ids", "loss", "offsets", "lines", "held")
     return all(getattr(a, n).equal(getattr(b, n)) for n in names) and a.bad == b.bad
 
@@ -124,10 +124,10 @@ def test_waiting_for_a_turn_is_bounded_and_can_be_interrupted(
             with turn("x", 1e-4):
                 raise AssertionError("held twice")
 
-        def asked() -> None:
+        def requested() -> None:
             raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt), turn("x", 0, asked):
+        with pytest.raises(KeyboardInterrupt), turn("x", 0, requested):
             raise AssertionError("held twice")
     with turn("x", 1e-4):
         pass
@@ -239,7 +239,7 @@ def test_workers_end_with_their_parent(tmp_path: Path, data: Path) -> None:
         "from decode.models.tiny import byte_tokenizer\n"
         "from train.texts import tokenizing\n"
         "from conf.jsonl import read_lines\n"
-        "from train.texts.rows import Reading\n"
+        "from train.texts.rows import RowReading\n"
         "if __name__ == '__main__':\n"
         "    tokenizing.SECONDS, tokenizing.CHUNK = 0.0, 8\n"
         "    work = tokenizing.Work(sys.argv[1], byte_tokenizer(), Reading(512), 0.0)\n"
@@ -282,7 +282,7 @@ def _below(pid: int) -> list[int]:
 
 def test_what_a_part_refuses(data: Path, tmp_path: Path) -> None:
     """Another number of rows, a file that says nothing: made again. A full disk: not kept."""
-    work = Work(str(data), byte_tokenizer(), Reading(512, frozenset(EOS)), 0.0)
+    work = Work(str(data), byte_tokenizer(), RowReading(512, frozenset(EOS)), 0.0)
     parts = Parts(tmp_path / "parts")
     list(encoded(read_lines(data), work, 1, parts, lambda: None))
     assert parts.read(0, 8) is not None and parts.read(0, 7) is None and parts.read(99, 8) is None
@@ -409,7 +409,7 @@ from types import SimpleNamespace
 from decode.models.tiny import byte_tokenizer
 from train import facts
 from train.config import DataConfig
-from train.texts.batches import Plan, load_rows
+from train.texts.batches import BatchPlan, load_rows
 from train.texts.sharing import Limits
 hashlib.sha256 = lambda data=b"", **_: Counted(sha256(), data)
 def digest(file, name):
@@ -423,7 +423,7 @@ if len(sys.argv) > 2:
         time.sleep(0.005)
 spent, begun = time.process_time(), time.monotonic()
 rows = load_rows(DataConfig(path=sys.argv[1], held_out=0.01), tokenizer, (2,), 260, 512)
-plan = Plan(rows, 64, 1, 0)
+plan = BatchPlan(rows, 64, 1, 0)
 rows.counts(260), rows.sha256(), rows.tokens_sha256(), rows.supervised, rows.max_id
 plan.waste(Limits(tokens=16384), 2)
 first = [rows.batch(part) for part in plan.micro_batches(0, 0, 2, 0, 16384)]

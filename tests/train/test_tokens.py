@@ -22,7 +22,7 @@ from tests.helpers.training import WORDS, chats
 from tests.train.test_train_data import load
 from train.config import DataConfig
 from train.texts import tokens
-from train.texts.batches import Plan
+from train.texts.batches import BatchPlan
 
 
 def records(path: Path) -> list[dict]:
@@ -59,9 +59,9 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("train.texts.batches.PART", part)
         train = want.loss & ~want.held.repeat_interleave(want.lengths)
         assert streamed.counts(260).equal(want.ids[train].long().bincount(minlength=260))
-    steps = range(2 * Plan(want, 4, 3, 7).per_epoch)
-    assert [Plan(streamed, 4, 3, 7).batch(k) for k in steps] == [
-        Plan(want, 4, 3, 7).batch(k) for k in steps
+    steps = range(2 * BatchPlan(want, 4, 3, 7).per_epoch)
+    assert [BatchPlan(streamed, 4, 3, 7).batch(k) for k in steps] == [
+        BatchPlan(want, 4, 3, 7).batch(k) for k in steps
     ]
     saved = sorted((tmp_path / "cache" / "tokens").iterdir())
     assert len(saved) == 1, "nothing spilled is left behind"
@@ -229,7 +229,7 @@ from pathlib import Path
 from decode.models.identity import cache_root
 from decode.models.tiny import byte_tokenizer
 from train.config import DataConfig
-from train.texts.batches import Plan, load_rows
+from train.texts.batches import BatchPlan, load_rows
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -246,7 +246,7 @@ for path in sys.argv[1:]:  # the first one warms up
     thread = threading.Thread(target=watch)
     thread.start()
     rows = load_rows(DataConfig(kind="hub", path=path, streaming=True, max_length=2048), tokenizer, (2,), 260, 2048)
-    plan = Plan(rows, 8, 4, 0)
+    plan = BatchPlan(rows, 8, 4, 0)
     for step in range(100):
         rows.batch(plan.batch(step))
     rows.counts(260)

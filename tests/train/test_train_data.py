@@ -23,8 +23,8 @@ from tests.helpers.malformed import FURTHER, THIRTY, Kind, good
 from tests.helpers.training import chats, run_config
 from train.config import DataConfig
 from train.loop import fit
-from train.texts.batches import LEFT_OUT, Plan, Rows, load_rows
-from train.texts.rows import BadRow, Reading, Row, encode, interpret
+from train.texts.batches import LEFT_OUT, BatchPlan, JoinedRows, load_rows
+from train.texts.rows import BadRow, ChatRow, RowReading, encode, interpret
 from train.texts.sharing import Limits
 
 EOS = frozenset({2})
@@ -44,7 +44,7 @@ TURNS = [
 
 
 def supervised(tokenizer, turns, **row) -> str:
-    (ids, mask, *_), *rest = encode(Row("f:1", turns, **row), tokenizer, Reading(4096, EOS))
+    (ids, mask, *_), *rest = encode(ChatRow("f:1", turns, **row), tokenizer, RowReading(4096, EOS))
     assert not rest and len(ids) == len(mask)
     return tokenizer.decode([t for t, on in zip(ids, mask, strict=True) if on])
 
@@ -99,12 +99,12 @@ def test_all_zero_and_all_one_masks_are_refused() -> None:
         "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
     )
     with pytest.raises(BadRow, match="every token is supervised"):
-        encode(Row("f:7", TURNS), byte_tokenizer(template=everything), Reading(4096))
+        encode(ChatRow("f:7", TURNS), byte_tokenizer(template=everything), RowReading(4096))
     with pytest.raises(BadRow, match="f:7: no supervised token within data.max_length=9"):
-        encode(Row("f:7", TURNS), byte_tokenizer(), Reading(9, EOS))
+        encode(ChatRow("f:7", TURNS), byte_tokenizer(), RowReading(9, EOS))
     blind = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(BadRow, match="shows no assistant turn apart from the rest"):
-        encode(Row("f:7", TURNS), byte_tokenizer(template=blind), Reading(4096, EOS))
+        encode(ChatRow("f:7", TURNS), byte_tokenizer(template=blind), RowReading(4096, EOS))
 
 
 @pytest.mark.parametrize("kinds", [THIRTY, FURTHER], ids=["thirty", "further"])
@@ -204,7 +204,7 @@ def test_no_bytes_crash_the_reader(line: bytes) -> None:
         assert str(error)
 
 
-def load(path: Path, **keys) -> Rows:
+def load(path: Path, **keys) -> JoinedRows:
     cfg = DataConfig(path=str(path), **{"held_out": 0.2, "cache": False, **keys})
     return load_rows(cfg, byte_tokenizer(), EOS, 260, 1024)
 
@@ -293,7 +293,7 @@ def test_held_out_rows_follow_the_prompt_and_are_never_trained_on(tmp_path: Path
         row["messages"][1]["content"] += ", says another model"
     twice.write_text("".join(json.dumps(row) + "\n" for row in answered))
     assert load(twice).held.equal(rows.held), "what is asked decides, not what is answered"
-    plan = Plan(rows, 4, 2, 0)
+    plan = BatchPlan(rows, 4, 2, 0)
     used = {r for k in range(3 * plan.per_epoch) for r in plan.batch(k)}
     assert not used & set(rows.held.nonzero()[:, 0].tolist())
     prompt = byte_tokenizer().decode(rows.prompt(5))
@@ -302,12 +302,12 @@ def test_held_out_rows_follow_the_prompt_and_are_never_trained_on(tmp_path: Path
 
 def test_batch_k_is_a_function_of_seed_epoch_and_k(tmp_path: Path) -> None:
     rows = load(chats(tmp_path / "d.jsonl", 60))
-    plan = Plan(rows, 4, 3, 7)
+    plan = BatchPlan(rows, 4, 3, 7)
     steps = list(range(3 * plan.per_epoch))
     want = [plan.batch(k) for k in steps]
-    fresh = Plan(rows, 4, 3, 7)
+    fresh = BatchPlan(rows, 4, 3, 7)
     assert [fresh.batch(k) for k in reversed(steps)] == want[::-1]
-    assert [Plan(rows, 4, 3, 8).batch(k) for k in steps] != want
+    assert [BatchPlan(rows, 4, 3, 8).batch(k) for k in steps] != want
     for e in range(3):
         epoch = sum(want[e * plan.per_epoch : (e + 1) * plan.per_epoch], [])
         assert len(set(epoch)) == len(epoch) == plan.per_epoch * 4
@@ -331,7 +331,7 @@ def test_passes_are_filled_by_tokens(tmp_path: Path, world: int, tokens: int, pa
     """
     together = tokens != 90
     rows = load(chats(tmp_path / "d.jsonl", 60))
-    plan = Plan(rows, 16, 1, 7)
+    plan = BatchPlan(rows, 16, 1, 7)
     for step in range(plan.per_epoch):
         size = 0, tokens, pack, together
         ranks = [plan.micro_batches(step, r, world, *size) for r in range(world)]
@@ -349,7 +349,9 @@ def test_passes_are_filled_by_tokens(tmp_path: Path, world: int, tokens: int, pa
 
 def test_rows_sorted_in_windows_waste_little(tmp_path: Path) -> None:
     rows = load(chats(tmp_path / "d.jsonl", 400), held_out=0.0)
-    assert Plan(rows, 8, 16, 0).waste(Limits()) < 0.05 < Plan(rows, 8, 1, 0).waste(Limits())
+    assert (
+        BatchPlan(rows, 8, 16, 0).waste(Limits()) < 0.05 < BatchPlan(rows, 8, 1, 0).waste(Limits())
+    )
     batch = rows.batch([0, 5])
     assert batch.mask.sum(1).tolist() == rows.lengths[[0, 5]].tolist()
     assert not batch.ids[~batch.mask].any() and not batch.loss_mask[~batch.mask].any()
@@ -362,4 +364,4 @@ def test_rows_sorted_in_windows_waste_little(tmp_path: Path) -> None:
 
 def test_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="batch_size: 99 rows"):
-        Plan(load(chats(tmp_path / "d.jsonl", 10)), 99, 1, 0)
+        BatchPlan(load(chats(tmp_path / "d.jsonl", 10)), 99, 1, 0)

@@ -291,7 +291,7 @@ def command(capsys, *args: str) -> tuple[int, str]:
     return caught.value.code, capsys.readouterr().err
 
 
-def test_every_mistake_of_a_command_line_is_told_at_once(
+def test_every_mistake_of_a_command_line_is_message_at_once(
     data: Path, tmp_path: Path, capsys
 ) -> None:
     code, text = command(

@@ -25,7 +25,7 @@ from heads.losses import LossWeights
 from scripts.lab.pages.reliability import record
 from tests.helpers.training import chats, random_batch, run_config, tiny_target
 from train.measure.memory import Peak, predict, widest
-from train.texts.batches import Plan, load_rows
+from train.texts.batches import BatchPlan, load_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK, VOCAB = 64, 1000
@@ -87,7 +87,8 @@ def test_eagle3_holds_at_most_one_vocabulary_block_in_float32(loss: dict[str, fl
 
 
 def test_vocabulary_blocks_are_seen() -> None:
-    """Logits, softmax, law and gradient are there in bfloat16: the count above would see them."""
+    """Logits, softmax, distribution and gradient are there in bfloat16: the count above
+    would see them."""
     seen = blocks(LOSSES[0], torch.bfloat16)
     assert seen.most >= 2 and seen.largest >= CHUNK * VOCAB
 
@@ -113,7 +114,7 @@ def test_the_widest_pass_is_found_and_the_parts_add_up(tmp_path: Path) -> None:
     rows = load_rows(
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
-    plan = Plan(rows, 8, 16, 0)
+    plan = BatchPlan(rows, 8, 16, 0)
     part = widest(cfg, rows, plan)
     sizes = [int(rows.lengths[b].max()) * 8 for b in (plan.batch(k) for k in range(plan.per_epoch))]
     assert int(rows.lengths[part].max()) * len(part) == max(sizes)
@@ -137,13 +138,13 @@ from conf.schema import compose
 from decode.models.load import load_target
 from heads import HEADS
 from train.measure import memory
-from train.texts.batches import Plan, load_rows
+from train.texts.batches import BatchPlan, load_rows
 from train.validate import ValidateConfig, head_config
 cfg = compose("validate", ValidateConfig, sys.argv[1:])
 target = load_target(cfg.target, cfg.dtype, cfg.device)
 rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
 head = HEADS[cfg.head["kind"]].for_target(target, head_config(cfg.head), rows.counts(target.vocab_size)).train()
-print(memory.predict(cfg, target, head, rows, Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed)).bytes)
+print(memory.predict(cfg, target, head, rows, BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed)).bytes)
 """
 
 
@@ -172,7 +173,7 @@ def peak(name: str, folder: Path) -> int:
     ]
     script = ROOT / "train" / ("medusa.py" if name == "medusa" else "eagle.py")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    told, _ = (
+    message, _ = (
         subprocess.run(
             [sys.executable, *command], env=env, capture_output=True, text=True, check=True
         )
@@ -183,12 +184,13 @@ def peak(name: str, folder: Path) -> int:
     )
     lines = records(folder / name / "metrics.jsonl")
     measured = int(next(x["peak_memory_bytes"] for x in lines if x.get("event") == "end"))
-    predicted = int(told.stdout.split()[-1])
+    predicted = int(message.stdout.split()[-1])
     off = predicted / measured - 1
     shutil.rmtree(folder / name)
     record(
         f"memory-peak-{name}",
-        what=f"peak memory of a run, predicted by `validate` before it starts: {name} (SmolLM2, CPU)",
+        what=f"peak memory of a run, predicted by `validate` before it starts: {name} "
+        "(SmolLM2, CPU)",
         result=f"{off:+.0%} of the measured peak",
         met=abs(off) <= 0.15,
         bar=0.15,

@@ -20,8 +20,9 @@ from tests.helpers.training import (
     sigterm_at_update,
     tiny_target,
 )
+from train.config import MOST_PROFILED, profile_problems
 from train.measure import speed
-from train.measure.profile import MOST, Window, problems
+from train.measure.profile import Window
 from train.measure.speed import Flops, peak_flops
 
 
@@ -203,6 +204,8 @@ def test_only_rank_0_records(tmp_path: Path) -> None:
     assert not said and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("window", [[1], [0, 3], [3, 2], [1, 2, 3], [1, MOST + 1], [-1, 1]])
+@pytest.mark.parametrize(
+    "window", [[1], [0, 3], [3, 2], [1, 2, 3], [1, MOST_PROFILED + 1], [-1, 1]]
+)
 def test_windows_that_are_none(window: list[int]) -> None:
-    assert len(problems(window)) == 1
+    assert len(profile_problems(window)) == 1

@@ -162,11 +162,11 @@ def test_overfit_is_judged_by_the_engine(kind, good: bool) -> None:
 
 
 def test_masks_that_supervise_nothing_or_everything_are_caught() -> None:
-    from train.texts.batches import Plan, Rows
+    from train.texts.batches import BatchPlan, JoinedRows
 
     ids = torch.arange(3, 35, dtype=torch.int32)
     for fill in (False, True):
-        rows = Rows(
+        rows = JoinedRows(
             "x",
             ids,
             torch.full((32,), fill),
@@ -175,7 +175,7 @@ def test_masks_that_supervise_nothing_or_everything_are_caught() -> None:
             torch.zeros(2, dtype=torch.bool),
             [],
         )
-        assert not checks.mask(rows, Plan(rows, 1, 1, 0), tiny_target().tokenizer).passed
+        assert not checks.mask(rows, BatchPlan(rows, 1, 1, 0), tiny_target().tokenizer).passed
 
 
 def test_levels_are_those_of_the_loss() -> None:

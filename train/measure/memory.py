@@ -17,7 +17,7 @@ import torch
 
 from decode.target import Target
 from heads.base import Head
-from train.texts.batches import Plan, Rows
+from train.texts.batches import BatchPlan, JoinedRows
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -83,7 +83,7 @@ class Peak:
         return max(self.loading, self.held + self.moments + max(self.step, self.saving))
 
 
-def widest(cfg: Any, rows: Rows, plan: Plan, world: int = 1) -> list[int]:
+def widest(cfg: Any, rows: JoinedRows, plan: BatchPlan, world: int = 1) -> list[int]:
     """The micro-batch with the most padded tokens among the steps of the run, at most one
     epoch of them.
     """
@@ -96,7 +96,7 @@ def widest(cfg: Any, rows: Rows, plan: Plan, world: int = 1) -> list[int]:
     return best[1]
 
 
-def predict(cfg: Any, target: Target, head: Head, rows: Rows, plan: Plan) -> Peak:
+def predict(cfg: Any, target: Target, head: Head, rows: JoinedRows, plan: BatchPlan) -> Peak:
     """The peak of a run in one process, without evaluation. Two passes over rows of the widest
     micro-batch, a quarter and half of them, give what grows with the rows; a first one fills
     the caches of the libraries."""

@@ -29,7 +29,7 @@ from decode.models.identity import sha256_remembered
 from decode.models.shards import layer_stacks
 from decode.target import Target
 from heads.base import Batch, Head
-from train.texts.batches import Rows
+from train.texts.batches import JoinedRows
 
 FORMAT = 1
 PLAN, MANIFEST = "plan.json", "manifest.json"
@@ -44,7 +44,7 @@ KEYS = (
 AGAIN = "write the features again: scripts/cache_features.py with this run's target and data"
 
 
-def tokens_sha256(rows: Rows) -> str:
+def tokens_sha256(rows: JoinedRows) -> str:
     """What features depend on: the ids and where rows begin. The loss mask and the held-out
     choice do not matter.
     """
@@ -57,7 +57,7 @@ def computed_in(cfg: Any) -> str:
     return str(cfg.dtype) if kind == "none" else f"{cfg.dtype}, {kind}"
 
 
-def identity_of(target: Target, rows: Rows, dtype: str) -> dict[str, Any]:
+def identity_of(target: Target, rows: JoinedRows, dtype: str) -> dict[str, Any]:
     """What features must have in common with the run that reads them. dtype: see computed_in."""
     hashes = target.identity.to_json() if target.identity else {}
     found = {f"target.{k}": v for k, v in hashes.items() if k.endswith("sha256")}
@@ -92,14 +92,14 @@ class FeatureStore:
         self.taps: tuple[int, ...] = tuple(card["taps"])
         self.stored: str = card["stored"]
         self.width: int = card["width"]
-        self.law = int(card.get("law_top_k", 0))
+        self.distribution = int(card.get("law_top_k", 0))
         self.identity: dict[str, Any] = card["identity"]
         self._starts = torch.tensor([s.rows[0] for s in shards])
         self._open: dict[int, Any] = {}
 
     @classmethod
     def open(
-        cls, folder: Path, identity: dict[str, Any], taps: Sequence[int], rows: Rows
+        cls, folder: Path, identity: dict[str, Any], taps: Sequence[int], rows: JoinedRows
     ) -> FeatureStore:
         """Check and open a cache. Raises UserError, naming the file: unfinished, damaged or
         foreign files, features of another target or of other data, taps that are not stored."""
@@ -142,7 +142,11 @@ class FeatureStore:
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{shard.path}: cannot be read ({error}); {AGAIN}") from None
             wanted = {f"tap.{t}": (tokens, self.width) for t in self.taps}
-            wanted |= dict.fromkeys(("law.ids", "law.p"), (tokens, self.law)) if self.law else {}
+            wanted |= (
+                dict.fromkeys(("law.ids", "law.p"), (tokens, self.distribution))
+                if self.distribution
+                else {}
+            )
             if any(shapes.get(name) != shape for name, shape in wanted.items()):
                 raise UserError(
                     f"{shard.path}: does not hold {tokens} tokens of the states "
@@ -154,7 +158,7 @@ class FeatureStore:
     def bytes_per_token(self, taps: Sequence[int]) -> int:
         """Bytes that a head with these taps reads for a token."""
         size = getattr(torch, self.stored).itemsize
-        return self.law * (4 + size) + len({*taps, max(self.taps)}) * self.width * size
+        return self.distribution * (4 + size) + len({*taps, max(self.taps)}) * self.width * size
 
     def row(self, row: int, taps: Sequence[int]) -> Tensor:
         """[T, F, D] in the stored dtype."""
@@ -252,14 +256,14 @@ class CachedTarget:
         self._places = list(zip(batch.sample_ids.tolist(), batch.spans(), strict=True))
         self._shape = batch.ids.shape
         self._read: tuple[tuple[int, ...], Tensor] | None = None
-        self._laws: tuple[Tensor, Tensor] | None = None
+        self._distributions: tuple[Tensor, Tensor] | None = None
 
     def read_ahead(self, taps: Sequence[int]) -> None:
-        """Read now what `features` and `stored_law` will be asked for, in host memory from
+        """Read now what `features` and `stored_distribution` will be asked for, in host memory from
         which a GPU copies without a wait."""
         self._read = tuple(taps), self._gathered(taps)
-        if self._store.law:
-            self._laws = self._gathered_laws()
+        if self._store.distribution:
+            self._distributions = self._gathered_distributions()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -273,7 +277,7 @@ class CachedTarget:
         position: Tensor | None = None,
     ) -> Tensor:
         """As Target.features: [B, T, F, D], zeros in the padding, and for the last state where
-        its law is stored.
+        its distribution is stored.
         """
         if grad:
             raise ValueError("features: stored ones carry no gradient")
@@ -302,21 +306,23 @@ class CachedTarget:
         return out
 
     @property
-    def stored_law(self) -> Any:
+    def stored_distribution(self) -> Any:
         """A call that gives the k most probable tokens of the batch whose features were asked
         for last, and their
         probabilities: int64 and the target's dtype, [B * T, k] each. None where the store has
-            no law."""
-        return self._law if self._store.law else None
+            no distribution."""
+        return self._distribution if self._store.distribution else None
 
-    def _law(self) -> tuple[Tensor, Tensor]:
-        ids, p = self._gathered_laws() if self._laws is None else self._laws
+    def _distribution(self) -> tuple[Tensor, Tensor]:
+        ids, p = (
+            self._gathered_distributions() if self._distributions is None else self._distributions
+        )
         device = self._target.device
         return tuple(t.flatten(0, 1).to(device, non_blocking=True) for t in (ids, p))  # type: ignore[return-value]
 
-    def _gathered_laws(self) -> tuple[Tensor, Tensor]:
+    def _gathered_distributions(self) -> tuple[Tensor, Tensor]:
         pinned = self._target.device.type == "cuda"
-        size = (*self._shape, self._store.law)
+        size = (*self._shape, self._store.distribution)
         ids = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
         p = torch.zeros(size, dtype=self._target.dtype, pin_memory=pinned)
         for row, (b, start, count) in self._places:
@@ -354,7 +360,7 @@ class Source:
     sequence, 0 = not packed. meaning: what of it changes what is learned (see
     train.state.check_meaning). reads: the hidden states that most heads ask for."""
 
-    def __init__(self, cfg: Any, head: Head, target: Target, rows: Rows) -> None:
+    def __init__(self, cfg: Any, head: Head, target: Target, rows: JoinedRows) -> None:
         """Opens the store, and frees the target's layers where no evaluation needs them.
         Raises UserError for a store that does not fit, or a head that changes its target."""
         self.target, self.note = target, ""
@@ -376,15 +382,16 @@ class Source:
         refuse(type(head))
         folder = Path(cfg.data.features).expanduser()
         card, _ = read_manifest(folder)
-        law = int(card.get("law_top_k", 0))
-        taps = head.taps if final in head.taps or law else (*head.taps, final)
-        if law and (
+        distribution = int(card.get("law_top_k", 0))
+        taps = head.taps if final in head.taps or distribution else (*head.taps, final)
+        if distribution and (
             final in head.taps
-            or not head.takes_stored_law
-            or getattr(head.cfg, "top_k", 0) not in (0, law)
+            or not head.takes_stored_distribution
+            or getattr(head.cfg, "top_k", 0) not in (0, distribution)
         ):
             raise UserError(
-                f"data.features: {folder} holds the law of the {law} most probable tokens in place "
+                f"data.features: {folder} holds the distribution of the {distribution} most "
+                "probable tokens in place "
                 f"of the last hidden state, which this {type(head).kind} head reads; write it with "
                 "law_top_k=0"
             )
@@ -395,8 +402,10 @@ class Source:
         freed = 0 if cfg.eval.every or cfg.eval.parity else free_layers(target)
         self.note = f"features: {folder}, {len(self.store.shards)} files in {self.store.stored}"
         self.note += f"; the target's layers are freed ({freed / 2**20:,.0f} MiB)" if freed else ""
-        if law:
-            self.meaning["features"] = f"law of {law} tokens, stored in {self.store.stored}"
+        if distribution:
+            self.meaning["features"] = (
+                f"distribution of {distribution} tokens, stored in {self.store.stored}"
+            )
         elif self.store.stored != cfg.dtype:
             self.meaning["features"] = f"stored in {self.store.stored}"
 

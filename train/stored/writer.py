@@ -28,13 +28,13 @@ from decode.target import Target
 from heads import head_class
 from train.stored import features
 from train.stored.features import MANIFEST, PLAN, Shard, card_sha256, identity_of
-from train.texts.batches import Rows
+from train.texts.batches import JoinedRows
 
 
 def taps_of(cfg: Any, target: Target) -> tuple[int, ...]:
     """Every tap that the heads of `cfg` read, and the output of the final norm, from which all
-    logits follow; with law_top_k the latter is left out, if no head reads it."""
-    wanted = set(cfg.taps) if cfg.law_top_k else {target.num_layers, *cfg.taps}
+    logits follow; with distribution_top_k the latter is left out, if no head reads it."""
+    wanted = set(cfg.taps) if cfg.distribution_top_k else {target.num_layers, *cfg.taps}
     for name in cfg.heads:
         kind: Any = head_class(name, "heads")
         features.refuse(kind)
@@ -43,9 +43,10 @@ def taps_of(cfg: Any, target: Target) -> tuple[int, ...]:
             if hasattr(kind, "choose_taps")
             else set()
         )
-        if cfg.law_top_k and (not own or target.num_layers in own):
+        if cfg.distribution_top_k and (not own or target.num_layers in own):
             raise UserError(
-                f"law_top_k: {name} reads the last hidden state itself; leave law_top_k out, or "
+                f"distribution_top_k: {name} reads the last hidden state itself; leave "
+                "distribution_top_k out, or "
                 "store for heads=[eagle3] alone"
             )
         wanted |= own
@@ -57,7 +58,7 @@ def taps_of(cfg: Any, target: Target) -> tuple[int, ...]:
     return tuple(sorted(wanted))
 
 
-def bounds_of(rows: Rows, per_token: int, shard_bytes: int) -> list[int]:
+def bounds_of(rows: JoinedRows, per_token: int, shard_bytes: int) -> list[int]:
     """First row of every shard, and the number of rows: whole rows, as many as fit, at least
     one.
     """
@@ -69,18 +70,20 @@ def bounds_of(rows: Rows, per_token: int, shard_bytes: int) -> list[int]:
     return [*bounds, rows.lines.numel()]
 
 
-class Writer:
+class FeatureWriter:
     """Writes one folder. All that decides its bytes stands in plan.json before the first shard
     does.
     """
 
-    def __init__(self, cfg: Any, target: Target, rows: Rows) -> None:
+    def __init__(self, cfg: Any, target: Target, rows: JoinedRows) -> None:
         """cfg: keys of scripts/cache_features.py."""
         self.cfg, self.target, self.rows = cfg, target, rows
         self.folder = Path(cfg.out).expanduser()
         self.taps, self.store = taps_of(cfg, target), cfg.store or cfg.dtype
         size = torch_dtype(self.store).itemsize
-        self.per_token = len(self.taps) * target.hidden_size * size + cfg.law_top_k * (4 + size)
+        self.per_token = len(self.taps) * target.hidden_size * size + cfg.distribution_top_k * (
+            4 + size
+        )
         self.bounds = bounds_of(rows, self.per_token, cfg.shard_mb << 20)
         self.plan = {
             "identity": identity_of(target, rows, features.computed_in(cfg)),
@@ -92,8 +95,8 @@ class Writer:
             "bounds": self.bounds,
             "batch_tokens": cfg.batch_tokens,
         }
-        if cfg.law_top_k:
-            self.plan["law_top_k"] = cfg.law_top_k
+        if cfg.distribution_top_k:
+            self.plan["law_top_k"] = cfg.distribution_top_k
         self.count = len(self.bounds) - 1
 
     def tokens(self, number: int) -> int:
@@ -131,7 +134,11 @@ class Writer:
         text = (
             f"features: {self.rows.ids.numel():,} tokens x {len(self.taps)} hidden states "
             f"{list(self.taps)} x {self.target.hidden_size} x {self.store}"
-            + (f" and the {self.cfg.law_top_k} most probable tokens" if self.cfg.law_top_k else "")
+            + (
+                f" and the {self.cfg.distribution_top_k} most probable tokens"
+                if self.cfg.distribution_top_k
+                else ""
+            )
             + f" = {whole:,} bytes in {self.count} files"
         )
         path = self.folder / PLAN
@@ -201,19 +208,19 @@ class Writer:
         nothing of it remains."""
         first, last = self.bounds[number], self.bounds[number + 1]
         kind, offsets = torch_dtype(self.store), self.rows.offsets
-        count, law = self.tokens(number), self.cfg.law_top_k
+        count, distribution = self.tokens(number), self.cfg.distribution_top_k
         out = {
             f"tap.{t}": torch.empty(count, self.target.hidden_size, dtype=kind) for t in self.taps
         }
-        if law:
+        if distribution:
             out |= {
-                "law.p": torch.empty(count, law, dtype=kind),
-                "law.ids": torch.empty(count, law, dtype=torch.int32),
+                "law.p": torch.empty(count, distribution, dtype=kind),
+                "law.ids": torch.empty(count, distribution, dtype=torch.int32),
             }
         order = first + self.rows.lengths[first:last].argsort(stable=True)
         for part in self._batches(order):
             batch = self.rows.batch(part).to(self.target.device)
-            reads = (*self.taps, self.target.num_layers) if law else self.taps
+            reads = (*self.taps, self.target.num_layers) if distribution else self.taps
             wide = self.target.features(batch.ids, batch.mask, reads)
             found = wide[:, :, : len(self.taps)].to(device="cpu", dtype=kind)
             for b, row in enumerate(part):
@@ -226,10 +233,10 @@ class Writer:
                     )
                 for i, tap in enumerate(self.taps):
                     out[f"tap.{tap}"][start : start + size] = found[b, :size, i]
-                for piece in range(0, size if law else 0, 512):
+                for piece in range(0, size if distribution else 0, 512):
                     end = min(size, piece + 512)
                     z = self.target.unembed(wide[b, piece:end, -1])
-                    p = z.float().softmax(-1).topk(law, -1)
+                    p = z.float().softmax(-1).topk(distribution, -1)
                     place = slice(start + piece, start + end)
                     out["law.p"][place] = p.values.to(device="cpu", dtype=kind)
                     out["law.ids"][place] = p.indices.to("cpu", torch.int32)

@@ -34,7 +34,7 @@ class Unshown(ValueError):
 
 
 @dataclass
-class Served(Template):
+class ServedTemplate(Template):
     """The template of a chat whose last turn is what the target wrote behind the words that ask
     for it. length: turns of that chat; shorter ones are the template's own. tail: what the
     template writes behind the last turn, "" behind an answer that was cut."""
@@ -70,7 +70,7 @@ def cut_inside(chat: Sequence[Message], template: Template) -> bool:
 
 def served(
     chat: Sequence[Message], template: Template, complete: bool
-) -> tuple[list[Message], Served]:
+) -> tuple[list[Message], ServedTemplate]:
     """The chat with its last answer as the target wrote it, and the template that shows that.
     Raises ValueError where it cannot stand behind the words that ask for it."""
     *before, last = chat
@@ -93,7 +93,9 @@ def served(
     plain = {"role": "assistant", "content": word}
     tail = template.render([*before, plain]).partition(word)[2] if complete else ""
     kept = [*before, {"role": "assistant", "content": behind(ask, text)}]
-    return kept, Served(template.tokenizer, template.tools, template.kwargs, len(chat), tail)
+    return kept, ServedTemplate(
+        template.tokenizer, template.tools, template.kwargs, len(chat), tail
+    )
 
 
 def check(chat: Sequence[Message], turn: int, template: Template, begin: str, text: str) -> int:

@@ -36,10 +36,10 @@ from decode.models.identity import (
 from heads.batch import Batch, hash_u63
 from train.config import DataConfig
 from train.texts.mix import File, Joined, drawn, shares
-from train.texts.rows import BadRow, Reading, Row, read_records, read_text
+from train.texts.rows import BadRow, ChatRow, RowReading, read_records, read_text
 from train.texts.sharing import Limits, laid, shared
 from train.texts.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded, processes
-from train.texts.tokens import HASHED, PART, Counted, TokenWriter, mapped, sha256_of
+from train.texts.tokens import HASHED, PART, RowCounter, TokenWriter, mapped, sha256_of
 from train.waiting import nothing, turn
 
 VERSION = 3  # of the token cache: raise it when rows are encoded differently
@@ -55,7 +55,7 @@ MIN_TEXT_PROMPT = 16  # tokens of a plain text that serve as its prompt
 
 
 @dataclass
-class Rows:
+class JoinedRows:
     """Token rows, end to end. ids: [S] int32. loss: [S] bool. offsets: [R + 1] int64. lines:
     [R] int64 (with `name`: where a row comes from). held: [R] bool, kept out of training.
     turns: of how many assistant turns, how many the chat template shows, and how many are
@@ -145,9 +145,9 @@ class Rows:
             f"{shown - kept:,} beyond data.max_length" if kept < shown else "",
         ]
         why = ", ".join(filter(None, reasons))
-        told = f"{kept:,} of {turns:,} assistant turns supervised" + (f" ({why})" if why else "")
+        message = f"{kept:,} of {turns:,} assistant turns supervised" + (f" ({why})" if why else "")
         notes = (f"{count:,} {note}" for note, count in self.notes.items() if count)
-        return "; ".join([told, *notes]) if turns else ""
+        return "; ".join([message, *notes]) if turns else ""
 
     def list_bad(self, folder: Path) -> None:
         """Leave the list of the rows that were left out in a run folder; none where there are
@@ -239,7 +239,7 @@ class Rows:
         return total.hexdigest()
 
 
-def joined(parts: Sequence[Rows], weights: Sequence[float] = ()) -> Rows:
+def joined(parts: Sequence[JoinedRows], weights: Sequence[float] = ()) -> JoinedRows:
     """The rows of several files, one file after the other; nothing is copied, counted or hashed
     that a file's cache knows. One file alone is what it is."""
     if len(parts) == 1:
@@ -252,8 +252,8 @@ def joined(parts: Sequence[Rows], weights: Sequence[float] = ()) -> Rows:
         for p, first, end, sha256 in zip(parts, firsts, firsts[1:], hashes, strict=False)
     ]
     size = max(p.tally.numel() if p.tally is not None else 1 + p.max_id for p in parts)
-    asked, shown, kept = (sum(p.turns[i] for p in parts) for i in range(3))
-    return Rows(
+    requested, shown, kept = (sum(p.turns[i] for p in parts) for i in range(3))
+    return JoinedRows(
         ", ".join(p.name for p in parts),
         # Of tensors they can what rows ask of them.
         cast(Tensor, Joined([p.ids for p in parts])),
@@ -262,7 +262,7 @@ def joined(parts: Sequence[Rows], weights: Sequence[float] = ()) -> Rows:
         torch.cat([p.lines for p in parts]),
         torch.cat([p.held for p in parts]),
         [problem for p in parts for problem in p.bad],
-        (asked, shown, kept),
+        (requested, shown, kept),
         torch.stack([p.counts(size) for p in parts]).sum(0),
         {
             "supervised": sum(p.supervised for p in parts),
@@ -280,7 +280,7 @@ def _sha256_of_all(hashes: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
-class Plan:
+class BatchPlan:
     """Which training rows form which batch.
 
     An epoch is a permutation drawn from (seed, epoch); windows of `window` batches are sorted
@@ -294,7 +294,12 @@ class Plan:
     """
 
     def __init__(
-        self, rows: Rows, batch_size: int, window: int, seed: int, skip: Sequence[int | str] = ()
+        self,
+        rows: JoinedRows,
+        batch_size: int,
+        window: int,
+        seed: int,
+        skip: Sequence[int | str] = (),
     ) -> None:
         self.rows, self.batch_size, self.window, self.seed = rows, batch_size, window, seed
         named = rows.at(skip)
@@ -324,13 +329,13 @@ class Plan:
 
     def mixture(self) -> str:
         """What an epoch has of each file; "" of a single one."""
-        told = [
+        message = [
             f"{file.name} {count:,} rows an epoch of {rows.numel():,} "
             f"({count / rows.numel():.3g} times each)"
             for file, (rows, count) in zip(self.rows.files, self.parts, strict=False)
         ]
         plain = [f"{f.name} {f.end - f.first:,} rows" for f in self.rows.files]
-        return "; ".join(told or plain)
+        return "; ".join(message or plain)
 
     def batch(self, step: int) -> list[int]:
         """Rows of the global batch of optimizer step `step`, sorted by length."""
@@ -390,7 +395,9 @@ class Plan:
         return 1 - real / padded
 
 
-def held_out_batches(rows: Rows, limit: int, size: int = 8, tokens: int = 0) -> Iterator[Batch]:
+def held_out_batches(
+    rows: JoinedRows, limit: int, size: int = 8, tokens: int = 0
+) -> Iterator[Batch]:
     """Up to `limit` held-out rows, sorted by length, at most `size` at a time and at most so
     many padded tokens (0 = no limit; one row in any case)."""
     chosen = rows.held.nonzero()[:limit, 0]
@@ -412,16 +419,16 @@ def load_rows(
     eos_ids: Iterable[int],
     vocab_size: int,
     context: int,
-    heed: Callable[[], None] = nothing,
-) -> Rows:
+    check_stop: Callable[[], None] = nothing,
+) -> JoinedRows:
     """Read, check and tokenize the data, or take the tokens from the cache. Of several processes
     one tokenizes and the others wait for its file, without a collective.
 
-    heed: called while that takes long; what it raises ends it, and finished parts stay.
+    check_stop: called while that takes long; what it raises ends it, and finished parts stay.
     Raises UserError: no such file or data set, too many malformed rows (the first is named by
     file:line), no row at all, token ids outside the target's vocabulary.
     """
-    parts = [_load(file, tokenizer, eos_ids, context, heed) for file in _files(cfg)]
+    parts = [_load(file, tokenizer, eos_ids, context, check_stop) for file in _files(cfg)]
     for part in parts:
         _check_any(part)
     rows = joined(parts, cfg.weights)
@@ -471,7 +478,7 @@ def _files(cfg: DataConfig) -> list[DataConfig]:
     return found
 
 
-def _check_any(rows: Rows) -> None:
+def _check_any(rows: JoinedRows) -> None:
     """Raises UserError for a file without a row that can be used."""
     total = rows.lines.numel() + len(rows.bad)
     if not total:
@@ -490,17 +497,17 @@ def _load(
     tokenizer: Any,
     eos_ids: Iterable[int],
     context: int,
-    heed: Callable[[], None],
-) -> Rows:
+    check_stop: Callable[[], None],
+) -> JoinedRows:
     """The rows of one file or data set."""
-    how = Reading(
+    how = RowReading(
         min(cfg.max_length, context),
         frozenset(eos_ids),
         cfg.turns,
         cfg.last_turn_only,
         cfg.chat_template_kwargs,
     )
-    source, name, content = _source(cfg, heed)
+    source, name, content = _source(cfg, check_stop)
     identity = [
         VERSION,
         cfg.kind,
@@ -521,14 +528,14 @@ def _load(
     # A file that this machine has not read yet is read through once, by whose turn it is.
     rows = _from_cache(path, name) if path is not None and _read(path) else None
     if rows is None and path is not None:
-        with turn(f"tokens-{key}", cfg.wait, heed):
-            rows = _from_cache(path, name) or _tokenize(cfg, source, work, path, heed)
+        with turn(f"tokens-{key}", cfg.wait, check_stop):
+            rows = _from_cache(path, name) or _tokenize(cfg, source, work, path, check_stop)
     elif rows is None:
-        rows = _tokenize(cfg, source, work, None, heed)
+        rows = _tokenize(cfg, source, work, None, check_stop)
     return rows
 
 
-def _source(cfg: DataConfig, heed: Callable[[], None]) -> tuple[Iterator[Item], str, str]:
+def _source(cfg: DataConfig, check_stop: Callable[[], None]) -> tuple[Iterator[Item], str, str]:
     """(rows, name for messages, content hash)."""
     if cfg.kind in ("jsonl", "text"):
         path = Path(str(cfg.path)).expanduser()
@@ -538,7 +545,7 @@ def _source(cfg: DataConfig, heed: Callable[[], None]) -> tuple[Iterator[Item], 
                 f"{'JSONL' if cfg.kind == 'jsonl' else 'text'} file"
             )
         rows = read_lines(path) if cfg.kind == "jsonl" else read_text(path)
-        return rows, str(path), _content(path, cfg, heed)
+        return rows, str(path), _content(path, cfg, check_stop)
     import datasets
 
     (folder,) = cfg.paths
@@ -547,7 +554,7 @@ def _source(cfg: DataConfig, heed: Callable[[], None]) -> tuple[Iterator[Item], 
         if folder and (Path(folder) / "state.json").is_file():
             data = datasets.load_from_disk(folder)  # mapped, so streamed in any case
         elif cfg.streaming:
-            return _streamed(cfg, f"{name}[{cfg.split}]", heed)
+            return _streamed(cfg, f"{name}[{cfg.split}]", check_stop)
         elif folder:
             data = datasets.load_dataset(folder, split=cfg.split)
         else:
@@ -563,19 +570,19 @@ def _source(cfg: DataConfig, heed: Callable[[], None]) -> tuple[Iterator[Item], 
     )
 
 
-def _content(file: Path, cfg: DataConfig, heed: Callable[[], None]) -> str:
+def _content(file: Path, cfg: DataConfig, check_stop: Callable[[], None]) -> str:
     """The hash of a file's bytes. Of several processes one reads a file that is new here."""
     known = sha256_known(file)
     if known is not None:
         return known
     place = hashlib.sha256(str(file.resolve()).encode(errors="surrogateescape")).hexdigest()
-    with turn(f"hash-{place[:32]}", cfg.wait, heed):
+    with turn(f"hash-{place[:32]}", cfg.wait, check_stop):
         return sha256_remembered([file])[0]
 
 
 def _streamed(
-    cfg: DataConfig, name: str, heed: Callable[[], None]
-) -> tuple[Iterator[Row | BadRow], str, str]:
+    cfg: DataConfig, name: str, check_stop: Callable[[], None]
+) -> tuple[Iterator[ChatRow | BadRow], str, str]:
     """As _source, file after file and row after row, without a copy on this machine. The
     content hash is that of the
     files: of their bytes in a local folder, of their names at a resolved commit on the hub."""
@@ -587,13 +594,14 @@ def _streamed(
     data = datasets.load_dataset(**where, split=cfg.split, streaming=True)
     files = [str(f) for f in (builder.config.data_files or {}).get(cfg.split, [])]
     parts = [
-        [Path(f).name, _content(Path(f), cfg, heed)] if Path(f).is_file() else [f] for f in files
+        [Path(f).name, _content(Path(f), cfg, check_stop)] if Path(f).is_file() else [f]
+        for f in files
     ]
     content = ["stream", parts or [[str(where), cfg.split, builder.hash]]]
     return _unbroken(read_records(data, name), name), name, json.dumps(content)
 
 
-def _unbroken(rows: Iterator[Row | BadRow], name: str) -> Iterator[Row | BadRow]:
+def _unbroken(rows: Iterator[ChatRow | BadRow], name: str) -> Iterator[ChatRow | BadRow]:
     """The same rows; a connection or a file that fails on the way is told in words."""
     count = 0
     try:
@@ -614,23 +622,23 @@ def _tokenize(
     source: Iterable[Item],
     work: Work,
     path: Path | None,
-    heed: Callable[[], None],
-) -> Rows:
+    check_stop: Callable[[], None],
+) -> JoinedRows:
     """Encode every row. path: the token cache to leave, if any; where it cannot be written the
     run goes on with the tokens in memory, unless they are streamed."""
     bad: list[str] = []
     turns = [0, 0, 0]
     notes: Counter[str] = Counter()
-    told = Counted(work.name)
+    message = RowCounter(work.name)
     parts = Parts(path and cache_root() / "token-parts" / f"{path.stem}-{CHUNK}-{LETTERS}")
     with TokenWriter(path.parent if path else None) as writer:
         try:
-            for part in encoded(source, work, processes(cfg.workers), parts, heed):
+            for part in encoded(source, work, processes(cfg.workers), parts, check_stop):
                 writer.extend(part.writer.tensors())
                 bad += part.bad
                 turns = [a + b for a, b in zip(turns, part.turns, strict=True)]
                 notes += part.notes
-                told.add(part.rows, writer.offsets[-1])
+                message.add(part.rows, writer.offsets[-1])
             if path is not None:
                 writer.write(path, {"bad": bad, "turns": turns, "notes": dict(notes)})
                 _remember(path)
@@ -648,14 +656,17 @@ def _tokenize(
         return kept or _rows(work.name, writer.tensors(), about)
 
 
-def _rows(name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Rows:
+def _rows(name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> JoinedRows:
     """about: what a token file says of itself; the bad rows by their full names."""
-    asked, shown, kept = about["turns"]
+    requested, shown, kept = about["turns"]
     bad, notes = about["bad"], about.get("notes", {})
-    return Rows(name, **tensors, bad=bad, turns=(asked, shown, kept), about=about, notes=notes)  # type: ignore[arg-type]  # by name
+    named: dict[str, Any] = dict(tensors)
+    return JoinedRows(
+        name, **named, bad=bad, turns=(requested, shown, kept), about=about, notes=notes
+    )
 
 
-def _from_cache(path: Path | None, name: str) -> Rows | None:
+def _from_cache(path: Path | None, name: str) -> JoinedRows | None:
     """The rows of a token file, None without a sound one. It is read through once on this
     machine, and again when it changes."""
     if path is None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from conf.errors import UserError, first_line
 from conf.jsonl import inner, parse_line
-from train.texts.answers import Served, Unshown, check, cut_inside, served
+from train.texts.answers import ServedTemplate, Unshown, check, cut_inside, served
 from train.texts.reasoning import pieces
 from train.texts.spans import (
     REASONING,
@@ -59,7 +59,7 @@ class BadRow(Exception):
 
 
 @dataclass
-class Row:
+class ChatRow:
     """A usable raw row. chat: messages, or None for plain `text`. complete: the last answer
     reached its end. tools: functions that the chat offers, for the template. dropped: turns of
     the assistant's before the first question, which are left out.
@@ -74,7 +74,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowReading:
     """How chats become rows of tokens: data.max_length, data.turns, data.last_turn_only and
     data.chat_template_kwargs. eos: the target's end-of-turn tokens.
     """
@@ -98,12 +98,12 @@ class Encoded(NamedTuple):
     hidden: int = 0
 
 
-def raw_row(name: str, number: int, line: bytes) -> Row | BadRow:
+def raw_row(name: str, number: int, line: bytes) -> ChatRow | BadRow:
     """The row in a line of the JSONL file `name`."""
     return _checked(f"{name}:{number}", lambda: parse_line(line))
 
 
-def read_text(path: Path) -> Iterator[Row | BadRow]:
+def read_text(path: Path) -> Iterator[ChatRow | BadRow]:
     """Paragraph groups of a plain text file, split at blank lines; `where` names the first
     line of each.
     """
@@ -122,20 +122,20 @@ def read_text(path: Path) -> Iterator[Row | BadRow]:
             part = b""
 
 
-def read_records(records: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
+def read_records(records: Iterable[Any], name: str) -> Iterator[ChatRow | BadRow]:
     """Rows of a `datasets` data set; `where` is name:row, counted from 0."""
     for number, record in enumerate(records):
         yield _checked(f"{name}:{number}", lambda record=record: record)  # type: ignore[misc]
 
 
-def _checked(where: str, get: Any) -> Row | BadRow:
+def _checked(where: str, get: Any) -> ChatRow | BadRow:
     try:
         return interpret(get(), where)
     except ValueError as error:
         return BadRow(where, str(error))
 
 
-def interpret(record: Any, where: str) -> Row:
+def interpret(record: Any, where: str) -> ChatRow:
     """The Row in a record with `messages`, ShareGPT `conversations` or `text`. Raises
     ValueError in a user's words.
     """
@@ -145,7 +145,7 @@ def interpret(record: Any, where: str) -> Row:
     if turns is None and isinstance(record.get("text"), str):
         if not record["text"].strip():
             raise ValueError("text is empty")
-        return Row(where, None, _clean(record["text"], "text"))
+        return ChatRow(where, None, _clean(record["text"], "text"))
     if turns is None:
         keys = ", ".join(sorted(map(str, record)))[:80]
         raise ValueError(f"has none of messages, conversations, text; its keys: {keys or 'none'}")
@@ -166,7 +166,9 @@ def interpret(record: Any, where: str) -> Row:
     if not any(m["role"] == "assistant" for m in chat):
         raise ValueError("has no assistant turn")
     complete = record.get("complete", True) is not False
-    return Row(where, chat, complete=complete, tools=tools_of(record.get("tools")), dropped=dropped)
+    return ChatRow(
+        where, chat, complete=complete, tools=tools_of(record.get("tools")), dropped=dropped
+    )
 
 
 def _greetings(body: Sequence[Message]) -> int:
@@ -238,7 +240,7 @@ def _clean(text: str, what: str) -> str:
     return text
 
 
-def encode(row: Row, tokenizer: Any, how: Reading) -> list[Encoded]:
+def encode(row: ChatRow, tokenizer: Any, how: RowReading) -> list[Encoded]:
     """Token ids and loss mask of a row. A plain text may give several windows of max_length, a
     chat with turns=rows one row for each assistant turn.
 
@@ -273,7 +275,7 @@ def encode(row: Row, tokenizer: Any, how: Reading) -> list[Encoded]:
 
 
 def _encode(
-    row: Row, chat: Sequence[Message], template: Template, how: Reading, last_only: bool
+    row: ChatRow, chat: Sequence[Message], template: Template, how: RowReading, last_only: bool
 ) -> Encoded:
     """One row of tokens. last_only: the last assistant turn alone is supervised."""
     try:
@@ -331,7 +333,7 @@ def _read(
                 hidden += check(chat, place, template, turn.begin, turn.text)
     except Unshown as lost:
         mendable = lost.turn == len(chat) - 1 and len(pieces(chat[-1]["content"] or "")) > 1
-        if not mendable or isinstance(template, Served) or chat[-1].get("tool_calls"):
+        if not mendable or isinstance(template, ServedTemplate) or chat[-1].get("tool_calls"):
             raise
         return _read(*served(chat, template, complete), eos, last_only, complete)
     return ids, [turn.tokens for turn in turns], hidden
@@ -340,7 +342,8 @@ def _read(
 class Turn(NamedTuple):
     """An assistant turn of a rendering. tokens: the supervised ones, none where the template does
     not show it. text: what they are of the rendering, all of it where the template marks turns
-    itself; None where the turn cannot be told from the rest. begin: the rendering before that."""
+    itself; None where the turn is statistically tied with the rest. begin: the rendering before
+    that."""
 
     tokens: list[int]
     text: str | None = None

@@ -111,12 +111,12 @@ def _behind_asking(chat: Sequence[Message], i: int, template: Template, word: st
     plain, question = {"role": "assistant", "content": word}, f"question{word}"
     marked = [*chat[: i - 1], {**chat[i - 1], "content": question}, plain, *chat[i + 1 :]]
     try:
-        without, asked = template.render(chat[:i]), template.render(chat[:i], True)
+        without, requested = template.render(chat[:i]), template.render(chat[:i], True)
         _, between = template.render(marked).split(question)
     except Exception:
         return nowhere
-    gap, words = between.split(word)[0], asked[len(without) :]
-    place = gap.rfind(words) if words and asked.startswith(without) else -1
+    gap, words = between.split(word)[0], requested[len(without) :]
+    place = gap.rfind(words) if words and requested.startswith(without) else -1
     return len(gap) - place - len(words) if place >= 0 else nowhere
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.texts.rows import BadRow, Reading, Row, encode, raw_row
+from train.texts.rows import BadRow, ChatRow, RowReading, encode, raw_row
 from train.texts.tokens import TokenWriter, mapped
 
 CHUNK, LETTERS = 2048, 1 << 19  # rows and letters of a part, about
@@ -31,7 +31,7 @@ SECONDS = 5.0  # of work after which further processes are worth their start
 # What the header tells of turns that are not trained on as they stand in the data.
 DROPPED = "before the first question dropped"
 HIDDEN = "without their reasoning, which the chat template cuts off (data.turns=rows trains on it)"
-Item = Row | BadRow | tuple[int, bytes]  # a row, or line number and line of a JSONL file
+Item = ChatRow | BadRow | tuple[int, bytes]  # a row, or line number and line of a JSONL file
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Work:
 
     name: str
     tokenizer: Any
-    how: Reading
+    how: RowReading
     held_out: float
 
 
 @dataclass
-class Part:
+class TokenPart:
     """The tokens of some rows. bad: messages about rows that were left out, without the name of
     the source. turns: see train.texts.rows.Encoded. notes: how many turns lack what.
     """
@@ -57,9 +57,9 @@ class Part:
     notes: Counter[str] = field(default_factory=Counter)
 
 
-def encode_chunk(items: Iterable[Item], work: Work) -> Part:
+def encode_chunk(items: Iterable[Item], work: Work) -> TokenPart:
     """The tokens of a chunk. Raises UserError without a chat template."""
-    part = Part(TokenWriter(None))
+    part = TokenPart(TokenWriter(None))
     for item in items:
         part.rows += 1
         row = raw_row(work.name, *item) if isinstance(item, tuple) else item
@@ -79,16 +79,16 @@ def encode_chunk(items: Iterable[Item], work: Work) -> Part:
     return part
 
 
-def share(row: Row) -> float:
+def share(row: ChatRow) -> float:
     """A number in [0, 1) from what the row asks: the same question falls on the same side,
     whatever the file.
     """
-    asked = (
+    requested = (
         row.text
         if row.chat is None
         else "\n".join(m["content"] for m in row.chat if m["role"] == "user")
     )
-    return int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8]) / 2**64
+    return int.from_bytes(hashlib.sha256(requested.encode()).digest()[:8]) / 2**64
 
 
 class Parts:
@@ -101,7 +101,7 @@ class Parts:
         assert self.folder is not None
         return self.folder / f"part-{number:07d}.safetensors"
 
-    def read(self, number: int, rows: int) -> Part | None:
+    def read(self, number: int, rows: int) -> TokenPart | None:
         """A part of so many rows that an earlier attempt has left, if it is sound."""
         found = mapped(self.path(number)) if self.folder is not None else None
         if found is None:
@@ -113,11 +113,11 @@ class Parts:
             writer = TokenWriter(None)
             writer.extend(tensors)
             bad, notes = [str(b) for b in about["bad"]], Counter(about.get("notes", {}))
-            return Part(writer, bad, list(about["turns"]), rows, notes)
+            return TokenPart(writer, bad, list(about["turns"]), rows, notes)
         except (KeyError, TypeError):
             return None
 
-    def write(self, number: int, part: Part) -> None:
+    def write(self, number: int, part: TokenPart) -> None:
         """Keep a part; a disk that refuses costs no more than this."""
         if self.folder is not None:
             about: dict[str, Any] = {"bad": part.bad, "turns": part.turns, "rows": part.rows}
@@ -132,26 +132,26 @@ class Parts:
 
 
 def encoded(
-    source: Iterable[Item], work: Work, workers: int, parts: Parts, heed: Callable[[], None]
-) -> Iterator[Part]:
-    """The parts of a source in its order. heed: called often; what it raises ends the work, and
-    the parts so far stay. Raises UserError as encode_chunk does."""
+    source: Iterable[Item], work: Work, workers: int, parts: Parts, check_stop: Callable[[], None]
+) -> Iterator[TokenPart]:
+    """The parts of a source in its order. check_stop: called often; what it raises ends the work,
+    and the parts so far stay. Raises UserError as encode_chunk does."""
     begun, pool = time.monotonic(), None
-    waiting: deque[tuple[int, Part | Future[Part]]] = deque()
+    waiting: deque[tuple[int, TokenPart | Future[TokenPart]]] = deque()
 
-    def settled() -> Part:
+    def settled() -> TokenPart:
         number, found = waiting.popleft()
-        if isinstance(found, Part):
+        if isinstance(found, TokenPart):
             return found
         while wait([found], timeout=0.5).not_done:
-            heed()
+            check_stop()
         part = found.result()
         parts.write(number, part)
         return part
 
     try:
         for number, (items, only) in enumerate(_chunks(source)):
-            heed()
+            check_stop()
             part = parts.read(number, len(items))
             if part is not None:
                 waiting.append((number, part))
@@ -201,9 +201,11 @@ def _letters(item: Item) -> int:
 _work: Work | None = None  # of this worker
 
 
-def processes(asked: int) -> int:
+def processes(requested: int) -> int:
     """How many processes may tokenise; 0 = the cores that this process may use, 32 at most."""
-    return asked or min(32, len(os.sched_getaffinity(0)) if HAS_AFFINITY else os.cpu_count() or 1)
+    return requested or min(
+        32, len(os.sched_getaffinity(0)) if HAS_AFFINITY else os.cpu_count() or 1
+    )
 
 
 HAS_AFFINITY = hasattr(os, "sched_getaffinity")
@@ -235,7 +237,7 @@ def _begin(work: Work, parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _in_worker(items: list[Item]) -> Part:
+def _in_worker(items: list[Item]) -> TokenPart:
     assert _work is not None
     return encode_chunk(items, _work)
 

@@ -249,7 +249,7 @@ def _map(path: Path, dtype: Any, offset: int, count: int) -> Tensor:
         return torch.from_numpy(np.memmap(path, dtype, "r", offset, (count,)))
 
 
-class Counted:
+class RowCounter:
     """How many rows were read so far, told on stderr now and then: tokenizing much text takes
     long.
     """

@@ -7,8 +7,8 @@ carried on to all of them: exact for memory, since nothing of a frozen target's 
 but the hidden states.
 
 Parts of the memory: target, head (weights); gradients; activations (what the head's pass keeps
-or makes); target's pass (features and what makes them); logits and laws ([chunk, V] blocks and the
-gradients made of them); batch; inside kernels.
+or makes); target's pass (features and what makes them); logits and distributions ([chunk, V]
+blocks and the gradients made of them); batch; inside kernels.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ MOST_TOKENS = 1 << 20  # of a pass
 RUN = 3  # pieces of a loss that are run
 FEW = 4  # layers of the target that are run, and two more
 TARGET, HEAD, GRADIENTS, PASS = "target", "head", "gradients", "activations"
-FEATURES, LOGITS, BATCH = "target's pass", "logits and laws", "batch"
+FEATURES, LOGITS, BATCH = "target's pass", "logits and distributions", "batch"
 WORK = ("flops", "traffic", "launches")
-_passed: dict[Any, Counted] = {}
-_asked: dict[str, bool] = {}
+_passed: dict[Any, PassCosts] = {}
+_requested: dict[str, bool] = {}
 
 
 @dataclass(frozen=True)
-class Shape:
+class PassShape:
     """A pass: rows of so many tokens, all of them full, the last `supervised` of each taught."""
 
     rows: int
@@ -64,7 +64,7 @@ class Shape:
 
 
 @dataclass
-class Counted:
+class PassCosts:
     """Of one rank, bytes unless said otherwise.
 
     trained: parameters with gradient; head: weights and buffers; copy: the head in the target's
@@ -92,7 +92,7 @@ class Counted:
         return sum(self.parts.values())
 
 
-def full_batch(ghost: Phantom, shape: Shape, head: Head | None = None) -> Batch:
+def full_batch(ghost: Phantom, shape: PassShape, head: Head | None = None) -> Batch:
     """Rows of the shape, see `ragged`."""
     return ragged(ghost, (shape.tokens,) * shape.rows, shape.supervised, 0, head)
 
@@ -116,7 +116,7 @@ def ragged(
 
 
 @dataclass(frozen=True)
-class Asked:
+class PassSpec:
     """What is counted: the passes of a head with the typed keys `typed` on a target.
 
     room: of a pass of the calibration, None: there is none. accumulates: gradients of other
@@ -126,8 +126,8 @@ class Asked:
     model: Model
     typed: Any
     dtype: str
-    shape: Shape
-    room: Shape | None
+    shape: PassShape
+    room: PassShape | None
     accumulates: bool
     device: str
     cost: Callable[[float, float], float]
@@ -138,16 +138,16 @@ class Asked:
             return self.model.target(layers, torch_dtype(self.dtype), ghost.device)
 
 
-def count(asked: Asked) -> Counted:
+def count(requested: PassSpec) -> PassCosts:
     """Count the passes. Raises UserError for a head that such a target cannot have."""
-    layers, shape, room = asked.model.layers, asked.shape, asked.room
-    few, more = _layers(asked)
-    first = _passes(asked, few)
+    layers, shape, room = requested.model.layers, requested.shape, requested.room
+    few, more = _layers(requested)
+    first = _passes(requested, few)
     if more == few:
         return first
-    if head_class(asked.typed.kind).trains_target:
-        return _carried_on(first, _passes(asked, more), (layers - more) / (more - few))
-    second, third = _features(asked, few), _features(asked, more)
+    if head_class(requested.typed.kind).trains_target:
+        return _carried_on(first, _passes(requested, more), (layers - more) / (more - few))
+    second, third = _features(requested, few), _features(requested, more)
     steps = (layers - few) / (more - few)
     for name in WORK:
         slope = getattr(third, name)[FEATURES] - getattr(second, name)[FEATURES]
@@ -160,23 +160,25 @@ def count(asked: Asked) -> Counted:
     return first
 
 
-def _layers(asked: Asked) -> tuple[int, int]:
+def _layers(requested: PassSpec) -> tuple[int, int]:
     """Of the target, how many are run, and how many for what the others add."""
-    few = max(FEW, getattr(asked.typed, "from_target_layers", 0) + 1)
-    return min(asked.model.layers, few), min(asked.model.layers, few + 2)
+    few = max(FEW, getattr(requested.typed, "from_target_layers", 0) + 1)
+    return min(requested.model.layers, few), min(requested.model.layers, few + 2)
 
 
-def seconds(asked: Asked, trials: Sequence[Sequence[int]], pack: int) -> list[dict[str, float]]:
+def seconds(
+    requested: PassSpec, trials: Sequence[Sequence[int]], pack: int
+) -> list[dict[str, float]]:
     """Of passes over rows of these lengths: the target's and the head's, forward and backward.
     pack: see `ragged`. Raises UserError as `count`."""
-    few, more = _layers(asked)
-    first = _trials(asked, few, trials, pack)
+    few, more = _layers(requested)
+    first = _trials(requested, few, trials, pack)
     if more == few:
         return first
-    frozen = not head_class(asked.typed.kind).trains_target
-    less = _trials(asked, few, trials, pack, alone=True) if frozen else first
-    most = _trials(asked, more, trials, pack, alone=frozen)
-    ratio = (asked.model.layers - few) / (more - few)
+    frozen = not head_class(requested.typed.kind).trains_target
+    less = _trials(requested, few, trials, pack, alone=True) if frozen else first
+    most = _trials(requested, more, trials, pack, alone=frozen)
+    ratio = (requested.model.layers - few) / (more - few)
     return [
         {part: amount + ratio * (b[part] - a[part]) for part, amount in trial.items()}
         for trial, a, b in zip(first, less, most, strict=True)
@@ -184,19 +186,23 @@ def seconds(asked: Asked, trials: Sequence[Sequence[int]], pack: int) -> list[di
 
 
 def _trials(
-    asked: Asked, layers: int, trials: Sequence[Sequence[int]], pack: int, alone: bool = False
+    requested: PassSpec,
+    layers: int,
+    trials: Sequence[Sequence[int]],
+    pack: int,
+    alone: bool = False,
 ) -> list[dict[str, float]]:
     """With `layers` layers of the target; alone: without a head."""
     found = []
-    with phantom(asked.device, asked.cost) as ghost:
-        target = asked.target(ghost, layers)
-        head = None if alone else _head(ghost, target, asked.typed, asked.dtype)
+    with phantom(requested.device, requested.cost) as ghost:
+        target = requested.target(ghost, layers)
+        head = None if alone else _head(ghost, target, requested.typed, requested.dtype)
         if head is not None:
             head.train().begin_step(1, 2)
         for lengths in trials:
             with ghost.within(BATCH):
-                batch = ragged(ghost, lengths, asked.shape.supervised, pack, head)
-            _ask(asked.model, target, batch)
+                batch = ragged(ghost, lengths, requested.shape.supervised, pack, head)
+            _ask(requested.model, target, batch)
             ghost.restart()
             with _parts(ghost, target), ghost.within(PASS):
                 if head is None:
@@ -207,31 +213,31 @@ def _trials(
     return found
 
 
-def _passes(asked: Asked, layers: int) -> Counted:
+def _passes(requested: PassSpec, layers: int) -> PassCosts:
     """With `layers` layers of the target."""
-    with phantom(asked.device, asked.cost) as ghost:
-        target = asked.target(ghost, layers)
-        head = _head(ghost, target, asked.typed, asked.dtype)
+    with phantom(requested.device, requested.cost) as ghost:
+        target = requested.target(ghost, layers)
+        head = _head(ghost, target, requested.typed, requested.dtype)
         base = ghost.live[TARGET]
         trained = [p for p in head.parameters() if p.requires_grad]
-        found = Counted(
+        found = PassCosts(
             trained=sum(p.numel() for p in trained),
             head=ghost.live[HEAD],
             copy=sum(p.numel() for p in head.parameters()) * target.dtype.itemsize,
             hidden_states=states_of(head, layers),
         )
         for p in trained:
-            if asked.accumulates:
+            if requested.accumulates:
                 with ghost.within(GRADIENTS):
                     p.grad = torch.empty_like(p)
             p.register_post_accumulate_grad_hook(
                 lambda p: ghost.belongs(p.grad, GRADIENTS) if p.grad is not None else None
             )
         with ghost.within(BATCH):
-            batch = full_batch(ghost, asked.shape, head)
+            batch = full_batch(ghost, requested.shape, head)
         head.train()
         head.begin_step(1, 2)
-        _ask(asked.model, target, batch)
+        _ask(requested.model, target, batch)
         ghost.restart()
         with _parts(ghost, target), ghost.within(PASS):
             head(batch, target).sum.backward()
@@ -243,9 +249,9 @@ def _passes(asked: Asked, layers: int) -> Counted:
         found.features = found.peak
         for p in trained:
             p.grad = None
-        if asked.room is not None:
+        if requested.room is not None:
             del batch
-            found.calibration = _calibration(ghost, target, head, asked.room)
+            found.calibration = _calibration(ghost, target, head, requested.room)
         return found
 
 
@@ -255,7 +261,7 @@ def _two(counter: dict[str, float]) -> dict[str, float]:
     return {FEATURES: counter.get(FEATURES, 0.0), PASS: rest}
 
 
-def _calibration(ghost: Phantom, target: Target, head: Head, room: Shape) -> int:
+def _calibration(ghost: Phantom, target: Target, head: Head, room: PassShape) -> int:
     """Bytes that a pass of calibration takes beside what is there."""
     batch = full_batch(ghost, room)
     head.eval()
@@ -266,24 +272,31 @@ def _calibration(ghost: Phantom, target: Target, head: Head, room: Shape) -> int
     return ghost.most - held
 
 
-def _features(asked: Asked, layers: int) -> Counted:
+def _features(requested: PassSpec, layers: int) -> PassCosts:
     """The target's pass alone, four hidden states tapped; counted once for all recipes of one
     target and shape."""
-    key = asked.model.key, layers, asked.dtype, asked.shape, asked.device, asked.cost
+    key = (
+        requested.model.key,
+        layers,
+        requested.dtype,
+        requested.shape,
+        requested.device,
+        requested.cost,
+    )
     if key in _passed:
         return _passed[key]
-    with phantom(asked.device, asked.cost) as ghost:
-        target = asked.target(ghost, layers)
+    with phantom(requested.device, requested.cost) as ghost:
+        target = requested.target(ghost, layers)
         with ghost.within(BATCH):
-            batch = full_batch(ghost, asked.shape)
-        _ask(asked.model, target, batch)
+            batch = full_batch(ghost, requested.shape)
+        _ask(requested.model, target, batch)
         ghost.restart()
         held = ghost.live[TARGET]
         taps = tuple(sorted({1, 2, min(3, layers), layers}))
         with ghost.within(FEATURES):
             target.features(batch.ids, batch.mask, taps)
         work: dict[str, Any] = {name: dict(getattr(ghost, name)) for name in WORK}
-        _passed[key] = Counted(features=ghost.most - held, **work)
+        _passed[key] = PassCosts(features=ghost.most - held, **work)
     return _passed[key]
 
 
@@ -297,11 +310,11 @@ def _ask(model: Model, target: Target, batch: Batch) -> None:
     """Let a target find out, before anything is counted, how its hidden states are read: one
     answer for all sizes of an architecture."""
     name = str(model.config["model_type"])
-    if name in _asked:
-        target.tapped_layers = layer_stack(target) if _asked[name] else []
+    if name in _requested:
+        target.tapped_layers = layer_stack(target) if _requested[name] else []
         return
     target.features(batch.ids[:1, :8], batch.mask[:1, :8], (1, target.num_layers))
-    _asked[name] = bool(target.tapped_layers)
+    _requested[name] = bool(target.tapped_layers)
 
 
 def _head(ghost: Phantom, target: Target, typed: Any, dtype: str) -> Head:
@@ -325,7 +338,7 @@ def _head(ghost: Phantom, target: Target, typed: Any, dtype: str) -> Head:
     return head
 
 
-def _carried_on(first: Counted, second: Counted, ratio: float) -> Counted:
+def _carried_on(first: PassCosts, second: PassCosts, ratio: float) -> PassCosts:
     """The second with `ratio` times more of what makes the difference between both."""
 
     def on(a: Any, b: Any) -> Any:

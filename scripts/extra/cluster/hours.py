@@ -9,7 +9,7 @@ from typing import Any
 
 from scripts.extra.cluster.count import FEATURES
 from scripts.extra.cluster.gpus import SHARE_OF_BANDWIDTH
-from scripts.extra.cluster.run import Run, whole_weights
+from scripts.extra.cluster.run import PlannedRun, whole_weights
 
 CORES = 32  # of a node, that tokenize
 CHATS = 200.0  # that a core tokenizes in a second
@@ -21,7 +21,7 @@ ACCEPTED = 3.0  # tokens of a cycle of decoding
 STEP_BYTES = 40  # of a weight: AdamW reads and writes it, its moments, its gradient twice
 
 
-def speed(run: Run) -> dict[str, Any]:
+def speed(run: PlannedRun) -> dict[str, Any]:
     """Of a step as the plan of training makes it, and of the run."""
     cfg, gpu, found = run.cfg, run.gpu, run.found
     step = run.step(cfg.batch_size)
@@ -57,18 +57,18 @@ def speed(run: Run) -> dict[str, Any]:
     }
 
 
-def exchange(run: Run) -> float:
+def exchange(run: PlannedRun) -> float:
     """Seconds in which the gradient goes round, none of them hidden."""
     ranks = run.cfg.gpus
     return 2 * (ranks - 1) / ranks * 4 * run.found.trained / run.link
 
 
-def update(run: Run) -> float:
+def update(run: PlannedRun) -> float:
     """Seconds of the optimizer."""
     return STEP_BYTES * run.found.trained / (run.gpu.bandwidth * SHARE_OF_BANDWIDTH)
 
 
-def _evaluation(run: Run) -> float:
+def _evaluation(run: PlannedRun) -> float:
     """Seconds of one: prompts over the ranks (a sharded target's run them together), cycles that
     read all weights once."""
     cfg, gpu = run.cfg, run.gpu
@@ -79,7 +79,7 @@ def _evaluation(run: Run) -> float:
     return waves * cfg.eval.max_new_tokens / ACCEPTED * max(read + launched, run.gathered)
 
 
-def data(run: Run) -> dict[str, Any]:
+def data(run: PlannedRun) -> dict[str, Any]:
     """Tokens of the data, epochs, and bytes on disk."""
     cfg, found = run.cfg, run.found
     tokens = round(cfg.rows * run.lengths.tokens)
@@ -95,7 +95,7 @@ def data(run: Run) -> dict[str, Any]:
     }
 
 
-def synthesis(run: Run) -> dict[str, Any]:
+def synthesis(run: PlannedRun) -> dict[str, Any]:
     """Hours in which a server writes what the data lack."""
     cfg = run.cfg
     answers = cfg.rows if cfg.answers is None else cfg.answers
@@ -109,7 +109,7 @@ def synthesis(run: Run) -> dict[str, Any]:
     }
 
 
-def start_up(run: Run) -> dict[str, float]:
+def start_up(run: PlannedRun) -> dict[str, float]:
     """Seconds before the first step: the first start, and one after an interruption."""
     weights, is_gpu = whole_weights(run), not run.gpu.is_cpu
     parts = {

@@ -17,7 +17,7 @@ from decode.models.facts import context_length, eos_ids
 from decode.models.load import TargetConfig, load_tokenizer, source_folder
 from scripts.extra.cluster.config import DryRunConfig
 from scripts.extra.cluster.models import Model
-from train.texts.batches import Plan, Rows, load_rows
+from train.texts.batches import BatchPlan, JoinedRows, load_rows
 
 LEAST = 16  # tokens of an assumed row
 MOST_STEPS, FEWEST_STEPS, DRAWN = 64, 4, 4096  # steps that are looked at, and rows of all of them
@@ -31,7 +31,7 @@ class Lengths:
     spread `sigma`. longest: tokens at which they are cut.
     """
 
-    known: Rows | None
+    known: JoinedRows | None
     longest: int
     mean: float
     sigma: float
@@ -66,16 +66,16 @@ class Lengths:
         offsets = torch.tensor([0, *self.known.lengths.clamp(max=longest).tolist()]).cumsum(0)
         return replace(self, longest=longest, known=replace(self.known, offsets=offsets))
 
-    def plan(self, cfg: DryRunConfig, batch_size: int) -> tuple[Plan, int]:
+    def plan(self, cfg: DryRunConfig, batch_size: int) -> tuple[BatchPlan, int]:
         """Batches of so many rows, and how many of them to look at. Raises UserError where there
         are too few rows."""
         window = cfg.data.window
         steps = min(MOST_STEPS, max(FEWEST_STEPS, DRAWN // batch_size))
         if self.known is not None:
-            plan = Plan(self.known, batch_size, window, cfg.seed, cfg.data.skip)
+            plan = BatchPlan(self.known, batch_size, window, cfg.seed, cfg.data.skip)
             return plan, min(steps, plan.per_epoch)
         rows = blank(self.quantiles(batch_size * window * -(-steps // window)))
-        return Plan(rows, batch_size, window, cfg.seed), steps
+        return BatchPlan(rows, batch_size, window, cfg.seed), steps
 
 
 def lengths_of(cfg: DryRunConfig, model: Model) -> tuple[Lengths, DryRunConfig]:
@@ -90,9 +90,9 @@ def lengths_of(cfg: DryRunConfig, model: Model) -> tuple[Lengths, DryRunConfig]:
     stops = SimpleNamespace(generation_config=_generation(cfg.target), config=model.text)
     size = int(model.text.vocab_size)
     rows = load_rows(cfg.data, tokenizer, eos_ids(stops, tokenizer), size, context)
-    train = Plan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip).train
+    train = BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip).train
     logs = rows.lengths[train].double().log()
-    told = replace(
+    message = replace(
         cfg,
         rows=logs.numel(),
         row_tokens=round(float(logs.exp().mean())),
@@ -100,7 +100,7 @@ def lengths_of(cfg: DryRunConfig, model: Model) -> tuple[Lengths, DryRunConfig]:
         supervised=rows.supervised / rows.ids.numel(),
         answers=cfg.answers or 0,
     )
-    return Lengths(rows, longest, told.row_tokens, told.row_sigma), told
+    return Lengths(rows, longest, message.row_tokens, message.row_sigma), message
 
 
 def _generation(cfg: TargetConfig) -> Any:
@@ -113,7 +113,7 @@ def _generation(cfg: TargetConfig) -> Any:
         return None
 
 
-def blank(lengths: Sequence[int], supervised: float = 0.0) -> Rows:
+def blank(lengths: Sequence[int], supervised: float = 0.0) -> JoinedRows:
     """Rows of ones of these lengths, the last part of each supervised; 0: no token is there."""
     size, offsets = torch.tensor(lengths), torch.tensor([0, *lengths]).cumsum(0)
     lines, no = torch.arange(len(lengths)), torch.zeros(len(lengths), dtype=torch.bool)
@@ -122,4 +122,4 @@ def blank(lengths: Sequence[int], supervised: float = 0.0) -> Rows:
     if supervised:
         begin = offsets[:-1] + (size.double() * (1 - supervised)).long()
         loss = torch.arange(len(ids)) >= begin.repeat_interleave(size)
-    return Rows("assumed rows", ids, loss, offsets, lines, no, [])
+    return JoinedRows("assumed rows", ids, loss, offsets, lines, no, [])

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, initialization
 
 from conf.errors import UserError, first_line
 from decode.models.load import TargetConfig, tiny_from
-from decode.probed import Head
+from decode.probed import LMHead
 from decode.target import Target
 
 FOLDER = Path(__file__).resolve().parent / "models"
@@ -73,22 +73,22 @@ class Model:
         what its logits are."""
         target = Target(self.build(layers, dtype, device))
         cap = getattr(target.config, "final_logit_softcapping", None)
-        target._head = Head(cap=cap, exact=True)
+        target._head = LMHead(cap=cap, exact=True)
         return target
 
     @functools.cached_property
-    def size(self) -> Size:
+    def size(self) -> ModelSize:
         """Its parameters, counted on torch's meta device."""
         model = self.build(0, torch.bfloat16, "meta")
         count = lambda module: sum(p.numel() for p in module.parameters())
         stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
         longest = max(stacks, key=count)
         largest = max(p.numel() for p in longest.parameters())
-        return Size(count(model), count(longest), max(map(count, longest)), largest)
+        return ModelSize(count(model), count(longest), max(map(count, longest)), largest)
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """Parameters: all, in the stacked layers, in the largest of these, and in the largest weight
     of any of them."""
 

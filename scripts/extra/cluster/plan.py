@@ -19,7 +19,7 @@ from scripts.extra.cluster.count import BATCH, FEATURES, GRADIENTS, LOGITS, PASS
 from scripts.extra.cluster.gpus import FRAGMENTS, gpu_of
 from scripts.extra.cluster.lengths import lengths_of
 from scripts.extra.cluster.models import model_of
-from scripts.extra.cluster.run import NETWORK, NODE, Run, whole_weights
+from scripts.extra.cluster.run import NETWORK, NODE, PlannedRun, whole_weights
 from train.facts import check_ranks
 from train.validate import head_config
 
@@ -36,7 +36,7 @@ def plan(cfg: DryRunConfig, tell: Callable[[str], None] = lambda _: None) -> dic
     gpu, model, typed = gpu_of(cfg.gpu), model_of(cfg.target), head_config(cfg.head)
     _check(cfg, typed)
     lengths, cfg = lengths_of(cfg, model)
-    run = Run(cfg, gpu, model, typed, lengths)
+    run = PlannedRun(cfg, gpu, model, typed, lengths)
     found = _report(run)
     if not found["memory"]["fits"]:
         found["changes"] = changes(run, found["memory"]["parts"], tell)
@@ -70,7 +70,7 @@ def _not_counted(cfg: DryRunConfig) -> list[str]:
     return [f"{key} ({instead})" for key, (given, instead) in keys.items() if given]
 
 
-def _report(run: Run) -> dict[str, Any]:
+def _report(run: PlannedRun) -> dict[str, Any]:
     """The report of a run as it is configured."""
     cfg, gpu, shape, found = run.cfg, run.gpu, run.shape, run.found
     speed, written, start = hours.speed(run), hours.synthesis(run), hours.start_up(run)
@@ -113,7 +113,7 @@ def _report(run: Run) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------
 
 
-def _memory(run: Run) -> dict[str, Any]:
+def _memory(run: PlannedRun) -> dict[str, Any]:
     """Bytes of a GPU by part, at the peak of training; the peak of evaluation and gate beside
     it; whether both fit."""
     cfg, gpu, found = run.cfg, run.gpu, run.found
@@ -125,7 +125,7 @@ def _memory(run: Run) -> dict[str, Any]:
         "gradients": max(found.parts.get(GRADIENTS, 0), wide * found.trained),
         "activations": found.parts.get(PASS, 0) + found.parts.get("other", 0),
         "target's pass": found.parts.get(FEATURES, 0),
-        "logits and laws": found.parts.get(LOGITS, 0),
+        "logits and distributions": found.parts.get(LOGITS, 0),
         "batch": found.parts.get(BATCH, 0),
         "inside kernels": found.parts.get("inside kernels", 0),
     }
@@ -158,7 +158,7 @@ def _memory(run: Run) -> dict[str, Any]:
     }
 
 
-def _loading(run: Run) -> int:
+def _loading(run: PlannedRun) -> int:
     """Bytes of host memory of one rank while it loads the target. Sharded: what stays whole, and
     one weight at a time (decode/models/shards.py)."""
     if not run.cfg.shard_target:
@@ -167,7 +167,7 @@ def _loading(run: Run) -> int:
     return (size.total - size.stacked + size.weight) * run.width
 
 
-def _weights(run: Run) -> int:
+def _weights(run: PlannedRun) -> int:
     """Bytes of the target's weights on one GPU. Sharded: three layers beside the shards,
     the one that computes, as it arrived and unpacked, and the next one as it arrives."""
     if not run.cfg.shard_target:
@@ -178,12 +178,12 @@ def _weights(run: Run) -> int:
     return round(kept + size.stacked * width / ranks + 3 * size.layer * width)
 
 
-def _decoding(run: Run) -> int:
+def _decoding(run: PlannedRun) -> int:
     """Bytes of cache and tree while prompts are decoded."""
     cfg, shape = run.cfg, run.shape
     prompt = int(shape.tokens * (1 - shape.supervised)) + cfg.eval.max_new_tokens
-    asked = memory.Plan(cfg.eval.batch_size, prompt, getattr(run.typed, "nodes", 0))
-    need = memory.estimate(run.model.text, (0, 0), cfg.dtype, asked)
+    requested = memory.MemoryPlan(cfg.eval.batch_size, prompt, getattr(run.typed, "nodes", 0))
+    need = memory.estimate(run.model.text, (0, 0), cfg.dtype, requested)
     return need.cache + need.tree
 
 
@@ -191,7 +191,7 @@ def _decoding(run: Run) -> int:
 # -------------------------------------------------------------------------------------------
 
 
-def changes(run: Run, held: dict[str, int], tell: Callable[[str], None]) -> dict[str, Any]:
+def changes(run: PlannedRun, held: dict[str, int], tell: Callable[[str], None]) -> dict[str, Any]:
     """The keys with which the run fits, found by trying: alone the fastest of those that do,
     else one on top of the other. {"keys": {}} where none of them helps, with "why". held: bytes
     by part of the run as it is."""
@@ -215,14 +215,14 @@ def changes(run: Run, held: dict[str, int], tell: Callable[[str], None]) -> dict
     sharded: dict[str, Any] = {"shard_target": True} if far else {}
     base = run.changed(sharded)
     alone = [{**sharded, **option} for option in ({}, *_lighter(base))]
-    fitting = [told for keys in alone if keys and (told := tried(keys))]
+    fitting = [message for keys in alone if keys and (message := tried(keys))]
     if fitting:
-        return max(fitting, key=lambda told: float(told["tokens_a_second"]))
+        return max(fitting, key=lambda message: float(message["tokens_a_second"]))
     keys = sharded
     for option in [*_lighter(base), *_heavier(base)]:
         keys = keys | option
-        if told := tried(keys):
-            return told
+        if message := tried(keys):
+            return message
     steady = sum(held[name] for name in ("target", "head", "moments", "gradients"))
     return {
         "keys": {},
@@ -231,7 +231,7 @@ def changes(run: Run, held: dict[str, int], tell: Callable[[str], None]) -> dict
     }
 
 
-def recommended(run: Run, speed: dict[str, Any]) -> dict[str, Any] | None:
+def recommended(run: PlannedRun, speed: dict[str, Any]) -> dict[str, Any] | None:
     """The batch size that wastes less: twice the rows a rank as long as that is worth it; None
     where it is not for this run. speed: of the run."""
     cfg, around = run.cfg, hours.exchange(run) + hours.update(run)
@@ -265,7 +265,7 @@ def recommended(run: Run, speed: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _lighter(run: Run) -> Iterator[dict[str, Any]]:
+def _lighter(run: PlannedRun) -> Iterator[dict[str, Any]]:
     """Keys that change no result: recomputed activations, smaller passes, smaller pieces."""
     if getattr(run.typed, "activation_checkpointing", None) is False:
         yield {"head.activation_checkpointing": True}
@@ -274,7 +274,7 @@ def _lighter(run: Run) -> Iterator[dict[str, Any]]:
         yield {"head.chunk": 512}
 
 
-def _heavier(run: Run) -> Iterator[dict[str, Any]]:
+def _heavier(run: PlannedRun) -> Iterator[dict[str, Any]]:
     """A sharded target, then shorter rows."""
     if run.can_shard:
         yield {"shard_target": True}
@@ -284,7 +284,7 @@ def _heavier(run: Run) -> Iterator[dict[str, Any]]:
         length //= 2
 
 
-def _smaller(run: Run) -> Iterator[dict[str, Any]]:
+def _smaller(run: PlannedRun) -> Iterator[dict[str, Any]]:
     """Half the pass, and half again."""
     rows = run.shape.rows // 2
     by_tokens = run.cfg.micro_tokens > 0 and not run.cfg.micro_batch

@@ -16,9 +16,9 @@ from scripts.extra.cluster.count import (
     FEATURES,
     MOST_TOKENS,
     PASS,
-    Asked,
-    Counted,
-    Shape,
+    PassCosts,
+    PassShape,
+    PassSpec,
     count,
     seconds,
 )
@@ -26,18 +26,18 @@ from scripts.extra.cluster.gpus import SHARE_OF_BANDWIDTH, Gpu
 from scripts.extra.cluster.lengths import Lengths
 from scripts.extra.cluster.models import Model
 from scripts.extra.cluster.phantom import NAME
-from scripts.extra.cluster.steps import Pair, Size, Step, fitted, sizes, step_of, trials
+from scripts.extra.cluster.steps import Pair, PlannedStep, Size, fitted, sizes, step_of, trials
 from train.facts import limits_of
 from train.run import room_of
 
 NODE = 8  # GPUs that share a node's links
 NETWORK = 50e9  # bytes/s of a GPU's share of the network: 400 Gbit/s
-_known: dict[str, Counted] = {}
+_known: dict[str, PassCosts] = {}
 _costs: dict[str, tuple[Size, Size]] = {}
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """A training run on paper. typed: the head's keys."""
 
     cfg: DryRunConfig
@@ -47,31 +47,33 @@ class Run:
     lengths: Lengths
 
     @functools.cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> PassShape:
         """The largest pass of a rank."""
         return shape_of(self.cfg, self.model)
 
     @functools.cached_property
-    def found(self) -> Counted:
+    def found(self) -> PassCosts:
         """What its passes take, counted once for equal ones."""
-        asked = self._asked
-        key = json.dumps([self._meant, str(asked.shape), str(asked.room), asked.accumulates])
+        requested = self._requested
+        key = json.dumps(
+            [self._meant, str(requested.shape), str(requested.room), requested.accumulates]
+        )
         if key not in _known:
-            _known[key] = count(asked)
+            _known[key] = count(requested)
         return _known[key]
 
     @functools.cached_property
-    def _asked(self) -> Asked:
+    def _requested(self) -> PassSpec:
         cfg, gpu, shape, room = self.cfg, self.gpu, self.shape, None
         if cfg.eval.every or cfg.eval.parity:
             most = room_of(cfg, cfg.gpus)
             fits = max(1, most.tokens // shape.tokens)
-            room = Shape(min(most.rows, fits), shape.tokens, shape.supervised)
+            room = PassShape(min(most.rows, fits), shape.tokens, shape.supervised)
         # Of several ranks the gradients lie in DDP's buckets (train/launch_keys.py), which stay.
         accumulates = cfg.gpus > 1 or shape.rows < cfg.batch_size
         device = "cpu" if gpu.is_cpu else NAME
         target = (self.model, self.typed, cfg.dtype, shape, room)
-        return Asked(*target, accumulates, device, gpu.seconds)
+        return PassSpec(*target, accumulates, device, gpu.seconds)
 
     @property
     def _meant(self) -> list[Any]:
@@ -93,7 +95,7 @@ class Run:
         link = self.gpu.link * SHARE_OF_BANDWIDTH if group <= NODE else self.link
         return self.model.size.stacked * self.width * (group - 1) / group / link
 
-    def step(self, batch_size: int) -> Step:
+    def step(self, batch_size: int) -> PlannedStep:
         """A step of so many rows, counted from passes as large as this run's."""
         limits = limits_of(self.cfg)
         target, head = self._costs
@@ -114,7 +116,7 @@ class Run:
         passes = trials(most, shape.tokens, limits.rows or most)
         key = json.dumps([self._meant, shape.supervised, limits.pack, passes])
         if key not in _costs:
-            found = seconds(self._asked, passes, limits.pack)
+            found = seconds(self._requested, passes, limits.pack)
             size = [sizes(lengths, limits.pack) for lengths in passes]
             target, head = (
                 fitted(size, [trial[part] for trial in found]) for part in (FEATURES, PASS)
@@ -133,21 +135,21 @@ class Run:
         trains = head_class(self.typed.kind).trains_target
         return self.cfg.gpus > 1 and not self.cfg.shard_target and not trains
 
-    def changed(self, keys: dict[str, Any]) -> Run:
+    def changed(self, keys: dict[str, Any]) -> PlannedRun:
         """With other values of dotted keys."""
         cfg, typed = with_keys(self.cfg, self.typed, keys)
         longest = shape_of(cfg, self.model).tokens
-        return Run(cfg, self.gpu, self.model, typed, self.lengths.cut(longest))
+        return PlannedRun(cfg, self.gpu, self.model, typed, self.lengths.cut(longest))
 
 
-def shape_of(cfg: DryRunConfig, model: Model) -> Shape:
+def shape_of(cfg: DryRunConfig, model: Model) -> PassShape:
     """The largest pass of a rank."""
     tokens = min(cfg.data.max_length, context_length(model.text))
     mine = max(1, cfg.batch_size // cfg.gpus)
     rows = min(mine, cfg.micro_batch or mine)
     if cfg.micro_tokens:
         rows = min(rows, max(1, cfg.micro_tokens // tokens))
-    return Shape(rows, tokens, cfg.supervised)
+    return PassShape(rows, tokens, cfg.supervised)
 
 
 def with_keys(cfg: DryRunConfig, typed: Any, keys: dict[str, Any]) -> tuple[DryRunConfig, Any]:
@@ -163,7 +165,7 @@ def with_keys(cfg: DryRunConfig, typed: Any, keys: dict[str, Any]) -> tuple[DryR
     return cfg, typed
 
 
-def whole_weights(run: Run) -> int:
+def whole_weights(run: PlannedRun) -> int:
     """Bytes of the target's weights, unsharded."""
     few, size = quantize.bits(run.cfg.target.quantize) or 8 * run.width, run.model.size
     return round((size.stacked * few + (size.total - size.stacked) * 8 * run.width) / 8)

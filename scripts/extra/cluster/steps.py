@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from train.texts.batches import Plan
+from train.texts.batches import BatchPlan
 from train.texts.sharing import Limits, laid
 
 Size = tuple[float, float, float, float]
@@ -59,7 +59,7 @@ def fitted(counted: Sequence[Size], seconds: Sequence[float]) -> Size:
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedStep:
     """Of a step on average, in seconds unless said otherwise.
 
     target, head: of a rank's passes. waiting: of a rank for the slowest one. tokens: real ones of
@@ -85,8 +85,8 @@ class Step:
 
 
 def step_of(
-    plan: Plan, steps: int, ranks: int, limits: Limits, cost: Callable[[Size], Pair]
-) -> Step:
+    plan: BatchPlan, steps: int, ranks: int, limits: Limits, cost: Callable[[Size], Pair]
+) -> PlannedStep:
     """The first steps of a plan. cost: of a pass of such a size."""
     target = head = longest = real = padded = count = 0.0
     for step in range(steps):
@@ -104,4 +104,4 @@ def step_of(
             longest += max(sum(map(sum, share)) for share in times)
     waiting = max(0.0, longest - target - head) / steps
     mean = (target / steps, head / steps, waiting, real / steps)
-    return Step(*mean, count / steps / ranks, 1 - real / padded)
+    return PlannedStep(*mean, count / steps / ranks, 1 - real / padded)

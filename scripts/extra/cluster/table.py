@@ -57,13 +57,13 @@ def _speed(found: dict[str, Any]) -> list[Row]:
         ("speed", pace),
     ]
     if better := found.get("recommended"):
-        told = (
+        message = (
             f"{better['told']}, at least {better['rows_a_rank']} rows a rank: "
             f"{better['times_as_fast']:.1f} times as many tokens/s "
             f"({better['tokens_a_second']:,.0f} in all; {_size(better['peak'])}); such steps are "
             "larger and fewer, so that optim.lr and steps change with them"
         )
-        rows.append(("recommended", told))
+        rows.append(("recommended", message))
     return rows
 
 
@@ -104,8 +104,8 @@ def _around(found: dict[str, Any]) -> list[Row]:
     )
     rows = [("data", stored)]
     if change := found.get("changes"):
-        told = f"{change['told']} ({_size(change['peak'])})" if change["keys"] else change["why"]
-        rows.append(("to change", told))
+        message = f"{change['told']} ({_size(change['peak'])})" if change["keys"] else change["why"]
+        rows.append(("to change", message))
     if found["not_counted"]:
         rows.append(("not counted", "; ".join(found["not_counted"])))
     assumed = (

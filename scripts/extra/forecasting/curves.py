@@ -3,7 +3,7 @@ by a pilot.
 
 An accepted length is turned into the acceptance rate a at which a chain of the head's depth
 reaches it under independence (scripts/tuning/cost.py), and y = log(1 - a), the log of the
-rejection rate, is taken as a straight line over log tokens: a power law, as losses follow.
+rejection rate, is taken as a straight line over log tokens: a power distribution, as losses follow.
 Measured curves keep to it within 0.03 in y. On other prompts the whole line is multiplied:
 
     y(tokens) = s * (level - slope * log tokens),   s from the pilot's y over the line's there
@@ -50,7 +50,7 @@ class Length:
 
 
 @dataclass(frozen=True)
-class Family:
+class CurveFamily:
     """The line of a measured curve: y = level - slope * log(tokens / 1e6). residual: standard
     deviation of the points around it. slope_error: of the slope. noise: standard deviation of
     y by the choice of prompts. depth: levels of the draft."""
@@ -65,7 +65,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Pilot:
+class PilotRun:
     """A short run: what it read and what it decoded with. length: mean and 95 % interval."""
 
     name: str
@@ -87,7 +87,7 @@ def length_of(y: float, depth: int) -> float:
     return expected_tokens(1 - math.exp(min(y, 0.0)), depth)
 
 
-def families(path: Path, depths: dict[str, int]) -> dict[str, Family]:
+def families(path: Path, depths: dict[str, int]) -> dict[str, CurveFamily]:
     """The lines of the runs in a file such as docs/results/recipes.json. depths: levels of the
     drafts of each. Raises UserError for a file of another form."""
     try:
@@ -108,7 +108,7 @@ def families(path: Path, depths: dict[str, int]) -> dict[str, Family]:
         ) from None
 
 
-def _fitted(name: str, points: Sequence[dict[str, Any]], depth: int) -> Family:
+def _fitted(name: str, points: Sequence[dict[str, Any]], depth: int) -> CurveFamily:
     tokens, lengths = (
         [float(p[key]) for p in points] for key in ("tokens_seen", "accepted_length")
     )
@@ -120,7 +120,7 @@ def _fitted(name: str, points: Sequence[dict[str, Any]], depth: int) -> Family:
     residual = max(float(np.std(y - (level + slope * x), ddof=2)), LEAST_RESIDUAL)
     error = residual / max(float(np.sqrt(((x - x.mean()) ** 2).sum())), 1e-9)
     noise = float(np.median([_spread(p["low"], p["high"], depth) for p in points]))
-    return Family(name, depth, float(level), -float(slope), error, residual, noise)
+    return CurveFamily(name, depth, float(level), -float(slope), error, residual, noise)
 
 
 def _spread(low: float | None, high: float | None, depth: int) -> float:
@@ -131,7 +131,7 @@ def _spread(low: float | None, high: float | None, depth: int) -> float:
 
 
 def forecast(
-    pilot: Pilot, family: Family | None, others: Sequence[Family], tokens: float
+    pilot: PilotRun, family: CurveFamily | None, others: Sequence[CurveFamily], tokens: float
 ) -> Length:
     """The accepted length after `tokens`, with its 90 % interval. others: all families with a
     curve; how much their slopes differ says how far one can be trusted elsewhere."""
@@ -156,7 +156,7 @@ def forecast(
     return _length(scale * then, abs(scale * then) * math.sqrt(weight * variance), depth)
 
 
-def _line(family: Family, tokens: float) -> float:
+def _line(family: CurveFamily, tokens: float) -> float:
     return family.level - family.slope * math.log(tokens / 1e6)
 
 

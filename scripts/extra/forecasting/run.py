@@ -24,13 +24,13 @@ from scripts.common.progress import Steps
 from scripts.common.prompts import load_prompts, question_ids, spread
 from scripts.extra.forecasting import curves, text
 from scripts.extra.forecasting.config import ForecastConfig
-from scripts.extra.forecasting.curves import Length, Pilot
+from scripts.extra.forecasting.curves import Length, PilotRun
 from scripts.serving import costs as engine_costs
 from scripts.serving.costs import Costs
 from scripts.tuning import run as tune_run
 from scripts.tuning.config import TuneConfig
-from scripts.tuning.cost import CostModel, Shape, acceptance_needed, expected_tokens
-from scripts.tuning.family import Bounds, Family
+from scripts.tuning.cost import CostModel, CycleShape, acceptance_needed, expected_tokens
+from scripts.tuning.family import Bounds, DrafterFamily
 
 FORMAT = 1
 HERE = "this machine"
@@ -55,16 +55,16 @@ class Forecast:
                 "tokens; give shorter ones, or a lower max_new_tokens"
             )
 
-    def decoded(self, folder: str) -> tuple[Family, list[Generation], Length]:
+    def decoded(self, folder: str) -> tuple[DrafterFamily, list[Generation], Length]:
         """What a head accepts on the prompts: its family, the answers, and the accepted length
         with its 95 % interval."""
         shaped = folder if parse(folder).shape else folder + self.shape
-        family = Family.of(shaped, self.target, Sampling(), Bounds())
-        asked = [Request(ids, self.cfg.max_new_tokens, id=i) for i, ids in enumerate(self.ids)]
-        task = self.progress.add_task(Path(folder).name, total=len(asked))
+        family = DrafterFamily.of(shaped, self.target, Sampling(), Bounds())
+        requested = [Request(ids, self.cfg.max_new_tokens, id=i) for i, ids in enumerate(self.ids)]
+        task = self.progress.add_task(Path(folder).name, total=len(requested))
         drafter = family.drafter(family.default())
         answers = []
-        for one in asked:
+        for one in requested:
             run = generate(self.target, drafter, [one], Sampling(), seed=self.cfg.seed)
             answers += run.generations
             self.progress.advance(task)
@@ -153,7 +153,7 @@ def run(cfg: ForecastConfig, target: Target, progress: Steps, pilots: Sequence[s
 DEPTHS = {"eagle3": 5, "medusa": 4, "hydra_heads": 4}
 
 
-def _pilot(folder: str, family: Family, length: Length) -> Pilot:
+def _pilot(folder: str, family: DrafterFamily, length: Length) -> PilotRun:
     """A pilot by what its card says of the training."""
     card, seen = _card(folder)
     tokens, seconds = (_amount(seen.get(key)) for key in ("tokens_seen", "train_seconds"))
@@ -163,7 +163,7 @@ def _pilot(folder: str, family: Family, length: Length) -> Pilot:
             "of this project"
         )
     depth = family.deepest if family.parallel else family.default().depth or family.deepest
-    return Pilot(Path(folder).name, str(card["kind"]), depth, tokens, tokens / seconds, length)
+    return PilotRun(Path(folder).name, str(card["kind"]), depth, tokens, tokens / seconds, length)
 
 
 def _card(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -199,20 +199,20 @@ def _rate(length: float, depth: int) -> float:
 def _speed(
     batch: int,
     length: Length,
-    pilot: Pilot,
-    family: Family,
+    pilot: PilotRun,
+    family: DrafterFamily,
     model: CostModel | None,
     engine: Costs | None,
 ) -> dict[str, Any]:
     """Speedup over plain decoding at a batch size, with its 90 % interval, by the chain length
     that pays best, or the head's own tree."""
     own = family.default().shape if engine is None else "chain"
-    choices = [Shape(k, k) for k in range(1, pilot.depth + 1)]
+    choices = [CycleShape(k, k) for k in range(1, pilot.depth + 1)]
     if own == "tree":
-        choices = [Shape.of(family.default())]
+        choices = [CycleShape.of(family.default())]
     rates = {name: _rate(getattr(length, name), pilot.depth) for name in ("mean", "low", "high")}
 
-    def price(shape: Shape) -> float:
+    def price(shape: CycleShape) -> float:
         """Cycles of plain decoding that a drafted one takes: the break-even length."""
         if model is not None:
             return model.cycle(batch, shape, own, length.mean).ms / model.plain(batch)
@@ -220,7 +220,7 @@ def _speed(
         curve = engine.curve()
         return curve(batch, shape.nodes) / curve(batch, 0)
 
-    def tokens(shape: Shape, name: str) -> float:
+    def tokens(shape: CycleShape, name: str) -> float:
         """Accepted length of a chain cut to a shape's depth."""
         if own == "tree":
             return float(getattr(length, name))

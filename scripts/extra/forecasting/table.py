@@ -14,19 +14,19 @@ def table(value: dict[str, Any]) -> Table:
         cells = [row["head"], f"{row['tokens'] / 1e6:.3g} M", number(row["hours"], 1)]
         cells.append(interval(row["accepted_length"]))
         for one in row["by_batch"]:
-            pays = f"pays from {number(one['break_even'])}"
+            pays = f"faster from {number(one['break_even'])}"
             cells.append(f"{interval(one['speedup'], 2, '×')}\n{pays}")
         rows.append([*cells, advice(row)])
     speedups = [f"speedup at {one['batch']}" for one in value["forecasts"][0]["by_batch"]]
     head = ["head", "tokens", "hours", "accepted length", *speedups, "train it?"]
     title = f"forecast for {value['target']}, 90 % intervals · {value['engine']}"
-    told = (
+    message = (
         f"{found['tokens']} tokens of the target's answers: entropy {found['entropy']:.2f} "
         f"nats, highest probability {found['top1']:.2f}; prompt lookup, which needs no "
         f"training: accepted length {interval(found['ngram'])}"
         for _ in range(bool(found["tokens"]))
     )
-    return Table(head, rows, title, [*told], words=(0, -1))
+    return Table(head, rows, title, [*message], words=(0, -1))
 
 
 def advice(row: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
-"""How predictable the target's own answers are: entropy of its law, and how far earlier tokens
-foretell later ones."""
+"""How predictable the target's own answers are: entropy of its distribution, and how far
+earlier tokens foretell later ones."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from decode.target import Target
 def statistics(
     target: Target, prompts: Sequence[list[int]], answers: Sequence[Generation]
 ) -> dict[str, Any]:
-    """entropy: nats per token of the target's law before temperature; top1: its mean highest
-    probability; ngram: accepted length of prompt lookup on these answers, which needs no
-    training; grams: share of answer tokens whose 1, 2, 3 tokens before stood there before with
-    the same one behind them."""
+    """entropy: nats per token of the target's distribution before temperature; top1: its
+    mean highest probability; ngram: accepted length of prompt lookup on these answers, which
+    needs no training; grams: share of answer tokens whose 1, 2, 3 tokens before stood there
+    before with the same one behind them."""
     entropy, top1 = [], []
     for prompt, answer in zip(prompts, answers, strict=True):
         if answer.token_ids:
-            h, p = _law(target, prompt, answer.token_ids)
+            h, p = _distribution(target, prompt, answer.token_ids)
             entropy.append(h)
             top1.append(p)
     if not entropy:
@@ -45,14 +45,16 @@ def statistics(
 
 
 @torch.no_grad()
-def _law(target: Target, prompt: list[int], answer: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def _distribution(
+    target: Target, prompt: list[int], answer: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Entropy and highest probability before every token of an answer, [A] each."""
     ids = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
     with target.as_loaded() as model:
         logits = model(input_ids=ids, use_cache=False).logits[0, -len(answer) :]
-    law = logits.float().log_softmax(-1)
-    entropy = -(law.exp() * law.clamp(min=-1e4)).sum(-1)
-    return entropy.cpu().numpy(), law.amax(-1).exp().cpu().numpy()
+    distribution = logits.float().log_softmax(-1)
+    entropy = -(distribution.exp() * distribution.clamp(min=-1e4)).sum(-1)
+    return entropy.cpu().numpy(), distribution.amax(-1).exp().cpu().numpy()
 
 
 def lookup(prompt: list[int], answer: list[int]) -> list[int]:

@@ -53,12 +53,12 @@ def running(
     not come up in time."""
     job, log = work / f"{name}.server.json", work / f"{name}.server.log"
     files.write_json(job, dict(settings))
-    with open(log, "w") as told:
+    with open(log, "w") as message:
         process = subprocess.Popen(
             [str(program.python), str(program.worker), str(job)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=told,
+            stderr=message,
             text=True,
         )
         try:

@@ -16,7 +16,7 @@ DRAFTED = re.compile(r"generate_draft: id=(\d+), .*#draft=(\d+)")
 
 
 @dataclass(frozen=True)
-class Settings:
+class LlamaServerSettings:
     """What a server runs. draft: "" for none. method: EAGLE3 or SIMPLE. context: tokens of
     each slot. exact: K/V caches in float32 and no flash attention, sums in the order of plain
     code; else the engine's own."""
@@ -34,7 +34,7 @@ class Settings:
 
 
 def running(
-    python: Path, settings: Settings, work: Path, name: str
+    python: Path, settings: LlamaServerSettings, work: Path, name: str
 ) -> AbstractContextManager[Running]:
     """A server while the block runs. Raises UserError when it does not come up."""
     program = Program("llama.cpp", python, Path(__file__).with_name("run.py"))

@@ -27,7 +27,7 @@ from scripts.synthesis.ledger import Ledger, json_line
 from scripts.synthesis.questions import Questions, turns_of
 from scripts.synthesis.write import text_of
 
-ASKED, ANSWERS = "asked.jsonl", "answers.jsonl"
+REQUESTED, ANSWERS = "asked.jsonl", "answers.jsonl"
 Rows = list[dict[str, Any] | None]
 
 
@@ -36,7 +36,7 @@ def asker(cfg: SynthesizeConfig) -> Ask:
     in the folder, masked as the rows are, and goes on from them."""
 
     def ask(questions: list[dict[str, Any]], out: Path) -> Rows:
-        path = out / ASKED
+        path = out / REQUESTED
         text = "".join(json_line(q) for q in questions)
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             write_text(path, text)
@@ -105,7 +105,7 @@ def block(
     made: list[list[dict[str, str]]] = [[] for _ in chats]
     whole = [True] * len(chats)
     for turn in range(max(map(len, chats), default=0)):
-        asked: list[tuple[int, Request]] = []
+        requested: list[tuple[int, Request]] = []
         for n, chat in enumerate(chats):
             if turn >= len(chat) or not whole[n]:
                 continue
@@ -115,18 +115,18 @@ def block(
             ids = chat_ids(target.tokenizer, made[n])
             if len(ids) + 1 < target.context_length:
                 tokens = min(cfg.longest, target.context_length - len(ids))
-                asked.append((n, Request(ids, tokens, id=((first + n) << 8) + turn)))
+                requested.append((n, Request(ids, tokens, id=((first + n) << 8) + turn)))
             else:
                 whole[n], made[n] = False, []
         run = generate(
             target,
             NoDraft(),
-            [request for _, request in asked],
+            [request for _, request in requested],
             Sampling(cfg.answer_temperature, top_p=cfg.answer_top_p),
             batch_size=cfg.batch,
             seed=2 * cfg.seed + 1,
         )
-        for (n, _), out in zip(asked, run.generations, strict=True):
+        for (n, _), out in zip(requested, run.generations, strict=True):
             text = text_of(target, out).strip()
             if not text or any(s and s in text for s in target.tokenizer.all_special_tokens):
                 whole[n], made[n] = False, []  # what would follow was said to another answer

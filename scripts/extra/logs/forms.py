@@ -74,23 +74,23 @@ def read(record: Any, where: str, category_key: str) -> Exchange | Half:
     return joined(half, half, category_key)
 
 
-def joined(asked: Half, answered: Half, category_key: str) -> Exchange:
+def joined(requested: Half, answered: Half, category_key: str) -> Exchange:
     """The exchange of a batch's two lines, or of a line that holds both; where it stands is the
     answer's line. Raises Unusable."""
-    request, response = asked.request, answered.response
+    request, response = requested.request, answered.response
     if request is None or response is None:
         raise Unusable(_why_not(answered.record, request))
-    answer, end, told = _answer(response)
+    answer, end, details = _answer(response)
     ended = end in ("stop", "tool_calls", "function_call", "eos")
-    records = [answered.record, *([asked.record] if asked is not answered else [])]
+    records = [answered.record, *([requested.record] if requested is not answered else [])]
     exchange = Exchange(
         answered.where,
         [],
         answer,
-        _models(told, request, *records),
-        when=next(filter(None, map(moment, _times(*records, request, told))), None),
+        _models(details, request, *records),
+        when=next(filter(None, map(moment, _times(*records, request, details))), None),
         category=next((c for r in records for c in _named(r, category_key)), ""),
-        complete=ended and not _stopped_by_word(request, told),
+        complete=ended and not _stopped_by_word(request, details),
         tools=request.get("tools"),
     )
     messages = request.get("messages")
@@ -249,8 +249,8 @@ def _answer(response: Any) -> tuple[dict[str, Any], str, dict[str, Any]]:
         kept["reasoning_content"] = thought
     if not kept.get("tool_calls") and not str(kept.get("content") or "").strip():
         raise Unusable("the answer is empty")
-    told = {k: choice[k] for k in ("stop_reason",) if k in choice}
-    return {"role": "assistant", "content": None, **kept}, end, {**response, **told}
+    details = {k: choice[k] for k in ("stop_reason",) if k in choice}
+    return {"role": "assistant", "content": None, **kept}, end, {**response, **details}
 
 
 def _native(response: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, Any]]:
@@ -325,14 +325,14 @@ def _add_call(calls: dict[int, dict[str, Any]], call: Any) -> None:
         made["function"][key] += str((call.get("function") or {}).get(key) or "")
 
 
-def _stopped_by_word(request: dict[str, Any], told: dict[str, Any]) -> bool:
+def _stopped_by_word(request: dict[str, Any], details: dict[str, Any]) -> bool:
     """Whether a stop string, not the model, ended the answer. vLLM and llama.cpp say so;
     elsewhere a request with stop strings leaves it open, and the end is not believed."""
-    if told.get("stop_type") is not None:
-        return told["stop_type"] == "word"
-    if isinstance(told.get("stop_reason"), str):
+    if details.get("stop_type") is not None:
+        return details["stop_type"] == "word"
+    if isinstance(details.get("stop_reason"), str):
         return True
-    return bool(request.get("stop")) and "stop_reason" not in told
+    return bool(request.get("stop")) and "stop_reason" not in details
 
 
 def _prompt(value: Any) -> str | list[int]:
@@ -378,10 +378,10 @@ def moment(value: Any) -> float | None:
         except ValueError:
             try:
                 made = datetime.fromisoformat(text)
-                told = (made if made.tzinfo else made.replace(tzinfo=UTC)).timestamp()
+                details = (made if made.tzinfo else made.replace(tzinfo=UTC)).timestamp()
             except (ValueError, OverflowError):
                 return None
-            return told if EARLIEST <= told < LATEST else None  # year 1: Go's "no time"
+            return details if EARLIEST <= details < LATEST else None  # year 1: Go's "no time"
     if not isinstance(value, int | float):
         return None
     try:

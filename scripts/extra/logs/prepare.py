@@ -22,7 +22,7 @@ from scripts.extra.logs.forms import Exchange, Half, Unusable
 from scripts.extra.logs.prompts import Renderings
 from scripts.synthesis.config import REGIONS
 from scripts.synthesis.ledger import damaged, differences, json_line
-from train.texts.rows import Row, interpret
+from train.texts.rows import ChatRow, interpret
 
 FORMAT = 3  # raise when the same logs would give other rows
 SHOWN = 20  # lines named for each reason
@@ -76,14 +76,14 @@ class LogsReport:
         counts = ", ".join(f"{n} {why}" for why, n in self.counts.items() if n)
         masked = sum(self.masked.values())
         when = f"from {self.split_at} on" if self.split_at else "by the order of the lines"
-        told = [
+        notices = [
             f"{self.rows['train']} rows to train on, {self.rows['later']} later ones ({when})",
             f"lines: {counts}",
             f"masked: {masked} places by {len(self.masked)} rules" if masked else "masked: nothing",
         ]
         for reason, places in self.named.items():
-            told.append(f"left out, {reason}: {', '.join(places[:3])}")
-        return told + self.notes
+            notices.append(f"left out, {reason}: {', '.join(places[:3])}")
+        return notices + self.notes
 
 
 @dataclass
@@ -91,7 +91,7 @@ class _Kept:
     """An exchange that will be a row. own: the answer is the target's."""
 
     exchange: Exchange
-    row: Row
+    row: ChatRow
     own: bool
     category: str = ""
 
@@ -200,7 +200,7 @@ def _check_rows(report: LogsReport, paths: Sequence[Path], book: _Book) -> None:
 
 
 def _exchanges(paths: Iterable[Path], book: _Book, category_key: str) -> Iterable[Exchange]:
-    asked: dict[str, Half] = {}
+    requested: dict[str, Half] = {}
     answered: dict[str, Half] = {}
     twice: set[str] = set()
     for path in paths:
@@ -214,24 +214,24 @@ def _exchanges(paths: Iterable[Path], book: _Book, category_key: str) -> Iterabl
             if isinstance(found, Exchange):
                 yield found
                 continue
-            side = asked if found.response is None else answered
+            side = requested if found.response is None else answered
             if found.custom_id in side:
                 twice.add(found.custom_id)
                 book.out(TWICE, where)
             else:
                 side[found.custom_id] = found
-    for side in (asked, answered):
+    for side in (requested, answered):
         for name in twice & side.keys():
             book.out(TWICE, side.pop(name).where)
     for name, half in answered.items():
-        if name not in asked:
+        if name not in requested:
             book.out("a batch's answer whose request is in none of the files", half.where)
             continue
         try:
-            yield forms.joined(asked[name], half, category_key)
+            yield forms.joined(requested[name], half, category_key)
         except Unusable as error:
             book.out(str(error), half.where)
-    for name, half in asked.items():
+    for name, half in requested.items():
         if name not in answered:
             book.out("the answer is missing", half.where)
 
@@ -341,12 +341,12 @@ def _own_alone(
 
 
 def _nothing(paths: list[Path], book: _Book, left: int) -> str:
-    told = ", ".join(
+    notices = ", ".join(
         f"{book.counts[why]} {why} (first {places[0]})" for why, places in book.named.items()
     )
     what = f"{left} usable line, two are needed" if left else "nothing usable"
     return (
-        f"logs: {paths[0]} holds {what}: {told or 'it is empty'}; give the JSONL of requests "
+        f"logs: {paths[0]} holds {what}: {notices or 'it is empty'}; give the JSONL of requests "
         "and responses that a server of the OpenAI API writes"
     )
 
@@ -369,13 +369,13 @@ def _mask(kept: list[_Kept], masker: masking.Masker) -> None:
 def _ordered(kept: list[_Kept]) -> tuple[list[_Kept], str, list[str]]:
     """Rows in the order of time; in that of the lines where fewer than half tell one. A row
     without a time takes that of the row before it."""
-    told = sum(k.exchange.when is not None for k in kept)
-    if told * 2 < len(kept) or len({k.exchange.when for k in kept if k.exchange.when}) < 2:
-        why = "the logs tell no time" if told * 2 < len(kept) else "all lines have the same time"
+    notices = sum(k.exchange.when is not None for k in kept)
+    if notices * 2 < len(kept) or len({k.exchange.when for k in kept if k.exchange.when}) < 2:
+        why = "the logs tell no time" if notices * 2 < len(kept) else "all lines have the same time"
         return kept, "order", [f"{why}: split by the order of the lines"]
     notes = []
-    if told < len(kept):
-        notes.append(f"{len(kept) - told} rows without a time stand behind the row before them")
+    if notices < len(kept):
+        notes.append(f"{len(kept) - notices} rows without a time stand behind the row before them")
     last = min(k.exchange.when for k in kept if k.exchange.when is not None)
     for one in kept:
         if one.exchange.when is None:

@@ -15,9 +15,9 @@ class Renderings:
         self.tokenizer = tokenizer
         self.bos = getattr(tokenizer, "bos_token", None) or ""
         self.starts: list[tuple[str, str, str]] = []  # before and behind a system text, ..
-        system, asked, said, again = MARKS
+        system, requested, said, again = MARKS
         turns = [
-            {"role": "user", "content": asked},
+            {"role": "user", "content": requested},
             {"role": "assistant", "content": said},
             {"role": "user", "content": again},
         ]
@@ -78,10 +78,10 @@ class Renderings:
         else:
             return []
         while True:
-            asked, found, text = text.partition(self.answer)
+            requested, found, text = text.partition(self.answer)
             if not found:
                 return []
-            chat.append({"role": "user", "content": asked})
+            chat.append({"role": "user", "content": requested})
             if not text:
                 return chat
             said, found, text = text.partition(self.next)

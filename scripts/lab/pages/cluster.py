@@ -120,10 +120,10 @@ def main() -> None:
     """Count every recipe for GPUs; write JSON and page."""
     recipes = {}
     for path in sorted((CONF / "experiment").glob("*.yaml")):
-        told = stated(path.stem)
-        if told and not any(key.startswith("gpu=cpu") for key in told[0]):
+        message = stated(path.stem)
+        if message and not any(key.startswith("gpu=cpu") for key in message[0]):
             print(f"counting {path.stem}", file=sys.stderr, flush=True)
-            recipes[path.stem] = predicted(path.stem, told[0])
+            recipes[path.stem] = predicted(path.stem, message[0])
     found = {
         "command": "python -m scripts.lab.pages.cluster",
         "commit": commit(),

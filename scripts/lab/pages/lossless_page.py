@@ -63,18 +63,19 @@ def refresh() -> None:
 
 
 # section -> what, how much, found
-TOLD = {
+SHOWN = {
     "enumeration": (
         "one verification, every branch",
         "{cases:,} random worlds, up to {max_vocab} tokens and {max_nodes} nodes, {branches:,} "
         "branches",
-        "law off by at most {max_error:.1e} (limit {limit:g})",
+        "distribution off by at most {max_error:.1e} (limit {limit:g})",
     ),
     "engine": (
         "the whole loop, every branch",
-        "{runs} drafters × laws × rules, outputs of {length} of {vocab} tokens, {branches:,} "
+        "{runs} drafters × distributions × rules, outputs of {length} of {vocab} tokens, "
+        "{branches:,} "
         "branches",
-        "law off by at most {max_error:.1e} (limit {limit:g})",
+        "distribution off by at most {max_error:.1e} (limit {limit:g})",
     ),
     "controls": ("known wrong code (below)", "{controls} controls", "{rejected} rejected"),
     "biased": (
@@ -93,9 +94,9 @@ TOLD = {
 
 def _rows(known: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """The first table, section by section."""
-    for name, told in TOLD.items():
+    for name, message in SHOWN.items():
         if name in known:
-            yield tuple(cell.format(**known[name]) for cell in told)
+            yield tuple(cell.format(**known[name]) for cell in message)
             if name == "enumeration":
                 yield "traversal against rejection", "the same worlds", _less(known[name])
     for r in known["greedy"]["rows"] if "greedy" in known else ():
@@ -116,7 +117,7 @@ def _certificates(e: dict[str, Any]) -> Table:
     head = ("certificate", "settings", "tokens", "p (alpha)", "smallest bias found")
     wrong = {
         "typical acceptance": "typical acceptance",
-        "draft scored with the wrong law": "wrong draft law",
+        "draft scored with the wrong distribution": "wrong draft distribution",
     }
     rows = []
     for paper in e["rows"]:

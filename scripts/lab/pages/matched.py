@@ -12,7 +12,7 @@ from scripts.reports.table import Table, change, interval
 Report = dict[str, Any]
 SHAPES = ("chain", "tree")
 SHOWN = 4  # tokens of a chain whose acceptance is told
-ASKED = ("prompts", "num_prompts", "max_new_tokens", "batch_size", "dtype")
+REQUESTED = ("prompts", "num_prompts", "max_new_tokens", "batch_size", "dtype")
 UNTIMED = "No times: the machine did other work."
 REFERENCE = "eagle3"  # the head that the others are compared with, paired by prompt
 SEED = "-seed"  # between a recipe's name and the seed of a head that is not from the first one
@@ -63,11 +63,11 @@ def matched(
             "cpu_seconds": learned.get("cpu_seconds"),
             "scores": scores,
         }
-    asked = {
-        temperature: {key: report["settings"][key] for key in ASKED}
+    requested = {
+        temperature: {key: report["settings"][key] for key in REQUESTED}
         for temperature, report in reports.items()
     }
-    found = {"data_sha256": trained["data_sha256"], "asked": asked, "heads": heads}
+    found = {"data_sha256": trained["data_sha256"], "asked": requested, "heads": heads}
     if not timed:
         found["note"] = UNTIMED
     seeds = over_seeds(drafters, reports)
@@ -131,7 +131,7 @@ def tables(found: Report) -> list[Table]:
 def seeds(found: Report) -> Table:
     """A row for every recipe that was trained from several seeds: the smallest and the largest
     accepted length of a seed, and the paired ratio of all seeds together."""
-    asked = sorted(
+    requested = sorted(
         {
             (temperature, shape)
             for scores in found["seeds"].values()
@@ -140,12 +140,12 @@ def seeds(found: Report) -> Table:
         }
     )
     columns = ["all seeds together"]
-    for temperature, shape in asked:
+    for temperature, shape in requested:
         columns += [f"{shape}, T = {temperature}", f"to {REFERENCE}"]
     rows = []
     for recipe, scores in found["seeds"].items():
         cells = [recipe]
-        for temperature, shape in asked:
+        for temperature, shape in requested:
             score = scores.get(temperature, {}).get(shape)
             if score is None:
                 cells += ["–", "–"]
@@ -212,13 +212,13 @@ def scores(found: Report, temperature: str) -> Table:
 def title(found: Report) -> str:
     """At which budget, what was asked, and what somebody noted beside it ("note")."""
     budget = max(head["flops"] for head in found["heads"].values())
-    asked = "; ".join(
+    requested = "; ".join(
         f"T = {temperature}: {each['num_prompts']} prompts × {each['max_new_tokens']} tokens, "
         f"batch {each['batch_size']}, {each['dtype']}"
         for temperature, each in found["asked"].items()
     )
-    told = f"{budget / 1e12:.0f} × 10¹² floating point operations of the draft each; {asked}"
-    return f"{told}. {found['note']}" if found.get("note") else told
+    message = f"{budget / 1e12:.0f} × 10¹² floating point operations of the draft each; {requested}"
+    return f"{message}. {found['note']}" if found.get("note") else message
 
 
 def _scaled(value: float | None, unit: float, digits: int) -> str:

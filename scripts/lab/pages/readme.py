@@ -154,7 +154,7 @@ def leaders() -> str:
     if not (RESULTS / "matched.json").exists():
         return ""
     report = read("matched")
-    told = []
+    message = []
     for shape in matched.SHAPES:
         scores = {
             name: head["scores"]["0"][shape]
@@ -165,10 +165,10 @@ def leaders() -> str:
         cell = f"`{best}@{shape}` ({scores[best]['accepted_length']['mean']:.2f} tokens a pass"
         if best != matched.REFERENCE:
             cell += f", {change(scores[best]['against'])} to `{matched.REFERENCE}`"
-        told.append(f"{cell})")
+        message.append(f"{cell})")
     return (
         f"Of {len(report['heads'])} heads with the same conversations and the same arithmetic "
-        f"{' and '.join(told)} are accepted most "
+        f"{' and '.join(message)} are accepted most "
         "([table](docs/results.md#all-heads-on-the-same-data-and-arithmetic))."
     )
 
@@ -186,11 +186,11 @@ def fitted() -> str:
         return ""
     reports.sort(key=lambda report: -report["budget"]["minutes"])
     reports = [*{report["settings"]["train"]: report for report in reports}.values()]
-    told = []
+    message = []
     for report in sorted(reports, key=lambda report: -report["gain"]["mean"]):
         before, after = (row["accepted_length"]["mean"] for row in report["later"]["drafters"][:2])
         gain = {key: 100 * (report["gain"][key] - 1) for key in ("mean", "low", "high")}
-        told.append(
+        message.append(
             f"{report['name']} {before:.2f} → {after:.2f}, {gain['mean']:+.0f} % "
             f"[{gain['low']:+.0f}, {gain['high']:+.0f}]"
         )
@@ -199,7 +199,7 @@ def fitted() -> str:
     return (
         f"`outrider fit`, {' or '.join(sorted(minutes))} minutes for each of {len(reports)} "
         f"made-up traffics: accepted length on {' or '.join(sorted(prompts))} later questions "
-        f"{'; '.join(told)}. What it does to other questions stands [beside it](docs/fit.md)."
+        f"{'; '.join(message)}. What it does to other questions stands [beside it](docs/fit.md)."
     )
 
 

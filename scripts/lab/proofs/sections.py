@@ -23,15 +23,20 @@ from scripts.common.memo import Memo
 from scripts.common.progress import OnProgress, named
 from scripts.lab.proofs.confident import ConfidentTable
 from scripts.proofs.controls.catalogue import controls, measured
-from scripts.proofs.engine_law import TableDrafter, counted_chain, engine_law, toy_model
+from scripts.proofs.engine_distribution import (
+    TableDrafter,
+    counted_chain,
+    engine_distribution,
+    toy_model,
+)
 from scripts.proofs.enumerator import SCHEMES, Case, enumerate_case
 
 BLOCK = 50  # cases between two saves
 
 
 def enumeration(count: int, seed: int, memo: Memo, on_progress: OnProgress) -> dict[str, Any]:
-    """Exact law of one verification on random worlds (up to 5 tokens, 8 nodes), every branch
-    walked, both rules.
+    """Exact distribution of one verification on random worlds (up to 5 tokens, 8 nodes),
+    every branch walked, both rules.
     """
 
     def block(number: int) -> list[dict[str, Any]]:
@@ -100,7 +105,7 @@ AT_A_PRICE = {
 
 
 def engine(memo: Memo, on_progress: OnProgress) -> dict[str, Any]:
-    """Exact law of the whole loop (prefill, drafting, verification, commit, stopping): two
+    """Exact distribution of the whole loop (prefill, drafting, verification, commit, stopping): two
     layers, fp64, 8 tokens.
     """
     toys: dict[str, tuple[Callable[[], Any], TreeShape | None]] = {
@@ -116,7 +121,7 @@ def engine(memo: Memo, on_progress: OnProgress) -> dict[str, Any]:
             for name, form in AT_A_PRICE.items()
         },
     }
-    laws = {
+    distributions = {
         "T=1": (Sampling(1.0), None),
         "T=0.8 top_p=0.9": (Sampling(0.8, top_p=0.9), None),
         "T=1 repetition_penalty=1.3": (Sampling(1.0, repetition_penalty=1.3), None),
@@ -125,12 +130,16 @@ def engine(memo: Memo, on_progress: OnProgress) -> dict[str, Any]:
     }
 
     def run(one: tuple[str, str, str]) -> dict[str, Any]:
-        toy, law, rule = one
-        (make, shape), (sampling, guidance) = toys[toy], laws[law]
-        found = engine_law(toy_model(), make(), [3, 1, 4], 3, sampling, rule, shape, guidance)
-        return {"drafter": toy, "law": law, "verify": rule, **asdict(found)}
+        toy, distribution, rule = one
+        (make, shape), (sampling, guidance) = toys[toy], distributions[distribution]
+        found = engine_distribution(
+            toy_model(), make(), [3, 1, 4], 3, sampling, rule, shape, guidance
+        )
+        return {"drafter": toy, "law": distribution, "verify": rule, **asdict(found)}
 
-    work = [(t, law, rule) for t in toys for law in laws for rule in RULES]
+    work = [
+        (t, distribution, rule) for t in toys for distribution in distributions for rule in RULES
+    ]
     rows = memo.each("engine", work, run, named(on_progress, "engine"))
     return {
         "max_error": max(r["error"] for r in rows),

@@ -18,7 +18,9 @@ from scripts.serving import card, gguf_export
 
 PROBABILISTIC, GREEDY = "probabilistic", "greedy"
 MODES = (PROBABILISTIC, GREEDY)  # how the draft is drawn
-DRAWN = ("small_lm",)  # drafters whose law llama.cpp samples; others take their best tokens
+DRAWN = (
+    "small_lm",
+)  # drafters whose distribution llama.cpp samples; others take their best tokens
 LLAMACPP, VLLM = "llamacpp", "vllm"
 # by engine: its name for people, its package's name in reports, the Python of its environment,
 # and the command that builds that
@@ -41,7 +43,7 @@ class Serving:
     exact: bool = True
 
 
-class Bench(Protocol):
+class EngineBench(Protocol):
     """An engine. version: of the server that ran last. headless: the drafters that need no
     folder."""
 
@@ -88,7 +90,8 @@ class LlamaCppBench:
         if mode != PROBABILISTIC or found.kind in DRAWN:
             return None
         return (
-            f"modes: {mode}; llama.cpp draws the tokens of a separate draft alone from its law, "
+            f"modes: {mode}; llama.cpp draws the tokens of a separate draft alone from its "
+            "distribution, "
             f"{found.spec} is {found.kind}: set modes=[{GREEDY}]"
         )
 
@@ -106,7 +109,7 @@ class LlamaCppBench:
     @contextlib.contextmanager
     def running(self, found: shared.Found, mode: str, name: str) -> Iterator[str]:
         how = self.how
-        settings = llamacpp_server.Settings(
+        settings = llamacpp_server.LlamaServerSettings(
             str(self.target),
             slots=how.slots,
             context=how.context,
@@ -160,7 +163,7 @@ class VllmBench:
         elif found.kind != NONE:
             head = load_head(found.folder, self.stage.target)
             speculative = card.vllm(head, self.export(found), how.draft_tokens)
-        settings = vllm_server.Settings(
+        settings = vllm_server.VllmServerSettings(
             identity.path if identity else "",
             speculative,
             how.slots,
@@ -173,7 +176,7 @@ class VllmBench:
             yield one.url
 
 
-BENCHES: dict[str, Callable[[shared.Stage, Path, Serving], Bench]] = {
+BENCHES: dict[str, Callable[[shared.Stage, Path, Serving], EngineBench]] = {
     LLAMACPP: LlamaCppBench,
     VLLM: VllmBench,
 }

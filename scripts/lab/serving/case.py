@@ -26,7 +26,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from heads.base import Batch, Head
 from heads.interop import detect, read_folder
-from heads.names import Draft
+from heads.names import DraftSpec
 from scripts.common import files
 from scripts.reports.table import Columns, Table, interval, number
 from scripts.serving.check import comparable
@@ -120,7 +120,7 @@ class Runs:
         head from others.
         """
         twin = comparable(head, torch.float32) if head.kind != "small_lm" else head
-        drafter = twin.drafter(self.target, Draft(shape="chain", depth=depth))
+        drafter = twin.drafter(self.target, DraftSpec(shape="chain", depth=depth))
         counted = [
             self.counted(g)
             for g in self._run(f"{name} K={depth}", drafter, self.limit + depth + 1, ())
@@ -132,11 +132,15 @@ class Runs:
         hits = counters["spec_decode_num_accepted_tokens_per_pos"]
         theirs = 1 + counters["spec_decode_num_accepted_tokens"] / drafts
         positions = [sum(c.accepted > d for c in cycles) for d in range(depth)]
-        laps, base = answer["laps"], plain["laps"]
+        timed_runs, base = answer["laps"], plain["laps"]
         (work, spent), (plain_work, plain_spent) = (
-            [[lap[i] for lap in rows] for i in (0, 1)] for rows in (laps, base)
+            [[timed_run[i] for timed_run in rows] for i in (0, 1)] for rows in (timed_runs, base)
         )
-        ratio = stats.ratio_of_rates(work, spent, plain_work, plain_spent).json() if laps else None
+        ratio = (
+            stats.ratio_of_rates(work, spent, plain_work, plain_spent).json()
+            if timed_runs
+            else None
+        )
         return {
             "same_tokens": self.same(answer["tokens"]),
             "accepted_length": {
@@ -146,7 +150,7 @@ class Runs:
             },
             "cycles": {"ours": len(cycles), "engine": int(drafts)},
             "accepted_by_position": {"ours": positions, "engine": [int(h) for h in hits]},
-            "tokens_per_second": rate(laps),
+            "tokens_per_second": rate(timed_runs),
             "speed_against_plain": ratio,
         }
 
@@ -159,9 +163,9 @@ class Runs:
         return [c for c in generation.cycles if c.start < min(stop, self.limit)]
 
 
-def rate(laps: Sequence[Sequence[float]]) -> float | None:
+def rate(timed_runs: Sequence[Sequence[float]]) -> float | None:
     """Tokens per second over timed answers [tokens, seconds]."""
-    return sum(n for n, _ in laps) / sum(s for _, s in laps) if laps else None
+    return sum(n for n, _ in timed_runs) / sum(s for _, s in timed_runs) if timed_runs else None
 
 
 def package(

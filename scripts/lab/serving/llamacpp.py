@@ -10,7 +10,7 @@ from conf.rules import Filled, OneOrMore, one_of
 from conf.schema import entry
 from heads import load_head
 from heads.interop import exported, gguf_write
-from heads.names import Draft
+from heads.names import DraftSpec
 from scripts.common import files
 from scripts.extra.llamacpp import server as server
 from scripts.lab.serving import llamacpp_cases, shared
@@ -20,7 +20,7 @@ MAKE = "make engines ONLY=llamacpp"
 
 
 @dataclass(frozen=True)
-class LlamaCppConfig(shared.Keys):
+class LlamaCppConfig(shared.EngineKeys):
     """Keys of scripts/lab/engines.py llamacpp."""
 
     out: str = "docs/results/engines-llamacpp.json"
@@ -51,7 +51,7 @@ def main(cfg: LlamaCppConfig) -> int:
     """Export, serve, compare, write."""
     python = shared.environment(cfg.engine, MAKE)
     stage = shared.Stage(cfg)
-    bench = llamacpp_cases.Bench(python, stage.work, stage.runs, cfg.max_new_tokens, cfg.traced)
+    bench = llamacpp_cases.CaseBench(python, stage.work, stage.runs, cfg.max_new_tokens, cfg.traced)
     heads = []
     for found in stage.drafters():
         name = f"{found.name}-{cfg.dtype}"
@@ -62,7 +62,7 @@ def main(cfg: LlamaCppConfig) -> int:
     for name in cfg.targets:
         file = target_file(stage, name)
         label = name if name in gguf_write.DTYPES else Path(name).name
-        settings = server.Settings(str(file), context=cfg.context, threads=cfg.threads)
+        settings = server.LlamaServerSettings(str(file), context=cfg.context, threads=cfg.threads)
         print(f"llama.cpp on the {label} target", flush=True)
         about = {"target": label, "target_sha256": files.sha256(file)}
         plain = llamacpp_cases.served(bench, f"plain-{label}", settings, about["target_sha256"])
@@ -81,7 +81,7 @@ def main(cfg: LlamaCppConfig) -> int:
             key = about["target_sha256"] + manifest["files"][gguf_export.DRAFT]["sha256"]
             answer = llamacpp_cases.served(bench, f"{found.name}-{label}", said, key)
             twin = gguf_export.rounded_head(head, cfg.dtype)
-            drafter = twin.drafter(stage.target, Draft(shape="chain"))
+            drafter = twin.drafter(stage.target, DraftSpec(shape="chain"))
             case = llamacpp_cases.case(bench, drafter, depth, answer, plain)
             cases.append(
                 {

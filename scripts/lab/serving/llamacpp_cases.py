@@ -28,14 +28,14 @@ from scripts.extra.llamacpp import server as llamacpp
 from scripts.lab.serving.case import Runs
 from scripts.reports.table import Table
 from scripts.serving import contract
-from scripts.serving.asking import Address, Ask, Door
+from scripts.serving.asking import Address, Endpoint, ServerRequest
 
 METHODS = {"eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK", "small_lm": "SIMPLE"}
 PATIENCE = 600.0  # seconds for one answer on a busy machine
 
 
 @dataclass(frozen=True)
-class Bench:
+class CaseBench:
     """What every case shares. python: of llama.cpp's environment. traced: prompts whose draft
     tokens are compared one by one."""
 
@@ -46,7 +46,7 @@ class Bench:
     traced: int
 
 
-class Recorder:
+class DraftRecorder:
     """A drafter that writes down what it proposes; one row at a time."""
 
     def __init__(self, drafter: Drafter) -> None:
@@ -64,7 +64,9 @@ class Recorder:
         return tree
 
 
-def served(bench: Bench, name: str, settings: llamacpp.Settings, key: str) -> dict[str, Any]:
+def served(
+    bench: CaseBench, name: str, settings: llamacpp.LlamaServerSettings, key: str
+) -> dict[str, Any]:
     """The server's answers to every prompt, from WORK when they were made before. key: what
     the files are, by hash.
 
@@ -85,12 +87,12 @@ def served(bench: Bench, name: str, settings: llamacpp.Settings, key: str) -> di
     return {**found, "place": place, "key": depends}
 
 
-async def _ask(bench: Bench, server: llamacpp.Running) -> tuple[list[Any], Any]:
+async def _ask(bench: CaseBench, server: llamacpp.Running) -> tuple[list[Any], Any]:
     replies = []
-    async with Door(Address(server.url, timeout=PATIENCE)) as door:
+    async with Endpoint(Address(server.url, timeout=PATIENCE)) as door:
         for prompt in bench.runs.prompts:
             start = server.log.stat().st_size
-            reply = await door.answer(list(prompt), Ask(bench.limit))
+            reply = await door.answer(list(prompt), ServerRequest(bench.limit))
             replies.append(
                 {
                     "tokens": reply.tokens,
@@ -102,12 +104,12 @@ async def _ask(bench: Bench, server: llamacpp.Running) -> tuple[list[Any], Any]:
         return replies, await door.counters()
 
 
-def plain_case(bench: Bench, answer: dict[str, Any]) -> dict[str, Any]:
+def plain_case(bench: CaseBench, answer: dict[str, Any]) -> dict[str, Any]:
     """The engine without a drafter, against ours."""
     return {"same_tokens": bench.runs.same(whole(bench, answer))}
 
 
-def whole(bench: Bench, answer: dict[str, Any]) -> list[list[int]]:
+def whole(bench: CaseBench, answer: dict[str, Any]) -> list[list[int]]:
     """The answers as ours are: the stop token stands in ours, and may not in theirs."""
     stops = set(bench.runs.target.eos_ids)
     out = []
@@ -120,7 +122,7 @@ def whole(bench: Bench, answer: dict[str, Any]) -> list[list[int]]:
 
 
 def case(
-    bench: Bench, drafter: Drafter, depth: int, answer: dict[str, Any], plain: dict[str, Any]
+    bench: CaseBench, drafter: Drafter, depth: int, answer: dict[str, Any], plain: dict[str, Any]
 ) -> dict[str, Any]:
     """The engine with a drafter: against plain decoding here, its own plain answers, and our
     chain of the same depth."""
@@ -168,7 +170,7 @@ def case(
     }
 
 
-def own_plain(bench: Bench, answer: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+def own_plain(bench: CaseBench, answer: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     """How many answers are those of the same server without a drafter, and where the others
     part: `gap` is the distance of both tokens in our float32 logits. Rows of other numbers of
     tokens are added up in another order, which decides where two tokens lie that near."""
@@ -189,7 +191,7 @@ def own_plain(bench: Bench, answer: dict[str, Any], plain: dict[str, Any]) -> di
 
 
 def ours(
-    bench: Bench, drafter: Drafter, requests: Sequence[Request], memo: Memo
+    bench: CaseBench, drafter: Drafter, requests: Sequence[Request], memo: Memo
 ) -> list[list[Cycle]]:
     """Our cycles that drafted, prompt by prompt, counted as llama.cpp does; beside the server's
     answers, and from there when they were counted before."""
@@ -227,7 +229,7 @@ def trace(
 ) -> dict[str, Any]:
     """Draft tokens of one answer compared one by one: how many are equal, and the first that
     differs, with its share among the ten best on both sides."""
-    recorder = Recorder(drafter)
+    recorder = DraftRecorder(drafter)
     generate(target, recorder, [request], Sampling())
     equal = total = 0
     first = None

@@ -1,6 +1,6 @@
 """`engines.py race`: our engine, transformers and real servers in one table, on the same prompts
 and in turns. llama.cpp (float16) and vLLM (bfloat16) run as they are fast by default, without a
-draft and with each of `drafters`; `lanes` are what scripts/evaluate.py scores beside them.
+draft and with each of `drafters`; `systems` are what scripts/evaluate.py scores beside them.
 
 A llama.cpp head must be one that llama.cpp knows (recipe eagle3_portable); what an engine cannot
 serve is named and left out there.
@@ -28,7 +28,7 @@ from scripts.scoring.names import wrong_drafter
 
 
 @dataclass(frozen=True)
-class RaceConfig(shared.Keys):
+class RaceConfig(shared.EngineKeys):
     """Keys of scripts/lab/engines.py race."""
 
     usual: ClassVar[tuple[str, ...]] = (NONE, "runs/eagle3_portable")
@@ -36,7 +36,7 @@ class RaceConfig(shared.Keys):
     # and the usual one, or the demo's
     drafters: list[str]
     # what scripts/evaluate.py scores beside the servers
-    lanes: list[str] = field(default_factory=lambda: ["none", "ngram", "hf_generate"])
+    systems: list[str] = field(default_factory=lambda: ["none", "ngram", "hf_generate"])
     # engines to start
     servers: Filled[Annotated[str, one_of(ENGINES)]] = field(default_factory=lambda: [*ENGINES])
     # folder of the report
@@ -60,7 +60,7 @@ class RaceConfig(shared.Keys):
 @entry("engines_race", RaceConfig)
 def main(cfg: RaceConfig) -> int:
     """Export, start every server, score all of them, stop them."""
-    raise_all([f"lanes: {line}" for name in cfg.lanes if (line := wrong_drafter(name))])
+    raise_all([f"systems: {line}" for name in cfg.systems if (line := wrong_drafter(name))])
     pythons = {
         name: shared.environment(cfg.engine or ENGINES[name][2], ENGINES[name][3])
         for name in cfg.servers
@@ -68,7 +68,7 @@ def main(cfg: RaceConfig) -> int:
     stage = shared.Stage(cfg)
     how = Serving(cfg.draft_tokens, cfg.batch_size, cfg.context, cfg.threads, exact=False)
     with ExitStack() as stack:
-        lanes = list(cfg.lanes)
+        systems = list(cfg.systems)
         for server in cfg.servers:
             label, *_ = ENGINES[server]
             bench = BENCHES[server](stage, pythons[server], how)
@@ -84,17 +84,17 @@ def main(cfg: RaceConfig) -> int:
                 except UserError as error:  # no export, or a server that does not come up
                     stage.missing.append({"drafter": found.spec, "reason": str(error)})
                     continue
-                lanes.append(f"{name}@{url}")
+                systems.append(f"{name}@{url}")
         # every engine looks for all drafters
         stage.missing = [one for i, one in enumerate(stage.missing) if one not in stage.missing[:i]]
-        if len(lanes) == len(cfg.lanes):
+        if len(systems) == len(cfg.systems):
             stage.end()
             raise UserError("drafters: no server was started; none of them can be served")
         torch.set_num_threads(cfg.threads)
-        asked = evaluate.EvaluateConfig(
+        requested = evaluate.EvaluateConfig(
             out=cfg.out,
             target=cfg.target,
-            drafters=lanes,
+            drafters=systems,
             prompts=cfg.prompts,
             num_prompts=cfg.num_prompts,
             max_new_tokens=cfg.max_new_tokens,
@@ -106,6 +106,6 @@ def main(cfg: RaceConfig) -> int:
         )
         out = Path(cfg.out)
         with files.sole_folder(out):
-            code = evaluate.evaluated(asked, out)
+            code = evaluate.evaluated(requested, out)
     ended = stage.end()  # names what is missing in any case
     return code or ended

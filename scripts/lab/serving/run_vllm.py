@@ -55,15 +55,15 @@ def main(job_path: str, answer_path: str) -> None:
         for m in engine.get_metrics()
         if "spec_decode" in m.name
     }
-    laps = []
+    timed_runs = []
     for prompt in prompts[: job["timed"]]:
         start = time.perf_counter()
         out = engine.generate([prompt], greedy, use_tqdm=False)
-        laps.append([len(out[0].outputs[0].token_ids), time.perf_counter() - start])
+        timed_runs.append([len(out[0].outputs[0].token_ids), time.perf_counter() - start])
     answer = {
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
         "counters": counters,
-        "laps": laps,
+        "laps": timed_runs,
         "versions": {
             "vllm": vllm.__version__,
             "torch": torch.__version__,

@@ -1,8 +1,8 @@
 """`engines.py sampled`: is an engine's sampled speculation lossless? Its server with a drafter,
 certified over HTTP against the same weights here. A draft takes the drafter's best tokens
-(`greedy`), or in llama.cpp draws them from its law (`probabilistic`: true rejection sampling,
-which this version has for a separate draft alone). `none` among the drafters is the control:
-the same server without a draft, asked the same, in the same run."""
+(`greedy`), or in llama.cpp draws them from its distribution (`probabilistic`: true rejection
+sampling, which this version has for a separate draft alone). `none` among the drafters is
+the control: the same server without a draft, asked the same, in the same run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from scripts.lab.serving.benches import (
     GREEDY,
     LLAMACPP,
     MODES,
-    Bench,
+    EngineBench,
     Serving,
     drafters,
 )
 from scripts.reports.table import Columns, Table, number
 from scripts.serving import server_certificate
 from scripts.serving.asking import Address
-from scripts.serving.drafter_laws import drafter_laws
+from scripts.serving.drafter_distributions import drafter_distributions
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledConfig(shared.Keys, SamplingKeys):
+class SampledConfig(shared.EngineKeys, SamplingKeys):
     """Keys of scripts/lab/engines.py sampled."""
 
     usual: ClassVar[tuple[str, ...]] = (NONE, "runs/eagle3_portable")
@@ -138,7 +138,7 @@ def tell(done: int, total: int, name: str = "", /) -> None:
 def certified(
     cfg: SampledConfig,
     stage: shared.Stage,
-    bench: Bench,
+    bench: EngineBench,
     found: shared.Found,
     mode: str,
 ) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def certified(
     how = cfg.how()
     towards = None
     if found.folder != Path():
-        towards = drafter_laws(str(found.folder), stage.target, cfg.sampling())
+        towards = drafter_distributions(str(found.folder), stage.target, cfg.sampling())
     name = "-".join(filter(None, ("sampled", found.name, mode)))
     depends = vars(how) | {"members": None, "detect": None}
     identity = stage.target.identity

@@ -32,7 +32,7 @@ SKIPPED = 3  # exit code: a drafter that was asked for is not there
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keys:
+class EngineKeys:
     """The keys that every engine's run has. usual: what is served where no drafter is named."""
 
     usual: ClassVar[tuple[str, ...]] = ("runs/eagle3_portable", "runs/draft")
@@ -59,7 +59,7 @@ class Keys:
     engine: str
 
 
-def served(cfg: Keys) -> list[str]:
+def served(cfg: EngineKeys) -> list[str]:
     """What cfg.drafters names, or the usual ones that are there: where one was never trained, the
     demo's head of that kind takes its place, or it is left out. Says on stderr which.
 
@@ -108,7 +108,7 @@ class Found:
 class Stage:
     """One run: the target, the prompts, our own answers, the drafters and what is missing."""
 
-    def __init__(self, cfg: Keys) -> None:
+    def __init__(self, cfg: EngineKeys) -> None:
         self.cfg = replace(cfg, drafters=served(cfg))
         self.work = Path(cfg.work).resolve()
         self.work.mkdir(parents=True, exist_ok=True)

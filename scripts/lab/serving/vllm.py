@@ -28,7 +28,7 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
-class EnginesConfig(shared.Keys):
+class EnginesConfig(shared.EngineKeys):
     """Keys of scripts/lab/engines.py."""
 
     usual: ClassVar[tuple[str, ...]] = (
@@ -78,7 +78,7 @@ def main(cfg: EnginesConfig) -> int:
             folder = stage.exported(name, found, format)
             depth = cfg.draft_tokens.get(name) or (exported(folder) or {})["draft_tokens"]
             head = load_head(found.folder, stage.target)
-            answer = answered(cfg, stage.work, name, asked(job, folder, head, depth, format))
+            answer = answered(cfg, stage.work, name, requested(job, folder, head, depth, format))
             case = stage.runs.case(head, found.card_sha256, depth, answer, plain)
             if format == "speculators":
                 case["package"] = engine_case.package(
@@ -99,7 +99,9 @@ def main(cfg: EnginesConfig) -> int:
     return stage.end()
 
 
-def asked(job: dict[str, Any], folder: Path, head: Head, depth: int, format: str) -> dict[str, Any]:
+def requested(
+    job: dict[str, Any], folder: Path, head: Head, depth: int, format: str
+) -> dict[str, Any]:
     """The plain job with a drafter. A folder of speculators is served as it is."""
     if format == "speculators":
         return {**job, "model": str(folder)}

@@ -16,7 +16,7 @@ LOOKS_BACK = 4  # words of n-grams, at most
 
 
 @dataclass(frozen=True)
-class Settings:
+class VllmServerSettings:
     """What a server runs. speculative: its speculative_config, None for plain decoding. slots:
     requests at a time. context: tokens of each. exact: float32 and eager; else bfloat16,
     compiled where it can be. Always without a prefix cache."""
@@ -40,7 +40,7 @@ def ngram(draft_tokens: int) -> dict[str, Any]:
 
 
 def running(
-    python: Path, settings: Settings, work: Path, name: str
+    python: Path, settings: VllmServerSettings, work: Path, name: str
 ) -> AbstractContextManager[Running]:
     """A server while the block runs. Raises UserError when it does not come up."""
     program = Program("vLLM", python, Path(__file__).with_name("run_vllm_server.py"), START)

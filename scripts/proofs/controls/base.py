@@ -31,4 +31,4 @@ def rule_named(name: str | Rule) -> Rule:
     if callable(name):
         return name
     assert name in RULES
-    return lambda tree, law, rng: verify(tree, law, rng, name)
+    return lambda tree, distribution, rng: verify(tree, distribution, rng, name)

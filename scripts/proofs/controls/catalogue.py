@@ -7,10 +7,10 @@ something.
 scripts/certify.py runs them on the user's machine; tests/scripts/test_negative_controls.py keeps
 them.
 
-Layers: "enumeration" (exact law of one verification), "engine enumeration" (exact law of the
-whole loop), "scripted uniforms" (what lives below the exact law: one number used twice, u = 0,
-a sum of 0), "acceptance floor" (what is lossless and worthless). The layers "greedy" and
-"sampling" run on the user's target: see live.py.
+Layers: "enumeration" (exact distribution of one verification), "engine enumeration" (exact
+distribution of the whole loop), "scripted uniforms" (what lives below the exact
+distribution: one number used twice, u = 0, a sum of 0), "acceptance floor" (what is lossless
+and worthless). The layers "greedy" and "sampling" run on the user's target: see live.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import numbers as number_controls
 from scripts.proofs.controls import rules as wrong_rules
 from scripts.proofs.controls.base import ONE, Control, Measure, Rule, rule_named
-from scripts.proofs.engine_law import TableDrafter, counted_chain, engine_law, toy_model
+from scripts.proofs.engine_distribution import (
+    TableDrafter,
+    counted_chain,
+    engine_distribution,
+    toy_model,
+)
 from scripts.proofs.enumerator import Case, Mangle, Verifier, enumerate_case
 
 EXACT, LOOP = 1e-9, 1e-9
@@ -63,33 +68,36 @@ def cases(
     return [Case(vocab, shape, scheme, sampling, logits(), logits()) for _ in range(count)]
 
 
-def law_error(worlds: Sequence[Case], rule: Verifier, mangle: Mangle | None = None) -> float:
+def distribution_error(
+    worlds: Sequence[Case], rule: Verifier, mangle: Mangle | None = None
+) -> float:
     """Largest error of any output's probability over the worlds."""
     return max(enumerate_case(case, rule, mangle).error for case in worlds)
 
 
 @dataclass(frozen=True)
-class Drafts:
-    """What is enumerated: trees of a shape, how their tokens are drawn, under which law."""
+class TreeCase:
+    """What is enumerated: trees of a shape, how their tokens are drawn, under which
+    distribution."""
 
     shape: TreeShape
     scheme: str
     sampling: Sampling = ONE
 
 
-CHAINS, WARM_CHAINS = Drafts(CHAIN, "iid"), Drafts(CHAIN, "iid", Sampling(0.6))
-CUT_CHAINS = Drafts(CHAIN, "iid", Sampling(1.0, top_p=0.8))
-GREEDY_CHAINS = Drafts(CHAIN, "top", Sampling(0.0))
-DISTINCT_STARS, DRAWN_STARS = Drafts(STAR, "without"), Drafts(STAR, "iid")
-TOP_STARS, TOP_BUSHES = Drafts(STAR, "top"), Drafts(BUSHY, "top")
-DRAWN_BUSHES = Drafts(BUSHY, "without")
-PAIRS, CUT_PAIRS = Drafts(PAIR, "iid"), Drafts(PAIR, "top", Sampling(1.0, top_p=0.8))
+CHAINS, WARM_CHAINS = TreeCase(CHAIN, "iid"), TreeCase(CHAIN, "iid", Sampling(0.6))
+CUT_CHAINS = TreeCase(CHAIN, "iid", Sampling(1.0, top_p=0.8))
+GREEDY_CHAINS = TreeCase(CHAIN, "top", Sampling(0.0))
+DISTINCT_STARS, DRAWN_STARS = TreeCase(STAR, "without"), TreeCase(STAR, "iid")
+TOP_STARS, TOP_BUSHES = TreeCase(STAR, "top"), TreeCase(BUSHY, "top")
+DRAWN_BUSHES = TreeCase(BUSHY, "without")
+PAIRS, CUT_PAIRS = TreeCase(PAIR, "iid"), TreeCase(PAIR, "top", Sampling(1.0, top_p=0.8))
 
 
 def _enumerated(
     name: str,
     seen: str,
-    drafts: Drafts,
+    drafts: TreeCase,
     rule: Rule | None = None,
     mangle: Mangle | None = None,
 ) -> Control:
@@ -100,8 +108,8 @@ def _enumerated(
         name,
         "enumeration",
         seen,
-        lambda: min(law_error(worlds, r, mangle) for r in ([rule] if rule else base)),
-        lambda: max(law_error(worlds, r) for r in base),
+        lambda: min(distribution_error(worlds, r, mangle) for r in ([rule] if rule else base)),
+        lambda: max(distribution_error(worlds, r) for r in base),
         EXACT,
     )
 
@@ -134,12 +142,17 @@ def _wrong_rules() -> list[Control]:
             TOP_STARS,
             r.rejected_token_stays,
         ),
-        one("bonus token from the un-warped law", "several engines", WARM_CHAINS, r.bonus_unwarped),
+        one(
+            "bonus token from the un-warped distribution",
+            "several engines",
+            WARM_CHAINS,
+            r.bonus_unwarped,
+        ),
         one("top-p applied again to the residual", "litgpt", CUT_CHAINS, r.top_p_twice),
         one("temperature applied twice", "mutation", WARM_CHAINS, r.temperature_twice),
         one("softmax acceptance at T = 0", "litgpt", GREEDY_CHAINS, r.softmax_acceptance),
         one("bonus token from the wrong node", "mutation", CHAINS, r.bonus_from_wrong_node),
-        one("law off by one row", "mutation", CHAINS, r.law_of_the_child),
+        one("distribution off by one row", "mutation", CHAINS, r.distribution_of_the_child),
         one("traversal with a stale residual", "vllm-ascend #7807", CHAINS, r.traversal_stale),
         one("traversal with the plain ratio", "vllm-ascend #7807", CHAINS, r.traversal_ratio),
     ]
@@ -149,12 +162,17 @@ def _wrong_drafts() -> list[Control]:
     """Drafts that are not what they say, under every rule."""
     d = wrong_drafters
 
-    def one(name: str, seen: str, drafts: Drafts, mangle: Mangle) -> Control:
+    def one(name: str, seen: str, drafts: TreeCase, mangle: Mangle) -> Control:
         return _enumerated(name, seen, drafts, mangle=mangle)
 
     return [
         one("warped draft scored un-warped", "several engines", CHAINS, d.scored_unwarped),
-        one("draft law rounded to bfloat16", "several engines", CHAINS, d.scored_in_bfloat16),
+        one(
+            "draft distribution rounded to bfloat16",
+            "several engines",
+            CHAINS,
+            d.scored_in_bfloat16,
+        ),
         one(
             "drawn without replacement, scored with",
             "SpecInfer on RSD trees",
@@ -189,7 +207,7 @@ def _wrong_drafts() -> list[Control]:
             "nodes of a drawn tree left out by their own q",
             "DSpark, appendix A",
             DRAWN_BUSHES,
-            d.drops_by_their_own_law,
+            d.drops_by_their_own_distribution,
         ),
     ]
 
@@ -243,11 +261,13 @@ def _loop() -> list[Control]:
         target = toy_model(vocab=4)
         target.probe()  # on the sound model: the probe would find the mistake by itself
         drafter = TableDrafter(shape, "without", 4)
-        return engine_law(change(target), drafter, [3, 1, 2], 4, ONE, "rejection", shape).error
+        return engine_distribution(
+            change(target), drafter, [3, 1, 2], 4, ONE, "rejection", shape
+        ).error
 
     def adaptive(wrap: Callable[[Drafter], Any]) -> float:
         drafter = wrap(counted_chain(3))  # below the rule: it sees the depth of each row
-        return engine_law(toy_model(vocab=3), drafter, [1, 2], 4, ONE, shape=CHAIN).error
+        return engine_distribution(toy_model(vocab=3), drafter, [1, 2], 4, ONE, shape=CHAIN).error
 
     def one(name: str, seen: str, wrong: Measure, right: Measure) -> Control:
         return Control(name, "engine enumeration", seen, wrong, right, LOOP)

@@ -25,7 +25,7 @@ from scripts.common.files import ROOT
 from scripts.common.memo import Memo
 from scripts.common.progress import named
 from scripts.proofs import pit
-from scripts.proofs.certificate import Plan, World, passes_layer
+from scripts.proofs.certificate import CertificatePlan, World, passes_layer
 from scripts.proofs.controls import drafters as wrong_drafters
 from scripts.proofs.controls import rules as wrong_rules
 from scripts.proofs.controls.catalogue import (
@@ -39,10 +39,11 @@ from scripts.proofs.greedy import greedy_layer
 from scripts.proofs.sampled import Sample, sampling_layer, texts_of
 
 CONTROL_P = 1e-6  # a control is stopped early once its p falls below
-# Below this temperature a law is nearly one-hot, and wrong code may emit it all but exactly (on
-# SmolLM2 at T = 0.2 typical acceptance passes 10,000 tokens with p = 0.03). Whatever FAINT tokens
-# do not reject there is tried at temperature 1: controls show that the layers see wrong code; how
-# small a bias they see in the run's own laws is what the power curve says.
+# Below this temperature a distribution is nearly one-hot, and wrong code may emit it all but
+# exactly (on SmolLM2 at T = 0.2 typical acceptance passes 10,000 tokens with p = 0.03).
+# Whatever FAINT tokens do not reject there is tried at temperature 1: controls show that the
+# layers see wrong code; how small a bias they see in the run's own distributions is what the
+# power curve says.
 COLD, FAINT = 0.5, 2000
 PASSES = 400  # tokens of the controls of the layer passes
 GREEDY_PROMPTS = 4  # wrong code differs at once, most times
@@ -55,7 +56,7 @@ def run(world: World) -> list[dict[str, Any]]:
     return [*_sampling(world), *_passes(world), *static, *_greedy(world)]
 
 
-def identity(target: Target, plan: Plan, processors: Any) -> dict[str, Any]:
+def identity(target: Target, plan: CertificatePlan, processors: Any) -> dict[str, Any]:
     """What the controls depend on. code: hash of the files under test and of the layers."""
     s, known = plan.sampling, target.identity
     return {
@@ -117,7 +118,7 @@ def borrow(path: str, wanted: dict[str, Any]) -> tuple[list[dict[str, Any]], dic
     }
 
 
-def counted(listed: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
+def counted(listed: Sequence[dict[str, Any]], plan: CertificatePlan) -> list[dict[str, Any]]:
     """Borrowed controls for a run of this plan: one counts as rejected only if it was on no more
     tokens than this run's, at this run's alpha."""
 
@@ -166,7 +167,7 @@ def _sampling(world: World) -> list[dict[str, Any]]:
     merges = wrong_rules.merges_neighbours(0.2)
     return [
         run("typical", "typical acceptance", helper, wrong_rules.typical_acceptance),
-        run("mislaid", "draft scored with the wrong law", mangled, plan.verify),
+        run("mislaid", "draft scored with the wrong distribution", mangled, plan.verify),
         run("merged", "every second token below 0.2 merged with its neighbour", helper, merges),
         run("uncut", "top-p ignored", helper, wrong_rules.ignores_truncation, cut),
     ]
@@ -177,7 +178,7 @@ def _p(sample: Sample) -> float:
 
 
 def _passes(world: World) -> list[dict[str, Any]]:
-    """Wrong masks and caches: the laws that verification used are not plain decoding's."""
+    """Wrong masks and caches: the distributions that verification used are not plain decoding's."""
     plan = world.plan
     if plan.sampling.greedy:
         return []

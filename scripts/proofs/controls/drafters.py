@@ -36,26 +36,32 @@ class Anticipating(Adaptive):
         return tree
 
 
-def _claimed(tree: DraftTree, law: Callable[[Tensor], Tensor]) -> DraftTree:
+def _claimed(tree: DraftTree, distribution: Callable[[Tensor], Tensor]) -> DraftTree:
     if tree.proposal is None:
         return tree
     return dataclasses.replace(
-        tree, proposal=dataclasses.replace(tree.proposal, law=law(tree.proposal.law))
+        tree,
+        proposal=dataclasses.replace(tree.proposal, probs=distribution(tree.proposal.probs)),
     )
 
 
 def scored_unwarped(tree: DraftTree) -> DraftTree:
-    """Drawn from a warped law (temperature 0.5), scored with the law before warping."""
-    return _claimed(tree, lambda law: law.sqrt() / law.sqrt().sum(-1, keepdim=True))
+    """Drawn from a warped distribution (temperature 0.5), scored with the distribution
+    before warping."""
+    return _claimed(
+        tree, lambda distribution: distribution.sqrt() / distribution.sqrt().sum(-1, keepdim=True)
+    )
 
 
 def scored_in_bfloat16(tree: DraftTree) -> DraftTree:
-    """Drawn from one law, scored with its bfloat16 rounding."""
-    return _claimed(tree, lambda law: law.to(torch.bfloat16).to(law.dtype))
+    """Drawn from one distribution, scored with its bfloat16 rounding."""
+    return _claimed(
+        tree, lambda distribution: distribution.to(torch.bfloat16).to(distribution.dtype)
+    )
 
 
 def without_scored_as_with(tree: DraftTree) -> DraftTree:
-    """Siblings drawn without replacement, scored with the unchanged law."""
+    """Siblings drawn without replacement, scored with the unchanged distribution."""
     assert tree.proposal is not None
     return dataclasses.replace(tree, proposal=dataclasses.replace(tree.proposal, replacement=True))
 
@@ -90,14 +96,14 @@ def _own_q(tree: DraftTree) -> Tensor:
     """q(x) of every node's own token, [B, N]."""
     assert tree.proposal is not None
     rows, n = tree.tokens.shape
-    law = tree.proposal.law.gather(
-        1, tree.proposal.row[:, :, None].expand(-1, -1, tree.proposal.law.shape[2])
+    distribution = tree.proposal.probs.gather(
+        1, tree.proposal.row[:, :, None].expand(-1, -1, tree.proposal.probs.shape[2])
     )
-    flat = tree.proposal.read(law.reshape(rows * n, -1), tree.tokens.reshape(-1, 1), 0)
+    flat = tree.proposal.read(distribution.reshape(rows * n, -1), tree.tokens.reshape(-1, 1), 0)
     return flat.reshape(rows, n)
 
 
-def drops_by_their_own_law(tree: DraftTree) -> DraftTree:
+def drops_by_their_own_distribution(tree: DraftTree) -> DraftTree:
     """Anticipates: a drawn node of a tree makes no room where its own path is unlikely, and
     with it goes what hangs below it and behind it."""
     if tree.proposal is None or tree.sampled is None or tree.width == 0:

@@ -1,5 +1,5 @@
-"""Negative controls below and beside the exact law: random numbers used wrongly, code that is
-lossless and worthless.
+"""Negative controls below and beside the exact distribution: random numbers used wrongly,
+code that is lossless and worthless.
 
 Scripted or recorded numbers stand in for the generator; an acceptance floor is what a sound
 loop keeps when the target drafts for itself.
@@ -17,13 +17,13 @@ from decode.drafters import Drafter, DraftModel, NoDraft
 from decode.engine import Request, generate
 from decode.inverse_cdf import inverse_cdf
 from decode.rng import ACCEPT, Rng
-from decode.sampling import Law, Sampling
+from decode.sampling import Distribution, Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import RULES
 from decode.wrapped import Wrapped
 from scripts.proofs.controls import rules as wrong_rules
 from scripts.proofs.controls.base import ONE, Control, Measure, Rule, rule_named
-from scripts.proofs.engine_law import TableDrafter, toy_model
+from scripts.proofs.engine_distribution import TableDrafter, toy_model
 
 FLOOR, COUNT = 0.01, 0.0
 
@@ -67,9 +67,9 @@ def repeated_numbers(rng: type[Rng]) -> float:
                     heard += u.flatten().tolist()
                     return u
 
-            asked = [Request([3, 1, 4], 12, id=i) for i in range(3)]
+            requested = [Request([3, 1, 4], 12, id=i) for i in range(3)]
             how: dict[str, Any] = {"verify": rule, "eos_ids": (), "coins": Recorder}
-            generate(target, drafter, asked, ONE, batch_size=2, **how)
+            generate(target, drafter, requested, ONE, batch_size=2, **how)
             count += len(heard) - len(set(heard))
     return float(count)
 
@@ -85,7 +85,7 @@ def _scripted(rng: type[Rng], value: float, rows: int) -> Rng:
 def impossible_tokens(rng: type[Rng]) -> float:
     """Tokens of probability 0 emitted where every number is 0: chains, siblings, both rules."""
     count = 0
-    # the draft's law; the target's has the other half
+    # the draft's distribution; the target's has the other half
     half = torch.tensor([0.5, 0.5, 0, 0], dtype=torch.float64)
     logits = torch.tensor([-torch.inf, -torch.inf, 0.0, 0.0], dtype=torch.float64)
     for shape in (TreeShape.chain(2), TreeShape.of([(0,), (1,)])):
@@ -93,8 +93,8 @@ def impossible_tokens(rng: type[Rng]) -> float:
         proposal = Proposal(half.expand(1, 1, 4), torch.zeros_like(tokens))
         tree = DraftTree.static(shape, tokens, None, torch.ones(1, n, dtype=torch.bool), proposal)
         for rule in RULES:
-            law = Law(ONE, logits.expand(1, n + 1, 4), tree)
-            verdict = RULES[rule](tree, law, _scripted(rng, 0.0, 1))
+            distribution = Distribution(ONE, logits.expand(1, n + 1, 4), tree)
+            verdict = RULES[rule](tree, distribution, _scripted(rng, 0.0, 1))
             count += int(verdict.length.sum()) + int((verdict.bonus < 2).sum())
     return float(count)
 
@@ -107,10 +107,13 @@ def empty_residuals(rules: Sequence[Rule], rows: int) -> float:
     generator = torch.Generator().manual_seed(3)
     for vocab in (2, 16):
         logits = torch.randn(rows, 1, vocab, generator=generator).expand(rows, 2, vocab)
-        law = logits[:, :1].softmax(-1)
-        token = law[:, 0].argmax(-1)
-        above = torch.nextafter(law.amax(-1, keepdim=True), torch.tensor(2.0))
-        nudged, row = law.scatter(2, token[:, None, None], above), torch.zeros_like(token[:, None])
+        distribution = logits[:, :1].softmax(-1)
+        token = distribution[:, 0].argmax(-1)
+        above = torch.nextafter(distribution.amax(-1, keepdim=True), torch.tensor(2.0))
+        nudged, row = (
+            distribution.scatter(2, token[:, None, None], above),
+            torch.zeros_like(token[:, None]),
+        )
         sampled = torch.ones_like(row, dtype=torch.bool)
         tree = DraftTree.chain(token[:, None], None, sampled, Proposal(nudged, row))
         for rule in rules:
@@ -118,16 +121,16 @@ def empty_residuals(rules: Sequence[Rule], rows: int) -> float:
             rng = _scripted(Rng, 1 - 2.0**-53, rows)
             draw = rng.draw
             rng.draw = lambda w, r, n, draw=draw, heard=heard: (heard.append(w), draw(w, r, n))[1]  # type: ignore
-            verdict = rule(tree, Law(ONE, logits, tree), rng)
+            verdict = rule(tree, Distribution(ONE, logits, tree), rng)
             for weights in heard:
                 bad += int((~weights.sum(-1).isfinite() | ~(weights.sum(-1) > 0)).sum())
-            law_there = logits[torch.arange(rows), verdict.length].softmax(-1)
-            bad += int((~(law_there.gather(1, verdict.bonus[:, None]) > 0)).sum())
+            distribution_there = logits[torch.arange(rows), verdict.length].softmax(-1)
+            bad += int((~(distribution_there.gather(1, verdict.bonus[:, None]) > 0)).sum())
     return float(bad)
 
 
 def below() -> list[Control]:
-    """What the exact law does not see: numbers used twice, u = 0, a sum of 0."""
+    """What the exact distribution does not see: numbers used twice, u = 0, a sum of 0."""
 
     def one(name: str, seen: str, wrong: Measure, right: Measure) -> Control:
         return Control(name, "scripted uniforms", seen, wrong, right, COUNT)
@@ -154,7 +157,7 @@ def below() -> list[Control]:
     ]
 
 
-# --- what no law can show
+# --- what no distribution can show
 
 
 class _Misinformed(Wrapped):

@@ -11,19 +11,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decode.sampling import Law
+from decode.sampling import Distribution
 from decode.tree import DraftTree
 from decode.verify import Coins, Verdict
 
-Rule = Callable[[DraftTree, Law, Coins], Verdict]
+Rule = Callable[[DraftTree, Distribution, Coins], Verdict]
 Path = tuple[list[int], int]  # accepted nodes, bonus token
 
 
-class Row:
-    """One row of a tree, its laws and coins. Slot 0 follows the last committed token."""
+class TreeRow:
+    """One row of a tree, its distributions and coins. Slot 0 follows the last committed token."""
 
-    def __init__(self, tree: DraftTree, law: Law, rng: Coins, row: int) -> None:
-        self.law, self.rng, self.size = law, rng, int(tree.size[row])
+    def __init__(self, tree: DraftTree, distribution: Distribution, rng: Coins, row: int) -> None:
+        self.distribution, self.rng, self.size = distribution, rng, int(tree.size[row])
         self.tokens: list[int] = tree.tokens[row].tolist()
         self.parents: list[int] = tree.parents[row].tolist()
         self.tree, self.row = tree, row
@@ -33,27 +33,28 @@ class Row:
         return [i for i in range(self.size) if self.parents[i] == slot - 1]
 
     def p(self, slot: int) -> Tensor:
-        """The target's law [V] float64 at a slot."""
-        support = self.law.at(self.index, torch.tensor([slot]))
-        return support.dense(self.law.vocab_size)[0].to(torch.float64)
+        """The target's distribution [V] float64 at a slot."""
+        support = self.distribution.at(self.index, torch.tensor([slot]))
+        return support.dense(self.distribution.vocab_size)[0].to(torch.float64)
 
     def raw(self, slot: int) -> Tensor:
         """softmax of the logits before any temperature or truncation, [V] float64."""
-        return self.law.logits[self.row, slot].to(torch.float64).softmax(-1)
+        return self.distribution.logits[self.row, slot].to(torch.float64).softmax(-1)
 
     def sampled(self, node: int) -> bool:
         return self.tree.sampled is not None and bool(self.tree.sampled[self.row, node])
 
     def q(self, node: int, before: list[int]) -> Tensor:
-        """The law [V] that `node` was drawn from, without the siblings that are removed."""
+        """The distribution [V] that `node` was drawn from, without the siblings that are
+        removed."""
         if not self.sampled(node):
             return torch.nn.functional.one_hot(
-                torch.tensor(self.tokens[node]), self.law.vocab_size
+                torch.tensor(self.tokens[node]), self.distribution.vocab_size
             ).double()
         proposal = self.tree.proposal
         assert proposal is not None
-        q = proposal.law[self.row, proposal.row[self.row, node]].to(torch.float64)[None]
-        q = proposal.read(q, None, self.law.vocab_size)[0].clone()
+        q = proposal.probs[self.row, proposal.row[self.row, node]].to(torch.float64)[None]
+        q = proposal.read(q, None, self.distribution.vocab_size)[0].clone()
         if not proposal.replacement:
             q[[self.tokens[i] for i in before]] = 0
         return q / q.sum()
@@ -66,15 +67,15 @@ class Row:
         return int(self.rng.draw(weights[None], self.index, torch.tensor([slot - 1])))
 
 
-def by_row(rule: Callable[[Row], Path]) -> Rule:
+def by_row(rule: Callable[[TreeRow], Path]) -> Rule:
     """A rule for one row becomes a rule for a tree."""
 
-    def verify(tree: DraftTree, law: Law, rng: Coins) -> Verdict:
+    def verify(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
         rows, levels = tree.tokens.shape[0], tree.layout.levels
         path = torch.full((rows, levels), -1, dtype=torch.int64)
         length, bonus = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
         for b in range(rows):
-            nodes, token = rule(Row(tree, law, rng, b))
+            nodes, token = rule(TreeRow(tree, distribution, rng, b))
             path[b, : len(nodes)] = torch.tensor(nodes, dtype=torch.int64)
             length[b], bonus[b] = len(nodes), token
         return Verdict(path, length, bonus)
@@ -89,12 +90,14 @@ def norm(weights: Tensor) -> Tensor:
 
 
 def descend(
-    row: Row,
-    p: Callable[[Row, int], Tensor] = Row.p,
-    update: Callable[[Tensor, Tensor, Row], Tensor] = lambda r, q, row: norm((r - q).clamp(min=0)),
-    final: Callable[[Row, int, Tensor, bool], Tensor] = lambda row, slot, r, rejected: r,
-    q_of: Callable[[Row, int, list[int]], Tensor] = Row.q,
-    end: Callable[[Row, Tensor, int], int] = Row.draw,  # type: ignore[assignment]
+    row: TreeRow,
+    p: Callable[[TreeRow, int], Tensor] = TreeRow.p,
+    update: Callable[[Tensor, Tensor, TreeRow], Tensor] = lambda r, q, row: norm(
+        (r - q).clamp(min=0)
+    ),
+    final: Callable[[TreeRow, int, Tensor, bool], Tensor] = lambda row, slot, r, rejected: r,
+    q_of: Callable[[TreeRow, int, list[int]], Tensor] = TreeRow.q,
+    end: Callable[[TreeRow, Tensor, int], int] = TreeRow.draw,  # type: ignore[assignment]
 ) -> Path:
     """Correct top-down rejection with places where one thing can be done wrongly."""
     slot = 0

@@ -2,9 +2,9 @@
 catch.
 
 They were all shipped or published somewhere; scripts/proofs/controls/catalogue.py says where
-and which layer catches each. A rule here has the same call as decode.verify's: rule(tree, law,
-rng) -> Verdict; it works row by row, for reading. Nothing outside the controls may import this
-file.
+and which layer catches each. A rule here has the same call as decode.verify's: rule(tree,
+distribution, rng) -> Verdict; it works row by row, for reading. Nothing outside the controls
+may import this file.
 
 Shape letters: B rows, N nodes, V vocabulary, Vd draft vocabulary.
 """
@@ -14,13 +14,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from decode.sampling import Sampling
-from scripts.proofs.controls.row_rules import Path, Row, Rule, by_row, descend, norm
+from scripts.proofs.controls.row_rules import Path, Rule, TreeRow, by_row, descend, norm
 
 __all__ = ["Rule", "by_row"]
 
 
 @by_row
-def typical_acceptance(row: Row) -> Path:
+def typical_acceptance(row: TreeRow) -> Path:
     """Medusa: keep x iff p(x) > min(0.09, 0.3 exp(-H(p))), take the longest kept path."""
 
     def kept(slot: int) -> list[list[int]]:
@@ -38,13 +38,13 @@ def typical_acceptance(row: Row) -> Path:
 
 
 @by_row
-def argmax_bonus(row: Row) -> Path:
+def argmax_bonus(row: TreeRow) -> Path:
     """Medusa's fast mode: the token that roots the next draft is the argmax, also at T > 0."""
     return descend(row, end=lambda r, weights, slot: int(weights.argmax()))
 
 
 @by_row
-def draws_per_path(row: Row) -> Path:
+def draws_per_path(row: TreeRow) -> Path:
     """Every root-to-leaf path has draws of its own, also where shared; the longest match wins."""
     leaves = [i for i in range(row.size) if not row.kids(i + 1)]
     best: list[int] = []
@@ -63,7 +63,7 @@ def draws_per_path(row: Row) -> Path:
 
 
 @by_row
-def best_of_chains(row: Row) -> Path:
+def best_of_chains(row: TreeRow) -> Path:
     """Several chains verified independently of one another; the longest wins."""
     found: list[Path] = []
     for start in row.kids(0) or [-1]:
@@ -86,14 +86,15 @@ def best_of_chains(row: Row) -> Path:
 
 
 @by_row
-def residual_unnormalised(row: Row) -> Path:
+def residual_unnormalised(row: TreeRow) -> Path:
     """After a rejected sibling the residual is used as it is, not divided by its sum."""
     return descend(row, update=lambda r, q, _: (r - q).clamp(min=0))
 
 
 @by_row
-def residual_stale(row: Row) -> Path:
-    """Every sibling is tested against the whole law; only the last draw uses a residual."""
+def residual_stale(row: TreeRow) -> Path:
+    """Every sibling is tested against the whole distribution; only the last draw uses a
+    residual."""
     return descend(
         row,
         update=lambda r, q, _: r,
@@ -104,28 +105,30 @@ def residual_stale(row: Row) -> Path:
 
 
 @by_row
-def rejected_token_stays(row: Row) -> Path:
-    """The token after a rejection is drawn from the whole law, the rejected token included."""
+def rejected_token_stays(row: TreeRow) -> Path:
+    """The token after a rejection is drawn from the whole distribution, the rejected token
+    included."""
     return descend(row, update=lambda r, q, _: r)
 
 
 @by_row
-def bonus_unwarped(row: Row) -> Path:
-    """The bonus token of a whole draft comes from the law before temperature and truncation."""
+def bonus_unwarped(row: TreeRow) -> Path:
+    """The bonus token of a whole draft comes from the distribution before temperature and
+    truncation."""
     return descend(
         row, final=lambda row, slot, r, rejected: r if rejected or not slot else row.raw(slot)
     )
 
 
 @by_row
-def top_p_twice(row: Row) -> Path:
+def top_p_twice(row: TreeRow) -> Path:
     """litgpt: the residual goes through the top-p filter once more."""
 
-    def cut(row: Row, slot: int, r: Tensor, rejected: bool) -> Tensor:
+    def cut(row: TreeRow, slot: int, r: Tensor, rejected: bool) -> Tensor:
         if not rejected or not r.sum() > 0:
             return r
         return (
-            Sampling(1.0, top_p=min(row.law.sampling.top_p, 0.8))
+            Sampling(1.0, top_p=min(row.distribution.sampling.top_p, 0.8))
             .support(r.log()[None])
             .dense(len(r))[0]
         )
@@ -134,17 +137,17 @@ def top_p_twice(row: Row) -> Path:
 
 
 @by_row
-def temperature_twice(row: Row) -> Path:
+def temperature_twice(row: TreeRow) -> Path:
     """The temperature is applied to logits that already had it."""
 
-    def again(row: Row, slot: int) -> Tensor:
-        return norm(row.p(slot) ** (1 / max(row.law.sampling.temperature, 1e-6)))
+    def again(row: TreeRow, slot: int) -> Tensor:
+        return norm(row.p(slot) ** (1 / max(row.distribution.sampling.temperature, 1e-6)))
 
     return descend(row, p=again)
 
 
 @by_row
-def softmax_acceptance(row: Row) -> Path:
+def softmax_acceptance(row: TreeRow) -> Path:
     """litgpt at T = 0: accepts the argmax with its softmax probability, else the next best."""
     slot = 0
     nodes: list[int] = []
@@ -163,23 +166,24 @@ def softmax_acceptance(row: Row) -> Path:
 
 
 @by_row
-def bonus_from_wrong_node(row: Row) -> Path:
-    """The bonus token is drawn from the law of the accepted node's parent: one row off."""
+def bonus_from_wrong_node(row: TreeRow) -> Path:
+    """The bonus token is drawn from the distribution of the accepted node's parent: one row off."""
 
-    def parent(row: Row, slot: int, r: Tensor, rejected: bool) -> Tensor:
+    def parent(row: TreeRow, slot: int, r: Tensor, rejected: bool) -> Tensor:
         return r if slot == 0 else row.p(row.parents[slot - 1] + 1)
 
     return descend(row, final=parent)
 
 
 @by_row
-def law_of_the_child(row: Row) -> Path:
-    """A candidate is tested against the law after itself instead of the law it competes in."""
+def distribution_of_the_child(row: TreeRow) -> Path:
+    """A candidate is tested against the distribution after itself instead of the
+    distribution it competes in."""
     return descend(row, p=lambda row, slot: row.p(min(slot + 1, row.size)))
 
 
 @by_row
-def residual_unguarded(row: Row) -> Path:
+def residual_unguarded(row: TreeRow) -> Path:
     """gpt-fast and others: the residual is divided by its sum, which may round to 0: NaN."""
     r = row.p(0)
     before: list[int] = []
@@ -192,7 +196,7 @@ def residual_unguarded(row: Row) -> Path:
     return [], row.draw(r, 0)
 
 
-def _traverse(row: Row, stale: bool = False, ratio_only: bool = False) -> Path:
+def _traverse(row: TreeRow, stale: bool = False, ratio_only: bool = False) -> Path:
     def visit(slot: int, w: float) -> tuple[list[int], int] | None:
         m = row.p(slot)
         before: list[int] = []
@@ -218,13 +222,13 @@ def _traverse(row: Row, stale: bool = False, ratio_only: bool = False) -> Path:
 
 
 @by_row
-def traversal_stale(row: Row) -> Path:
+def traversal_stale(row: TreeRow) -> Path:
     """vllm-ascend #7807: leaf-to-root acceptance, but the residual is never updated."""
     return _traverse(row, stale=True)
 
 
 @by_row
-def traversal_ratio(row: Row) -> Path:
+def traversal_ratio(row: TreeRow) -> Path:
     """vllm-ascend #7807 as well: a node is kept with its own ratio, not with S / (S + 1 - w)."""
     return _traverse(row, ratio_only=True)
 
@@ -233,7 +237,7 @@ def merges_neighbours(limit: float) -> Rule:
     """By probability every second token below `limit` hands its mass to the one before."""
 
     @by_row
-    def merged(row: Row) -> Path:
+    def merged(row: TreeRow) -> Path:
         mass, ids = row.p(0).sort(descending=True, stable=True)
         start = int((mass >= limit).sum())
         pairs = mass[start : start + (len(mass) - start) // 2 * 2].view(-1, 2)
@@ -245,13 +249,15 @@ def merges_neighbours(limit: float) -> Rule:
 
 
 @by_row
-def ignores_truncation(row: Row) -> Path:
-    """Draws from the law before top-k, top-p and min-p."""
-    law = (row.law.logits[row.row, 0].double() / row.law.sampling.temperature).softmax(-1)
-    return [], row.draw(law, 0)
+def ignores_truncation(row: TreeRow) -> Path:
+    """Draws from the distribution before top-k, top-p and min-p."""
+    distribution = (
+        row.distribution.logits[row.row, 0].double() / row.distribution.sampling.temperature
+    ).softmax(-1)
+    return [], row.draw(distribution, 0)
 
 
 @by_row
-def never_accepts(row: Row) -> Path:
+def never_accepts(row: TreeRow) -> Path:
     """Ignores the draft. Lossless, and worthless: only an acceptance floor can tell."""
     return [], row.draw(row.p(0), 0)

@@ -1,5 +1,5 @@
-"""The one law of the target that heads learn from: its value, where it teaches, and that every
-family uses it.
+"""The one distribution of the target that heads learn from: its value, where it teaches, and
+that every family uses it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from decode.target import Target
 from decode.tree import TreeShape
 from decode.verify import verify
 from heads import HEADS, vocab
+from heads.config import LossWeights, Mask
 from heads.eagle.config import EagleConfig
-from heads.losses import LossWeights, Mask, Taught, chunked_loss
+from heads.losses import Taught, chunked_loss
 from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, TuneConfig
-from heads.teacher import stored_law, target_law
+from heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from heads.teacher import stored_distribution, target_distribution
 from scripts.proofs.enumerator import Case, enumerate_case
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import chats, random_batch, run_config, tiny_target
@@ -34,7 +35,7 @@ SOFT = LossWeights(hard=0.0, soft=1.0)
 FAMILIES: dict[str, Any] = {
     "medusa": MedusaConfig(heads=2, draft_vocab=60, loss=SOFT),
     "medusa2": MedusaConfig(
-        kind="medusa2", heads=2, draft_vocab=60, loss=SOFT, tune=TuneConfig(rank=2)
+        kind="medusa2", heads=2, draft_vocab=60, loss=SOFT, tune=TargetLoraConfig(rank=2)
     ),
     "hydra_heads": HydraHeadsConfig(heads=2, draft_vocab=60, loss=SOFT),
     "eagle1": EagleConfig(kind="eagle1", draft_vocab=60, loss=SOFT),
@@ -49,7 +50,7 @@ def target() -> Target:
 
 
 def naive(target: Target, feats: torch.Tensor, tokens: torch.Tensor) -> dict[str, Any]:
-    """The law token by token, and by mask where it teaches."""
+    """The distribution token by token, and by mask where it teaches."""
     whole = torch.softmax(target.unembed(feats), -1)
     p = whole[:, IDS] / whole[:, IDS].sum(1, keepdim=True)
     inside = set(IDS.tolist())
@@ -63,7 +64,7 @@ def naive(target: Target, feats: torch.Tensor, tokens: torch.Tensor) -> dict[str
 
 
 @pytest.mark.parametrize("mask", get_args(Mask))
-def test_the_law_and_where_it_teaches(target: Target, mask: str) -> None:
+def test_the_distribution_and_where_it_teaches(target: Target, mask: str) -> None:
     torch.manual_seed(0)
     feats, source = (
         3 * torch.randn(40, target.hidden_size, dtype=torch.float64),
@@ -73,12 +74,14 @@ def test_the_law_and_where_it_teaches(target: Target, mask: str) -> None:
     want = naive(target, feats[source], tokens)
     place, weight = vocab.places(IDS, tokens), target.lm_head_weight
     rows = (weight if mask == "argmax" else weight[IDS], None)
-    p, own, usable = target_law(target, rows, feats, source, IDS, place, mask)(slice(3, 20))
+    p, own, usable = target_distribution(target, rows, feats, source, IDS, place, mask)(
+        slice(3, 20)
+    )
     torch.testing.assert_close(p, want["law"][3:20], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(own, want["own" if mask == "argmax" else "law"][3:20])
     assert torch.equal(usable, want[mask][3:20])
     whole = torch.softmax(target.unembed(feats), -1).topk(260, -1)
-    stored = stored_law((whole.indices, whole.values), source, IDS, 260, place, mask)
+    stored = stored_distribution((whole.indices, whole.values), source, IDS, 260, place, mask)
     p, own, usable = stored(slice(3, 20))
     torch.testing.assert_close(p, want["law"][3:20], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(own, want["own"][3:20], rtol=1e-10, atol=1e-12)
@@ -89,8 +92,9 @@ def test_the_law_and_where_it_teaches(target: Target, mask: str) -> None:
 @pytest.mark.parametrize("size", [1, 9, 61])
 @pytest.mark.parametrize("terms", [LossWeights(0, tv=1.0), LossWeights(0, lk=1.0)], ids=str)
 def test_the_rate_is_what_the_verifier_accepts(terms: LossWeights, size: int, top_k: int) -> None:
-    """Of a token drawn from the head's law, with the target's law over the whole vocabulary: every
-    branch of the verifier counted. With top_k the target's other tokens are left out of it."""
+    """Of a token drawn from the head's distribution, with the target's distribution over the
+    whole vocabulary: every branch of the verifier counted. With top_k the target's other
+    tokens are left out of it."""
     target = Target(build("llama", dtype=torch.float64))
     counts = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1)) + 1
     cfg = EagleConfig(kind="eagle3", draft_vocab=size % VOCAB, loss=terms, mask_token=-1)
@@ -100,17 +104,19 @@ def test_the_rate_is_what_the_verifier_accepts(terms: LossWeights, size: int, to
     hidden = torch.randn(1, 3, 5, generator=g, dtype=torch.float64)
     weight, source = torch.randn(size, 5, generator=g, dtype=torch.float64), torch.arange(3)
     place = torch.zeros(3, dtype=torch.int64)
-    known = head.law_rows(target), feats, source, head.ids(), place, "all"
-    law = target_law(target, *known, top_k)
+    known = head.probs_rows(target), feats, source, head.ids(), place, "all"
+    distribution = target_distribution(target, *known, top_k)
     whole = torch.ones(1, 3, dtype=torch.bool)
-    taught = Taught(place, whole, terms, torch.ones(1, dtype=torch.float64), law)
+    taught = Taught(place, whole, terms, torch.ones(1, dtype=torch.float64), distribution)
     total, rows = chunked_loss(hidden, weight, taught)
 
     logits = target.unembed(feats)
     if not top_k:
         found = logits.softmax(-1).topk(VOCAB, -1)
-        stored = stored_law((found.indices, found.values), source, head.ids(), VOCAB, place, "all")
-        _, same = chunked_loss(hidden, weight, replace(taught, law=stored))
+        stored = stored_distribution(
+            (found.indices, found.values), source, head.ids(), VOCAB, place, "all"
+        )
+        _, same = chunked_loss(hidden, weight, replace(taught, distribution=stored))
         torch.testing.assert_close(same.rate, rows.rate, rtol=1e-12, atol=1e-14)
     wanted = []
     for j in range(3):
@@ -136,13 +142,13 @@ def test_every_family_is_taught_at_the_same_tokens(kind: str) -> None:
     """
     batch = random_batch(4, 20)
     seen, counts = batch.loss_mask & batch.mask, torch.arange(260) % 97
-    told = {}
+    message = {}
     for mask in get_args(Mask):
         torch.manual_seed(0)
         target = tiny_target(dtype="float64")
         cfg = replace(FAMILIES[kind], loss=replace(SOFT, mask=mask))
         head = HEADS[kind].for_target(target, cfg, counts).double()
-        told[mask] = int(head(batch, target).stats["loss_0"][1])
+        message[mask] = int(head(batch, target).stats["loss_0"][1])
         inside = vocab.to_t2d(head.ids(), 260)
         feats = target.features(batch.ids, batch.mask, (target.num_layers,))[:, :, 0]
         best = torch.softmax(target.unembed(feats), -1).argmax(-1)
@@ -151,11 +157,11 @@ def test_every_family_is_taught_at_the_same_tokens(kind: str) -> None:
             "argmax": torch.cat([inside[best[:, :1]], inside[best[:, :-1]]], 1),
             "all": torch.ones_like(seen),
         }[mask]
-        assert told[mask] == int((seen & teaches).sum())
-    assert len(set(told.values())) == 3, told
+        assert message[mask] == int((seen & teaches).sum())
+    assert len(set(message.values())) == 3, message
 
 
-def test_an_unknown_mask_is_told() -> None:
+def test_an_unknown_mask_is_message() -> None:
     assert faults(LossWeights(mask="some")) == [
         "mask: 'some' is none of token, argmax, all; choose one"
     ]
@@ -193,9 +199,9 @@ def test_a_run_of_parallel_heads_begun_with_the_other_mask_is_not_mixed() -> Non
     default = {"head.loss.mask": "token"}
     with pytest.raises(
         UserError, match="head.loss.mask: argmax in the checkpoint, token now"
-    ) as told:
+    ) as message:
         check_meaning(saved, now, "runs/x", default)  # type: ignore[arg-type]
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(message.value)
     same = (
         {"head.loss.mask": "argmax"},
         {"head.loss.soft": 0.0},

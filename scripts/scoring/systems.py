@@ -12,63 +12,67 @@ from typing import Any
 from conf.errors import UserError
 from decode.draft_model import DraftModel
 from decode.drafters import Drafter
-from decode.engine import Request, Run, generate
+from decode.engine import DecodedRun, Request, generate
 from decode.target import Target
 from heads import drafter_folders, head_class, head_folder, kinds, resolve_drafter
 from heads.checkpoint import read_card, trained_for
-from heads.names import Draft, parse
+from heads.names import DraftSpec, parse
 from scripts.common.clock import clock
 from scripts.scoring import names
 from scripts.scoring.assisted import Assisted, assistants
-from scripts.scoring.contest import Lane, Settings
+from scripts.scoring.contest import ContestSettings, System
 from scripts.scoring.memory import own_elements
 from scripts.scoring.reference import hf_generate
-from scripts.scoring.served import Served
+from scripts.scoring.served import ServedSystem
 
 Skipped = dict[str, str]
 
 
-def lanes_of(
+def systems_of(
     specs: Sequence[str], target: Target, fresh: Callable[[], Target] | None = None
-) -> tuple[list[Lane], list[Skipped]]:
+) -> tuple[list[System], list[Skipped]]:
     """(rows that load, [{name, reason}] of those that do not). `none` is put in front when it
     is not listed.
 
     fresh: loads the target once more, for heads that were trained with it (Medusa-2): each of
     those gets a target and a `none` of its own. Without it they tune `target` itself.
     """
-    lanes: list[Lane] = []
+    systems: list[System] = []
     skipped: list[Skipped] = []
     tuned: dict[str, tuple[str, Target]] = {}
     for spec in [*([] if "none" in specs else ["none"]), *specs]:
         try:
-            found = _lanes(spec, target, fresh, tuned)
+            found = _systems(spec, target, fresh, tuned)
         except UserError as error:
             skipped.append({"name": spec, "reason": str(error)})
             continue
-        for lane in found:
-            taken = {other.name for other in lanes}
-            if lane.name in taken:
-                if lane.name == lane.base:
+        for system in found:
+            taken = {other.name for other in systems}
+            if system.name in taken:
+                if system.name == system.base:
                     continue  # the group's plain decoding is there
-                lane.name = next(n for i in range(2, 99) if (n := f"{lane.name} #{i}") not in taken)
-            lanes.append(lane)
-    for lane, short in zip(lanes, names.labels([lane.name for lane in lanes]), strict=True):
-        lane.label = short
-    return lanes, skipped
+                system.name = next(
+                    n for i in range(2, 99) if (n := f"{system.name} #{i}") not in taken
+                )
+            systems.append(system)
+    for system, short in zip(
+        systems, names.labels([system.name for system in systems]), strict=True
+    ):
+        system.label = short
+    return systems, skipped
 
 
-def _lanes(
+def _systems(
     spec: str,
     target: Target,
     fresh: Callable[[], Target] | None,
     tuned: dict[str, tuple[str, Target]],
-) -> list[Lane]:
+) -> list[System]:
     if wrong := names.wrong_drafter(spec):
         raise UserError(f"drafters: {wrong}")
     if spec == names.GENERATE:
 
-        def run(requests: Sequence[Request], s: Settings) -> Run:
+        def run(requests: Sequence[Request], s: ContestSettings) -> DecodedRun:
             return hf_generate(target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed)
 
         return [_reference(spec, run)]
@@ -77,9 +81,9 @@ def _lanes(
     if spec.startswith(f"{names.ASSISTED}@"):
         return _with_assistant(spec, target)
     if (server := names.SERVER.fullmatch(spec)) is not None:
-        return [_server(spec, Served(target, *server.groups()))]
-    asked = parse(spec)
-    cards = [_card(part) for part in asked.each]
+        return [_server(spec, ServedSystem(target, *server.groups()))]
+    requested = parse(spec)
+    cards = [_card(part) for part in requested.each]
     group, mine = "", target
     shas = [_tuned_by(card) if fresh is not None else "" for card in cards]
     sha = max(shas)
@@ -89,23 +93,23 @@ def _lanes(
             resolve_drafter(spec, copy)  # merges its adapter; raises before the group exists
             tuned[sha] = (copy.identity.name if copy.identity else copy.tuning, copy)
         group, mine = tuned[sha]
-    lane = drafting(spec, resolve_drafter(spec, mine), mine)
-    lane.draft, lane.files = asked, _files(asked)
-    if not asked.parts:
-        lane.facts |= training(cards[0])
+    system = drafting(spec, resolve_drafter(spec, mine), mine)
+    system.draft, system.files = requested, _files(requested)
+    if not requested.parts:
+        system.facts |= training(cards[0])
     others = [] if group else [other for card in cards if (other := trained_for(card, mine))]
-    lane.facts |= {"trained_for": ", ".join(others)} if others else {}
+    system.facts |= {"trained_for": ", ".join(others)} if others else {}
     if not group:
-        return [lane]
-    base = f"none ({names.label(asked.each[shas.index(sha)].source)})"
+        return [system]
+    base = f"none ({names.label(requested.each[shas.index(sha)].source)})"
     plain = drafting("none", resolve_drafter("none", mine), mine)
     plain.name = plain.label = base
-    for one in (plain, lane):
+    for one in (plain, system):
         one.group, one.base = group, base
-    return [plain, lane]
+    return [plain, system]
 
 
-def _with_assistant(spec: str, target: Target) -> list[Lane]:
+def _with_assistant(spec: str, target: Target) -> list[System]:
     """transformers' loops with a separate draft model. Raises UserError for anything else."""
     given = parse(spec.removeprefix(f"{names.ASSISTED}@"))
     if given.parts:
@@ -120,17 +124,17 @@ def _with_assistant(spec: str, target: Target) -> list[Lane]:
     draft = resolve_drafter(f"{assistant}@chain", target)
     assert isinstance(draft, DraftModel), "all other kinds have been refused"
     found = _assisted(spec, target, draft)
-    for lane in found:
-        lane.files = _files(given)
+    for system in found:
+        system.files = _files(given)
     return found
 
 
-def drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
+def drafting(spec: str, drafter: Drafter, target: Target) -> System:
     """The row of a drafter under the name `spec`."""
     nodes, depth = drafter.max_nodes, drafter.max_depth
     elements, size = own_elements(drafter, target)
 
-    def run(requests: Sequence[Request], s: Settings) -> Run:
+    def run(requests: Sequence[Request], s: ContestSettings) -> DecodedRun:
         return generate(
             target,
             drafter,
@@ -142,7 +146,7 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
             clock=clock(target.device) if s.wait else time.perf_counter,
         )
 
-    return Lane(
+    return System(
         spec,
         spec,
         getattr(drafter, "kind", spec),
@@ -159,33 +163,35 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> Lane:
     )
 
 
-def _assisted(spec: str, target: Target, draft: DraftModel | None) -> list[Lane]:
-    def of(reference: Assisted) -> Callable[[Sequence[Request], Settings], Run]:
+def _assisted(spec: str, target: Target, draft: DraftModel | None) -> list[System]:
+    def of(reference: Assisted) -> Callable[[Sequence[Request], ContestSettings], DecodedRun]:
         return lambda requests, s: reference(requests, s.sampling, s.seed)
 
     return [_reference(name, of(one), k) for name, one, k in assistants(spec, target, draft)]
 
 
-def _reference(name: str, run: Callable[[Sequence[Request], Settings], Run], k: int = 0) -> Lane:
+def _reference(
+    name: str, run: Callable[[Sequence[Request], ContestSettings], DecodedRun], k: int = 0
+) -> System:
     # nodes 0: its cycles are read off from outside, so it stands in no comparison of drafters
-    return Lane(name, name, "reference", "none", k, 0, run)
+    return System(name, name, "reference", "none", k, 0, run)
 
 
-def _server(spec: str, served: Served) -> Lane:
+def _server(spec: str, served: ServedSystem) -> System:
     """The row of a running server. Raises UserError where none answers."""
     served.check()
 
-    def run(requests: Sequence[Request], s: Settings) -> Run:
+    def run(requests: Sequence[Request], s: ContestSettings) -> DecodedRun:
         found = served(requests, s.sampling, s.seed)
-        lane.facts["tells"] = served.tells
+        system.facts["tells"] = served.tells
         return found
 
-    lane = _reference(spec, run)
-    lane.facts |= {"totals_alone": True, "tells": True}  # of what it accepted
-    return lane
+    system = _reference(spec, run)
+    system.facts |= {"totals_alone": True, "tells": True}  # of what it accepted
+    return system
 
 
-def _card(draft: Draft) -> dict[str, Any] | None:
+def _card(draft: DraftSpec) -> dict[str, Any] | None:
     """The card of the head that `draft` asks for; None where it asks for no head. Raises
     UserError when damaged.
     """
@@ -193,7 +199,7 @@ def _card(draft: Draft) -> dict[str, Any] | None:
     return None if folder is None else read_card(folder)
 
 
-def _files(draft: Draft) -> list[list[Any]]:
+def _files(draft: DraftSpec) -> list[list[Any]]:
     """Name, bytes and time of the files that `draft` is loaded from."""
     stats = (
         (path, path.stat())

@@ -1,10 +1,10 @@
-"""The exact output law of the whole decode loop on a toy model: every branch of drafting,
+"""The exact output distribution of the whole decode loop on a toy model: every branch of drafting,
 verification, stopping.
 
 All branches of one round run as one batch of requests; a request's id is the number of its
 branch. Where a script does not say how a random choice went, the first possible outcome is
-taken and the others join the next round. The law that comes out is compared with the product
-of independent plain passes, one sequence at a time.
+taken and the others join the next round. The distribution that comes out is compared with
+the product of independent plain passes, one sequence at a time.
 
 Shape letters: B live rows, V vocabulary, S outcomes of one choice.
 """
@@ -25,7 +25,7 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree, TreeShape
 from decode.wrapped import Wrapped
-from scripts.proofs.enumerator import Choices, Drafted, largest_difference, naive_law
+from scripts.proofs.enumerator import Choices, Drafted, largest_difference, naive_distribution
 
 Address = tuple[int, str, int, int]  # cycle, purpose, node, how often it was asked before
 CHUNK = 512  # branches in one batch
@@ -36,19 +36,19 @@ class _Cycle(Choices):
 
     def __init__(self, walk: _Walk, branches: list[int], cycles: list[int]) -> None:
         self.walk, self.branches, self.cycles = walk, branches, cycles
-        self.asked: dict[tuple[int, str, int], int] = {}
+        self.requested: dict[tuple[int, str, int], int] = {}
         # draft levels that matter, per row; deeper draws are padding
         self.levels: list[int] | None = None
 
-    def choose(self, purpose: str, law: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        law = law.to(torch.float64)
-        law = law / law.sum(-1, keepdim=True)
+    def choose(self, purpose: str, distribution: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        distribution = distribution.to(torch.float64)
+        distribution = distribution / distribution.sum(-1, keepdim=True)
         out = []
-        for p, row, number in zip(law, rows.tolist(), node.tolist(), strict=True):
+        for p, row, number in zip(distribution, rows.tolist(), node.tolist(), strict=True):
             options = p.nonzero()[:, 0].tolist()
             key = (row, purpose, number)
-            again = self.asked.get(key, 0)
-            self.asked[key] = again + 1
+            again = self.requested.get(key, 0)
+            self.requested[key] = again + 1
             padding = purpose == "draft" and self.levels is not None and number >= self.levels[row]
             if len(options) <= 1 or padding:
                 out.append(options[0] if options else 0)
@@ -80,7 +80,7 @@ class _Walk:
         return pick
 
 
-class Counted(Wrapped):
+class PaddingAwareDrafter(Wrapped):
     """A drafter that tells the coins which of its draws are padding (levels beyond a row's
     budget). What lowers budgets goes around it."""
 
@@ -94,7 +94,7 @@ class Counted(Wrapped):
         return self.inner.propose(budget, sampling, rng)
 
 
-class Table:
+class ProbabilityTable:
     """A drafter without a model, below the last committed token of each row: `table` [V, V] holds
     random logits of the next token given its parent. See decode.drafters.Drafter."""
 
@@ -118,8 +118,8 @@ class Table:
         self.last = self.last[rows]
 
 
-class TableDrafter(Table):
-    """A static tree drawn from the laws of a table. scheme: see enumerator.Case."""
+class TableDrafter(ProbabilityTable):
+    """A static tree drawn from the distributions of a table. scheme: see enumerator.Case."""
 
     def __init__(self, shape: TreeShape, scheme: str, vocab: int, seed: int = 0) -> None:
         super().__init__(vocab, seed)
@@ -135,7 +135,7 @@ class TableDrafter(Table):
 def counted_chain(vocab: int) -> Drafter:
     """A drawn chain of two tokens, counted below whatever shortens it."""
     shape = TreeShape.chain(2)
-    return Counted(TableDrafter(shape, "iid", vocab), shape)  # type: ignore[return-value]
+    return PaddingAwareDrafter(TableDrafter(shape, "iid", vocab), shape)  # type: ignore[return-value]
 
 
 def toy_model(
@@ -162,7 +162,7 @@ def toy_model(
 
 
 @dataclass
-class EngineLaw:
+class EngineDistribution:
     """error: of any output's probability. outputs: with mass. branches: runs of the loop."""
 
     error: float
@@ -170,7 +170,7 @@ class EngineLaw:
     branches: int
 
 
-def engine_law(
+def engine_distribution(
     target: Target,
     drafter: Drafter,
     prompt: list[int],
@@ -179,9 +179,10 @@ def engine_law(
     verify: str | Rule = "traversal",
     shape: TreeShape | None = None,
     guidance: float | None = None,
-) -> EngineLaw:
-    """Exact law of `length` tokens against plain passes. shape: the tree when not a chain."""
-    law: dict[tuple[int, ...], float] = {}
+) -> EngineDistribution:
+    """Exact distribution of `length` tokens against plain passes. shape: the tree when not a
+    chain."""
+    distribution: dict[tuple[int, ...], float] = {}
     todo: list[dict[Address, int]] = [{}]
     branches = 0
     while todo:
@@ -189,25 +190,27 @@ def engine_law(
         walk = _Walk(scripts)
         requests = [Request(prompt, length, id=i) for i in range(len(scripts))]
         how: dict[str, Any] = {"verify": verify, "guidance": guidance, "coins": walk.coins}
-        counted = Counted(drafter, shape)
+        counted = PaddingAwareDrafter(drafter, shape)
         run = generate(target, counted, requests, sampling, batch_size=len(scripts), **how)
         for out, weight in zip(run.generations, walk.weight, strict=True):
-            law[tuple(out.token_ids)] = law.get(tuple(out.token_ids), 0.0) + weight
+            distribution[tuple(out.token_ids)] = (
+                distribution.get(tuple(out.token_ids), 0.0) + weight
+            )
         todo += walk.new
         branches += len(scripts)
-    truth = plain_law(target, prompt, length, sampling, guidance)
-    return EngineLaw(largest_difference(law, truth), len(law), branches)
+    truth = plain_distribution(target, prompt, length, sampling, guidance)
+    return EngineDistribution(largest_difference(distribution, truth), len(distribution), branches)
 
 
 @torch.no_grad()
-def plain_law(
+def plain_distribution(
     target: Target,
     prompt: list[int],
     length: int,
     sampling: Sampling,
     guidance: float | None = None,
 ) -> dict[tuple[int, ...], float]:
-    """The target's own law of up to `length` tokens (a stop token ends them), by one plain
+    """The target's own distribution of up to `length` tokens (a stop token ends them), by one plain
     pass per prefix, two with guidance: the second one sees the prompt's last token and what
     follows it."""
     done: dict[tuple[int, ...], float] = {}
@@ -225,8 +228,8 @@ def plain_law(
             penalty = sampling.repetition_penalty
             own = float(logits[token])
             logits[token] = own * penalty if own < 0 else own / penalty
-        law = naive_law(logits, sampling).tolist()
-        todo += [((*prefix, x), mass * p) for x, p in enumerate(law) if p]
+        distribution = naive_distribution(logits, sampling).tolist()
+        todo += [((*prefix, x), mass * p) for x, p in enumerate(distribution) if p]
     return done
 
 

@@ -16,7 +16,7 @@ from conf.jsonl import HALF, is_whole, parse_line
 from conf.typed import nearest
 from decode.sampling import Sampling
 from scripts.common.prompts import chat_ids
-from scripts.serve_http.worker import Ask
+from scripts.serve_http.worker import CompletionRequest
 
 MOST_TOP = 20  # tokens told beside the chosen one
 MOST_STOPS, LONGEST_STOP = 4, 1000
@@ -40,7 +40,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Refused(Exception):
+class BadRequest(Exception):
     """A request that is not answered. param: the key at fault. code: OpenAI's short name of the
     reason."""
 
@@ -65,11 +65,11 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ApiRequest:
     """A request. ids: the answer's token ids are told. tokens: each token's text is told, and
     whether it was drafted."""
 
-    ask: Ask
+    ask: CompletionRequest
     chat: bool
     stream: bool
     usage: bool
@@ -84,9 +84,9 @@ class Body:
         try:
             found = parse_line(raw)
         except ValueError as error:
-            raise Refused(f"body: {error}; send one JSON object") from None
+            raise BadRequest(f"body: {error}; send one JSON object") from None
         if not isinstance(found, dict):
-            raise Refused(f"body: a {type(found).__name__}; send one JSON object")
+            raise BadRequest(f"body: a {type(found).__name__}; send one JSON object")
         self._left: dict[str, Any] = found
         self._known: list[str] = []
 
@@ -103,9 +103,9 @@ class Body:
         number = not isinstance(value, bool) and isinstance(value, int | float)
         # An int may be too large for a float, so it is compared before it is turned into one.
         if not number or not (math.isfinite(value) if isinstance(value, float) else True):
-            raise Refused(f"{key}: {_short(value)} is no number; give one", key)
+            raise BadRequest(f"{key}: {_short(value)} is no number; give one", key)
         if not least <= value <= most:
-            raise Refused(f"{key}: {_short(value)} is outside [{least:g}, {most:g}]", key)
+            raise BadRequest(f"{key}: {_short(value)} is outside [{least:g}, {most:g}]", key)
         return float(value)
 
     def whole(self, key: str, default: int | None, least: int, most: int) -> int | None:
@@ -114,16 +114,16 @@ class Body:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int):
-            raise Refused(f"{key}: {_short(value)} is no whole number; give one", key)
+            raise BadRequest(f"{key}: {_short(value)} is no whole number; give one", key)
         if not least <= value <= most:
-            raise Refused(f"{key}: {_short(value)} is outside [{least}, {most}]", key)
+            raise BadRequest(f"{key}: {_short(value)} is outside [{least}, {most}]", key)
         return value
 
     def flag(self, key: str) -> bool:
         """True or false; false where it is not given."""
         value = self.take(key)
         if not isinstance(value, bool | None):
-            raise Refused(f"{key}: {_short(value)} is neither true nor false", key)
+            raise BadRequest(f"{key}: {_short(value)} is neither true nor false", key)
         return bool(value)
 
     def neutral(self) -> None:
@@ -133,7 +133,7 @@ class Body:
         for key, values in NEUTRAL.items():
             value = self.take(key)
             if not any(_same(value, one) for one in values):
-                raise Refused(f"{key}: {_short(value)} is not supported; leave it out", key)
+                raise BadRequest(f"{key}: {_short(value)} is not supported; leave it out", key)
 
     def finish(self) -> None:
         """Raises Refused for a key that nobody took."""
@@ -141,22 +141,24 @@ class Body:
             short = key if len(key) < 60 else f"{key[:60]}..."
             shown = short if short.isprintable() else _short(short)
             fix = nearest(shown, [*self._known])
-            raise Refused(f"{shown}: no such key; {fix}", shown, code="unknown_parameter")
+            raise BadRequest(f"{shown}: no such key; {fix}", shown, code="unknown_parameter")
 
 
-def wanted(raw: bytes, chat: bool, service: Service) -> Wanted:
+def wanted(raw: bytes, chat: bool, service: Service) -> ApiRequest:
     """A body of /v1/chat/completions or /v1/completions. Raises Refused."""
     body = Body(raw)
     model = body.take("model")
     if model is None:
-        raise Refused(f"model: is required; set model={service.model}", "model")
+        raise BadRequest(f"model: is required; set model={service.model}", "model")
     if model != service.model:
         said = f"model: {_short(model)} is not served here; the model is {service.model}"
-        raise Refused(said, "model", 404, "model_not_found")
+        raise BadRequest(said, "model", 404, "model_not_found")
     drafter = body.take("drafter")
     if drafter is not None and drafter not in service.drafters:
         known = ", ".join(service.drafters)
-        raise Refused(f"drafter: {_short(drafter)} is not loaded; choose among {known}", "drafter")
+        raise BadRequest(
+            f"drafter: {_short(drafter)} is not loaded; choose among {known}", "drafter"
+        )
     ids = _chat(body, service) if chat else _prompt(body, service)
     limit = _limit(body, chat, len(ids), service)
     sampling = _sampling(body, service)
@@ -168,7 +170,7 @@ def wanted(raw: bytes, chat: bool, service: Service) -> Wanted:
     ids_too, tokens_too = body.flag("return_token_ids"), body.flag("return_tokens")
     body.neutral()
     body.finish()
-    ask = Ask(
+    ask = CompletionRequest(
         ids,
         limit,
         sampling,
@@ -177,21 +179,23 @@ def wanted(raw: bytes, chat: bool, service: Service) -> Wanted:
         top,
         stops,
     )
-    return Wanted(ask, chat, stream, usage, ids_too, tokens_too)
+    return ApiRequest(ask, chat, stream, usage, ids_too, tokens_too)
 
 
 def _chat(body: Body, service: Service) -> list[int]:
     messages = body.take("messages")
     if not isinstance(messages, list) or not messages:
-        raise Refused("messages: give a list with one message or more", "messages")
+        raise BadRequest("messages: give a list with one message or more", "messages")
     plain = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if not isinstance(message, dict):
-            raise Refused(f'{where}: give {{"role": ..., "content": ...}}', "messages")
+            raise BadRequest(f'{where}: give {{"role": ..., "content": ...}}', "messages")
         role = message.get("role")
         if role not in ROLES:
-            raise Refused(f"{where}.role: {_short(role)} is none of {', '.join(ROLES)}", "messages")
+            raise BadRequest(
+                f"{where}.role: {_short(role)} is none of {', '.join(ROLES)}", "messages"
+            )
         plain.append({"role": role, "content": _content(message.get("content"), where)})
     return _counted("messages", service, lambda: chat_ids(service.tokenizer, plain))
 
@@ -206,7 +210,7 @@ def _content(content: Any, where: str) -> str:
         for part in parts
     ]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise Refused(f"{where}.content: give text; nothing else is read here", "messages")
+        raise BadRequest(f"{where}.content: give text; nothing else is read here", "messages")
     return "".join(text for text in texts if text)
 
 
@@ -218,12 +222,12 @@ def _prompt(body: Body, service: Service) -> list[int]:
         wrong = next((token for token in prompt if not 0 <= token < service.vocab), None)
         if wrong is not None:
             said = f"prompt: token {_short(wrong)} is outside 0..{service.vocab - 1}"
-            raise Refused(said, "prompt")
+            raise BadRequest(said, "prompt")
         return _counted("prompt", service, lambda: prompt)
     if not isinstance(prompt, str):
-        raise Refused("prompt: give one text, or one list of token ids", "prompt")
+        raise BadRequest("prompt: give one text, or one list of token ids", "prompt")
     if not is_whole(prompt):
-        raise Refused(f"prompt: holds {HALF}; write the whole character, or remove it", "prompt")
+        raise BadRequest(f"prompt: holds {HALF}; write the whole character, or remove it", "prompt")
     return _counted("prompt", service, lambda: list(service.tokenizer(prompt)["input_ids"]))
 
 
@@ -232,15 +236,15 @@ def _counted(key: str, service: Service, ids: Callable[[], list[int]]) -> list[i
     try:
         found = ids()
     except UserError as error:
-        raise Refused(str(error), key) from None
+        raise BadRequest(str(error), key) from None
     if not found:
-        raise Refused(f"{key}: is empty; give at least one token", key)
+        raise BadRequest(f"{key}: is empty; give at least one token", key)
     if len(found) >= service.longest:
         said = (
             f"{key}: {len(found)} tokens, and prompt and answer together hold "
             f"{service.longest}; shorten it"
         )
-        raise Refused(said, key, code="context_length_exceeded")
+        raise BadRequest(said, key, code="context_length_exceeded")
     return found
 
 
@@ -256,7 +260,7 @@ def _limit(body: Body, chat: bool, size: int, service: Service) -> int:
             f"max_tokens: {limit} behind a prompt of {size} tokens exceed the "
             f"{service.longest} that both together hold; ask for {room}"
         )
-        raise Refused(said, "max_tokens", code="context_length_exceeded")
+        raise BadRequest(said, "max_tokens", code="context_length_exceeded")
     return limit
 
 
@@ -269,21 +273,23 @@ def _sampling(body: Body, service: Service) -> Sampling:
     try:
         # Off is 0 here and -1 or the whole vocabulary elsewhere.
         top_k = 0 if top_k < 0 or top_k >= service.vocab else top_k
-        if temperature == 0:  # one law, whatever else is given: such requests share a batch
+        if (
+            temperature == 0
+        ):  # one distribution, whatever else is given: such requests share a batch
             return Sampling(0.0, repetition_penalty=penalty)
         return Sampling(temperature, top_k, top_p, min_p, penalty)
     except UserError as error:
-        raise Refused(str(error), str(error).partition("=")[0]) from None
+        raise BadRequest(str(error), str(error).partition("=")[0]) from None
 
 
 def _top(body: Body, chat: bool) -> int | None:
     if not chat:
         return body.whole("logprobs", None, 0, MOST_TOP)
-    told = body.flag("logprobs")
+    with_logprobs = body.flag("logprobs")
     top = body.whole("top_logprobs", None, 0, MOST_TOP)
-    if top is not None and not told:
-        raise Refused("top_logprobs: needs logprobs=true", "top_logprobs")
-    return (top or 0) if told else None
+    if top is not None and not with_logprobs:
+        raise BadRequest("top_logprobs: needs logprobs=true", "top_logprobs")
+    return (top or 0) if with_logprobs else None
 
 
 def _stops(body: Body) -> tuple[str, ...]:
@@ -292,25 +298,28 @@ def _stops(body: Body) -> tuple[str, ...]:
         return ()
     given = [stops] if isinstance(stops, str) else stops
     if not isinstance(given, list) or not all(isinstance(stop, str) for stop in given):
-        raise Refused("stop: give a text or a list of texts", "stop")
+        raise BadRequest("stop: give a text or a list of texts", "stop")
     if len(given) > MOST_STOPS:
-        raise Refused(f"stop: {len(given)} texts; give at most {MOST_STOPS}", "stop")
+        raise BadRequest(f"stop: {len(given)} texts; give at most {MOST_STOPS}", "stop")
     if any(not stop or len(stop) > LONGEST_STOP for stop in given):
-        raise Refused(f"stop: a text is empty or longer than {LONGEST_STOP} characters", "stop")
+        raise BadRequest(f"stop: a text is empty or longer than {LONGEST_STOP} characters", "stop")
     return tuple(given)
 
 
 def _usage(body: Body, stream: bool) -> bool:
     """Whether a stream ends with its usage."""
-    asked = body.take("stream_options")
-    if asked is None:
+    requested = body.take("stream_options")
+    if requested is None:
         return False
-    known = isinstance(asked, dict) and set(asked) <= {"include_usage", "include_obfuscation"}
-    if not known or not all(isinstance(value, bool) for value in asked.values()):
-        raise Refused("stream_options: only include_usage is known", "stream_options")
+    known = isinstance(requested, dict) and set(requested) <= {
+        "include_usage",
+        "include_obfuscation",
+    }
+    if not known or not all(isinstance(value, bool) for value in requested.values()):
+        raise BadRequest("stream_options: only include_usage is known", "stream_options")
     if not stream:
-        raise Refused("stream_options: needs stream=true", "stream_options")
-    return bool(asked.get("include_usage"))
+        raise BadRequest("stream_options: needs stream=true", "stream_options")
+    return bool(requested.get("include_usage"))
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -1,5 +1,5 @@
-"""The law that a drafter would draw from at every place of an answer, where the drafter of a
-server is known here: what a certificate then looks for is a lean towards it."""
+"""The distribution that a drafter would draw from at every place of an answer, where the
+drafter of a server is known here: what a certificate then looks for is a lean towards it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from decode.target import Target
 from heads import drafting_head
 from heads.base import Batch
 from heads.small_lm.plain import PlainModel
-from scripts.proofs.served import Answer
+from scripts.proofs.served import SampledAnswer
 
 
-def drafter_laws(spec: str, target: Target, sampling: Sampling) -> Callable[[Answer], Tensor]:
-    """[R, V] laws behind an answer's text, as the first step of a draft would have them; rows
-    of zeros where the drafter has none. spec: a run folder, a head folder or a smaller model.
+def drafter_distributions(
+    spec: str, target: Target, sampling: Sampling
+) -> Callable[[SampledAnswer], Tensor]:
+    """[R, V] distributions behind an answer's text, as the first step of a draft would have
+    them; rows of zeros where the drafter has none. spec: a run folder, a head folder or a
+    smaller model.
 
     Raises UserError where there is no such drafter, or for another target.
     """
@@ -27,7 +30,7 @@ def drafter_laws(spec: str, target: Target, sampling: Sampling) -> Callable[[Ans
     ids = head.ids()
 
     @torch.inference_mode()
-    def laws(answer: Answer) -> Tensor:
+    def distributions(answer: SampledAnswer) -> Tensor:
         text = torch.tensor([[*answer.prompt, *answer.tokens]], device=target.device)
         start, size = len(answer.prompt), len(answer.tokens)
         out = torch.zeros(size, target.vocab_size)
@@ -35,18 +38,18 @@ def drafter_laws(spec: str, target: Target, sampling: Sampling) -> Callable[[Ans
             rows = head.draft.model(text).logits[0, start - 1 : -1, : target.vocab_size]
             return (rows.float().cpu() / sampling.temperature).softmax(-1).nan_to_num(0.0)
         every = torch.ones_like(text, dtype=torch.bool)
-        asked = every.clone()
-        asked[:, :start] = False
-        batch = Batch(text, every, asked, torch.zeros(1, dtype=torch.int64))
+        requested = every.clone()
+        requested[:, :start] = False
+        batch = Batch(text, every, requested, torch.zeros(1, dtype=torch.int64))
         for flat, level, logits in head.forced(batch, target, 1):
             if level or not len(flat):
                 continue
-            law = (logits.float().cpu() / sampling.temperature).softmax(-1).nan_to_num(0.0)
+            distribution = (logits.float().cpu() / sampling.temperature).softmax(-1).nan_to_num(0.0)
             places = flat.cpu() - start
             if ids is None:
-                out[places] = law[:, : target.vocab_size]
+                out[places] = distribution[:, : target.vocab_size]
             else:
-                out[places[:, None], ids.cpu()[None]] = law
+                out[places[:, None], ids.cpu()[None]] = distribution
         return out
 
-    return laws
+    return distributions
