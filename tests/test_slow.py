@@ -236,7 +236,8 @@ def test_a_run_writes_down_all_whatever_dies(tier: Path, capfd: pytest.CaptureFi
     assert "second_try" not in rows["test_tier.py::test_good[0]"]
     said = capfd.readouterr().out.splitlines()
     assert said[-1].startswith("slow: 8 green, 3 red, 1 skipped in ")
-    assert said[-1].endswith("; 3 red by what changed")
+    assert said[-1].endswith("; 0 red by what changed")
+    assert sum(line.endswith("it never was green") for line in said) == 3
     assert "slow: 4 of 13 not green with the code as it is, 1 of them because" in said[-3]
     assert said[-2] == "  4 since never green"
 
@@ -252,6 +253,7 @@ def test_only_red_by_what_changed_fails_a_landing(capsys: pytest.CaptureFixture[
         "chance": {**green("1"), "result": "red"},
         "changed": {**green("1", "then"), "result": "red", "hash": "now"},
         "fine": green("1"),
+        "new": {"result": "red", "hash": "now"},
     }
     tests = {name: slow.SlowTest(name, "now", frozenset()) for name in rows}
 
@@ -264,6 +266,8 @@ def test_only_red_by_what_changed_fails_a_landing(capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert "RED twice: changed: its imports changed since it was green" in said
     assert said.endswith("slow: 1 green in 1.0 minutes; 0 red by what changed\n")
+    assert code("new", ci=True) == 0 and code("new", ci=False) == 1
+    assert "RED twice: new: it never was green" in capsys.readouterr().out
 
 
 def test_a_tier_that_cannot_be_collected_is_no_green_one(tier: Path) -> None:

@@ -14,8 +14,9 @@ Without --minutes all of them run. With it those run that fit, by the seconds of
 Two workers of one thread each. What is red runs a second time, alone, and is red when it fails
 twice. The exit status is 1 when a test is red. With --ci only one whose imports are not those
 of its last green counts: what it does with the very same code and pins, it does by chance or by
-the machine, and no change of the code that is being checked can be to blame; it is said in a
-line of its own, stays red in the record and comes first in every next run.
+the machine, and no change of the code that is being checked can be to blame. Nor is one that was
+never green: nobody knows since when. Both are said in a line of their own, stay red in the record
+and come first in every next run.
 """
 
 from __future__ import annotations
@@ -212,10 +213,14 @@ def _run_twice(
 def _verdict(tests: list[SlowTest], ran: list[SlowTest], rows: Rows, ci: bool, took: float) -> int:
     """Print what came of it, the summary last; the exit status."""
     red = [test for test in ran if rows[test.id]["result"] == "red"]
-    guilty = [test for test in red if is_changed(rows[test.id], test.hash)]
+    guilty = [
+        test for test in red if "green" in rows[test.id] and is_changed(rows[test.id], test.hash)
+    ]
     for test in red:
-        why = "its imports changed since it was green, or it never was"
-        if test not in guilty:
+        why = "its imports changed since it was green"
+        if "green" not in rows[test.id]:
+            why = "it never was green"
+        elif test not in guilty:
             why = "with the very code it was green with: chance, or this machine"
         print(f"slow: RED twice: {test.id}: {why}")
     print(said(tests, rows))
