@@ -191,7 +191,7 @@ def test_servers_race_in_one_table(
     keys += [f"work={tmp_path / 'work'}", f"out={tmp_path / 'out'}", "dtype=float32", "threads=1"]
     keys += ["servers=[vllm]", "engine=README.md", "max_new_tokens=16"]
     with pytest.raises(SystemExit) as stop:
-        race.main([*keys, "drafters=[ngram,none,nowhere]", "lanes=[none,ngram]"])
+        race.main([*keys, "drafters=[ngram,none,nowhere]", "systems=[none,ngram]"])
     assert stop.value.code == 3 and "not there: nowhere" in capsys.readouterr().err
     assert [one.exact for one in requested] == [False, False]
     report = json.loads((tmp_path / "out/report.json").read_text())
@@ -230,9 +230,9 @@ def test_a_server_that_does_not_come_up_leaves_the_race(
 
     monkeypatch.setattr(vllm_server, "running", running)
     keys = ("drafters=[none,ngram]", "servers=[vllm,vllm]")
-    assert raced(tmp_path, *keys, "lanes=[none,nowhere]") == 2
+    assert raced(tmp_path, *keys, "systems=[none,nowhere]") == 2
     assert "systems: nowhere: neither none, ngram" in capsys.readouterr().err
-    assert raced(tmp_path, *keys, "lanes=[none]") == 3
+    assert raced(tmp_path, *keys, "systems=[none]") == 3
     said = capsys.readouterr().err
     assert said.count("not there: ngram (vLLM: the server ended with code 1") == 1
     report = json.loads((tmp_path / "out/report.json").read_text())

@@ -549,7 +549,7 @@ def test_a_stored_distribution_is_the_top_of_the_targets_own(data: Path, tmp_pat
         data,
         tmp_path / "f",
         "heads=[eagle3]",
-        f"law_top_k={k}",
+        f"distribution_top_k={k}",
         "store=float64",
         dtype=torch.float64,
     )
@@ -593,11 +593,11 @@ def test_a_stored_distribution_is_the_top_of_the_targets_own(data: Path, tmp_pat
 def test_a_stored_distribution_is_for_heads_that_can_learn_from_it(
     data: Path, tmp_path: Path, capsys
 ) -> None:
-    assert cache(data, tmp_path / "no", "heads=[medusa,eagle3]", "law_top_k=4") == 2
+    assert cache(data, tmp_path / "no", "heads=[medusa,eagle3]", "distribution_top_k=4") == 2
     assert (
         "distribution_top_k: medusa reads the last hidden state itself" in capsys.readouterr().err
     )
-    writer = written(data, tmp_path / "f", "heads=[eagle3]", "law_top_k=4")
+    writer = written(data, tmp_path / "f", "heads=[eagle3]", "distribution_top_k=4")
     cfg = run_config(data, tmp_path / "run", f"data.features={tmp_path / 'f'}")
     for name in ("medusa", "eagle1"):
         head = head_for(name, writer.target, writer.rows.counts(260))

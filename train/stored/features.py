@@ -393,7 +393,7 @@ class Source:
                 f"data.features: {folder} holds the distribution of the {distribution} most "
                 "probable tokens in place "
                 f"of the last hidden state, which this {type(head).kind} head reads; write it with "
-                "law_top_k=0"
+                "distribution_top_k=0"
             )
         _ = target.head  # asks the layers how logits follow; later they may be gone
         self.store = FeatureStore.open(
