@@ -1,7 +1,7 @@
 """A batch that requests join and leave while it runs: the loop of decode/engine.py, one cycle at
 a time, for whoever hands out answers as they come (scripts/serve.py, scripts/api.py).
 
-    batch = LiveBatch(target, drafter, Sampling(), Room(rows=8, longest=2048))
+    batch = LiveBatch(target, drafter, Sampling(), LiveLimits(rows=8, longest=2048))
     seat = batch.join(Request(ids, 64, id=seed), watch)
     while batch.busy:
         ended = batch.step()

@@ -8,7 +8,7 @@ tokens, or is deterministic: then q_j is a point mass, and scale_j is 0. With
     residual_0 = w p, and 1 - w in a column behind all tokens: the slot is not reached
     failed_j   = sum(residual_j), with that column: nobody was accepted before child j
 
-child j is reached, and what its failure leaves is
+child j is accepted with probability accept_j if its turn comes; its failure leaves residual_j+1:
 
     accept_j     = min(1, residual_j(x_j) / (failed_j q_j(x_j)))
     residual_j+1 = [residual_j - failed_j q_j]+ without x_j.
@@ -55,8 +55,8 @@ class Siblings(NamedTuple):
 
 
 class LevelVerdict(NamedTuple):
-    """accept: [.., C] chance that each child is reached. residual: [.., S] what is left of w p when
-    all children have failed. rest: [..] chance that the slot remains then."""
+    """accept: [.., C] probability that each child is accepted when its turn comes. residual: [.., S] what is left of w p when
+    all children have failed. rest: [..] probability that the slot itself is accepted then."""
 
     accept: Tensor
     residual: Tensor

@@ -50,7 +50,7 @@ class Family:
     def report(self, distribution: Distribution, reach: Tensor, rest: Tensor) -> None:
         """Note the slots where a distribution or a chance is not finite: `distribution.check`
         refuses the cycle then. reach: [..] float64, those with 0 were not reached. rest: as in
-        `Level`."""
+        `LevelVerdict`."""
         live = self.valid[..., 0] & (reach > 0)
         wild = live & ~(rest.isfinite() & ~self.siblings.q_token.isnan().any(-1))
         rows = self.rows.reshape(-1)

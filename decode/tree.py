@@ -45,7 +45,7 @@ class Proposal:
     replacement: bool = False
 
     def read(self, probs: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-        """`distribution` [R, Vd] read at target `ids` [R, S]; None: at all ids, [R, V]. Outside the
+        """`probs` [R, Vd] read at target `ids` [R, S]; None: at all ids, [R, V]. Outside the
         draft vocabulary: 0.
         """
         if self.vocab is None:

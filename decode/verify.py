@@ -16,7 +16,7 @@ traversal   leaf to root (2505.12398), generalised to a q per candidate; equals 
             rejection there.
 
 The arithmetic of one level is decode/residual.py, in float64. What is not finite is reported to
-the distribution, whose `check` refuses the cycle before anything is committed. Which slots are
+the `Distribution`, whose `check` refuses the cycle before anything is committed. Which slots are
 read, and when, is decode/frontier.py.
 
 `rng` is asked for accept(p), first(p) and draw(weights) only: an enumerator in its place walks
@@ -116,8 +116,7 @@ def verify_chain(
     distributions: [K + 1, V] float64, the target's distribution before each drafted token and after
     the last. proposals: [K, V] float64, the distribution that each drafted token was drawn from.
     drafted: [K] int64. coins: [K] uniforms, one for each test; last_coin: the uniform of the last
-    draw. Returns the tokens that are emitted: an accepted
-        prefix, then one more.
+    draw. Returns the tokens that are emitted: an accepted prefix, then one more.
 
     A token x comes out at some place with probability q(x) min(1, p(x) / q(x)) = min(p(x),
     q(x)) when it was drafted and accepted, and with probability (1 - sum of min(p, q)) times

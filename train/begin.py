@@ -193,7 +193,7 @@ def _rows(cfg: TrainConfig, target: Target, check_stop: CheckStop = nothing) -> 
 
 
 def _texts(cfg: TrainConfig, target: Target, main: bool, check_stop: CheckStop) -> JoinedRows:
-    """The rows of tokens; on rank 0 (main) those left out are listed in the run folder. heed:
+    """The rows of tokens; on rank 0 (main) those left out are listed in the run folder. check_stop:
     raises where the run was asked to stop."""
     rows = _rows(cfg, target, check_stop)
     meet("rows", cfg.data.wait, check_stop)  # in the first collective nobody may wait for tokens

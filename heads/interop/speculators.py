@@ -37,15 +37,15 @@ class Speculators(Eagle3Vllm):
     embeds: ClassVar[bool] = True
 
     def needs(self, head: Eagle3Head) -> list[str]:
-        """See Layout."""
+        """See HeadLayout."""
         return ["embed_tokens.weight [V, D]"]
 
     def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
-        """See Layout."""
+        """See HeadLayout."""
         return super().refusals(head, facts) + nameless(facts)
 
     def config(self, head: Eagle3Head, facts: Facts, dtype: str) -> dict[str, Any]:
-        """See Layout."""
+        """See HeadLayout."""
         parallel = head.cfg.parallel
         return {
             "architectures": ["PEagleSpeculator" if parallel else "Eagle3Speculator"],
@@ -67,7 +67,7 @@ class Speculators(Eagle3Vllm):
         return inner(foreign, ("llama",))
 
     def read(self, foreign: Foreign, target: Target) -> Head:
-        """See Layout."""
+        """See HeadLayout."""
         head = super().read(foreign, target)
         depth = first(
             foreign.config, "speculators_config", "proposal_methods", 0, "speculative_tokens"

@@ -60,7 +60,7 @@ COLUMNS = (
     "groups",
     "outside",
     "edge",
-    "sliver",
+    "edge_mass",
     "passes",
     "drafted",
     "draft",
@@ -368,7 +368,7 @@ class _Judge:
             before = distribution[-1:]
             self.tally.add(self.tally.bank.open(block), chosen, groups[some])
             columns["u"] += self.orders.transforms(p, distribution, chosen).tolist()
-            for name in ("mass", "outside", "edge", "sliver"):
+            for name in ("mass", "outside", "edge", "edge_mass"):
                 columns[name] += getattr(p, name).astype(float).tolist()
         starts = {c.start for c in g.cycles if c.proposed > 0}
         columns["depth"], columns["cycle"] = depth.tolist(), cycle.tolist()
@@ -443,7 +443,7 @@ def gather(rows: Sequence[dict[str, Any]], tally: directions.Tally | None) -> Sa
         groups.astype(bool),
         outside,
         edge,
-        float(column("sliver").sum()),
+        float(column("edge_mass").sum()),
         column("passes", 2),
         drafted,
         proposals,

@@ -49,7 +49,7 @@ class How:
 
 
 class Stopwatch:
-    """Seconds since the last timed run, added up by what they went into."""
+    """Seconds since `took` was last called, added up by what they went into."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}

@@ -20,7 +20,8 @@ from decode.probe import TOLERANCE, difference
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
-from heads import HEADS, Draft
+from heads import HEADS
+from heads.names import DraftSpec
 from heads.eagle.config import EagleConfig
 from heads.small_lm.head import SmallLMConfig
 from heads.small_lm.plain import plain_model
@@ -266,7 +267,7 @@ def test_drafters_pack_their_layers_and_draft_the_same() -> None:
     for packs in (True, False):
         target.packs_weights = packs
         target.model  # noqa: B018
-        drafter = head.drafter(target, Draft(shape="tree", depth=3, nodes=6))
+        drafter = head.drafter(target, DraftSpec(shape="tree", depth=3, nodes=6))
         assert isinstance(drafter.proj.weight, packed.Product) == packs
         runs.append(generate(target, drafter, requests, Sampling(0.0), batch_size=2))
         elements, size = own_elements(drafter, target)

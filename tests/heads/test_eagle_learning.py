@@ -280,7 +280,7 @@ def test_the_layer_takes_after_the_target() -> None:
     assert gemma["hidden_act"] == "silu" and gemma["rope_parameters"]["rope_theta"] == 1e6
     assert layer_config(target_of("gpt2"), 1, LayerKeys())["intermediate_size"] == 128
     nested = target_of("llama")  # Gemma 3n says a size for every layer
-    nested.model.config.intermediate_size = [48, 64]
+    vars(nested.model.config)["intermediate_size"] = [48, 64]
     assert layer_config(nested, 1, LayerKeys())["intermediate_size"] == 64
 
 

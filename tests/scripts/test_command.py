@@ -56,7 +56,7 @@ import contextlib, io, json, sys
 sys.path.insert(0, {root!r})
 from scripts import cli
 texts = {{}}
-for words in {asked!r}:
+for words in {requested!r}:
     sys.argv = ["outrider", *words, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         cli.main()

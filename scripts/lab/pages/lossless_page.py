@@ -125,7 +125,8 @@ def _certificates(e: dict[str, Any]) -> Table:
         sampling = next((layer for layer in paper["layers"] if layer["name"] == "sampling"), None)
         p = f"{sampling['p']:.2g} ({sampling['alpha']:g})" if sampling else "–"
         by = {
-            c["name"]: f"p = {c['p']:.1e} after {c['tokens']:,}"
+            # certificates of version 0.1 say "law"
+            c["name"].replace("law", "distribution"): f"p = {c['p']:.1e} after {c['tokens']:,}"
             + (" at T = 1" if c.get("faint") else "")
             for c in paper["negative_controls"]
             if c["layer"] == "sampling"
