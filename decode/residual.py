@@ -55,8 +55,8 @@ class Siblings(NamedTuple):
 
 
 class LevelVerdict(NamedTuple):
-    """accept: [.., C] probability that each child is accepted when its turn comes. residual: [.., S] what is left of w p when
-    all children have failed. rest: [..] probability that the slot itself is accepted then."""
+    """accept: [.., C] probability that each child is accepted when its turn comes. residual:
+    [.., S] what is left of w p when all have failed. rest: [..] that the slot is accepted then."""
 
     accept: Tensor
     residual: Tensor

@@ -37,7 +37,7 @@ def questions(name: str, seed: int) -> list[str]:
 
 @dataclass
 class DomainWriter(BlockWriter):
-    """As BlockWriter, but the questions are those of a domain; its rows say which, as "category"."""
+    """As BlockWriter, but the questions are a domain's, which is the "category" of its rows."""
 
     domain: str = ""
     requested: list[str] = field(default_factory=list)

@@ -21,8 +21,8 @@ from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import DraftTree
 from heads import HEADS
-from heads.names import DraftSpec
 from heads.eagle.config import EagleConfig
+from heads.names import DraftSpec
 from heads.small_lm.head import SmallLMConfig
 from heads.small_lm.plain import plain_model
 from scripts.scoring.memory import own_elements

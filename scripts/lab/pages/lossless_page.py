@@ -5,6 +5,7 @@ compares the two.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,12 +50,24 @@ def slim(paper: dict[str, Any]) -> dict[str, Any]:
 
 def render(known: dict[str, Any]) -> str:
     """The tables of the page."""
+    known = _in_todays_words(known)
     parts = [Table(("what", "how much", "found"), [*_rows(known)], words=(0, 1, 2))]
     if "certificates" in known:
         parts.append(_certificates(known["certificates"]))
     if "controls" in known:
         parts.append(_controls(known["controls"]))
     return "\n\n".join(table.markdown() for table in parts) + "\n"
+
+
+def _in_todays_words(value: Any) -> Any:
+    """Figures with what version 0.1 called a law by its name of today; keys stay."""
+    if isinstance(value, str):
+        return re.sub(r"\blaw(s?)\b", r"distribution\1", value)
+    if isinstance(value, list):
+        return [_in_todays_words(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _in_todays_words(item) for key, item in value.items()}
+    return value
 
 
 def refresh() -> None:
@@ -125,8 +138,7 @@ def _certificates(e: dict[str, Any]) -> Table:
         sampling = next((layer for layer in paper["layers"] if layer["name"] == "sampling"), None)
         p = f"{sampling['p']:.2g} ({sampling['alpha']:g})" if sampling else "–"
         by = {
-            # certificates of version 0.1 say "law"
-            c["name"].replace("law", "distribution"): f"p = {c['p']:.1e} after {c['tokens']:,}"
+            c["name"]: f"p = {c['p']:.1e} after {c['tokens']:,}"
             + (" at T = 1" if c.get("faint") else "")
             for c in paper["negative_controls"]
             if c["layer"] == "sampling"
