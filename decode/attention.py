@@ -88,10 +88,10 @@ def _capped(
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
-    distribution = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
+    attn = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
         value.dtype
     )
-    return nn.functional.dropout(distribution, dropout) @ value
+    return nn.functional.dropout(attn, dropout) @ value
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, tree_attention)

@@ -200,7 +200,7 @@ def _best(logits: Tensor, level: tables.Level) -> Tensor:
 
 
 def _drawn(probs: Tensor, kids: Sequence[Sequence[int]], rng: Draws) -> Tensor:
-    """[B, P] places drawn for parents with one child each: distribution [B, P, Vd]."""
+    """[B, P] places drawn for parents with one child each: probs [B, P, Vd]."""
     count, parents, width = probs.shape
     _, ((row, number),) = tables.turns_of(tuple(map(tuple, kids)), count, probs.device)
     return rng.draft(probs.reshape(-1, width), row, number).view(count, parents)

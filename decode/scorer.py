@@ -298,13 +298,10 @@ class Scorer:
     def _step(self, cache: TreeCache, logits: Tensor, feats: Tensor | None) -> Step:
         if cache.guidance is None:
             return Step(logits, feats)
-        distribution = torch.log_softmax(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)), -1
-        )
-        cond, free = (
-            distribution[0::2],
-            distribution[1::2],
-        )  # Sanchez et al. 2306.17806, as in transformers
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_probs = torch.log_softmax(wide, -1)
+        # Sanchez et al. 2306.17806, as in transformers
+        cond, free = log_probs[0::2], log_probs[1::2]
         return Step(free + cache.guidance * (cond - free), None if feats is None else feats[0::2])
 
     def new_masks(self) -> TreeMasks:

@@ -120,8 +120,8 @@ def _problems(tree: Tree, vocab_size: int) -> Iterator[tuple[Tensor, Tensor, str
     yield twin.any(-1), tokens, "token {value} stands twice among its siblings"
     if proposal is None or tree.sampled is None:
         return
-    distribution, row = proposal.probs, proposal.row
-    places = distribution.shape[1] - 1
+    probs, row = proposal.probs, proposal.row
+    places = probs.shape[1] - 1
     if places < 0:
         yield drawn, row, "distribution row {value} of a proposal without distributions"
         return
@@ -130,15 +130,15 @@ def _problems(tree: Tree, vocab_size: int) -> Iterator[tuple[Tensor, Tensor, str
         row,
         f"distribution row {{value}} outside 0..{places}",
     )
-    # A deterministic node's row may be anything, and what lies outside is told above.
-    batch, own = torch.arange(len(row), device=distribution.device)[:, None], row.clamp(0, places)
-    total = distribution.sum(-1, dtype=torch.float64)
+    # A deterministic node's row may be anything, and what lies outside is reported above.
+    batch, own = torch.arange(len(row), device=probs.device)[:, None], row.clamp(0, places)
+    total = probs.sum(-1, dtype=torch.float64)
     yield drawn & ~total.isfinite()[batch, own], row, _WILD_DISTRIBUTION
-    bad_distribution = ~((total - 1).abs() <= 1e-4) | ~(distribution.amin(-1) >= 0)
+    bad_probs = ~((total - 1).abs() <= 1e-4) | ~(probs.amin(-1) >= 0)
     short = "distribution row {value} does not sum to one, or is negative"
-    yield drawn & bad_distribution[batch, own], row, short
-    ids = tokens.clamp(0, (distribution.shape[2] if proposal.vocab is None else vocab_size) - 1)
-    rows = distribution[batch.expand_as(own).reshape(-1), own.reshape(-1)]
+    yield drawn & bad_probs[batch, own], row, short
+    ids = tokens.clamp(0, (probs.shape[2] if proposal.vocab is None else vocab_size) - 1)
+    rows = probs[batch.expand_as(own).reshape(-1), own.reshape(-1)]
     mass = proposal.read(rows, ids.reshape(-1, 1), 0).reshape(tokens.shape)
     none = "token {value} has no mass in the distribution it was drawn from"
     yield drawn & ~((mass > 0) & (tokens == ids)), tokens, none

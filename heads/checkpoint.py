@@ -69,10 +69,8 @@ class Card:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule"."""
-        message = self.target.to_json() if self.target else {}
-        return [
-            f"target.{key}: holds {HALF}" for key, text in message.items() if not is_whole(text)
-        ]
+        texts = self.target.to_json() if self.target else {}
+        return [f"target.{key}: holds {HALF}" for key, text in texts.items() if not is_whole(text)]
 
 
 def save_head(
@@ -145,9 +143,9 @@ def read_card(folder: Path) -> dict[str, Any]:
     if not sound:
         raise UserError(f"{path}: damaged (sha256 differs from the one it states); {AGAIN}")
     if card.get("format") != FORMAT:
-        message = repr(card.get("format"))[:40]
+        shown = repr(card.get("format"))[:40]
         raise UserError(
-            f"{path}: format {message}, this version reads {FORMAT}; use the version that wrote it"
+            f"{path}: format {shown}, this version reads {FORMAT}; use the version that wrote it"
         )
     known, problems = from_json(card, Card)
     if problems:
@@ -319,10 +317,10 @@ def _merged(head: Head) -> None:
 def trained_for(card: dict[str, Any] | None, target: Target) -> str:
     """The other target that a head was trained for, by name and weights; "" where it is the
     head of this one, or of none (card: None)."""
-    message = card and card["target"]
-    if not message or target.identity is None or card is None:
+    stored = card and card["target"]
+    if not stored or target.identity is None or card is None:
         return ""
-    theirs, mine = Identity.from_json(message), target.identity
+    theirs, mine = Identity.from_json(stored), target.identity
     if theirs.weights_sha256 == mine.weights_sha256:
         return ""
     return f"{theirs.name} (weights {theirs.weights_sha256[:12]})"

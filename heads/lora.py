@@ -62,9 +62,9 @@ class Adapter:
         kept = {k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}
         save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
         keys = LoraKeys(self.rank, self.alpha, self.dropout)
-        message = _config(keys, self.targets).to_dict()
-        message |= {"base_model_name_or_path": self.base.path, "inference_mode": True}
-        text = json.dumps({k: _plain(v) for k, v in sorted(message.items())}, indent=1)
+        settings = _config(keys, self.targets).to_dict()
+        settings |= {"base_model_name_or_path": self.base.path, "inference_mode": True}
+        text = json.dumps({k: _plain(v) for k, v in sorted(settings.items())}, indent=1)
         (folder / CONFIG).write_text(text + "\n")
         return WEIGHTS
 

@@ -40,8 +40,8 @@ class Saved:
             problems = [f"config.kind: {value.config.kind!r} in the card of a {kind} head"]
         problems = problems or value.fits(target)
         if problems:
-            message = [f"head.{line.partition('; set ')[0]}" for line in problems[:3]]
-            raise UserError("; ".join(message))
+            lines = [f"head.{line.partition('; set ')[0]}" for line in problems[:3]]
+            raise UserError("; ".join(lines))
         return value
 
 

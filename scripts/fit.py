@@ -78,16 +78,18 @@ def fitted(cfg: FitConfig, out: Path) -> int:
     about = stages.once("start", "the head that is fitted", lambda: look(cfg))
     read = stages.once("chats", "the traffic", lambda: chats(cfg, out))
     known = sources(cfg, out)
-    message = piloted(cfg, known, out, stages)
+    pilot_budget = piloted(cfg, known, out, stages)
     names = {"before": cfg.start, "after": str(out / "run" / "best")}
-    record = stages.once("training", "training", lambda: learn(cfg, known, out / "run", message))
+    record = stages.once(
+        "training", "training", lambda: learn(cfg, known, out / "run", pilot_budget)
+    )
     scratch = None
     if cfg.scratch:
         names["scratch"] = str(out / "scratch" / "best")
         scratch = stages.once(
             "scratch",
             "a fresh head with the same steps",
-            lambda: learn(cfg, known, out / "scratch", message, fresh=True),
+            lambda: learn(cfg, known, out / "scratch", pilot_budget, fresh=True),
         )
     later, general = scored(cfg, known, out, stages, names)
     gain = later["drafters"][1]["against_before"]
@@ -105,7 +107,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
         "settings": {k: v for k, v in cfg.settings().items() if k != "target"},
         "start": {"path": cfg.start, "kind": about["kind"], "sha256": sha256},
         "traffic": read,
-        "budget": asdict(message),
+        "budget": asdict(pilot_budget),
         "training": record,
         "scratch": scratch,
         "later": later,
@@ -302,8 +304,8 @@ def chats(cfg: FitConfig, out: Path) -> dict[str, Any]:
     for line in report.lines():
         print(f"     {line}", flush=True)
     askable(cfg, target, str(report.later))
-    message = {k: v for k, v in report.to_json().items() if k not in ("train", "later", "named")}
-    return {**message, "train": str(report.train), "later": str(report.later)}
+    body = {k: v for k, v in report.to_json().items() if k not in ("train", "later", "named")}
+    return {**body, "train": str(report.train), "later": str(report.later)}
 
 
 def piloted(cfg: FitConfig, known: Chats, out: Path, stages: Pipeline) -> train.PilotBudget:
@@ -311,13 +313,13 @@ def piloted(cfg: FitConfig, known: Chats, out: Path, stages: Pipeline) -> train.
     found = stages.once(
         "pilot", "a pilot: how many steps fit in", lambda: asdict(train.pilot(cfg, known, out))
     )
-    message = train.PilotBudget(**found)
+    pilot_budget = train.PilotBudget(**found)
     print(
-        f"fit: {cfg.minutes:g} minutes are {message.steps:,} steps here, decoded acceptance every "
-        f"{message.every:,}",
+        f"fit: {cfg.minutes:g} minutes are {pilot_budget.steps:,} steps here, decoded "
+        f"acceptance every {pilot_budget.every:,}",
         flush=True,
     )
-    return message
+    return pilot_budget
 
 
 def learn(

@@ -153,6 +153,6 @@ def attend_blocks(query: Tensor, far: Keys, own: Keys, seen: Tensor, causal: boo
     if causal:
         later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
         to_own = to_own.masked_fill(later, -torch.inf)
-    distribution = torch.cat([to_far, to_own], -1).softmax(-1).to(query.dtype)
-    out = (distribution[..., :length].flatten(2, 4) @ far[1]).view(q.shape)
-    return (out + distribution[..., length:] @ mine[1][:, :, None]).reshape(query.shape)
+    attn = torch.cat([to_far, to_own], -1).softmax(-1).to(query.dtype)
+    out = (attn[..., :length].flatten(2, 4) @ far[1]).view(q.shape)
+    return (out + attn[..., length:] @ mine[1][:, :, None]).reshape(query.shape)

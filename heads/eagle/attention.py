@@ -116,8 +116,8 @@ def dense(
     scores = (padded @ key.mT * scale).masked_fill(hidden[:, None], -torch.inf)
     scores = pack(scores, rows)  # [n, H, T]
     diagonal = [(query * k).sum(-1, keepdim=True) * scale for k in repeated[0::2]]
-    distribution = torch.cat([scores, *diagonal], -1).softmax(-1)
-    out = pack(unpack(distribution[..., :length], layout, rows) @ value, rows)
+    attn = torch.cat([scores, *diagonal], -1).softmax(-1)
+    out = pack(unpack(attn[..., :length], layout, rows) @ value, rows)
     for i, v in enumerate(repeated[1::2]):
-        out = out + distribution[..., length + i, None] * v
+        out = out + attn[..., length + i, None] * v
     return out.to(narrow)

@@ -121,8 +121,8 @@ def _block_forward(
         scores = scores.unflatten(1, (-1, len(block.at)))
         scores = scores.masked_fill_(block.hidden, -torch.inf).flatten(1, 2)
         total = scores.logsumexp(-1, keepdim=True)
-        distribution = scores.sub_(total).exp_().to(v.dtype)
-        out[block.near] = _unflat(torch.bmm(distribution, v), len(block.at))
+        attn = scores.sub_(total).exp_().to(v.dtype)
+        out[block.near] = _unflat(torch.bmm(attn, v), len(block.at))
         lse[block.near] = _unflat(total, len(block.at))[..., 0]
     return out, lse, ()
 
@@ -137,10 +137,10 @@ def _block_gradients(
         k, v = key[block.far], value[block.far]
         q, g = _flat(query[block.near] * scale, k), _flat(grad[block.near], k)
         lse, delta = (_flat(t[block.near][..., None], k) for t in (known.lse, known.delta))
-        distribution = torch.sub(torch.bmm(q, k.mT), lse).exp_().unflatten(1, (-1, len(block.at)))
-        distribution = distribution.masked_fill_(block.hidden, 0.0).flatten(1, 2).to(q.dtype)
-        into_value[block.far] += torch.bmm(distribution.mT, g)
-        score = torch.bmm(g, v.mT).sub_(delta).mul_(distribution)
+        attn = torch.sub(torch.bmm(q, k.mT), lse).exp_().unflatten(1, (-1, len(block.at)))
+        attn = attn.masked_fill_(block.hidden, 0.0).flatten(1, 2).to(q.dtype)
+        into_value[block.far] += torch.bmm(attn.mT, g)
+        score = torch.bmm(g, v.mT).sub_(delta).mul_(attn)
         into_query[block.near] = _unflat(torch.bmm(score, k).mul_(scale), len(block.at))
         into_key[block.far] += torch.bmm(score.mT, q)
     return into_query, into_key, into_value

@@ -45,27 +45,27 @@ class _Merged(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         out, total, kept = kernel.forward(query, (key, value), layout, rows, scale)
-        distributions: list[Tensor] = []
+        attns: list[Tensor] = []
         if own:
             grouped = _grouped(query, own[0])
             found = ((grouped * k[:, :, None]).sum(-1, dtype=wide).flatten(1) for k in own[0::2])
             parts = [total, *(score.mul_(scale) for score in found)]
             total = torch.logsumexp(torch.stack(parts), 0)  # [n, H]
             out = out * (parts[0] - total).exp()[..., None].to(query.dtype)
-            distributions = [(p - total).exp_().to(query.dtype) for p in parts[1:]]
+            attns = [(p - total).exp_().to(query.dtype) for p in parts[1:]]
             into = _grouped(out, own[0])
-            for distribution, v in zip(distributions, own[1::2], strict=True):
-                into.addcmul_(_grouped(distribution, own[0])[..., None], v[:, :, None])
+            for attn, v in zip(attns, own[1::2], strict=True):
+                into.addcmul_(_grouped(attn, own[0])[..., None], v[:, :, None])
         ctx.layout, ctx.rows, ctx.scale, ctx.kernel = layout, rows, scale, kernel
         ctx.kept = len(kept)
-        ctx.save_for_backward(query, key, value, out, total, *kept, *distributions, *own)
+        ctx.save_for_backward(query, key, value, out, total, *kept, *attns, *own)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, total, *rest = ctx.saved_tensors
         kept, rest = rest[: ctx.kept], rest[ctx.kept :]
-        distributions, own = rest[: len(rest) // 3], rest[len(rest) // 3 :]
+        attns, own = rest[: len(rest) // 3], rest[len(rest) // 3 :]
         grad = grads[0].contiguous()
         delta = (grad * out).sum(-1, dtype=total.dtype)
         known = Known(query, key, value, grad, out, total, delta, *kept)
@@ -73,8 +73,8 @@ class _Merged(torch.autograd.Function):
             known, ctx.layout, ctx.rows, ctx.scale
         )
         found: list[Tensor] = []
-        for distribution, k, v in zip(distributions, own[0::2], own[1::2], strict=True):
-            q, g, p = (_grouped(t, k) for t in (query, grad, distribution))
+        for attn, k, v in zip(attns, own[0::2], own[1::2], strict=True):
+            q, g, p = (_grouped(t, k) for t in (query, grad, attn))
             pull = (g * v[:, :, None]).sum(-1, dtype=total.dtype)
             score = p * (pull - _grouped(delta, k)).mul_(ctx.scale).to(p.dtype)
             _grouped(into_query, k).addcmul_(score[..., None], k[:, :, None])

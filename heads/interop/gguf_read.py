@@ -47,9 +47,9 @@ def read_gguf(path: Path, with_tensors: bool = True) -> GgufFile:
     """
     try:
         reader = _Bounded(path)
-        message = {k: v for k, v in reader.fields.items() if not k.startswith("GGUF.")}
-        fields = {name: value.contents() for name, value in message.items()}
-        found = GgufFile(fields, {name: value.types[0] for name, value in message.items()})
+        known = {k: v for k, v in reader.fields.items() if not k.startswith("GGUF.")}
+        fields = {name: value.contents() for name, value in known.items()}
+        found = GgufFile(fields, {name: value.types[0] for name, value in known.items()})
         for tensor in reader.tensors if with_tensors else ():
             found.tensors[tensor.name] = _decoded(tensor)
             found.types[tensor.name] = tensor.tensor_type.name.lower()

@@ -251,33 +251,33 @@ def decoding_step(cfg: Any, out: Path, device: str, requested: Any) -> dict[str,
     )
     prompts = [rows.prompt(row)[-128:] for row in range(min(requested.prompts, rows.lines.numel()))]
     asks = [Request(prompt, requested.max_new_tokens) for prompt in prompts]
-    message: dict[str, list[list[int]]] = {}
+    tokens_of: dict[str, list[list[int]]] = {}
     speed = {}
     for name, drafter in (("plain", NoDraft()), ("drafted", head.drafter(target))):
         start = time.perf_counter()
         answers = generate(target, drafter, asks, Sampling(), eos_ids=()).generations
-        message[name] = [answer.token_ids for answer in answers]
-        speed[name] = sum(map(len, message[name])) / (time.perf_counter() - start)
-    own = [_logits(target, p, a) for p, a in zip(prompts, message["drafted"], strict=True)]
+        tokens_of[name] = [answer.token_ids for answer in answers]
+        speed[name] = sum(map(len, tokens_of[name])) / (time.perf_counter() - start)
+    own = [_logits(target, p, a) for p, a in zip(prompts, tokens_of["drafted"], strict=True)]
     del target, head
     _free()
     exact = load_target(cfg.target, "float32", device)
-    want = [_logits(exact, p, a) for p, a in zip(prompts, message["drafted"], strict=True)]
+    want = [_logits(exact, p, a) for p, a in zip(prompts, tokens_of["drafted"], strict=True)]
     rounding = max(float((a - b).abs().max()) for a, b in zip(own, want, strict=True))
     gaps, best = [], 0
-    for logits, answer in zip(want, message["drafted"], strict=True):
+    for logits, answer in zip(want, tokens_of["drafted"], strict=True):
         chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         gap = logits.max(1).values - chosen
         gaps.append(float(gap.max()))
         best += int((gap == 0).sum())
-    tokens = sum(map(len, message["drafted"]))
+    tokens = sum(map(len, tokens_of["drafted"]))
     limit = TIES * rounding
     return {
         "passed": max(gaps) <= limit,
         "prompts": len(prompts),
         "tokens": tokens,
         "answers_equal_to_plain": sum(
-            a == b for a, b in zip(message["plain"], message["drafted"], strict=True)
+            a == b for a, b in zip(tokens_of["plain"], tokens_of["drafted"], strict=True)
         ),
         "best_in_float32": round(best / tokens, 4),
         "largest_gap": max(gaps),
@@ -316,11 +316,11 @@ def _say(name: str, part: dict[str, Any]) -> None:
             continue
         print(f"     {key}: {value}")
     for row in part.get("compared", ()):
-        message = row["missing"] or (
+        tokens_of = row["missing"] or (
             f"error {row['error']:.2g} (limit {row['limit']:.2g}), {row['ms']:.3g} ms, plain "
             f"{row['dense_ms']:.3g} ms"
         )
-        print(f"     {row['name']} {row['dtype']} {row['shape']}: {message}")
+        print(f"     {row['name']} {row['dtype']} {row['shape']}: {tokens_of}")
 
 
 def _free() -> None:

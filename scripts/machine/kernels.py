@@ -70,9 +70,9 @@ def kernels_here(device: str) -> str:
         "cudnn": torch.backends.cudnn.is_available() and cuda.cudnn_sdp_enabled(),
         "math": cuda.math_sdp_enabled(),
     }
-    message = [f"{name} {'yes' if on else 'no'}" for name, on in there.items()]
+    names = [f"{name} {'yes' if on else 'no'}" for name, on in there.items()]
     flex = "yes" if has_triton() else "without Triton, so not compiled"
-    return f"scaled_dot_product_attention: {', '.join(message)}; flex attention {flex}"
+    return f"scaled_dot_product_attention: {', '.join(names)}; flex attention {flex}"
 
 
 def attention_path(device: str, dtype: str) -> list[str]:

@@ -77,8 +77,8 @@ def described(name: str, report: dict[str, Any]) -> str:
         return WORDS[name]
     title, unit = BARS[name]
     known = [r for r in report["drafters"] if r.get(name) and r[name]["mean"] is not None]
-    message = [f"{r['label']} {interval(r[name], 2, unit)}" for r in known]
-    return f"{title}: {'; '.join(message)}"
+    texts = [f"{r['label']} {interval(r[name], 2, unit)}" for r in known]
+    return f"{title}: {'; '.join(texts)}"
 
 
 def best_of(report: dict[str, Any]) -> dict[str, Any] | None:

@@ -50,8 +50,8 @@ def by_category(report: dict[str, Any]) -> Table:
             f"{part['name'].rpartition('/')[2]} {part['accepted']} ({part['alone']} alone)"
             for part in row.get("by_drafter", [])
         ]
-        message = [row["label"], interval(row["accepted_length"]), *map(number, cells)]
-        lines.append([*message, ", ".join(shares) or "–"])
+        cells_of = [row["label"], interval(row["accepted_length"]), *map(number, cells)]
+        lines.append([*cells_of, ", ".join(shares) or "–"])
     return Table(head, lines, title(report), words=(0, -1))
 
 
@@ -214,13 +214,13 @@ def by_suite(found: dict[str, Any]) -> Table:
 def ranking(report: dict[str, Any]) -> Table:
     """The order of the rows that draft, ranks shared where the intervals cannot part them."""
     label = {r["name"]: r["label"] for r in report["drafters"]}
-    message = "statistically tied with"
+    cells_of = "statistically tied with"
     columns: Columns = [
         ("drafter", lambda r: f"{r['rank']}. {r['label']}"),
         ("speedup", lambda r: interval(r["speedup"], 2, "×")),
-        (message, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–"),
+        (cells_of, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–"),
     ]
-    named = {"title": f"ranking, {title(report)}", "words": (0, -1), "prose": (message,)}
+    named = {"title": f"ranking, {title(report)}", "words": (0, -1), "prose": (cells_of,)}
     return Table.of(columns, report["ranking"], **named)
 
 

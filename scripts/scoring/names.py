@@ -107,10 +107,10 @@ def _levels(name: str) -> list[str]:
         return list(dict.fromkeys([*(level + extra for level in levels), name]))
     path, options = split(whole.removeprefix(f"{ASSISTED}@"))
     parts = [[*PurePath(part).parts] or [part] for part in (*lead, path, *options)]
-    message = [[p for p in folders if p not in INSIDE] or folders for folders in parts]
+    shown = [[p for p in folders if p not in INSIDE] or folders for folders in parts]
     deepest = max(map(len, parts))
     found = []
-    for source in (message, parts):
+    for source in (shown, parts):
         for count in range(1, deepest + 1):
             short = [folders[-count - (folders[-1] in INSIDE) :] for folders in source]
             found.append(

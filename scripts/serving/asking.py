@@ -223,8 +223,8 @@ def _read_llamacpp(ask: ServerRequest) -> Any:
         except (KeyError, TypeError):
             raise Again("an answer of another form") from None
         sound = _ids(tokens) and isinstance(text, str) and isinstance(settings, dict)
-        message = [timings.get(key, 0) if isinstance(timings, dict) else None for key in DRAFTED]
-        if not sound or not _ids(message):
+        counts = [timings.get(key, 0) if isinstance(timings, dict) else None for key in DRAFTED]
+        if not sound or not _ids(counts):
             raise Again("an answer of another form")
         requested = {"temperature": ask.temperature, "top_k": ask.top_k, "top_p": ask.top_p}
         requested |= {"min_p": ask.min_p, "seed": ask.seed}
@@ -237,8 +237,8 @@ def _read_llamacpp(ask: ServerRequest) -> Any:
             tokens,
             text,
             kind == "eos",
-            message[0],
-            message[1],
+            counts[0],
+            counts[1],
             ignored,
         )
 

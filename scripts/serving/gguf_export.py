@@ -120,8 +120,8 @@ def write_model(
 
 def page(name: str, drafter: str, kind: Kind, check: ExportCheck) -> str:
     """README.md of a whole model."""
-    message = {"file": name, "whole": name == TARGET, "drafter": drafter, "dtype": kind.dtype}
-    return render("model.md", **message, check=check)
+    facts = {"file": name, "whole": name == TARGET, "drafter": drafter, "dtype": kind.dtype}
+    return render("model.md", **facts, check=check)
 
 
 def manifest(about: dict[str, Any], stage: Path) -> dict[str, Any]:

@@ -215,14 +215,14 @@ def changes(run: PlannedRun, held: dict[str, int], tell: Callable[[str], None]) 
     sharded: dict[str, Any] = {"shard_target": True} if far else {}
     base = run.changed(sharded)
     alone = [{**sharded, **option} for option in ({}, *_lighter(base))]
-    fitting = [message for keys in alone if keys and (message := tried(keys))]
+    fitting = [choice for keys in alone if keys and (choice := tried(keys))]
     if fitting:
-        return max(fitting, key=lambda message: float(message["tokens_a_second"]))
+        return max(fitting, key=lambda choice: float(choice["tokens_a_second"]))
     keys = sharded
     for option in [*_lighter(base), *_heavier(base)]:
         keys = keys | option
-        if message := tried(keys):
-            return message
+        if choice := tried(keys):
+            return choice
     steady = sum(held[name] for name in ("target", "head", "moments", "gradients"))
     return {
         "keys": {},

