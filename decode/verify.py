@@ -1,5 +1,4 @@
-"""Verification: which path of the draft the target accepts, and the bonus token after it. The
-heart.
+"""Verification: which path of the draft the target accepts, and the bonus token after it.
 
 Every rule here leaves the target's distribution unchanged (docs/lossless.md has the proofs in a few
 lines):
@@ -124,15 +123,14 @@ def verify_chain(
     whatever q is.
     """
     emitted: list[int] = []
-    for distribution, proposal, token, coin in zip(
+    for p, q, token, coin in zip(
         distributions, proposals, drafted.tolist(), coins.tolist(), strict=False
     ):
-        accept_probability = min(1.0, float(distribution[token] / proposal[token]))
+        accept_probability = min(1.0, float(p[token] / q[token]))
         if coin < accept_probability:
             emitted.append(token)
             continue
-        residual = (distribution - proposal).clamp(min=0)
-        return [*emitted, _inverse(residual, last_coin)]
+        return [*emitted, _inverse((p - q).clamp(min=0), last_coin)]
     return [*emitted, _inverse(distributions[-1], last_coin)]
 
 

@@ -143,7 +143,7 @@ class Taught:
 
     place: [n] int64, the token's place in the draft vocabulary, -1 outside. valid: [K, n]
     bool, head k has a feature for token j. terms: of the loss. scale: [K] float32, how much
-    each head's loss counts. distribution: see TeacherFn; None where no term needs it. chunk: tokens
+    each head's loss counts. teacher: see TeacherFn; None where no term needs it. chunk: tokens
     that are met at once. parts: the chunks where they may not begin anywhere. weigh: gives weights
     [m] to the tokens of a chunk by the log-probabilities [m] of the data's tokens, minus infinity
     outside the draft vocabulary; None: all are 1. rated: the overlap of both distributions is
@@ -154,7 +154,7 @@ class Taught:
     valid: Tensor
     terms: LossWeights
     scale: Tensor
-    distribution: TeacherFn | None = None
+    teacher: TeacherFn | None = None
     chunk: int = CHUNKS["cpu"]
     parts: list[slice] | None = None
     weigh: Callable[[slice, Tensor], Tensor] | None = None
@@ -231,7 +231,7 @@ class _ChunkedLoss(torch.autograd.Function):
         far = None if far is None else far.detach().to(hidden.dtype)
         for part in taught.chunks():
             target = taught.place[part]
-            teacher = None if taught.distribution is None else taught.distribution(part)
+            teacher = None if taught.teacher is None else taught.teacher(part)
             learned = (target >= 0) & bool(terms.hard)
             if teacher is not None and terms.needs_distribution:
                 learned |= teacher.usable

@@ -116,7 +116,7 @@ def test_the_rate_is_what_the_verifier_accepts(terms: LossWeights, size: int, to
         stored = stored_distribution(
             (found.indices, found.values), source, head.ids(), VOCAB, place, "all"
         )
-        _, same = chunked_loss(hidden, weight, replace(taught, distribution=stored))
+        _, same = chunked_loss(hidden, weight, replace(taught, teacher=stored))
         torch.testing.assert_close(same.rate, rows.rate, rtol=1e-12, atol=1e-14)
     wanted = []
     for j in range(3):
