@@ -22,11 +22,14 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 import torch
 
+from decode import sampling as other
 from decode.rng import Rng
-from decode.sampling import Distribution, Sampling
+from decode.sampling import Sampling
 from decode.tree import DraftTree, Proposal, TreeShape
 from decode.verify import verify
 
+# The other checkout may be of version 0.1, which called it by another name.
+Distribution = getattr(other, "Distribution", None) or other.Law  # type: ignore[attr-defined]
 VOCAB, NARROW, ROUNDS, REPEATS = 49152, 8192, 11, 6
 WIDE = [
     (0,),
