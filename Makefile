@@ -51,11 +51,11 @@ test: lint
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m "not slow"
 
 slow: .venv
-	@OUTRIDER_RELIABILITY=$(CURDIR)/docs/results/reliability.json $(PY) -m tests.slow $(if $(MINUTES),--minutes $(MINUTES)); code=$$?; $(PY) -m scripts.lab.pages.reliability; exit $$code
+	@OUTRIDER_RELIABILITY=$(CURDIR)/docs/results/reliability.json $(PY) -m tests.slow $(if $(MINUTES),--minutes $(MINUTES)); code=$$?; $(PY) -m outrider.scripts.lab.pages.reliability; exit $$code
 
 readme: .venv
-	@$(PY) -m scripts.lab.pages.readme
-	@$(PY) -m scripts.lab.pages.reliability
+	@$(PY) -m outrider.scripts.lab.pages.readme
+	@$(PY) -m outrider.scripts.lab.pages.reliability
 
 # The fast tests on the oldest line of transformers that is checked, in an environment of its own.
 .venv-old/.installed: pyproject.toml constraints.txt

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
+from outrider.conf.errors import UserError
 
 MAX_LINE = 8 << 20  # bytes; a longer line is no conversation
 GIVE = "give an existing JSONL file"

@@ -21,7 +21,7 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError, first_line
+from outrider.conf.errors import UserError, first_line
 
 POINTS = "outrider.heads"  # the group of entry points
 GROUP = "head"  # the folder of conf/ with the keys of a kind

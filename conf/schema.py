@@ -41,9 +41,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from conf import packages
-from conf.errors import CheckFailed, Interrupted, UserError
-from conf.typed import (
+from outrider.conf import packages
+from outrider.conf.errors import CheckFailed, Interrupted, UserError
+from outrider.conf.typed import (
     convert,
     default,
     docs,

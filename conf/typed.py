@@ -28,7 +28,7 @@ from pydantic import AllowInfNan, BeforeValidator, Field, Strict, TypeAdapter, V
 from pydantic_core import ErrorDetails, PydanticCustomError, SchemaValidator
 from pydantic_core import core_schema as core
 
-from conf.errors import UserError, first_line
+from outrider.conf.errors import UserError, first_line
 
 T = TypeVar("T")
 SHORT = reprlib.Repr()  # how a wrong value is shown: the line stays a line

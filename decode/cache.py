@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from conf.errors import UserError
-from decode import waits
+from outrider.conf.errors import UserError
+from outrider.decode import waits
 
 LayerShape = tuple[int, int, int]  # Hkv, key size, value size
 

@@ -21,15 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conf.errors import UserError
-from decode import grow
-from decode.cache import TreeCache
-from decode.grow import Form, Nodes
-from decode.masks import FULL, TreeMasks, within
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree
+from outrider.conf.errors import UserError
+from outrider.decode import grow
+from outrider.decode.cache import TreeCache
+from outrider.decode.grow import Form, Nodes
+from outrider.decode.masks import FULL, TreeMasks, within
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
 
 Update = Callable[..., tuple[Tensor, Tensor]]
 

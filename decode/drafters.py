@@ -14,11 +14,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from decode.draft_model import DraftModel
-from decode.ngram import NGram
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.tree import DraftTree
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.ngram import NGram
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree
 
 __all__ = ["DraftModel", "Drafter", "NGram", "NoDraft"]
 

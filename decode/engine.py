@@ -20,19 +20,19 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
-from decode import waits
-from decode.cache import TreeCache
-from decode.drafters import Drafter
-from decode.fits import longest_answer
-from decode.records import Cycle, DecodedRun, Generation, Request
-from decode.rng import Coins, Rng
-from decode.sampling import Distribution, Sampling
-from decode.scorer import Step
-from decode.target import Target
-from decode.timing import Timing, timed
-from decode.tree import DraftTree
-from decode.verify import Seen, Verdict
-from decode.verify import verify as run_verify
+from outrider.decode import waits
+from outrider.decode.cache import TreeCache
+from outrider.decode.drafters import Drafter
+from outrider.decode.fits import longest_answer
+from outrider.decode.records import Cycle, DecodedRun, Generation, Request
+from outrider.decode.rng import Coins, Rng
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.scorer import Step
+from outrider.decode.target import Target
+from outrider.decode.timing import Timing, timed
+from outrider.decode.tree import DraftTree
+from outrider.decode.verify import Seen, Verdict
+from outrider.decode.verify import verify as run_verify
 
 __all__ = [
     "CoinSource",

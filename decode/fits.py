@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.cache import TreeCache
-from decode.records import Request
-from decode.tree import DraftTree
+from outrider.conf.errors import UserError
+from outrider.decode.cache import TreeCache
+from outrider.decode.records import Request
+from outrider.decode.tree import DraftTree
 
 
 def longest_answer(request: Request, index: int, context: int, vocab: int) -> int:

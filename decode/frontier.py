@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode import waits
-from decode.layout import Inner
-from decode.residual import first_ratio
-from decode.rng import Coins
-from decode.sampling import Distribution, Support
-from decode.siblings import Family, read
-from decode.tree import DraftTree
+from outrider.decode import waits
+from outrider.decode.layout import Inner
+from outrider.decode.residual import first_ratio
+from outrider.decode.rng import Coins
+from outrider.decode.sampling import Distribution, Support
+from outrider.decode.siblings import Family, read
+from outrider.decode.tree import DraftTree
 
 
 class Judged(NamedTuple):

@@ -19,12 +19,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decode import levels as tables
-from decode import waits
-from decode.price import FREE, Draws, Growth, Price, pruned
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.tree import DraftTree, Proposal, TreeLayout, TreeShape
+from outrider.decode import levels as tables
+from outrider.decode import waits
+from outrider.decode.price import FREE, Draws, Growth, Price, pruned
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree, Proposal, TreeLayout, TreeShape
 
 
 @dataclass(frozen=True)

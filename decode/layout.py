@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode import waits
-from decode.inner import Inner, Room
+from outrider.decode import waits
+from outrider.decode.inner import Inner, Room
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from decode.tree import TreeShape
+from outrider.decode.tree import TreeShape
 
 Kids = tuple[tuple[int, ...], ...]
 

@@ -20,18 +20,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode import waits
-from decode.cache import TreeCache
-from decode.drafters import Drafter
-from decode.engine import Engine, Generation, Request, _Row
-from decode.fits import longest_answer
-from decode.sampling import Distribution, Sampling
-from decode.scorer import Step
-from decode.target import Target
-from decode.tree import DraftTree
-from decode.tree_rules import WILD, emptied, wild
-from decode.verify import Seen
+from outrider.conf.errors import UserError
+from outrider.decode import waits
+from outrider.decode.cache import TreeCache
+from outrider.decode.drafters import Drafter
+from outrider.decode.engine import Engine, Generation, Request, _Row
+from outrider.decode.fits import longest_answer
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.scorer import Step
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.decode.tree_rules import WILD, emptied, wild
+from outrider.decode.verify import Seen
 
 LEFT = "left"  # how a generation ends whose request was taken away
 LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON has no word for

@@ -12,8 +12,8 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from decode import waits
-from decode.tree import DraftTree, TreeLayout
+from outrider.decode import waits
+from outrider.decode.tree import DraftTree, TreeLayout
 
 # A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk",
 # C): positions of one chunk.

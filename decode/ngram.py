@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.tree import DraftTree, TreeLayout
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree, TreeLayout
 
 DEPTH = 10  # levels of an n-gram's draft, and nodes of its tree
 

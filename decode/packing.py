@@ -11,11 +11,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from decode.cache import TreeCache
-from decode.models import lean, packed
-from decode.probe import TOLERANCE, difference
-from decode.probed import Probe
-from decode.scorer import Scorer
+from outrider.decode.cache import TreeCache
+from outrider.decode.models import lean, packed
+from outrider.decode.probe import TOLERANCE, difference
+from outrider.decode.probed import Probe
+from outrider.decode.scorer import Scorer
 
 
 class PackingScorer(Scorer):

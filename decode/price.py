@@ -24,9 +24,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decode import waits
-from decode.levels import Level
-from decode.tree import DraftTree, TreeLayout, TreeShape
+from outrider.decode import waits
+from outrider.decode.levels import Level
+from outrider.decode.tree import DraftTree, TreeLayout, TreeShape
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from decode import attention
-from decode.cache import LayerShape
-from decode.masks import FULL, Reach
-from decode.probed import LMHead, Probe
-from decode.scorer import Scorer
-from decode.tree import DraftTree
+from outrider.conf.errors import UserError
+from outrider.decode import attention
+from outrider.decode.cache import LayerShape
+from outrider.decode.masks import FULL, Reach
+from outrider.decode.probed import LMHead, Probe
+from outrider.decode.scorer import Scorer
+from outrider.decode.tree import DraftTree
 
 # Largest accepted difference of one token's logits, relative to their spread (root mean
 # squares). A mask that lets one wrong token in costs tens of percent in a trained model; half

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decode.cache import LayerShape
-from decode.masks import FULL, Reach
+from outrider.decode.cache import LayerShape
+from outrider.decode.masks import FULL, Reach
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from decode.timing import Timing
+from outrider.decode.timing import Timing
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decode import waits
-from decode.inverse_cdf import inverse_cdf
+from outrider.decode import waits
+from outrider.decode.inverse_cdf import inverse_cdf
 
 DRAFT, ACCEPT, RESIDUAL = 1, 2, 3
 

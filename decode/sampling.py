@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode import waits
-from decode.models.processors import Processor, refuse_state
-from decode.tree import DraftTree
+from outrider.conf.errors import UserError
+from outrider.decode import waits
+from outrider.decode.models.processors import Processor, refuse_state
+from outrider.decode.tree import DraftTree
 
 _FIRST_CANDIDATES = (
     256  # enough for nearly every truncated distribution; more are fetched where it is not

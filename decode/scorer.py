@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from conf.errors import UserError
-from decode import fits, waits
-from decode.cache import TreeCache
-from decode.masks import TreeMasks
-from decode.models import facts, rope
-from decode.models.facts import UNBOUNDED
-from decode.probed import LMHead, Probe
-from decode.tree import DraftTree
+from outrider.conf.errors import UserError
+from outrider.decode import fits, waits
+from outrider.decode.cache import TreeCache
+from outrider.decode.masks import TreeMasks
+from outrider.decode.models import facts, rope
+from outrider.decode.models.facts import UNBOUNDED
+from outrider.decode.probed import LMHead, Probe
+from outrider.decode.tree import DraftTree
 
 
 @dataclass

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode import waits
-from decode.residual import NOTHING, Siblings
-from decode.sampling import Distribution, Support
-from decode.tree import DraftTree, Proposal
-from decode.view import DraftView, View
+from outrider.decode import waits
+from outrider.decode.residual import NOTHING, Siblings
+from outrider.decode.sampling import Distribution, Support
+from outrider.decode.tree import DraftTree, Proposal
+from outrider.decode.view import DraftView, View
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from decode.engine import Cycle, Generation
+from outrider.decode.engine import Cycle, Generation
 
 LOOP_GRAM, LOOP_TIMES = 8, 3
 RESAMPLES = 2000

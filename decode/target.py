@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode import waits
-from decode.packing import PackingScorer
-from decode.probe import (
+from outrider.decode import waits
+from outrider.decode.packing import PackingScorer
+from outrider.decode.probe import (
     TOLERANCE,
     caught,
     packing_error,
@@ -23,7 +23,7 @@ from decode.probe import (
     probe_layers,
     probe_target,
 )
-from decode.probed import LMHead, Probe
+from outrider.decode.probed import LMHead, Probe
 
 
 class Target(PackingScorer):

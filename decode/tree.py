@@ -18,10 +18,10 @@ from dataclasses import field as dataclass_field
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode import tree_rules, waits
-from decode.inner import room_of
-from decode.layout import TreeLayout
+from outrider.conf.errors import UserError
+from outrider.decode import tree_rules, waits
+from outrider.decode.inner import room_of
+from outrider.decode.layout import TreeLayout
 
 __all__ = ["DraftTree", "Proposal", "TreeLayout", "TreeShape"]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
+from outrider.conf.errors import UserError
 
 ANY_VOCABULARY = 1 << 62
 WILD = "check the head's weights, and whether its logits overflow in this dtype"

@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from decode.drafters import Drafter
-from decode.ngram import listed
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.tree import DraftTree
-from decode.tree_rules import wild
+from outrider.decode.drafters import Drafter
+from outrider.decode.ngram import listed
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree
+from outrider.decode.tree_rules import wild
 
 # How all but the first draft, whatever the temperature.
 MOST_PROBABLE = Sampling()

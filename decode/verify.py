@@ -32,12 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conf.errors import UserError
-from decode import residual, waits
-from decode.frontier import AllAtOnce, Judged, LevelByLevel, parents
-from decode.rng import Coins
-from decode.sampling import Distribution
-from decode.tree import DraftTree
+from outrider.conf.errors import UserError
+from outrider.decode import residual, waits
+from outrider.decode.frontier import AllAtOnce, Judged, LevelByLevel, parents
+from outrider.decode.rng import Coins
+from outrider.decode.sampling import Distribution
+from outrider.decode.tree import DraftTree
 
 
 @dataclass(frozen=True)

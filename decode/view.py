@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.residual import NOTHING
-from decode.sampling import Support
+from outrider.decode.residual import NOTHING
+from outrider.decode.sampling import Support
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.drafters import Drafter
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.tree import DraftTree
+from outrider.decode.drafters import Drafter
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree
 
 PRIOR_MEAN, PRIOR_WEIGHT, RATE_MEMORY = 0.6, 4.0, 0.95
 PATIENCE, RETRY, MEMORY = 24, 96, 0.97

@@ -23,11 +23,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from heads.base import Head
-    from heads.batch import Batch, LossOut
-    from heads.checkpoint import save_head
-    from heads.config import HeadConfig
-    from heads.drafters import (
+    from outrider.heads.base import Head
+    from outrider.heads.batch import Batch, LossOut
+    from outrider.heads.checkpoint import save_head
+    from outrider.heads.config import HeadConfig
+    from outrider.heads.drafters import (
         drafter_folder,
         drafter_folders,
         drafting_head,
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
         resolve_drafter,
         settings_folder,
     )
-    from heads.folders import find_head, head_in
-    from heads.registry import HEADS, head_class, kinds, load_head
+    from outrider.heads.folders import find_head, head_in
+    from outrider.heads.registry import HEADS, head_class, kinds, load_head
 
 __all__ = [
     "HEADS",
@@ -68,7 +68,7 @@ MODULES = ("config", "batch", "base", "folders", "checkpoint", "registry", "draf
 def __getattr__(name: str) -> Any:
     if name in __all__:
         for module in MODULES:
-            found = getattr(importlib.import_module(f"heads.{module}"), name, None)
+            found = getattr(importlib.import_module(f"outrider.heads.{module}"), name, None)
             if found is not None:
                 return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,17 +14,17 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.drafters import Drafter
-from decode.grow import Form
-from decode.target import Target
-from decode.tree import TreeShape
-from heads import shapes, vocab
-from heads.batch import Batch, LossOut, moved
-from heads.config import HeadConfig as HeadConfig
-from heads.forced import ranks
-from heads.names import DEFAULT_DRAW, DraftSpec
-from heads.stored import Stored
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import Drafter
+from outrider.decode.grow import Form
+from outrider.decode.target import Target
+from outrider.decode.tree import TreeShape
+from outrider.heads import shapes, vocab
+from outrider.heads.batch import Batch, LossOut, moved
+from outrider.heads.config import HeadConfig as HeadConfig
+from outrider.heads.forced import ranks
+from outrider.heads.names import DEFAULT_DRAW, DraftSpec
+from outrider.heads.stored import Stored
 
 __all__ = ["Batch", "Head", "HeadConfig", "LossOut"]
 

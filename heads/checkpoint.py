@@ -22,15 +22,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from conf.disk import sync
-from conf.errors import UserError, first_line
-from conf.jsonl import HALF, is_whole
-from conf.typed import from_json
-from decode.models.identity import Identity, sha256_file
-from decode.target import Target
-from heads import lora, vocab, words
-from heads.base import Head
-from heads.saved import differing
+from outrider.conf.disk import sync
+from outrider.conf.errors import UserError, first_line
+from outrider.conf.jsonl import HALF, is_whole
+from outrider.conf.typed import from_json
+from outrider.decode.models.identity import Identity, sha256_file
+from outrider.decode.target import Target
+from outrider.heads import lora, vocab, words
+from outrider.heads.base import Head
+from outrider.heads.saved import differing
 
 H = TypeVar("H", bound=Head)
 FORMAT = 1

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from conf.rules import BelowOne, NotNegative, one_of
-from heads.limits import Count, CountOrZero, Draw, Layers, Nodes, Shape, TokenId, Width
+from outrider.conf.rules import BelowOne, NotNegative, one_of
+from outrider.heads.limits import Count, CountOrZero, Draw, Layers, Nodes, Shape, TokenId, Width
 
 Mask = Literal["token", "argmax", "all"]
 

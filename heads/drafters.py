@@ -7,20 +7,20 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from conf.errors import UserError
-from decode.drafters import Drafter, NGram, NoDraft
-from decode.ngram import DEPTH
-from decode.price import Price
-from decode.target import Target
-from decode.union import Union
-from decode.wrapped import Adaptive, Alert, Monitor
-from heads import names, tuned
-from heads.base import Head
-from heads.checkpoint import read_card, trained_for
-from heads.folders import find_head, is_plain
-from heads.names import DraftSpec
-from heads.registry import load_head
-from heads.small_lm.plain import plain_folder, plain_model
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import Drafter, NGram, NoDraft
+from outrider.decode.ngram import DEPTH
+from outrider.decode.price import Price
+from outrider.decode.target import Target
+from outrider.decode.union import Union
+from outrider.decode.wrapped import Adaptive, Alert, Monitor
+from outrider.heads import names, tuned
+from outrider.heads.base import Head
+from outrider.heads.checkpoint import read_card, trained_for
+from outrider.heads.folders import find_head, is_plain
+from outrider.heads.names import DraftSpec
+from outrider.heads.registry import load_head
+from outrider.heads.small_lm.plain import plain_folder, plain_model
 
 
 def resolve_drafter(spec: str, target: Target) -> Drafter:

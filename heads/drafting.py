@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode import grow
-from decode.grow import Form, Nodes
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree
-from heads.base import Head
+from outrider.decode import grow
+from outrider.decode.grow import Form, Nodes
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.heads.base import Head
 
 
 class Drafting:

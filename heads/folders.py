@@ -6,8 +6,8 @@ import difflib
 import re
 from pathlib import Path
 
-from conf.errors import UserError
-from heads.checkpoint import CARD
+from outrider.conf.errors import UserError
+from outrider.heads.checkpoint import CARD
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Folders of this tool, also where they are not made yet

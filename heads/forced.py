@@ -19,9 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decode.target import Target
-from heads import shapes, vocab
-from heads.batch import Batch
+from outrider.decode.target import Target
+from outrider.heads import shapes, vocab
+from outrider.heads.batch import Batch
 
 # Share of the largest logit by which two orders of evaluation may differ: the drafter's cached
 # passes of few rows and the training pass over whole texts. 16-bit: measured, see

@@ -11,13 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.models.identity import sha256_file
-from heads import vocab, words
-from heads.checkpoint import read_card
-from heads.folders import head_in
-from heads.interop.layout import check_draft_map
-from heads.interop.reading import Foreign, read_folder
+from outrider.conf.errors import UserError
+from outrider.decode.models.identity import sha256_file
+from outrider.heads import vocab, words
+from outrider.heads.checkpoint import read_card
+from outrider.heads.folders import head_in
+from outrider.heads.interop.layout import check_draft_map
+from outrider.heads.interop.reading import Foreign, read_folder
 
 KEY = "head.draft_vocab_from"
 MOST_ADAPTERS = 16  # one on the other

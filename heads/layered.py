@@ -12,15 +12,15 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from decode.target import Target
-from heads import vocab
-from heads.base import Head
-from heads.config import LayeredConfig as LayeredConfig
-from heads.eagle.init import reset_weights, start_norm
-from heads.eagle.shape import LayerShape, as_made, layer_config
-from heads.layered_saved import LayeredSaved
-from heads.lora import weight_of
-from heads.teacher import TeacherFn, stored_distribution, target_distribution
+from outrider.decode.target import Target
+from outrider.heads import vocab
+from outrider.heads.base import Head
+from outrider.heads.config import LayeredConfig as LayeredConfig
+from outrider.heads.eagle.init import reset_weights, start_norm
+from outrider.heads.eagle.shape import LayerShape, as_made, layer_config
+from outrider.heads.layered_saved import LayeredSaved
+from outrider.heads.lora import weight_of
+from outrider.heads.teacher import TeacherFn, stored_distribution, target_distribution
 
 
 class LayeredHead(Head):

@@ -11,13 +11,13 @@ import functools
 
 from torch import Tensor
 
-from decode.grow import Form
-from decode.sampling import Sampling
-from decode.target import Target
-from heads.drafting import Drafting
-from heads.eagle.cache import CachedNet
-from heads.layered import LayeredHead
-from heads.packing import Unembedding, pack_net
+from outrider.decode.grow import Form
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads.drafting import Drafting
+from outrider.heads.eagle.cache import CachedNet
+from outrider.heads.layered import LayeredHead
+from outrider.heads.packing import Unembedding, pack_net
 
 
 class LayeredDrafter(CachedNet, Drafting):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from decode.target import Target
-from heads import shapes, vocab
-from heads.eagle.shape import LayerShape
-from heads.limits import MOST_DEPTH
-from heads.saved import Saved
+from outrider.decode.target import Target
+from outrider.heads import shapes, vocab
+from outrider.heads.eagle.shape import LayerShape
+from outrider.heads.limits import MOST_DEPTH
+from outrider.heads.saved import Saved
 
 
 @dataclass(kw_only=True)

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from conf.rules import BelowOne, Filled
-from heads.config import LoraKeys as LoraKeys
-from heads.limits import Count, CountOrZero
+from outrider.conf.errors import UserError
+from outrider.conf.rules import BelowOne, Filled
+from outrider.heads.config import LoraKeys as LoraKeys
+from outrider.heads.limits import Count, CountOrZero
 
 # Keys that are no part of a head: it holds its draft vocabulary, however that came about.
 UNSAVED = ("draft_vocab_from", "lora")

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.config import LossWeights as LossWeights
-from heads.teacher import Teacher, TeacherFn
+from outrider.heads.config import LossWeights as LossWeights
+from outrider.heads.teacher import Teacher, TeacherFn
 
 # Tokens whose logits exist at the same time: a CPU's caches are small, a GPU writes the gradient
 # of the LM head once for each chunk.

@@ -20,8 +20,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from conf.errors import UserError
-from decode.price import FREE, Price
+from outrider.conf.errors import UserError
+from outrider.decode.price import FREE, Price
 
 NONE, NGRAM = "none", "ngram"
 SHAPES = ("chain", "tree")

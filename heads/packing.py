@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from decode.models import packed
-from decode.target import Target
-from heads.eagle.modules import Linear
+from outrider.decode.models import packed
+from outrider.decode.target import Target
+from outrider.heads.eagle.modules import Linear
 
 # Projections of transformers' Llama layers that read the same tensor.
 JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -36,18 +36,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import stats
-from decode.drafters import Drafter
-from decode.engine import Cycle, Generation, Request, generate
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree
-from decode.wrapped import Wrapped
-from heads.base import Head
-from heads.batch import Batch
-from heads.forced import Forced, judge
-from heads.names import DraftSpec
+from outrider.decode import stats
+from outrider.decode.drafters import Drafter
+from outrider.decode.engine import Cycle, Generation, Request, generate
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.decode.wrapped import Wrapped
+from outrider.heads.base import Head
+from outrider.heads.batch import Batch
+from outrider.heads.forced import Forced, judge
+from outrider.heads.names import DraftSpec
 
 SLACK = 0.05  # of accepted length, below which a difference is not held against a head in 16 bits
 SHARE = 0.02  # of cycles that may differ in 16 bits beyond what counts as rounding; none in float32

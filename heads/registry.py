@@ -6,18 +6,18 @@ from __future__ import annotations
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from conf import packages
-from conf.errors import UserError
-from decode.target import Target
-from heads.base import Head, HeadConfig
-from heads.block.head import DFlashHead, DSparkHead
-from heads.checkpoint import CARD, load_as, read_card
-from heads.eagle.eagle1 import Eagle1Head
-from heads.eagle.head import Eagle3Head
-from heads.parallel.hydra_heads import HydraHeads
-from heads.parallel.medusa import MedusaHead
-from heads.parallel.medusa2 import Medusa2Head
-from heads.small_lm.head import SmallLM
+from outrider.conf import packages
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads.base import Head, HeadConfig
+from outrider.heads.block.head import DFlashHead, DSparkHead
+from outrider.heads.checkpoint import CARD, load_as, read_card
+from outrider.heads.eagle.eagle1 import Eagle1Head
+from outrider.heads.eagle.head import Eagle3Head
+from outrider.heads.parallel.hydra_heads import HydraHeads
+from outrider.heads.parallel.medusa import MedusaHead
+from outrider.heads.parallel.medusa2 import Medusa2Head
+from outrider.heads.small_lm.head import SmallLM
 
 HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from conf.errors import UserError
-from conf.typed import from_json
-from decode.target import Target
-from heads.earlier import without_gone
+from outrider.conf.errors import UserError
+from outrider.conf.typed import from_json
+from outrider.decode.target import Target
+from outrider.heads.earlier import without_gone
 
 
 @dataclass(kw_only=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from decode.tree import TreeShape
-from heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH
+from outrider.decode.tree import TreeShape
+from outrider.heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH
 
 RANKS = 10  # ranks 0..9 are candidates; RANKS itself marks a miss
 NODES = 64  # nodes of the stored tree; smaller trees are its first nodes

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Self
 
 from safetensors.torch import save_file
 
-from decode.models.identity import Identity
-from decode.target import Target
-from heads.lora import UNSAVED, Adaptable
-from heads.saved import differing
+from outrider.decode.models.identity import Identity
+from outrider.decode.target import Target
+from outrider.heads.lora import UNSAVED, Adaptable
+from outrider.heads.saved import differing
 
 
 class Stored(Adaptable):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from decode.target import Target
-from heads import vocab
+from outrider.decode.target import Target
+from outrider.heads import vocab
 
 
 class Teacher(NamedTuple):

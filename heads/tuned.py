@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, MaxLen
 
-from conf.errors import UserError
-from conf.typed import from_json
-from decode.models.identity import sha256_weights
-from decode.price import FREE, Price
-from decode.tree import TreeShape
-from heads.checkpoint import CARD
-from heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH, Levels, Nodes, Width
-from heads.names import DraftSpec
+from outrider.conf.errors import UserError
+from outrider.conf.typed import from_json
+from outrider.decode.models.identity import sha256_weights
+from outrider.decode.price import FREE, Price
+from outrider.decode.tree import TreeShape
+from outrider.heads.checkpoint import CARD
+from outrider.heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH, Levels, Nodes, Width
+from outrider.heads.names import DraftSpec
 
 DECODE = "decode.json"
 FORMAT = 1

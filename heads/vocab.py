@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from conf.errors import UserError
-from conf.typed import SHORT
-from decode.models.tokenizers import specials
-from decode.target import Target
+from outrider.conf.errors import UserError
+from outrider.conf.typed import SHORT
+from outrider.decode.models.tokenizers import specials
+from outrider.decode.target import Target
 
 
 def choose(counts: Tensor, size: int, key: str = "head.draft_vocab") -> Tensor:

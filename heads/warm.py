@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.target import Target
-from heads import vocab, words
-from heads.base import Head
-from heads.checkpoint import read_card
-from heads.eagle.shape import LayerKeys
-from heads.folders import head_in
-from heads.layered import LayeredHead
-from heads.registry import head_class, load_head
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads import vocab, words
+from outrider.heads.base import Head
+from outrider.heads.checkpoint import read_card
+from outrider.heads.eagle.shape import LayerKeys
+from outrider.heads.folders import head_in
+from outrider.heads.layered import LayeredHead
+from outrider.heads.registry import head_class, load_head
 
 # Weights by the last parts of their names that go by the heads of a parallel head: another number
 # of those is no other shape.

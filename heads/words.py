@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.target import Target
-from heads import vocab
-from heads.base import Head
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads import vocab
+from outrider.heads.base import Head
 
 # Weights by the last parts of their names, and their axis of the draft vocabulary.
 TOKENS = {"lm_head.weight": 0, "markov_out": 0, "proj": 1}

@@ -1,6 +1,6 @@
 """The Python side: load a target, train or load a head, generate.
 
-    from scripts.api import generate, load_target, train
+    from outrider.api import generate, load_target, train
 
     target = load_target("smollm2")
     run = train("medusa", "data.path=runs/data.jsonl", "out_dir=runs/medusa", "steps=1000")
@@ -24,21 +24,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from conf.schema import CONF
-from conf.typed import from_json, nearest, raise_all
-from decode import stats
-from decode.drafters import Drafter
-from decode.engine import Generation, Request
-from decode.live import Fresh, LiveBatch, LiveLimits, Seat
-from decode.models import load as loading
-from decode.sampling import Sampling
-from decode.target import Target
-from heads import resolve_drafter
-from heads.names import NONE
-from scripts import cli
-from scripts.common.prompts import question_ids
-from scripts.common.talk import Stream
+from outrider.conf.errors import UserError
+from outrider.conf.schema import CONF
+from outrider.conf.typed import from_json, nearest, raise_all
+from outrider.decode import stats
+from outrider.decode.drafters import Drafter
+from outrider.decode.engine import Generation, Request
+from outrider.decode.live import Fresh, LiveBatch, LiveLimits, Seat
+from outrider.decode.models import load as loading
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads import resolve_drafter
+from outrider.heads.names import NONE
+from outrider.scripts import cli
+from outrider.scripts.common.prompts import question_ids
+from outrider.scripts.common.talk import Stream
 
 __all__ = ["Answer", "Piece", "generate", "load_drafter", "load_target", "train"]
 

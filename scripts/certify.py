@@ -35,26 +35,26 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
-from conf.errors import UserError, resumable
-from conf.schema import entry
-from decode.models import facts
-from decode.models.load import load_target
-from decode.sampling import Sampling
-from decode.target import Target
-from heads import drafter_folder, drafter_folders, head_folder, resolve_drafter
-from heads.checkpoint import read_card, trained_for
-from heads.names import NONE, parse
-from scripts.common import files
-from scripts.common.memo import Memo
-from scripts.common.progress import Steps, by_name, columns
-from scripts.common.prompts import Prompt, load_prompts, question_ids
-from scripts.proofs import certificate
-from scripts.proofs.config import CertifyConfig, CertifyServerConfig
-from scripts.proofs.controls import certificates as controls
-from scripts.reports import certificate_page
-from scripts.serving import server_certificate
-from scripts.serving.asking import Address
-from scripts.serving.drafter_distributions import drafter_distributions
+from outrider.conf.errors import UserError, resumable
+from outrider.conf.schema import entry
+from outrider.decode.models import facts
+from outrider.decode.models.load import load_target
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads import drafter_folder, drafter_folders, head_folder, resolve_drafter
+from outrider.heads.checkpoint import read_card, trained_for
+from outrider.heads.names import NONE, parse
+from outrider.scripts.common import files
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import Steps, by_name, columns
+from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
+from outrider.scripts.proofs import certificate
+from outrider.scripts.proofs.config import CertifyConfig, CertifyServerConfig
+from outrider.scripts.proofs.controls import certificates as controls
+from outrider.scripts.reports import certificate_page
+from outrider.scripts.serving import server_certificate
+from outrider.scripts.serving.asking import Address
+from outrider.scripts.serving.drafter_distributions import drafter_distributions
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
 LATER = (

@@ -21,15 +21,15 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
-from conf.errors import UserError
-from conf.schema import entry
-from decode.engine import DecodedRun, Request, generate
-from decode.models.load import load_target
-from decode.wrapped import Monitor
-from heads import requested, resolve_drafter
-from scripts.common.config import ChatConfig
-from scripts.common.prompts import chat_ids
-from scripts.common.talk import AnswerTally, Stream
+from outrider.conf.errors import UserError
+from outrider.conf.schema import entry
+from outrider.decode.engine import DecodedRun, Request, generate
+from outrider.decode.models.load import load_target
+from outrider.decode.wrapped import Monitor
+from outrider.heads import requested, resolve_drafter
+from outrider.scripts.common.config import ChatConfig
+from outrider.scripts.common.prompts import chat_ids
+from outrider.scripts.common.talk import AnswerTally, Stream
 
 DRAFTED = "bright_green"
 

@@ -14,11 +14,11 @@ from pathlib import Path
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from conf.schema import entry
-from scripts.common import files
-from scripts.serving import contract, contract_check
-from scripts.serving.asking import Address
-from scripts.serving.config import CheckConfig
+from outrider.conf.schema import entry
+from outrider.scripts.common import files
+from outrider.scripts.serving import contract, contract_check
+from outrider.scripts.serving.asking import Address
+from outrider.scripts.serving.config import CheckConfig
 
 
 @entry("check", CheckConfig)

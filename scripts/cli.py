@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from conf import packages
-from conf.errors import UserError
-from heads.formats import FORMATS
+from outrider.conf import packages
+from outrider.conf.errors import UserError
+from outrider.heads.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -51,25 +51,25 @@ MARKS = ("@", "dry run:")  # comments for Hydra and for the dry run
 # Where the keys of a verb stand, "module:class". They are those of conf/FILE.yaml, FILE being its
 # file; `HANDED_ON` says the same of verbs whose first word or whose key names another file.
 KEYS = {
-    "synthesize": "scripts.synthesis.config:SynthesizeConfig",
-    "cache_features": "train.config:CacheConfig",
-    "fit": "scripts.fitting.config:FitConfig",
-    "validate": "train.config:ValidateConfig",
-    "evaluate": "scripts.scoring.config:EvaluateConfig",
-    "tune": "scripts.tuning.config:TuneConfig",
-    "certify": "scripts.proofs.config:CertifyConfig",
-    "export": "scripts.serving.config:ExportConfig",
-    "check": "scripts.serving.config:CheckConfig",
-    "serve": "scripts.serve_http.config:ServeConfig",
-    "chat": "scripts.common.config:ChatConfig",
-    "import_head": "scripts.serving.config:ImportConfig",
-    "demo": "scripts.common.config:DemoConfig",
-    "doctor": "scripts.machine.config:DoctorConfig",
-    "forecast": "scripts.extra.forecasting.config:ForecastConfig",
-    "first_gpu": "scripts.extra.config:FirstConfig",
-    "tune_engine": "scripts.extra.config:TuneEngineConfig",
-    "certify_server": "scripts.proofs.config:CertifyServerConfig",
-    "dry_run": "scripts.extra.cluster.config:DryRunConfig",
+    "synthesize": "outrider.scripts.synthesis.config:SynthesizeConfig",
+    "cache_features": "outrider.train.config:CacheConfig",
+    "fit": "outrider.scripts.fitting.config:FitConfig",
+    "validate": "outrider.train.config:ValidateConfig",
+    "evaluate": "outrider.scripts.scoring.config:EvaluateConfig",
+    "tune": "outrider.scripts.tuning.config:TuneConfig",
+    "certify": "outrider.scripts.proofs.config:CertifyConfig",
+    "export": "outrider.scripts.serving.config:ExportConfig",
+    "check": "outrider.scripts.serving.config:CheckConfig",
+    "serve": "outrider.scripts.serve_http.config:ServeConfig",
+    "chat": "outrider.scripts.common.config:ChatConfig",
+    "import_head": "outrider.scripts.serving.config:ImportConfig",
+    "demo": "outrider.scripts.common.config:DemoConfig",
+    "doctor": "outrider.scripts.machine.config:DoctorConfig",
+    "forecast": "outrider.scripts.extra.forecasting.config:ForecastConfig",
+    "first_gpu": "outrider.scripts.extra.config:FirstConfig",
+    "tune_engine": "outrider.scripts.extra.config:TuneEngineConfig",
+    "certify_server": "outrider.scripts.proofs.config:CertifyServerConfig",
+    "dry_run": "outrider.scripts.extra.cluster.config:DryRunConfig",
 }
 # (verb, word) -> (file that speaks, its keys in KEYS, its YAML)
 HANDED_ON = {
@@ -109,7 +109,7 @@ def trainers() -> dict[str, Verb]:
     return {
         name: verb
         for name, verb in found.items()
-        if "from train.loop import fit" in verb.file.read_text(encoding="utf-8")
+        if "from outrider.train.loop import fit" in verb.file.read_text(encoding="utf-8")
     }
 
 
@@ -140,7 +140,7 @@ def own_words(file: Path) -> str:
 def help_of(verb: str, words: Sequence[str]) -> str:
     """What `VERB WORDS --help` says. verb: the name of its file. Raises UserError where a part
     that it is handed on to is not installed."""
-    from conf.schema import help_text
+    from outrider.conf.schema import help_text
 
     given = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
     word = next((w for w in given if (verb, w) in HANDED_ON and given[w] != "false"), "")
@@ -155,9 +155,9 @@ def help_of(verb: str, words: Sequence[str]) -> str:
 
 def help_of_training(name: str, words: Sequence[str]) -> str:
     """What `train/NAME.py WORDS --help` says."""
-    from conf.schema import help_text
-    from train.config import ENTRIES, HeadRun
-    from train.launcher import SAME
+    from outrider.conf.schema import help_text
+    from outrider.train.config import ENTRIES, HeadRun
+    from outrider.train.launcher import SAME
 
     schema: type = dict(ENTRIES.values()).get(name, HeadRun)
     return help_text(own_words(ROOT / "train" / f"{name}.py"), name, schema, SAME, words=words)
@@ -206,7 +206,7 @@ def launched(verb: Verb, processes: int, words: Iterable[str]) -> list[str]:
 
 
 def _no_such(kind: str, word: str, known: Iterable[str]) -> NoReturn:
-    from conf.typed import nearest
+    from outrider.conf.typed import nearest
 
     click.echo(f"error: {word}: no such {kind}; {nearest(word, known)}", err=True)
     raise SystemExit(2)

@@ -27,12 +27,12 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from rich.console import Console
 
-from conf.schema import entry
-from scripts.common import files
-from scripts.common.config import DemoConfig
-from scripts.common.pipeline import Command, Pipeline
-from scripts.reports import score_table
-from scripts.reports.table import Table
+from outrider.conf.schema import entry
+from outrider.scripts.common import files
+from outrider.scripts.common.config import DemoConfig
+from outrider.scripts.common.pipeline import Command, Pipeline
+from outrider.scripts.reports import score_table
+from outrider.scripts.reports.table import Table
 
 RUNS, REPORTS = Path("runs/demo"), Path("reports/demo")
 # Short drafts: on packed weights a node costs some 6 % of a plain pass. scripts/tune.py finds the

@@ -26,11 +26,11 @@ from pathlib import Path
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from conf.schema import entry
-from scripts.common import files
-from scripts.common.extra import extra
-from scripts.machine import look
-from scripts.machine.config import DoctorConfig
+from outrider.conf.schema import entry
+from outrider.scripts.common import files
+from outrider.scripts.common.extra import extra
+from outrider.scripts.machine import look
+from outrider.scripts.machine.config import DoctorConfig
 
 
 @entry("doctor", DoctorConfig)

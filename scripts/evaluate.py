@@ -38,29 +38,29 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
-from conf.errors import UserError, resumable
-from conf.schema import entry
-from conf.typed import raise_all
-from decode.models import facts, packed
-from decode.models.load import load_target
-from decode.models.memory import MemoryPlan
-from decode.target import Target
-from heads.small_lm.net import parameters
-from scripts.common import files
-from scripts.common.memo import Memo
-from scripts.common.prompts import Prompt, load_prompts, question_ids
-from scripts.reports import score_table
-from scripts.reports.wandb_log import to_wandb
-from scripts.scoring import candidates, contest
-from scripts.scoring.breakdown import again
-from scripts.scoring.config import EvaluateConfig
-from scripts.scoring.extras import batches, extras, stops_paying
-from scripts.scoring.names import wrong_drafter
-from scripts.scoring.parity import gates
-from scripts.scoring.same_tokens import lossless
-from scripts.scoring.score import Scores, output_lines
-from scripts.scoring.suites import SuiteConfig, in_one, load_suite, notes, suites
-from scripts.scoring.systems import systems_of
+from outrider.conf.errors import UserError, resumable
+from outrider.conf.schema import entry
+from outrider.conf.typed import raise_all
+from outrider.decode.models import facts, packed
+from outrider.decode.models.load import load_target
+from outrider.decode.models.memory import MemoryPlan
+from outrider.decode.target import Target
+from outrider.heads.small_lm.net import parameters
+from outrider.scripts.common import files
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
+from outrider.scripts.reports import score_table
+from outrider.scripts.reports.wandb_log import to_wandb
+from outrider.scripts.scoring import candidates, contest
+from outrider.scripts.scoring.breakdown import again
+from outrider.scripts.scoring.config import EvaluateConfig
+from outrider.scripts.scoring.extras import batches, extras, stops_paying
+from outrider.scripts.scoring.names import wrong_drafter
+from outrider.scripts.scoring.parity import gates
+from outrider.scripts.scoring.same_tokens import lossless
+from outrider.scripts.scoring.score import Scores, output_lines
+from outrider.scripts.scoring.suites import SuiteConfig, in_one, load_suite, notes, suites
+from outrider.scripts.scoring.systems import systems_of
 
 SKIPPED, DISAGREES = 3, 1
 GATE_TOKENS = 64
@@ -394,11 +394,11 @@ def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> Non
     """All files of a report; report.json comes last, so that its presence means that the
     others are there.
     """
-    from scripts.reports import (
+    from outrider.scripts.reports import (
         page,
         plots,  # slow to import, and a bad command line should fail fast
     )
-    from scripts.reports import tuning_plots as more_plots
+    from outrider.scripts.reports import tuning_plots as more_plots
 
     files.write_jsonl(out / "outputs.jsonl", lines)
     for name in plots.PANELS:

@@ -23,15 +23,15 @@ from typing import Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from conf.errors import UserError
-from conf.schema import entry
-from decode.models.load import DTYPES, load_target, torch_dtype
-from decode.target import Target
-from heads import find_head, load_head, tuned
-from heads.base import Head
-from heads.checkpoint import read_card, recover, staged
-from heads.folders import is_plain
-from heads.interop import (
+from outrider.conf.errors import UserError
+from outrider.conf.schema import entry
+from outrider.decode.models.load import DTYPES, load_target, torch_dtype
+from outrider.decode.target import Target
+from outrider.heads import find_head, load_head, tuned
+from outrider.heads.base import Head
+from outrider.heads.checkpoint import read_card, recover, staged
+from outrider.heads.folders import is_plain
+from outrider.heads.interop import (
     LAYOUTS,
     MANIFEST,
     Facts,
@@ -39,15 +39,15 @@ from heads.interop import (
     find_layout,
     served,
 )
-from heads.names import NONE, DraftSpec
-from heads.small_lm.plain import plain_model
-from scripts.common import files
-from scripts.common.prompts import load_prompts, question_ids, spread
-from scripts.serving import card as export_card
-from scripts.serving import contract, costs, gguf_export, settings
-from scripts.serving import draft as export_draft
-from scripts.serving.check import ExportCheck, check_export, comparable
-from scripts.serving.config import ExportConfig
+from outrider.heads.names import NONE, DraftSpec
+from outrider.heads.small_lm.plain import plain_model
+from outrider.scripts.common import files
+from outrider.scripts.common.prompts import load_prompts, question_ids, spread
+from outrider.scripts.serving import card as export_card
+from outrider.scripts.serving import contract, costs, gguf_export, settings
+from outrider.scripts.serving import draft as export_draft
+from outrider.scripts.serving.check import ExportCheck, check_export, comparable
+from outrider.scripts.serving.config import ExportConfig
 
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
 

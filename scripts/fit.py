@@ -29,32 +29,32 @@ from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from train import launcher
+    from outrider.train import launcher
 
     launcher.set_memory()  # this process trains
 
-from conf.errors import UserError
-from conf.jsonl import parse_line, read_lines
-from conf.schema import entry
-from decode.models.load import load_target
-from decode.target import Target
-from heads import drafter_folders, lora, tuned
-from heads.base import Head
-from heads.checkpoint import read_card, recover, staged
-from heads.folders import find_head, head_in
-from heads.interop import Facts, gguf_write, served
-from heads.names import parse
-from heads.warm import Start
-from scripts import certify, evaluate, export
-from scripts.common import files
-from scripts.common.extra import extra
-from scripts.common.pipeline import Pipeline
-from scripts.common.prompts import load_prompts, question_ids, spoken
-from scripts.fitting import train, verdict
-from scripts.fitting.config import FitConfig
-from scripts.fitting.train import BUDGET, Chats
-from scripts.reports import fit_table
-from scripts.synthesis.ledger import differences
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import parse_line, read_lines
+from outrider.conf.schema import entry
+from outrider.decode.models.load import load_target
+from outrider.decode.target import Target
+from outrider.heads import drafter_folders, lora, tuned
+from outrider.heads.base import Head
+from outrider.heads.checkpoint import read_card, recover, staged
+from outrider.heads.folders import find_head, head_in
+from outrider.heads.interop import Facts, gguf_write, served
+from outrider.heads.names import parse
+from outrider.heads.warm import Start
+from outrider.scripts import certify, evaluate, export
+from outrider.scripts.common import files
+from outrider.scripts.common.extra import extra
+from outrider.scripts.common.pipeline import Pipeline
+from outrider.scripts.common.prompts import load_prompts, question_ids, spoken
+from outrider.scripts.fitting import train, verdict
+from outrider.scripts.fitting.config import FitConfig
+from outrider.scripts.fitting.train import BUDGET, Chats
+from outrider.scripts.reports import fit_table
+from outrider.scripts.synthesis.ledger import differences
 
 SETTINGS, REPORT = "settings.json", "fit.json"
 TRAFFIC = "traffic"  # folder of what was read from logs

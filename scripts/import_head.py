@@ -23,21 +23,21 @@ from typing import Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from conf.errors import UserError
-from conf.schema import entry
-from decode.models.identity import Identity
-from decode.models.load import load_target
-from decode.target import Target
-from heads import save_head
-from heads.base import Head
-from heads.checkpoint import CARD, recover
-from heads.interop import Foreign, detect, read_folder
-from scripts.common import files
-from scripts.common.prompts import load_prompts, question_ids, spread
-from scripts.reports.table import Table
-from scripts.serving import probe as acceptance_probe
-from scripts.serving.config import AS_WRITTEN, ImportConfig
-from scripts.serving.probe import Convention
+from outrider.conf.errors import UserError
+from outrider.conf.schema import entry
+from outrider.decode.models.identity import Identity
+from outrider.decode.models.load import load_target
+from outrider.decode.target import Target
+from outrider.heads import save_head
+from outrider.heads.base import Head
+from outrider.heads.checkpoint import CARD, recover
+from outrider.heads.interop import Foreign, detect, read_folder
+from outrider.scripts.common import files
+from outrider.scripts.common.prompts import load_prompts, question_ids, spread
+from outrider.scripts.reports.table import Table
+from outrider.scripts.serving import probe as acceptance_probe
+from outrider.scripts.serving.config import AS_WRITTEN, ImportConfig
+from outrider.scripts.serving.probe import Convention
 
 
 @entry("import_head", ImportConfig)

@@ -28,13 +28,13 @@ from pathlib import Path
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from conf.errors import UserError
-from conf.schema import entry
-from decode.models.load import load_target
-from decode.models.memory import MemoryPlan
-from decode.target import Target
-from heads.names import NONE
-from scripts.serve_http.config import ServeConfig
+from outrider.conf.errors import UserError
+from outrider.conf.schema import entry
+from outrider.decode.models.load import load_target
+from outrider.decode.models.memory import MemoryPlan
+from outrider.decode.target import Target
+from outrider.heads.names import NONE
+from outrider.scripts.serve_http.config import ServeConfig
 
 USUAL_LONGEST = 4096
 PLANNED_NODES = 64  # of a draft tree, when memory is estimated
@@ -44,10 +44,10 @@ PLANNED_NODES = 64  # of a draft tree, when memory is estimated
 def main(cfg: ServeConfig) -> int:
     """Load, listen, serve until SIGTERM or Ctrl-C."""
     try:
-        from scripts.serve_http.app import Access, App
-        from scripts.serve_http.connections import server
-        from scripts.serve_http.requested import Service
-        from scripts.serve_http.worker import Worker, WorkerLimits
+        from outrider.scripts.serve_http.app import Access, App
+        from outrider.scripts.serve_http.connections import server
+        from outrider.scripts.serve_http.requested import Service
+        from outrider.scripts.serve_http.worker import Worker, WorkerLimits
     except ImportError as error:
         raise UserError(
             f"serve: {error.name} is not installed; pip install -e '.[serve]' in the clone"

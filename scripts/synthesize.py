@@ -33,20 +33,20 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from conf.errors import Interrupted, UserError
-from conf.jsonl import records
-from conf.schema import entry
-from decode.models.load import load_target
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.common.extra import extra
-from scripts.common.files import sole_writer
-from scripts.common.meter import Meter
-from scripts.synthesis.config import SynthesizeConfig
-from scripts.synthesis.domains import DomainWriter
-from scripts.synthesis.from_server import from_server
-from scripts.synthesis.ledger import Ledger, check_space
-from scripts.synthesis.write import BlockWriter, fingerprint
+from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.jsonl import records
+from outrider.conf.schema import entry
+from outrider.decode.models.load import load_target
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.common.extra import extra
+from outrider.scripts.common.files import sole_writer
+from outrider.scripts.common.meter import Meter
+from outrider.scripts.synthesis.config import SynthesizeConfig
+from outrider.scripts.synthesis.domains import DomainWriter
+from outrider.scripts.synthesis.from_server import from_server
+from outrider.scripts.synthesis.ledger import Ledger, check_space
+from outrider.scripts.synthesis.write import BlockWriter, fingerprint
 
 
 class Signals:

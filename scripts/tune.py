@@ -23,21 +23,21 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from rich.console import Console
 
-from conf.errors import UserError
-from conf.schema import entry
-from decode.models.load import load_target
-from decode.models.memory import MemoryPlan
-from heads import drafter_folder, settings_folder
-from heads.names import DraftSpec, parse
-from heads.tuned import DECODE
-from scripts.common import files
-from scripts.common.extra import extra
-from scripts.common.progress import Steps, columns
-from scripts.common.prompts import load_prompts
-from scripts.reports import tune_table
-from scripts.reports.wandb_log import to_wandb
-from scripts.tuning import run as tune_run
-from scripts.tuning.config import TuneConfig
+from outrider.conf.errors import UserError
+from outrider.conf.schema import entry
+from outrider.decode.models.load import load_target
+from outrider.decode.models.memory import MemoryPlan
+from outrider.heads import drafter_folder, settings_folder
+from outrider.heads.names import DraftSpec, parse
+from outrider.heads.tuned import DECODE
+from outrider.scripts.common import files
+from outrider.scripts.common.extra import extra
+from outrider.scripts.common.progress import Steps, columns
+from outrider.scripts.common.prompts import load_prompts
+from outrider.scripts.reports import tune_table
+from outrider.scripts.reports.wandb_log import to_wandb
+from outrider.scripts.tuning import run as tune_run
+from outrider.scripts.tuning.config import TuneConfig
 
 
 @entry("tune", TuneConfig)
@@ -67,7 +67,7 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
         report = tune_run.run(cfg, target, progress)
-    from scripts.reports import tune_page  # matplotlib is slow to import
+    from outrider.scripts.reports import tune_page  # matplotlib is slow to import
 
     tune_page.write(report, out)
     tune_table.table(report).show(console)

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
-from scripts.common.extra import extra
+from outrider.scripts.common.extra import extra
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import os
 import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Generator, Iterator, Mapping
@@ -121,7 +122,7 @@ def data(tmp_path: Path) -> Path:
 def _tiny(**shape: Any) -> Any:
     import torch
 
-    from decode.models.load import TargetConfig, load_target
+    from outrider.decode.models.load import TargetConfig, load_target
 
     return load_target(TargetConfig(kind="tiny", **shape), torch.float64)
 
@@ -146,6 +147,20 @@ def no_network() -> Iterator[None]:
     yield
     if found := _attempts.take():
         pytest.fail("tried to reach the network:\n" + "\n".join(found), pytrace=False)
+
+
+SHORT_NAMES = frozenset({"conf", "decode", "heads", "train", "scripts"})
+
+
+@pytest.fixture(autouse=True)
+def one_import_name() -> Iterator[None]:
+    """A test is red when one of our packages was loaded by its short name: `decode.engine` and
+    `outrider.decode.engine` are two modules, and a class of one is none of the other."""
+    yield
+    if found := SHORT_NAMES & sys.modules.keys():
+        for name in found:
+            del sys.modules[name]
+        pytest.fail(f"imported by a short name: {sorted(found)}; write outrider.NAME")
 
 
 def sendable(value: Any) -> Any:

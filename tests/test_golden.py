@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from decode.target import Target
-from heads import HEADS, find_head, load_head
-from heads.checkpoint import read_card
+from outrider.decode.target import Target
+from outrider.heads import HEADS, find_head, load_head
+from outrider.heads.checkpoint import read_card
+from outrider.train.loop import fit
 from tests.golden import cases
 from tests.golden.__main__ import config
-from train.loop import fit
 
 GOLDEN: dict[str, Any] = json.loads(cases.TOKENS.read_text())
 

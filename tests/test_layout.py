@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.common.files import ROOT
+from outrider.scripts.common.files import ROOT
 
 MAY_IMPORT = {
     "conf": {"conf"},
@@ -46,6 +46,9 @@ def test_source_file(path) -> None:  # type: ignore[no-untyped-def]
     assert ast.get_docstring(tree) or not tree.body, "a file says what it is for"
     named = {n.name for node in nodes if isinstance(node, ast.Import) for n in node.names}
     named |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    short = {name for name in named if name.partition(".")[0] in MAY_IMPORT}
+    assert not short, f"{path} imports {short} by a short name; write outrider.NAME"
+    named = {name.removeprefix("outrider.") for name in named}
     ours = {name.partition(".")[0] for name in named} & set(MAY_IMPORT)
     assert ours <= MAY_IMPORT[package], f"{path} imports {ours - MAY_IMPORT[package]}"
     assert "pickle" not in named and not (package == "conf" and "torch" in named)
@@ -69,8 +72,9 @@ def imports() -> dict[str, set[str]]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     inner = f"{node.module}.{alias.name}"
-                    wanted.add(inner if inner in files else node.module)
-        found[name] = wanted & files.keys()
+                    own = inner.removeprefix("outrider.") in files
+                    wanted.add(inner if own else node.module)
+        found[name] = {one.removeprefix("outrider.") for one in wanted} & files.keys()
     return found
 
 
@@ -236,7 +240,7 @@ def test_importing_opens_no_connection() -> None:
         "import socket\n"
         "def refuse(*a): raise OSError('network at import')\n"
         "socket.socket.connect = refuse\n"
-        "import conf.schema, decode.models.load, decode.engine, heads, train.config, "
+        "import outrider.conf.schema, decode.models.load, decode.engine, heads, train.config, "
         "scripts.evaluate, scripts.lab.train_heads\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

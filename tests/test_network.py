@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
-from decode.models import smollm2
-from decode.models.identity import cache_root
-from heads import HEADS
-from scripts.common.files import ROOT
-from scripts.lab.pages.reliability import record
+from outrider.decode.models import smollm2
+from outrider.decode.models.identity import cache_root
+from outrider.heads import HEADS
+from outrider.scripts.common.files import ROOT
+from outrider.scripts.lab.pages.reliability import record
+from outrider.train.loop import fit
+from outrider.train.trackers import no_reports
 from tests.helpers.training import chats, run_config
-from train.loop import fit
-from train.trackers import no_reports
 
 AWAY = ("192.0.2.1", 80)  # an address for documentation: nobody has it
 
@@ -288,13 +288,13 @@ def test_wandb_reports_nothing_of_itself_where_it_is_offline(
 
 TRAINED = """
 from tests.helpers.training import run_config
-from heads import HEADS
-from train.loop import fit
+from outrider.heads import HEADS
+from outrider.train.loop import fit
 fit(run_config({data!r}, {out!r}, "wandb=offline"), HEADS["medusa"])
 """
 REPORTED = """
 from pathlib import Path
-from scripts.reports.wandb_log import to_wandb
+from outrider.scripts.reports.wandb_log import to_wandb
 to_wandb({{"settings": {{}}, "rows": [{{"name": {data!r}, "x": 1}}]}}, Path({out!r}), "evaluate")
 """
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.common.files import ROOT
+from outrider.scripts.common.files import ROOT
 
 HALF = r"""
 import logging

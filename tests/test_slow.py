@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.common.files import ROOT
+from outrider.scripts.common.files import ROOT
 from tests.slow import __main__ as slow
 from tests.slow.closure import Closures
 from tests.slow.record import Record, Rows, is_changed, merged
@@ -26,16 +26,16 @@ def tree(root: Path, **files: str) -> Closures:
 
 
 USED = {
-    "at the top": "import decode.used",
-    "a name of it": "from decode.used import thing",
-    "the module of a package": "from decode import used",
-    "inside a function": "def f():\n    from decode.used import thing",
-    "over another": "import train.other",
+    "at the top": "import outrider.decode.used",
+    "a name of it": "from outrider.decode.used import thing",
+    "the module of a package": "from outrider.decode import used",
+    "inside a function": "def f():\n    from outrider.decode.used import thing",
+    "over another": "import outrider.train.other",
     "a file": 'path = ROOT / "decode" / "used.py"',
     "a file in one text": 'args = ["python", f"{ROOT}/decode/used.py"]',
     "run as a module": 'args = ["-m", "decode.used"]',
     "with a function": 'main = "decode.used:main"',
-    "a program as text": 'CODE = """\nfrom decode.used import x\n"""',
+    "a program as text": 'CODE = """\nfrom outrider.decode.used import x\n"""',
 }
 
 
@@ -44,7 +44,7 @@ def test_a_change_of_what_a_test_uses_is_seen(tmp_path: Path, how: str) -> None:
     files = {
         "decode__used": "x = 1",
         "decode__apart": "x = 1",
-        "train__other": "import decode.used",
+        "train__other": "import outrider.decode.used",
     }
     hashes = [
         tree(tmp_path, **{"tests__test_a": USED[how], **files, **change}).hash("tests/test_a.py")
@@ -61,7 +61,11 @@ def test_data_counts_where_a_test_names_it_and_defaults_for_who_imports_conf(
             path = tmp_path / "conf" / f"{name}.yaml"
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
-        named, keyed, neither = 'ROOT / "conf" / "a.yaml"', "import conf.schema", "import decode.x"
+        named, keyed, neither = (
+            'ROOT / "conf" / "a.yaml"',
+            "import outrider.conf.schema",
+            "import outrider.decode.x",
+        )
         closures = tree(
             tmp_path,
             tests__named=named,

@@ -10,18 +10,18 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from decode.engine import Generation, Request, generate
-from decode.sampling import Sampling
-from decode.stats import acceptance_by_position, accepted_length, split
-from decode.target import Target
-from heads.base import Head
-from heads.names import DraftSpec
-from heads.parity import PassLimits
-from train.config import EvalConfig
-from train.facts import is_no_memory
-from train.saving import requested_anywhere
-from train.signals import Stop
-from train.texts.batches import JoinedRows, held_out_batches
+from outrider.decode.engine import Generation, Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.stats import acceptance_by_position, accepted_length, split
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.heads.names import DraftSpec
+from outrider.heads.parity import PassLimits
+from outrider.train.config import EvalConfig
+from outrider.train.facts import is_no_memory
+from outrider.train.saving import requested_anywhere
+from outrider.train.signals import Stop
+from outrider.train.texts.batches import JoinedRows, held_out_batches
 
 
 class _Requested(Exception):

@@ -11,30 +11,30 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from decode.models.load import load_target
-from decode.target import Target
-from heads import head_class, vocab
-from heads.base import Head
-from heads.batch import hash_u63
-from heads.lora import Base
-from heads.warm import Start
-from heads.words import difference, ids_of, ranked, with_words
-from train.clock import Clock
-from train.config import TrainConfig
-from train.facts import facts_of, meaning_of, self_check
-from train.lock import Lock
-from train.log import Log
-from train.measure.profile import Window
-from train.measure.speed import Flops
-from train.resolve import Resolved, adapts, resolve, whole
-from train.run import Run
-from train.saving import Saver, last_state, resume
-from train.sharding import loaded, shard_target
-from train.signals import Stop, interruption
-from train.stored.features import Source
-from train.texts.batches import BatchPlan, JoinedRows, load_rows
-from train.waiting import meet, nothing, turn
+from outrider.conf.errors import UserError
+from outrider.decode.models.load import load_target
+from outrider.decode.target import Target
+from outrider.heads import head_class, vocab
+from outrider.heads.base import Head
+from outrider.heads.batch import hash_u63
+from outrider.heads.lora import Base
+from outrider.heads.warm import Start
+from outrider.heads.words import difference, ids_of, ranked, with_words
+from outrider.train.clock import Clock
+from outrider.train.config import TrainConfig
+from outrider.train.facts import facts_of, meaning_of, self_check
+from outrider.train.lock import Lock
+from outrider.train.log import Log
+from outrider.train.measure.profile import Window
+from outrider.train.measure.speed import Flops
+from outrider.train.resolve import Resolved, adapts, resolve, whole
+from outrider.train.run import Run
+from outrider.train.saving import Saver, last_state, resume
+from outrider.train.sharding import loaded, shard_target
+from outrider.train.signals import Stop, interruption
+from outrider.train.stored.features import Source
+from outrider.train.texts.batches import BatchPlan, JoinedRows, load_rows
+from outrider.train.waiting import meet, nothing, turn
 
 CheckStop = Callable[[], None]
 

@@ -31,17 +31,17 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import torch
 from torch import Tensor
 
-from conf.commit import commit
-from conf.schema import entry
-from decode.target import Target
-from heads.base import Batch, Head
-from heads.losses import chunk_of
-from train.begin import measured
-from train.config import TrainConfig
-from train.measure.speed import draft_flops
-from train.stored.features import CachedTarget, Source
-from train.texts.batches import BatchPlan
-from train.validate import ValidateConfig, with_head
+from outrider.conf.commit import commit
+from outrider.conf.schema import entry
+from outrider.decode.target import Target
+from outrider.heads.base import Batch, Head
+from outrider.heads.losses import chunk_of
+from outrider.train.begin import measured
+from outrider.train.config import TrainConfig
+from outrider.train.measure.speed import draft_flops
+from outrider.train.stored.features import CachedTarget, Source
+from outrider.train.texts.batches import BatchPlan
+from outrider.train.validate import ValidateConfig, with_head
 
 Pass = tuple[Batch, Target | CachedTarget]
 PARTS = ("target", "head_loss", "backward", "optimizer")

@@ -28,16 +28,16 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from conf.errors import Interrupted
-from conf.schema import entry
-from decode.models.load import load_target
-from train import launcher
-from train.config import CacheConfig
-from train.signals import CODES, Stop
-from train.stored.features import MANIFEST
-from train.stored.writer import FeatureWriter
-from train.texts.batches import load_rows
-from train.waiting import meet
+from outrider.conf.errors import Interrupted
+from outrider.conf.schema import entry
+from outrider.decode.models.load import load_target
+from outrider.train import launcher
+from outrider.train.config import CacheConfig
+from outrider.train.signals import CODES, Stop
+from outrider.train.stored.features import MANIFEST
+from outrider.train.stored.writer import FeatureWriter
+from outrider.train.texts.batches import load_rows
+from outrider.train.waiting import meet
 
 
 def write(writer: FeatureWriter, rank: int, world: int, console: Console) -> bool:

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from decode.target import Target
-from heads.base import Batch, Head
-from heads.losses import LossWeights
-from heads.names import DraftSpec
-from train.measure import memory
-from train.texts.batches import BatchPlan, JoinedRows
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads.base import Batch, Head
+from outrider.heads.losses import LossWeights
+from outrider.heads.names import DraftSpec
+from outrider.train.measure import memory
+from outrider.train.texts.batches import BatchPlan, JoinedRows
 
 # (counts [V], **changed head keys) -> a target and a fresh head on it
 Fresh = Callable[..., tuple[Target, Head]]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from decode.target import Target
+from outrider.decode.target import Target
 
 PARTS = ("data", "target", "head", "communication", "save")
 

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Interval
 from omegaconf import DictConfig, OmegaConf
 
-from conf.errors import UserError
-from conf.rules import (
+from outrider.conf.errors import UserError
+from outrider.conf.rules import (
     AboveZero,
     BelowOne,
     Device,
@@ -32,13 +32,13 @@ from conf.rules import (
     ZeroOrMore,
     one_of,
 )
-from conf.typed import default
-from decode.models.config import DTYPES, TargetConfig
-from heads.block.config import BlockConfig
-from heads.config import HeadConfig
-from heads.eagle.config import EagleConfig
-from heads.parallel.config import HydraHeadsConfig, MedusaConfig
-from heads.small_lm.config import SmallLMConfig
+from outrider.conf.typed import default
+from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.heads.block.config import BlockConfig
+from outrider.heads.config import HeadConfig
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.parallel.config import HydraHeadsConfig, MedusaConfig
+from outrider.heads.small_lm.config import SmallLMConfig
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
@@ -430,7 +430,7 @@ def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
     """As ENTRIES has it, of any kind of head. Raises UserError for one that nobody brings."""
     if kind in ENTRIES:
         return ENTRIES[kind]
-    from heads.registry import head_class
+    from outrider.heads.registry import head_class
 
     keys = head_class(kind).Config
     made = dataclasses.make_dataclass(
@@ -472,7 +472,7 @@ class CacheConfig:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        from heads.registry import kinds
+        from outrider.heads.registry import kinds
 
         known = kinds()
         return [

@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from conf import disk
-from conf.jsonl import records
+from outrider.conf import disk
+from outrider.conf.jsonl import records
 
 NAME = "learning_curve"
 FIELDS = (

@@ -23,13 +23,13 @@ from pathlib import Path
 # train/ stands first and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from train import launcher
+from outrider.train import launcher
 
 launcher.set_memory()
 
-from conf.schema import entry
-from train.config import DraftRun
-from train.loop import fit
+from outrider.conf.schema import entry
+from outrider.train.config import DraftRun
+from outrider.train.loop import fit
 
 
 @entry("draft", DraftRun, more=launcher.SAME)

@@ -11,12 +11,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from heads.checkpoint import save_head
-from train import curve
-from train.accept import NoRoom, decoded_acceptance
-from train.run import Run
-from train.saving import requested_anywhere
-from train.state import State
+from outrider.heads.checkpoint import save_head
+from outrider.train import curve
+from outrider.train.accept import NoRoom, decoded_acceptance
+from outrider.train.run import Run
+from outrider.train.saving import requested_anywhere
+from outrider.train.state import State
 
 
 def seen(state: State) -> dict[str, float]:

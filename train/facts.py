@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from conf.errors import UserError
-from decode.target import Target
-from heads.base import Head
-from heads.given import vocabulary_in
-from heads.interop import served
-from train.config import TrainConfig, flat
-from train.state import RATE, RATED
-from train.texts.batches import BatchPlan, JoinedRows
-from train.texts.sharing import Limits
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.heads.given import vocabulary_in
+from outrider.heads.interop import served
+from outrider.train.config import TrainConfig, flat
+from outrider.train.state import RATE, RATED
+from outrider.train.texts.batches import BatchPlan, JoinedRows
+from outrider.train.texts.sharing import Limits
 
 
 def meaning_of(cfg: TrainConfig, target: Target, rows: JoinedRows) -> dict[str, Any]:

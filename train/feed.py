@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from heads.batch import Batch
+from outrider.heads.batch import Batch
 
 Make = Callable[[int, Sequence[int]], tuple[Batch, Any]]  # step, rows -> batch, target
 

@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from conf.errors import CheckFailed
-from heads.parity import check
-from heads.registry import load_head
-from train.run import Run
-from train.texts.batches import JoinedRows
+from outrider.conf.errors import CheckFailed
+from outrider.heads.parity import check
+from outrider.heads.registry import load_head
+from outrider.train.run import Run
+from outrider.train.texts.batches import JoinedRows
 
 RESULT = "parity.json"
 

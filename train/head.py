@@ -21,13 +21,13 @@ from pathlib import Path
 # train/ stands first and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from train import launcher
+from outrider.train import launcher
 
 launcher.set_memory()
 
-from conf.schema import entry
-from train.config import HeadRun
-from train.loop import fit
+from outrider.conf.schema import entry
+from outrider.train.config import HeadRun
+from outrider.train.loop import fit
 
 
 @entry("head", HeadRun, more=launcher.SAME)

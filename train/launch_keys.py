@@ -28,12 +28,12 @@ from accelerate.utils import (
 )
 from accelerate.utils.environment import get_cpu_distributed_information
 
-from conf.errors import UserError
-from train import rendezvous
-from train.config import TrainConfig
-from train.facts import check_ranks
-from train.signals import Stop
-from train.zero3 import plain_launch
+from outrider.conf.errors import UserError
+from outrider.train import rendezvous
+from outrider.train.config import TrainConfig
+from outrider.train.facts import check_ranks
+from outrider.train.signals import Stop
+from outrider.train.zero3 import plain_launch
 
 OFF = ("", "no", "none", "false", "0", "auto")
 PATIENCE = timedelta(minutes=10)  # of a collective

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.errors import UserError
+from outrider.conf.errors import UserError
 
 NAME = ".lock"
 TAKEN = (errno.EWOULDBLOCK, errno.EACCES)

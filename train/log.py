@@ -22,12 +22,12 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from torch import nn
 
-from conf import disk
-from conf.commit import commit
-from conf.jsonl import records
-from train.config import REPLANNED, TrainConfig, is_logistics, meaning_hash
-from train.state import State
-from train.trackers import Tracker, started
+from outrider.conf import disk
+from outrider.conf.commit import commit
+from outrider.conf.jsonl import records
+from outrider.train.config import REPLANNED, TrainConfig, is_logistics, meaning_hash
+from outrider.train.state import State
+from outrider.train.trackers import Tracker, started
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors")
 

@@ -21,29 +21,29 @@ from signal import SIGTERM
 import torch
 from accelerate import Accelerator
 
-from conf.errors import UserError
-from heads.base import Head
-from heads.batch import hash_u63
-from heads.checkpoint import save_head
-from heads.registry import head_class
-from train import state as disk
-from train.begin import begin
-from train.config import TrainConfig
-from train.evaluation import evaluate, seen
-from train.facts import is_no_memory, no_memory
-from train.feed import Made
-from train.gate import gate
-from train.launch_keys import ending, start
-from train.lock import Lock, locked
-from train.measure.memory import peak_bytes
-from train.poison import redo_without_bad_rows
-from train.report import report
-from train.run import Run
-from train.saving import RETRIES, requested_anywhere
-from train.schedule import learning_rate
-from train.signals import Stop, interruption
-from train.sums import Shared, Sums, exchange
-from train.trackers import check_installed
+from outrider.conf.errors import UserError
+from outrider.heads.base import Head
+from outrider.heads.batch import hash_u63
+from outrider.heads.checkpoint import save_head
+from outrider.heads.registry import head_class
+from outrider.train import state as disk
+from outrider.train.begin import begin
+from outrider.train.config import TrainConfig
+from outrider.train.evaluation import evaluate, seen
+from outrider.train.facts import is_no_memory, no_memory
+from outrider.train.feed import Made
+from outrider.train.gate import gate
+from outrider.train.launch_keys import ending, start
+from outrider.train.lock import Lock, locked
+from outrider.train.measure.memory import peak_bytes
+from outrider.train.poison import redo_without_bad_rows
+from outrider.train.report import report
+from outrider.train.run import Run
+from outrider.train.saving import RETRIES, requested_anywhere
+from outrider.train.schedule import learning_rate
+from outrider.train.signals import Stop, interruption
+from outrider.train.sums import Shared, Sums, exchange
+from outrider.train.trackers import check_installed
 
 
 def fit(cfg: TrainConfig, kind: type[Head] | None = None) -> None:

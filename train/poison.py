@@ -16,10 +16,10 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from conf.errors import UserError
-from heads.batch import Batch, LossOut, hash_u63
-from train.run import Run
-from train.sums import Shared, Sums, exchange
+from outrider.conf.errors import UserError
+from outrider.heads.batch import Batch, LossOut, hash_u63
+from outrider.train.run import Run
+from outrider.train.sums import Shared, Sums, exchange
 
 
 def redo_without_bad_rows(run: Run, sums: Sums) -> Shared:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from train.clock import PARTS, shares
-from train.evaluation import seen
-from train.measure.memory import on_gpu, peak_bytes
-from train.run import Run
+from outrider.train.clock import PARTS, shares
+from outrider.train.evaluation import seen
+from outrider.train.measure.memory import on_gpu, peak_bytes
+from outrider.train.run import Run
 
 
 def report(run: Run, norm: float, rate: float) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.target import Target
-from heads import vocab, words
-from heads.base import Head, HeadConfig
-from heads.given import vocabulary_in
-from heads.lora import LoraKeys
-from heads.warm import MAKE, Start
-from train.config import TrainConfig, flat
-from train.schedule import usual_rate
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads import vocab, words
+from outrider.heads.base import Head, HeadConfig
+from outrider.heads.given import vocabulary_in
+from outrider.heads.lora import LoraKeys
+from outrider.heads.warm import MAKE, Start
+from outrider.train.config import TrainConfig, flat
+from outrider.train.schedule import usual_rate
 
 # Times the rate of a whole head: at 576 5e-3 to 8e-3 end alike, 3e-3 is slower and 1.2e-2 falls
 # behind (docs/internals/experiments.md). LoRAs want some ten times the rate elsewhere (Schulman et

@@ -13,21 +13,21 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from decode.target import Target
-from heads.base import Head
-from heads.batch import Batch
-from heads.parity import PassLimits
-from train.clock import Clock
-from train.config import TrainConfig
-from train.feed import Feed
-from train.log import Log
-from train.measure.profile import Window
-from train.measure.speed import Flops
-from train.saving import Saver
-from train.signals import Stop
-from train.state import State
-from train.stored.features import Source
-from train.texts.batches import BatchPlan, JoinedRows
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.heads.batch import Batch
+from outrider.heads.parity import PassLimits
+from outrider.train.clock import Clock
+from outrider.train.config import TrainConfig
+from outrider.train.feed import Feed
+from outrider.train.log import Log
+from outrider.train.measure.profile import Window
+from outrider.train.measure.speed import Flops
+from outrider.train.saving import Saver
+from outrider.train.signals import Stop
+from outrider.train.state import State
+from outrider.train.stored.features import Source
+from outrider.train.texts.batches import BatchPlan, JoinedRows
 
 
 @dataclass

@@ -24,15 +24,15 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch import Tensor
 
-from conf.errors import UserError, first_line
-from decode.models.identity import Identity
-from heads.base import Head
-from train import state as disk
-from train.config import TrainConfig, defaults
-from train.lock import Lock
-from train.log import Log
-from train.signals import Stop
-from train.state import Snapshot, State
+from outrider.conf.errors import UserError, first_line
+from outrider.decode.models.identity import Identity
+from outrider.heads.base import Head
+from outrider.train import state as disk
+from outrider.train.config import TrainConfig, defaults
+from outrider.train.lock import Lock
+from outrider.train.log import Log
+from outrider.train.signals import Stop
+from outrider.train.state import Snapshot, State
 
 RETRIES = 3  # saves that may fail in a row before the run gives up
 PATIENCE, PAUSE = 300.0, 5.0  # seconds to wait for space at the end of a run, and between two tries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from train.config import OptimConfig
+from outrider.train.config import OptimConfig
 
 
 def learning_rate(step: int, steps: int, cfg: OptimConfig) -> float:

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 from torch.distributed.tensor import DTensor
 
-from conf.errors import UserError
-from decode.models import quantize
-from decode.models.load import load_target
-from decode.models.shards import Shards, layer_stacks
-from decode.target import Target
-from heads.base import Head
-from train import zero3
-from train.config import TrainConfig
+from outrider.conf.errors import UserError
+from outrider.decode.models import quantize
+from outrider.decode.models.load import load_target
+from outrider.decode.models.shards import Shards, layer_stacks
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.train import zero3
+from outrider.train.config import TrainConfig
 
 COPIES = ("copies", "shards")  # the dimensions of ranks of which several groups hold a copy
 

@@ -16,8 +16,8 @@ import time
 from types import FrameType
 from typing import Any
 
-from conf.errors import Interrupted
-from train.launcher import follow
+from outrider.conf.errors import Interrupted
+from outrider.train.launcher import follow
 
 # 75: start it again
 CODES = {

@@ -22,14 +22,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from conf.errors import UserError, first_line
-from decode.models.identity import Identity, sha256_file
-from heads.base import Head
-from heads.checkpoint import CARD, read_card, recover, staged, text_of, write_card
-from heads.earlier import implied as of_layers
-from heads.earlier import is_gone
-from heads.warm import BEFORE
-from train.config import REPLANNED, EvalConfig, is_logistics
+from outrider.conf.errors import UserError, first_line
+from outrider.decode.models.identity import Identity, sha256_file
+from outrider.heads.base import Head
+from outrider.heads.checkpoint import CARD, read_card, recover, staged, text_of, write_card
+from outrider.heads.earlier import implied as of_layers
+from outrider.heads.earlier import is_gone
+from outrider.heads.warm import BEFORE
+from outrider.train.config import REPLANNED, EvalConfig, is_logistics
 
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = (
     "head.safetensors",

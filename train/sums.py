@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heads.batch import Batch, LossOut
-from train.run import Run
+from outrider.heads.batch import Batch, LossOut
+from outrider.train.run import Run
 
 Totals = dict[str, Tensor]  # statistic -> [2] float64, sum and count, on the device
 

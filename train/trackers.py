@@ -15,8 +15,8 @@ from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from conf.errors import UserError, first_line
-from train.config import TrainConfig, flat
+from outrider.conf.errors import UserError, first_line
+from outrider.train.config import TrainConfig, flat
 
 PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}  # any of them; else the name itself
 OFFLINE = ("offline", "disabled", "dryrun")  # modes of wandb in which nobody is asked

@@ -22,19 +22,19 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from conf.schema import entry
-from conf.typed import convert, raise_all
-from decode.models.load import load_target
-from decode.target import Target
-from heads import head_class
-from heads.base import Head
-from heads.batch import hash_u63
-from train import checks
-from train.begin import first_head, prepared
-from train.config import TrainConfig
-from train.config import ValidateConfig as ValidateConfig
-from train.launch_keys import device_of
-from train.resolve import adapts, resolve, whole
+from outrider.conf.schema import entry
+from outrider.conf.typed import convert, raise_all
+from outrider.decode.models.load import load_target
+from outrider.decode.target import Target
+from outrider.heads import head_class
+from outrider.heads.base import Head
+from outrider.heads.batch import hash_u63
+from outrider.train import checks
+from outrider.train.begin import first_head, prepared
+from outrider.train.config import TrainConfig
+from outrider.train.config import ValidateConfig as ValidateConfig
+from outrider.train.launch_keys import device_of
+from outrider.train.resolve import adapts, resolve, whole
 
 
 def head_config(given: dict[str, Any]) -> Any:

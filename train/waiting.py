@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from conf.errors import UserError
-from decode.models.identity import cache_root
+from outrider.conf.errors import UserError
+from outrider.decode.models.identity import cache_root
 
 PAUSE = 0.5  # seconds between two looks
 TELL = 60.0  # seconds between two words about it

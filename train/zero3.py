@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conf.errors import UserError
-from decode.target import Target
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
 
 REQUESTED = "ACCELERATE_USE_DEEPSPEED"
 SWITCH = {torch.bfloat16: "bf16", torch.float16: "fp16"}

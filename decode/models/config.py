@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from conf.rules import OneOrMore, Seed, Share, one_of
-from decode.models.quantize import KINDS, NONE
+from outrider.conf.rules import OneOrMore, Seed, Share, one_of
+from outrider.decode.models.quantize import KINDS, NONE
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MIN_VOCAB = 260  # of a tiny target: 256 bytes and the special tokens

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
-from conf.errors import UserError
-from decode.models import rope
+from outrider.conf.errors import UserError
+from outrider.decode.models import rope
 
 UNBOUNDED = 2**31 - 1
 

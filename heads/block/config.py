@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from conf.rules import AboveZero, BelowOne
-from heads.config import LayeredConfig
-from heads.limits import MOST_DEPTH, CountOrZero, Layers, Size
+from outrider.conf.rules import AboveZero, BelowOne
+from outrider.heads.config import LayeredConfig
+from outrider.heads.limits import MOST_DEPTH, CountOrZero, Layers, Size
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from decode import waits
-from decode.attention import tree_attention
-from decode.grow import Form, Nodes
-from decode.target import Target
-from heads.block.net import BlockNet, Keys
-from heads.layered import LayeredHead
-from heads.layered_drafter import LayeredDrafter
+from outrider.decode import waits
+from outrider.decode.attention import tree_attention
+from outrider.decode.grow import Form, Nodes
+from outrider.decode.target import Target
+from outrider.heads.block.net import BlockNet, Keys
+from outrider.heads.layered import LayeredHead
+from outrider.heads.layered_drafter import LayeredDrafter
 
 
 class BlockDrafter(LayeredDrafter):

@@ -25,21 +25,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from decode.target import Target
-from heads import vocab
-from heads.batch import Batch, LossOut
-from heads.block import confidence
-from heads.block.anchors import Anchors, Blocks, every
-from heads.block.config import BlockConfig
-from heads.block.drafter import BlockDrafter
-from heads.block.look_back import look_back
-from heads.block.loss import Slots, SlotWeights
-from heads.block.net import BlockNet, Keys, attend_blocks
-from heads.eagle.modules import take
-from heads.layered import LayeredHead
-from heads.layered_saved import LayeredSaved
-from heads.losses import Taught, TokenStats, by_level, chunk_of, chunked_loss
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads import vocab
+from outrider.heads.batch import Batch, LossOut
+from outrider.heads.block import confidence
+from outrider.heads.block.anchors import Anchors, Blocks, every
+from outrider.heads.block.config import BlockConfig
+from outrider.heads.block.drafter import BlockDrafter
+from outrider.heads.block.look_back import look_back
+from outrider.heads.block.loss import Slots, SlotWeights
+from outrider.heads.block.net import BlockNet, Keys, attend_blocks
+from outrider.heads.eagle.modules import take
+from outrider.heads.layered import LayeredHead
+from outrider.heads.layered_saved import LayeredSaved
+from outrider.heads.losses import Taught, TokenStats, by_level, chunk_of, chunked_loss
 
 MEASURED = 64  # tokens by which the size of the tapped features is measured
 FORCED = 64  # blocks of a row that a forced pass runs at a time

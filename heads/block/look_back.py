@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.block.net import BlockNet
+from outrider.heads.block.net import BlockNet
 
 SLOWEST = 0.04  # radians a position: slower pairs cannot tell neighbours apart
 SHARP = 2.0  # of the queries' norm

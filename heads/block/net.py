@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
-from heads.block.config import BlockConfig
-from heads.eagle.modules import Linear, RMSNorm, owned
-from heads.eagle.rope import DraftNet, Rope
+from outrider.heads.block.config import BlockConfig
+from outrider.heads.eagle.modules import Linear, RMSNorm, owned
+from outrider.heads.eagle.rope import DraftNet, Rope
 
 Keys = tuple[Tensor, Tensor]  # keys and values, [B, Hkv, n, hd] each
 Attend = Callable[[int, Tensor, Keys], Tensor]  # layer, queries, the rows' own keys

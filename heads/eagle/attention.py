@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from heads.eagle.kernels import kernel_for
-from heads.eagle.layout import PassLayout, pack, unpack
-from heads.eagle.merged import merged
+from outrider.heads.eagle.kernels import kernel_for
+from outrider.heads.eagle.layout import PassLayout, pack, unpack
+from outrider.heads.eagle.merged import merged
 
 NAME = "outrider_ttt"
 

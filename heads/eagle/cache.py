@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import waits
-from decode.target import Target
-from heads import lora
-from heads.eagle.rope import DraftNet, Rope
+from outrider.decode import waits
+from outrider.decode.target import Target
+from outrider.heads import lora
+from outrider.heads.eagle.rope import DraftNet, Rope
 
 
 class DraftCache:

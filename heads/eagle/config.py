@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from heads.config import LayeredConfig, LossWeights
-from heads.eagle.clashes import problems
-from heads.limits import Count, CountOrZero, Levels, Size
+from outrider.heads.config import LayeredConfig, LossWeights
+from outrider.heads.eagle.clashes import problems
+from outrider.heads.limits import Count, CountOrZero, Levels, Size
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode import attention
-from decode.grow import Form, Nodes
-from decode.target import Target
-from heads.eagle.net import Eagle3Net, EagleNet
-from heads.layered import LayeredHead
-from heads.layered_drafter import LayeredDrafter
+from outrider.decode import attention
+from outrider.decode.grow import Form, Nodes
+from outrider.decode.target import Target
+from outrider.heads.eagle.net import Eagle3Net, EagleNet
+from outrider.heads.layered import LayeredHead
+from outrider.heads.layered_drafter import LayeredDrafter
 
 PIECE = 512  # tokens of a prompt that are read at once where a window is narrower
 

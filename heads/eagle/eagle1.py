@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.target import Target
-from heads.eagle.config import EagleConfig
-from heads.eagle.head import EagleHead
-from heads.eagle.modules import Linear
-from heads.eagle.net import EagleNet
-from heads.eagle.rope import Rope
+from outrider.decode.target import Target
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.eagle.head import EagleHead
+from outrider.heads.eagle.modules import Linear
+from outrider.heads.eagle.net import EagleNet
+from outrider.heads.eagle.rope import Rope
 
 
 class Eagle1Net(EagleNet):

@@ -22,23 +22,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.drafters import Drafter
-from decode.target import Target
-from heads import losses, vocab
-from heads.batch import Batch, LossOut
-from heads.eagle.attention import Memory
-from heads.eagle.config import EagleConfig
-from heads.eagle.drafter import EagleDrafter, ParallelEagleDrafter
-from heads.eagle.modules import cast_once, take
-from heads.eagle.net import Eagle3Net, EagleNet
-from heads.eagle.noise import feature_noise
-from heads.eagle.places import Places
-from heads.eagle.saved import EagleSaved
-from heads.layered import LayeredHead
-from heads.losses import Taught, chunk_of, chunked_loss
-from heads.names import DraftSpec
-from heads.recompute import plainly, recomputed
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import Drafter
+from outrider.decode.target import Target
+from outrider.heads import losses, vocab
+from outrider.heads.batch import Batch, LossOut
+from outrider.heads.eagle.attention import Memory
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.eagle.drafter import EagleDrafter, ParallelEagleDrafter
+from outrider.heads.eagle.modules import cast_once, take
+from outrider.heads.eagle.net import Eagle3Net, EagleNet
+from outrider.heads.eagle.noise import feature_noise
+from outrider.heads.eagle.places import Places
+from outrider.heads.eagle.saved import EagleSaved
+from outrider.heads.layered import LayeredHead
+from outrider.heads.losses import Taught, chunk_of, chunked_loss
+from outrider.heads.names import DraftSpec
+from outrider.heads.recompute import plainly, recomputed
 
 
 class EagleHead(LayeredHead):

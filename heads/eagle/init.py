@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode.target import Target
-from heads.eagle.modules import RMSNorm
+from outrider.decode.target import Target
+from outrider.heads.eagle.modules import RMSNorm
 
 SPREAD = 1.5  # of a fresh head's logits
 

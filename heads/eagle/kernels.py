@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heads.eagle.layout import PassLayout, pack, side_by_side, spread, unpack
+from outrider.heads.eagle.layout import PassLayout, pack, side_by_side, spread, unpack
 
 BLOCK = 1 << 24  # scores that dense blocks hold at the same time
 LEAST_BAND = 128  # positions that rows of a block lie in where a window cuts documents

@@ -21,8 +21,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
 )
 
-from heads.eagle.modules import RMSNorm, owned, take
-from heads.eagle.rope import Rope
+from outrider.heads.eagle.modules import RMSNorm, owned, take
+from outrider.heads.eagle.rope import Rope
 
 
 class DraftLayer(nn.Module):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.eagle.kernels import Kernel, Known, kernel_for
-from heads.eagle.layout import PassLayout
+from outrider.heads.eagle.kernels import Kernel, Known, kernel_for
+from outrider.heads.eagle.layout import PassLayout
 
 
 def merged(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heads.batch import Batch, hash_u63
+from outrider.heads.batch import Batch, hash_u63
 
 
 def feature_noise(batch: Batch, g: Tensor, step: int, spread: float) -> Tensor:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.batch import Batch, Movable
-from heads.eagle.layout import PassLayout
+from outrider.heads.batch import Batch, Movable
+from outrider.heads.eagle.layout import PassLayout
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode.target import Target
-from heads.eagle.config import EagleConfig
-from heads.layered_saved import LayeredSaved
+from outrider.decode.target import Target
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.layered_saved import LayeredSaved
 
 
 @dataclass(kw_only=True)

@@ -14,13 +14,13 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from conf.errors import UserError, first_line
-from conf.rules import BelowOne
-from conf.typed import SHORT
-from decode.target import Target
-from heads.config import LayerKeys as LayerKeys
-from heads.eagle.rope import rope_table
-from heads.limits import Count, Layers
+from outrider.conf.errors import UserError, first_line
+from outrider.conf.rules import BelowOne
+from outrider.conf.typed import SHORT
+from outrider.decode.target import Target
+from outrider.heads.config import LayerKeys as LayerKeys
+from outrider.heads.eagle.rope import rope_table
+from outrider.heads.limits import Count, Layers
 
 WIDEST_HEAD = 1 << 16  # rotary positions are tried at this width
 # What configs call the number of their experts (transformers maps the rest onto these).

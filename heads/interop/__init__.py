@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import re
 
-from conf.errors import UserError
-from heads.base import Head
-from heads.formats import FORMATS
-from heads.interop.block import (
+from outrider.conf.errors import UserError
+from outrider.heads.base import Head
+from outrider.heads.formats import FORMATS
+from outrider.heads.interop.block import (
     DFlashSpeculators,
     DFlashVllm,
     DSparkDeepSpec,
     DSparkSpeculators,
 )
-from heads.interop.eagle1 import Eagle1Original, Eagle1Sglang, Eagle1Vllm
-from heads.interop.eagle3 import Eagle3Original, Eagle3Sglang, Eagle3Vllm
-from heads.interop.layout import Facts, HeadLayout
-from heads.interop.medusa import MedusaOriginal, MedusaVllm
-from heads.interop.reading import MANIFEST, Foreign, exported, read_folder
-from heads.interop.speculators import Speculators
+from outrider.heads.interop.eagle1 import Eagle1Original, Eagle1Sglang, Eagle1Vllm
+from outrider.heads.interop.eagle3 import Eagle3Original, Eagle3Sglang, Eagle3Vllm
+from outrider.heads.interop.layout import Facts, HeadLayout
+from outrider.heads.interop.medusa import MedusaOriginal, MedusaVllm
+from outrider.heads.interop.reading import MANIFEST, Foreign, exported, read_folder
+from outrider.heads.interop.speculators import Speculators
 
 __all__ = [
     "FORMATS",

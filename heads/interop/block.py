@@ -21,16 +21,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from conf.typed import faults
-from decode.target import Target
-from heads import vocab
-from heads.base import Head
-from heads.block.config import BlockConfig
-from heads.block.head import BlockHead, DFlashHead, DSparkHead
-from heads.interop import engines, llama
-from heads.interop.eagle1 import table_refusals
-from heads.interop.eagle3 import MASK
-from heads.interop.layout import (
+from outrider.conf.typed import faults
+from outrider.decode.target import Target
+from outrider.heads import vocab
+from outrider.heads.base import Head
+from outrider.heads.block.config import BlockConfig
+from outrider.heads.block.head import BlockHead, DFlashHead, DSparkHead
+from outrider.heads.interop import engines, llama
+from outrider.heads.interop.eagle1 import table_refusals
+from outrider.heads.interop.eagle3 import MASK
+from outrider.heads.interop.layout import (
     Facts,
     HeadLayout,
     check_draft_map,
@@ -39,9 +39,9 @@ from heads.interop.layout import (
     number,
     refuse,
 )
-from heads.interop.reading import Foreign
-from heads.interop.speculators import VERSION, about, first, inner, nameless
-from heads.interop.table import Sizes, TensorRow
+from outrider.heads.interop.reading import Foreign
+from outrider.heads.interop.speculators import VERSION, about, first, inner, nameless
+from outrider.heads.interop.table import Sizes, TensorRow
 
 NORMED = {"input_layernorm": "D", "self_attn.q_norm": "S", "self_attn.k_norm": "S"}
 LAYER = {**llama.LAYER, **NORMED}  # we leave out "self_attn."

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.target import Target
-from heads.base import Head
-from heads.eagle.config import EagleConfig
-from heads.eagle.eagle1 import Eagle1Head
-from heads.eagle.head import EagleHead
-from heads.interop import engines, llama
-from heads.interop.layout import Facts, HeadLayout, check_same, embedding, refuse
-from heads.interop.reading import Foreign
-from heads.interop.table import Sizes, TensorRow
-from heads.layered import LayeredHead
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.eagle.eagle1 import Eagle1Head
+from outrider.heads.eagle.head import EagleHead
+from outrider.heads.interop import engines, llama
+from outrider.heads.interop.layout import Facts, HeadLayout, check_same, embedding, refuse
+from outrider.heads.interop.reading import Foreign
+from outrider.heads.interop.table import Sizes, TensorRow
+from outrider.heads.layered import LayeredHead
 
 
 def body(theirs: str) -> list[TensorRow]:

@@ -25,14 +25,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from decode.target import Target
-from heads import vocab
-from heads.base import Head
-from heads.eagle.config import EagleConfig
-from heads.eagle.head import Eagle3Head
-from heads.interop import engines, llama
-from heads.interop.eagle1 import body, check_layer, check_window, layer_refusals
-from heads.interop.layout import (
+from outrider.decode.target import Target
+from outrider.heads import vocab
+from outrider.heads.base import Head
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.eagle.head import Eagle3Head
+from outrider.heads.interop import engines, llama
+from outrider.heads.interop.eagle1 import body, check_layer, check_window, layer_refusals
+from outrider.heads.interop.layout import (
     Facts,
     HeadLayout,
     check_draft_map,
@@ -40,8 +40,8 @@ from heads.interop.layout import (
     embedding,
     refuse,
 )
-from heads.interop.reading import Foreign
-from heads.interop.table import Sizes, TensorRow
+from outrider.heads.interop.reading import Foreign
+from outrider.heads.interop.table import Sizes, TensorRow
 
 # Ours -> theirs
 NORMS = {

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from gguf import GGUFValueType
 
-from conf.errors import UserError
-from decode.target import Target
-from heads.block.head import BlockHead
-from heads.interop import engines
-from heads.interop.block import exported, refusals
-from heads.interop.gguf_write import Fields, GgufModel, layer_fields
-from heads.interop.layout import Facts
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads.block.head import BlockHead
+from outrider.heads.interop import engines
+from outrider.heads.interop.block import exported, refusals
+from outrider.heads.interop.gguf_write import Fields, GgufModel, layer_fields
+from outrider.heads.interop.layout import Facts
 
 ROOT = {
     "fc": "fc",

@@ -14,7 +14,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType
 from torch import Tensor
 
-from conf.errors import UserError, first_line
+from outrider.conf.errors import UserError, first_line
 
 
 @dataclass

@@ -28,13 +28,13 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from conf.errors import UserError
-from decode.target import Target
-from heads.base import Head
-from heads.eagle.head import Eagle3Head
-from heads.interop import engines
-from heads.interop.eagle1 import layer_refusals
-from heads.interop.gguf_read import read_gguf
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.heads.eagle.head import Eagle3Head
+from outrider.heads.interop import engines
+from outrider.heads.interop.eagle1 import layer_refusals
+from outrider.heads.interop.gguf_read import read_gguf
 
 DTYPES = {"float32": (0, "F32"), "float16": (1, "F16"), "q8_0": (7, "Q8_0")}  # general.file_type
 TARGETS = ("LlamaForCausalLM",)

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.target import Target
-from heads import vocab
-from heads.base import Head
-from heads.interop.reading import Foreign
-from heads.interop.table import Sizes, TensorRow, problems, to_ours, to_theirs
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads import vocab
+from outrider.heads.base import Head
+from outrider.heads.interop.reading import Foreign
+from outrider.heads.interop.table import Sizes, TensorRow, problems, to_ours, to_theirs
 
 
 @dataclass(frozen=True)

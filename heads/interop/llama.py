@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from conf.errors import UserError
-from conf.typed import from_json
-from heads.eagle.shape import LayerShape
-from heads.interop.layout import Facts, number
-from heads.interop.reading import Foreign
+from outrider.conf.errors import UserError
+from outrider.conf.typed import from_json
+from outrider.heads.eagle.shape import LayerShape
+from outrider.heads.interop.layout import Facts, number
+from outrider.heads.interop.reading import Foreign
 
 # Tensors of a layer and their shapes, by the letters of `sizes`.
 LAYER = {

@@ -18,14 +18,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from decode.target import Target
-from heads import vocab
-from heads.base import Head
-from heads.interop import engines
-from heads.interop.layout import Facts, HeadLayout, refuse
-from heads.interop.reading import Foreign
-from heads.interop.table import Sizes, TensorRow, to_ours
-from heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.decode.target import Target
+from outrider.heads import vocab
+from outrider.heads.base import Head
+from outrider.heads.interop import engines
+from outrider.heads.interop.layout import Facts, HeadLayout, refuse
+from outrider.heads.interop.reading import Foreign
+from outrider.heads.interop.table import Sizes, TensorRow, to_ours
+from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
 
 MAP = TensorRow("token_map", "", "Vd", when="map", dtype="int64", optional=True)
 

@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from conf.errors import UserError, first_line
-from decode.models.identity import sha256_file
+from outrider.conf.errors import UserError, first_line
+from outrider.decode.models.identity import sha256_file
 
 MANIFEST = "outrider.json"
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors")

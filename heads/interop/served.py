@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.errors import UserError, first_line
-from decode.models.load import TargetConfig
-from decode.target import Target
-from heads.base import Head
-from heads.batch import Batch
-from heads.block.head import BlockHead
-from heads.interop import FORMATS, LAYOUTS, UNSERVED, Facts, find_layout, gguf_write
-from heads.interop.engines import LLAMACPP, SGLANG, VLLM
-from heads.interop.gguf_block import block_refusals
-from heads.registry import head_class
-from heads.small_lm.head import SmallLM
+from outrider.conf.errors import UserError, first_line
+from outrider.decode.models.load import TargetConfig
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.heads.batch import Batch
+from outrider.heads.block.head import BlockHead
+from outrider.heads.interop import FORMATS, LAYOUTS, UNSERVED, Facts, find_layout, gguf_write
+from outrider.heads.interop.engines import LLAMACPP, SGLANG, VLLM
+from outrider.heads.interop.gguf_block import block_refusals
+from outrider.heads.registry import head_class
+from outrider.heads.small_lm.head import SmallLM
 
 NOTHING = (torch.zeros(0), -1, torch.zeros(0))
 NEAR = 1e-2  # by which logits of the same weights may differ, computed in another order

@@ -11,16 +11,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from conf.errors import UserError
-from decode.target import Target
-from heads.base import Head
-from heads.eagle.head import Eagle3Head
-from heads.interop import engines
-from heads.interop.eagle3 import NORMS, Eagle3Vllm
-from heads.interop.layout import Facts
-from heads.interop.llama import fields, window
-from heads.interop.reading import Foreign
-from heads.limits import MOST_DEPTH
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.heads.eagle.head import Eagle3Head
+from outrider.heads.interop import engines
+from outrider.heads.interop.eagle3 import NORMS, Eagle3Vllm
+from outrider.heads.interop.layout import Facts
+from outrider.heads.interop.llama import fields, window
+from outrider.heads.interop.reading import Foreign
+from outrider.heads.limits import MOST_DEPTH
 
 VERSION = "0.9.0"
 

@@ -18,14 +18,14 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from decode.target import Target
-from heads import losses, vocab
-from heads.base import Head, HeadConfig
-from heads.batch import Batch, LossOut
-from heads.losses import Taught, chunk_of, chunked_loss
-from heads.parallel.config import ParallelConfig as ParallelConfig
-from heads.parallel.saved import ParallelSaved
-from heads.teacher import target_distribution
+from outrider.decode.target import Target
+from outrider.heads import losses, vocab
+from outrider.heads.base import Head, HeadConfig
+from outrider.heads.batch import Batch, LossOut
+from outrider.heads.losses import Taught, chunk_of, chunked_loss
+from outrider.heads.parallel.config import ParallelConfig as ParallelConfig
+from outrider.heads.parallel.saved import ParallelSaved
+from outrider.heads.teacher import target_distribution
 
 
 class ParallelHead(Head):

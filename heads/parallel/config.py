@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from heads.config import HeadConfig, LayerKeys, LossWeights
-from heads.limits import CountOrZero, Layers, Levels, Nodes, Shape, SomeLayers
-from heads.parallel.tune_keys import TargetLoraConfig
+from outrider.heads.config import HeadConfig, LayerKeys, LossWeights
+from outrider.heads.limits import CountOrZero, Layers, Levels, Nodes, Shape, SomeLayers
+from outrider.heads.parallel.tune_keys import TargetLoraConfig
 
 
 @dataclass(frozen=True)

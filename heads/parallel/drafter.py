@@ -13,12 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode import waits
-from decode.grow import Form, Nodes
-from decode.sampling import Sampling
-from decode.target import Target
-from heads.drafting import Drafting
-from heads.parallel.base import ParallelHead
+from outrider.decode import waits
+from outrider.decode.grow import Form, Nodes
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads.drafting import Drafting
+from outrider.heads.parallel.base import ParallelHead
 
 
 class LastFeature(Drafting):

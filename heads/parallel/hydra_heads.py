@@ -27,16 +27,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decode.grow import Form, Nodes
-from decode.sampling import Sampling
-from decode.target import Target
-from heads.batch import Batch
-from heads.eagle.shape import LayerShape, as_made, layer_config
-from heads.parallel.base import ParallelHead
-from heads.parallel.config import HydraHeadsConfig as HydraHeadsConfig
-from heads.parallel.drafter import LastFeature
-from heads.parallel.prefix import Prefix, PrefixState
-from heads.parallel.saved import ParallelSaved
+from outrider.decode.grow import Form, Nodes
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads.batch import Batch
+from outrider.heads.eagle.shape import LayerShape, as_made, layer_config
+from outrider.heads.parallel.base import ParallelHead
+from outrider.heads.parallel.config import HydraHeadsConfig as HydraHeadsConfig
+from outrider.heads.parallel.drafter import LastFeature
+from outrider.heads.parallel.prefix import Prefix, PrefixState
+from outrider.heads.parallel.saved import ParallelSaved
 
 LARGEST_SCALE = 1e6  # of embeddings that are next to zero
 

@@ -25,15 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decode.drafters import Drafter
-from decode.grow import Form, Nodes
-from decode.target import Target
-from heads.batch import Batch
-from heads.names import DraftSpec
-from heads.parallel.base import ParallelHead
-from heads.parallel.config import MedusaConfig, TargetLoraConfig
-from heads.parallel.drafter import AtOnce
-from heads.parallel.saved import ParallelSaved
+from outrider.decode.drafters import Drafter
+from outrider.decode.grow import Form, Nodes
+from outrider.decode.target import Target
+from outrider.heads.batch import Batch
+from outrider.heads.names import DraftSpec
+from outrider.heads.parallel.base import ParallelHead
+from outrider.heads.parallel.config import MedusaConfig, TargetLoraConfig
+from outrider.heads.parallel.drafter import AtOnce
+from outrider.heads.parallel.saved import ParallelSaved
 
 __all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead", "TargetLoraConfig"]
 

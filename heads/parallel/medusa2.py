@@ -32,14 +32,14 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from conf.errors import UserError, first_line
-from decode.models.identity import Identity, sha256_state
-from decode.target import Target
-from heads.batch import Batch, LossOut
-from heads.losses import chunk_of
-from heads.parallel.medusa import MedusaHead, MedusaSaved
-from heads.recompute import layers_recomputed
-from heads.saved import differing
+from outrider.conf.errors import UserError, first_line
+from outrider.decode.models.identity import Identity, sha256_state
+from outrider.decode.target import Target
+from outrider.heads.batch import Batch, LossOut
+from outrider.heads.losses import chunk_of
+from outrider.heads.parallel.medusa import MedusaHead, MedusaSaved
+from outrider.heads.recompute import layers_recomputed
+from outrider.heads.saved import differing
 
 ADAPTER = "medusa2"  # peft's name of it
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float64)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode import attention
-from decode.target import Target
-from heads.batch import Batch
-from heads.eagle.cache import CachedNet
-from heads.eagle.layer import DraftLayer
-from heads.eagle.rope import DraftNet, Rope
+from outrider.decode import attention
+from outrider.decode.target import Target
+from outrider.heads.batch import Batch
+from outrider.heads.eagle.cache import CachedNet
+from outrider.heads.eagle.layer import DraftLayer
+from outrider.heads.eagle.rope import DraftNet, Rope
 
 
 class Prefix(DraftNet):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from decode.target import Target
-from heads import shapes, vocab
-from heads.saved import Saved
+from outrider.decode.target import Target
+from outrider.heads import shapes, vocab
+from outrider.heads.saved import Saved
 
 
 @dataclass(kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from conf.rules import AboveZero, BelowOne, NotNegative, Share
-from heads.limits import Count, CountOrZero
+from outrider.conf.rules import AboveZero, BelowOne, NotNegative, Share
+from outrider.heads.limits import Count, CountOrZero
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from heads.config import HeadConfig, LoraKeys, LossWeights
-from heads.limits import Count, CountOrZero, Levels, SomeLayers, Width
+from outrider.heads.config import HeadConfig, LoraKeys, LossWeights
+from outrider.heads.limits import Count, CountOrZero, Levels, SomeLayers, Width
 
 __all__ = ["LoraKeys", "SmallLMConfig"]
 

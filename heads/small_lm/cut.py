@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError, first_line
-from decode.target import Target
+from outrider.conf.errors import UserError, first_line
+from outrider.decode.target import Target
 
 
 def chosen_layers(total: int, count: int, spacing: str) -> list[int]:

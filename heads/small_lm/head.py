@@ -23,22 +23,22 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from conf.errors import UserError, first_line
-from conf.typed import SHORT
-from decode.drafters import Drafter, DraftModel
-from decode.target import Target
-from heads import shapes
-from heads.base import Head
-from heads.batch import Batch, LossOut
-from heads.limits import MOST, MOST_DEPTH, MOST_LAYERS
-from heads.losses import Taught, chunked_loss
-from heads.names import DraftSpec
-from heads.recompute import layers_recomputed
-from heads.saved import Saved, differing
-from heads.small_lm.config import SmallLMConfig
-from heads.small_lm.cut import aliases, chosen_layers, cut, empty
-from heads.small_lm.net import freeze, inject, load_base, merged, parameters
-from heads.teacher import target_distribution
+from outrider.conf.errors import UserError, first_line
+from outrider.conf.typed import SHORT
+from outrider.decode.drafters import Drafter, DraftModel
+from outrider.decode.target import Target
+from outrider.heads import shapes
+from outrider.heads.base import Head
+from outrider.heads.batch import Batch, LossOut
+from outrider.heads.limits import MOST, MOST_DEPTH, MOST_LAYERS
+from outrider.heads.losses import Taught, chunked_loss
+from outrider.heads.names import DraftSpec
+from outrider.heads.recompute import layers_recomputed
+from outrider.heads.saved import Saved, differing
+from outrider.heads.small_lm.config import SmallLMConfig
+from outrider.heads.small_lm.cut import aliases, chosen_layers, cut, empty
+from outrider.heads.small_lm.net import freeze, inject, load_base, merged, parameters
+from outrider.heads.teacher import target_distribution
 
 MODEL = "model.safetensors"
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from decode.models.load import TargetConfig, load_target
-from decode.models.tokenizers import compare
-from decode.target import Target
-from heads import lora
-from heads.lora import LoraKeys
-from heads.small_lm.config import SmallLMConfig
-from heads.small_lm.cut import aliases
+from outrider.conf.errors import UserError
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.models.tokenizers import compare
+from outrider.decode.target import Target
+from outrider.heads import lora
+from outrider.heads.lora import LoraKeys
+from outrider.heads.small_lm.config import SmallLMConfig
+from outrider.heads.small_lm.cut import aliases
 
 
 def load_base(cfg: SmallLMConfig, target: Target) -> Any:

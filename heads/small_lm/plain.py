@@ -8,19 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-from conf.errors import UserError
-from decode.draft_model import DraftModel
-from decode.drafters import Drafter
-from decode.models.load import TargetConfig, load_target, source_folder
-from decode.models.tokenizers import compare
-from decode.target import Target
-from decode.tree import TreeShape
-from heads import shapes
-from heads.base import Head
-from heads.limits import Shape
-from heads.names import DraftSpec
-from heads.small_lm.config import SmallLMConfig
-from heads.small_lm.net import parameters
+from outrider.conf.errors import UserError
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter
+from outrider.decode.models.load import TargetConfig, load_target, source_folder
+from outrider.decode.models.tokenizers import compare
+from outrider.decode.target import Target
+from outrider.decode.tree import TreeShape
+from outrider.heads import shapes
+from outrider.heads.base import Head
+from outrider.heads.limits import Shape
+from outrider.heads.names import DraftSpec
+from outrider.heads.small_lm.config import SmallLMConfig
+from outrider.heads.small_lm.net import parameters
 
 
 class PlainModel(Head):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from conf.rules import NotNegative, OneOrMore, Seed, one_of
-from decode.models.config import DTYPES, TargetConfig
-from scripts.common.sampling_keys import SamplingKeys
+from outrider.conf.rules import NotNegative, OneOrMore, Seed, one_of
+from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.scripts.common.sampling_keys import SamplingKeys
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from conf.errors import UserError
+from outrider.conf.errors import UserError
 
-PACKAGE = "scripts.extra"
+PACKAGE = "outrider.scripts.extra"
 
 
 def extra(name: str, wanted_by: str) -> ModuleType:
@@ -23,5 +23,5 @@ def extra(name: str, wanted_by: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        place = module.replace(".", "/")
+        place = module.removeprefix("outrider.").replace(".", "/")
         raise UserError(f"{wanted_by}: needs {place}, which is not installed") from None

@@ -16,10 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from conf.commit import commit as commit_of
-from conf.disk import write_bytes as write_bytes
-from conf.disk import write_text as write_text
-from conf.errors import UserError
+from outrider.conf.commit import commit as commit_of
+from outrider.conf.disk import write_bytes as write_bytes
+from outrider.conf.disk import write_text as write_text
+from outrider.conf.errors import UserError
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from conf.errors import UserError
-from scripts.common import files
-from scripts.common.progress import OnProgress, silent
+from outrider.conf.errors import UserError
+from outrider.scripts.common import files
+from outrider.scripts.common.progress import OnProgress, silent
 
 Item = TypeVar("Item")
 

@@ -7,7 +7,7 @@ import time
 from rich.console import Console
 from rich.progress import TextColumn
 
-from scripts.common.progress import Steps, columns
+from outrider.scripts.common.progress import Steps, columns
 
 EVERY = 10.0  # seconds between two lines of a log
 

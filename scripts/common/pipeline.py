@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import Interrupted, UserError
-from scripts.common import files
-from scripts.common.memo import Memo, sha256
+from outrider.conf.errors import Interrupted, UserError
+from outrider.scripts.common import files
+from outrider.scripts.common.memo import Memo, sha256
 
 STOPPED = (130, 75, -2, -15)  # exit codes of a command that goes on when it is given again
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from conf.jsonl import HALF, is_whole, parse_line, read_lines
-from scripts.common.files import here
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import HALF, is_whole, parse_line, read_lines
+from outrider.scripts.common.files import here
 
 DEMO = Path(__file__).resolve().parents[1] / "prompts" / "demo.jsonl"
 

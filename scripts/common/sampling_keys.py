@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval
 
-from conf.errors import UserError
-from conf.rules import AboveZero, BelowOne, NotNegative, ZeroOrMore
+from outrider.conf.errors import UserError
+from outrider.conf.rules import AboveZero, BelowOne, NotNegative, ZeroOrMore
 
 if TYPE_CHECKING:
-    from decode.sampling import Sampling
+    from outrider.decode.sampling import Sampling
 
 Verify = Literal["traversal", "rejection"]  # the names in decode.verify.RULES
 
@@ -31,7 +31,7 @@ class SamplingKeys:
 
     def sampling(self) -> Sampling:
         """The distribution. Raises UserError for keys that do not go together."""
-        from decode.sampling import Sampling
+        from outrider.decode.sampling import Sampling
 
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
@@ -53,7 +53,7 @@ class PenaltyKeys(SamplingKeys):
 
     def sampling(self) -> Sampling:
         """See SamplingKeys."""
-        from decode.sampling import Sampling
+        from outrider.decode.sampling import Sampling
 
         drawn = (self.temperature, self.top_k, self.top_p, self.min_p)
         return Sampling(*drawn, self.repetition_penalty)

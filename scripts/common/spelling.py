@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import asdict
 
-from decode.models.config import TargetConfig
+from outrider.decode.models.config import TargetConfig
 
 PLAIN = re.compile(r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z0-9_./:+-]+")  # needs no quotes
 

@@ -8,8 +8,8 @@ import math
 import time
 from typing import Any
 
-from decode.engine import Cycle, Generation
-from decode.stats import accepted_length, split
+from outrider.decode.engine import Cycle, Generation
+from outrider.decode.stats import accepted_length, split
 
 
 class Stream:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from conf.rules import Device, NotEmpty, OneOrMore, Seed
+from outrider.conf.rules import Device, NotEmpty, OneOrMore, Seed
 
 
 @dataclass(frozen=True)

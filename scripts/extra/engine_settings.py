@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conf.errors import UserError
-from conf.schema import entry
-from heads.interop import exported
-from scripts.extra.config import TuneEngineConfig
-from scripts.serving import contract, costs, settings
+from outrider.conf.errors import UserError
+from outrider.conf.schema import entry
+from outrider.heads.interop import exported
+from outrider.scripts.extra.config import TuneEngineConfig
+from outrider.scripts.serving import contract, costs, settings
 
 
 @entry("tune_engine", TuneEngineConfig)

@@ -24,22 +24,22 @@ from typing import Any
 
 import torch
 
-from conf.errors import UserError, first_line, last_line
-from conf.jsonl import records
-from conf.schema import compose, entry
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.models.load import load_target
-from decode.sampling import Sampling
-from decode.target import Target
-from heads import load_head
-from scripts.common import files
-from scripts.extra.config import FirstConfig
-from scripts.machine import kernels, look
-from train.begin import measured
-from train.config import EagleRun
-from train.measure import memory
-from train.texts.batches import load_rows
+from outrider.conf.errors import UserError, first_line, last_line
+from outrider.conf.jsonl import records
+from outrider.conf.schema import compose, entry
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.models.load import load_target
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads import load_head
+from outrider.scripts.common import files
+from outrider.scripts.extra.config import FirstConfig
+from outrider.scripts.machine import kernels, look
+from outrider.train.begin import measured
+from outrider.train.config import EagleRun
+from outrider.train.measure import memory
+from outrider.train.texts.batches import load_rows
 
 NEAR = 0.05  # a prediction within that share of what was measured is confirmed
 TIES = 3.0  # times the rounding of a logit: below that two tokens are as good

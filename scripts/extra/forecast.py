@@ -27,20 +27,20 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from rich.console import Console
 
-from conf.errors import UserError
-from conf.recipes import RECIPES
-from conf.schema import entry
-from decode.models.load import load_target
-from decode.models.memory import MemoryPlan
-from scripts.common import files
-from scripts.common.pipeline import Command, Pipeline
-from scripts.common.progress import Steps, columns
-from scripts.common.prompts import load_prompts
-from scripts.common.spelling import spelled, target_keys
-from scripts.extra.forecasting import run as forecasting
-from scripts.extra.forecasting import table
-from scripts.extra.forecasting.config import ForecastConfig
-from train.config import ENTRIES
+from outrider.conf.errors import UserError
+from outrider.conf.recipes import RECIPES
+from outrider.conf.schema import entry
+from outrider.decode.models.load import load_target
+from outrider.decode.models.memory import MemoryPlan
+from outrider.scripts.common import files
+from outrider.scripts.common.pipeline import Command, Pipeline
+from outrider.scripts.common.progress import Steps, columns
+from outrider.scripts.common.prompts import load_prompts
+from outrider.scripts.common.spelling import spelled, target_keys
+from outrider.scripts.extra.forecasting import run as forecasting
+from outrider.scripts.extra.forecasting import table
+from outrider.scripts.extra.forecasting.config import ForecastConfig
+from outrider.train.config import ENTRIES
 
 RECORD, TRUTH = "forecast.json", "truth.json"
 

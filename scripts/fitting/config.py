@@ -7,11 +7,20 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
 
-from conf.rules import AboveZero, Inside, NotEmpty, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
-from decode.models.config import TargetConfig
-from heads.config import LoraKeys
-from heads.formats import FORMATS
-from scripts.synthesis.config import Mask
+from outrider.conf.rules import (
+    AboveZero,
+    Inside,
+    NotEmpty,
+    NotNegative,
+    OneOrMore,
+    Seed,
+    ZeroOrMore,
+    one_of,
+)
+from outrider.decode.models.config import TargetConfig
+from outrider.heads.config import LoraKeys
+from outrider.heads.formats import FORMATS
+from outrider.scripts.synthesis.config import Mask
 
 # Keys under whose other values a folder goes on: where things lie, and what is told.
 LOGISTICS = ("out", "quiet", "device")

@@ -11,20 +11,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from conf.jsonl import records
-from conf.rules import AboveZero, NotNegative, OneOrMore
-from conf.schema import compose
-from conf.typed import from_json
-from heads import head_class
-from heads.checkpoint import read_card
-from heads.earlier import implied, without_gone
-from heads.folders import head_in
-from heads.lora import LoraKeys
-from scripts.common import files
-from scripts.fitting.config import FitConfig
-from train.config import TrainConfig, entry_of
-from train.loop import fit
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import records
+from outrider.conf.rules import AboveZero, NotNegative, OneOrMore
+from outrider.conf.schema import compose
+from outrider.conf.typed import from_json
+from outrider.heads import head_class
+from outrider.heads.checkpoint import read_card
+from outrider.heads.earlier import implied, without_gone
+from outrider.heads.folders import head_in
+from outrider.heads.lora import LoraKeys
+from outrider.scripts.common import files
+from outrider.scripts.fitting.config import FitConfig
+from outrider.train.config import TrainConfig, entry_of
+from outrider.train.loop import fit
 
 BUDGET = "budget.json"
 PILOT_STEPS = 4

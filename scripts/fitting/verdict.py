@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from decode import stats
-from scripts.scoring.score import plain
+from outrider.conf.errors import UserError
+from outrider.decode import stats
+from outrider.scripts.scoring.score import plain
 
 Row = dict[str, Any]
 

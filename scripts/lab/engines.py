@@ -34,7 +34,7 @@ from pathlib import Path
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.lab.serving import llamacpp, race, sampled, vllm
+from outrider.scripts.lab.serving import llamacpp, race, sampled, vllm
 
 PARTS = {
     "llamacpp": llamacpp.main,

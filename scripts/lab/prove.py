@@ -25,15 +25,15 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 
-from conf.errors import UserError, resumable
-from conf.rules import OneOrMore, Seed, one_of
-from conf.schema import entry
-from scripts.common import files
-from scripts.common.memo import Memo
-from scripts.common.progress import OnProgress, Steps, by_name, columns
-from scripts.lab.pages import lossless_page
-from scripts.lab.proofs import sections as proofs
-from scripts.proofs.controls.certificates import code_sha256
+from outrider.conf.errors import UserError, resumable
+from outrider.conf.rules import OneOrMore, Seed, one_of
+from outrider.conf.schema import entry
+from outrider.scripts.common import files
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import OnProgress, Steps, by_name, columns
+from outrider.scripts.lab.pages import lossless_page
+from outrider.scripts.lab.proofs import sections as proofs
+from outrider.scripts.proofs.controls.certificates import code_sha256
 
 
 @dataclass(frozen=True)

@@ -33,20 +33,20 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 
-from conf.errors import UserError
-from conf.recipes import RECIPES
-from conf.rules import Filled, NotEmpty, NotNegative, OneOrMore, Seed, one_of
-from conf.schema import compose, entry
-from decode.models.identity import sha256_file
-from scripts.common import files
-from scripts.common.pipeline import Command, Pipeline
-from scripts.common.prompts import load_prompts
-from scripts.common.spelling import spelled
-from scripts.evaluate import SKIPPED
-from scripts.lab.pages import matched
-from train.begin import measured
-from train.config import ENTRIES
-from train.measure.speed import draft_flops
+from outrider.conf.errors import UserError
+from outrider.conf.recipes import RECIPES
+from outrider.conf.rules import Filled, NotEmpty, NotNegative, OneOrMore, Seed, one_of
+from outrider.conf.schema import compose, entry
+from outrider.decode.models.identity import sha256_file
+from outrider.scripts.common import files
+from outrider.scripts.common.pipeline import Command, Pipeline
+from outrider.scripts.common.prompts import load_prompts
+from outrider.scripts.common.spelling import spelled
+from outrider.scripts.evaluate import SKIPPED
+from outrider.scripts.lab.pages import matched
+from outrider.train.begin import measured
+from outrider.train.config import ENTRIES
+from outrider.train.measure.speed import draft_flops
 
 FEW = 4  # rows of a step that are counted
 READ = ("target", "data.", "dtype=", "device=")  # keys that say what is read, and how

@@ -22,11 +22,11 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 import torch
 
-from decode import sampling as other
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.tree import DraftTree, Proposal, TreeShape
-from decode.verify import verify
+from outrider.decode import sampling as other
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree, Proposal, TreeShape
+from outrider.decode.verify import verify
 
 # The other checkout may be of version 0.1, which called it by another name.
 Distribution = getattr(other, "Distribution", None) or other.Law  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         serve()
     else:
-        from scripts.common import files
+        from outrider.scripts.common import files
 
         report = {**files.origin(), "rows": compared(os.path.abspath(sys.argv[1]))}
         Path("docs/results/verify-pair.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from conf.rules import Device
+from outrider.conf.rules import Device
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._triton import has_triton
 
-from heads.eagle import attention as ttt
-from heads.eagle import kernels
-from heads.eagle.layout import PassLayout
+from outrider.heads.eagle import attention as ttt
+from outrider.heads.eagle import kernels
+from outrider.heads.eagle.layout import PassLayout
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

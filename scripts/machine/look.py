@@ -19,14 +19,14 @@ import yaml
 from filelock import FileLock, Timeout
 from packaging.requirements import Requirement
 
-from conf.errors import UserError, first_line
-from decode.models.identity import cache_root
-from decode.models.memory import available
-from scripts.common import files
-from scripts.machine.kernels import attention_path, kernels_here
-from train.config import TRACKERS
-from train.launch_keys import HONOURED, of_file, refusals
-from train.trackers import installed
+from outrider.conf.errors import UserError, first_line
+from outrider.decode.models.identity import cache_root
+from outrider.decode.models.memory import available
+from outrider.scripts.common import files
+from outrider.scripts.machine.kernels import attention_path, kernels_here
+from outrider.train.config import TRACKERS
+from outrider.train.launch_keys import HONOURED, of_file, refusals
+from outrider.train.trackers import installed
 
 GIB = 1 << 30
 LEAST_DISK = 5 * GIB  # below that the first cache or checkpoint may not fit

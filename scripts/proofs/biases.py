@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scripts.proofs import directions
+from outrider.scripts.proofs import directions
 
 RANKS = 1024  # best tokens among which ranks are told apart
 

@@ -26,20 +26,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from decode.drafters import Drafter, DraftModel
-from decode.engine import Request
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import TreeShape
-from scripts.common.memo import Memo
-from scripts.common.progress import OnProgress, named
-from scripts.proofs import passes, pit, power, size
-from scripts.proofs.controls.catalogue import rule_named
-from scripts.proofs.directions import Bank
-from scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
-from scripts.proofs.enumerator import SCHEMES, Case, enumerate_case
-from scripts.proofs.extremes import Extreme
-from scripts.proofs.greedy import (
+from outrider.decode.drafters import Drafter, DraftModel
+from outrider.decode.engine import Request
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import TreeShape
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import OnProgress, named
+from outrider.scripts.proofs import passes, pit, power, size
+from outrider.scripts.proofs.controls.catalogue import rule_named
+from outrider.scripts.proofs.directions import Bank
+from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
+from outrider.scripts.proofs.enumerator import SCHEMES, Case, enumerate_case
+from outrider.scripts.proofs.extremes import Extreme
+from outrider.scripts.proofs.greedy import (
     Greedy,
     GreedyReading,
     Plain,
@@ -47,7 +47,7 @@ from scripts.proofs.greedy import (
     greedy_of,
     reference_tokens,
 )
-from scripts.proofs.sampled import Sample, Setting, sampling_layer, texts_of
+from outrider.scripts.proofs.sampled import Sample, Setting, sampling_layer, texts_of
 
 CASE_LIMIT, LOOP_LIMIT = 1e-12, 1e-9
 # Logits and draft distributions of the worlds at the edges are float32: each softmax rounds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from conf.rules import (
+from outrider.conf.rules import (
     AboveZero,
     AtATime,
     Inside,
@@ -15,13 +15,13 @@ from conf.rules import (
     Seed,
     ZeroOrMore,
 )
-from decode.models.config import TargetConfig
-from scripts.common.sampling_keys import PenaltyKeys, SamplingKeys, Verify
+from outrider.decode.models.config import TargetConfig
+from outrider.scripts.common.sampling_keys import PenaltyKeys, SamplingKeys, Verify
 
 if TYPE_CHECKING:
-    from decode.sampling import Sampling
-    from scripts.proofs import certificate
-    from scripts.serving import server_certificate
+    from outrider.decode.sampling import Sampling
+    from outrider.scripts.proofs import certificate
+    from outrider.scripts.serving import server_certificate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class CertifyConfig(PenaltyKeys):
 
     def plan(self) -> certificate.CertificatePlan:
         """What the layers do."""
-        from scripts.proofs import certificate
+        from outrider.scripts.proofs import certificate
 
         return certificate.CertificatePlan(
             self.sampling(),
@@ -100,7 +100,7 @@ class CertifyConfig(PenaltyKeys):
 
     def sampling(self) -> Sampling:
         """See SamplingKeys."""
-        from decode.models.processors import named_processors
+        from outrider.decode.models.processors import named_processors
 
         return replace(super().sampling(), processors=named_processors(self.processors))
 
@@ -158,7 +158,7 @@ class CertifyServerConfig(SamplingKeys):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        from scripts.serving.asking import MOST_TOP
+        from outrider.scripts.serving.asking import MOST_TOP
 
         found = super().validate()
         if len(set(self.at_a_time)) != len(self.at_a_time):
@@ -173,7 +173,7 @@ class CertifyServerConfig(SamplingKeys):
 
     def how(self) -> server_certificate.How:
         """What is asked of the server, and how it is judged."""
-        from scripts.serving import server_certificate
+        from outrider.scripts.serving import server_certificate
 
         return server_certificate.How(
             self.sampling(),

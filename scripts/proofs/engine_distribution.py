@@ -18,14 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.drafters import Drafter
-from decode.engine import Request, Rule, generate
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree, TreeShape
-from decode.wrapped import Wrapped
-from scripts.proofs.enumerator import Choices, Drafted, largest_difference, naive_distribution
+from outrider.decode.drafters import Drafter
+from outrider.decode.engine import Request, Rule, generate
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree, TreeShape
+from outrider.decode.wrapped import Wrapped
+from outrider.scripts.proofs.enumerator import (
+    Choices,
+    Drafted,
+    largest_difference,
+    naive_distribution,
+)
 
 Address = tuple[int, str, int, int]  # cycle, purpose, node, how often it was asked before
 CHUNK = 512  # branches in one batch
@@ -142,7 +147,7 @@ def toy_model(
     vocab: int = 8, seed: int = 0, hidden: int = 16, layers: int = 2, **changes: Any
 ) -> Target:
     """A two-layer float64 llama with `vocab` tokens and no tokenizer; token 0 ends a sequence."""
-    from decode.models.tiny import tiny_model
+    from outrider.decode.models.tiny import tiny_model
 
     model = tiny_model(
         "llama",

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.sampling import Distribution, Sampling
-from decode.tree import DraftTree, Proposal, TreeShape
-from decode.verify import Verdict
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.tree import DraftTree, Proposal, TreeShape
+from outrider.decode.verify import Verdict
 
 SCHEMES = ("top", "iid", "without", "hybrid")  # how siblings are drafted: see Case
 

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.drafters import Drafter
-from decode.engine import Generation, Request, Rule, generate
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.common.memo import Memo
-from scripts.common.progress import OnProgress, silent
-from scripts.proofs import pit
-from scripts.proofs.recorder import Recorder
-from scripts.scoring.reference import hf_generate
+from outrider.decode.drafters import Drafter
+from outrider.decode.engine import Generation, Request, Rule, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import OnProgress, silent
+from outrider.scripts.proofs import pit
+from outrider.scripts.proofs.recorder import Recorder
+from outrider.scripts.scoring.reference import hf_generate
 
 BUDGET = 64 * 2**20  # logits held at once, in numbers
 BEST = 8  # tokens that rounding could make the greedy one

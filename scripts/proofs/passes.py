@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.sampling import Sampling
-from scripts.proofs import pit
-from scripts.proofs.greedy import Plain
+from outrider.decode.sampling import Sampling
+from outrider.scripts.proofs import pit
+from outrider.scripts.proofs.greedy import Plain
 
 LIKELY = 0.01
 TEXTS = 6  # answers that are computed in two plain ways

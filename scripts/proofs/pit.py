@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.sampling import Sampling
+from outrider.decode.sampling import Sampling
 
 CELLS, PAIR_CELLS = 20, 8  # of the chi-squares
 SMALLEST = 200  # strata below are not tested

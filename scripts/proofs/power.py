@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.sampling import Sampling
-from scripts.proofs import pit
-from scripts.proofs.biases import FAMILIES, Distributions, Member
-from scripts.proofs.directions import (
+from outrider.decode.sampling import Sampling
+from outrider.scripts.proofs import pit
+from outrider.scripts.proofs.biases import FAMILIES, Distributions, Member
+from outrider.scripts.proofs.directions import (
     ENOUGH,
     LEARNED_TAILS,
     REACH,

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.engine import DecodedRun, Request, Rule
-from decode.rng import Rng
-from decode.sampling import Distribution
-from decode.tree import DraftTree
-from decode.verify import Coins, Verdict
-from decode.verify import verify as run_verify
+from outrider.decode.engine import DecodedRun, Request, Rule
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Distribution
+from outrider.decode.tree import DraftTree
+from outrider.decode.verify import Coins, Verdict
+from outrider.decode.verify import verify as run_verify
 
 
 @dataclass

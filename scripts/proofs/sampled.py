@@ -23,16 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.drafters import Drafter
-from decode.engine import DecodedRun, Generation, Request, Rule, generate
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.common.memo import Memo
-from scripts.common.progress import OnProgress, silent
-from scripts.proofs import directions, passes, pit
-from scripts.proofs.greedy import Plain
-from scripts.proofs.recorder import Emitted, Recorder, astray
-from scripts.proofs.repeats import Repeats
+from outrider.decode.drafters import Drafter
+from outrider.decode.engine import DecodedRun, Generation, Request, Rule, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import OnProgress, silent
+from outrider.scripts.proofs import directions, passes, pit
+from outrider.scripts.proofs.greedy import Plain
+from outrider.scripts.proofs.recorder import Emitted, Recorder, astray
+from outrider.scripts.proofs.repeats import Repeats
 
 ROWS = 128  # distributions at once
 KEYED = 4  # pseudo-random orders of the ids

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.sampling import Sampling
-from scripts.proofs import directions, pit, power
-from scripts.proofs.repeats import Repeats
-from scripts.proofs.sampled import FLAT, ROWS, Orders, hashed_key, marginals, pairs
+from outrider.decode.sampling import Sampling
+from outrider.scripts.proofs import directions, pit, power
+from outrider.scripts.proofs.repeats import Repeats
+from outrider.scripts.proofs.sampled import FLAT, ROWS, Orders, hashed_key, marginals, pairs
 
 CONTROL_TOKENS = 4000  # of a control, unless it is rejected sooner
 COOLER, NARROWER = 0.8, 0.9  # what the wrong temperature and the wrong top-p are multiplied by

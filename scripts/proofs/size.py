@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode.drafters import NoDraft
-from scripts.common.memo import Memo
-from scripts.proofs import power
-from scripts.proofs.directions import Bank
-from scripts.proofs.greedy import Plain
-from scripts.proofs.sampled import Setting, most_tests, sampling_layer, texts_of
+from outrider.decode.drafters import NoDraft
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.proofs import power
+from outrider.scripts.proofs.directions import Bank
+from outrider.scripts.proofs.greedy import Plain
+from outrider.scripts.proofs.sampled import Setting, most_tests, sampling_layer, texts_of
 
 # tokens that are tried. With fewer than the first the negative controls may get through, which
 # are samples too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.common import files
+from outrider.scripts.common import files
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from scripts.reports import plots
-from scripts.reports.rendering import Drawing, render
-from scripts.reports.table import Table
-from scripts.scoring import names
+from outrider.scripts.reports import plots
+from outrider.scripts.reports.rendering import Drawing, render
+from outrider.scripts.reports.table import Table
+from outrider.scripts.scoring import names
 
 TONE = {"lossless": "good", "not lossless": "bad", "undecided": "open"}  # of style.css
 SHOWN = 24  # tests in the table; certificate.json has them all

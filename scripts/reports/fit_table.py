@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.fitting import verdict
-from scripts.reports.table import Table, change, interval, number
-from scripts.scoring.names import labels as short
+from outrider.scripts.fitting import verdict
+from outrider.scripts.reports.table import Table, change, interval, number
+from outrider.scripts.scoring.names import labels as short
 
 Report = dict[str, Any]
 

@@ -8,18 +8,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from scripts.reports import plots, score_table, tuning_plots
-from scripts.reports.rendering import (
+from outrider.scripts.reports import plots, score_table, tuning_plots
+from outrider.scripts.reports.rendering import (
     Drawing,
     about_environment,
     about_target,
     listed,
     render,
 )
-from scripts.reports.score_table import DEPTHS as MOST
-from scripts.reports.score_table import Row, by_depth, ranks
-from scripts.reports.table import Table, interval, number
-from scripts.scoring.extras import stops_paying
+from outrider.scripts.reports.score_table import DEPTHS as MOST
+from outrider.scripts.reports.score_table import Row, by_depth, ranks
+from outrider.scripts.reports.table import Table, interval, number
+from outrider.scripts.scoring.extras import stops_paying
 
 
 def page(report: dict[str, Any]) -> str:

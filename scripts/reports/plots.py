@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from decode.timing import part_of
-from scripts.scoring.names import clipped
+from outrider.decode.timing import part_of
+from outrider.scripts.scoring.names import clipped
 
 THEMED = {
     "#1d2433": "ink",

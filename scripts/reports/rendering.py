@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from scripts.reports.table import WARNS, Table
+from outrider.scripts.reports.table import WARNS, Table
 
 TEMPLATES = Path(__file__).parent / "templates"
 

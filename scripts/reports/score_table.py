@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from decode.timing import part_of
-from scripts.reports.table import Columns, Table, interval, number
-from scripts.scoring import names
+from outrider.decode.timing import part_of
+from outrider.scripts.reports.table import Columns, Table, interval, number
+from outrider.scripts.scoring import names
 
 Row = dict[str, Any]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from scripts.common import files
-from scripts.reports import plots, tune_table, tuning_plots
-from scripts.reports.rendering import (
+from outrider.scripts.common import files
+from outrider.scripts.reports import plots, tune_table, tuning_plots
+from outrider.scripts.reports.rendering import (
     Drawing,
     about_environment,
     about_target,
     listed,
     render,
 )
-from scripts.reports.table import number, percent
-from scripts.scoring import names
+from outrider.scripts.reports.table import number, percent
+from outrider.scripts.scoring import names
 
 UNTOLD = ("target", "prompts_sha256", "device", "out")  # settings that the page leaves out
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.reports.score_table import distribution_of, requested, unsteady
-from scripts.reports.table import Columns, Table, interval, number, percent
+from outrider.scripts.reports.score_table import distribution_of, requested, unsteady
+from outrider.scripts.reports.table import Columns, Table, interval, number, percent
 
 HEADER = ("settings", "accepted length", "predicted", "tokens/s", "predicted", "error", "speedup")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from scripts.reports import plots
-from scripts.reports.plots import COLORS, EVEN, color_of, curve, legend
+from outrider.scripts.reports import plots
+from outrider.scripts.reports.plots import COLORS, EVEN, color_of, curve, legend
 
 Report = dict[str, Any]
 LINES = (("chain", "K", "depth", "-"), ("tree", "n nodes", "nodes", "--"))

@@ -7,8 +7,8 @@ import numbers
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError, first_line
-from train.trackers import no_reports
+from outrider.conf.errors import UserError, first_line
+from outrider.train.trackers import no_reports
 
 
 def to_wandb(report: dict[str, Any], out: Path, job: str) -> None:

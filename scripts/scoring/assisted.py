@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from conf.errors import UserError
-from decode.draft_model import DraftModel
-from decode.engine import Cycle, DecodedRun, Generation, Request, Timing
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.scoring.reference import Pass, generated, room, settings, without_wishes
+from outrider.conf.errors import UserError
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timing
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.scoring.reference import Pass, generated, room, settings, without_wishes
 
 LOOKUP_TOKENS, LOOKUP_GRAM = 10, 3  # our n-gram drafter's
 DEFAULT_TOKENS = 20  # transformers' own number of assistant tokens

@@ -12,10 +12,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from decode.target import Target
-from decode.timing import PARTS, Timing
-from scripts.common.prompts import Prompt
-from scripts.scoring import contest
+from outrider.decode.target import Target
+from outrider.decode.timing import PARTS, Timing
+from outrider.scripts.common.prompts import Prompt
+from outrider.scripts.scoring import contest
 
 MEASURED = "timers of the measured run"
 

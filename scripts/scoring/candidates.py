@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from heads import head_in, kinds
-from heads.checkpoint import CARD, read_card
-from heads.folders import is_plain
-from heads.names import members, split
-from scripts.scoring.names import ASSISTED, GENERATE, LOOKUP, SERVER
+from outrider.conf.errors import UserError
+from outrider.heads import head_in, kinds
+from outrider.heads.checkpoint import CARD, read_card
+from outrider.heads.folders import is_plain
+from outrider.heads.names import members, split
+from outrider.scripts.scoring.names import ASSISTED, GENERATE, LOOKUP, SERVER
 
 WITHOUT_SHAPE = ("none", "ngram", GENERATE, LOOKUP)
 

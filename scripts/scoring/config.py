@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from conf.rules import Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
-from decode.models.config import DTYPES, TargetConfig
-from scripts.common.sampling_keys import PenaltyKeys, Verify
-from scripts.scoring.suites import SuiteConfig
+from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
+from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
+from outrider.scripts.scoring.suites import SuiteConfig
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class EvaluateConfig(PenaltyKeys):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix", at every temperature."""
-        from scripts.scoring.names import SERVER, label, wrong_address
+        from outrider.scripts.scoring.names import SERVER, label, wrong_address
 
         every = {self.temperature, *self.temperatures}
         found = [line for t in every for line in PenaltyKeys.validate(replace(self, temperature=t))]

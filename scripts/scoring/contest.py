@@ -14,16 +14,16 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from conf.errors import UserError
-from decode.engine import Cycle, DecodedRun, Generation, Request, Timing
-from decode.sampling import Sampling
-from decode.target import Target
-from heads.names import DraftSpec
-from scripts.common.memo import Memo
-from scripts.common.progress import Steps, columns
-from scripts.common.prompts import Prompt, chat_ids, question_ids
-from scripts.scoring.names import clipped
-from train.measure.memory import peak_bytes, reset_peak
+from outrider.conf.errors import UserError
+from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timing
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads.names import DraftSpec
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import Steps, columns
+from outrider.scripts.common.prompts import Prompt, chat_ids, question_ids
+from outrider.scripts.scoring.names import clipped
+from outrider.train.measure.memory import peak_bytes, reset_peak
 
 WARM_UP_TOKENS = 8
 History = dict[str, list[dict[str, str]]]  # prompt id -> messages

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from conf.jsonl import records
-from heads import settings_folder
-from scripts.scoring import names
-from scripts.scoring.contest import System
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import records
+from outrider.heads import settings_folder
+from outrider.scripts.scoring import names
+from outrider.scripts.scoring.contest import System
 
 
 def extras(systems: Iterable[System]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode.drafters import Drafter
-from decode.models.packed import PackedLinear
-from decode.target import Target
+from outrider.decode.drafters import Drafter
+from outrider.decode.models.packed import PackedLinear
+from outrider.decode.target import Target
 
 
 def own_elements(drafter: Drafter, target: Target) -> tuple[int, int]:
@@ -46,7 +46,7 @@ def _walk(value: Any, found: dict[int, Tensor], seen: set[int], depth: int) -> N
     elif isinstance(value, list | tuple):
         for item in value:
             _walk(item, found, seen, depth - 1)
-    elif type(value).__module__.partition(".")[0] in ("decode", "heads") and hasattr(
+    elif type(value).__module__.startswith(("outrider.decode.", "outrider.heads.")) and hasattr(
         value, "__dict__"
     ):
         for name, item in vars(value).items():

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from urllib.parse import urlsplit
 
-from conf.errors import UserError
-from heads import head_folder
-from heads.names import JOIN, members, parse, split
+from outrider.conf.errors import UserError
+from outrider.heads import head_folder
+from outrider.heads.names import JOIN, members, parse, split
 
 INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
 LONGEST = 30

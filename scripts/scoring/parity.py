@@ -9,12 +9,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from decode.target import Target
-from heads import head_folder, load_head, save_head
-from heads.parity import Parity, check
-from scripts.common.progress import Steps, columns
-from scripts.common.prompts import Prompt, question_ids
-from scripts.scoring.contest import System
+from outrider.decode.target import Target
+from outrider.heads import head_folder, load_head, save_head
+from outrider.heads.parity import Parity, check
+from outrider.scripts.common.progress import Steps, columns
+from outrider.scripts.common.prompts import Prompt, question_ids
+from outrider.scripts.scoring.contest import System
 
 
 def gates(

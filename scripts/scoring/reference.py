@@ -23,10 +23,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from conf.rules import SEEDS
-from decode.engine import Cycle, DecodedRun, Generation, Request, Timing
-from decode.sampling import Sampling
-from decode.target import Target
+from outrider.conf.rules import SEEDS
+from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timing
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
 
 
 @dataclass

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from decode.target import Target
-from scripts.proofs.greedy import Plain
-from scripts.scoring.contest import Contest, ScoredAnswer, System
+from outrider.decode.target import Target
+from outrider.scripts.proofs.greedy import Plain
+from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System
 
 # Gap, in units in the last place of the larger logit, up to which two evaluation orders may
 # disagree unmeasured.

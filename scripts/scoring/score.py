@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from decode import stats
-from decode.engine import Cycle
-from scripts.scoring.breakdown import breakdown
-from scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
+from outrider.decode import stats
+from outrider.decode.engine import Cycle
+from outrider.scripts.scoring.breakdown import breakdown
+from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
 
 # 90th over 10th percentile of the time of a plain pass; a quiet machine stays below 1.2.
 UNSTEADY = 1.5

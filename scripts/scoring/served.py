@@ -16,13 +16,13 @@ from dataclasses import replace
 
 import torch
 
-from conf.errors import UserError
-from decode.engine import Cycle, DecodedRun, Generation, Request, Timing
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.scoring.reference import room
-from scripts.serving.asking import VLLM, Address, Endpoint, Reply, ServerRequest
-from scripts.serving.counters import read_counters, rise
+from outrider.conf.errors import UserError
+from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timing
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.scoring.reference import room
+from outrider.scripts.serving.asking import VLLM, Address, Endpoint, Reply, ServerRequest
+from outrider.scripts.serving.counters import read_counters, rise
 
 TRIES = 4
 PATIENCE = 600.0  # seconds for one answer

@@ -16,12 +16,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from conf.errors import UserError
-from conf.jsonl import is_whole
-from conf.rules import ZeroOrMore
-from conf.schema import CONF
-from conf.typed import from_json, raise_all
-from scripts.common.prompts import Prompt
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import is_whole
+from outrider.conf.rules import ZeroOrMore
+from outrider.conf.schema import CONF
+from outrider.conf.typed import from_json, raise_all
+from outrider.scripts.common.prompts import Prompt
 
 ALL = "all"
 SHOWN = ("name", "dataset", "config", "split", "revision", "licence", "path", "tried")

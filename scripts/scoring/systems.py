@@ -9,21 +9,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from conf.errors import UserError
-from decode.draft_model import DraftModel
-from decode.drafters import Drafter
-from decode.engine import DecodedRun, Request, generate
-from decode.target import Target
-from heads import drafter_folders, head_class, head_folder, kinds, resolve_drafter
-from heads.checkpoint import read_card, trained_for
-from heads.names import DraftSpec, parse
-from scripts.common.clock import clock
-from scripts.scoring import names
-from scripts.scoring.assisted import Assisted, assistants
-from scripts.scoring.contest import ContestSettings, System
-from scripts.scoring.memory import own_elements
-from scripts.scoring.reference import hf_generate
-from scripts.scoring.served import ServedSystem
+from outrider.conf.errors import UserError
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter
+from outrider.decode.engine import DecodedRun, Request, generate
+from outrider.decode.target import Target
+from outrider.heads import drafter_folders, head_class, head_folder, kinds, resolve_drafter
+from outrider.heads.checkpoint import read_card, trained_for
+from outrider.heads.names import DraftSpec, parse
+from outrider.scripts.common.clock import clock
+from outrider.scripts.scoring import names
+from outrider.scripts.scoring.assisted import Assisted, assistants
+from outrider.scripts.scoring.contest import ContestSettings, System
+from outrider.scripts.scoring.memory import own_elements
+from outrider.scripts.scoring.reference import hf_generate
+from outrider.scripts.scoring.served import ServedSystem
 
 Skipped = dict[str, str]
 

@@ -8,11 +8,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode.live import TokenDistribution
-from scripts.serve_http.meters import DraftCounts
-from scripts.serve_http.requested import ApiRequest, BadRequest
-from scripts.serve_http.transcript import Said
-from scripts.serve_http.worker import Ended, Full
+from outrider.decode.live import TokenDistribution
+from outrider.scripts.serve_http.meters import DraftCounts
+from outrider.scripts.serve_http.requested import ApiRequest, BadRequest
+from outrider.scripts.serve_http.transcript import Said
+from outrider.scripts.serve_http.worker import Ended, Full
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 

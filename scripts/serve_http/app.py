@@ -21,12 +21,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from conf.errors import UserError
-from scripts.serve_http import answers
-from scripts.serve_http.answers import Completion
-from scripts.serve_http.meters import DraftCounts, Meters
-from scripts.serve_http.requested import ApiRequest, BadRequest, Service, wanted
-from scripts.serve_http.worker import ActiveRequest, Ended, Event, Full, RequestFailed, Worker
+from outrider.conf.errors import UserError
+from outrider.scripts.serve_http import answers
+from outrider.scripts.serve_http.answers import Completion
+from outrider.scripts.serve_http.meters import DraftCounts, Meters
+from outrider.scripts.serve_http.requested import ApiRequest, BadRequest, Service, wanted
+from outrider.scripts.serve_http.worker import (
+    ActiveRequest,
+    Ended,
+    Event,
+    Full,
+    RequestFailed,
+    Worker,
+)
 
 PAGE = Path(__file__).with_name("page.html")
 LOOK = 0.25  # seconds between two looks at whether the client is still there

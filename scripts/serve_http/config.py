@@ -8,9 +8,9 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from conf.rules import Filled, OneOrMore, ZeroOrMore, one_of
-from decode.models.config import DTYPES, TargetConfig
-from scripts.common.sampling_keys import Verify
+from outrider.conf.rules import Filled, OneOrMore, ZeroOrMore, one_of
+from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.scripts.common.sampling_keys import Verify
 
 
 @dataclass(frozen=True)

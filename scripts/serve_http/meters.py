@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client import generate_latest as rendered
 
-from decode.engine import Cycle
-from scripts.serve_http.worker import Ended
+from outrider.decode.engine import Cycle
+from outrider.scripts.serve_http.worker import Ended
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 MODEL = ["model_name"]

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from conf.errors import UserError
-from conf.jsonl import HALF, is_whole, parse_line
-from conf.typed import nearest
-from decode.sampling import Sampling
-from scripts.common.prompts import chat_ids
-from scripts.serve_http.worker import CompletionRequest
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import HALF, is_whole, parse_line
+from outrider.conf.typed import nearest
+from outrider.decode.sampling import Sampling
+from outrider.scripts.common.prompts import chat_ids
+from outrider.scripts.serve_http.worker import CompletionRequest
 
 MOST_TOP = 20  # tokens told beside the chosen one
 MOST_STOPS, LONGEST_STOP = 4, 1000

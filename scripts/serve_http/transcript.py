@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.live import Fresh, TokenDistribution
-from scripts.common.talk import Stream
+from outrider.decode.live import Fresh, TokenDistribution
+from outrider.scripts.common.talk import Stream
 
 
 @dataclass(frozen=True)

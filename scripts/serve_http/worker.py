@@ -17,14 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from conf.errors import UserError
-from decode.drafters import Drafter, NoDraft
-from decode.engine import Generation, Request
-from decode.live import Fresh, LiveBatch, LiveLimits, Seat
-from decode.sampling import Sampling
-from decode.target import Target
-from heads import resolve_drafter
-from scripts.serve_http.transcript import Said, Transcript
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import Drafter, NoDraft
+from outrider.decode.engine import Generation, Request
+from outrider.decode.live import Fresh, LiveBatch, LiveLimits, Seat
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads import resolve_drafter
+from outrider.scripts.serve_http.transcript import Said, Transcript
 
 STOP, LENGTH = "stop", "length"
 PROBATION = 2  # steps that each request of a broken batch makes alone: one reads, one drafts

@@ -17,9 +17,9 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from conf.errors import UserError
-from scripts.serving.counters import read_counters
-from scripts.synthesis.server import Again, AnswerRefused, GivenUp, OpenAIServer
+from outrider.conf.errors import UserError
+from outrider.scripts.serving.counters import read_counters
+from outrider.scripts.synthesis.server import Again, AnswerRefused, GivenUp, OpenAIServer
 
 LLAMACPP, VLLM, OTHER = "llama.cpp", "vllm", "other"
 MOST_TOP = 64  # tokens of a distribution that are asked of a plain server

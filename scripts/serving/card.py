@@ -11,15 +11,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from conf.jsonl import records
-from heads.base import Head
-from heads.interop import Facts
-from heads.interop.engines import LLAMACPP, SGLANG, VLLM
-from heads.tuned import Tuned
-from scripts.common import files
-from scripts.reports.rendering import render
-from scripts.serving import settings
-from scripts.serving.settings import DraftSchedule
+from outrider.conf.jsonl import records
+from outrider.heads.base import Head
+from outrider.heads.interop import Facts
+from outrider.heads.interop.engines import LLAMACPP, SGLANG, VLLM
+from outrider.heads.tuned import Tuned
+from outrider.scripts.common import files
+from outrider.scripts.reports.rendering import render
+from outrider.scripts.serving import settings
+from outrider.scripts.serving.settings import DraftSchedule
 
 FORMAT = 1
 METHOD = {

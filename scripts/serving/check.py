@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.drafters import Drafter
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
-from heads.base import Head
-from heads.interop.block import folded
-from heads.layered_drafter import LayeredDrafter
-from heads.names import DraftSpec
-from heads.parallel.medusa import MedusaDrafter
-from scripts.serving import loaders
-from scripts.serving.reader import EngineFile
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import Drafter
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.heads.interop.block import folded
+from outrider.heads.layered_drafter import LayeredDrafter
+from outrider.heads.names import DraftSpec
+from outrider.heads.parallel.medusa import MedusaDrafter
+from outrider.scripts.serving import loaders
+from outrider.scripts.serving.reader import EngineFile
 
 FROM_TARGET = ("net.mask", "net.mask_embed")  # of exported heads: rows of the target's table
 TOLERANCE = 5e-4  # of the largest logit; float32 against float32 in another order of sums

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from conf.rules import AboveZero, OneOrMore, ZeroOrMore, one_of
-from decode.models.config import DTYPES, TargetConfig
-from heads.formats import FORMATS
+from outrider.conf.rules import AboveZero, OneOrMore, ZeroOrMore, one_of
+from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.heads.formats import FORMATS
 
 AS_WRITTEN = "as_written"
 READABLE = ("auto", *(f for f in FORMATS if f not in ("transformers", "gguf")))
@@ -54,7 +54,7 @@ class ExportConfig:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        from heads.interop import gguf_write
+        from outrider.heads.interop import gguf_write
 
         found = []
         known = gguf_write.DTYPES if self.format == "gguf" else DTYPES

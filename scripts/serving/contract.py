@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from conf.jsonl import parse_line
-from decode import stats
-from decode.drafters import Drafter
-from decode.engine import Cycle, Request, generate
-from decode.sampling import Sampling
-from decode.target import Target
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import parse_line
+from outrider.decode import stats
+from outrider.decode.drafters import Drafter
+from outrider.decode.engine import Cycle, Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
 
 NAME = "expected.json"
 FORMAT = 1

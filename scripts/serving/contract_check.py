@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from scripts.serving import contract
-from scripts.serving.asking import Address, Endpoint, ServerRequest
-from scripts.serving.counters import rise
+from outrider.scripts.serving import contract
+from outrider.scripts.serving.asking import Address, Endpoint, ServerRequest
+from outrider.scripts.serving.counters import rise
 
 SHOWN = 3  # places where it parts that are printed
 

@@ -24,10 +24,10 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Ge, Interval
 
-from conf.errors import UserError
-from conf.jsonl import parse_line
-from conf.typed import from_json
-from scripts.tuning.cost import Curve
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import parse_line
+from outrider.conf.typed import from_json
+from outrider.scripts.tuning.cost import Curve
 
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e9  # of a step
 MOST = 1024  # concurrent requests or draft tokens that a file may name

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.drafters import Drafter
-from decode.models.load import torch_dtype
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
-from heads.base import Head
-from heads.names import DraftSpec
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import Drafter
+from outrider.decode.models.load import torch_dtype
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.heads.names import DraftSpec
 
 KEPT = (
     "config.json",

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decode.sampling import Sampling
-from decode.target import Target
-from heads import drafting_head
-from heads.base import Batch
-from heads.small_lm.plain import PlainModel
-from scripts.proofs.served import SampledAnswer
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads import drafting_head
+from outrider.heads.base import Batch
+from outrider.heads.small_lm.plain import PlainModel
+from outrider.scripts.proofs.served import SampledAnswer
 
 
 def drafter_distributions(

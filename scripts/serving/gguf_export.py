@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.target import Target
-from heads.base import Head
-from heads.block.head import BlockHead
-from heads.interop import gguf_write
-from heads.interop.gguf_block import block_model
-from heads.interop.gguf_write import GgufModel
-from scripts.common import files
-from scripts.reports.rendering import render
-from scripts.serving.check import TOLERANCE, ExportCheck, check_drafts, rounded
-from scripts.serving.loaders import gguf
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.heads.block.head import BlockHead
+from outrider.heads.interop import gguf_write
+from outrider.heads.interop.gguf_block import block_model
+from outrider.heads.interop.gguf_write import GgufModel
+from outrider.scripts.common import files
+from outrider.scripts.reports.rendering import render
+from outrider.scripts.serving.check import TOLERANCE, ExportCheck, check_drafts, rounded
+from outrider.scripts.serving.loaders import gguf
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
 

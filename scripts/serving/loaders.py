@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from heads.interop.gguf_read import read_gguf
-from scripts.serving.reader import LAYER, EngineFile, Kind, LayerDims, Turn, rotary
+from outrider.heads.interop.gguf_read import read_gguf
+from outrider.scripts.serving.reader import LAYER, EngineFile, Kind, LayerDims, Turn, rotary
 
 # llama.cpp's names of tensors -> plain ones; the longer ones first
 NAMES = {

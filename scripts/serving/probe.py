@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from decode.target import Target
-from heads import vocab
-from heads.base import Batch, Head
-from heads.eagle.eagle1 import Eagle1Head
-from heads.eagle.head import Eagle3Head, EagleHead
-from heads.parallel.medusa import MedusaHead
-from scripts.serving.config import AS_WRITTEN as AS_WRITTEN
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads import vocab
+from outrider.heads.base import Batch, Head
+from outrider.heads.eagle.eagle1 import Eagle1Head
+from outrider.heads.eagle.head import Eagle3Head, EagleHead
+from outrider.heads.parallel.medusa import MedusaHead
+from outrider.scripts.serving.config import AS_WRITTEN as AS_WRITTEN
 
 SURE = 4.0  # standard errors by which a convention must be better
 LOW = 0.05  # accepted draft tokens of two, below which the head hardly drafts for this target

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.sampling import Sampling
-from scripts.common.memo import Memo
-from scripts.common.progress import OnProgress
-from scripts.proofs.greedy import Plain
-from scripts.proofs.served import SampledAnswer
-from scripts.serving.asking import Address, Endpoint, Reply, ServerRequest
-from scripts.serving.counters import rise
+from outrider.conf.errors import UserError
+from outrider.decode.sampling import Sampling
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import OnProgress
+from outrider.scripts.proofs.greedy import Plain
+from outrider.scripts.proofs.served import SampledAnswer
+from outrider.scripts.serving.asking import Address, Endpoint, Reply, ServerRequest
+from outrider.scripts.serving.counters import rise
 
 SEEDS = 1 << 31
 Approve = Callable[[list[SampledAnswer]], None]

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from conf.errors import UserError
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.common.memo import Memo
-from scripts.common.progress import OnProgress
-from scripts.proofs import certificate, power, served
-from scripts.proofs.greedy import Plain
-from scripts.proofs.served import Distributions, SampledAnswer, Towards
-from scripts.serving.asking import MOST_TOP, Address
-from scripts.serving.sampled_answers import (
+from outrider.conf.errors import UserError
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import OnProgress
+from outrider.scripts.proofs import certificate, power, served
+from outrider.scripts.proofs.greedy import Plain
+from outrider.scripts.proofs.served import Distributions, SampledAnswer, Towards
+from outrider.scripts.serving.asking import MOST_TOP, Address
+from outrider.scripts.serving.sampled_answers import (
     SampledResponse,
     SampleJob,
     ask_all,

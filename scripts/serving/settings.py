@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from scripts.common import files
-from scripts.serving.costs import Costs
-from scripts.tuning.cost import Curve, length_of_chain
+from outrider.conf.errors import UserError
+from outrider.scripts.common import files
+from outrider.scripts.serving.costs import Costs
+from outrider.scripts.tuning.cost import Curve, length_of_chain
 
 FILE = "serving.json"
 SGLANG_FILE = "sglang-adaptive.json"

@@ -11,7 +11,7 @@ from annotated_types import Interval
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from conf.rules import (
+from outrider.conf.rules import (
     AboveZero,
     Inside,
     NotEmpty,
@@ -22,7 +22,7 @@ from conf.rules import (
     ZeroOrMore,
     one_of,
 )
-from decode.models.config import DTYPES, TargetConfig
+from outrider.decode.models.config import DTYPES, TargetConfig
 
 REGIONS = ("US", "GB", "DE", "FR")  # whose telephone numbers are known without being told
 
@@ -168,7 +168,7 @@ class SynthesizeConfig:
             return []
         if self.backend != "local":
             return ["domain: only with backend=local; leave it out"]
-        from scripts.synthesis.domains import domains
+        from outrider.scripts.synthesis.domains import domains
 
         known = domains()
         if self.domain in known:

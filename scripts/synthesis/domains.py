@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from conf.errors import UserError
-from scripts.synthesis.write import BlockWriter
+from outrider.conf.errors import UserError
+from outrider.scripts.synthesis.write import BlockWriter
 
 FILE = Path(__file__).with_name("domains.yaml")
 

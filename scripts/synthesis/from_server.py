@@ -12,16 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conf.errors import Interrupted, UserError
-from decode.models.identity import sha256_template, sha256_tokenizer
-from decode.models.load import load_tokenizer
-from scripts.common.meter import Meter
-from scripts.synthesis.config import SynthesizeConfig
-from scripts.synthesis.ledger import Ledger, check_space
-from scripts.synthesis.questions import Questions
-from scripts.synthesis.regenerate import Regenerator
-from scripts.synthesis.server import OpenAIServer
-from train.texts.rows import BadRow, RowReading, encode, interpret
+from outrider.conf.errors import Interrupted, UserError
+from outrider.decode.models.identity import sha256_template, sha256_tokenizer
+from outrider.decode.models.load import load_tokenizer
+from outrider.scripts.common.meter import Meter
+from outrider.scripts.synthesis.config import SynthesizeConfig
+from outrider.scripts.synthesis.ledger import Ledger, check_space
+from outrider.scripts.synthesis.questions import Questions
+from outrider.scripts.synthesis.regenerate import Regenerator
+from outrider.scripts.synthesis.server import OpenAIServer
+from outrider.train.texts.rows import BadRow, RowReading, encode, interpret
 
 FORMAT = 2  # raise when the same settings would give other requests or rows
 UNLIKE = 0.5  # below this share of answers with the same tokens here, something is wrong

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from scripts.common.files import write_json
+from outrider.conf.errors import UserError
+from outrider.scripts.common.files import write_json
 
 
 class Ledger:

@@ -8,11 +8,11 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from conf.jsonl import parse_line, read_places
-from scripts.common.files import sha256
-from scripts.common.prompts import requested, spoken
-from train.texts.rows import tools_of
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import parse_line, read_places
+from outrider.scripts.common.files import sha256
+from outrider.scripts.common.prompts import requested, spoken
+from outrider.train.texts.rows import tools_of
 
 
 class Questions:

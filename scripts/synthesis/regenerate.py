@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from conf.errors import UserError
-from scripts.synthesis.ledger import Ledger
-from scripts.synthesis.questions import Questions
-from scripts.synthesis.server import AnswerRefused, GivenUp, OpenAIServer, ServerAnswer
-from train.texts.reasoning import DELIMITERS
-from train.texts.rows import BadRow
+from outrider.conf.errors import UserError
+from outrider.scripts.synthesis.ledger import Ledger
+from outrider.scripts.synthesis.questions import Questions
+from outrider.scripts.synthesis.server import AnswerRefused, GivenUp, OpenAIServer, ServerAnswer
+from outrider.train.texts.reasoning import DELIMITERS
+from outrider.train.texts.rows import BadRow
 
 AHEAD = 16  # times the concurrency: how many questions may be asked beyond the oldest open one
 IN_A_ROW = 8  # questions without an answer, one after the other, that stop the run

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from conf.errors import UserError
-from decode.drafters import NoDraft
-from decode.engine import Generation, Request, generate
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.common.prompts import chat_ids, user_header
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Generation, Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.common.prompts import chat_ids, user_header
 
 MIN_CHARS = 8
 MIN_LETTERS = 0.2  # share of letters among the characters that are no white space

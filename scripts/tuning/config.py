@@ -7,9 +7,9 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from conf.rules import OneOrMore, Seed
-from decode.models.config import TargetConfig
-from scripts.common.sampling_keys import PenaltyKeys, Verify
+from outrider.conf.rules import OneOrMore, Seed
+from outrider.decode.models.config import TargetConfig
+from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from heads.tuned import DraftSettings
+from outrider.heads.tuned import DraftSettings
 
 
 @dataclass(frozen=True)

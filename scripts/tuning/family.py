@@ -14,23 +14,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as File
 from typing import Any
 
-from conf.errors import UserError
-from decode import stats
-from decode.drafters import Drafter, NGram
-from decode.engine import Request, generate
-from decode.price import Price
-from decode.sampling import Sampling
-from decode.target import Target
-from heads import drafting_head, settings_folder
-from heads.base import Head
-from heads.names import NGRAM, NONE, DraftSpec, parse
-from heads.tuned import DraftSettings
-from scripts.common.progress import OnProgress
-from scripts.tuning import replay, search
-from scripts.tuning.cost import CycleShape
-from scripts.tuning.latency import TimedSetting
-from scripts.tuning.replay import Shadow, Text
-from scripts.tuning.search import Candidate, Pricing
+from outrider.conf.errors import UserError
+from outrider.decode import stats
+from outrider.decode.drafters import Drafter, NGram
+from outrider.decode.engine import Request, generate
+from outrider.decode.price import Price
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads import drafting_head, settings_folder
+from outrider.heads.base import Head
+from outrider.heads.names import NGRAM, NONE, DraftSpec, parse
+from outrider.heads.tuned import DraftSettings
+from outrider.scripts.common.progress import OnProgress
+from outrider.scripts.tuning import replay, search
+from outrider.scripts.tuning.cost import CycleShape
+from outrider.scripts.tuning.latency import TimedSetting
+from outrider.scripts.tuning.replay import Shadow, Text
+from outrider.scripts.tuning.search import Candidate, Pricing
 
 SUPERSET = 256  # nodes of the static tree that is recorded
 CONFIDENT = "confident"  # name of the dynamic tree that is recorded of heads with static ones

@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.drafters import Drafter, NoDraft
-from decode.engine import Request, Timing, generate
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree, TreeShape
-from scripts.common.clock import clock
-from scripts.common.progress import OnProgress
-from scripts.tuning.cost import OBSERVE, PROPOSE, CostModel, Curve, CycleShape, LinearCost
-from scripts.tuning.replay import CallTimes, Shadow
+from outrider.decode.drafters import Drafter, NoDraft
+from outrider.decode.engine import Request, Timing, generate
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree, TreeShape
+from outrider.scripts.common.clock import clock
+from outrider.scripts.common.progress import OnProgress
+from outrider.scripts.tuning.cost import OBSERVE, PROPOSE, CostModel, Curve, CycleShape, LinearCost
+from outrider.scripts.tuning.replay import CallTimes, Shadow
 
 LOOP = ("target", "verify", "cache", "python")
 

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.drafters import Drafter
-from decode.price import FREE, Price
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.tree import DraftTree
-from heads.shapes import Path
+from outrider.decode.drafters import Drafter
+from outrider.decode.price import FREE, Price
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree
+from outrider.heads.shapes import Path
 
 # Draft tokens accepted, nodes drafted: of a cycle that starts at some position.
 Kept = tuple[int, int]

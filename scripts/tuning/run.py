@@ -12,23 +12,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from conf.typed import from_json
-from decode.target import Target
-from heads.tuned import DraftSettings, Tuned, card_sha256
-from scripts.common import files
-from scripts.common.progress import Steps, by_name, named
-from scripts.common.prompts import Prompt, load_prompts, question_ids, spread
-from scripts.scoring import contest
-from scripts.scoring.score import Scores, plain
-from scripts.scoring.systems import drafting, systems_of
-from scripts.tuning import search
-from scripts.tuning.config import TuneConfig
-from scripts.tuning.cost import CostModel, CycleShape
-from scripts.tuning.family import Bounds, DrafterFamily
-from scripts.tuning.latency import Bench, curves_of
-from scripts.tuning.replay import Text
-from scripts.tuning.search import Candidate, Pricing
+from outrider.conf.errors import UserError
+from outrider.conf.typed import from_json
+from outrider.decode.target import Target
+from outrider.heads.tuned import DraftSettings, Tuned, card_sha256
+from outrider.scripts.common import files
+from outrider.scripts.common.progress import Steps, by_name, named
+from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids, spread
+from outrider.scripts.scoring import contest
+from outrider.scripts.scoring.score import Scores, plain
+from outrider.scripts.scoring.systems import drafting, systems_of
+from outrider.scripts.tuning import search
+from outrider.scripts.tuning.config import TuneConfig
+from outrider.scripts.tuning.cost import CostModel, CycleShape
+from outrider.scripts.tuning.family import Bounds, DrafterFamily
+from outrider.scripts.tuning.latency import Bench, curves_of
+from outrider.scripts.tuning.replay import Text
+from outrider.scripts.tuning.search import Candidate, Pricing
 
 CURVE_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CURVE_CYCLES = 8

@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from decode.price import Price
-from heads import shapes
-from heads.shapes import Path
-from heads.tuned import DraftSettings
-from scripts.tuning import replay
-from scripts.tuning.cost import PARTS, CostModel, CycleShape, length_of_chain
-from scripts.tuning.replay import Kept, ReplayedCycle, Text
+from outrider.decode.price import Price
+from outrider.heads import shapes
+from outrider.heads.shapes import Path
+from outrider.heads.tuned import DraftSettings
+from outrider.scripts.tuning import replay
+from outrider.scripts.tuning.cost import PARTS, CostModel, CycleShape, length_of_chain
+from outrider.scripts.tuning.replay import Kept, ReplayedCycle, Text
 
 PRIOR = 60.0  # recorded positions that the head's own calibration (or independence) is worth
 

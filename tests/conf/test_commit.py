@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conf import commit
+from outrider.conf import commit
 
 
 def test_a_commit_is_named_and_none_outside_git(

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import pytest
 
-from conf.errors import Interrupted, UserError
-from conf.rules import Seed
-from conf.schema import CONF, _compose, compose, entry, group_options
-from conf.typed import convert, docs, keys, knows, nested_schema
+from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.rules import Seed
+from outrider.conf.schema import CONF, _compose, compose, entry, group_options
+from outrider.conf.typed import convert, docs, keys, knows, nested_schema
 
 ROOT = CONF.parent
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conf import disk
+from outrider.conf import disk
 
 
 def test_a_file_is_replaced_in_a_folder_that_is_made(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conf.errors import first_line, last_line
+from outrider.conf.errors import first_line, last_line
 
 
 def test_one_line_of_what_was_said() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.errors import UserError
-from conf.schema import compose
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
 from tests.conf.test_config import ENTRIES
 from tests.helpers.chats import chats
 

@@ -9,7 +9,7 @@ import pytest
 from annotated_types import Interval
 from omegaconf import OmegaConf
 
-from conf.rules import (
+from outrider.conf.rules import (
     SEEDS,
     AboveZero,
     AtATime,
@@ -22,7 +22,7 @@ from conf.rules import (
     Seed,
     one_of,
 )
-from conf.typed import convert, faults, from_json
+from outrider.conf.typed import convert, faults, from_json
 
 
 def read(hint: Any, value: Any, usual: Any = ...) -> tuple[Any, list[str]]:

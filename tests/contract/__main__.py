@@ -13,9 +13,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from outrider.train.validate import head_config
 from tests.contract import checks
 from tests.contract.cases import Case
-from train.validate import head_config
 
 
 def main(words: Sequence[str]) -> None:

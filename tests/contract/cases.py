@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.drafters import Drafter
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree
-from heads import head_class
-from heads.base import Head, HeadConfig
-from heads.batch import Batch
-from heads.block.config import BlockConfig
-from heads.eagle.config import EagleConfig
-from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, TargetLoraConfig
-from heads.small_lm.config import LoraKeys, SmallLMConfig
+from outrider.decode.drafters import Drafter
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.heads import head_class
+from outrider.heads.base import Head, HeadConfig
+from outrider.heads.batch import Batch
+from outrider.heads.block.config import BlockConfig
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
+from outrider.heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from tests.helpers.training import random_batch, tiny_target
 
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from conf.typed import faults
-from decode.drafters import NGram, NoDraft
-from decode.engine import Request, generate
-from decode.price import Price
-from decode.sampling import Sampling
-from decode.tree import DraftTree
-from decode.union import Union
-from heads import head_class, load_head, save_head
-from heads.base import Head
-from heads.losses import LossWeights
-from heads.names import DraftSpec
-from heads.warm import Start
+from outrider.conf.typed import faults
+from outrider.decode.drafters import NGram, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.price import Price
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree
+from outrider.decode.union import Union
+from outrider.heads import head_class, load_head, save_head
+from outrider.heads.base import Head
+from outrider.heads.losses import LossWeights
+from outrider.heads.names import DraftSpec
+from outrider.heads.warm import Start
 from tests.contract.cases import Case, alone, drafted, features, fresh, moved, observe, rng
 from tests.helpers.decoding import texts
 from tests.helpers.training import random_batch, tiny_target

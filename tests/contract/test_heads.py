@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from heads import HEADS
+from outrider.heads import HEADS
 from tests.contract import checks
 from tests.contract.__main__ import main
 from tests.contract.cases import CASES

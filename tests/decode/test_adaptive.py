@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode.drafters import DraftModel, NGram, NoDraft
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree, TreeShape
-from decode.wrapped import Adaptive
-from heads import resolve_drafter
-from scripts.proofs.controls import drafters as wrong_drafters
-from scripts.proofs.engine_distribution import (
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import DraftModel, NGram, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree, TreeShape
+from outrider.decode.wrapped import Adaptive
+from outrider.heads import resolve_drafter
+from outrider.scripts.proofs.controls import drafters as wrong_drafters
+from outrider.scripts.proofs.engine_distribution import (
     PaddingAwareDrafter,
     TableDrafter,
     engine_distribution,

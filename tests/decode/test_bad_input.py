@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.models.tiny import tiny_model
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.scorer import Step
-from decode.target import Target
-from decode.tree import DraftTree, Proposal
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.models.tiny import tiny_model
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.scorer import Step
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree, Proposal
 
 VOCAB = 40
 NAN, INF = float("nan"), float("inf")
@@ -240,7 +240,7 @@ def test_bad_logits_deep_in_a_draft(target: Target) -> None:
 
 
 def test_a_foreign_processor_that_masks_everything(target: Target) -> None:
-    from decode.models.processors import named_processors
+    from outrider.decode.models.processors import named_processors
 
     ban = named_processors(
         {"SuppressTokensLogitsProcessor": {"suppress_tokens": list(range(VOCAB))}}

@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from conf.errors import UserError
-from decode.cache import TreeCache
-from decode.fits import check_depth, check_switch
-from decode.target import Target
-from decode.tree import DraftTree
+from outrider.conf.errors import UserError
+from outrider.decode.cache import TreeCache
+from outrider.decode.fits import check_depth, check_switch
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
 from tests.helpers.archs import build
 from tests.helpers.mirror import Mirror, ancestors
 

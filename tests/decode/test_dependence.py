@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from decode.models.load import TargetConfig, load_target
-from decode.models.quantize import config
-from decode.target import Target
+from outrider.conf.errors import UserError
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.models.quantize import config
+from outrider.decode.target import Target
 
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 260, "context": 256}
 DTYPES = ["float32", "bfloat16"]

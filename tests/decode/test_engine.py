@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode import waits
-from decode.drafters import Drafter, DraftModel, NGram, NoDraft
-from decode.engine import Request, generate
-from decode.grow import Form
-from decode.models.load import TargetConfig, load_target
-from decode.rng import Rng
-from decode.sampling import Distribution, Sampling
-from decode.target import Target
-from decode.tree import DraftTree, Proposal, TreeShape
-from decode.verify import Verdict, verify
+from outrider.conf.errors import UserError
+from outrider.decode import waits
+from outrider.decode.drafters import Drafter, DraftModel, NGram, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.grow import Form
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree, Proposal, TreeShape
+from outrider.decode.verify import Verdict, verify
 
 
 class Tree(NoDraft):

@@ -11,12 +11,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode.drafters import Drafter, DraftModel, NGram, NoDraft
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from decode.target import Target
-from heads.names import DraftSpec
-from heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.decode.drafters import Drafter, DraftModel, NGram, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads.names import DraftSpec
+from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.decode.test_engine import Tree
 from tests.helpers.archs import build
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode.drafters import Drafter, DraftModel, NGram, NoDraft
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree
-from scripts.proofs.greedy import Plain
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import Drafter, DraftModel, NGram, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.scripts.proofs.greedy import Plain
 from tests.decode.test_greedy_many import small_tree
 from tests.helpers.archs import LONGROPE, SWITCH, build
 
@@ -258,7 +258,7 @@ def test_windows_of_any_name_and_form_are_shortened_and_restored() -> None:
             inner, kept=list(model.config.keep_windows), local=layer.local_window
         )
     )
-    from decode import probe
+    from outrider.decode import probe
 
     with probe._short_windows(Target(model)):
         model(torch.tensor([[5, 6]]))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode.draft_model import scratch
-from decode.layout import TreeLayout
-from decode.masks import FULL, Reach, TreeMasks
-from decode.tree import DraftTree, TreeShape
+from outrider.decode.draft_model import scratch
+from outrider.decode.layout import TreeLayout
+from outrider.decode.masks import FULL, Reach, TreeMasks
+from outrider.decode.tree import DraftTree, TreeShape
 from tests.helpers.mirror import ancestors
 
 SHAPE = TreeShape.of([(0,), (1,), (0, 0), (1, 0), (0, 0, 0)])

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conf.errors import UserError
-from decode.models import load, memory, quantize
-from decode.models.load import TargetConfig, load_target
-from decode.models.memory import MemoryPlan, Need
-from decode.models.tiny import tiny_model
+from outrider.conf.errors import UserError
+from outrider.decode.models import load, memory, quantize
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.models.memory import MemoryPlan, Need
+from outrider.decode.models.tiny import tiny_model
 
 CONFIG = SimpleNamespace(
     num_hidden_layers=2,
@@ -73,7 +73,7 @@ def test_the_sum_by_hand(folder: Path) -> None:
 
 
 def test_the_cache_is_as_large_as_message() -> None:
-    from decode.target import Target
+    from outrider.decode.target import Target
 
     target = Target(tiny_model("llama", vocab=320))
     plan = MemoryPlan(rows=2, tokens=40, nodes=7)

@@ -10,14 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.drafters import DraftModel, NGram, NoDraft
-from decode.engine import Request, generate
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree
-from decode.wrapped import Alert, Monitor
-from scripts.proofs.engine_distribution import PaddingAwareDrafter, engine_distribution, toy_model
+from outrider.decode.drafters import DraftModel, NGram, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.decode.wrapped import Alert, Monitor
+from outrider.scripts.proofs.engine_distribution import (
+    PaddingAwareDrafter,
+    engine_distribution,
+    toy_model,
+)
 
 REQUESTED = [Request([5 + i, 6, 7, 5 + i, 6], 26, id=i) for i in range(3)]
 

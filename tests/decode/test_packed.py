@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.models import lean, load, memory, packed
-from decode.models.load import TargetConfig, load_target
-from decode.models.memory import MemoryPlan
-from decode.probe import TOLERANCE, difference
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree
-from heads import HEADS
-from heads.eagle.config import EagleConfig
-from heads.names import DraftSpec
-from heads.small_lm.head import SmallLMConfig
-from heads.small_lm.plain import plain_model
-from scripts.scoring.memory import own_elements
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.models import lean, load, memory, packed
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.models.memory import MemoryPlan
+from outrider.decode.probe import TOLERANCE, difference
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.heads import HEADS
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.names import DraftSpec
+from outrider.heads.small_lm.head import SmallLMConfig
+from outrider.heads.small_lm.plain import plain_model
+from outrider.scripts.scoring.memory import own_elements
 from tests.helpers.archs import TREE, build
 
 BF16 = torch.bfloat16

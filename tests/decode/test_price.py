@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode import grow, waits
-from decode.engine import Request, generate
-from decode.grow import Form
-from decode.price import Growth, Price, awaited
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.tree import DraftTree, TreeShape
-from decode.verify import RULES, verify
-from scripts.lab.proofs.confident import Confident, ConfidentTable
-from scripts.proofs.engine_distribution import engine_distribution, toy_model
-from scripts.proofs.enumerator import enumerate_case
+from outrider.conf.errors import UserError
+from outrider.decode import grow, waits
+from outrider.decode.engine import Request, generate
+from outrider.decode.grow import Form
+from outrider.decode.price import Growth, Price, awaited
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree, TreeShape
+from outrider.decode.verify import RULES, verify
+from outrider.scripts.lab.proofs.confident import Confident, ConfidentTable
+from outrider.scripts.proofs.engine_distribution import engine_distribution, toy_model
+from outrider.scripts.proofs.enumerator import enumerate_case
 
 SMALL = TreeShape.of([(0,), (1,), (0, 0), (1, 0), (0, 1)])
 TEMPERATURES = (0.0, 0.3, 1.0, 2.0)

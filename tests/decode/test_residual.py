@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.frontier import parents
-from decode.residual import LevelVerdict, Siblings, first_ratio, level
-from decode.sampling import Distribution, Sampling
-from decode.tree import DraftTree, Proposal, TreeShape
-from decode.view import DraftView
+from outrider.decode.frontier import parents
+from outrider.decode.residual import LevelVerdict, Siblings, first_ratio, level
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.tree import DraftTree, Proposal, TreeShape
+from outrider.decode.view import DraftView
 
 
 def float64(values: list[float] | list[list[float]]) -> Tensor:

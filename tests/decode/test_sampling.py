@@ -20,12 +20,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from conf.errors import UserError
-from decode.inverse_cdf import inverse_cdf
-from decode.rng import ACCEPT, DRAFT, RESIDUAL, Rng
-from decode.sampling import Distribution, Sampling
-from decode.tree import DraftTree
-from scripts.proofs.enumerator import naive_distribution
+from outrider.conf.errors import UserError
+from outrider.decode.inverse_cdf import inverse_cdf
+from outrider.decode.rng import ACCEPT, DRAFT, RESIDUAL, Rng
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.tree import DraftTree
+from outrider.scripts.proofs.enumerator import naive_distribution
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

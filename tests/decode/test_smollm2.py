@@ -11,9 +11,9 @@ from collections import namedtuple
 
 import pytest
 
-from conf.errors import UserError
-from decode.models import smollm2
-from decode.models.load import TargetConfig, load_target, load_tokenizer
+from outrider.conf.errors import UserError
+from outrider.decode.models import smollm2
+from outrider.decode.models.load import TargetConfig, load_target, load_tokenizer
 
 
 @pytest.fixture(scope="session")

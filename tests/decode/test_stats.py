@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from decode.engine import Cycle, Generation
-from decode.stats import (
+from outrider.decode.engine import Cycle, Generation
+from outrider.decode.stats import (
     acceptance_by_position,
     acceptance_by_rank,
     accepted_length,

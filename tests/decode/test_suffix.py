@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from decode.drafters import NGram
-from decode.ngram import COUNTED, GOES_ON, SuffixAutomaton
-from decode.sampling import Sampling
+from outrider.decode.drafters import NGram
+from outrider.decode.ngram import COUNTED, GOES_ON, SuffixAutomaton
+from outrider.decode.sampling import Sampling
 
 
 def ends_of(text: list[int], length: int) -> list[int]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode import attention, probe
-from decode.target import Target
-from decode.tree import DraftTree, TreeShape
+from outrider.conf.errors import UserError
+from outrider.decode import attention, probe
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree, TreeShape
 from tests.helpers.archs import CHAIN, REFUSED, TREE, VOCAB, build
 from tests.helpers.mirror import Mirror
 

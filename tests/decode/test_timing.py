@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from decode.cache import TreeCache
-from decode.drafters import NGram
-from decode.engine import Request, generate
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.timing import PARTS, Timing, part_of
-from decode.verify import walk
+from outrider.decode.cache import TreeCache
+from outrider.decode.drafters import NGram
+from outrider.decode.engine import Request, generate
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.timing import PARTS, Timing, part_of
+from outrider.decode.verify import walk
 
 REQUESTED = [
     Request([5, 6, 7, 8, 5, 6, 7], 12, id=0),

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conf.errors import UserError
-from decode.models.identity import (
+from outrider.conf.errors import UserError
+from outrider.decode.models.identity import (
     Identity,
     sha256_state,
     sha256_template,
     sha256_tokenizer,
     sha256_weights,
 )
-from decode.models.load import TargetConfig, load_target, load_tokenizer, torch_dtype
-from decode.models.tiny import CHATML_WITH_SPANS, FIRST_BYTE, byte_tokenizer, tiny_model
+from outrider.decode.models.load import TargetConfig, load_target, load_tokenizer, torch_dtype
+from outrider.decode.models.tiny import CHATML_WITH_SPANS, FIRST_BYTE, byte_tokenizer, tiny_model
 
 TINY = TargetConfig(kind="tiny")
 TOKENIZER = byte_tokenizer(300)

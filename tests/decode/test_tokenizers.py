@@ -11,8 +11,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode.models.tiny import byte_tokenizer
-from decode.models.tokenizers import HARD, compare
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.decode.models.tokenizers import HARD, compare
 
 
 def changed(edit: Callable[[dict[str, Any]], None], **special: str) -> Any:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from conf.errors import UserError
-from decode.grow import Nodes, dynamic, rerank
-from decode.tree import DraftTree, Proposal, TreeLayout, TreeShape
+from outrider.conf.errors import UserError
+from outrider.decode.grow import Nodes, dynamic, rerank
+from outrider.decode.tree import DraftTree, Proposal, TreeLayout, TreeShape
 
 
 @st.composite

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import UserError
-from decode.models import load
-from decode.models.load import TargetConfig, load_target
-from decode.models.tiny import byte_tokenizer, tiny_model
-from heads.interop.reading import read_folder
-from scripts.common.files import ROOT
-from train import state as disk
+from outrider.conf.errors import UserError
+from outrider.decode.models import load
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.models.tiny import byte_tokenizer, tiny_model
+from outrider.heads.interop.reading import read_folder
+from outrider.scripts.common.files import ROOT
+from outrider.train import state as disk
 
 READS = re.compile(
     r"torch\.load\(|pickle|joblib|np\.load\(|allow_pickle|yaml\.load\(|\beval\(|\bexec\(|marshal|shelve"

@@ -11,11 +11,11 @@ import huggingface_hub
 import pytest
 import transformers
 
-from conf.errors import UserError
-from decode.models.identity import INDEX, sha256_weights, weight_files
-from decode.models.load import TargetConfig, load_target, load_tokenizer, source_folder
-from decode.models.memory import parameters
-from decode.models.tiny import byte_tokenizer, tiny_model
+from outrider.conf.errors import UserError
+from outrider.decode.models.identity import INDEX, sha256_weights, weight_files
+from outrider.decode.models.load import TargetConfig, load_target, load_tokenizer, source_folder
+from outrider.decode.models.memory import parameters
+from outrider.decode.models.tiny import byte_tokenizer, tiny_model
 
 CONFIG = TargetConfig(kind="hub", name="somebody/model")
 

@@ -10,33 +10,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode.drafters import Drafter, DraftModel, NGram, NoDraft
-from decode.engine import Request, generate
-from decode.grow import Form
-from decode.live import LiveBatch, LiveLimits
-from decode.ngram import listed
-from decode.price import Price
-from decode.rng import Rng
-from decode.sampling import Distribution, Sampling
-from decode.stats import acceptance_by_drafter
-from decode.target import Target
-from decode.tree import DraftTree, TreeShape
-from decode.union import Union, joined
-from decode.verify import RULES, Verdict, rejection, traversal, verify
-from decode.wrapped import Adaptive
-from heads import drafter_folders, resolve_drafter, save_head
-from heads.names import DraftSpec, parse
-from scripts.certify import about_drafter
-from scripts.common.prompts import Prompt
-from scripts.evaluate import shares
-from scripts.lab.proofs.confident import ConfidentTable
-from scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
-from scripts.proofs.enumerator import Case, enumerate_case
-from scripts.scoring.contest import ContestSettings, run_contest
-from scripts.scoring.names import labels
-from scripts.scoring.score import Scores
-from scripts.scoring.systems import systems_of
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import Drafter, DraftModel, NGram, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.grow import Form
+from outrider.decode.live import LiveBatch, LiveLimits
+from outrider.decode.ngram import listed
+from outrider.decode.price import Price
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.stats import acceptance_by_drafter
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree, TreeShape
+from outrider.decode.union import Union, joined
+from outrider.decode.verify import RULES, Verdict, rejection, traversal, verify
+from outrider.decode.wrapped import Adaptive
+from outrider.heads import drafter_folders, resolve_drafter, save_head
+from outrider.heads.names import DraftSpec, parse
+from outrider.scripts.certify import about_drafter
+from outrider.scripts.common.prompts import Prompt
+from outrider.scripts.evaluate import shares
+from outrider.scripts.lab.proofs.confident import ConfidentTable
+from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
+from outrider.scripts.proofs.enumerator import Case, enumerate_case
+from outrider.scripts.scoring.contest import ContestSettings, run_contest
+from outrider.scripts.scoring.names import labels
+from outrider.scripts.scoring.score import Scores
+from outrider.scripts.scoring.systems import systems_of
 from tests.contract.cases import CASES, drafted, features, moved
 from tests.helpers.training import random_batch, tiny_target
 

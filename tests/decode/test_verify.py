@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from conf.errors import UserError
-from decode import waits
-from decode.rng import Rng
-from decode.sampling import Distribution, Sampling
-from decode.tree import DraftTree, Proposal, TreeShape
-from decode.verify import RULES, rejection, traversal, verify, walk
-from scripts.proofs.enumerator import Case, enumerate_case
+from outrider.conf.errors import UserError
+from outrider.decode import waits
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.tree import DraftTree, Proposal, TreeShape
+from outrider.decode.verify import RULES, rejection, traversal, verify, walk
+from outrider.scripts.proofs.enumerator import Case, enumerate_case
 from tests.helpers.reference_verify import Row, block
 
 

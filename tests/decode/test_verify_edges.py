@@ -10,23 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode import waits
-from decode.drafters import DraftModel, NoDraft
-from decode.engine import Request, generate
-from decode.grow import Form, siblings
-from decode.inverse_cdf import inverse_cdf
-from decode.rng import Rng
-from decode.sampling import Distribution, Sampling
-from decode.tree import DraftTree, Proposal, TreeShape
-from decode.verify import RULES, rejection, traversal, verify_chain
-from heads import HEADS
-from heads.block.config import BlockConfig
-from heads.eagle.config import EagleConfig
-from heads.names import DraftSpec
-from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig
-from scripts.proofs.enumerator import Branches
+from outrider.conf.errors import UserError
+from outrider.decode import waits
+from outrider.decode.drafters import DraftModel, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.grow import Form, siblings
+from outrider.decode.inverse_cdf import inverse_cdf
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.tree import DraftTree, Proposal, TreeShape
+from outrider.decode.verify import RULES, rejection, traversal, verify_chain
+from outrider.heads import HEADS
+from outrider.heads.block.config import BlockConfig
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.names import DraftSpec
+from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
+from outrider.heads.parallel.medusa import MedusaConfig
+from outrider.scripts.proofs.enumerator import Branches
 from tests.helpers.training import tiny_target
 
 DEEP = TreeShape.of([(0,), (0, 0), (0, 0, 0), (0, 0, 1)])

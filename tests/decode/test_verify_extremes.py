@@ -11,12 +11,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode import waits
-from decode.sampling import Sampling
-from decode.tree import TreeShape
-from decode.verify import RULES, verify
-from scripts.proofs.enumerator import enumerate_case
-from scripts.proofs.extremes import TEMPERATURES, Extreme
+from outrider.decode import waits
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import TreeShape
+from outrider.decode.verify import RULES, verify
+from outrider.scripts.proofs.enumerator import enumerate_case
+from outrider.scripts.proofs.extremes import TEMPERATURES, Extreme
 
 # What a distribution may be off by, after three or four levels. float64 adds up to 1e-15. In
 # float32 the target's softmax, its quotient by T and the draft distribution each round by

@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode import waits
-from decode.draft_model import DraftModel
-from decode.drafters import Drafter, NoDraft
-from decode.engine import Generation, Request, generate
-from decode.live import LiveBatch, LiveLimits
-from decode.ngram import NGram
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree
-from decode.tree_rules import emptied, wild
-from decode.union import Union
-from decode.wrapped import Adaptive, Wrapped
-from heads.names import DraftSpec
+from outrider.conf.errors import UserError
+from outrider.decode import waits
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter, NoDraft
+from outrider.decode.engine import Generation, Request, generate
+from outrider.decode.live import LiveBatch, LiveLimits
+from outrider.decode.ngram import NGram
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.decode.tree_rules import emptied, wild
+from outrider.decode.union import Union
+from outrider.decode.wrapped import Adaptive, Wrapped
+from outrider.heads.names import DraftSpec
 from tests.contract.cases import CASES, moved
 from tests.helpers.training import tiny_target
 

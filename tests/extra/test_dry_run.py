@@ -17,29 +17,29 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from conf.errors import UserError
-from conf.schema import CONF, compose
-from decode.models.load import load_target
-from heads import HEADS
-from heads.batch import Batch
-from scripts.extra.cluster import count as counting
-from scripts.extra.cluster import gpus, models, phantom
-from scripts.extra.cluster.config import DryRunConfig
-from scripts.extra.cluster.count import PassShape, PassSpec, count
-from scripts.extra.cluster.lengths import blank, lengths_of
-from scripts.extra.cluster.plan import plan
-from scripts.extra.cluster.run import shape_of, with_keys
-from scripts.extra.cluster.steps import fitted, sizes, step_of, trials
-from scripts.extra.cluster.table import table
-from scripts.lab.pages import cluster as page
+from outrider.conf.errors import UserError
+from outrider.conf.schema import CONF, compose
+from outrider.decode.models.load import load_target
+from outrider.heads import HEADS
+from outrider.heads.batch import Batch
+from outrider.scripts.extra.cluster import count as counting
+from outrider.scripts.extra.cluster import gpus, models, phantom
+from outrider.scripts.extra.cluster.config import DryRunConfig
+from outrider.scripts.extra.cluster.count import PassShape, PassSpec, count
+from outrider.scripts.extra.cluster.lengths import blank, lengths_of
+from outrider.scripts.extra.cluster.plan import plan
+from outrider.scripts.extra.cluster.run import shape_of, with_keys
+from outrider.scripts.extra.cluster.steps import fitted, sizes, step_of, trials
+from outrider.scripts.extra.cluster.table import table
+from outrider.scripts.lab.pages import cluster as page
+from outrider.train.facts import limits_of
+from outrider.train.texts.batches import BatchPlan
+from outrider.train.texts.sharing import Limits
+from outrider.train.validate import head_config
 from tests.heads.test_ttt_attention import batch_of, held_by_8b
 from tests.helpers import faults
 from tests.helpers.training import chats
 from tests.train.test_sharing import EXCHANGE, MEAN, drawn, rows_of, seconds
-from train.facts import limits_of
-from train.texts.batches import BatchPlan
-from train.texts.sharing import Limits
-from train.validate import head_config
 
 pytestmark = pytest.mark.skipif(bool(phantom.missing()), reason=phantom.missing() or "torch has it")
 ROOT = Path(__file__).resolve().parents[2]
@@ -431,7 +431,7 @@ def test_a_pass_too_large_to_count_is_refused() -> None:
 
 
 def test_a_file_that_cannot_be_written_is_message_before_the_work(tmp_path: Path) -> None:
-    from scripts.common.files import check_out
+    from outrider.scripts.common.files import check_out
 
     (tmp_path / "file").write_text("")
     for out, said in ((tmp_path, "is a folder"), (tmp_path / "file" / "x.json", "cannot write")):

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
-from scripts.extra import engine_settings as engine
-from scripts.serving import contract, costs, settings
-from scripts.serving.costs import Costs, Point
+from outrider.conf.errors import UserError
+from outrider.scripts.extra import engine_settings as engine
+from outrider.scripts.serving import contract, costs, settings
+from outrider.scripts.serving.costs import Costs, Point
 from tests.helpers.commands import code_of
 
 RATES = (0.6, 0.3, 0.1)
@@ -229,9 +229,9 @@ def test_tune_engine_from_rows_to_the_files(tmp_path: Path, capsys) -> None:
 
 
 def test_an_export_carries_what_pays_on_the_engine(tmp_path: Path, monkeypatch, capsys) -> None:
-    from heads import save_head
-    from heads.checkpoint import read_card
-    from scripts.export import main as export
+    from outrider.heads import save_head
+    from outrider.heads.checkpoint import read_card
+    from outrider.scripts.export import main as export
     from tests.helpers.interop import DEEP, deep_target, random_head
 
     target = deep_target()

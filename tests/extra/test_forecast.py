@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import UserError
-from conf.schema import compose
-from conf.typed import faults
-from decode.drafters import NGram
-from decode.engine import Request, generate
-from decode.models.load import TargetConfig
-from decode.sampling import Sampling
-from heads.checkpoint import save_head
-from heads.tuned import DraftSettings
-from scripts.common.files import ROOT
-from scripts.common.progress import Steps
-from scripts.extra import forecast as command
-from scripts.extra.forecast import main
-from scripts.extra.forecasting import curves, run, text
-from scripts.extra.forecasting.config import ForecastConfig
-from scripts.extra.forecasting.curves import CurveFamily, Length, PilotRun
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.conf.typed import faults
+from outrider.decode.drafters import NGram
+from outrider.decode.engine import Request, generate
+from outrider.decode.models.load import TargetConfig
+from outrider.decode.sampling import Sampling
+from outrider.heads.checkpoint import save_head
+from outrider.heads.tuned import DraftSettings
+from outrider.scripts.common.files import ROOT
+from outrider.scripts.common.progress import Steps
+from outrider.scripts.extra import forecast as command
+from outrider.scripts.extra.forecast import main
+from outrider.scripts.extra.forecasting import curves, run, text
+from outrider.scripts.extra.forecasting.config import ForecastConfig
+from outrider.scripts.extra.forecasting.curves import CurveFamily, Length, PilotRun
 from tests.helpers.commands import code_of
 from tests.helpers.interop import random_head
 
@@ -401,7 +401,7 @@ def test_a_head_is_held_against_the_nearest_budget(
 def test_a_pilot_is_trained_from_a_path_of_any_letters(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from train.config import ENTRIES
+    from outrider.train.config import ENTRIES
 
     commands: list[list[str]] = []
 
@@ -409,7 +409,7 @@ def test_a_pilot_is_trained_from_a_path_of_any_letters(
         commands.append(step.argv)
         return 0
 
-    monkeypatch.setattr("scripts.common.pipeline.Pipeline._call", done)
+    monkeypatch.setattr("outrider.scripts.common.pipeline.Pipeline._call", done)
     chats = tmp_path / f"{name}.jsonl"
     chats.touch()
     cfg = config(tmp_path / name, tmp_path, heads=["eagle3"], chats=str(chats))

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from conf.errors import Interrupted, UserError
-from conf.jsonl import read_lines
-from decode.models.load import TargetConfig, load_tokenizer
-from scripts.extra.logs import LogOptions, LogsReport, ask, prepare
-from scripts.extra.logs.forms import moment
-from scripts.extra.logs.masking import Masker, iban, luhn, rules
-from scripts.synthesis.config import SynthesizeConfig
-from scripts.synthesize import synthesize
-from train.texts.rows import ChatRow, raw_row
+from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.jsonl import read_lines
+from outrider.decode.models.load import TargetConfig, load_tokenizer
+from outrider.scripts.extra.logs import LogOptions, LogsReport, ask, prepare
+from outrider.scripts.extra.logs.forms import moment
+from outrider.scripts.extra.logs.masking import Masker, iban, luhn, rules
+from outrider.scripts.synthesis.config import SynthesizeConfig
+from outrider.scripts.synthesize import synthesize
+from outrider.train.texts.rows import ChatRow, raw_row
 
 TINY = TargetConfig(kind="tiny")
 RULES = rules()

@@ -17,23 +17,23 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
-from conf.schema import compose
-from decode import attention
-from decode.drafters import NGram
-from decode.engine import Engine, Request, generate
-from decode.models.load import tiny_from
-from decode.price import FREE, Price
-from decode.probed import LMHead
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree
-from heads import HEADS, parity
-from heads.names import DraftSpec
-from scripts.extra.cluster import count
-from scripts.extra.cluster.config import DryRunConfig
-from scripts.extra.cluster.models import model_of
-from scripts.extra.cluster.phantom import NAME, Phantom, missing, phantom
-from train.validate import head_config
+from outrider.conf.schema import compose
+from outrider.decode import attention
+from outrider.decode.drafters import NGram
+from outrider.decode.engine import Engine, Request, generate
+from outrider.decode.models.load import tiny_from
+from outrider.decode.price import FREE, Price
+from outrider.decode.probed import LMHead
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.heads import HEADS, parity
+from outrider.heads.names import DraftSpec
+from outrider.scripts.extra.cluster import count
+from outrider.scripts.extra.cluster.config import DryRunConfig
+from outrider.scripts.extra.cluster.models import model_of
+from outrider.scripts.extra.cluster.phantom import NAME, Phantom, missing, phantom
+from outrider.train.validate import head_config
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "torch has it")
 # kind -> host reads of a pass, forward and backward: of each pass through a model of
@@ -265,8 +265,8 @@ def imagined(probe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         target.model.set_attn_implementation(attention.NAME)
         return small
 
-    monkeypatch.setattr("decode.target.probe_target", probe_draft)
-    monkeypatch.setattr("decode.target.probe_head", lambda target: LMHead(exact=True))
+    monkeypatch.setattr("outrider.decode.target.probe_target", probe_draft)
+    monkeypatch.setattr("outrider.decode.target.probe_head", lambda target: LMHead(exact=True))
 
 
 @pytest.mark.slow

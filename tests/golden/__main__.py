@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from conf.schema import compose
-from decode.models.tiny import byte_tokenizer, tiny_model
-from heads import HEADS
+from outrider.conf.schema import compose
+from outrider.decode.models.tiny import byte_tokenizer, tiny_model
+from outrider.heads import HEADS
+from outrider.train.block import BlockRun
+from outrider.train.config import DraftRun, EagleRun, MedusaRun
+from outrider.train.hydra_heads import HydraHeadsRun
+from outrider.train.loop import fit
 from tests.golden import cases
 from tests.helpers.training import chats
-from train.block import BlockRun
-from train.config import DraftRun, EagleRun, MedusaRun
-from train.hydra_heads import HydraHeadsRun
-from train.loop import fit
 
 SMALL = ["head.draft_vocab=20", "optim.lr=0.01", "optim.warmup=0"]
 RUNS: dict[str, tuple[str, type, list[str]]] = {

@@ -17,26 +17,26 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from conf.errors import UserError
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.models.tiny import byte_tokenizer
-from decode.price import Price
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.tree import DraftTree, TreeShape
-from heads import HEADS, vocab
-from heads.batch import Batch
-from heads.block.anchors import Anchors, draw
-from heads.block.confidence import temperatures
-from heads.block.config import BlockConfig
-from heads.block.drafter import BlockDrafter
-from heads.block.head import DFlashHead
-from heads.block.loss import SMOOTH, Slots, SlotWeights
-from heads.losses import LossWeights, Taught, chunked_loss
-from heads.names import DraftSpec
-from heads.teacher import Teacher
-from scripts.proofs.engine_distribution import engine_distribution, toy_model
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.decode.price import Price
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree, TreeShape
+from outrider.heads import HEADS, vocab
+from outrider.heads.batch import Batch
+from outrider.heads.block.anchors import Anchors, draw
+from outrider.heads.block.confidence import temperatures
+from outrider.heads.block.config import BlockConfig
+from outrider.heads.block.drafter import BlockDrafter
+from outrider.heads.block.head import DFlashHead
+from outrider.heads.block.loss import SMOOTH, Slots, SlotWeights
+from outrider.heads.losses import LossWeights, Taught, chunked_loss
+from outrider.heads.names import DraftSpec
+from outrider.heads.teacher import Teacher
+from outrider.scripts.proofs.engine_distribution import engine_distribution, toy_model
 from tests.helpers.decoding import texts
 from tests.helpers.training import tiny_target
 

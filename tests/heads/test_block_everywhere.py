@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from conf.schema import compose
-from heads import HEADS
-from scripts import certify, chat, evaluate, tune
+from outrider.conf.schema import compose
+from outrider.heads import HEADS
+from outrider.scripts import certify, chat, evaluate, tune
+from outrider.train.block import BlockRun
+from outrider.train.config import EagleRun
+from outrider.train.loop import fit
 from tests.helpers.training import chats, overrides
-from train.block import BlockRun
-from train.config import EagleRun
-from train.loop import fit
 
 SHAPE = ("target.hidden=64", "target.layers=4", "target.heads=4", "target.kv_heads=2")
 RECIPES: dict[str, tuple[str, type, list[str]]] = {

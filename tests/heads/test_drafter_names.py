@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import UserError
-from heads.names import DraftSpec, members, parse, split
+from outrider.conf.errors import UserError
+from outrider.heads.names import DraftSpec, members, parse, split
 
 LEGAL = {
     "none": DraftSpec("none"),

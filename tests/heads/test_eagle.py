@@ -10,22 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from conf.typed import faults
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.grow import Nodes
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
-from heads import HEADS, vocab
-from heads.batch import Batch
-from heads.eagle import drafter as drafter_module
-from heads.eagle.config import EagleConfig
-from heads.eagle.drafter import EagleDrafter
-from heads.eagle.head import EagleHead
-from heads.losses import LossWeights
-from heads.names import DraftSpec
+from outrider.conf.errors import UserError
+from outrider.conf.typed import faults
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.grow import Nodes
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads import HEADS, vocab
+from outrider.heads.batch import Batch
+from outrider.heads.eagle import drafter as drafter_module
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.eagle.drafter import EagleDrafter
+from outrider.heads.eagle.head import EagleHead
+from outrider.heads.losses import LossWeights
+from outrider.heads.names import DraftSpec
 from tests.helpers.archs import VOCAB, build
 
 GREEDY = Sampling()
@@ -347,7 +347,7 @@ def test_every_architecture_decodes_losslessly(arch: str) -> None:
 def test_dynamic_tree_is_the_best_one() -> None:
     """The kept nodes are the N most probable paths of the drafter among those that its beam
     looked at; the layout that it states is the one derived from the parents."""
-    from decode.tree import TreeLayout
+    from outrider.decode.tree import TreeLayout
 
     target = target_of()
     head = head_of(target, nodes=200, width=40, depth=3, draft_vocab=40)

@@ -14,32 +14,32 @@ import pytest
 import torch
 from torch import nn
 
-from conf.errors import UserError
-from conf.schema import compose
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.stats import accepted_length
-from decode.target import Target
-from heads import HEADS, load_head, resolve_drafter, vocab
-from heads.batch import Batch
-from heads.eagle import head as head_module
-from heads.eagle import modules
-from heads.eagle.config import EagleConfig
-from heads.eagle.head import Eagle3Head
-from heads.eagle.modules import RMSNorm
-from heads.eagle.noise import feature_noise
-from heads.eagle.rope import rope_table
-from heads.eagle.shape import LayerKeys, layer_config
-from heads.losses import LossWeights
-from heads.names import DraftSpec
-from heads.teacher import target_distribution
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.stats import accepted_length
+from outrider.decode.target import Target
+from outrider.heads import HEADS, load_head, resolve_drafter, vocab
+from outrider.heads.batch import Batch
+from outrider.heads.eagle import head as head_module
+from outrider.heads.eagle import modules
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.eagle.head import Eagle3Head
+from outrider.heads.eagle.modules import RMSNorm
+from outrider.heads.eagle.noise import feature_noise
+from outrider.heads.eagle.rope import rope_table
+from outrider.heads.eagle.shape import LayerKeys, layer_config
+from outrider.heads.losses import LossWeights
+from outrider.heads.names import DraftSpec
+from outrider.heads.teacher import target_distribution
+from outrider.train.config import EagleRun
+from outrider.train.loop import fit
 from tests.heads.test_eagle import GREEDY, batch_of, drafter_state, head_of, target_of
 from tests.helpers.archs import VOCAB
 from tests.helpers.training import chats, overrides, tiny_target
-from train.config import EagleRun
-from train.loop import fit
 
 
 def one_sample(target: Target, length: int = 40) -> Batch:

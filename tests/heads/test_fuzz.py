@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from heads import load_head, resolve_drafter, save_head
-from heads.interop import LAYOUTS, detect, read_folder
-from heads.names import DraftSpec
-from heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
-from scripts.import_head import same_target
-from scripts.scoring.extras import extras
-from scripts.scoring.systems import systems_of
+from outrider.conf.errors import UserError
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.heads import load_head, resolve_drafter, save_head
+from outrider.heads.interop import LAYOUTS, detect, read_folder
+from outrider.heads.names import DraftSpec
+from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
+from outrider.scripts.import_head import same_target
+from outrider.scripts.scoring.extras import extras
+from outrider.scripts.scoring.systems import systems_of
 from tests.helpers.fuzz_heads import KINDS, made, target_of, works, write
 from tests.helpers.interop import DEEP, deep_target, folder, random_head
 from tests.helpers.mutations import DELETED, changed, mutations, outcome

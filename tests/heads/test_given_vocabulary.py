@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conf.errors import UserError
-from heads import load_head
-from heads.base import HeadConfig
-from heads.given import vocabulary_in
-from heads.vocab import choose
+from outrider.conf.errors import UserError
+from outrider.heads import load_head
+from outrider.heads.base import HeadConfig
+from outrider.heads.given import vocabulary_in
+from outrider.heads.vocab import choose
+from outrider.train.resolve import draft_vocabulary
 from tests.helpers.training import chats, run, tiny_target
-from train.resolve import draft_vocabulary
 
 SIZE = 260
 IDS = torch.tensor([3, 10, 32, 97, 101, 110, 116, 120])

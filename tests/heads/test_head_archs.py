@@ -9,15 +9,15 @@ import dataclasses
 import pytest
 import torch
 
-from decode.drafters import NoDraft
-from decode.engine import Request
-from decode.target import Target
-from heads import HEADS, load_head, save_head
-from heads.block.config import BlockConfig
-from heads.losses import LossWeights
-from heads.names import DraftSpec
-from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request
+from outrider.decode.target import Target
+from outrider.heads import HEADS, load_head, save_head
+from outrider.heads.block.config import BlockConfig
+from outrider.heads.losses import LossWeights
+from outrider.heads.names import DraftSpec
+from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
+from outrider.heads.parallel.medusa import MedusaConfig, TargetLoraConfig
 from tests.helpers.archs import CHAIN, TREE, VOCAB, build
 from tests.helpers.decoding import texts
 from tests.helpers.training import random_batch

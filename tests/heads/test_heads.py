@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode.drafters import NGram, NoDraft
-from heads import find_head, load_head, resolve_drafter, save_head
-from heads.checkpoint import recover, staged
-from heads.names import DraftSpec
-from heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import NGram, NoDraft
+from outrider.heads import find_head, load_head, resolve_drafter, save_head
+from outrider.heads.checkpoint import recover, staged
+from outrider.heads.names import DraftSpec
+from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.helpers.training import tiny_target
 
 
@@ -116,7 +116,8 @@ def test_a_failed_save_leaves_the_old_head(
 ) -> None:
     before = (saved / "head.safetensors").read_bytes()
     monkeypatch.setattr(
-        "heads.checkpoint.sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left"))
+        "outrider.heads.checkpoint.sync",
+        lambda path: (_ for _ in ()).throw(OSError(28, "No space left")),
     )
     with pytest.raises(OSError):
         save_head(load_head(saved, target), saved, target.identity)
@@ -185,6 +186,6 @@ def test_a_run_folder_means_its_final_head_then_its_best_then_its_newest_checkpo
 
 
 def test_an_unknown_kind_is_refused(target, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.registry.HEADS", {})
+    monkeypatch.setattr("outrider.heads.registry.HEADS", {})
     with pytest.raises(UserError, match="unknown kind of head 'medusa'"):
         load_head(saved, target)

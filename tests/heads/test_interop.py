@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conf.errors import UserError
-from heads.interop import LAYOUTS, Facts, detect, find_layout, read_folder
-from scripts.serving.card import About
-from scripts.serving.check import check_export
+from outrider.conf.errors import UserError
+from outrider.heads.interop import LAYOUTS, Facts, detect, find_layout, read_folder
+from outrider.scripts.serving.card import About
+from outrider.scripts.serving.check import check_export
 from tests.helpers.engine_schemas import SCHEMAS, violations
 from tests.helpers.interop import PAIRS, change, deep_target, folder, random_head
 

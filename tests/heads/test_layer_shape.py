@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import UserError
-from conf.schema import compose
-from conf.typed import from_json
-from decode.target import Target
-from heads import HEADS, load_head, save_head
-from heads.base import Head
-from heads.checkpoint import CARD, _card_sha256, read_card, text_of
-from heads.earlier import LAYER
-from heads.warm import Start
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.conf.typed import from_json
+from outrider.decode.target import Target
+from outrider.heads import HEADS, load_head, save_head
+from outrider.heads.base import Head
+from outrider.heads.checkpoint import CARD, _card_sha256, read_card, text_of
+from outrider.heads.earlier import LAYER
+from outrider.heads.warm import Start
+from outrider.train.config import EagleRun
+from outrider.train.loop import fit
+from outrider.train.state import MANIFEST, STATE, _sha256
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import chats, overrides, random_batch
-from train.config import EagleRun
-from train.loop import fit
-from train.state import MANIFEST, STATE, _sha256
 
 WITH_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1": ("eagle1", {"draft_vocab": 0}),
@@ -149,7 +149,7 @@ def test_an_earlier_run_goes_on_with_its_own_layers(
 
 def resealed(checkpoint: Path) -> None:
     """Write the manifest of changed files anew."""
-    from decode.models.identity import sha256_file
+    from outrider.decode.models.identity import sha256_file
 
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     for name in manifest["files"]:

@@ -11,27 +11,27 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import UserError
-from conf.schema import compose
-from decode.target import Target
-from heads import HEADS, load_head, resolve_drafter, save_head, words
-from heads.base import Head
-from heads.block.config import BlockConfig
-from heads.checkpoint import read_card
-from heads.eagle.config import EagleConfig
-from heads.eagle.head import Eagle3Head
-from heads.given import vocabulary_in
-from heads.lora import Base, LoraKeys
-from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig
-from heads.warm import Start
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.decode.target import Target
+from outrider.heads import HEADS, load_head, resolve_drafter, save_head, words
+from outrider.heads.base import Head
+from outrider.heads.block.config import BlockConfig
+from outrider.heads.checkpoint import read_card
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.eagle.head import Eagle3Head
+from outrider.heads.given import vocabulary_in
+from outrider.heads.lora import Base, LoraKeys
+from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
+from outrider.heads.parallel.medusa import MedusaConfig
+from outrider.heads.warm import Start
+from outrider.train.begin import first_head
+from outrider.train.config import ENTRIES, EagleRun
+from outrider.train.loop import fit
+from outrider.train.resolve import resolve
+from outrider.train.signals import Interrupted
 from tests.heads.test_warm import weights
 from tests.helpers.training import TINY, chats, random_batch, sigterm_at_update, tiny_target
-from train.begin import first_head
-from train.config import ENTRIES, EagleRun
-from train.loop import fit
-from train.resolve import resolve
-from train.signals import Interrupted
 
 EAGLE = [
     "target=tiny",
@@ -304,7 +304,7 @@ def test_a_base_that_is_gone_or_another_one_is_named(
 
 
 def test_a_strangers_card_does_no_harm(adapted: Path, tmp_path: Path) -> None:
-    from heads.checkpoint import _card_sha256, text_of
+    from outrider.heads.checkpoint import _card_sha256, text_of
 
     target = tiny_target()
 
@@ -338,7 +338,7 @@ def test_a_strangers_card_does_no_harm(adapted: Path, tmp_path: Path) -> None:
 
 
 def test_an_export_is_that_of_the_merged_weights(tmp_path: Path) -> None:
-    from heads.interop import Facts, find_layout
+    from outrider.heads.interop import Facts, find_layout
 
     target, cfg = tiny_target(layers=4), EagleConfig(draft_vocab=60, taps=[1, 2, 3])
     head = Eagle3Head.for_target(target, cfg, torch.arange(260) + 1).eval()

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from heads.losses import LossWeights, Taught, chunked_loss, plain_loss
-from heads.teacher import Teacher
+from outrider.heads.losses import LossWeights, Taught, chunked_loss, plain_loss
+from outrider.heads.teacher import Teacher
 
 K, N, D, V = 3, 23, 5, 11
 

@@ -7,16 +7,16 @@ import dataclasses
 import pytest
 import torch
 
-from conf.errors import UserError
-from conf.typed import faults
-from decode.engine import Request, generate
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.tree import TreeShape
-from heads import shapes, vocab
-from heads.losses import LossWeights
-from heads.names import DraftSpec
-from heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.conf.errors import UserError
+from outrider.conf.typed import faults
+from outrider.decode.engine import Request, generate
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import TreeShape
+from outrider.heads import shapes, vocab
+from outrider.heads.losses import LossWeights
+from outrider.heads.names import DraftSpec
+from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.helpers.training import random_batch, tiny_target
 
 FULL = MedusaConfig(heads=3, draft_vocab=0)
@@ -210,7 +210,7 @@ def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> Non
 
 
 def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
-    from heads import resolve_drafter, save_head
+    from outrider.heads import resolve_drafter, save_head
 
     save_head(trained_like(target), tmp_path / "m", target.identity)
     old = trained_like(target, dataclasses.replace(FULL, tree_draw="fixed"))

@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.errors import UserError
-from conf.schema import compose
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from heads import load_head, resolve_drafter, save_head
-from heads.checkpoint import read_card
-from heads.losses import LossWeights
-from heads.names import DraftSpec
-from heads.parallel.medusa import MedusaConfig, MedusaHead, TargetLoraConfig
-from heads.parallel.medusa2 import Medusa2Head
-from heads.warm import Start
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.heads import load_head, resolve_drafter, save_head
+from outrider.heads.checkpoint import read_card
+from outrider.heads.losses import LossWeights
+from outrider.heads.names import DraftSpec
+from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead, TargetLoraConfig
+from outrider.heads.parallel.medusa2 import Medusa2Head
+from outrider.heads.warm import Start
+from outrider.train.loop import fit
+from outrider.train.medusa import MedusaRun
 from tests.helpers.decoding import texts
 from tests.helpers.training import chats, overrides, random_batch, tiny_target
-from train.loop import fit
-from train.medusa import MedusaRun
 
 CFG = MedusaConfig(
     kind="medusa2", heads=2, draft_vocab=0, tune=TargetLoraConfig(rank=4, dropout=0.0)

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from decode.tree import DraftTree, TreeShape
-from heads.batch import Batch
-from heads.eagle.config import EagleConfig
-from heads.eagle.head import Eagle3Head
-from heads.interop import Facts, find_layout
-from heads.names import DraftSpec
-from scripts.proofs.engine_distribution import engine_distribution, toy_model
+from outrider.conf.errors import UserError
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree, TreeShape
+from outrider.heads.batch import Batch
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.eagle.head import Eagle3Head
+from outrider.heads.interop import Facts, find_layout
+from outrider.heads.names import DraftSpec
+from outrider.scripts.proofs.engine_distribution import engine_distribution, toy_model
 from tests.helpers.training import tiny_target
 
 SMALL = TreeShape.of([(0,), (1,), (0, 0)])

@@ -14,26 +14,26 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import CheckFailed
-from conf.schema import compose
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from decode.target import Target
-from heads import HEADS, load_head, parity, save_head
-from heads.base import Head
-from heads.batch import Batch
-from heads.eagle.cache import DraftCache
-from heads.eagle.drafter import EagleDrafter
-from heads.losses import LossWeights
-from heads.parallel.drafter import LastFeature
-from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, MedusaDrafter, MedusaHead, TargetLoraConfig
+from outrider.conf.errors import CheckFailed
+from outrider.conf.schema import compose
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads import HEADS, load_head, parity, save_head
+from outrider.heads.base import Head
+from outrider.heads.batch import Batch
+from outrider.heads.eagle.cache import DraftCache
+from outrider.heads.eagle.drafter import EagleDrafter
+from outrider.heads.losses import LossWeights
+from outrider.heads.parallel.drafter import LastFeature
+from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
+from outrider.heads.parallel.medusa import MedusaConfig, MedusaDrafter, MedusaHead, TargetLoraConfig
+from outrider.train.config import EagleRun
+from outrider.train.loop import fit
 from tests.heads.test_eagle import head_of, target_of
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import chats, overrides, run_config
-from train.config import EagleRun
-from train.loop import fit
 
 PROMPTS = [[5, 9, 7], [11, 4], [20, 21, 22, 23, 24]]
 EAGLES = [
@@ -282,7 +282,7 @@ def test_a_run_ends_with_the_gate_once(
     assert json.loads((out / "parity.json").read_text())["step"] == 6
     assert "teacher-forced" in capsys.readouterr().err
     monkeypatch.setattr(
-        "train.gate.check", lambda *a, **k: pytest.fail("a passed gate is not run again")
+        "outrider.train.gate.check", lambda *a, **k: pytest.fail("a passed gate is not run again")
     )
     fit(cfg, HEADS["medusa"])
 

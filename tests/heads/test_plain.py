@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode.engine import Request, generate
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.stats import accepted_length, split
-from decode.target import Target
-from heads import find_head, requested, resolve_drafter
-from heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
-from scripts import certify, export, tune
+from outrider.conf.errors import UserError
+from outrider.decode.engine import Request, generate
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.stats import accepted_length, split
+from outrider.decode.target import Target
+from outrider.heads import find_head, requested, resolve_drafter
+from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
+from outrider.scripts import certify, export, tune
 from tests.helpers import pictures
 from tests.helpers.training import TINY, tiny_target
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from heads import HEADS
-from heads.batch import Batch, LossOut
-from heads.parallel.medusa import TargetLoraConfig
-from heads.recompute import layers_recomputed
-from heads.small_lm.config import LoraKeys
+from outrider.heads import HEADS
+from outrider.heads.batch import Batch, LossOut
+from outrider.heads.parallel.medusa import TargetLoraConfig
+from outrider.heads.recompute import layers_recomputed
+from outrider.heads.small_lm.config import LoraKeys
 from tests.helpers.training import random_batch, tiny_target
 
 SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2}

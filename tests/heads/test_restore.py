@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from conf.schema import compose
-from heads import HEADS
-from heads.block.config import BlockConfig
-from heads.eagle.config import EagleConfig
-from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, TargetLoraConfig
-from heads.small_lm.config import SmallLMConfig
+from outrider.conf.schema import compose
+from outrider.heads import HEADS
+from outrider.heads.block.config import BlockConfig
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
+from outrider.heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from outrider.heads.small_lm.config import SmallLMConfig
+from outrider.train.block import BlockRun
+from outrider.train.config import DraftRun, EagleRun, MedusaRun
+from outrider.train.hydra_heads import HydraHeadsRun
+from outrider.train.loop import fit
 from tests.helpers.training import chats, overrides, random_batch, tiny_target
-from train.block import BlockRun
-from train.config import DraftRun, EagleRun, MedusaRun
-from train.hydra_heads import HydraHeadsRun
-from train.loop import fit
 
 CONFIGS: dict[str, Any] = {
     "medusa": MedusaConfig(heads=2, draft_vocab=40),
@@ -125,7 +125,9 @@ def test_a_run_that_was_cut_short_ends_with_the_same_bits(
         assert (parts / moments).read_bytes() == (whole / moments).read_bytes()
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("train.loop.save_head", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            "outrider.train.loop.save_head", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         run(variant, data, parts)
     assert not (parts / "head").exists()
     check()

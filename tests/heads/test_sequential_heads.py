@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.rng import Rng
-from decode.sampling import Sampling
-from heads import HEADS, vocab
-from heads.batch import Batch
-from heads.losses import LossWeights
-from heads.names import DraftSpec
-from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.heads import HEADS, vocab
+from outrider.heads.batch import Batch
+from outrider.heads.losses import LossWeights
+from outrider.heads.names import DraftSpec
+from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
+from outrider.heads.parallel.medusa import MedusaConfig
 from tests.helpers.training import random_batch, tiny_target
 
 CASES = {

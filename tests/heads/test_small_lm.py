@@ -12,26 +12,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conf.errors import UserError
-from conf.schema import compose
-from decode.drafters import DraftModel, NoDraft
-from decode.engine import Request, generate
-from decode.grow import Form
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import TreeShape
-from heads import HEADS, load_head, resolve_drafter
-from heads.losses import LossWeights
-from heads.names import DraftSpec
-from heads.small_lm.config import LoraKeys, SmallLMConfig
-from heads.small_lm.cut import chosen_layers, cut
-from heads.small_lm.head import SmallLM
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.decode.drafters import DraftModel, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.grow import Form
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import TreeShape
+from outrider.heads import HEADS, load_head, resolve_drafter
+from outrider.heads.losses import LossWeights
+from outrider.heads.names import DraftSpec
+from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
+from outrider.heads.small_lm.cut import chosen_layers, cut
+from outrider.heads.small_lm.head import SmallLM
+from outrider.train.config import DraftRun
+from outrider.train.loop import fit
 from tests.helpers.archs import build
 from tests.helpers.decoding import texts
 from tests.helpers.training import chats, overrides, random_batch, tiny_target
-from train.config import DraftRun
-from train.loop import fit
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6], [10, 11], [30] * 12]
 

@@ -11,25 +11,25 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from conf.errors import UserError
-from conf.typed import faults
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import TreeShape
-from decode.verify import verify
-from heads import HEADS, vocab
-from heads.config import LossWeights, Mask
-from heads.eagle.config import EagleConfig
-from heads.losses import Taught, chunked_loss
-from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, TargetLoraConfig
-from heads.teacher import stored_distribution, target_distribution
-from scripts.proofs.enumerator import Case, enumerate_case
+from outrider.conf.errors import UserError
+from outrider.conf.typed import faults
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import TreeShape
+from outrider.decode.verify import verify
+from outrider.heads import HEADS, vocab
+from outrider.heads.config import LossWeights, Mask
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.losses import Taught, chunked_loss
+from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
+from outrider.heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from outrider.heads.teacher import stored_distribution, target_distribution
+from outrider.scripts.proofs.enumerator import Case, enumerate_case
+from outrider.train.facts import meaning_of
+from outrider.train.state import RATE, check_meaning
+from outrider.train.texts.batches import load_rows
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import chats, random_batch, run_config, tiny_target
-from train.facts import meaning_of
-from train.state import RATE, check_meaning
-from train.texts.batches import load_rows
 
 SOFT = LossWeights(hard=0.0, soft=1.0)
 FAMILIES: dict[str, Any] = {

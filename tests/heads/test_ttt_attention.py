@@ -16,16 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.probed import LMHead
-from heads.batch import Batch
-from heads.eagle import kernels
-from heads.eagle.attention import Memory, dense
-from heads.eagle.config import EagleConfig
-from heads.eagle.head import Eagle3Head
-from heads.eagle.kernels import BLOCKS, CPU, FLASH, Kernel
-from heads.eagle.layout import PassLayout
-from heads.eagle.merged import merged
-from heads.eagle.places import Places
+from outrider.decode.probed import LMHead
+from outrider.heads.batch import Batch
+from outrider.heads.eagle import kernels
+from outrider.heads.eagle.attention import Memory, dense
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.eagle.head import Eagle3Head
+from outrider.heads.eagle.kernels import BLOCKS, CPU, FLASH, Kernel
+from outrider.heads.eagle.layout import PassLayout
+from outrider.heads.eagle.merged import merged
+from outrider.heads.eagle.places import Places
 from tests.helpers.held import Held
 
 RAGGED = torch.tensor([3, 4, 5, 6, 7, 14, 15, 16, 30, 31, 32])

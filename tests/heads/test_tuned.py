@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import UserError
-from conf.typed import from_json
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.price import Price
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.wrapped import Adaptive, Monitor
-from heads import HEADS, requested, resolve_drafter, save_head
-from heads.eagle.config import EagleConfig
-from heads.names import DraftSpec
-from heads.parallel.medusa import MedusaConfig
-from heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
+from outrider.conf.errors import UserError
+from outrider.conf.typed import from_json
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.price import Price
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.wrapped import Adaptive, Monitor
+from outrider.heads import HEADS, requested, resolve_drafter, save_head
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.names import DraftSpec
+from outrider.heads.parallel.medusa import MedusaConfig
+from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
 from tests.helpers.training import tiny_target
 
 TREE = DraftSettings("tree", depth=2, nodes=3, paths=((0,), (1,), (0, 0)))

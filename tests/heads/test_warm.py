@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import UserError
-from conf.jsonl import records
-from conf.schema import compose
-from decode.models.identity import sha256_state
-from heads import HEADS, load_head, resolve_drafter, save_head
-from heads.checkpoint import read_card, trained_for
-from heads.eagle.config import EagleConfig
-from heads.eagle.head import Eagle3Head
-from heads.parallel.medusa import MedusaConfig, MedusaHead
-from heads.warm import MEANING, OTHERWISE, Start, _spent
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import records
+from outrider.conf.schema import compose
+from outrider.decode.models.identity import sha256_state
+from outrider.heads import HEADS, load_head, resolve_drafter, save_head
+from outrider.heads.checkpoint import read_card, trained_for
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.eagle.head import Eagle3Head
+from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.heads.warm import MEANING, OTHERWISE, Start, _spent
+from outrider.train.config import MedusaRun
+from outrider.train.loop import fit
+from outrider.train.resolve import kept_vocabulary
 from tests.helpers.training import chats, overrides, run, tiny_target
-from train.config import MedusaRun
-from train.loop import fit
-from train.resolve import kept_vocabulary
 
 
 def medusa(target: Any, **keys: Any) -> MedusaHead:
@@ -70,8 +70,8 @@ def test_a_run_starts_from_a_run_and_resumes(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    from outrider.train.signals import Interrupted
     from tests.helpers.training import sigterm_at_update
-    from train.signals import Interrupted
 
     data = chats(tmp_path / "data.jsonl")
     first = run(data, tmp_path / "first")
@@ -243,9 +243,9 @@ def test_a_relative_with_more_layers_has_its_last_feature_elsewhere(tmp_path: Pa
 
 
 def test_a_lora_starts_from_no_other_head(tmp_path: Path) -> None:
-    from conf.schema import compose
-    from train.config import DraftRun
-    from train.resolve import resolve
+    from outrider.conf.schema import compose
+    from outrider.train.config import DraftRun
+    from outrider.train.resolve import resolve
 
     keys = ["data.path=x", f"out_dir={tmp_path}", "steps=1", "head.from_target_layers=1"]
     cfg = compose("draft", DraftRun, [*keys, "head.lora.rank=2", "start=runs/other"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from decode.drafters import Drafter
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from decode.target import Target
+from outrider.decode.drafters import Drafter
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
 
 GREEDY = Sampling()
 

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.drafters import DraftModel
-from decode.models.tiny import tiny_model
-from decode.sampling import Distribution, Sampling
-from decode.target import Target
-from decode.tree import DraftTree
-from decode.verify import Coins, Verdict
-from scripts.proofs import pit
-from scripts.proofs.biases import FAMILIES, Distributions, Member
-from scripts.proofs.greedy import Plain
-from scripts.proofs.sampled import Sample, Setting, sampling_layer
+from outrider.decode.drafters import DraftModel
+from outrider.decode.models.tiny import tiny_model
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.decode.verify import Coins, Verdict
+from outrider.scripts.proofs import pit
+from outrider.scripts.proofs.biases import FAMILIES, Distributions, Member
+from outrider.scripts.proofs.greedy import Plain
+from outrider.scripts.proofs.sampled import Sample, Setting, sampling_layer
 
 VOCAB, ANSWER, BATCH = 320, 64, 16
 TOTAL, TOKENS, ALPHA = 0.05, 20_000, 1e-4

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from conf.schema import _guarded
-from heads import HEADS
-from heads.batch import Batch, LossOut
+from outrider.conf.schema import _guarded
+from outrider.heads import HEADS
+from outrider.heads.batch import Batch, LossOut
+from outrider.train import loop
+from outrider.train.loop import fit
 from tests.helpers.training import run_config
-from train import loop
-from train.loop import fit
 
 ROOT = Path(__file__).resolve().parents[2]
 Action = Callable[[], Any]

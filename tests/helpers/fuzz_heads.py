@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from heads import HEADS, load_head, save_head
-from heads.block.config import BlockConfig
-from heads.checkpoint import CARD, _card_sha256, text_of
-from heads.eagle.config import EagleConfig
-from heads.names import DraftSpec
-from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, TargetLoraConfig
-from heads.small_lm.config import LoraKeys, SmallLMConfig
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.heads import HEADS, load_head, save_head
+from outrider.heads.block.config import BlockConfig
+from outrider.heads.checkpoint import CARD, _card_sha256, text_of
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.names import DraftSpec
+from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
+from outrider.heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from tests.helpers.training import tiny_target
 
 CONFIGS: dict[str, Any] = {

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from decode.models.load import TargetConfig, load_target
-from heads import HEADS
-from heads.block.config import BlockConfig
-from heads.eagle.config import EagleConfig
-from heads.interop import LAYOUTS, Facts
-from heads.parallel.hydra_heads import HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.heads import HEADS
+from outrider.heads.block.config import BlockConfig
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.interop import LAYOUTS, Facts
+from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
+from outrider.heads.parallel.medusa import MedusaConfig
 
 DEEP = {"layers": 8, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}
 MASK = 259  # no text has it

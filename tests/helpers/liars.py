@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.rng import Rng
-from decode.sampling import Distribution, Sampling
-from decode.tree import DraftTree
-from decode.verify import Coins, Verdict, verify
-from scripts.proofs import served
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.tree import DraftTree
+from outrider.decode.verify import Coins, Verdict, verify
+from outrider.scripts.proofs import served
 
 Whose = Callable[[Tensor], Tensor]  # request ids [B] whose random numbers requests [B] get
 

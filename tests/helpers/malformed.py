@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from conf.jsonl import MAX_LINE
+from outrider.conf.jsonl import MAX_LINE
 
 Kind = tuple[Callable[[int], bytes], str]
 

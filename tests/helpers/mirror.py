@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.cache import TreeCache
-from decode.scorer import Step
-from decode.target import Target
-from decode.tree import DraftTree
+from outrider.decode.cache import TreeCache
+from outrider.decode.scorer import Step
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
 
 GARBAGE = -7  # what padding nodes carry: nothing may ever read it
 

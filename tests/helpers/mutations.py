@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from conf.errors import UserError
+from outrider.conf.errors import UserError
 
 LIMIT = 20  # seconds a mutation may take before it counts as a hang; the machine may be busy
 DELETED = object()

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from decode.target import Target
-from scripts.serve_http import connections
-from scripts.serve_http.app import Access, App
-from scripts.serve_http.requested import Service
-from scripts.serve_http.worker import Worker, WorkerLimits
+from outrider.decode.target import Target
+from outrider.scripts.serve_http import connections
+from outrider.scripts.serve_http.app import Access, App
+from outrider.scripts.serve_http.requested import Service
+from outrider.scripts.serve_http.worker import Worker, WorkerLimits
 
 MODEL = "tiny"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import CONF
+from outrider.conf.schema import CONF
 
 PAGE = CONF.parent / "docs" / "new-head.md"
 CODE, KEYS = "outrider_turn/__init__.py", "outrider_turn/conf/head/turn.yaml"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.reports import plots
+from outrider.scripts.reports import plots
 
 
 def left_out(monkeypatch: pytest.MonkeyPatch) -> None:

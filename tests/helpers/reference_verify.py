@@ -4,9 +4,9 @@ papers' pseudo-code.
 
 from __future__ import annotations
 
-from decode.rng import ACCEPT, RESIDUAL, Rng
-from decode.sampling import Distribution
-from decode.tree import DraftTree
+from outrider.decode.rng import ACCEPT, RESIDUAL, Rng
+from outrider.decode.sampling import Distribution
+from outrider.decode.tree import DraftTree
 
 
 class Row:

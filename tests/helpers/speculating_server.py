@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-from decode.drafters import DraftModel, NoDraft
-from decode.engine import Generation, Request, generate
-from decode.inverse_cdf import inverse_cdf
-from decode.rng import ACCEPT
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.verify import verify
-from scripts.proofs.controls.catalogue import Mangled
-from scripts.proofs.controls.row_rules import Path, TreeRow, by_row, descend
+from outrider.decode.drafters import DraftModel, NoDraft
+from outrider.decode.engine import Generation, Request, generate
+from outrider.decode.inverse_cdf import inverse_cdf
+from outrider.decode.rng import ACCEPT
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.verify import verify
+from outrider.scripts.proofs.controls.catalogue import Mangled
+from outrider.scripts.proofs.controls.row_rules import Path, TreeRow, by_row, descend
 
 DEPTH = 2  # a longer draft is seldom accepted whole, and one defect shows there alone
 TOGETHER = 0.01  # seconds that the decoder waits for further requests

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from conf.schema import compose
-from decode.models.load import TargetConfig, load_target
-from heads import HEADS
-from heads.batch import Batch
+from outrider.conf.schema import compose
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.heads import HEADS
+from outrider.heads.batch import Batch
+from outrider.train.config import MedusaRun
+from outrider.train.loop import fit
 from tests.helpers.chats import SENTENCE as SENTENCE
 from tests.helpers.chats import WORDS as WORDS
 from tests.helpers.chats import chats as chats
-from train.config import MedusaRun
-from train.loop import fit
 
 TINY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 260}
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import UserError
-from decode.models.load import TargetConfig, load_target
-from decode.target import Target
-from scripts.extra.llamacpp import process
-from scripts.extra.llamacpp import server as llamacpp
-from scripts.extra.llamacpp.process import Program
-from scripts.lab.serving import race, sampled, vllm_server
+from outrider.conf.errors import UserError
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.target import Target
+from outrider.scripts.extra.llamacpp import process
+from outrider.scripts.extra.llamacpp import server as llamacpp
+from outrider.scripts.extra.llamacpp.process import Program
+from outrider.scripts.lab.serving import race, sampled, vllm_server
 from tests.helpers.speculating_server import serving
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}

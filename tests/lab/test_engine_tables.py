@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from scripts.lab.pages import serves
-from scripts.lab.serving import llamacpp, llamacpp_cases, sampled
-from scripts.reports.table import Table
+from outrider.scripts.lab.pages import serves
+from outrider.scripts.lab.serving import llamacpp, llamacpp_cases, sampled
+from outrider.scripts.reports.table import Table
 
 REQUESTED = {
     "settings": {"temperature": 1.0, "at_a_time": [1], "alpha": 0.001},

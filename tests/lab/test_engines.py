@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.lab.serving import case as engine_case
-from scripts.serving import loaders
-from scripts.serving import probe as acceptance_probe
+from outrider.scripts.lab.serving import case as engine_case
+from outrider.scripts.serving import loaders
+from outrider.scripts.serving import probe as acceptance_probe
 from tests.helpers.interop import DEEP, MASK, deep_target, folder, random_head
 
 LIMIT, K = 12, 3
@@ -173,7 +173,7 @@ def edited(foreign, name: str, edit) -> Any:
 
 
 def test_every_breakage_has_the_convention_that_mends_it(target, tmp_path: Path) -> None:
-    from heads.interop import detect, read_folder
+    from outrider.heads.interop import detect, read_folder
 
     for kind in ("medusa", "eagle1", "eagle3"):
         head = random_head(target, kind)
@@ -200,8 +200,8 @@ def test_the_command_from_export_to_json(tmp_path: Path, monkeypatch, capsys) ->
     """Everything but the engine itself, which `simulated` stands for, and the speculators
     package.
     """
-    from heads import save_head
-    from scripts.lab.serving import shared, vllm
+    from outrider.heads import save_head
+    from outrider.scripts.lab.serving import shared, vllm
 
     target, jobs = deep_target(), {}
     heads: dict[str, tuple[str, dict]] = {
@@ -235,7 +235,7 @@ def test_the_command_from_export_to_json(tmp_path: Path, monkeypatch, capsys) ->
     monkeypatch.setattr(vllm, "FORMATS", dict.fromkeys(vllm.FORMATS, ("vllm",)))
 
     def exported(command: list[str]) -> None:
-        from scripts.export import main
+        from outrider.scripts.export import main
 
         with pytest.raises(SystemExit) as stop:
             main([*command[2:], f"prompts={tmp_path / 'p.jsonl'}"])

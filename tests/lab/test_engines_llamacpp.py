@@ -12,22 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from decode.drafters import DraftModel, NoDraft
-from decode.engine import Cycle, Request, generate
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from heads import save_head
-from heads.interop import gguf_write
-from heads.names import DraftSpec
-from scripts.common.files import ROOT
-from scripts.common.memo import Memo
-from scripts.extra.llamacpp import server as llamacpp
-from scripts.lab.serving import llamacpp_cases
-from scripts.lab.serving.case import Runs
-from scripts.scoring.served import ServedSystem
-from scripts.serving import contract, contract_check, gguf_export, server_certificate
-from scripts.serving.asking import MOST_TOP, Address, Endpoint, read_counters
-from scripts.serving.drafter_distributions import drafter_distributions
+from outrider.decode.drafters import DraftModel, NoDraft
+from outrider.decode.engine import Cycle, Request, generate
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.heads import save_head
+from outrider.heads.interop import gguf_write
+from outrider.heads.names import DraftSpec
+from outrider.scripts.common.files import ROOT
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.extra.llamacpp import server as llamacpp
+from outrider.scripts.lab.serving import llamacpp_cases
+from outrider.scripts.lab.serving.case import Runs
+from outrider.scripts.scoring.served import ServedSystem
+from outrider.scripts.serving import contract, contract_check, gguf_export, server_certificate
+from outrider.scripts.serving.asking import MOST_TOP, Address, Endpoint, read_counters
+from outrider.scripts.serving.drafter_distributions import drafter_distributions
 from tests.helpers.interop import DEEP, deep_target, random_head
 from tests.helpers.speculating_server import serving
 

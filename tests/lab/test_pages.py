@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from scripts.common.files import ROOT
-from scripts.lab.pages import cluster, lossless_page, readme, reliability
-from scripts.reports.block import Block
+from outrider.scripts.common.files import ROOT
+from outrider.scripts.lab.pages import cluster, lossless_page, readme, reliability
+from outrider.scripts.reports.block import Block
 
 WRITTEN: dict[Block, Callable[[], str]] = {
     **readme.PAGES,

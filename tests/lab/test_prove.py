@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from scripts.lab import prove
-from scripts.lab.pages import lossless_page
+from outrider.scripts.lab import prove
+from outrider.scripts.lab.pages import lossless_page
 
 
 def run(*words: str) -> int:

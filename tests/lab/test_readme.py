@@ -14,28 +14,27 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import compose
-from scripts import cli, demo
-from scripts.common import files
-from scripts.lab.pages import readme
+from outrider.conf.schema import compose
+from outrider.scripts import cli, demo
+from outrider.scripts.common import files
+from outrider.scripts.lab.pages import readme
+from outrider.train.config import EagleRun
 from tests.helpers.packages import installed
-from train.config import EagleRun
 
 TEXT = readme.README.page.read_text()
 DOCS = files.ROOT / "docs"
 PAGES = [readme.README.page, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("internals/*.md"))]
 OURS = ("make", "python", "accelerate", "outrider")
-ROOMS = ("scripts", "train")  # what `python -m` may name of ours
 # where a script hands on: to what answers its first word, or all of its words
 BEHIND = {
-    ("scripts/tune.py", "engine"): "scripts.extra.engine_settings",
+    ("scripts/tune.py", "engine"): "outrider.scripts.extra.engine_settings",
     **{
-        ("scripts/lab/engines.py", part): f"scripts.lab.serving.{part}"
+        ("scripts/lab/engines.py", part): f"outrider.scripts.lab.serving.{part}"
         for part in ("check", "llamacpp", "sampled")
     },
-    ("scripts/lab/engines.py", ""): "scripts.lab.serving.vllm",
-    ("scripts/validate.py", ""): "train.validate",
-    ("scripts/cache_features.py", ""): "train.cache_features",
+    ("scripts/lab/engines.py", ""): "outrider.scripts.lab.serving.vllm",
+    ("scripts/validate.py", ""): "outrider.train.validate",
+    ("scripts/cache_features.py", ""): "outrider.train.cache_features",
 }
 
 
@@ -73,7 +72,7 @@ def check(words: list[str]) -> None:
         if not words:
             return
     if words[:2] == ["python", "-m"]:
-        if words[2].split(".")[0] in ROOMS:
+        if words[2].split(".")[0] == "outrider":
             assert importlib.util.find_spec(words[2]), words[2]
         return
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))  # behind a launcher's own
@@ -81,9 +80,9 @@ def check(words: list[str]) -> None:
     assert (files.ROOT / script).is_file(), script
     first = overrides[0] if overrides and "=" not in overrides[0] else ""
     overrides = overrides[bool(first) :]
-    name = BEHIND.get((script, first), script.removesuffix(".py").replace("/", "."))
+    name = BEHIND.get((script, first), f"outrider.{script.removesuffix('.py').replace('/', '.')}")
     if "dry_run=true" in overrides:
-        name, overrides = "scripts.extra.cluster.dry_run", [*overrides, "data.path=none"]
+        name, overrides = "outrider.scripts.extra.cluster.dry_run", [*overrides, "data.path=none"]
     module = importlib.import_module(name)
     main = module.main
     if script == "scripts/certify.py" and any(key.startswith("url=") for key in overrides):

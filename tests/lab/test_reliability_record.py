@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lab.pages import reliability
+from outrider.scripts.lab.pages import reliability
 
 
 @pytest.fixture

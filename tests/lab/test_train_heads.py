@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from conf.recipes import RECIPES
-from conf.schema import compose
-from scripts.common.pipeline import Command, Pipeline
-from scripts.evaluate import SKIPPED, EvaluateConfig
-from scripts.lab import train_heads
-from scripts.lab.pages import matched
-from scripts.lab.train_heads import HeadJob, HeadsConfig
+from outrider.conf.recipes import RECIPES
+from outrider.conf.schema import compose
+from outrider.scripts.common.pipeline import Command, Pipeline
+from outrider.scripts.evaluate import SKIPPED, EvaluateConfig
+from outrider.scripts.lab import train_heads
+from outrider.scripts.lab.pages import matched
+from outrider.scripts.lab.train_heads import HeadJob, HeadsConfig
+from outrider.train.cache_features import CacheConfig
+from outrider.train.config import ENTRIES
 from tests.helpers.training import chats
-from train.cache_features import CacheConfig
-from train.config import ENTRIES
 
 TINY = [
     "target=tiny",

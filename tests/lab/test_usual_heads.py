@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
-from scripts.lab import engines
-from scripts.lab.serving import shared
+from outrider.conf.errors import UserError
+from outrider.scripts.lab import engines
+from outrider.scripts.lab.serving import shared
 from tests.helpers.commands import code_of
 
 USUAL = [

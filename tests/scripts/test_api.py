@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode.drafters import DraftModel, NGram, NoDraft
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from scripts import api
-from scripts.common.files import ROOT
-from scripts.common.prompts import chat_ids
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import DraftModel, NGram, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.scripts import api
+from outrider.scripts.common.files import ROOT
+from outrider.scripts.common.prompts import chat_ids
 
 
 def test_what_is_exported_is_typed_and_documented() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from decode.models.load import TargetConfig, load_target
-from decode.target import Target
-from heads import HEADS, save_head
-from scripts import evaluate
-from scripts.reports import score_table
-from scripts.reports.table import interval
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.target import Target
+from outrider.heads import HEADS, save_head
+from outrider.scripts import evaluate
+from outrider.scripts.reports import score_table
+from outrider.scripts.reports.table import interval
 from tests.helpers.commands import code_of
 
 SHAPE = {"layers": 2, "context": 256}

@@ -17,30 +17,30 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conf.typed import faults
-from decode import residual, siblings, view
-from decode.cache import TreeCache
-from decode.drafters import Drafter, DraftModel, NoDraft
-from decode.engine import Generation, Request, generate
-from decode.grow import Form
-from decode.models.processors import named_processors
-from decode.models.tiny import tiny_model
-from decode.rng import Rng
-from decode.sampling import Distribution, Sampling
-from decode.target import Target
-from decode.tree import TreeShape
-from decode.verify import RULES, verify
-from scripts import certify
-from scripts.common.memo import Memo
-from scripts.common.progress import silent
-from scripts.proofs import certificate, directions, enumerator, passes, pit, power, size
-from scripts.proofs.controls import certificates as certificate_controls
-from scripts.proofs.controls import drafters as wrong_drafters
-from scripts.proofs.controls import rules as wrong_rules
-from scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows, leaks_siblings
-from scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
-from scripts.proofs.enumerator import Branches, Case, naive_distribution
-from scripts.proofs.greedy import (
+from outrider.conf.typed import faults
+from outrider.decode import residual, siblings, view
+from outrider.decode.cache import TreeCache
+from outrider.decode.drafters import Drafter, DraftModel, NoDraft
+from outrider.decode.engine import Generation, Request, generate
+from outrider.decode.grow import Form
+from outrider.decode.models.processors import named_processors
+from outrider.decode.models.tiny import tiny_model
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import TreeShape
+from outrider.decode.verify import RULES, verify
+from outrider.scripts import certify
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import silent
+from outrider.scripts.proofs import certificate, directions, enumerator, passes, pit, power, size
+from outrider.scripts.proofs.controls import certificates as certificate_controls
+from outrider.scripts.proofs.controls import drafters as wrong_drafters
+from outrider.scripts.proofs.controls import rules as wrong_rules
+from outrider.scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows, leaks_siblings
+from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
+from outrider.scripts.proofs.enumerator import Branches, Case, naive_distribution
+from outrider.scripts.proofs.greedy import (
     GreedyReading,
     Plain,
     _classify,
@@ -48,7 +48,7 @@ from scripts.proofs.greedy import (
     greedy_of,
     reference_tokens,
 )
-from scripts.proofs.sampled import Setting, _depths, most_tests, sampling_layer, texts_of
+from outrider.scripts.proofs.sampled import Setting, _depths, most_tests, sampling_layer, texts_of
 
 TREE = TreeShape.of([(0,), (1,), (0, 0)])
 ONE = Sampling(1.0)
@@ -550,7 +550,7 @@ def command(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
 @pytest.fixture
 def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The static controls have a test of their own."""
-    from scripts.proofs.controls.catalogue import controls
+    from outrider.scripts.proofs.controls.catalogue import controls
 
     monkeypatch.setattr(certificate_controls, "controls", lambda: [controls()[0]])
     known = "the code is edited while tests run"

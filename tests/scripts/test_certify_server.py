@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from scripts.certify import server
-from scripts.common.memo import Memo
-from scripts.serving import asking
-from scripts.serving.sampled_answers import SampleJob, ask_all
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.scripts.certify import server
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.serving import asking
+from outrider.scripts.serving.sampled_answers import SampleJob, ask_all
 from tests.helpers.speculating_server import CACHE, DEFECTS, serving
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}
@@ -258,7 +258,7 @@ def test_a_bonus_token_behind_three_drafts(
     """A bias of about 0.03, since three drafts are seldom accepted whole: the drafter's own
     distribution finds it at 20,000 tokens. Without the drafter it may get through, and that
     is said."""
-    monkeypatch.setattr("scripts.certify.drafter_distributions", drawn_with(draft))
+    monkeypatch.setattr("outrider.scripts.certify.drafter_distributions", drawn_with(draft))
     keys = ("tokens=20000", *(["drafter=here"] if known else []))
     with serving(target, draft, defect, 3) as url:
         code, paper = certify(url, tmp_path / "out", prompts, *keys)

@@ -5,16 +5,16 @@ import sys
 
 import pytest
 
-from conf.typed import faults
-from decode.drafters import NGram, NoDraft
-from decode.engine import Request, generate
-from decode.models.load import TargetConfig, load_target
-from decode.models.tiny import byte_tokenizer
-from decode.sampling import Sampling
-from decode.stats import accepted_length, split
-from heads.names import DraftSpec
-from scripts import chat
-from scripts.common.talk import AnswerTally, Stream
+from outrider.conf.typed import faults
+from outrider.decode.drafters import NGram, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.decode.sampling import Sampling
+from outrider.decode.stats import accepted_length, split
+from outrider.heads.names import DraftSpec
+from outrider.scripts import chat
+from outrider.scripts.common.talk import AnswerTally, Stream
 from tests.helpers.commands import code_of
 
 

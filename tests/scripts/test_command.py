@@ -14,15 +14,15 @@ from pathlib import Path
 import click
 import pytest
 
-from conf.errors import UserError
-from conf.schema import options_here
-from heads.interop import FORMATS
-from scripts import cli
-from scripts.common.files import ROOT
+from outrider.conf.errors import UserError
+from outrider.conf.schema import options_here
+from outrider.heads.interop import FORMATS
+from outrider.scripts import cli
+from outrider.scripts.common.files import ROOT
 
 SAYS = (
     "import sys; sys.path.insert(0, {root!r}); sys.argv = ['outrider', *{words!r}]\n"
-    "from scripts.cli import main\n"
+    "from outrider.scripts.cli import main\n"
     "try:\n    main()\n"
     "finally:\n"
     "    sys.stderr.write(repr([m for m in ('torch', 'transformers', 'datasets') if m in "
@@ -54,7 +54,7 @@ HEAVY = ("torch", "transformers", "numpy", "datasets", "accelerate", "httpx", "u
 HELPS = """
 import contextlib, io, json, sys
 sys.path.insert(0, {root!r})
-from scripts import cli
+from outrider.scripts import cli
 texts = {{}}
 for words in {requested!r}:
     sys.argv = ["outrider", *words, "--help"]
@@ -115,8 +115,8 @@ def executed(words: list[str]) -> int:
 
 
 def test_the_names_of_rules_are_those_of_the_verifier() -> None:
-    from decode.verify import RULES
-    from scripts.common.sampling_keys import Verify
+    from outrider.decode.verify import RULES
+    from outrider.scripts.common.sampling_keys import Verify
 
     assert set(typing.get_args(Verify)) == set(RULES)
 
@@ -143,7 +143,7 @@ def test_a_head_is_trained_by_its_own_entry_point_or_by_the_one_for_all() -> Non
         assert found is not None, name
         verb, chosen = found
         assert verb.file.stem == (name if name in cli.trainers() else "head")
-        schema = importlib.import_module(f"train.{verb.file.stem}").main.schema
+        schema = importlib.import_module(f"outrider.train.{verb.file.stem}").main.schema
         heads = [word.partition("=")[2] for word in chosen]
         assert set(heads) <= options_here(cli.CONF, "head", schema) and len(heads) < 2
     assert cli.trainer("none-such") is None

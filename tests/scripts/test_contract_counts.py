@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
-from scripts.serving import contract
+from outrider.conf.errors import UserError
+from outrider.scripts.serving import contract
 
 
 @pytest.mark.parametrize(

@@ -11,26 +11,26 @@ import numpy as np
 import pytest
 import torch
 
-from decode.drafters import DraftModel, NGram
-from decode.engine import Request, generate
-from decode.grow import Form
-from decode.models.load import TargetConfig, load_target
-from decode.price import Price
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
-from decode.tree import DraftTree
-from heads import HEADS, save_head, shapes
-from heads.eagle.config import EagleConfig
-from heads.names import DraftSpec
-from heads.parallel.medusa import MedusaConfig
-from heads.small_lm.config import SmallLMConfig
-from heads.tuned import DraftSettings
-from scripts.common.progress import silent
-from scripts.tuning import cost, replay, search
-from scripts.tuning.cost import CostModel, Curve, CycleShape, LinearCost
-from scripts.tuning.family import Bounds, DrafterFamily
-from scripts.tuning.replay import ReplayedCycle, Shadow, Text
+from outrider.decode.drafters import DraftModel, NGram
+from outrider.decode.engine import Request, generate
+from outrider.decode.grow import Form
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.price import Price
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.heads import HEADS, save_head, shapes
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.names import DraftSpec
+from outrider.heads.parallel.medusa import MedusaConfig
+from outrider.heads.small_lm.config import SmallLMConfig
+from outrider.heads.tuned import DraftSettings
+from outrider.scripts.common.progress import silent
+from outrider.scripts.tuning import cost, replay, search
+from outrider.scripts.tuning.cost import CostModel, Curve, CycleShape, LinearCost
+from outrider.scripts.tuning.family import Bounds, DrafterFamily
+from outrider.scripts.tuning.replay import ReplayedCycle, Shadow, Text
 
 # -- formulas and fits
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from scripts import certify, check
-from scripts.common.memo import Memo
-from scripts.serving.asking import Address, Endpoint, read_counters
-from scripts.serving.counters import rise
-from scripts.serving.sampled_answers import SampledResponse, SampleJob, ask_all
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.scripts import certify, check
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.serving.asking import Address, Endpoint, read_counters
+from outrider.scripts.serving.counters import rise
+from outrider.scripts.serving.sampled_answers import SampledResponse, SampleJob, ask_all
 from tests.helpers.odd_server import ENDLESS, odd, vllm
 
 LINE = "vllm:spec_decode_num_{}_total {}\n"
@@ -155,8 +155,8 @@ def test_a_doubt_is_no_verdict(target: Any, tmp_path: Path, capsys) -> None:
 
 
 def greedy_of(target: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    from decode.drafters import NoDraft
-    from decode.engine import Request, generate
+    from outrider.decode.drafters import NoDraft
+    from outrider.decode.engine import Request, generate
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
         wanted = [Request(body["prompt"], body["max_tokens"])]
@@ -176,8 +176,8 @@ def greedy_of(target: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 def test_a_check_says_what_is_wrong_with_the_counters(
     target: Any, tmp_path: Path, capsys, before: str, after: str, said: str
 ) -> None:
-    from decode.drafters import NGram
-    from scripts.serving import contract
+    from outrider.decode.drafters import NGram
+    from outrider.scripts.serving import contract
 
     made = contract.expected(target, NGram(), [[5, 6, 5, 6, 5], [7, 8, 9]], 3, 8)
     place = tmp_path / contract.NAME

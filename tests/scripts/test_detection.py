@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from decode.sampling import Sampling
-from scripts.proofs.biases import FAMILIES
-from scripts.proofs.controls import rules as wrong_rules
+from outrider.decode.sampling import Sampling
+from outrider.scripts.proofs.biases import FAMILIES
+from outrider.scripts.proofs.controls import rules as wrong_rules
 from tests.helpers import detection
 
 

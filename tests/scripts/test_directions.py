@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.proofs import biases, directions, pit, power
-from scripts.proofs.directions import Bank, Tally, TokenBlock
+from outrider.scripts.proofs import biases, directions, pit, power
+from outrider.scripts.proofs.directions import Bank, Tally, TokenBlock
 
 VOCAB, ANSWERS, LENGTH = 96, 24, 32
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 import yaml
 
-from conf.errors import UserError
-from scripts.common.files import ROOT
-from scripts.extra import first_gpu
-from scripts.machine import kernels, look
-from scripts.machine.kernels import Compared, compared
+from outrider.conf.errors import UserError
+from outrider.scripts.common.files import ROOT
+from outrider.scripts.extra import first_gpu
+from outrider.scripts.machine import kernels, look
+from outrider.scripts.machine.kernels import Compared, compared
+from outrider.train.launch_keys import HONOURED, of_file, refusals
 from tests.helpers.commands import code_of
-from train.launch_keys import HONOURED, of_file, refusals
 
-doctor = importlib.import_module("scripts.doctor")
+doctor = importlib.import_module("outrider.scripts.doctor")
 
 
 def summary(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:

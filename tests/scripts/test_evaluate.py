@@ -14,25 +14,25 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import UserError
-from conf.jsonl import records
-from decode.drafters import DraftModel, NoDraft
-from decode.engine import DecodedRun, Generation, Request, Timing, generate
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts import evaluate
-from scripts.common.prompts import Prompt, load_prompts
-from scripts.proofs.greedy import Plain
-from scripts.reports import plots
-from scripts.scoring import breakdown, contest
-from scripts.scoring import systems as systems_module
-from scripts.scoring.assisted import assistants
-from scripts.scoring.contest import Contest, ContestSettings, ScoredAnswer, System
-from scripts.scoring.reference import hf_generate
-from scripts.scoring.same_tokens import lossless
-from scripts.scoring.score import Scores
-from scripts.scoring.systems import systems_of
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import records
+from outrider.decode.drafters import DraftModel, NoDraft
+from outrider.decode.engine import DecodedRun, Generation, Request, Timing, generate
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts import evaluate
+from outrider.scripts.common.prompts import Prompt, load_prompts
+from outrider.scripts.proofs.greedy import Plain
+from outrider.scripts.reports import plots
+from outrider.scripts.scoring import breakdown, contest
+from outrider.scripts.scoring import systems as systems_module
+from outrider.scripts.scoring.assisted import assistants
+from outrider.scripts.scoring.contest import Contest, ContestSettings, ScoredAnswer, System
+from outrider.scripts.scoring.reference import hf_generate
+from outrider.scripts.scoring.same_tokens import lossless
+from outrider.scripts.scoring.score import Scores
+from outrider.scripts.scoring.systems import systems_of
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from conf.errors import Interrupted, resumable
-from conf.jsonl import records
-from scripts import evaluate
-from scripts.common.files import ROOT
-from scripts.scoring import contest
+from outrider.conf.errors import Interrupted, resumable
+from outrider.conf.jsonl import records
+from outrider.scripts import evaluate
+from outrider.scripts.common.files import ROOT
+from outrider.scripts.scoring import contest
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
 
@@ -199,8 +199,8 @@ def test_other_keys_change_nothing(
 
 
 def test_a_head_that_was_trained_on_is_measured_anew(tmp_path: Path) -> None:
-    from heads import HEADS, save_head
-    from scripts.scoring.systems import systems_of
+    from outrider.heads import HEADS, save_head
+    from outrider.scripts.scoring.systems import systems_of
     from tests.helpers.training import tiny_target
 
     target, kind = tiny_target(), HEADS["medusa"]
@@ -260,9 +260,11 @@ def test_kill_and_sigterm_in_the_middle(
     """A process of its own: killed when a prompt is measured, started again, stopped at the
     next."""
     part = tmp_path / "out/unfinished/t0-b1.jsonl"
-    slow = "import os, time\nfrom scripts.scoring import contest\nrun = contest.Contest.run\n"
+    slow = (
+        "import os, time\nfrom outrider.scripts.scoring import contest\nrun = contest.Contest.run\n"
+    )
     slow += "def slowed(*given):\n    time.sleep(0.15)\n    return run(*given)\n"
-    slow += f"contest.Contest.run = slowed\nfrom scripts import evaluate\nevaluate.main({list(requested)})"
+    slow += f"contest.Contest.run = slowed\nfrom outrider.scripts import evaluate\nevaluate.main({list(requested)})"
     script = [sys.executable, "-c", slow]
     for number, (end, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 75)), 1):
         with subprocess.Popen(script, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:

@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from heads.names import DraftSpec
-from scripts.reports import plots, tuning_plots
-from scripts.reports.wandb_log import flat
-from scripts.scoring import extras
-from scripts.scoring.contest import System
+from outrider.heads.names import DraftSpec
+from outrider.scripts.reports import plots, tuning_plots
+from outrider.scripts.reports.wandb_log import flat
+from outrider.scripts.scoring import extras
+from outrider.scripts.scoring.contest import System
 
 
 def test_learning_curves_come_from_the_run(tmp_path: Path) -> None:

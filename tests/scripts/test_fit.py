@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
-from conf.schema import compose
-from heads import HEADS, find_head, load_head, tuned
-from heads.checkpoint import write_card
-from scripts import fit as command
-from scripts.fitting import train, verdict
-from scripts.fitting.config import FitConfig
-from scripts.reports import fit_table
-from scripts.reports.table import change
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.heads import HEADS, find_head, load_head, tuned
+from outrider.heads.checkpoint import write_card
+from outrider.scripts import fit as command
+from outrider.scripts.fitting import train, verdict
+from outrider.scripts.fitting.config import FitConfig
+from outrider.scripts.reports import fit_table
+from outrider.scripts.reports.table import change
+from outrider.train.signals import Interrupted
 from tests.heads.test_warm import weights
 from tests.helpers.training import TINY, chats, run, tiny_target
-from train.signals import Interrupted
 
 KEYS = [
     "target=tiny",
@@ -402,9 +402,9 @@ def log_file(path: Path, rows: int = 60) -> Path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("steady")
 def test_logs_to_a_certified_and_exported_lora(start: Path, tmp_path: Path) -> None:
+    from outrider.train.config import EagleRun
+    from outrider.train.loop import fit
     from tests.heads.test_lora import EAGLE
-    from train.config import EagleRun
-    from train.loop import fit
 
     data, old = start.parent / "data.jsonl", tmp_path / "old"
     taps = ("target.layers=4", "head.taps=[1,2,3]")

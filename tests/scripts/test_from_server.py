@@ -20,21 +20,21 @@ from typing import Any
 
 import pytest
 
-from conf.errors import Interrupted, UserError
-from conf.jsonl import read_lines
-from conf.schema import compose
-from decode.models.load import TargetConfig
-from scripts.common.files import ROOT
-from scripts.synthesis import ledger
-from scripts.synthesis import server as openai_server
-from scripts.synthesis.questions import turns_of
-from scripts.synthesis.regenerate import Regenerator
-from scripts.synthesis.server import retry_after
-from scripts.synthesize import SynthesizeConfig, main, synthesize
+from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.jsonl import read_lines
+from outrider.conf.schema import compose
+from outrider.decode.models.load import TargetConfig
+from outrider.scripts.common.files import ROOT
+from outrider.scripts.synthesis import ledger
+from outrider.scripts.synthesis import server as openai_server
+from outrider.scripts.synthesis.questions import turns_of
+from outrider.scripts.synthesis.regenerate import Regenerator
+from outrider.scripts.synthesis.server import retry_after
+from outrider.scripts.synthesize import SynthesizeConfig, main, synthesize
+from outrider.train.texts.rows import ChatRow, raw_row
 from tests.helpers.commands import code_of
 from tests.helpers.faults import fork, wait
 from tests.helpers.unruly_server import FAULTS
-from train.texts.rows import ChatRow, raw_row
 
 KEY = "sk-very-secret-0123456789"
 
@@ -205,7 +205,7 @@ def test_killed_between_file_and_record(
         real(path, value)
 
     monkeypatch.setattr(ledger, "write_json", dying)
-    monkeypatch.setattr("scripts.synthesis.regenerate.COMMIT_SECONDS", 0.02)
+    monkeypatch.setattr("outrider.scripts.synthesis.regenerate.COMMIT_SECONDS", 0.02)
     with serving(tmp_path, delay=0.02) as url:
         with pytest.raises(OSError, match="No space"):
             synthesize(config(tmp_path, url))

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode.target import Target
-from heads import HEADS, save_head
-from heads.parallel.medusa import MedusaConfig, TargetLoraConfig
-from scripts.common.prompts import Prompt
-from scripts.scoring.parity import gates
-from scripts.scoring.systems import systems_of
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads import HEADS, save_head
+from outrider.heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from outrider.scripts.common.prompts import Prompt
+from outrider.scripts.scoring.parity import gates
+from outrider.scripts.scoring.systems import systems_of
 from tests.helpers.training import tiny_target
 
 PROMPTS = [Prompt("1", "chat", ["one two three"])]

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode.models.load import TargetConfig, load_target
-from heads import save_head
-from heads.interop import gguf_write
-from heads.interop.gguf_read import read_gguf
-from scripts.export import main
-from scripts.serving import gguf_export
-from scripts.serving.loaders import gguf as read
+from outrider.conf.errors import UserError
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.heads import save_head
+from outrider.heads.interop import gguf_write
+from outrider.heads.interop.gguf_read import read_gguf
+from outrider.scripts.export import main
+from outrider.scripts.serving import gguf_export
+from outrider.scripts.serving.loaders import gguf as read
 from tests.helpers.interop import DEEP, deep_target, random_head
 
 FEW = ("max_new_tokens=4",)

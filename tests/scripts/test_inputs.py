@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from scripts import certify, chat, evaluate, export, synthesize, tune
-from scripts.common import files
-from scripts.common.prompts import Prompt
-from scripts.lab import prove
-from scripts.proofs.controls import certificates as certificate_controls
-from scripts.scoring import contest
-from scripts.scoring.assisted import assistants
-from scripts.scoring.contest import ContestSettings, System, request_id, run_contest
-from scripts.scoring.reference import hf_generate
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.scripts import certify, chat, evaluate, export, synthesize, tune
+from outrider.scripts.common import files
+from outrider.scripts.common.prompts import Prompt
+from outrider.scripts.lab import prove
+from outrider.scripts.proofs.controls import certificates as certificate_controls
+from outrider.scripts.scoring import contest
+from outrider.scripts.scoring.assisted import assistants
+from outrider.scripts.scoring.contest import ContestSettings, System, request_id, run_contest
+from outrider.scripts.scoring.reference import hf_generate
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
 from tests.helpers.training import TINY
@@ -242,7 +242,7 @@ def test_a_file_at_home_is_found(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_export_names_the_line_too(tmp_path: Path, capsys: Any) -> None:
-    from heads import save_head
+    from outrider.heads import save_head
     from tests.helpers.interop import DEEP, deep_target, random_head
 
     target = deep_target()

@@ -12,11 +12,11 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from decode.sampling import Sampling
-from scripts.lab.pages.reliability import record
-from scripts.proofs import pit, recorder
-from scripts.proofs.repeats import LONG, Repeats
-from scripts.proofs.sampled import Sample
+from outrider.decode.sampling import Sampling
+from outrider.scripts.lab.pages.reliability import record
+from outrider.scripts.proofs import pit, recorder
+from outrider.scripts.proofs.repeats import LONG, Repeats
+from outrider.scripts.proofs.sampled import Sample
 from tests.helpers import detection, liars
 
 FEW, MANY = 5_000, 20_000

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import Interrupted, UserError
-from scripts.common.memo import Memo
-from scripts.common.pipeline import Command, Pipeline
+from outrider.conf.errors import Interrupted, UserError
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.pipeline import Command, Pipeline
 
 
 def stop(*_: object) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.proofs.controls.catalogue import Control, controls
+from outrider.scripts.proofs.controls.catalogue import Control, controls
 
 ALL = controls()
 LAYERS = {"enumeration", "engine enumeration", "scripted uniforms", "acceptance floor"}

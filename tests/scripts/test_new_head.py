@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from conf import packages
-from conf.schema import compose
-from heads import head_class, load_head, save_head
-from scripts import cli
+from outrider.conf import packages
+from outrider.conf.schema import compose
+from outrider.heads import head_class, load_head, save_head
+from outrider.scripts import cli
+from outrider.train.config import HeadRun, MedusaRun, entry_of
 from tests.helpers.packages import CODE, KEYS, blocks, installed, point, write
 from tests.helpers.training import TINY, chats, tiny_target
-from train.config import HeadRun, MedusaRun, entry_of
 
 PACKAGE = "outrider-turn 0.1"
 MARK = "raise RuntimeError('imported')\n"
@@ -51,10 +51,14 @@ def turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_it_trains_resumes_is_scored_and_is_refused_by_engines(
     turn: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command("train.head", keys(turn, "head.heads=3", "steps=2", "eval.every=0")) == 0
-    assert command("train.head", keys(turn, "head.heads=3", "head.lean=0.25")) == 2
+    assert (
+        command("outrider.train.head", keys(turn, "head.heads=3", "steps=2", "eval.every=0")) == 0
+    )
+    assert command("outrider.train.head", keys(turn, "head.heads=3", "head.lean=0.25")) == 2
     assert "head.lean" in capsys.readouterr().err, "what is learned may not change"
-    assert command("train.head", keys(turn, "head.heads=3")) == 0, "the parity gate holds too"
+    assert command("outrider.train.head", keys(turn, "head.heads=3")) == 0, (
+        "the parity gate holds too"
+    )
     said = " ".join(capsys.readouterr().err.split())
     assert "resuming" in said and "no engine: no format has its layout" in said, said
     target = tiny_target()
@@ -66,14 +70,14 @@ def test_it_trains_resumes_is_scored_and_is_refused_by_engines(
     prompts.write_text("".join(json.dumps({"prompt": f"the rider {i}"}) + "\n" for i in range(3)))
     report = [f"drafters=[none,{turn}/run@chain,{turn}/run@tree]", f"out={turn / 'report'}"]
     requested = [f"prompts={prompts}", "max_new_tokens=8", "device=cpu"]
-    assert command("scripts.evaluate", [*tiny, *report, *requested]) == 0
+    assert command("outrider.scripts.evaluate", [*tiny, *report, *requested]) == 0
     rows = json.loads((turn / "report/report.json").read_text())
     assert str(turn / "run@tree").rpartition("/")[2] in json.dumps(rows)
 
     capsys.readouterr()
     for form, why in (("vllm", "no engine knows turn heads"), ("gguf", "llama.cpp has no turn")):
         words = [*tiny[:-1], f"drafter={turn}/run", f"format={form}", f"out={turn / form}"]
-        assert command("scripts.export", words) == 2
+        assert command("outrider.scripts.export", words) == 2
         message = capsys.readouterr().err
         assert (
             why in message and len(message.strip().splitlines()) == 1 and not (turn / form).exists()
@@ -82,8 +86,8 @@ def test_it_trains_resumes_is_scored_and_is_refused_by_engines(
 
 MEDUSA = """
 from dataclasses import dataclass
-from heads.losses import LossWeights
-from heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.heads.losses import LossWeights
+from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
 
 @dataclass(frozen=True)
 class TurnConfig(MedusaConfig):
@@ -128,7 +132,9 @@ def test_one_that_an_engine_runs_as_a_kind_of_ours_is_exported(
         save_head(head, tmp_path / "head", target.identity)
         tiny = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items()), "device=cpu"]
         where = [f"drafter={tmp_path / 'head'}", f"out={tmp_path / 'out'}", "format=vllm"]
-        code = command("scripts.export", [*tiny, *where, "num_prompts=2", "max_new_tokens=4"])
+        code = command(
+            "outrider.scripts.export", [*tiny, *where, "num_prompts=2", "max_new_tokens=4"]
+        )
         said = capsys.readouterr()
         assert message in said.out + said.err and code == (2 if odd else 0), said
         assert (tmp_path / "out").exists() == (not odd)
@@ -141,19 +147,19 @@ def test_every_command_finds_it_and_says_its_keys(
     assert cli.options("head")["turn"] == about and "turn" in listed(capsys, "ls", "heads")
     assert cli.trainer("turn") == (cli.trainers()["head"], ["head=turn"])
     assert "outrider_turn" not in sys.modules, "whoever lists it does not import it"
-    assert command("train.head", ["--help"]) == 0
+    assert command("outrider.train.head", ["--help"]) == 0
     assert "turn" in capsys.readouterr().out and "outrider_turn" not in sys.modules
-    assert command("train.head", ["head=turn", "--help"]) == 0
+    assert command("outrider.train.head", ["head=turn", "--help"]) == 0
     said = capsys.readouterr().out
     assert "head.lean=0.0  share of the feature that a fresh head leaves out" in said
     assert "\n  head.draft_vocab=60" in said and "\n  epochs=" in said
-    assert command("train.head", ["head=turn", "steps=1", "--cfg", "job"]) == 0
+    assert command("outrider.train.head", ["head=turn", "steps=1", "--cfg", "job"]) == 0
     assert "kind: turn" in capsys.readouterr().out
     requested = keys(turn, "head.leen=1", "optim.lr=-1", "head.heads=0")
-    assert command("train.head", requested) == 2
+    assert command("outrider.train.head", requested) == 2
     said = capsys.readouterr().err
     assert "3 problems" in said and "head.leen: no such key; did you mean head.lean?" in said
-    assert command("train.medusa", keys(turn)) == 2
+    assert command("outrider.train.medusa", keys(turn)) == 2
     assert "head=turn: another command takes this one" in capsys.readouterr().err
 
 
@@ -225,11 +231,11 @@ def test_a_package_that_is_no_good_costs_a_line(
 ) -> None:
     files, points, message = BROKEN[how]
     with installed(tmp_path / "site", monkeypatch, files, points):
-        assert command("train.head", keys(tmp_path)) == 2
+        assert command("outrider.train.head", keys(tmp_path)) == 2
         said = capsys.readouterr()
         assert said.err.startswith(message) and len(said.err.strip().splitlines()) == 1, said.err
         assert "turn" in said.err and not (tmp_path / "run").exists()
-        assert command("train.head", ["--help"]) == 0, "and nobody else"
+        assert command("outrider.train.head", ["--help"]) == 0, "and nobody else"
         assert compose("medusa", MedusaRun, keys(tmp_path)[1:]).head.kind == "medusa"
         assert "medusa" in cli.options("head")
 
@@ -245,10 +251,10 @@ def test_nothing_that_a_package_calls_itself_reaches_the_terminal_unread(
     with installed(tmp_path / "site", monkeypatch, files, f"{odd} = outrider_turn:Turn\n{point()}"):
         assert [one.kind for one in packages.packaged()] == ["turn"]
         assert "turn" in listed(capsys, "ls", "heads")
-        assert command("train.head", keys(tmp_path)) == 2
+        assert command("outrider.train.head", keys(tmp_path)) == 2
         said = capsys.readouterr()
         assert "cannot be imported (OSError: " in said.err and "\x1b" not in said.err + said.out
-        assert command("train.head", ["head=", *keys(tmp_path)[1:]]) == 2
+        assert command("outrider.train.head", ["head=", *keys(tmp_path)[1:]]) == 2
         assert "\x1b" not in capsys.readouterr().err
 
 
@@ -257,7 +263,7 @@ def test_two_packages_with_one_kind_are_refused(
 ) -> None:
     write(tmp_path / "site", name="outrider-turn-two")
     with installed(tmp_path / "site", monkeypatch):
-        assert command("train.head", keys(tmp_path)) == 2
+        assert command("outrider.train.head", keys(tmp_path)) == 2
         message = f"head=turn: packages {PACKAGE} and outrider-turn-two 0.1 both bring it"
         assert message in capsys.readouterr().err
         assert len(packages.packaged()) == 2

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
-from decode.engine import Request
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts import evaluate
-from scripts.scoring import candidates, names
-from scripts.scoring.served import ServedSystem, risen
-from scripts.serving.asking import (
+from outrider.conf.errors import UserError
+from outrider.decode.engine import Request
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts import evaluate
+from outrider.scripts.scoring import candidates, names
+from outrider.scripts.scoring.served import ServedSystem, risen
+from outrider.scripts.serving.asking import (
     LLAMACPP,
     OTHER,
     VLLM,
@@ -28,7 +28,7 @@ from scripts.serving.asking import (
     _read_llamacpp,
     read_counters,
 )
-from scripts.synthesis.server import Again
+from outrider.scripts.synthesis.server import Again
 from tests.helpers.odd_server import llamacpp, odd, vllm
 
 SHAPE = {"layers": 2, "hidden": 32, "vocab": 260}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import UserError
-from scripts.common.extra import extra
+from outrider.conf.errors import UserError
+from outrider.scripts.common.extra import extra
 
 
 def test_a_part_that_is_there_is_imported() -> None:
@@ -25,10 +25,10 @@ def test_a_part_that_is_missing_is_named_with_the_key() -> None:
 def test_a_broken_import_within_a_part_keeps_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import scripts.extra
+    import outrider.scripts.extra
 
     (tmp_path / "broken.py").write_text("import no_such_library\n")
-    monkeypatch.setattr(scripts.extra, "__path__", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "scripts.extra.broken", raising=False)
+    monkeypatch.setattr(outrider.scripts.extra, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "outrider.scripts.extra.broken", raising=False)
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         extra("broken", "x")

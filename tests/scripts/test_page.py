@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from decode.models.load import TargetConfig, load_target
-from scripts.serve_http import app
-from scripts.serve_http.worker import WorkerLimits
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.scripts.serve_http import app
+from outrider.scripts.serve_http.worker import WorkerLimits
 from tests.helpers.own_server import Running, serving
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -104,7 +104,14 @@ def test_both_columns_end_with_the_same_tokens(running: Running, browser: Any) -
 
 def test_the_readmes_picture(running: Running, browser: Any, tmp_path: Path) -> None:
     out = tmp_path / "docs" / "page.png"
-    command = [sys.executable, "-m", "scripts.lab.pages.picture", running.url, str(out), "abc abc"]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.scripts.lab.pages.picture",
+        running.url,
+        str(out),
+        "abc abc",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.startswith("✓ same tokens"), done.stderr
     assert out.read_bytes().startswith(b"\x89PNG")

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from scripts.common.meter import Meter
-from scripts.common.progress import Steps, clock
+from outrider.scripts.common.meter import Meter
+from outrider.scripts.common.progress import Steps, clock
 
 
 class Watch:

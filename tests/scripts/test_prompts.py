@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import UserError
-from decode.models.tiny import byte_tokenizer
-from scripts.common.files import sha256
-from scripts.common.prompts import DEMO, Prompt, chat_ids, load_prompts, user_header
+from outrider.conf.errors import UserError
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.scripts.common.files import sha256
+from outrider.scripts.common.prompts import DEMO, Prompt, chat_ids, load_prompts, user_header
 
 
 def test_all_forms(tmp_path) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from decode.drafters import DraftModel
-from decode.engine import Request, generate
-from decode.sampling import Sampling
-from decode.verify import verify
-from scripts.proofs.engine_distribution import toy_model
-from scripts.proofs.recorder import Recorder, astray
+from outrider.decode.drafters import DraftModel
+from outrider.decode.engine import Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.verify import verify
+from outrider.scripts.proofs.engine_distribution import toy_model
+from outrider.scripts.proofs.recorder import Recorder, astray
 
 REQUESTED = [
     Request([1, 2, 3], 12, id=7),

@@ -8,14 +8,14 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from decode.drafters import DraftModel, NGram, NoDraft
-from decode.engine import DecodedRun, Request, generate
-from decode.models import facts
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.proofs.greedy import GreedyReading, Plain, greedy_layer
-from scripts.scoring.assisted import Assisted
-from scripts.scoring.reference import hf_generate
+from outrider.decode.drafters import DraftModel, NGram, NoDraft
+from outrider.decode.engine import DecodedRun, Request, generate
+from outrider.decode.models import facts
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.proofs.greedy import GreedyReading, Plain, greedy_layer
+from outrider.scripts.scoring.assisted import Assisted
+from outrider.scripts.scoring.reference import hf_generate
 from tests.helpers.archs import VOCAB, build
 
 # What Qwen2.5-Instruct ships, and what else transformers would obey.

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
-from decode.models.tiny import byte_tokenizer
-from scripts.synthesis import from_server
-from scripts.synthesis import server as openai_server
-from scripts.synthesis.ledger import Ledger
-from scripts.synthesis.questions import Questions
-from scripts.synthesis.regenerate import AHEAD, Regenerator
-from scripts.synthesis.server import (
+from outrider.conf.errors import UserError
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.scripts.synthesis import from_server
+from outrider.scripts.synthesis import server as openai_server
+from outrider.scripts.synthesis.ledger import Ledger
+from outrider.scripts.synthesis.questions import Questions
+from outrider.scripts.synthesis.regenerate import AHEAD, Regenerator
+from outrider.scripts.synthesis.server import (
     Again,
     AnswerRefused,
     GivenUp,
@@ -30,7 +30,7 @@ from scripts.synthesis.server import (
     ServerAnswer,
     read_answer,
 )
-from scripts.synthesize import SynthesizeConfig
+from outrider.scripts.synthesize import SynthesizeConfig
 
 pause = asyncio.sleep  # the real one
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from jinja2 import UndefinedError
 
-from decode.engine import Cycle, Generation, Timing
-from decode.timing import PARTS
-from scripts.reports import page, plots, score_table
-from scripts.reports.rendering import render
-from scripts.scoring.breakdown import breakdown
-from scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
-from scripts.scoring.extras import batches, stops_paying
-from scripts.scoring.score import Scores, output_lines
+from outrider.decode.engine import Cycle, Generation, Timing
+from outrider.decode.timing import PARTS
+from outrider.scripts.reports import page, plots, score_table
+from outrider.scripts.reports.rendering import render
+from outrider.scripts.scoring.breakdown import breakdown
+from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
+from outrider.scripts.scoring.extras import batches, stops_paying
+from outrider.scripts.scoring.score import Scores, output_lines
 
 
 def system(name: str, nodes: int) -> System:

@@ -16,18 +16,18 @@ import openai
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode.drafters import NGram, NoDraft
-from decode.engine import Request, generate
-from decode.live import LiveBatch, LiveLimits
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts import serve
-from scripts.common.prompts import chat_ids
-from scripts.serve_http.requested import BadRequest, Service, wanted
-from scripts.serve_http.transcript import Transcript
-from scripts.serve_http.worker import WorkerLimits
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import NGram, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.live import LiveBatch, LiveLimits
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts import serve
+from outrider.scripts.common.prompts import chat_ids
+from outrider.scripts.serve_http.requested import BadRequest, Service, wanted
+from outrider.scripts.serve_http.transcript import Transcript
+from outrider.scripts.serve_http.worker import WorkerLimits
 from tests.helpers.own_server import MODEL, Running, quiet, serving
 
 DRAFTERS = ["ngram", "none"]
@@ -459,7 +459,7 @@ def test_a_drafter_that_fails_costs_a_request_its_draft_alone(target: Target) ->
 
 
 def test_metrics_speak_vllm(running: Running, client: openai.OpenAI) -> None:
-    from scripts.serving.asking import read_counters
+    from outrider.scripts.serving.asking import read_counters
 
     def page() -> str:
         return httpx.get(f"{running.url}/metrics").text
@@ -481,7 +481,7 @@ def test_metrics_speak_vllm(running: Running, client: openai.OpenAI) -> None:
 
 
 def test_a_transcript_never_shows_the_beginning_of_a_stop(target: Target) -> None:
-    from decode.live import Fresh
+    from outrider.decode.live import Fresh
 
     random.seed(3)
     for _ in range(300):
@@ -534,9 +534,9 @@ def test_a_taken_port_is_message(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_check_of_an_export_passes_against_it(running: Running, target: Target) -> None:
-    from scripts.serving import contract
-    from scripts.serving.asking import Address
-    from scripts.serving.contract_check import checked
+    from outrider.scripts.serving import contract
+    from outrider.scripts.serving.asking import Address
+    from outrider.scripts.serving.contract_check import checked
 
     prompts = [
         chat_ids(target.tokenizer, [{"role": "user", "content": f"{w} " * 4}])

@@ -25,13 +25,13 @@ import httpx
 import psutil
 import pytest
 
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.common.files import ROOT
-from scripts.serve_http import connections
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.common.files import ROOT
+from outrider.scripts.serve_http import connections
 from tests.helpers.own_server import MODEL, Running, quiet, serving
 
 KEY = "secret"

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
-from decode.drafters import DraftModel, NGram, NoDraft
-from decode.engine import Request, generate
-from decode.live import LiveBatch, LiveLimits
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.serve_http import worker as module
-from scripts.serve_http.transcript import Transcript
-from scripts.serve_http.worker import (
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import DraftModel, NGram, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.live import LiveBatch, LiveLimits
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.serve_http import worker as module
+from outrider.scripts.serve_http.transcript import Transcript
+from outrider.scripts.serve_http.worker import (
     CompletionRequest,
     Ended,
     Event,

@@ -20,14 +20,14 @@ import httpx
 import psutil
 import pytest
 
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts import certify
-from scripts.common.files import ROOT
-from scripts.serve_http.worker import WorkerLimits
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts import certify
+from outrider.scripts.common.files import ROOT
+from outrider.scripts.serve_http.worker import WorkerLimits
 from tests.helpers.own_server import MODEL, Running, quiet, serving
 
 REQUESTS, CANCELLED, AT_A_TIME = 1000, 0.3, 24

@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conf.schema import compose
-from decode.models.tiny import byte_tokenizer
-from decode.target import Target
-from heads import HEADS, save_head
-from heads.base import Head
-from heads.interop import UNSERVED, Facts, find_layout, served
-from scripts.common import files
-from scripts.extra.cluster.models import Model, model_of
-from scripts.serving import draft, gguf_export
-from scripts.serving.check import check_export
+from outrider.conf.schema import compose
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.decode.target import Target
+from outrider.heads import HEADS, save_head
+from outrider.heads.base import Head
+from outrider.heads.interop import UNSERVED, Facts, find_layout, served
+from outrider.scripts.common import files
+from outrider.scripts.extra.cluster.models import Model, model_of
+from outrider.scripts.serving import draft, gguf_export
+from outrider.scripts.serving.check import check_export
 from tests.helpers.interop import random_head
 from tests.train.test_recipes import RECIPES, RUNS
 
@@ -151,7 +151,7 @@ def test_embeddings_are_those_that_engines_hand_over(
 
 
 def compose_target(name: str) -> Any:
-    from decode.models.load import TargetConfig
+    from outrider.decode.models.load import TargetConfig
 
     return TargetConfig(kind="hub", name=name)
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import UserError
-from decode.engine import Request
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts import evaluate
-from scripts.scoring import names
-from scripts.scoring.served import ServedSystem, accepted, cycles_of
-from scripts.serving.asking import Reply
+from outrider.conf.errors import UserError
+from outrider.decode.engine import Request
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts import evaluate
+from outrider.scripts.scoring import names
+from outrider.scripts.scoring.served import ServedSystem, accepted, cycles_of
+from outrider.scripts.serving.asking import Reply
 from tests.helpers.speculating_server import serving
 
 SHAPE = {"layers": 2, "hidden": 32, "vocab": 260}

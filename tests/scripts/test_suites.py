@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
-from scripts import cli, evaluate
-from scripts.scoring.suites import SuiteConfig, load_suite, notes, suites
+from outrider.conf.errors import UserError
+from outrider.scripts import cli, evaluate
+from outrider.scripts.scoring.suites import SuiteConfig, load_suite, notes, suites
 from tests.helpers.commands import code_of
 
 # A row or two in the form of each published set.

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import Interrupted, UserError
-from conf.jsonl import records
-from conf.schema import compose
-from decode.models.load import TargetConfig, load_target
-from decode.sampling import Sampling
-from scripts.common.files import sole_writer
-from scripts.synthesis import ledger
-from scripts.synthesis import write as synthesis
-from scripts.synthesis.ledger import Ledger, differences
-from scripts.synthesis.write import BlockWriter, clean_question, fingerprint, junk
-from scripts.synthesize import SynthesizeConfig, synthesize
+from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.jsonl import records
+from outrider.conf.schema import compose
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
+from outrider.scripts.common.files import sole_writer
+from outrider.scripts.synthesis import ledger
+from outrider.scripts.synthesis import write as synthesis
+from outrider.scripts.synthesis.ledger import Ledger, differences
+from outrider.scripts.synthesis.write import BlockWriter, clean_question, fingerprint, junk
+from outrider.scripts.synthesize import SynthesizeConfig, synthesize
 from tests.helpers import faults
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -329,7 +329,7 @@ def test_differences_are_named_by_path() -> None:
 
 
 def test_a_made_up_domain_is_requested(tmp_path: Path) -> None:
-    from scripts.synthesis import domains
+    from outrider.scripts.synthesis import domains
 
     assert set(domains.domains()) == {"recipes", "sql", "letters", "unit_tests"}
     for name in domains.domains():
@@ -342,7 +342,7 @@ def test_a_made_up_domain_is_requested(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_domain_say_so_and_no_more_are_requested_than_there_are(tmp_path: Path) -> None:
-    from scripts.synthesis import domains
+    from outrider.scripts.synthesis import domains
 
     made = config(tmp_path / "sql.jsonl", domain="sql", num_conversations=4, batch=3)
     synthesize(made)

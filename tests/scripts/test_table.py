@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from scripts.reports.rendering import render
-from scripts.reports.table import Table, change, interval, number, percent
+from outrider.scripts.reports.rendering import render
+from outrider.scripts.reports.table import Table, change, interval, number, percent
 
 ROWS = [["a [bold]", "1.40 [1.32, 1.50]", "x"], ["b", "2.00", "longer"]]
 TABLE = Table(

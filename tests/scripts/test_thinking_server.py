@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
-from conf.schema import compose
-from decode.models.tiny import byte_tokenizer
-from scripts.synthesis import from_server
-from scripts.synthesis.regenerate import SURE
-from scripts.synthesis.server import AnswerRefused, read_answer
-from scripts.synthesize import SynthesizeConfig, synthesize
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.scripts.synthesis import from_server
+from outrider.scripts.synthesis.regenerate import SURE
+from outrider.scripts.synthesis.server import AnswerRefused, read_answer
+from outrider.scripts.synthesize import SynthesizeConfig, synthesize
+from outrider.train.texts.rows import BadRow, RowReading, encode, interpret
 from tests.scripts.test_from_server import config, one_context, serving
-from train.texts.rows import BadRow, RowReading, encode, interpret
 
 __all__ = ["one_context"]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from decode.sampling import Sampling
-from heads import load_head, save_head
-from heads.base import Batch
-from scripts.proofs.served import Lean, SampledAnswer
-from scripts.serving.drafter_distributions import drafter_distributions
+from outrider.decode.sampling import Sampling
+from outrider.heads import load_head, save_head
+from outrider.heads.base import Batch
+from outrider.scripts.proofs.served import Lean, SampledAnswer
+from outrider.scripts.serving.drafter_distributions import drafter_distributions
 from tests.helpers.interop import deep_target, random_head
 
 R, V = 6000, 40

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from decode.price import Price
-from decode.target import Target
-from heads import HEADS, resolve_drafter, save_head
-from heads.eagle.config import EagleConfig
-from heads.parallel.medusa import MedusaConfig
-from heads.tuned import DECODE
-from scripts import tune
-from scripts.reports import tuning_plots
-from scripts.tuning import cost
+from outrider.decode.price import Price
+from outrider.decode.target import Target
+from outrider.heads import HEADS, resolve_drafter, save_head
+from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.parallel.medusa import MedusaConfig
+from outrider.heads.tuned import DECODE
+from outrider.scripts import tune
+from outrider.scripts.reports import tuning_plots
+from outrider.scripts.tuning import cost
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
 from tests.helpers.training import TINY, tiny_target

@@ -33,8 +33,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.commit import commit
-from scripts.common.files import ROOT
+from outrider.conf.commit import commit
+from outrider.scripts.common.files import ROOT
 from tests.slow import plugin
 from tests.slow.closure import Closures
 from tests.slow.record import Record, Rows, is_changed, seconds

@@ -1,7 +1,7 @@
 """The own files that a test depends on, read from syntax trees, and one hash of them all.
 
 Counted are imports, inside functions and for typing alone too, and what a file names as text: a
-module (`-m scripts.score`, "scripts.lab.bench:main"), a file (ROOT / "train" / "eagle.py") and the
+module (`-m outrider.scripts.score`, "scripts.lab.bench:main"), a file (ROOT / "train" / "eagle.py") and the
 imports in a program given as text. Files that are no Python count where a file of tests names
 them, the YAML of conf for whoever imports conf, the network guard, `conftest.py` and the pinned
 versions for all. Not seen is what is looked up at run time, as `outrider` finds its verbs.
@@ -72,7 +72,7 @@ class Closures:
         """The files that importing a.b.c runs; those of others, and what a module defines, are
         none."""
         place = self.root
-        for part in name.split("."):
+        for part in name.removeprefix("outrider.").split("."):
             place = place / part
             file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
             if file.is_file():

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from conf.disk import write_text
+from outrider.conf.disk import write_text
 
 Rows = dict[str, dict[str, Any]]
 UNKNOWN = 30.0  # seconds that a test is taken for before it has run

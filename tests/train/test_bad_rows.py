@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import Interrupted, UserError, first_line
-from heads import HEADS
-from heads.base import Batch, LossOut
-from scripts.lab.pages.reliability import record
+from outrider.conf.errors import Interrupted, UserError, first_line
+from outrider.heads import HEADS
+from outrider.heads.base import Batch, LossOut
+from outrider.scripts.lab.pages.reliability import record
+from outrider.train import loop
+from outrider.train import state as disk
+from outrider.train.config import DataConfig
+from outrider.train.loop import fit
+from outrider.train.texts.batches import BatchPlan, load_rows
 from tests.helpers.faults import digest, finish
 from tests.helpers.training import chats, run_config, sigterm_at_update
-from train import loop
-from train import state as disk
-from train.config import DataConfig
-from train.loop import fit
-from train.texts.batches import BatchPlan, load_rows
 
 BAD = 5  # a row of the data
 ODD = 1  # the step at which rows are bad by their place
@@ -231,7 +231,7 @@ def test_rows_can_be_skipped_on_resume(
 
 
 def test_a_plan_without_some_lines_never_takes_them(data: Path) -> None:
-    from decode.models.tiny import byte_tokenizer
+    from outrider.decode.models.tiny import byte_tokenizer
 
     cfg = DataConfig(path=str(data), held_out=0.0, cache=False)
     rows = load_rows(cfg, byte_tokenizer(), {2}, 260, 1024)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from heads import HEADS
+from outrider.heads import HEADS
+from outrider.train import clock
+from outrider.train.clock import PARTS, Clock, exchange_seconds, shares
+from outrider.train.loop import fit
+from outrider.train.measure import memory
 from tests.helpers.training import chats, run_config
-from train import clock
-from train.clock import PARTS, Clock, exchange_seconds, shares
-from train.loop import fit
-from train.measure import memory
 
 
 class Ticks:

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from conf.errors import Interrupted
-from heads import HEADS
+from outrider.conf.errors import Interrupted
+from outrider.heads import HEADS
+from outrider.train import curve
+from outrider.train.loop import fit
 from tests.helpers.training import chats, run_config, sigterm_at_update
-from train import curve
-from train.loop import fit
 
 MORE = ("eval.every=3", "eval.prompts=2", "eval.max_new_tokens=6", "log_every=1")
 
@@ -32,7 +32,7 @@ def test_counts_and_curve_survive_a_resume(tmp_path: Path, monkeypatch: pytest.M
         "perf_counter": count().__next__,
         "process_time": count(0, 2).__next__,
     }  # a second a look, two of the CPU
-    monkeypatch.setattr("train.loop.time", SimpleNamespace(**clocks))
+    monkeypatch.setattr("outrider.train.loop.time", SimpleNamespace(**clocks))
     fit(run_config(data, tmp_path / "whole", *MORE), HEADS["medusa"])
     sigterm_at_update(monkeypatch, 4)
     with pytest.raises(Interrupted):
@@ -57,12 +57,12 @@ def test_best_is_kept_over_a_resume_and_follows_decoding(
     """best/ is the checkpoint of the longest accepted length, not the last and not the one of
     the lowest loss.
     """
-    from heads.checkpoint import read_card
+    from outrider.heads.checkpoint import read_card
 
     data, message = chats(tmp_path / "d.jsonl"), iter([1.5, 1.2, 1.1])
     wanted = {"shape": "chain", "low": None, "high": None, "cycles": 3}
     monkeypatch.setattr(
-        "train.evaluation.decoded_acceptance",
+        "outrider.train.evaluation.decoded_acceptance",
         lambda *a: {**wanted, "accepted_length": next(message)},
     )
     out, small = tmp_path / "run", ("eval.every=2", "save_every=2")

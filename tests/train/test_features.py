@@ -18,23 +18,23 @@ from typing import Any
 import pytest
 import torch
 
-from conf import disk
-from conf.errors import UserError
-from conf.schema import compose
-from decode.target import Target
-from heads import HEADS
-from heads.checkpoint import read_card
-from heads.teacher import stored_distribution
+from outrider.conf import disk
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.decode.target import Target
+from outrider.heads import HEADS
+from outrider.heads.checkpoint import read_card
+from outrider.heads.teacher import stored_distribution
+from outrider.train import cache_features
+from outrider.train.cache_features import CacheConfig
+from outrider.train.config import EagleRun, TrainConfig
+from outrider.train.loop import fit
+from outrider.train.stored import features
+from outrider.train.stored import writer as feature_writer
+from outrider.train.stored.features import FeatureStore, Freed, Source
+from outrider.train.stored.writer import FeatureWriter
+from outrider.train.texts.batches import JoinedRows, load_rows
 from tests.helpers.training import TINY, chats, run_config, tiny_target
-from train import cache_features
-from train.cache_features import CacheConfig
-from train.config import EagleRun, TrainConfig
-from train.loop import fit
-from train.stored import features
-from train.stored import writer as feature_writer
-from train.stored.features import FeatureStore, Freed, Source
-from train.stored.writer import FeatureWriter
-from train.texts.batches import JoinedRows, load_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {**TINY, "layers": 4}

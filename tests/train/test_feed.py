@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conf.errors import UserError
+from outrider.conf.errors import UserError
+from outrider.train.feed import Feed
+from outrider.train.run import Run, room_of
 from tests.helpers.training import run, run_config, sigterm_at_update
-from train.feed import Feed
-from train.run import Run, room_of
 
 PLAN = [[[1, 2], [3]], [[4]], [[5], [6], [7, 8]]]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from outrider.train.launcher import SAME
 from tests.helpers.training import chats, overrides
-from train.launcher import SAME
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from train.launcher import SAME
 def test_every_script_says_what_it_trains_and_its_keys(
     name: str, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = importlib.import_module(f"train.{name}")
+    script = importlib.import_module(f"outrider.train.{name}")
     with pytest.raises(SystemExit) as end:
         script.main(["--help"])
     said = capsys.readouterr().out
@@ -35,7 +35,7 @@ def test_every_script_says_what_it_trains_and_its_keys(
 
 
 def test_a_script_trains(tmp_path: Path) -> None:
-    script = importlib.import_module("train.medusa")
+    script = importlib.import_module("outrider.train.medusa")
     data = chats(tmp_path / "data.jsonl")
     with pytest.raises(SystemExit) as end:
         script.main(overrides(data, tmp_path / "run", "steps=1"))

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
-from conf.schema import CONF
-from scripts.cli import trainers
+from outrider.conf.schema import CONF
+from outrider.scripts.cli import trainers
 from tests.helpers.training import TINY, chats
 
 ROOT = CONF.parent
@@ -266,7 +266,7 @@ def test_the_batch_script_requeues_after_a_saved_stop_alone(
 
 
 def test_the_batch_script_asks_for_signals_that_a_run_answers() -> None:
-    from train.signals import CODES
+    from outrider.train.signals import CODES
 
     header = dict(re.findall(r"^#SBATCH --(\S+?)(?:=(\S+))?$", BATCH.read_text(), re.M))
     name, _, seconds = header["signal"].partition("@")
@@ -289,7 +289,7 @@ def test_the_batch_script_asks_for_signals_that_a_run_answers() -> None:
 def test_a_restart_on_one_node_meets_in_a_store_of_its_own(
     count: str, shared: str, nodes: str, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from train import rendezvous
+    from outrider.train import rendezvous
 
     for name, value in (("RESTART_COUNT", count), ("USE_AGENT_STORE", shared)):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)

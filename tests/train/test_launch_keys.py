@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.errors import UserError
-from scripts.common.files import ROOT
+from outrider.conf.errors import UserError
+from outrider.scripts.common.files import ROOT
+from outrider.train import launch_keys
+from outrider.train.config import TrainConfig
+from outrider.train.launch_keys import REFUSED, check_settings, device_of
 from tests.helpers import faults
 from tests.helpers.training import chats, overrides, run, run_config
-from train import launch_keys
-from train.config import TrainConfig
-from train.launch_keys import REFUSED, check_settings, device_of
 
 
 @pytest.fixture

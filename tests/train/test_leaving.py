@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from conf.errors import Interrupted, UserError
+from outrider.conf.errors import Interrupted, UserError
+from outrider.train import signals
 from tests.helpers.faults import at_call, ranks, train, wait
 from tests.helpers.training import chats
-from train import signals
 
 
 @pytest.fixture(scope="module")

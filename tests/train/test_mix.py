@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import Interrupted, UserError
-from conf.schema import compose
-from conf.typed import faults
-from decode.models.tiny import byte_tokenizer
-from heads import HEADS
+from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.schema import compose
+from outrider.conf.typed import faults
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.heads import HEADS
+from outrider.train import resolve
+from outrider.train.config import DataConfig, MedusaRun
+from outrider.train.loop import fit
+from outrider.train.schedule import usual_rate
+from outrider.train.texts import batches
+from outrider.train.texts.batches import BatchPlan, JoinedRows, joined, load_rows
+from outrider.train.texts.mix import Joined, drawn, shares
+from outrider.train.texts.tokens import TokenWriter
 from tests.helpers.training import chats, overrides, run, run_config, sigterm_at_update
-from train import resolve
-from train.config import DataConfig, MedusaRun
-from train.loop import fit
-from train.schedule import usual_rate
-from train.texts import batches
-from train.texts.batches import BatchPlan, JoinedRows, joined, load_rows
-from train.texts.mix import Joined, drawn, shares
-from train.texts.tokens import TokenWriter
 
 EOS = (2,)
 

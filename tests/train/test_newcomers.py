@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode.models.tiny import byte_tokenizer
-from heads.checkpoint import read_card
+from outrider.conf.errors import UserError
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.heads.checkpoint import read_card
+from outrider.train.config import DataConfig
+from outrider.train.resolve import fitting
+from outrider.train.texts.batches import load_rows
 from tests.helpers.training import chats, run
-from train.config import DataConfig
-from train.resolve import fitting
-from train.texts.batches import load_rows
 
 CHAT = {
     "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a [{list}]"}]

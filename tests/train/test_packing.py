@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import UserError
-from decode.target import Target
-from heads import HEADS
-from heads.batch import Batch
-from heads.parallel.tune_keys import TargetLoraConfig
+from outrider.conf.errors import UserError
+from outrider.decode.target import Target
+from outrider.heads import HEADS
+from outrider.heads.batch import Batch
+from outrider.heads.parallel.tune_keys import TargetLoraConfig
+from outrider.train.stored.features import CachedTarget, Source
+from outrider.train.texts.batches import BatchPlan, load_rows
+from outrider.train.texts.sharing import Limits
 from tests.helpers.archs import build
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from tests.train.test_features import VARIANTS, head_for, written
 from tests.train.test_scale import losses
-from train.stored.features import CachedTarget, Source
-from train.texts.batches import BatchPlan, load_rows
-from train.texts.sharing import Limits
 
 SHAPE = {**TINY, "layers": 3}
 CHOSEN = [3, 11, 30, 46, 20, 8, 7]

@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from conf.schema import CONF, compose
-from decode.target import Target
-from heads import HEADS, parity
+from outrider.conf.schema import CONF, compose
+from outrider.decode.target import Target
+from outrider.heads import HEADS, parity
+from outrider.train.config import DraftRun, EagleRun, MedusaRun, TrainConfig
+from outrider.train.hydra_heads import HydraHeadsRun
+from outrider.train.validate import ValidateConfig, head_config
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import random_batch
-from train.config import DraftRun, EagleRun, MedusaRun, TrainConfig
-from train.hydra_heads import HydraHeadsRun
-from train.validate import ValidateConfig, head_config
 
 RECIPES = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
 RUNS: dict[str, tuple[str, type[TrainConfig]]] = {

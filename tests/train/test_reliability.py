@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from scripts.lab.pages.reliability import record
+from outrider.scripts.lab.pages.reliability import record
+from outrider.train import begin, curve, loop
+from outrider.train import state as disk
+from outrider.train.texts.batches import BatchPlan, load_rows
 from tests.helpers import faults
 from tests.helpers.faults import Marks, at_call, finish, launcher, outcome, ranks, train, wait
 from tests.helpers.training import chats, run_config, tiny_target
-from train import begin, curve, loop
-from train import state as disk
-from train.texts.batches import BatchPlan, load_rows
 
 SMALL = ("micro_batch=1", "log_every=3")
 TERM, KILL = signal.SIGTERM, signal.SIGKILL

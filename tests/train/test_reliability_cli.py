@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from heads import HEADS
-from scripts.lab.pages.reliability import record
+from outrider.heads import HEADS
+from outrider.scripts.lab.pages.reliability import record
+from outrider.train import state as disk
+from outrider.train.loop import fit
 from tests.helpers.faults import ROOT, finish, free_port, outcome
 from tests.helpers.training import chats, overrides, run_config
-from train import state as disk
-from train.loop import fit
 
 STEPS = 60
 SMALL = (f"steps={STEPS}", "save_every=1", "log_every=1", "micro_batch=1")

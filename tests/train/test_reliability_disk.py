@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from conf.errors import UserError
-from heads import checkpoint as heads_checkpoint
-from heads import load_head
-from scripts.lab.pages.reliability import record
+from outrider.conf.errors import UserError
+from outrider.heads import checkpoint as heads_checkpoint
+from outrider.heads import load_head
+from outrider.scripts.lab.pages.reliability import record
+from outrider.train import loop
+from outrider.train import state as disk
 from tests.helpers.faults import finish, fork, outcome, train, wait
 from tests.helpers.training import chats, tiny_target
 from tests.train.test_features import opened, written
-from train import loop
-from train import state as disk
 
 STEPS, FULL, SPACE = (
     16,

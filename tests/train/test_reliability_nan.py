@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from decode.target import Target
-from scripts.lab.pages.reliability import record
+from outrider.decode.target import Target
+from outrider.scripts.lab.pages.reliability import record
+from outrider.train import loop, sums
+from outrider.train import state as disk
+from outrider.train.stored import features
 from tests.helpers.faults import Shaky, at_call, digest, finish, train
 from tests.helpers.training import chats, run, run_config
 from tests.train.test_features import SHAPE, written
-from train import loop, sums
-from train import state as disk
-from train.stored import features
 
 STEPS, LOG, QUIET = 8, 5, 6  # an update that ends in a line of metrics, and one that does not
 SMALL = (

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from conf.schema import compose
-from heads import HEADS
+from outrider.conf.schema import compose
+from outrider.heads import HEADS
+from outrider.train.begin import first_head
+from outrider.train.config import ENTRIES, TrainConfig
+from outrider.train.resolve import resolve, whole
+from outrider.train.state import newest, read
 from tests.contract.cases import CASES
 from tests.helpers.training import TINY, chats, run_config, tiny_target
-from train.begin import first_head
-from train.config import ENTRIES, TrainConfig
-from train.resolve import resolve, whole
-from train.state import newest, read
 
 COUNTS = torch.arange(260) + 1
 
@@ -66,7 +66,7 @@ def test_a_whole_head_has_neither_start_nor_lora() -> None:
 
 
 def test_the_checkpoint_holds_what_was_resolved(tmp_path: Path) -> None:
-    from train.loop import fit
+    from outrider.train.loop import fit
 
     cfg = run_config(chats(tmp_path / "data.jsonl"), tmp_path / "run", "steps=0", "epochs=0.2")
     fit(cfg, HEADS["medusa"])

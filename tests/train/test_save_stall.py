@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.lab.pages.reliability import record
+from outrider.scripts.lab.pages.reliability import record
 from tests.helpers.chats import chats
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,19 +18,19 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import Interrupted, UserError
-from heads import HEADS
-from heads import checkpoint as heads_checkpoint
+from outrider.conf.errors import Interrupted, UserError
+from outrider.heads import HEADS
+from outrider.heads import checkpoint as heads_checkpoint
+from outrider.train import curve, loop, rendezvous, saving, signals
+from outrider.train import lock as locks
+from outrider.train import state as disk
+from outrider.train.facts import is_no_memory, no_memory
+from outrider.train.lock import Lock, locked
+from outrider.train.run import Run
+from outrider.train.signals import Stop
+from outrider.train.state import Snapshot
 from tests.helpers.faults import digest
 from tests.helpers.training import run, run_config
-from train import curve, loop, rendezvous, saving, signals
-from train import lock as locks
-from train import state as disk
-from train.facts import is_no_memory, no_memory
-from train.lock import Lock, locked
-from train.run import Run
-from train.signals import Stop
-from train.state import Snapshot
 
 
 def before_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
@@ -425,7 +425,7 @@ def test_an_echo_of_a_signal_is_no_second_wish(monkeypatch, capsys) -> None:
 def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
     data, tmp_path, monkeypatch
 ) -> None:
-    from train import accept
+    from outrider.train import accept
 
     monkeypatch.setattr(curve, "_png", lambda known: b"")  # a picture takes longer than the run
     short = ("eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
@@ -454,7 +454,7 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
 def test_an_evaluation_that_fails_costs_no_step(data, tmp_path, monkeypatch) -> None:
     """The step is on disk before it is evaluated; the resumed run makes the evaluation again
     and ends with the bits of a run in which nothing failed."""
-    from train import accept
+    from outrider.train import accept
 
     monkeypatch.setattr(curve, "_png", lambda known: b"")
     short = ("save_every=3", "eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
@@ -484,7 +484,7 @@ def test_an_evaluation_without_memory_is_message_and_the_run_goes_on(
     data, tmp_path, monkeypatch, capsys
 ) -> None:
     """Were it an error, a restarted run would meet it again at the same step, for ever."""
-    from train import accept
+    from outrider.train import accept
 
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -522,7 +522,7 @@ def test_passes_of_evaluation_and_gate_take_no_more_than_one_of_training(
 
 
 def test_a_tracker_knows_runs_by_folder_target_and_data(data, tmp_path) -> None:
-    from train.log import identity_of
+    from outrider.train.log import identity_of
 
     def name(out: str, **meaning: Any) -> str:
         cfg = run_config(data, tmp_path / out)

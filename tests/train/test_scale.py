@@ -14,16 +14,16 @@ import pytest
 import torch
 from accelerate import Accelerator, PartialState
 
-from conf.errors import UserError
-from conf.schema import compose
-from heads import HEADS
-from scripts.lab.pages.reliability import record
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.heads import HEADS
+from outrider.scripts.lab.pages.reliability import record
+from outrider.train import begin, cache_features, loop
+from outrider.train.block import BlockRun
+from outrider.train.config import EagleRun, MedusaRun
+from outrider.train.loop import fit
 from tests.helpers.faults import finish, ranks, wait
 from tests.helpers.training import TINY
-from train import begin, cache_features, loop
-from train.block import BlockRun
-from train.config import EagleRun, MedusaRun
-from train.loop import fit
 
 SHAPE = {**TINY, "layers": 4}
 STEPS, MANY = 4, 100

@@ -15,17 +15,17 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from conf.errors import UserError
-from conf.schema import compose
-from decode.models.load import TargetConfig, load_target
-from decode.models.shards import Shards, layer_stacks
-from decode.models.tiny import byte_tokenizer
-from heads import HEADS
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.models.shards import Shards, layer_stacks
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.heads import HEADS
+from outrider.train import accept, loop, sharding
+from outrider.train.config import DraftRun, MedusaRun
 from tests.helpers.archs import build
 from tests.helpers.faults import finish
 from tests.helpers.training import overrides
-from train import accept, loop, sharding
-from train.config import DraftRun, MedusaRun
 
 # Names of tensors as in the model; experts that the files keep apart; a fused projection;
 # transposed weights and buffers; sliding windows. Five rows of 16 make no two equal halves.

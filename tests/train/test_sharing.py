@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from heads.batch import Batch
+from outrider.heads.batch import Batch
+from outrider.train.texts import sharing
+from outrider.train.texts.batches import BatchPlan, JoinedRows, load_rows
+from outrider.train.texts.sharing import Limits, laid, shared
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from tests.train.test_features import VARIANTS, head_for
-from train.texts import sharing
-from train.texts.batches import BatchPlan, JoinedRows, load_rows
-from train.texts.sharing import Limits, laid, shared
 
 MEAN, SIGMA, MOST = 770, 0.9, 4096  # tokens of a conversation: log-normal, cut
 # Seconds of a position in the target and in step 0 of the head, of a real token in the head's

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
-from decode.models.tiny import CHATML, byte_tokenizer
-from train.config import DataConfig
-from train.texts.batches import load_rows
-from train.texts.rows import BadRow, ChatRow, Encoded, RowReading, encode, interpret
+from outrider.conf.errors import UserError
+from outrider.decode.models.tiny import CHATML, byte_tokenizer
+from outrider.train.config import DataConfig
+from outrider.train.texts.batches import load_rows
+from outrider.train.texts.rows import BadRow, ChatRow, Encoded, RowReading, encode, interpret
 
 EOS = frozenset({2})
 HEADER = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
@@ -321,7 +321,7 @@ def test_a_token_over_the_border_belongs_to_the_turn_with_a_space_alone(
 ) -> None:
     """As a sentencepiece token that begins with the space before an answer; a line break before
     it is the header's."""
-    from train.texts.rows import _inside
+    from outrider.train.texts.rows import _inside
 
     whole = f"user: q\nbot:{before}hello<e>"
     start = whole.index("hello")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
-from train.config import DataConfig
-from train.texts.batches import load_rows
-from train.texts.rows import BadRow, Encoded, RowReading, encode, interpret
+from outrider.decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
+from outrider.train.config import DataConfig
+from outrider.train.texts.batches import load_rows
+from outrider.train.texts.rows import BadRow, Encoded, RowReading, encode, interpret
 
 EOS = frozenset({2})
 START, END = "<|im_start|>", "<|im_end|>"

@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
-from conf.jsonl import read_lines
-from decode.models.identity import cache_root
-from decode.models.tiny import byte_tokenizer
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import read_lines
+from outrider.decode.models.identity import cache_root
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.train import waiting
+from outrider.train.config import DataConfig
+from outrider.train.texts import batches, tokenizing, tokens
+from outrider.train.texts.batches import JoinedRows, load_rows
+from outrider.train.texts.rows import RowReading
+from outrider.train.texts.tokenizing import Parts, Work, encoded
+from outrider.train.waiting import turn
 from tests.helpers.faults import fork, ranks, wait
 from tests.helpers.training import chats
-from train import waiting
-from train.config import DataConfig
-from train.texts import batches, tokenizing, tokens
-from train.texts.batches import JoinedRows, load_rows
-from train.texts.rows import RowReading
-from train.texts.tokenizing import Parts, Work, encoded
-from train.waiting import turn
 
 EOS = (2,)
 
@@ -108,7 +108,7 @@ def test_a_full_cache_is_neither_hashed_nor_counted_again(
     for module in (tokens, batches):
         monkeypatch.setattr(module, "sha256_of", never)
     monkeypatch.setattr(batches, "encoded", never)
-    monkeypatch.setattr("decode.models.identity.sha256_file", never)
+    monkeypatch.setattr("outrider.decode.models.identity.sha256_file", never)
     again = load(data)
     got = (again.sha256(), again.counts(260), again.supervised, again.max_id, again.turns)
     assert got[0] == want[0] and got[1].equal(want[1]) and got[2:] == want[2:]
@@ -205,7 +205,7 @@ def test_of_many_processes_one_reads_what_is_new_here(data: Path, tmp_path: Path
     log.write_text("")
 
     def action() -> None:
-        import decode.models.identity as identity
+        import outrider.decode.models.identity as identity
 
         def noted(module: Any, name: str) -> None:
             real = getattr(module, name)
@@ -236,10 +236,10 @@ def test_workers_end_with_their_parent(tmp_path: Path, data: Path) -> None:
     script.write_text(
         "import sys\n"
         "from pathlib import Path\n"
-        "from decode.models.tiny import byte_tokenizer\n"
-        "from train.texts import tokenizing\n"
-        "from conf.jsonl import read_lines\n"
-        "from train.texts.rows import RowReading\n"
+        "from outrider.decode.models.tiny import byte_tokenizer\n"
+        "from outrider.train.texts import tokenizing\n"
+        "from outrider.conf.jsonl import read_lines\n"
+        "from outrider.train.texts.rows import RowReading\n"
         "if __name__ == '__main__':\n"
         "    tokenizing.SECONDS, tokenizing.CHUNK = 0.0, 8\n"
         "    work = tokenizing.Work(sys.argv[1], byte_tokenizer(), Reading(512), 0.0)\n"
@@ -307,8 +307,8 @@ def test_many_chats_by_two_ranks_killed_in_the_middle(
     goes on where it was, and a third start finds everything done."""
     import subprocess
 
-    from scripts.common.files import ROOT
-    from scripts.lab.pages.reliability import record
+    from outrider.scripts.common.files import ROOT
+    from outrider.scripts.lab.pages.reliability import record
     from tests.helpers.training import overrides
 
     monkeypatch.undo()
@@ -406,11 +406,11 @@ class Counted:
 sha256, file_digest = hashlib.sha256, hashlib.file_digest
 from pathlib import Path
 from types import SimpleNamespace
-from decode.models.tiny import byte_tokenizer
-from train import facts
-from train.config import DataConfig
-from train.texts.batches import BatchPlan, load_rows
-from train.texts.sharing import Limits
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.train import facts
+from outrider.train.config import DataConfig
+from outrider.train.texts.batches import BatchPlan, load_rows
+from outrider.train.texts.sharing import Limits
 hashlib.sha256 = lambda data=b"", **_: Counted(sha256(), data)
 def digest(file, name):
     global bytes_hashed
@@ -443,8 +443,8 @@ def test_start_up_with_a_full_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     import numpy as np
     import torch
 
-    from scripts.common.files import ROOT
-    from scripts.lab.pages.reliability import record
+    from outrider.scripts.common.files import ROOT
+    from outrider.scripts.lab.pages.reliability import record
 
     monkeypatch.undo()
     cache = tmp_path / "cache"

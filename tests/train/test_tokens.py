@@ -15,14 +15,14 @@ import datasets
 import pytest
 from safetensors import safe_open
 
-from conf.errors import UserError
-from scripts.common.files import ROOT
-from scripts.lab.pages.reliability import record
+from outrider.conf.errors import UserError
+from outrider.scripts.common.files import ROOT
+from outrider.scripts.lab.pages.reliability import record
+from outrider.train.config import DataConfig
+from outrider.train.texts import tokens
+from outrider.train.texts.batches import BatchPlan
 from tests.helpers.training import WORDS, chats
 from tests.train.test_train_data import load
-from train.config import DataConfig
-from train.texts import tokens
-from train.texts.batches import BatchPlan
 
 
 def records(path: Path) -> list[dict]:
@@ -47,7 +47,7 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = chats(tmp_path / "d.jsonl", 50)
     want = load(path)
     folder = parquet(tmp_path / "data", records(path))
-    monkeypatch.setattr("train.texts.tokens.SPILL", 300)
+    monkeypatch.setattr("outrider.train.texts.tokens.SPILL", 300)
     streamed = load(folder, kind="hub", streaming=True, cache=True)
     assert streamed.sha256() == want.sha256() and streamed.where(3) == f"{folder}[train]:3"
     assert [
@@ -56,7 +56,7 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for t in [getattr(streamed, n)]
     ]
     for part in (1, 100, 1 << 20):
-        monkeypatch.setattr("train.texts.batches.PART", part)
+        monkeypatch.setattr("outrider.train.texts.batches.PART", part)
         train = want.loss & ~want.held.repeat_interleave(want.lengths)
         assert streamed.counts(260).equal(want.ids[train].long().bincount(minlength=260))
     steps = range(2 * BatchPlan(want, 4, 3, 7).per_epoch)
@@ -67,7 +67,7 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(saved) == 1, "nothing spilled is left behind"
     with safe_open(saved[0], "pt") as file:
         assert file.get_tensor("ids").equal(want.ids) and file.get_tensor("loss").equal(want.loss)
-    monkeypatch.setattr("train.texts.batches._tokenize", None)
+    monkeypatch.setattr("outrider.train.texts.batches._tokenize", None)
     assert load(folder, kind="hub", streaming=True, cache=True).sha256() == want.sha256()
     monkeypatch.undo()
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
@@ -226,10 +226,10 @@ def test_memory_stays_bounded_while_a_data_set_streams(tmp_path: Path) -> None:
 PROBE = """
 import json, sys, threading
 from pathlib import Path
-from decode.models.identity import cache_root
-from decode.models.tiny import byte_tokenizer
-from train.config import DataConfig
-from train.texts.batches import BatchPlan, load_rows
+from outrider.decode.models.identity import cache_root
+from outrider.decode.models.tiny import byte_tokenizer
+from outrider.train.config import DataConfig
+from outrider.train.texts.batches import BatchPlan, load_rows
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()

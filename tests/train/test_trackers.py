@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from conf.errors import UserError
+from outrider.conf.errors import UserError
+from outrider.train import trackers
+from outrider.train.trackers import check_installed
 from tests.helpers.training import chats, run, run_config
-from train import trackers
-from train.trackers import check_installed
 
 
 @pytest.fixture(scope="module")

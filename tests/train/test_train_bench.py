@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from conf.schema import compose
-from heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.conf.schema import compose
+from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.train import cache_features
+from outrider.train.bench import main, measure
+from outrider.train.measure.speed import draft_flops
+from outrider.train.validate import ValidateConfig
 from tests.heads.test_eagle import batch_of, target_of
 from tests.helpers.training import chats, overrides
-from train import cache_features
-from train.bench import main, measure
-from train.measure.speed import draft_flops
-from train.validate import ValidateConfig
 
 
 def keys(tmp_path: Path, kind: str, *more: str) -> list[str]:

@@ -13,19 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.errors import UserError
-from conf.jsonl import parse_line
-from decode.models.identity import sha256_file
-from decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
-from heads import HEADS
-from scripts.lab.pages.reliability import record
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import parse_line
+from outrider.decode.models.identity import sha256_file
+from outrider.decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
+from outrider.heads import HEADS
+from outrider.scripts.lab.pages.reliability import record
+from outrider.train.config import DataConfig
+from outrider.train.loop import fit
+from outrider.train.texts.batches import LEFT_OUT, BatchPlan, JoinedRows, load_rows
+from outrider.train.texts.rows import BadRow, ChatRow, RowReading, encode, interpret
+from outrider.train.texts.sharing import Limits
 from tests.helpers.malformed import FURTHER, THIRTY, Kind, good
 from tests.helpers.training import chats, run_config
-from train.config import DataConfig
-from train.loop import fit
-from train.texts.batches import LEFT_OUT, BatchPlan, JoinedRows, load_rows
-from train.texts.rows import BadRow, ChatRow, RowReading, encode, interpret
-from train.texts.sharing import Limits
 
 EOS = frozenset({2})
 # Drops the reasoning of earlier turns, as Qwen3's does: an earlier answer is not a prefix of

@@ -20,18 +20,18 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from conf.errors import Interrupted, UserError
-from heads import HEADS, load_head, resolve_drafter
-from heads.base import Head, HeadConfig
-from heads.batch import LossOut
-from heads.checkpoint import read_card
+from outrider.conf.errors import Interrupted, UserError
+from outrider.heads import HEADS, load_head, resolve_drafter
+from outrider.heads.base import Head, HeadConfig
+from outrider.heads.batch import LossOut
+from outrider.heads.checkpoint import read_card
+from outrider.train import saving
+from outrider.train import state as disk
+from outrider.train.lock import locked
+from outrider.train.loop import fit
+from outrider.train.medusa import main
 from tests.helpers.faults import finish
 from tests.helpers.training import overrides, run, run_config, sigterm_at_update, tiny_target
-from train import saving
-from train import state as disk
-from train.lock import locked
-from train.loop import fit
-from train.medusa import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -236,7 +236,7 @@ def test_nothing_is_updated_when_the_loss_is_not_finite(data, tmp_path, monkeypa
 
         monkeypatch.setattr(disk, "restore", poison)
     else:
-        from decode.target import Target
+        from outrider.decode.target import Target
 
         features = Target.features
         monkeypatch.setattr(Target, "features", lambda *a, **k: features(*a, **k) * float("inf"))
@@ -337,7 +337,7 @@ class Toy(Head):
         return LossOut(loss, on.sum(), {})
 
     def drafter(self, target, shape=None):
-        from decode.drafters import NoDraft
+        from outrider.decode.drafters import NoDraft
 
         return NoDraft()
 

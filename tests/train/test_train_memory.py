@@ -19,13 +19,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conf.jsonl import records
-from heads import HEADS
-from heads.losses import LossWeights
-from scripts.lab.pages.reliability import record
+from outrider.conf.jsonl import records
+from outrider.heads import HEADS
+from outrider.heads.losses import LossWeights
+from outrider.scripts.lab.pages.reliability import record
+from outrider.train.measure.memory import Peak, predict, widest
+from outrider.train.texts.batches import BatchPlan, load_rows
 from tests.helpers.training import chats, random_batch, run_config, tiny_target
-from train.measure.memory import Peak, predict, widest
-from train.texts.batches import BatchPlan, load_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK, VOCAB = 64, 1000
@@ -134,12 +134,12 @@ def test_the_widest_pass_is_found_and_the_parts_add_up(tmp_path: Path) -> None:
 
 PREDICT = """
 import sys, torch
-from conf.schema import compose
-from decode.models.load import load_target
-from heads import HEADS
-from train.measure import memory
-from train.texts.batches import BatchPlan, load_rows
-from train.validate import ValidateConfig, head_config
+from outrider.conf.schema import compose
+from outrider.decode.models.load import load_target
+from outrider.heads import HEADS
+from outrider.train.measure import memory
+from outrider.train.texts.batches import BatchPlan, load_rows
+from outrider.train.validate import ValidateConfig, head_config
 cfg = compose("validate", ValidateConfig, sys.argv[1:])
 target = load_target(cfg.target, cfg.dtype, cfg.device)
 rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
@@ -224,7 +224,7 @@ def test_what_activation_checkpointing_saves_is_predicted(tmp_path: Path) -> Non
 
 SHAPES_GO_BY = """
 import ctypes
-from train import launcher
+from outrider.train import launcher
 launcher.set_memory()
 import torch
 torch.set_num_threads(1)

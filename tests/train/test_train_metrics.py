@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from conf.errors import Interrupted, UserError
-from heads import HEADS
-from heads.parallel.medusa import MedusaConfig
+from outrider.conf.errors import Interrupted, UserError
+from outrider.heads import HEADS
+from outrider.heads.parallel.medusa import MedusaConfig
+from outrider.train.config import MOST_PROFILED, profile_problems
+from outrider.train.measure import speed
+from outrider.train.measure.profile import Window
+from outrider.train.measure.speed import Flops, peak_flops
 from tests.helpers.training import (
     chats,
     random_batch,
@@ -20,10 +24,6 @@ from tests.helpers.training import (
     sigterm_at_update,
     tiny_target,
 )
-from train.config import MOST_PROFILED, profile_problems
-from train.measure import speed
-from train.measure.profile import Window
-from train.measure.speed import Flops, peak_flops
 
 
 @pytest.fixture(scope="module")

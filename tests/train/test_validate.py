@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from heads import HEADS, vocab
-from heads.batch import Batch
-from heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
-from heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.heads import HEADS, vocab
+from outrider.heads.batch import Batch
+from outrider.heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
+from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.train import checks
+from outrider.train.validate import main
 from tests.helpers import faults
 from tests.helpers.training import TINY, chats, random_batch, tiny_target
-from train import checks
-from train.validate import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -88,7 +88,7 @@ def test_the_command_is_the_script(tmp_path: Path) -> None:
 def test_the_script_leaves_no_process_behind_that_ctrl_c_would_hit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from scripts import validate
+    from outrider.scripts import validate
 
     taken: list[list[str]] = []
     monkeypatch.setattr(validate.os, "execv", lambda _, argv: taken.append(argv))
@@ -162,7 +162,7 @@ def test_overfit_is_judged_by_the_engine(kind, good: bool) -> None:
 
 
 def test_masks_that_supervise_nothing_or_everything_are_caught() -> None:
-    from train.texts.batches import BatchPlan, JoinedRows
+    from outrider.train.texts.batches import BatchPlan, JoinedRows
 
     ids = torch.arange(3, 35, dtype=torch.int32)
     for fill in (False, True):

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import torch
 
-from decode.target import Target
-from heads.base import Head
-from train.texts.batches import BatchPlan, JoinedRows
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.train.texts.batches import BatchPlan, JoinedRows
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from conf.errors import first_line
+from outrider.conf.errors import first_line
 
 FOLDER = "profile"  # in the run folder
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from conf.errors import UserError, first_line
-from decode.target import Target
-from heads.base import Batch, Head
+from outrider.conf.errors import UserError, first_line
+from outrider.decode.target import Target
+from outrider.heads.base import Batch, Head
 
 # Dense bfloat16 matrix products with float32 sums, TFLOP/s, without sparsity, as the makers'
 # data sheets give them. The first name that is a part of the device's counts, so a variant

@@ -24,12 +24,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from conf.errors import UserError
-from decode.models.identity import sha256_remembered
-from decode.models.shards import layer_stacks
-from decode.target import Target
-from heads.base import Batch, Head
-from train.texts.batches import JoinedRows
+from outrider.conf.errors import UserError
+from outrider.decode.models.identity import sha256_remembered
+from outrider.decode.models.shards import layer_stacks
+from outrider.decode.target import Target
+from outrider.heads.base import Batch, Head
+from outrider.train.texts.batches import JoinedRows
 
 FORMAT = 1
 PLAN, MANIFEST = "plan.json", "manifest.json"

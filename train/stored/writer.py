@@ -20,15 +20,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from conf import disk
-from conf.errors import UserError
-from decode.models.identity import sha256_remembered
-from decode.models.load import torch_dtype
-from decode.target import Target
-from heads import head_class
-from train.stored import features
-from train.stored.features import MANIFEST, PLAN, Shard, card_sha256, identity_of
-from train.texts.batches import JoinedRows
+from outrider.conf import disk
+from outrider.conf.errors import UserError
+from outrider.decode.models.identity import sha256_remembered
+from outrider.decode.models.load import torch_dtype
+from outrider.decode.target import Target
+from outrider.heads import head_class
+from outrider.train.stored import features
+from outrider.train.stored.features import MANIFEST, PLAN, Shard, card_sha256, identity_of
+from outrider.train.texts.batches import JoinedRows
 
 
 def taps_of(cfg: Any, target: Target) -> tuple[int, ...]:

@@ -23,24 +23,24 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from conf import disk
-from conf.errors import UserError, first_line
-from conf.jsonl import read_lines
-from decode.models.identity import (
+from outrider.conf import disk
+from outrider.conf.errors import UserError, first_line
+from outrider.conf.jsonl import read_lines
+from outrider.decode.models.identity import (
     cache_root,
     sha256_known,
     sha256_remembered,
     sha256_template,
     sha256_tokenizer,
 )
-from heads.batch import Batch, hash_u63
-from train.config import DataConfig
-from train.texts.mix import File, Joined, drawn, shares
-from train.texts.rows import BadRow, ChatRow, RowReading, read_records, read_text
-from train.texts.sharing import Limits, laid, shared
-from train.texts.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded, processes
-from train.texts.tokens import HASHED, PART, RowCounter, TokenWriter, mapped, sha256_of
-from train.waiting import nothing, turn
+from outrider.heads.batch import Batch, hash_u63
+from outrider.train.config import DataConfig
+from outrider.train.texts.mix import File, Joined, drawn, shares
+from outrider.train.texts.rows import BadRow, ChatRow, RowReading, read_records, read_text
+from outrider.train.texts.sharing import Limits, laid, shared
+from outrider.train.texts.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded, processes
+from outrider.train.texts.tokens import HASHED, PART, RowCounter, TokenWriter, mapped, sha256_of
+from outrider.train.waiting import nothing, turn
 
 VERSION = 3  # of the token cache: raise it when rows are encoded differently
 LEFT_OUT = (

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conf.errors import UserError, first_line
-from conf.jsonl import inner, parse_line
-from train.texts.answers import ServedTemplate, Unshown, check, cut_inside, served
-from train.texts.reasoning import pieces
-from train.texts.spans import (
+from outrider.conf.errors import UserError, first_line
+from outrider.conf.jsonl import inner, parse_line
+from outrider.train.texts.answers import ServedTemplate, Unshown, check, cut_inside, served
+from outrider.train.texts.reasoning import pieces
+from outrider.train.texts.spans import (
     REASONING,
     Message,
     Span,

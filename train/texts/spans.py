@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from conf.jsonl import inner
+from outrider.conf.jsonl import inner
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names that templates know
 KNOWN_BY_SOME = ("developer", "tool")  # roles that a template may pass over

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.texts.rows import BadRow, ChatRow, RowReading, encode, raw_row
-from train.texts.tokens import TokenWriter, mapped
+from outrider.train.texts.rows import BadRow, ChatRow, RowReading, encode, raw_row
+from outrider.train.texts.tokens import TokenWriter, mapped
 
 CHUNK, LETTERS = 2048, 1 << 19  # rows and letters of a part, about
 SECONDS = 5.0  # of work after which further processes are worth their start

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf import disk
+from outrider.conf import disk
 
 SPILL = 1 << 21  # tokens held in memory before they go to disk
 # In the file the widest types come first, so that each tensor starts at a multiple of its own

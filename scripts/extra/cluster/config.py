@@ -7,8 +7,8 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from conf.rules import AboveZero, BelowOne, NotEmpty, NotNegative, OneOrMore, ZeroOrMore
-from train.config import ValidateConfig
+from outrider.conf.rules import AboveZero, BelowOne, NotEmpty, NotNegative, OneOrMore, ZeroOrMore
+from outrider.train.config import ValidateConfig
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from conf.errors import UserError, first_line
-from decode.models.load import torch_dtype
-from decode.probe import layer_stack
-from decode.target import Target
-from heads import head_class, losses
-from heads.base import Batch, Head
-from heads.batch import moved
-from scripts.extra.cluster.lengths import blank
-from scripts.extra.cluster.models import Model
-from scripts.extra.cluster.phantom import Phantom, phantom
-from train.resolve import DRAFT_VOCAB
+from outrider.conf.errors import UserError, first_line
+from outrider.decode.models.load import torch_dtype
+from outrider.decode.probe import layer_stack
+from outrider.decode.target import Target
+from outrider.heads import head_class, losses
+from outrider.heads.base import Batch, Head
+from outrider.heads.batch import moved
+from outrider.scripts.extra.cluster.lengths import blank
+from outrider.scripts.extra.cluster.models import Model
+from outrider.scripts.extra.cluster.phantom import Phantom, phantom
+from outrider.train.resolve import DRAFT_VOCAB
 
 MOST_TOKENS = 1 << 20  # of a pass
 RUN = 3  # pieces of a loss that are run

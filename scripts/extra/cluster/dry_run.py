@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from conf.commit import commit
-from conf.schema import entry
-from scripts.common import files
-from scripts.extra.cluster.config import DryRunConfig
-from scripts.extra.cluster.plan import plan
-from scripts.extra.cluster.table import table
+from outrider.conf.commit import commit
+from outrider.conf.schema import entry
+from outrider.scripts.common import files
+from outrider.scripts.extra.cluster.config import DryRunConfig
+from outrider.scripts.extra.cluster.plan import plan
+from outrider.scripts.extra.cluster.table import table
 
 DATA = "data.path="  # the keys demand it, a dry run does without
 

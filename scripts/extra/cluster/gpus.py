@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 from dataclasses import asdict, dataclass
 
-from conf.errors import UserError
-from train.measure.speed import peak_flops
+from outrider.conf.errors import UserError
+from outrider.train.measure.speed import peak_flops
 
 RESERVE = 2.5e9  # bytes: CUDA's context, cuBLAS's workspace, NCCL's buffers
 FRAGMENTS = 0.05  # of what a pass allocates: gaps between blocks of the allocator

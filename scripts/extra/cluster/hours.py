@@ -7,9 +7,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from scripts.extra.cluster.count import FEATURES
-from scripts.extra.cluster.gpus import SHARE_OF_BANDWIDTH
-from scripts.extra.cluster.run import PlannedRun, whole_weights
+from outrider.scripts.extra.cluster.count import FEATURES
+from outrider.scripts.extra.cluster.gpus import SHARE_OF_BANDWIDTH
+from outrider.scripts.extra.cluster.run import PlannedRun, whole_weights
 
 CORES = 32  # of a node, that tokenize
 CHATS = 200.0  # that a core tokenizes in a second

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from decode.models.facts import context_length, eos_ids
-from decode.models.load import TargetConfig, load_tokenizer, source_folder
-from scripts.extra.cluster.config import DryRunConfig
-from scripts.extra.cluster.models import Model
-from train.texts.batches import BatchPlan, JoinedRows, load_rows
+from outrider.decode.models.facts import context_length, eos_ids
+from outrider.decode.models.load import TargetConfig, load_tokenizer, source_folder
+from outrider.scripts.extra.cluster.config import DryRunConfig
+from outrider.scripts.extra.cluster.models import Model
+from outrider.train.texts.batches import BatchPlan, JoinedRows, load_rows
 
 LEAST = 16  # tokens of an assumed row
 MOST_STEPS, FEWEST_STEPS, DRAWN = 64, 4, 4096  # steps that are looked at, and rows of all of them

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, initialization
 
-from conf.errors import UserError, first_line
-from decode.models.load import TargetConfig, tiny_from
-from decode.probed import LMHead
-from decode.target import Target
+from outrider.conf.errors import UserError, first_line
+from outrider.decode.models.load import TargetConfig, tiny_from
+from outrider.decode.probed import LMHead
+from outrider.decode.target import Target
 
 FOLDER = Path(__file__).resolve().parent / "models"
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -15,6 +15,7 @@ are for, with the peak, and host reads by file and line of this project.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections import Counter, defaultdict
@@ -38,8 +39,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 from transformers import masking_utils
 
-from conf.errors import UserError
-from heads.eagle import kernels
+from outrider.conf.errors import UserError
+from outrider.heads.eagle import kernels
 
 NAME = "phantom"
 ROOT = Path(__file__).resolve().parents[3]
@@ -140,7 +141,7 @@ def phantom(device: str = NAME, cost: Cost = lambda flops, traffic: 0.0) -> Iter
 def _forget() -> None:
     """Empty the caches of this project's functions: they may hold fakes of a mode that ends."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in ("decode", "heads", "train"):
+        if name.startswith("outrider."):
             for value in list(vars(module).values()):
                 if clear := getattr(value, "cache_clear", None):
                     clear()
@@ -505,13 +506,19 @@ def _causal(packet: Any, args: Any) -> bool:
     return False
 
 
+@functools.cache
+def _place(file: str) -> str | None:
+    """A file of this project below its root, whichever way it was imported; None for others."""
+    real = Path(file).resolve()
+    return str(real.relative_to(ROOT)) if str(real).startswith(ROOMS) else None
+
+
 def _where() -> str:
     """file:line of the innermost frame of this project, "autograd" where there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(ROOMS):
-            return f"{Path(name).relative_to(ROOT)}:{frame.f_lineno}"
+        if place := _place(frame.f_code.co_filename):
+            return f"{place}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"
 

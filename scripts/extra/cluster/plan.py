@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from conf.errors import UserError
-from decode.models import memory
-from heads import head_class
-from scripts.extra.cluster import hours
-from scripts.extra.cluster.config import DryRunConfig
-from scripts.extra.cluster.count import BATCH, FEATURES, GRADIENTS, LOGITS, PASS, TARGET
-from scripts.extra.cluster.gpus import FRAGMENTS, gpu_of
-from scripts.extra.cluster.lengths import lengths_of
-from scripts.extra.cluster.models import model_of
-from scripts.extra.cluster.run import NETWORK, NODE, PlannedRun, whole_weights
-from train.facts import check_ranks
-from train.validate import head_config
+from outrider.conf.errors import UserError
+from outrider.decode.models import memory
+from outrider.heads import head_class
+from outrider.scripts.extra.cluster import hours
+from outrider.scripts.extra.cluster.config import DryRunConfig
+from outrider.scripts.extra.cluster.count import BATCH, FEATURES, GRADIENTS, LOGITS, PASS, TARGET
+from outrider.scripts.extra.cluster.gpus import FRAGMENTS, gpu_of
+from outrider.scripts.extra.cluster.lengths import lengths_of
+from outrider.scripts.extra.cluster.models import model_of
+from outrider.scripts.extra.cluster.run import NETWORK, NODE, PlannedRun, whole_weights
+from outrider.train.facts import check_ranks
+from outrider.train.validate import head_config
 
 MOST_ROWS = 64  # of a rank, that are looked at
 WORTH = 1.2  # times the tokens/s that twice the rows must bring: larger steps are fewer, too

@@ -7,12 +7,12 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from decode.models import quantize
-from decode.models.facts import context_length
-from decode.models.load import torch_dtype
-from heads import head_class
-from scripts.extra.cluster.config import DryRunConfig
-from scripts.extra.cluster.count import (
+from outrider.decode.models import quantize
+from outrider.decode.models.facts import context_length
+from outrider.decode.models.load import torch_dtype
+from outrider.heads import head_class
+from outrider.scripts.extra.cluster.config import DryRunConfig
+from outrider.scripts.extra.cluster.count import (
     FEATURES,
     MOST_TOKENS,
     PASS,
@@ -22,13 +22,21 @@ from scripts.extra.cluster.count import (
     count,
     seconds,
 )
-from scripts.extra.cluster.gpus import SHARE_OF_BANDWIDTH, Gpu
-from scripts.extra.cluster.lengths import Lengths
-from scripts.extra.cluster.models import Model
-from scripts.extra.cluster.phantom import NAME
-from scripts.extra.cluster.steps import Pair, PlannedStep, Size, fitted, sizes, step_of, trials
-from train.facts import limits_of
-from train.run import room_of
+from outrider.scripts.extra.cluster.gpus import SHARE_OF_BANDWIDTH, Gpu
+from outrider.scripts.extra.cluster.lengths import Lengths
+from outrider.scripts.extra.cluster.models import Model
+from outrider.scripts.extra.cluster.phantom import NAME
+from outrider.scripts.extra.cluster.steps import (
+    Pair,
+    PlannedStep,
+    Size,
+    fitted,
+    sizes,
+    step_of,
+    trials,
+)
+from outrider.train.facts import limits_of
+from outrider.train.run import room_of
 
 NODE = 8  # GPUs that share a node's links
 NETWORK = 50e9  # bytes/s of a GPU's share of the network: 400 Gbit/s

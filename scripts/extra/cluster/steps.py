@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from train.texts.batches import BatchPlan
-from train.texts.sharing import Limits, laid
+from outrider.train.texts.batches import BatchPlan
+from outrider.train.texts.sharing import Limits, laid
 
 Size = tuple[float, float, float, float]
 Pair = tuple[float, float]  # seconds: of the target, of the head

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.reports.table import Table
+from outrider.scripts.reports.table import Table
 
 Row = tuple[str, str]
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from annotated_types import Ge, Interval
 
-from conf.recipes import RECIPES
-from conf.rules import Filled, NotEmpty, OneOrMore, Seed, one_of
-from decode.models.config import DTYPES, TargetConfig
+from outrider.conf.recipes import RECIPES
+from outrider.conf.rules import Filled, NotEmpty, OneOrMore, Seed, one_of
+from outrider.decode.models.config import DTYPES, TargetConfig
 
 Tokens = Annotated[float, Interval(ge=1, lt=1e15)]
 

@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import UserError
-from scripts.common.files import here
-from scripts.tuning.cost import acceptance_needed, expected_tokens
+from outrider.conf.errors import UserError
+from outrider.scripts.common.files import here
+from outrider.scripts.tuning.cost import acceptance_needed, expected_tokens
 
 Z90, Z95 = 1.6449, 1.96
 LEAST_RESIDUAL = 0.01  # four points on a line by chance are no certainty

@@ -11,26 +11,26 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from decode.engine import Generation, Request, generate
-from decode.sampling import Sampling
-from decode.stats import accepted_length, split
-from decode.target import Target
-from heads import drafter_folder
-from heads.checkpoint import read_card
-from heads.names import parse
-from scripts.common import files
-from scripts.common.progress import Steps
-from scripts.common.prompts import load_prompts, question_ids, spread
-from scripts.extra.forecasting import curves, text
-from scripts.extra.forecasting.config import ForecastConfig
-from scripts.extra.forecasting.curves import Length, PilotRun
-from scripts.serving import costs as engine_costs
-from scripts.serving.costs import Costs
-from scripts.tuning import run as tune_run
-from scripts.tuning.config import TuneConfig
-from scripts.tuning.cost import CostModel, CycleShape, acceptance_needed, expected_tokens
-from scripts.tuning.family import Bounds, DrafterFamily
+from outrider.conf.errors import UserError
+from outrider.decode.engine import Generation, Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.stats import accepted_length, split
+from outrider.decode.target import Target
+from outrider.heads import drafter_folder
+from outrider.heads.checkpoint import read_card
+from outrider.heads.names import parse
+from outrider.scripts.common import files
+from outrider.scripts.common.progress import Steps
+from outrider.scripts.common.prompts import load_prompts, question_ids, spread
+from outrider.scripts.extra.forecasting import curves, text
+from outrider.scripts.extra.forecasting.config import ForecastConfig
+from outrider.scripts.extra.forecasting.curves import Length, PilotRun
+from outrider.scripts.serving import costs as engine_costs
+from outrider.scripts.serving.costs import Costs
+from outrider.scripts.tuning import run as tune_run
+from outrider.scripts.tuning.config import TuneConfig
+from outrider.scripts.tuning.cost import CostModel, CycleShape, acceptance_needed, expected_tokens
+from outrider.scripts.tuning.family import Bounds, DrafterFamily
 
 FORMAT = 1
 HERE = "this machine"

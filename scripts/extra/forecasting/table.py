@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.reports.table import Table, interval, number
+from outrider.scripts.reports.table import Table, interval, number
 
 
 def table(value: dict[str, Any]) -> Table:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from decode import stats
-from decode.drafters import NGram
-from decode.engine import Generation
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.target import Target
+from outrider.decode import stats
+from outrider.decode.drafters import NGram
+from outrider.decode.engine import Generation
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
 
 
 def statistics(

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from scripts.common import files
+from outrider.conf.errors import UserError
+from outrider.scripts.common import files
 
 START = 180.0  # seconds to load the models
 STOP = 20.0  # seconds to end

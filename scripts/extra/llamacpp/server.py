@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.extra.llamacpp import process
-from scripts.extra.llamacpp.process import Program, Running
+from outrider.scripts.extra.llamacpp import process
+from outrider.scripts.extra.llamacpp.process import Program, Running
 
 TALK = 5  # the log level that writes every draft token
 CANDIDATE = re.compile(r"draft candidate\s+0, pos\s+(\d+):\s+(\d+) \(\s*([\d.]+)\)")

@@ -7,11 +7,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from decode.models.load import load_tokenizer
-from scripts.common.files import sole_folder
-from scripts.extra.logs.ask import asker
-from scripts.extra.logs.prepare import LATER, TRAIN, LogOptions, LogsReport, prepare
-from scripts.synthesis.config import SynthesizeConfig
+from outrider.decode.models.load import load_tokenizer
+from outrider.scripts.common.files import sole_folder
+from outrider.scripts.extra.logs.ask import asker
+from outrider.scripts.extra.logs.prepare import LATER, TRAIN, LogOptions, LogsReport, prepare
+from outrider.scripts.synthesis.config import SynthesizeConfig
 
 __all__ = ["LATER", "TRAIN", "LogOptions", "LogsReport", "prepare", "write"]
 

@@ -11,21 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import Interrupted, UserError
-from conf.jsonl import records
-from decode.drafters import NoDraft
-from decode.engine import Request, generate
-from decode.models.load import load_target
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.common.files import write_text
-from scripts.common.prompts import chat_ids
-from scripts.extra.logs.prepare import Ask
-from scripts.synthesis.config import SynthesizeConfig
-from scripts.synthesis.from_server import from_server
-from scripts.synthesis.ledger import Ledger, json_line
-from scripts.synthesis.questions import Questions, turns_of
-from scripts.synthesis.write import text_of
+from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.jsonl import records
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.models.load import load_target
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.common.files import write_text
+from outrider.scripts.common.prompts import chat_ids
+from outrider.scripts.extra.logs.prepare import Ask
+from outrider.scripts.synthesis.config import SynthesizeConfig
+from outrider.scripts.synthesis.from_server import from_server
+from outrider.scripts.synthesis.ledger import Ledger, json_line
+from outrider.scripts.synthesis.questions import Questions, turns_of
+from outrider.scripts.synthesis.write import text_of
 
 REQUESTED, ANSWERS = "asked.jsonl", "answers.jsonl"
 Rows = list[dict[str, Any] | None]

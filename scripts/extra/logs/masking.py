@@ -19,9 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from conf.errors import UserError
-from scripts.common.files import sha256
-from scripts.synthesis.config import REGIONS
+from outrider.conf.errors import UserError
+from outrider.scripts.common.files import sha256
+from outrider.scripts.synthesis.config import REGIONS
 
 Span = tuple[int, int]
 HEAD = 5  # characters by which a found value is looked up; shorter ones stay within their chat

@@ -12,17 +12,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from conf.jsonl import parse_line, read_lines
-from decode.models.identity import sha256_template, sha256_tokenizer
-from decode.models.load import TargetConfig
-from scripts.common.files import installed, sha256, write_json, write_text
-from scripts.extra.logs import forms, masking
-from scripts.extra.logs.forms import Exchange, Half, Unusable
-from scripts.extra.logs.prompts import Renderings
-from scripts.synthesis.config import REGIONS
-from scripts.synthesis.ledger import damaged, differences, json_line
-from train.texts.rows import ChatRow, interpret
+from outrider.conf.errors import UserError
+from outrider.conf.jsonl import parse_line, read_lines
+from outrider.decode.models.identity import sha256_template, sha256_tokenizer
+from outrider.decode.models.load import TargetConfig
+from outrider.scripts.common.files import installed, sha256, write_json, write_text
+from outrider.scripts.extra.logs import forms, masking
+from outrider.scripts.extra.logs.forms import Exchange, Half, Unusable
+from outrider.scripts.extra.logs.prompts import Renderings
+from outrider.scripts.synthesis.config import REGIONS
+from outrider.scripts.synthesis.ledger import damaged, differences, json_line
+from outrider.train.texts.rows import ChatRow, interpret
 
 FORMAT = 3  # raise when the same logs would give other rows
 SHOWN = 20  # lines named for each reason

@@ -1,7 +1,7 @@
 """The predictions of docs/scaling.md: the dry run of every recipe for GPUs on the hardware that it
 states.
 
-    python -m scripts.lab.pages.cluster
+    python -m outrider.scripts.lab.pages.cluster
 
 Writes docs/results/dry-run.json and the part of the page between its two markers.
 """
@@ -14,18 +14,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from conf.commit import commit
-from conf.schema import CONF, compose
-from scripts.extra.cluster.config import DryRunConfig
-from scripts.extra.cluster.plan import plan
-from scripts.reports.block import Block
-from scripts.reports.table import Columns, Table
+from outrider.conf.commit import commit
+from outrider.conf.schema import CONF, compose
+from outrider.scripts.extra.cluster.config import DryRunConfig
+from outrider.scripts.extra.cluster.plan import plan
+from outrider.scripts.reports.block import Block
+from outrider.scripts.reports.table import Columns, Table
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULT = ROOT / "docs/results/dry-run.json"
 BLOCK = Block(
     ROOT / "docs/scaling.md",
-    "<!-- dry run: python -m scripts.lab.pages.cluster -->",
+    "<!-- dry run: python -m outrider.scripts.lab.pages.cluster -->",
     "<!-- end of dry run -->",
 )
 FIRST = "qwen3_8b_eagle3"
@@ -125,7 +125,7 @@ def main() -> None:
             print(f"counting {path.stem}", file=sys.stderr, flush=True)
             recipes[path.stem] = predicted(path.stem, message[0])
     found = {
-        "command": "python -m scripts.lab.pages.cluster",
+        "command": "python -m outrider.scripts.lab.pages.cluster",
         "commit": commit(),
         "predicted": True,
         "recipes": recipes,

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from scripts.common import files
-from scripts.reports.block import Block
-from scripts.reports.table import Table
+from outrider.scripts.common import files
+from outrider.scripts.reports.block import Block
+from outrider.scripts.reports.table import Table
 
 RESULTS = files.ROOT / "docs" / "results" / "lossless.json"
 BLOCK = Block.of("docs/lossless.md", "figures", "scripts/lab/prove.py")

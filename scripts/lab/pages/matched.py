@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scripts.fitting.verdict import ratio, rows_of
-from scripts.reports.table import Table, change, interval
+from outrider.scripts.fitting.verdict import ratio, rows_of
+from outrider.scripts.reports.table import Table, change, interval
 
 Report = dict[str, Any]
 SHAPES = ("chain", "tree")

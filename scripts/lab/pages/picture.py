@@ -1,7 +1,7 @@
 """The picture of the README: the page of a running `outrider serve`, after one question.
 
     outrider serve target=smollm2 'drafters=[runs/eagle3@tree]' dtype=float32
-    python -m scripts.lab.pages.picture http://127.0.0.1:8000 docs/page.png "How do tides work?"
+    python -m outrider.scripts.lab.pages.picture http://127.0.0.1:8000 docs/page.png "Why tides?"
 
 Needs Debian's chromium and the extra `page` (Playwright). The picture is written when both
 columns have ended and told the same tokens; exit code 2 if they did not.
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
+from outrider.conf.errors import UserError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTH, HEIGHT, SECONDS = 1180, 700, 300

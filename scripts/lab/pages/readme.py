@@ -1,5 +1,5 @@
 """The figures of README.md and the tables of docs/results.md, tuning.md, engines.md and
-serving.md, from JSON: `make readme`, that is `python -m scripts.lab.pages.readme`.
+serving.md, from JSON: `make readme`, that is `python -m outrider.scripts.lab.pages.readme`.
 
 Copies what the tables need from reports/NAME/report.json (`COPIED`) to docs/results and puts
 the tables between the markers of the pages. Without reports it renders the committed JSON
@@ -13,17 +13,17 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from heads.warm import BEFORE
-from scripts.common import files
-from scripts.extra.forecasting import table as forecast_table
-from scripts.lab.pages import matched, serves
-from scripts.lab.serving import case as engine_case
-from scripts.lab.serving import llamacpp_cases
-from scripts.lab.serving import sampled as engine_sampled
-from scripts.reports import fit_table, score_table, tune_table
-from scripts.reports.block import Block
-from scripts.reports.table import Table, change, interval
-from scripts.scoring.names import SERVER
+from outrider.heads.warm import BEFORE
+from outrider.scripts.common import files
+from outrider.scripts.extra.forecasting import table as forecast_table
+from outrider.scripts.lab.pages import matched, serves
+from outrider.scripts.lab.serving import case as engine_case
+from outrider.scripts.lab.serving import llamacpp_cases
+from outrider.scripts.lab.serving import sampled as engine_sampled
+from outrider.scripts.reports import fit_table, score_table, tune_table
+from outrider.scripts.reports.block import Block
+from outrider.scripts.reports.table import Table, change, interval
+from outrider.scripts.scoring.names import SERVER
 
 RESULTS = files.ROOT / "docs" / "results"
 BY = "`make readme`"

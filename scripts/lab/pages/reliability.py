@@ -32,9 +32,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scripts.common import files
-from scripts.reports.block import Block
-from scripts.reports.table import Table
+from outrider.scripts.common import files
+from outrider.scripts.reports.block import Block
+from outrider.scripts.reports.table import Table
 
 RESULTS = files.ROOT / "docs" / "results" / "reliability.json"
 BLOCK = Block.of("docs/reliability.md", "reliability", "`make slow`")

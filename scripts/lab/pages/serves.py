@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts.reports.table import Table
+from outrider.scripts.reports.table import Table
 
 LLAMACPP = ("engines-llamacpp", "engines-llamacpp-block")
 VLLM = ("engines", "engines-block")

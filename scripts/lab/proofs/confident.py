@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from decode import grow
-from decode.grow import Form, Nodes
-from decode.price import Price
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.tree import DraftTree, TreeShape
-from scripts.proofs.engine_distribution import ProbabilityTable
-from scripts.proofs.enumerator import Branches, Case
+from outrider.decode import grow
+from outrider.decode.grow import Form, Nodes
+from outrider.decode.price import Price
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree, TreeShape
+from outrider.scripts.proofs.engine_distribution import ProbabilityTable
+from outrider.scripts.proofs.enumerator import Branches, Case
 
 CPU = torch.device("cpu")
 

@@ -11,25 +11,25 @@ from typing import Any
 
 import torch
 
-from conf.rules import SEEDS
-from decode.drafters import DraftModel, NoDraft
-from decode.grow import Form
-from decode.price import Price
-from decode.sampling import Sampling
-from decode.tree import TreeShape
-from decode.verify import RULES, walk
-from decode.wrapped import Adaptive
-from scripts.common.memo import Memo
-from scripts.common.progress import OnProgress, named
-from scripts.lab.proofs.confident import ConfidentTable
-from scripts.proofs.controls.catalogue import controls, measured
-from scripts.proofs.engine_distribution import (
+from outrider.conf.rules import SEEDS
+from outrider.decode.drafters import DraftModel, NoDraft
+from outrider.decode.grow import Form
+from outrider.decode.price import Price
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import TreeShape
+from outrider.decode.verify import RULES, walk
+from outrider.decode.wrapped import Adaptive
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import OnProgress, named
+from outrider.scripts.lab.proofs.confident import ConfidentTable
+from outrider.scripts.proofs.controls.catalogue import controls, measured
+from outrider.scripts.proofs.engine_distribution import (
     TableDrafter,
     counted_chain,
     engine_distribution,
     toy_model,
 )
-from scripts.proofs.enumerator import SCHEMES, Case, enumerate_case
+from outrider.scripts.proofs.enumerator import SCHEMES, Case, enumerate_case
 
 BLOCK = 50  # cases between two saves
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from heads import load_head
-from heads.interop import exported
-from heads.names import NGRAM, NONE
-from scripts.extra.llamacpp import server as llamacpp_server
-from scripts.lab.serving import llamacpp, llamacpp_cases, shared, vllm, vllm_server
-from scripts.serving import card, gguf_export
+from outrider.heads import load_head
+from outrider.heads.interop import exported
+from outrider.heads.names import NGRAM, NONE
+from outrider.scripts.extra.llamacpp import server as llamacpp_server
+from outrider.scripts.lab.serving import llamacpp, llamacpp_cases, shared, vllm, vllm_server
+from outrider.scripts.serving import card, gguf_export
 
 PROBABILISTIC, GREEDY = "probabilistic", "greedy"
 MODES = (PROBABILISTIC, GREEDY)  # how the draft is drawn

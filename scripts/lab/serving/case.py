@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from conf.errors import UserError, last_line
-from decode import stats
-from decode.drafters import Drafter, NoDraft
-from decode.engine import Cycle, Generation, Request, generate
-from decode.sampling import Sampling
-from decode.target import Target
-from heads.base import Batch, Head
-from heads.interop import detect, read_folder
-from heads.names import DraftSpec
-from scripts.common import files
-from scripts.reports.table import Columns, Table, interval, number
-from scripts.serving.check import comparable
+from outrider.conf.errors import UserError, last_line
+from outrider.decode import stats
+from outrider.decode.drafters import Drafter, NoDraft
+from outrider.decode.engine import Cycle, Generation, Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.heads.base import Batch, Head
+from outrider.heads.interop import detect, read_folder
+from outrider.heads.names import DraftSpec
+from outrider.scripts.common import files
+from outrider.scripts.reports.table import Columns, Table, interval, number
+from outrider.scripts.serving.check import comparable
 
 TIE = 1e-3  # logits that lie this near may change places with the order of sums
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from conf.rules import Filled, OneOrMore, one_of
-from conf.schema import entry
-from heads import load_head
-from heads.interop import exported, gguf_write
-from heads.names import DraftSpec
-from scripts.common import files
-from scripts.extra.llamacpp import server as server
-from scripts.lab.serving import llamacpp_cases, shared
-from scripts.serving import gguf_export
+from outrider.conf.rules import Filled, OneOrMore, one_of
+from outrider.conf.schema import entry
+from outrider.heads import load_head
+from outrider.heads.interop import exported, gguf_write
+from outrider.heads.names import DraftSpec
+from outrider.scripts.common import files
+from outrider.scripts.extra.llamacpp import server as server
+from outrider.scripts.lab.serving import llamacpp_cases, shared
+from outrider.scripts.serving import gguf_export
 
 MAKE = "make engines ONLY=llamacpp"
 

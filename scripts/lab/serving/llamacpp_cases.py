@@ -17,18 +17,18 @@ from typing import Any
 
 from torch import Tensor
 
-from conf.errors import UserError
-from decode import stats
-from decode.drafters import Drafter
-from decode.engine import Cycle, Request, generate
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.common.memo import Memo
-from scripts.extra.llamacpp import server as llamacpp
-from scripts.lab.serving.case import Runs
-from scripts.reports.table import Table
-from scripts.serving import contract
-from scripts.serving.asking import Address, Endpoint, ServerRequest
+from outrider.conf.errors import UserError
+from outrider.decode import stats
+from outrider.decode.drafters import Drafter
+from outrider.decode.engine import Cycle, Request, generate
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.extra.llamacpp import server as llamacpp
+from outrider.scripts.lab.serving.case import Runs
+from outrider.scripts.reports.table import Table
+from outrider.scripts.serving import contract
+from outrider.scripts.serving.asking import Address, Endpoint, ServerRequest
 
 METHODS = {"eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK", "small_lm": "SIMPLE"}
 PATIENCE = 600.0  # seconds for one answer on a busy machine

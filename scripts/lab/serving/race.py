@@ -15,16 +15,16 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from conf.errors import UserError
-from conf.rules import Filled, OneOrMore, Seed, one_of
-from conf.schema import entry
-from conf.typed import raise_all
-from heads.names import NONE
-from scripts import evaluate
-from scripts.common import files
-from scripts.lab.serving import shared
-from scripts.lab.serving.benches import BENCHES, ENGINES, GREEDY, Serving, drafters
-from scripts.scoring.names import wrong_drafter
+from outrider.conf.errors import UserError
+from outrider.conf.rules import Filled, OneOrMore, Seed, one_of
+from outrider.conf.schema import entry
+from outrider.conf.typed import raise_all
+from outrider.heads.names import NONE
+from outrider.scripts import evaluate
+from outrider.scripts.common import files
+from outrider.scripts.lab.serving import shared
+from outrider.scripts.lab.serving.benches import BENCHES, ENGINES, GREEDY, Serving, drafters
+from outrider.scripts.scoring.names import wrong_drafter
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from conf.errors import UserError
-from conf.rules import AboveZero, AtATime, Filled, Inside, OneOrMore, Seed, one_of
-from conf.schema import entry
-from heads.names import NONE
-from scripts.common.memo import Memo
-from scripts.common.sampling_keys import SamplingKeys
-from scripts.lab.serving import llamacpp_cases, shared
-from scripts.lab.serving.benches import (
+from outrider.conf.errors import UserError
+from outrider.conf.rules import AboveZero, AtATime, Filled, Inside, OneOrMore, Seed, one_of
+from outrider.conf.schema import entry
+from outrider.heads.names import NONE
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.sampling_keys import SamplingKeys
+from outrider.scripts.lab.serving import llamacpp_cases, shared
+from outrider.scripts.lab.serving.benches import (
     BENCHES,
     ENGINES,
     GREEDY,
@@ -27,10 +27,10 @@ from scripts.lab.serving.benches import (
     Serving,
     drafters,
 )
-from scripts.reports.table import Columns, Table, number
-from scripts.serving import server_certificate
-from scripts.serving.asking import Address
-from scripts.serving.drafter_distributions import drafter_distributions
+from outrider.scripts.reports.table import Columns, Table, number
+from outrider.scripts.serving import server_certificate
+from outrider.scripts.serving.asking import Address
+from outrider.scripts.serving.drafter_distributions import drafter_distributions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,18 +13,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from conf.errors import UserError, last_line
-from conf.rules import OneOrMore
-from decode.models.load import TargetConfig, load_target
-from decode.target import Target
-from heads import find_head, head_in
-from heads.checkpoint import read_card
-from heads.interop import exported
-from heads.names import NONE
-from scripts.common import files
-from scripts.common.prompts import load_prompts, question_ids, spread
-from scripts.common.spelling import spelled, target_keys
-from scripts.lab.serving import case as engine_case
+from outrider.conf.errors import UserError, last_line
+from outrider.conf.rules import OneOrMore
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.target import Target
+from outrider.heads import find_head, head_in
+from outrider.heads.checkpoint import read_card
+from outrider.heads.interop import exported
+from outrider.heads.names import NONE
+from outrider.scripts.common import files
+from outrider.scripts.common.prompts import load_prompts, question_ids, spread
+from outrider.scripts.common.spelling import spelled, target_keys
+from outrider.scripts.lab.serving import case as engine_case
 
 # usual drafter -> the head that `make demo` trains of its kind
 DEMO = {"runs/eagle3": "runs/demo/eagle3", "runs/eagle3_portable": "runs/demo/eagle3"}

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from conf.schema import entry
-from heads import load_head
-from heads.base import Head
-from heads.interop import exported
-from scripts.common import files
-from scripts.common.memo import Memo
-from scripts.lab.serving import case as engine_case
-from scripts.lab.serving import shared
-from scripts.serving import card
+from outrider.conf.schema import entry
+from outrider.heads import load_head
+from outrider.heads.base import Head
+from outrider.heads.interop import exported
+from outrider.scripts.common import files
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.lab.serving import case as engine_case
+from outrider.scripts.lab.serving import shared
+from outrider.scripts.serving import card
 
 FORMATS = {
     "medusa": ("vllm", "medusa"),

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.extra.llamacpp import process
-from scripts.extra.llamacpp.process import Program, Running
+from outrider.scripts.extra.llamacpp import process
+from outrider.scripts.extra.llamacpp.process import Program, Running
 
 START = 600.0  # seconds until it answers: its libraries alone take a minute on two cores
 LOOKS_BACK = 4  # words of n-grams, at most

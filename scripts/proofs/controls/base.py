@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from decode.sampling import Sampling
-from decode.verify import RULES, verify
-from scripts.proofs.controls import rules as wrong_rules
+from outrider.decode.sampling import Sampling
+from outrider.decode.verify import RULES, verify
+from outrider.scripts.proofs.controls import rules as wrong_rules
 
 Rule = wrong_rules.Rule
 Measure = Callable[[], float]

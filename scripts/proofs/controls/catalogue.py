@@ -24,28 +24,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.cache import TreeCache
-from decode.drafters import Drafter
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.scorer import Step
-from decode.target import Target
-from decode.tree import DraftTree, TreeShape
-from decode.verify import RULES
-from decode.wrapped import Adaptive, Wrapped
-from scripts.common.memo import Memo
-from scripts.common.progress import OnProgress, named
-from scripts.proofs.controls import drafters as wrong_drafters
-from scripts.proofs.controls import numbers as number_controls
-from scripts.proofs.controls import rules as wrong_rules
-from scripts.proofs.controls.base import ONE, Control, Measure, Rule, rule_named
-from scripts.proofs.engine_distribution import (
+from outrider.decode.cache import TreeCache
+from outrider.decode.drafters import Drafter
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.scorer import Step
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree, TreeShape
+from outrider.decode.verify import RULES
+from outrider.decode.wrapped import Adaptive, Wrapped
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import OnProgress, named
+from outrider.scripts.proofs.controls import drafters as wrong_drafters
+from outrider.scripts.proofs.controls import numbers as number_controls
+from outrider.scripts.proofs.controls import rules as wrong_rules
+from outrider.scripts.proofs.controls.base import ONE, Control, Measure, Rule, rule_named
+from outrider.scripts.proofs.engine_distribution import (
     TableDrafter,
     counted_chain,
     engine_distribution,
     toy_model,
 )
-from scripts.proofs.enumerator import Case, Mangle, Verifier, enumerate_case
+from outrider.scripts.proofs.enumerator import Case, Mangle, Verifier, enumerate_case
 
 EXACT, LOOP = 1e-9, 1e-9
 

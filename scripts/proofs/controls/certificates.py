@@ -15,28 +15,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
-from decode.drafters import DraftModel
-from decode.grow import Form
-from decode.sampling import Sampling
-from decode.target import Target
-from scripts.common import files
-from scripts.common.files import ROOT
-from scripts.common.memo import Memo
-from scripts.common.progress import named
-from scripts.proofs import pit
-from scripts.proofs.certificate import CertificatePlan, World, passes_layer
-from scripts.proofs.controls import drafters as wrong_drafters
-from scripts.proofs.controls import rules as wrong_rules
-from scripts.proofs.controls.catalogue import (
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import DraftModel
+from outrider.decode.grow import Form
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.scripts.common import files
+from outrider.scripts.common.files import ROOT
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import named
+from outrider.scripts.proofs import pit
+from outrider.scripts.proofs.certificate import CertificatePlan, World, passes_layer
+from outrider.scripts.proofs.controls import drafters as wrong_drafters
+from outrider.scripts.proofs.controls import rules as wrong_rules
+from outrider.scripts.proofs.controls.catalogue import (
     Mangled,
     commits_wrong_rows,
     controls,
     leaks_siblings,
     measured,
 )
-from scripts.proofs.greedy import greedy_layer
-from scripts.proofs.sampled import Sample, sampling_layer, texts_of
+from outrider.scripts.proofs.greedy import greedy_layer
+from outrider.scripts.proofs.sampled import Sample, sampling_layer, texts_of
 
 CONTROL_P = 1e-6  # a control is stopped early once its p falls below
 # Below this temperature a distribution is nearly one-hot, and wrong code may emit it all but

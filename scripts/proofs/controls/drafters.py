@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decode.price import pruned
-from decode.rng import Rng
-from decode.sampling import Sampling
-from decode.tree import DraftTree
-from decode.wrapped import Adaptive
+from outrider.decode.price import pruned
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
+from outrider.decode.tree import DraftTree
+from outrider.decode.wrapped import Adaptive
 
 
 class Anticipating(Adaptive):

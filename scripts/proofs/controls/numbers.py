@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.drafters import Drafter, DraftModel, NoDraft
-from decode.engine import Request, generate
-from decode.inverse_cdf import inverse_cdf
-from decode.rng import ACCEPT, Rng
-from decode.sampling import Distribution, Sampling
-from decode.tree import DraftTree, Proposal, TreeShape
-from decode.verify import RULES
-from decode.wrapped import Wrapped
-from scripts.proofs.controls import rules as wrong_rules
-from scripts.proofs.controls.base import ONE, Control, Measure, Rule, rule_named
-from scripts.proofs.engine_distribution import TableDrafter, toy_model
+from outrider.decode.drafters import Drafter, DraftModel, NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.inverse_cdf import inverse_cdf
+from outrider.decode.rng import ACCEPT, Rng
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.tree import DraftTree, Proposal, TreeShape
+from outrider.decode.verify import RULES
+from outrider.decode.wrapped import Wrapped
+from outrider.scripts.proofs.controls import rules as wrong_rules
+from outrider.scripts.proofs.controls.base import ONE, Control, Measure, Rule, rule_named
+from outrider.scripts.proofs.engine_distribution import TableDrafter, toy_model
 
 FLOOR, COUNT = 0.01, 0.0
 

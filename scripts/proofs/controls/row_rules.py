@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decode.sampling import Distribution
-from decode.tree import DraftTree
-from decode.verify import Coins, Verdict
+from outrider.decode.sampling import Distribution
+from outrider.decode.tree import DraftTree
+from outrider.decode.verify import Coins, Verdict
 
 Rule = Callable[[DraftTree, Distribution, Coins], Verdict]
 Path = tuple[list[int], int]  # accepted nodes, bonus token

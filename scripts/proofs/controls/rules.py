@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from decode.sampling import Sampling
-from scripts.proofs.controls.row_rules import Path, Rule, TreeRow, by_row, descend, norm
+from outrider.decode.sampling import Sampling
+from outrider.scripts.proofs.controls.row_rules import Path, Rule, TreeRow, by_row, descend, norm
 
 __all__ = ["Rule", "by_row"]
 
