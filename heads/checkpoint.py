@@ -333,6 +333,12 @@ def text_of(card: dict[str, Any]) -> str:
     return json.dumps(card, indent=1) + "\n"
 
 
+def rewritten(card: dict[str, Any], **changed: Any) -> str:
+    """The text of head.json for a card of `read_card`, some of whose values are other ones now."""
+    known = {**card, **changed}
+    return text_of(known | {"sha256": _card_sha256(known)})
+
+
 def _card_sha256(card: dict[str, Any]) -> str:
     rest = {k: v for k, v in card.items() if k != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 from outrider.conf.errors import UserError
+from outrider.heads import hub
 from outrider.heads.checkpoint import CARD
+from outrider.heads.names import HUB
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Folders of this tool, also where they are not made yet
@@ -32,7 +34,10 @@ def is_plain(path: str) -> bool:
 
 def head_in(path: str) -> Path | None:
     """The head folder that `path` means: itself, or of a run folder head/ (final), else best/,
-    else the newest checkpoint. None when there is none."""
+    else the newest checkpoint. None when there is none. A head on the hub is fetched: raises
+    UserError where it cannot be."""
+    if path.startswith(HUB):
+        return hub.head(path)
     folder = Path(path).expanduser()
     steps = [p for p in folder.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)]
     newest = sorted(steps, key=lambda p: int(p.name[5:]), reverse=True)
@@ -42,7 +47,10 @@ def head_in(path: str) -> Path | None:
 
 def find_head(path: str) -> Path:
     """As `head_in`. Raises UserError when there is none."""
-    place = head_in(path)
+    try:
+        place = head_in(path)
+    except UserError as error:
+        raise UserError(f"drafters: {error}") from None
     if place is not None:
         return place
     if is_plain(path):

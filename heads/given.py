@@ -13,11 +13,12 @@ from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.identity import sha256_file
-from outrider.heads import vocab, words
+from outrider.heads import hub, vocab, words
 from outrider.heads.checkpoint import read_card
 from outrider.heads.folders import head_in
 from outrider.heads.interop.layout import check_draft_map
 from outrider.heads.interop.reading import Foreign, read_folder
+from outrider.heads.names import HUB
 
 KEY = "head.draft_vocab_from"
 MOST_ADAPTERS = 16  # one on the other
@@ -29,10 +30,10 @@ def vocabulary_in(path: str, size: int) -> Tensor:
     Raises UserError where there is no head, it drafts from all tokens, its file is damaged, or
     its tokens are not different ones of the target's `size`, in order.
     """
-    folder = Path(path).expanduser()
+    folder = _hub_folder(path) if path.startswith(HUB) else Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"{KEY}: {folder} is no folder; give that of a head, a run or an export")
-    own = head_in(path)
+    own = head_in(str(folder))
     ids = _own(own, size) if own is not None else _foreign(read_folder(folder), size)
     if ids is None:
         raise UserError(
@@ -45,6 +46,14 @@ def vocabulary_in(path: str, size: int) -> Tensor:
             f"{size:,}, in order; give a head for this target"
         )
     return ids
+
+
+def _hub_folder(name: str) -> Path:
+    """Where a repository's head lies, in our own form or an engine's."""
+    try:
+        return hub.either(name)
+    except UserError as error:
+        raise UserError(f"{KEY}: {error}") from None
 
 
 def _own(folder: Path, size: int) -> Tensor | None:

@@ -1,6 +1,7 @@
 """How drafters are named: SOURCE[@SHAPE][@DRAW][@adaptive][@WATCH], read in this one place.
 
-SOURCE is none, ngram, a folder (of a run, a head or a model) or a Hugging Face repository.
+SOURCE is none, ngram, a folder (of a run, a head or a model), a head on the hub
+(hub:OWNER/NAME[@REVISION], heads.hub) or the Hugging Face repository of an ordinary model.
 SHAPE is chain or tree, chain:K (levels) or tree:N (nodes); ngram is a chain or a tree too, and
 its chain is asked for by a bare K. DRAW is sampled or fixed: how a tree's candidates are taken
 where T > 0. WATCH is monitor or fallback (decode.wrapped). A folder may have "@" in its path: of
@@ -34,20 +35,21 @@ OPTIONS = (*SHAPES, *DRAWS, ADAPTIVE, *WATCHES)
 SIZED_SHAPE = re.compile(r"(chain|tree)(?::([1-9]\d{0,2}))?")
 NGRAM_DEPTH = re.compile(r"[1-9]\d?")
 JOIN = "+"
+HUB = "hub:"  # before the repository of a head
 
 
 @dataclass(frozen=True)
 class DraftSpec:
     """What is asked of a drafter: by its name, and by what tuning has left beside it.
 
-    source: "none", "ngram", a path or a repository. shape: "chain", "tree", "" = the drafter's
-    own. depth: levels. nodes: nodes of a tree. draw: "sampled", "fixed", "default" = the
-    drafter's own. watch: "none", "monitor" (warns below break-even) or "fallback" (decodes
-    plainly there). width: nodes that a dynamic tree expands per level. paths: ranks of a
-    static tree's nodes. price: what nodes and levels must bring (decode.price). break_even:
-    accepted length (tokens per cycle) below which drafting is slower than plain decoding.
-    None: as the drafter itself has it, or not known. parts: the drafters of a union, whose
-    names joined are its source; () for a single one.
+    source: "none", "ngram", a path, a head on the hub or a repository. shape: "chain",
+    "tree", "" = the drafter's own. depth: levels. nodes: nodes of a tree. draw: "sampled",
+    "fixed", "default" = the drafter's own. watch: "none", "monitor" (warns below break-even)
+    or "fallback" (decodes plainly there). width: nodes that a dynamic tree expands per level.
+    paths: ranks of a static tree's nodes. price: what nodes and levels must bring
+    (decode.price). break_even: accepted length (tokens per cycle) below which drafting is
+    slower than plain decoding. None: as the drafter itself has it, or not known. parts: the
+    drafters of a union, whose names joined are its source; () for a single one.
     """
 
     source: str = ""
@@ -114,6 +116,10 @@ def split(spec: str, exists: Callable[[str], bool] = on_disk) -> tuple[str, list
     words = spec.split("@")
     if words[0] in (NONE, NGRAM):
         return words[0], words[1:]
+    if words[0].startswith(HUB):  # no revision has a ":" in it, and most options have a name
+        second = words[1] if len(words) > 1 else ""
+        count = 2 if second and not _is_option(second) and ":" not in second else 1
+        return "@".join(words[:count]), words[count:]
     for count in range(len(words), 0, -1):
         source = "@".join(words[:count])
         if source and exists(source):

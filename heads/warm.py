@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
-from outrider.heads import vocab, words
+from outrider.heads import hub, vocab, words
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import read_card
 from outrider.heads.eagle.shape import LayerKeys
@@ -60,7 +60,10 @@ class Start:
 
         Raises UserError where there is none, or one of another kind, width or tokenizer.
         """
-        folder = head_in(path)
+        try:
+            folder = head_in(path)
+        except UserError as error:
+            raise UserError(f"start: {error}") from None
         if folder is None:
             raise UserError(
                 f"start: {path}: no head there (no head.json, head/, best/ or checkpoints/); give "
@@ -74,7 +77,8 @@ class Start:
                 f"start: {path}: a {card['kind'][:80]} head cannot start a {kind} head; give one "
                 f"of kind {' or '.join(fit) or 'medusa'}"
             )
-        self.path, self.folder = path, folder
+        commit = hub.commit_of(folder)
+        self.path, self.folder = f"{path} ({commit})" if commit else path, folder
         self.sha256 = str(card["weights"]["sha256"])
         self.spent = _spent(card["extra"].get("training"))
         try:

@@ -41,7 +41,7 @@ from outrider.decode.models import facts
 from outrider.decode.models.load import load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import drafter_folder, drafter_folders, head_folder, resolve_drafter
+from outrider.heads import drafter_folder, drafter_folders, head_folder, hub, resolve_drafter
 from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.names import NONE, parse
 from outrider.scripts.common import files
@@ -190,14 +190,15 @@ def about_drafter(spec: str) -> dict[str, Any]:
     draft = parse(spec)
     if not drafter_folders(draft):
         return {"name": spec}
-    found = {}
+    found: dict[str, str] = {}
     for part in draft.each:
         folder = drafter_folder(part)  # what follows the folder is how it drafts
         lead = f"{part.source}/" if draft.parts else ""
         for file in sorted(folder.iterdir()) if folder else ():
             if file.is_file():
                 found[f"{lead}{file.name}"] = files.sha256(file)
-    return {"name": spec, "files": found}
+    known = hub.commits(spec)
+    return {"name": spec, "files": found, **({"hub": known} if known else {})}
 
 
 @entry("certify_server", CertifyServerConfig)

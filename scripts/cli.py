@@ -36,7 +36,8 @@ GROUPS = {
     "Data": ("synthesize", "cache_features"),
     "Train": ("train", "fit", "validate"),
     "Score": ("evaluate", "tune", "certify"),
-    "Serve": ("export", "check", "serve", "chat", "import"),
+    "Serve": ("export", "check", "serve", "chat"),
+    "Publish": ("push", "import"),
     "Begin": ("demo", "doctor", "ls"),
 }
 MORE = "More"
@@ -63,6 +64,7 @@ KEYS = {
     "serve": "outrider.scripts.serve_http.config:ServeConfig",
     "chat": "outrider.scripts.common.config:ChatConfig",
     "import_head": "outrider.scripts.serving.config:ImportConfig",
+    "push": "outrider.scripts.publishing.config:PushConfig",
     "demo": "outrider.scripts.common.config:DemoConfig",
     "doctor": "outrider.scripts.machine.config:DoctorConfig",
     "forecast": "outrider.scripts.extra.forecasting.config:ForecastConfig",

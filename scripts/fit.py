@@ -38,7 +38,7 @@ from outrider.conf.jsonl import parse_line, read_lines
 from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
 from outrider.decode.target import Target
-from outrider.heads import drafter_folders, lora, tuned
+from outrider.heads import drafter_folders, hub, lora, tuned
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import read_card, recover, staged
 from outrider.heads.folders import find_head, head_in
@@ -105,7 +105,7 @@ def fitted(cfg: FitConfig, out: Path) -> int:
         **files.origin(cfg.device or "cpu"),
         "target": about["target"],
         "settings": {k: v for k, v in cfg.settings().items() if k != "target"},
-        "start": {"path": cfg.start, "kind": about["kind"], "sha256": sha256},
+        "start": {**hub.origin(cfg.start), "kind": about["kind"], "sha256": sha256},
         "traffic": read,
         "budget": asdict(pilot_budget),
         "training": record,

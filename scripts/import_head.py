@@ -2,6 +2,7 @@
 chat run on it.
 
     python scripts/import_head.py target=smollm2 from=FOLDER out=runs/imported
+    python scripts/import_head.py target=smollm2 from=hub:OWNER/NAME out=runs/imported
 
 Reads Medusa (vLLM's names and the original ones), EAGLE-1, EAGLE-3 and speculators folders;
 format=auto looks which. Pickles are opened with torch.load(weights_only=True) alone. Missing,
@@ -28,10 +29,11 @@ from outrider.conf.schema import entry
 from outrider.decode.models.identity import Identity
 from outrider.decode.models.load import load_target
 from outrider.decode.target import Target
-from outrider.heads import save_head
+from outrider.heads import hub, save_head
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import CARD, recover
 from outrider.heads.interop import Foreign, detect, read_folder
+from outrider.heads.names import HUB
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts, question_ids, spread
 from outrider.scripts.reports.table import Table
@@ -43,7 +45,7 @@ from outrider.scripts.serving.probe import Convention
 @entry("import_head", ImportConfig)
 def main(cfg: ImportConfig) -> int:
     """Read, check, probe, write."""
-    source, out = Path(cfg.from_).expanduser(), Path(cfg.out).expanduser()
+    source, out = source_of(cfg.from_), Path(cfg.out).expanduser()
     recover(out)
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         if not cfg.overwrite:
@@ -88,10 +90,21 @@ def main(cfg: ImportConfig) -> int:
         "convention": cfg.convention,
         "files": {name: files.sha256(source / name) for name in foreign.files},
         "probe": [asdict(r) for r in found],
+        **({"from": cfg.from_, "commit": commit} if (commit := hub.commit_of(source)) else {}),
     }
     save_head(head, out, target.identity, {"imported": record})
     print(f"{out}: {head.kind} head from {source} ({layout.format} format, {foreign.dtype})")
     return 0
+
+
+def source_of(name: str) -> Path:
+    """The folder that is read; a repository's is fetched. Raises UserError where it cannot be."""
+    if not name.startswith(HUB):
+        return Path(name).expanduser()
+    try:
+        return hub.served(name)
+    except UserError as error:
+        raise UserError(f"from: {error}") from None
 
 
 def same_target(foreign: Foreign, target: Target) -> None:

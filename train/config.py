@@ -275,8 +275,8 @@ class TrainConfig:
     steps: Annotated[int, Interval(ge=0, le=2**53)] = 0
     # in place of steps: how often an epoch of batches is trained on; 0.5 is half of one
     epochs: Annotated[float, Interval(ge=0, le=1e9)] = 0.0
-    # run or head folder whose weights the head starts from; the optimizer is new; empty = a
-    # fresh head
+    # run or head folder, or hub:OWNER/NAME[@REVISION], whose weights the head starts from; the
+    # optimizer is new; empty = a fresh head
     start: str = ""
     # optimizer and schedule
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -16,8 +16,8 @@ class ChatConfig(SamplingKeys):
 
     # the model to talk to
     target: TargetConfig = field(default_factory=TargetConfig)
-    # none, ngram, or a run folder or head folder, @chain, @tree or @fixed behind them;
-    # @adaptive adapts the depth
+    # none, ngram, a run folder, a head folder or hub:OWNER/NAME[@REVISION], @chain, @tree or
+    # @fixed behind them; @adaptive adapts the depth
     drafter: str = "none"
     # a tuned drafter below its break-even (scripts/tune.py): off, warn in the footer, or
     # fallback to plain decoding

@@ -30,7 +30,7 @@ LOGISTICS = ("out", "quiet", "device")
 class FitConfig:
     """Keys of scripts/fit.py."""
 
-    # run or head folder that is fitted; it is never written to
+    # run or head folder, or hub:OWNER/NAME[@REVISION], that is fitted; it is never written to
     start: NotEmpty
     # folder of the fit: head/ (the better of the two), fit.json and every stage
     out: NotEmpty
@@ -42,14 +42,15 @@ class FitConfig:
     later_share: Inside = 0.2
     # names under which the logs' model is the target; empty = the target's own name
     served: list[str] = field(default_factory=list)
-    # replace secrets and personal data in the logs (scripts/synthesize.py says which); false, or
-    # module:function for what that finds as well
+    # replace secrets and personal data in the logs (scripts/synthesize.py says which); false,
+    # or module:function for what that finds as well
     mask: Mask = True
     # in place of logs: a JSONL file of chats to learn from
     train: str = ""
     # in place of logs: a JSONL file of later chats, whose questions are asked
     later: str = ""
-    # minutes of training on this machine, its evaluations counted; a pilot turns them into steps
+    # minutes of training on this machine, its evaluations counted; a pilot turns them into
+    # steps
     minutes: Annotated[float, Interval(gt=0, le=1e9)] = 10.0
     # a LoRA in place of full weights
     lora: LoraKeys = field(default_factory=LoraKeys)

@@ -62,7 +62,10 @@ class PilotBudget:
 def start_of(cfg: FitConfig) -> tuple[str, str, Any]:
     """(kind, sha256 of the weights, keys) of the head at cfg.start. Raises UserError where there
     is none that can be fitted."""
-    folder = head_in(cfg.start)
+    try:
+        folder = head_in(cfg.start)
+    except UserError as error:
+        raise UserError(f"start: {error}") from None
     if folder is None:
         raise UserError(
             f"start: {cfg.start}: no head there (no head.json, head/, best/ or checkpoints/); give "

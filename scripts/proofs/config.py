@@ -30,9 +30,9 @@ class CertifyConfig(PenaltyKeys):
 
     # folder for certificate.json and certificate.html
     out: str
-    # none, ngram, a run folder or a head folder; FOLDER@chain and FOLDER@tree choose the
-    # shape; @fixed behind a tree takes the most probable tokens where T > 0, @adaptive behind
-    # any of them adapts the draft length
+    # none, ngram, a run folder, a head folder or hub:OWNER/NAME[@REVISION]; FOLDER@chain and
+    # FOLDER@tree choose the shape; @fixed behind a tree takes the most probable tokens where
+    # T > 0, @adaptive behind any of them adapts the draft length
     drafter: str
     # the frozen model whose distribution is at stake
     target: TargetConfig = field(default_factory=TargetConfig)

@@ -19,9 +19,10 @@ class EvaluateConfig(PenaltyKeys):
     out: str
     # the frozen model that all drafters draft for
     target: TargetConfig = field(default_factory=TargetConfig)
-    # none, ngram, hf_generate, run folders or head folders; FOLDER@chain and FOLDER@tree
-    # choose the shape, @adaptive behind any of them an adaptive draft length; FOLDER@tree+ngram
-    # joins the drafts of two; NAME@http://HOST:PORT is a running server. All of them must load
+    # none, ngram, hf_generate, run folders, head folders or hub:OWNER/NAME[@REVISION];
+    # FOLDER@chain and FOLDER@tree choose the shape, @adaptive behind any of them an adaptive
+    # draft length; FOLDER@tree+ngram joins the drafts of two; NAME@http://HOST:PORT is a
+    # running server. All of them must load
     drafters: Filled[str] = field(default_factory=lambda: ["none", "ngram"])
     # further drafters to choose among: folders, folders of runs, repositories, families (a
     # kind of head). What cannot be loaded is named and left out

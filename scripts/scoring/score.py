@@ -22,6 +22,7 @@ from outrider.scripts.scoring.breakdown import breakdown
 from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
 
 # 90th over 10th percentile of the time of a plain pass; a quiet machine stays below 1.2.
+REPORTED = ("trained_for", "weights_sha256", "hub")  # of a system's facts, where they are known
 UNSTEADY = 1.5
 
 
@@ -153,7 +154,7 @@ class Scores:
                 "parameters": system.facts.get("parameters"),
                 "bytes": system.facts.get("bytes"),
                 "training": system.facts.get("training"),
-                **{k: v for k, v in system.facts.items() if k == "trained_for"},
+                **{k: v for k, v in system.facts.items() if k in REPORTED},
                 **self._parts(system, [c for cycles in clean for c in cycles]),
                 **self._times(system, units, speed["speedup"]["mean"]),
                 "per_prompt": [

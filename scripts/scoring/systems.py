@@ -14,7 +14,7 @@ from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import DecodedRun, Request, generate
 from outrider.decode.target import Target
-from outrider.heads import drafter_folders, head_class, head_folder, kinds, resolve_drafter
+from outrider.heads import drafter_folders, head_class, head_folder, hub, kinds, resolve_drafter
 from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.names import DraftSpec, parse
 from outrider.scripts.common.clock import clock
@@ -99,6 +99,9 @@ def _systems(
         system.facts |= training(cards[0])
     others = [] if group else [other for card in cards if (other := trained_for(card, mine))]
     system.facts |= {"trained_for": ", ".join(others)} if others else {}
+    weights = [card["weights"]["sha256"] for card in cards if card is not None]
+    system.facts |= {"weights_sha256": weights} if weights else {}
+    system.facts |= {"hub": found} if (found := hub.commits(spec)) else {}
     if not group:
         return [system]
     base = f"none ({names.label(requested.each[shas.index(sha)].source)})"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class About:
     def depth(self) -> int:
         """K of the serve command: all heads for Medusa, of a block whose rows see each other
         what it was trained with, what is faster on the engine where that is known, what tune chose
-        for a chain, else the head's own depth.
+        for a chain, else K as trained.
         """
         if self.head.kind == "medusa":
             return int(self.head.cfg.heads)
@@ -77,8 +77,18 @@ class About:
         return (
             int(chain.depth)
             if chain is not None and chain.depth
-            else int(getattr(self.head.cfg, "depth", 5) or self.head.levels)
+            else trained_depth(asdict(self.head.cfg)) or int(self.head.levels)
         )
+
+
+def trained_depth(saved: dict[str, Any]) -> int:
+    """K as trained: the levels of a draft that a head has learned, by its keys in head.json; 0
+    where they say nothing."""
+    keys = {k: v for k, v in saved.items() if isinstance(v, int) and not isinstance(v, bool)}
+    if "block" in keys:
+        return keys["block"] - int(saved.get("kind") == "dflash")
+    steps = keys.get("steps", 1)
+    return keys.get("heads") or (steps if steps > 1 else keys.get("depth", 0))
 
 
 def vllm(head: Head, folder: Path, draft_tokens: int) -> dict[str, Any]:
@@ -255,6 +265,7 @@ def manifest(
         "vocabulary_map": {"tokens": 0 if ids is None else int(ids.numel()), "sha256": vocabulary},
         "dtype": about.dtype,
         "draft_tokens": about.depth,
+        "folder": str(about.out),  # as the lines of `serve` name it
         "serve": [{"engine": engine, "command": line} for engine, line in serve(about)],
         "training": {
             k: v

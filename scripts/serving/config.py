@@ -17,8 +17,8 @@ READABLE = ("auto", *(f for f in FORMATS if f not in ("transformers", "gguf")))
 class ExportConfig:
     """Keys of scripts/export.py."""
 
-    # run folder or head folder to export; with format=gguf also an ordinary model folder, or
-    # none for the target itself
+    # run folder, head folder or hub:OWNER/NAME[@REVISION] to export; with format=gguf also an
+    # ordinary model folder, or none for the target itself
     drafter: str
     # vllm, speculators, sglang, medusa, eagle, transformers or gguf
     format: Annotated[str, one_of(FORMATS)]
@@ -90,7 +90,7 @@ class CheckConfig:
 class ImportConfig:
     """Keys of scripts/import_head.py."""
 
-    # folder of the published head: config.json and its weights
+    # folder of the published head (config.json and its weights), or hub:OWNER/NAME[@REVISION]
     from_: str
     # head folder to write
     out: str

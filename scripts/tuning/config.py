@@ -16,8 +16,8 @@ from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
 class TuneConfig(PenaltyKeys):
     """Keys of scripts/tune.py."""
 
-    # ngram, a run folder, a head folder or a smaller model; FOLDER@chain and FOLDER@tree
-    # search that shape alone
+    # ngram, a run folder, a head folder, hub:OWNER/NAME[@REVISION] or a smaller model;
+    # FOLDER@chain and FOLDER@tree search that shape alone
     drafter: str
     # folder for tune.json, tune.html and figures/
     out: str

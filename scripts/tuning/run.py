@@ -15,6 +15,7 @@ from typing import Any
 from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
 from outrider.decode.target import Target
+from outrider.heads import hub
 from outrider.heads.tuned import DraftSettings, Tuned, card_sha256
 from outrider.scripts.common import files
 from outrider.scripts.common.progress import Steps, by_name, named
@@ -242,6 +243,7 @@ def _made_with(tuning: Tuning) -> dict[str, Any]:
         "format": 1,
         **files.origin(str(target.device)),
         "drafter": cfg.drafter,
+        **({"hub": known} if (known := hub.commits(cfg.drafter)) else {}),
         "kind": head.kind if head else "ngram",
         "target": asdict(target.identity) if target.identity else {"name": "unknown"},
         "settings": {

@@ -1,0 +1,241 @@
+"""Publish a head on the Hugging Face hub, from where `hub:OWNER/NAME` names it wherever a
+head may stand.
+
+    outrider push runs/eagle3 OWNER/NAME license=apache-2.0 report=reports/eagle3
+    outrider evaluate 'drafters=[none,hub:OWNER/NAME@tree]' out=reports/theirs
+
+What goes up, in one commit: at the top the head as an engine reads it (format=, exported and
+checked as scripts/export.py does), expected.json, the model card, and outrider.json with
+every hash; in head/ the head in our own form. All of it is safetensors (GGUF for llama.cpp)
+and JSON. The card says what an evaluation of this very head has measured (report=), else "not
+measured"; no file names a folder of this machine. A push that is interrupted leaves the
+repository as it was; the same command goes on, and sends no large file twice.
+
+RUN may be a run, one of its head folders, or an exported folder, which goes up alone. The
+token is huggingface_hub's: `hf auth login`, or HF_TOKEN. out=FOLDER writes what would go up
+and sends nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from outrider.conf.errors import UserError, resumable
+from outrider.conf.schema import entry
+from outrider.decode.models import smollm2
+from outrider.decode.models.load import load_target
+from outrider.heads import find_head, hub, load_head, save_head
+from outrider.heads.checkpoint import read_card, staged
+from outrider.heads.interop import exported
+from outrider.heads.interop.served import formats
+from outrider.heads.names import HUB
+from outrider.scripts import export
+from outrider.scripts.publishing import measured, upload
+from outrider.scripts.publishing.config import AUTO, NONE, REPOSITORY, PushConfig
+from outrider.scripts.publishing.form import Form
+from outrider.scripts.publishing.page import Published, page
+from outrider.scripts.publishing.places import without_places
+from outrider.scripts.serving.card import run_record
+from outrider.scripts.serving.config import ExportConfig
+
+BASES = {smollm2.NAME: "HuggingFaceTB/SmolLM2-135M-Instruct"}
+NEWEST = ("vllm", "deepspec", "transformers")  # of format=auto, the first that takes the kind
+
+
+@entry("push", PushConfig)
+@resumable()
+def main(cfg: PushConfig) -> int:
+    """Look, gather, check, upload."""
+    remote = None
+    if not cfg.out:
+        upload.allowed(cfg.repository)
+        remote = upload.look(cfg.repository, cfg.revision)
+        upload.check(remote, cfg.private, cfg.overwrite)
+    with ExitStack() as stack:
+        form, about = gathered(cfg, stack)
+        form.finish(page(form, about))
+        if remote is None:
+            written(cfg, form)
+            return 0
+        print(f"{cfg.repository}: {hub.size(form.bytes)} to push: {', '.join(sorted(form.files))}")
+        sys.stdout.flush()
+        what = f"{form.kind} head for {about.base_model or form.target.get('name')}"
+        commit = upload.push(remote, form, cfg.private, f"Push a {what}")
+    branch = "" if cfg.revision == "main" else f"@{cfg.revision}"
+    print(f"{upload.client().endpoint}/{cfg.repository}: pushed, commit {commit[:12]}")
+    if form.card:
+        print(f"drafter: {HUB}{cfg.repository}{branch}")
+    return 0
+
+
+def written(cfg: PushConfig, form: Form) -> None:
+    """Leave in cfg.out what would go up. Raises UserError as scripts/export.py does of its
+    out."""
+    with staged(export.free_place(Path(cfg.out).expanduser(), cfg.overwrite)) as stage:
+        form.write(stage)
+    print(f"{cfg.out}: {hub.size(form.bytes)} in {len(form.files)} files; nothing was pushed")
+
+
+def gathered(cfg: PushConfig, stack: ExitStack) -> tuple[Form, Published]:
+    """Everything that goes up but for its card, and what its owner says of it. stack: holds
+    what is needed until it is up. Raises UserError for what cannot be published."""
+    run, form = Path(cfg.run).expanduser(), Form()
+    given = exported(run) if run.is_dir() else None
+    source = run if given else head_of(cfg.run)
+    card = {} if given else read_card(source)
+    known = (given or card).get("target") or {}
+    base = cfg.base_model or named_on_hub(known)
+    weights = str((given or {}).get("source", {}).get("weights_sha256", ""))
+    weights = weights if given else str(card["weights"]["sha256"])
+    figures = None
+    if cfg.report:
+        place = Path(cfg.report).expanduser()
+        figures = measured.read(place, weights, str(known.get("weights_sha256", "")))
+    about = Published(
+        cfg.repository,
+        license_of(cfg, base),
+        base,
+        tuple(cfg.datasets),
+        figures,
+        *trained_on(source, card),
+    )
+    places = {str(known.get("path", "")): base or "TARGET", str(Path.home()): "~"}
+    folder = run if given else engine_form(cfg, run, source, card, base)
+    if not given:
+        form.add_head(whole(cfg, source, card, stack), places)
+    if folder is not None:
+        form.add_export(folder, {**places, **dict.fromkeys(typed(folder), served_by(cfg, folder))})
+    return form, scrubbed(about, places)
+
+
+def head_of(run: str) -> Path:
+    """The head folder of a run. Raises UserError where there is none on this disk."""
+    if run.startswith(HUB):
+        raise UserError(f"run: {run}: is on the hub already; give a run, head or exported folder")
+    try:
+        return find_head(run)
+    except UserError as error:
+        raise UserError(f"run: {str(error).removeprefix('drafters: ')}") from None
+
+
+def named_on_hub(known: dict[str, Any]) -> str:
+    """The target's repository, "" where nobody has told it."""
+    name = str(known.get("name", "")).partition(" (")[0]  # behind it: how it was quantised
+    name = BASES.get(name, name)
+    if REPOSITORY.fullmatch(name):
+        return name
+    print("note: base_model= is not given, and the card names no repository", file=sys.stderr)
+    return ""
+
+
+def license_of(cfg: PushConfig, base: str) -> str:
+    """The licence of the card. Raises UserError where nobody tells one."""
+    if cfg.license:
+        return cfg.license
+    if base:
+        try:
+            found = getattr(upload.client().model_info(base).card_data, "license", None)
+        except Exception:  # without the hub, or without that repository, its owner has to say it
+            found = None
+        if isinstance(found, str):
+            print(f"license: {found}, as that of {base}")
+            return found
+    raise UserError(
+        f"license: is empty, and the hub tells none of {base or 'the target'}; set "
+        "license=apache-2.0, or whichever yours is"
+    )
+
+
+def trained_on(source: Path, card: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(what the run says of its data, amounts of its training)."""
+    seen = card.get("extra", {}).get("training") or {}
+    amounts = {
+        name: f"{seen[key]:,.0f}"
+        for key, name in (("tokens_seen", "tokens"), ("supervised_seen", "tokens with a loss"))
+        if isinstance(seen.get(key), int | float)
+    }
+    return str(run_record(source).get("data", "")), amounts
+
+
+def scrubbed(about: Published, places: dict[str, str]) -> Published:
+    """The same without folders of this machine."""
+    return replace(about, data=without_places(about.data, places))
+
+
+def whole(cfg: PushConfig, source: Path, card: dict[str, Any], stack: ExitStack) -> Path:
+    """A head folder that needs no other one: itself, or of an adapter the merged head."""
+    if "lora" not in card["head"]:
+        return source
+    target = load_target(cfg.target, "float32", cfg.device)
+    place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-"))) / "head"
+    save_head(load_head(source, target), place, target.identity, card["extra"])
+    return place
+
+
+def engine_form(
+    cfg: PushConfig, run: Path, source: Path, card: dict[str, Any], base: str
+) -> Path | None:
+    """The folder that an engine reads, exported where it is not there; None where none is
+    wanted or no engine reads such a head. Raises UserError as scripts/export.py does."""
+    known = [one for one in NEWEST if one in formats(card["kind"])]
+    format = cfg.format if cfg.format != AUTO else next(iter(known), NONE)
+    if format == NONE:
+        return None
+    place = Path(cfg.export).expanduser() if cfg.export else run / f"export-{format}"
+    made = exported(place) if place.is_dir() else None
+    if made is not None and made.get("engine_format") == format:
+        source_sha256 = made.get("source", {}).get("card_sha256")
+        if source_sha256 == card["sha256"]:
+            print(f"export: {place} is of this head")
+            return place
+    export.export(
+        ExportConfig(
+            drafter=str(source),
+            format=format,
+            out=str(place),
+            target=cfg.target,
+            overwrite=True,
+            dtype=cfg.dtype,
+            verifier=base,
+            prompts=cfg.prompts,
+            num_prompts=cfg.num_prompts,
+            device=cfg.device,
+        )
+    )
+    return place
+
+
+def typed(folder: Path) -> list[str]:
+    """The names of an export's own folder: as its lines have it, as given, and whole."""
+    made = str((exported(folder) or {}).get("folder", ""))
+    return [made, str(folder), str(folder.resolve())]
+
+
+def served_by(cfg: PushConfig, folder: Path) -> str:
+    """What an engine's command names in place of that folder: the repository, or for
+    llama.cpp the folder that it is fetched into."""
+    here = (exported(folder) or {}).get("engine_format") == "gguf"
+    return cfg.repository.rpartition("/")[2] if here else cfg.repository
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`push.py RUN OWNER/NAME KEY=VALUE ...`; the first two may also be written as keys."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    bare = [word for word in words if "=" not in word and not word.startswith("-")][:2]
+    for key, word in zip(("run", "repository"), bare, strict=False):
+        quoted = word.replace("\\", "\\\\").replace("'", "\\'")
+        words[words.index(word)] = f"{key}='{quoted}'"
+    main(words)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,250 @@
+"""hub:OWNER/NAME wherever a head may stand, fetched by the real client from a stand-in on
+loopback."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants
+
+from outrider.conf.errors import UserError
+from outrider.heads import find_head, head_in, hub, load_head, resolve_drafter, save_head
+from outrider.heads.checkpoint import CARD, read_card, rewritten
+from outrider.heads.folders import is_plain
+from outrider.heads.given import vocabulary_in
+from outrider.heads.names import parse
+from outrider.heads.warm import Start
+from outrider.scripts.lab.hub_stand_in import HubStandIn
+from tests.helpers.hub import at, forget, hub_on_loopback, put
+from tests.helpers.interop import deep_target, random_head
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
+    with hub_on_loopback(tmp_path, monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return deep_target()
+
+
+@pytest.fixture(scope="module")
+def eagle(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head folder."""
+    folder = tmp_path_factory.mktemp("eagle") / "head"
+    save_head(random_head(target, "eagle3"), folder, target.identity, {"step": 7})
+    return folder
+
+
+def own(folder: Path) -> dict[str, Path]:
+    """The files of a head as a repository holds them."""
+    return {f"head/{path.name}": path for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "name, source, options",
+    [
+        ("hub:me/x", "hub:me/x", ("", None, None)),
+        ("hub:me/x@tree", "hub:me/x", ("tree", None, None)),
+        ("hub:me/x@v1", "hub:me/x@v1", ("", None, None)),
+        ("hub:me/x@refs/pr/1@chain:4", "hub:me/x@refs/pr/1", ("chain", 4, None)),
+        ("hub:me/x-1.5@v1.0@tree:16@monitor", "hub:me/x-1.5@v1.0", ("tree", None, 16)),
+    ],
+)
+def test_a_name_has_a_repository_a_revision_and_a_shape(
+    name: str, source: str, options: tuple[Any, ...]
+) -> None:
+    draft = parse(name)
+    assert draft.source == source and str(draft) == name
+    assert (draft.shape, draft.depth, draft.nodes) == options
+    joined = parse(f"{name.partition('@monitor')[0]}+ngram@tree")
+    assert [part.source for part in joined.each] == [source, "ngram"]
+
+
+@pytest.mark.parametrize("name", ["hub:me/x@tre:4", "hub:me/x@v1@tre", "hub:me/x@", "hub:me/x@v@w"])
+def test_a_slip_behind_a_revision_is_no_revision(name: str) -> None:
+    with pytest.raises(UserError, match="unknown shape"):
+        parse(name)
+
+
+def test_a_head_is_fetched_once_and_is_the_one_that_was_put(
+    server: HubStandIn, target: Any, eagle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = put(server, "me/x", {**own(eagle), "config.json": b"{}", "model.safetensors": b"big"})
+    capsys.readouterr()
+    folder = find_head("hub:me/x")
+    said = capsys.readouterr().err
+    assert re.fullmatch(f"hub:me/x: fetching 69.. kB at commit {commit[:7]}\n", said)
+    assert sorted(p.name for p in folder.iterdir()) == ["head.json", "head.safetensors"]
+    assert not list(folder.parent.glob("*.safetensors")), "the engine's files are not wanted here"
+    mine, theirs = (load_head(one, target).state_dict() for one in (eagle, folder))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine | theirs)
+    assert hub.commits("hub:me/x@tree+ngram@tree") == {"hub:me/x": commit}
+    asked = len(server.requests)
+    assert head_in("hub:me/x") == folder and len(server.requests) == asked
+    forget()
+    assert find_head("hub:me/x") == folder and not capsys.readouterr().err
+
+
+def test_every_way_to_name_a_head_takes_one_of_the_hub(
+    server: HubStandIn, target: Any, eagle: Path
+) -> None:
+    commit = put(server, "me/x", own(eagle))
+    assert not is_plain("hub:me/x")
+    drafter = resolve_drafter("hub:me/x@chain:2", target)
+    assert drafter.name == "hub:me/x@chain:2" and drafter.max_depth == 2
+    start = Start("hub:me/x", "eagle3", target)
+    assert start.sha256 == read_card(eagle)["weights"]["sha256"]
+    assert start.path == f"hub:me/x ({commit})", "a run's log says which one it was"
+    assert torch.equal(
+        vocabulary_in("hub:me/x", target.vocab_size), vocabulary_in(str(eagle), target.vocab_size)
+    )
+    assert hub.origin("hub:me/x") == {"path": "hub:me/x", "commit": commit}
+    assert hub.origin(str(eagle)) == {"path": str(eagle)}
+
+
+def test_a_revision_stays_what_it_was(server: HubStandIn, target: Any, eagle: Path) -> None:
+    first = put(server, "me/x", own(eagle))
+    put(server, "me/x", {"head/head.json": b"{}"})
+    assert read_card(find_head(f"hub:me/x@{first}"))["kind"] == "eagle3"
+    with pytest.raises(UserError, match="damaged"):
+        find_head("hub:me/x")
+
+
+def test_offline_takes_the_cache_and_asks_nobody(
+    server: HubStandIn, eagle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(server, "me/x", own(eagle))
+    folder = find_head("hub:me/x")
+    forget()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked = len(server.requests)
+    assert find_head("hub:me/x") == folder
+    with pytest.raises(
+        UserError, match=r"hub:me/y: is not in the cache, and HF_HUB_OFFLINE is set"
+    ):
+        find_head("hub:me/y")
+    assert len(server.requests) == asked
+
+
+def test_without_a_network_the_cache_is_taken_and_it_is_said(
+    server: HubStandIn,
+    eagle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    put(server, "me/x", own(eagle))
+    folder = find_head("hub:me/x")
+    forget()
+    capsys.readouterr()
+    at("http://127.0.0.1:9", monkeypatch)
+    assert find_head("hub:me/x") == folder
+    assert "note: hub:me/x: the hub does not answer" in capsys.readouterr().err
+    with pytest.raises(UserError, match="hub:me/y: cannot be reached .*HF_ENDPOINT"):
+        find_head("hub:me/y")
+
+
+def test_a_pickle_is_not_fetched(server: HubStandIn, tmp_path: Path) -> None:
+    put(server, "me/x", {"pytorch_model.bin": b"\x80\x04", "config.json": b"{}", "a.py": b"1"})
+    for fetch in (hub.head, hub.served):
+        with pytest.raises(UserError, match=r"pickle alone \(pytorch_model.bin\).*ask its owner"):
+            fetch("hub:me/x")
+    assert not [p for p in (tmp_path / "home").rglob("*") if p.suffix in (".bin", ".py")]
+    assert not [line for line in server.requests if "resolve" in line and ".bin" in line]
+
+
+def test_an_adapter_of_a_strangers_disk_is_refused(
+    server: HubStandIn, eagle: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "hostile"
+    shutil.copytree(eagle, place)
+    card = read_card(place)
+    base = {"path": "/etc", "sha256": "0" * 64}
+    (place / CARD).write_text(rewritten(card, head={**card["head"], "lora": {"base": base}}))
+    put(server, "me/x", own(place))
+    with pytest.raises(UserError, match="hub:me/x: an adapter on a head of its owner's disk"):
+        find_head("hub:me/x")
+
+
+def test_what_is_fetched_is_checked_as_on_any_disk(
+    server: HubStandIn, target: Any, eagle: Path
+) -> None:
+    weights = (eagle / "head.safetensors").read_bytes()
+    turned = weights[:-1] + bytes([weights[-1] ^ 1])
+    put(server, "me/x", {**own(eagle), "head/head.safetensors": turned})
+    with pytest.raises(UserError, match="damaged"):
+        load_head(find_head("hub:me/x"), target)
+    put(server, "me/odd", {**own(eagle), "head/-rf.json": b"{}"})
+    with pytest.raises(UserError, match="odd name 'head/-rf.json'"):
+        find_head("hub:me/odd")
+
+
+def test_a_head_of_another_target_is_refused(server: HubStandIn, eagle: Path) -> None:
+    put(server, "me/x", own(eagle))
+    with pytest.raises(UserError, match="was trained for another target.*use the target it names"):
+        resolve_drafter("hub:me/x", deep_target(seed=5))
+
+
+@pytest.mark.parametrize(
+    "name, token, said",
+    [
+        ("hub:x", "write-me", "names no owner; write hub:OWNER/x"),
+        ("hub:me/x y", "write-me", "is no name of a repository; write hub:OWNER/NAME"),
+        ("hub:me/none", "write-me", "no such repository, or a private one .*; check it$"),
+        ("hub:me/none", "", "no such repository.*no token is set: `hf auth login`, or HF_TOKEN"),
+        ("hub:me/secret", "read-you", "no such repository, or a private one"),
+        ("hub:me/secret", "bad", "the token is not valid; set HF_TOKEN to another one"),
+        ("hub:me/x@v9", "write-me", "no revision 'v9'; give a branch, tag or commit"),
+        ("hub:me/x@tre", "write-me", "no revision 'tre'; did you mean @tree[?] or give"),
+        ("hub:me/engine", "write-me", "outrider import from=hub:me/engine .*name it me/engine"),
+        ("hub:me/secret", "write-me", r"holds no head \(head/head.json\); give another"),
+    ],
+)
+def test_what_goes_wrong_is_one_line_with_the_fix(
+    server: HubStandIn, monkeypatch: pytest.MonkeyPatch, name: str, token: str, said: str
+) -> None:
+    put(server, "me/x", {"a.json": b"{}"})
+    put(server, "me/engine", {"model.safetensors": b"0"})
+    put(server, "me/secret", {"a.json": b"{}"}, private=True)
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(UserError, match=said) as raised:
+        find_head(name)
+    assert str(raised.value).startswith(f"drafters: {name}: ") and "\n" not in str(raised.value)
+
+
+def test_a_full_disk_is_said_before_and_during_the_fetch(
+    server: HubStandIn, eagle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(server, "me/x", own(eagle))
+    real = shutil.disk_usage
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
+        with pytest.raises(UserError, match=r"needs 69.. kB, and .* has 1 kB; .* set HF_HOME"):
+            find_head("hub:me/x")
+
+    def full(*args: Any, **keys: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(UserError, match="no space left in the hub cache; free some or set HF_HOME"):
+        find_head("hub:me/x")
+
+
+def test_an_interrupted_fetch_goes_on(server: HubStandIn, eagle: Path) -> None:
+    put(server, "me/x", own(eagle))
+    server.fault = lambda method, path: 403 if path.endswith("head.safetensors") else 0
+    with pytest.raises(UserError):
+        find_head("hub:me/x")
+    del server.fault
+    assert json.loads((find_head("hub:me/x") / CARD).read_text())["kind"] == "eagle3"
