@@ -2,14 +2,15 @@
 
     python scripts/export.py target=smollm2 drafter=runs/eagle3 format=vllm out=exports/eagle3
 
-Formats: vllm, speculators (one folder for `vllm serve`), sglang, medusa and eagle (the
-original repositories), transformers (separate drafts), gguf (llama.cpp: EAGLE-3, separate
-drafts, and with drafter=none the target itself). OUT holds the weights in the engine's own
+Formats: vllm, speculators (one folder for `vllm serve`), sglang, deepspec (DSpark), medusa and
+eagle (the original repositories), transformers (separate drafts), gguf (llama.cpp: EAGLE-3,
+DFlash, DSpark, separate drafts, and with drafter=none the target itself). Which version of an
+engine loads which drafter: heads/interop/engines.yaml. OUT holds the weights in the engine's own
 terms, README.md (the model card with the serve command), expected.json (what a server of it
 must answer and accept: scripts/check.py) and outrider.json (hashes of everything). The
 exported folder is read again by an independent reader and must draft what the head drafts,
 token by token and logit by logit, on real prompts; otherwise it is removed and the exit code
-is 2. docs/serving.md tells how to serve and what to look at.
+is 2; one that is stopped leaves nothing. docs/serving.md tells how to serve and what to look at.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from typing import Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from outrider.conf.errors import UserError
+from outrider.conf.errors import UserError, resumable
 from outrider.conf.schema import entry
 from outrider.decode.models.load import DTYPES, load_target, torch_dtype
 from outrider.decode.target import Target
 from outrider.heads import find_head, load_head, tuned
 from outrider.heads.base import Head
-from outrider.heads.checkpoint import read_card, recover, staged
+from outrider.heads.checkpoint import read_card, recover
 from outrider.heads.folders import is_plain
 from outrider.heads.interop import (
     LAYOUTS,
@@ -44,15 +45,17 @@ from outrider.heads.small_lm.plain import plain_model
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts, question_ids, spread
 from outrider.scripts.serving import card as export_card
-from outrider.scripts.serving import contract, costs, gguf_export, settings
+from outrider.scripts.serving import contract, costs, gguf_export, measured, notices, settings
 from outrider.scripts.serving import draft as export_draft
 from outrider.scripts.serving.check import ExportCheck, check_export, comparable
 from outrider.scripts.serving.config import ExportConfig
+from outrider.scripts.serving.stage import check_room, sweep, writing
 
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
 
 
 @entry("export", ExportConfig)
+@resumable()
 def main(cfg: ExportConfig) -> int:
     """Write, check, move into place."""
     return export(cfg)
@@ -85,7 +88,7 @@ def export(cfg: ExportConfig) -> int:
     if cfg.format == "gguf":
         return gguf(cfg, about, target, source)
     if head.kind == "small_lm" and cfg.format == "transformers":
-        with staged(out) as stage:
+        with writing(out) as stage:
             check = export_draft.write(
                 source, stage, head, target, check_prompts(cfg, target), cfg.dtype
             )
@@ -95,8 +98,11 @@ def export(cfg: ExportConfig) -> int:
     layout = find_layout(cfg.format, head)
     head = first_heads(head, cfg.heads)
     dtype = torch_dtype(cfg.dtype or (stored if stored in DTYPES else "float32"))
+    for line in notices.before(layout, head, target, facts, dtype):
+        print(line, flush=True)
+    check_room(out, layout.nbytes(head, facts, dtype), notices.smaller(head, dtype))
     config, tensors = layout.write(head, target, facts, dtype)
-    with staged(out) as stage:
+    with writing(out) as stage:
         files.write_json(stage / "config.json", config)
         export_draft.save(tensors, stage / layout.file)
         found: ExportCheck = check_export(
@@ -112,7 +118,7 @@ def gguf(cfg: ExportConfig, about: export_card.About, target: Target, source: Pa
     """A head or a separate draft that was trained here, as one GGUF file."""
     kind, head = gguf_kind(cfg), about.head
     prompts = check_prompts(cfg, target)
-    with staged(about.out) as stage:
+    with writing(about.out) as stage:
         if head.kind == "small_lm":
             found = gguf_export.write_draft(stage, source, head, target, prompts, kind)
             twin = head
@@ -134,7 +140,7 @@ def whole_model(cfg: ExportConfig, out: Path) -> int:
     kind = gguf_kind(cfg)
     target = load_target(cfg.target, "float32", cfg.device)
     prompts = check_prompts(cfg, target)
-    with staged(out) as stage:
+    with writing(out) as stage:
         if cfg.drafter == NONE:
             name, model = gguf_export.TARGET, target.model
         else:
@@ -151,6 +157,8 @@ def whole_model(cfg: ExportConfig, out: Path) -> int:
         }
         files.write_json(stage / MANIFEST, gguf_export.manifest(about, stage))
     print(f"{out}: {name}, its logits behind {found.prompts} prompts are the model's")
+    if cfg.drafter != NONE and (slower := measured.summary()):
+        print(slower)
     return 0
 
 
@@ -187,6 +195,7 @@ def free_place(out: Path, overwrite: bool) -> Path:
     """
     if not out.parent.exists() or out.parent.is_dir():
         recover(out)
+        sweep(out.parent)
     if not out.exists() and not out.is_symlink():
         return out
     if not out.is_dir():
@@ -271,6 +280,8 @@ def said(out: Path, cfg: ExportConfig, tokens: int) -> int:
         f"{out}: {cfg.format} export, {tokens} draft tokens equal to the head's; how to serve it: "
         f"{out / 'README.md'}"
     )
+    if cfg.format == "gguf" and (slower := measured.summary()):
+        print(slower)
     return 0
 
 

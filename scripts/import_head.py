@@ -4,7 +4,7 @@ chat run on it.
     python scripts/import_head.py target=smollm2 from=FOLDER out=runs/imported
     python scripts/import_head.py target=smollm2 from=hub:OWNER/NAME out=runs/imported
 
-Reads Medusa (vLLM's names and the original ones), EAGLE-1, EAGLE-3 and speculators folders;
+Reads Medusa (vLLM 0.32.0's names and the original ones), EAGLE-1, EAGLE-3 and speculators folders;
 format=auto looks which. Pickles are opened with torch.load(weights_only=True) alone. Missing,
 unknown and ill-shaped tensors are named, all of them.
 

@@ -12,9 +12,11 @@ from outrider.conf.errors import UserError
 from outrider.heads.base import Head
 from outrider.heads.formats import FORMATS
 from outrider.heads.interop.block import (
+    DFlashSglang,
     DFlashSpeculators,
     DFlashVllm,
     DSparkDeepSpec,
+    DSparkSglang,
     DSparkSpeculators,
 )
 from outrider.heads.interop.eagle1 import Eagle1Original, Eagle1Sglang, Eagle1Vllm
@@ -50,8 +52,10 @@ LAYOUTS: dict[tuple[str, str], HeadLayout] = {
         Eagle3Original(),
         Speculators(),
         DFlashVllm(),
+        DFlashSglang(),
         DFlashSpeculators(),
         DSparkDeepSpec(),
+        DSparkSglang(),
         DSparkSpeculators(),
     )
 }
@@ -64,10 +68,9 @@ SPECULATORS = {
 }
 UNSERVED = {
     "hydra_heads": "no engine serves Hydra heads (each reads the tokens drafted before "
-    "it); the nearest that is served: head=medusa (format=vllm or medusa), or head=eagle3",
+    "it); the nearest that is served: head=eagle3",
     "medusa2": "its heads belong to the target as they tuned it, and an engine would run "
-    "the untuned one; the nearest "
-    "that is served: the Medusa heads of its first stage (head=medusa, format=vllm)",
+    "the untuned one; the nearest that is served: head=eagle3",
     "small_lm": "a separate draft is an ordinary model: export it with "
     "format=transformers, which vLLM and SGLang serve",
 }
@@ -80,7 +83,7 @@ def find_layout(format: str, head: Head) -> HeadLayout:
     found = LAYOUTS.get((format, head.kind))
     if found is not None:
         return found
-    works = [f for f, kind in LAYOUTS if kind == head.kind]
+    works = [layout for (_, kind), layout in LAYOUTS.items() if kind == head.kind]
     if not works:
         raise UserError(
             f"format={format}: no engine knows {head.kind} heads; decode with it here (evaluate, "
@@ -92,8 +95,15 @@ def find_layout(format: str, head: Head) -> HeadLayout:
         )
     else:
         reason = f"it has no layout for {head.kind} heads"
+    now = [layout.format for layout in works if layout.engine.loads(head.kind)]
+    was = [
+        f"; format={layout.format} is for {layout.engine.versions(head.kind)}"
+        for layout in works
+        if layout.engine.gone(head.kind)
+    ]
     raise UserError(
-        f"format={format}: {reason}; the nearest that is served: format={' or '.join(works)}"
+        f"format={format}: {reason}; the nearest that is served: format={' or '.join(now)}"
+        + "".join(was)
     )
 
 

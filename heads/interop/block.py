@@ -1,5 +1,5 @@
-"""Block heads in engines' layouts: DFlash for vLLM (SGLang reads the same file), DSpark in the
-layout of DeepSpec, and both in that of the speculators package.
+"""Block heads in engines' layouts: DFlash for vLLM, DSpark in the layout of DeepSpec, both for
+SGLang and in the layout of the speculators package.
 
 What the formats cannot hold is refused by its key. The divisors of the features are folded
 into fc, a keys' norm without weights is written as ones. Layers are numbered by their outputs,
@@ -40,7 +40,7 @@ from outrider.heads.interop.layout import (
     refuse,
 )
 from outrider.heads.interop.reading import Foreign
-from outrider.heads.interop.speculators import VERSION, about, first, inner, nameless
+from outrider.heads.interop.speculators import about, first, inner, nameless
 from outrider.heads.interop.table import Sizes, TensorRow
 
 NORMED = {"input_layernorm": "D", "self_attn.q_norm": "S", "self_attn.k_norm": "S"}
@@ -290,11 +290,41 @@ class DSparkDeepSpec(BlockNative):
     family, embeds = DSparkHead, True
 
 
+class BlockSglang(BlockNative):
+    """SGLang: the same file, but rows go through the target's LM head whatever the file holds."""
+
+    format, engine, serves = "sglang", engines.SGLANG, engines.SGLANG_BLOCK
+
+    def refusals(self, head: BlockHead, facts: Facts) -> list[str]:
+        """See HeadLayout."""
+        found = super().refusals(head, facts)
+        if head.cfg.share_lm_head and not head.cfg.draft_vocab:
+            return found
+        nearest = " or ".join(["vllm"] * (self.kind == "dflash") + ["speculators"])
+        return [
+            *found,
+            f"head.share_lm_head: {self.engine.title} drafts through the target's LM head alone, "
+            "without a word on one in the file; train with head.share_lm_head=true "
+            f"head.draft_vocab=0, or export with format={nearest}",
+        ]
+
+
+class DFlashSglang(BlockSglang):
+    """SGLang, algorithm DFLASH."""
+
+    kind, family = "dflash", DFlashHead
+
+
+class DSparkSglang(BlockSglang):
+    """SGLang, algorithm DSPARK."""
+
+    kind, family = "dspark", DSparkHead
+
+
 class BlockSpeculators(BlockNative):
     """One folder that names its target, which `vllm serve FOLDER` takes as the model."""
 
-    format, engine = "speculators", f"vLLM 0.32 with speculators {VERSION}"
-    serves = engines.SPECULATORS_TARGETS
+    format, engine, serves = "speculators", engines.SPECULATORS, engines.VLLM_EAGLE3
     name: ClassVar[str]
 
     def refusals(self, head: BlockHead, facts: Facts) -> list[str]:

@@ -102,7 +102,7 @@ class Eagle1Vllm(HeadLayout[Eagle1Head]):
 
     def refusals(self, head: Eagle1Head, facts: Facts) -> list[str]:
         """See HeadLayout."""
-        found = super().refusals(head, facts) + layer_refusals(head, self.engine)
+        found = super().refusals(head, facts) + layer_refusals(head, self.engine.title)
         found += table_refusals(head, facts)
         if head.cfg.fc_bias and not self.bias and bool(head.net.fc.bias.any()):
             found.append(
@@ -187,5 +187,5 @@ class Eagle1Original(Eagle1Vllm):
     default.
     """
 
-    format, engine, serves = "eagle", "the original EAGLE code", engines.EAGLE_CODE
+    format, engine, serves = "eagle", engines.EAGLE_CODE, engines.EAGLE_CODE_TARGETS
     architecture, bias = "LlamaForCausalLM", True

@@ -63,23 +63,22 @@ class Eagle3Vllm(HeadLayout[Eagle3Head]):
 
     format, kind, engine, serves = "vllm", "eagle3", engines.VLLM, engines.VLLM_EAGLE3
     prefix: ClassVar[str] = "midlayer."
-    norms: ClassVar[tuple[str, ...]] = tuple(NORMS)
-    masks: ClassVar[bool] = True
-    windows: ClassVar[bool] = True
 
     def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
         """See HeadLayout."""
         found = super().refusals(head, facts)
-        found += layer_refusals(head, self.engine, self.windows)
-        unknown = [key for key in NORMS if getattr(head.cfg, key) and key not in self.norms]
+        known, title = self.engine.loads, self.engine.title
+        found += layer_refusals(head, title, known("sliding_window"))
+        wanted = engines.NORMS.items()
+        unknown = [key for key, part in wanted if getattr(head.cfg, key) and not known(part)]
         if unknown:
             found.append(
-                f"head.{unknown[0]}: {self.engine} has no such norm; the nearest that is served: "
+                f"head.{unknown[0]}: {title} has no such norm; the nearest that is served: "
                 f"format=vllm, or train with head.{unknown[0]}=false"
             )
-        if head.cfg.parallel and not self.masks:
+        if head.cfg.parallel and not known("p_eagle"):
             found.append(
-                f"head.parallel: {self.engine} drafts with no masks; the nearest that is served: "
+                f"head.parallel: {title} drafts with no masks; the nearest that is served: "
                 "format=vllm or speculators, or train with head.parallel=false"
             )
         elif head.cfg.parallel and head.cfg.mask_token < 0:
@@ -255,12 +254,9 @@ def letters(cfg: EagleConfig, layer: dict[str, Any], features: int, vocab: int) 
 
 
 class Eagle3Sglang(Eagle3Vllm):
-    """SGLang: the same file; the norms of EAGLE-3.1 since 0.5.23."""
+    """SGLang: the same file."""
 
     format, engine, serves = "sglang", engines.SGLANG, engines.SGLANG_EAGLE3
-    norms: ClassVar[tuple[str, ...]] = ("norm_before_fc", "norm_joined", "norm_output")
-    masks = False
-    windows = False
 
     def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
         """See HeadLayout."""
@@ -276,10 +272,7 @@ class Eagle3Sglang(Eagle3Vllm):
 class Eagle3Original(Eagle3Vllm):
     """The original repository: three fixed layers, none of the further norms."""
 
-    format, engine, serves = "eagle", "the original EAGLE code", engines.EAGLE_CODE
-    norms: ClassVar[tuple[str, ...]] = ()
-    masks = False
-    windows = False
+    format, engine, serves = "eagle", engines.EAGLE_CODE, engines.EAGLE_CODE_TARGETS
 
     def refusals(self, head: Eagle3Head, facts: Facts) -> list[str]:
         """See HeadLayout."""

@@ -47,8 +47,8 @@ def block_refusals(head: BlockHead, target: Target) -> list[str]:
     kind = head.config_json()["layer"]["rope_parameters"].get("rope_type", "default")
     if kind not in (None, "default"):
         found.append(
-            f"rope_parameters.rope_type: {kind}; {engines.LLAMACPP} turns block heads by plain "
-            "rotary positions alone"
+            f"rope_parameters.rope_type: {kind}; {engines.LLAMACPP.name} turns block heads by "
+            "plain rotary positions alone"
         )
     return found
 

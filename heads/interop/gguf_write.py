@@ -68,21 +68,21 @@ def eagle3_refusals(head: Head, layers: int) -> list[str]:
             f"head: llama.cpp has no {head.kind} heads; the nearest that is served: head=eagle3 "
             "or a separate draft (train/draft.py)"
         ]
-    found = layer_refusals(head, "llama.cpp")
-    for key in ("norm_before_fc", "norm_output"):
-        if getattr(head.cfg, key):
+    engine = engines.LLAMACPP
+    found = layer_refusals(head, engine.name)
+    for key, part in engines.NORMS.items():
+        if getattr(head.cfg, key) and not engine.loads(part):
             found.append(
-                f"head.{key}: {engines.LLAMACPP} has no such norm; train with head.{key}=false "
+                f"head.{key}: {engine.title} has no such norm; train with head.{key}=false "
                 "(recipe smollm2_eagle3_portable)"
             )
     if head.cfg.parallel:
         found.append(
-            f"head.parallel: {engines.LLAMACPP} drafts with no masks; train with "
-            "head.parallel=false"
+            f"head.parallel: {engine.title} drafts with no masks; train with head.parallel=false"
         )
     if len(head.taps) != 3 or list(head.taps) != sorted(set(head.taps)):
         found.append(
-            f"head.taps: {list(head.taps)}; {engines.LLAMACPP} reads three different features in "
+            f"head.taps: {list(head.taps)}; {engine.name} reads three different features in "
             "ascending order: train with three taps"
         )
     if layers in head.taps:

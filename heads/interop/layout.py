@@ -7,6 +7,7 @@ line in LAYOUTS.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
@@ -18,14 +19,16 @@ from outrider.conf.errors import UserError
 from outrider.decode.target import Target
 from outrider.heads import vocab
 from outrider.heads.base import Head
+from outrider.heads.interop import engines
 from outrider.heads.interop.reading import Foreign
-from outrider.heads.interop.table import Sizes, TensorRow, problems, to_ours, to_theirs
+from outrider.heads.interop.table import Sizes, TensorRow, problems, spots, to_ours, to_theirs
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What an export says about the target. name: what the engine loads it by. architecture:
-    its transformers class. scaled: its embedding module multiplies the rows of its table.
+    """What an export says about the target. name: what the engine loads it by.
+    architecture: its transformers class. scaled: its embedding module multiplies the rows
+    of its table.
     """
 
     name: str
@@ -69,20 +72,21 @@ H = TypeVar("H", bound=Head)
 
 
 class HeadLayout(Generic[H]):
-    """One kind of head in one format. needs: tensors of the target that an export holds (for
-    the message when the target is not there); serves: architectures of targets that the engine
-    takes (None: not restricted); embeds: the file carries the target's embedding."""
+    """One kind of head in one format. engine: who reads it; needs: tensors of the target
+    that an export holds (for the message when the target is not there); serves:
+    architectures of targets that the engine takes (None: not restricted); embeds: the
+    file carries the target's embedding."""
 
     format: ClassVar[str] = ""
     kind: ClassVar[str] = ""
-    engine: ClassVar[str] = ""
+    engine: ClassVar[engines.Engine]
     file: ClassVar[str] = "model.safetensors"
     serves: ClassVar[frozenset[str] | None] = None
     embeds: ClassVar[bool] = False
 
     def refusals(self, head: H, facts: Facts) -> list[str]:
-        """Why this head cannot go into this layout, each with the nearest thing that works; []
-        when it can.
+        """Why this head cannot go into this layout, each with the nearest thing that
+        works; [] when it can.
         """
         found = []
         if self.serves is not None and facts.architecture not in self.serves:
@@ -92,11 +96,24 @@ class HeadLayout(Generic[H]):
                 )[:6]
             )
             found.append(
-                f"target: {self.engine} serves no {self.kind} head on "
+                f"target: {self.engine.versions(self.kind)} serves no {self.kind} head on "
                 f"{facts.architecture}; it does on {near} "
                 "and others: choose another format, or decode with this repository's own engine"
             )
         return found
+
+    def reader(self, head: H) -> str:
+        """The engine and its versions that load this head."""
+        return self.engine.versions(*engines.required(self.kind, head.cfg))
+
+    def nbytes(self, head: H, facts: Facts, dtype: torch.dtype) -> int:
+        """Size of the weights file in bytes, before anything is computed for it."""
+        sizes, kinds = self.sizes(head, facts), {"int64": torch.int64, "bool": torch.bool}
+        return sum(
+            math.prod(spot.shape) * kinds.get(spot.row.dtype, dtype).itemsize
+            for spot in spots(self.rows(sizes), sizes)
+            if not spot.row.optional or spot.row.when or self.embeds
+        )
 
     def needs(self, head: H) -> list[str]:
         """Tensors of the target that the exported file holds."""
@@ -111,8 +128,8 @@ class HeadLayout(Generic[H]):
         raise TypeError("a subclass defines it")
 
     def extras(self, head: H, target: Target) -> dict[str, Tensor]:
-        """Tensors that follow from the target or from others. Default: of a draft vocabulary its
-        mask, and the target's embedding."""
+        """Tensors that follow from the target or from others. Default: of a draft
+        vocabulary its mask, and the target's embedding."""
         ids, found = head.ids(), dict[str, Tensor]()
         if ids is not None:
             found["t2d"] = vocab.to_t2d(ids, target.vocab_size)
@@ -195,8 +212,8 @@ def number(
 
 
 def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) -> None:
-    """d2t [Vd] must hold offsets: target id = i + d2t[i], ascending, below V = size; t2d [V]
-    must say the same.
+    """d2t [Vd] must hold offsets: target id = i + d2t[i], ascending, below V = size; t2d
+    [V] must say the same.
 
     Raises UserError; names absolute ids where the file shows them.
     """

@@ -4,7 +4,8 @@ Both project onto the whole vocabulary V. A head of ours with a draft vocabulary
 the rows of all other tokens are the mean of the head's rows, whose logit can never exceed the
 best one, so the best token stays the same; `token_map` [Vd] beside them lets an import take
 the draft vocabulary back (vLLM ignores it while truncated_vocab_size is not set; with it set,
-vLLM 0.32 refuses heads that have projections of their own).
+vLLM 0.32 refuses heads that have projections of their own). vLLM 0.33.0 removed Medusa
+(engines.yaml).
 
 Shape letters: K heads, L blocks, D width, V vocabulary, Vd draft vocabulary.
 """
@@ -48,8 +49,8 @@ class MedusaVllm(HeadLayout[MedusaHead]):
         found = super().refusals(head, facts)
         if head.cfg.markov_rank:
             found.append(
-                "head.markov_rank: no engine knows the term of the token before; the nearest that "
-                "is served: train with head.markov_rank=0"
+                "head.markov_rank: no engine knows the term of the token before; train with "
+                "head.markov_rank=0"
             )
         return found
 
@@ -159,7 +160,8 @@ class MedusaOriginal(MedusaVllm):
     block repeated.
     """
 
-    format, engine, serves = "medusa", "the original Medusa code", engines.MEDUSA_CODE
+    format, engine = "medusa", engines.MEDUSA_CODE
+    serves = engines.MEDUSA_CODE_TARGETS
     file: ClassVar[str] = "medusa_lm_head.safetensors"
     heads_key, blocks_key = ("medusa_num_heads",), "medusa_num_layers"
     of_head, of_block = r"(\d{1,3})\.\d{1,3}\.", r"\d{1,3}\.(\d{1,3})\.linear\."
@@ -170,8 +172,8 @@ class MedusaOriginal(MedusaVllm):
         weight = head.block_weight
         if head.cfg.blocks > 1 and not bool((weight == weight[:, :1]).all()):
             found.append(
-                "head.blocks: the original code repeats one block, these differ; the nearest that "
-                "is served: format=vllm, or train with head.blocks=1"
+                "head.blocks: the original code repeats one block, these differ; train with "
+                f"head.blocks=1, or export with format=vllm ({engines.VLLM.versions(self.kind)})"
             )
         return found
 
@@ -185,7 +187,8 @@ class MedusaOriginal(MedusaVllm):
         ]
 
     def config(self, head: MedusaHead, facts: Facts, dtype: str) -> dict[str, Any]:
-        """See HeadLayout. The last four keys let vLLM serve the folder as well."""
+        """See HeadLayout. The last four keys let versions of vLLM that know Medusa serve the
+        folder as well."""
         return {
             "medusa_num_heads": head.cfg.heads,
             "medusa_num_layers": head.cfg.blocks,

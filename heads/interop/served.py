@@ -1,4 +1,5 @@
-"""Which engines can serve a head: the one answer that a run's header, a fit and an export go by."""
+"""Which engines can serve a head: the one answer that a run's header, a fit and an export
+go by."""
 
 from __future__ import annotations
 
@@ -16,8 +17,15 @@ from outrider.decode.target import Target
 from outrider.heads.base import Head
 from outrider.heads.batch import Batch
 from outrider.heads.block.head import BlockHead
-from outrider.heads.interop import FORMATS, LAYOUTS, UNSERVED, Facts, find_layout, gguf_write
-from outrider.heads.interop.engines import LLAMACPP, SGLANG, VLLM
+from outrider.heads.interop import (
+    FORMATS,
+    LAYOUTS,
+    UNSERVED,
+    Facts,
+    engines,
+    find_layout,
+    gguf_write,
+)
 from outrider.heads.interop.gguf_block import block_refusals
 from outrider.heads.registry import head_class
 from outrider.heads.small_lm.head import SmallLM
@@ -27,16 +35,17 @@ NEAR = 1e-2  # by which logits of the same weights may differ, computed in anoth
 
 # Formats that are no layout of tensors -> the kinds of heads that they take, and who reads them.
 WHOLE = {
-    "transformers": (("small_lm",), f"{VLLM}, {SGLANG}"),
-    "gguf": (("eagle3", "dflash", "dspark", "small_lm"), LLAMACPP),
+    "transformers": (("small_lm",), (engines.VLLM, engines.SGLANG)),
+    "gguf": (("eagle3", "dflash", "dspark", "small_lm"), (engines.LLAMACPP,)),
 }
 
 
 def as_served(head: Head, target: Target, texts: Sequence[Tensor] = ()) -> Head:
-    """`head` as one of the kind that engines run it as (Head.served_as); itself where it says
-    none. texts: [n] int64 token ids each, on which both must guess the same.
+    """`head` as one of the kind that engines run it as (Head.served_as); itself where it
+    says none. texts: [n] int64 token ids each, on which both must guess the same.
 
-    Raises UserError where its keys, its weights or its guesses are not those of such a head.
+    Raises UserError where its keys, its weights or its guesses are not those of such a
+    head.
     """
     if not head.served_as:
         return head
@@ -75,8 +84,8 @@ def _unlike(head: Head, why: str) -> UserError:
 
 
 def name_of(cfg: TargetConfig, target: Target) -> str:
-    """What an engine loads the target by: its repository, else its folder; "" where there is
-    none (target=tiny)."""
+    """What an engine loads the target by: its repository, else its folder; "" where there
+    is none (target=tiny)."""
     if cfg.kind == "hub":
         return cfg.name
     return target.identity.path if target.identity is not None else ""
@@ -84,12 +93,12 @@ def name_of(cfg: TargetConfig, target: Target) -> str:
 
 def formats(kind: str) -> list[str]:
     """The formats that have a place for heads of a kind."""
-    return [one for one in FORMATS if (one, kind) in LAYOUTS or kind in WHOLE.get(one, ((), ""))[0]]
+    return [one for one in FORMATS if (one, kind) in LAYOUTS or kind in WHOLE.get(one, ((), ()))[0]]
 
 
 def refusals(format: str, head: Head, target: Target, facts: Facts) -> list[str]:
-    """Why `head` cannot go into a format for this target, each with its key and the nearest thing
-    that works; [] where it can."""
+    """Why `head` cannot go into a format for this target, each with its key and the
+    nearest thing that works; [] where it can."""
     if isinstance(head, SmallLM) and format in WHOLE:
         return _whole(head, target) if format == "gguf" else []
     if format != "gguf":
@@ -110,11 +119,11 @@ def check(format: str, head: Head, target: Target, facts: Facts) -> None:
 
 
 def summary(head: Head, target: Target, name: str) -> dict[str, str]:
-    """Lines for people, by what they are about: the formats that take this head, with who reads
-    them; where none does, why not. name: see name_of."""
+    """Lines for people, by what they are about: the formats that take this head, with who
+    reads them; where none does, why not. name: see name_of."""
     facts, head = Facts.of(target, name), as_served(head, target)
     reasons = {one: refusals(one, head, target, facts) for one in formats(head.kind)}
-    takes = [f"{one} ({_reader(one, head.kind)})" for one, found in reasons.items() if not found]
+    takes = [f"{one} ({reader(one, head)})" for one, found in reasons.items() if not found]
     if takes:
         return {"served from": ", ".join(takes)}
     if not reasons:
@@ -123,9 +132,21 @@ def summary(head: Head, target: Target, name: str) -> dict[str, str]:
     return {"served by": "no engine, as it stands", **why}
 
 
-def _reader(format: str, kind: str) -> str:
+def reader(format: str, head: Head) -> str:
+    """Who reads a head in a format, with the versions that do."""
+    wanted = engines.required(head.kind, head.cfg)
+    return ", ".join(engine.versions(*wanted) for engine in _readers(format, head.kind))
+
+
+def gone(format: str, head: Head) -> list[str]:
+    """Which of those who read a head in a format no longer load it, in words."""
+    found = [engine.gone(head.kind) for engine in _readers(format, head.kind)]
+    return [line for line in found if line]
+
+
+def _readers(format: str, kind: str) -> tuple[engines.Engine, ...]:
     layout = LAYOUTS.get((format, kind))
-    return WHOLE[format][1] if layout is None else layout.engine
+    return WHOLE[format][1] if layout is None else (layout.engine,)
 
 
 def _whole(head: SmallLM, target: Target) -> list[str]:

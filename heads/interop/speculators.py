@@ -28,11 +28,7 @@ VERSION = "0.9.0"
 class Speculators(Eagle3Vllm):
     """speculators_model_type eagle3."""
 
-    format, engine, serves = (
-        "speculators",
-        f"vLLM 0.32 with speculators {VERSION}",
-        engines.SPECULATORS_TARGETS,
-    )
+    format, engine = "speculators", engines.SPECULATORS
     prefix: ClassVar[str] = "layers.0."
     embeds: ClassVar[bool] = True
 

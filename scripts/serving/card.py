@@ -13,23 +13,15 @@ from typing import Any
 
 from outrider.conf.jsonl import records
 from outrider.heads.base import Head
-from outrider.heads.interop import Facts
-from outrider.heads.interop.engines import LLAMACPP, SGLANG, VLLM
+from outrider.heads.interop import Facts, engines, served
 from outrider.heads.tuned import Tuned
 from outrider.scripts.common import files
 from outrider.scripts.reports.rendering import render
-from outrider.scripts.serving import settings
+from outrider.scripts.serving import measured, settings
 from outrider.scripts.serving.settings import DraftSchedule
+from outrider.scripts.serving.stage import visible
 
 FORMAT = 1
-METHOD = {
-    "medusa": "medusa",
-    "eagle1": "eagle",
-    "eagle3": "eagle3",
-    "dflash": "dflash",
-    "dspark": "dspark",
-    "small_lm": "draft_model",
-}
 NAMES = {
     "medusa": "Medusa heads",
     "eagle1": "an EAGLE-1 head",
@@ -93,13 +85,16 @@ def trained_depth(saved: dict[str, Any]) -> int:
 
 def vllm(head: Head, folder: Path, draft_tokens: int) -> dict[str, Any]:
     """vLLM's speculative_config for an exported head."""
-    method = METHOD[head.kind]
+    method = engines.VLLM.drafters[head.kind].how
     spec = {"model": str(folder), "method": method, "num_speculative_tokens": draft_tokens}
     return spec | {"parallel_drafting": True} if getattr(head.cfg, "parallel", False) else spec
 
 
 def serve(about: About) -> list[tuple[str, str]]:
-    """(engine, command) pairs; the original repositories have none."""
+    """(engine with the versions that load this head, command) pairs; the original repositories
+    have none."""
+    wanted = engines.required(about.head.kind, about.head.cfg)
+    vllm_now, sglang_now = (e.versions(*wanted) for e in (engines.VLLM, engines.SGLANG))
     target, folder, kind = about.facts.name or "TARGET", str(about.out), about.head.kind
     steps = about.depth
     spec = vllm(about.head, about.out, steps)
@@ -114,28 +109,28 @@ def serve(about: About) -> list[tuple[str, str]]:
         slots = f" -np {about.plan.off_above}" if about.plan.off_above else ""
     config = shlex.quote(json.dumps(spec))
     on_vllm = f"vllm serve {shlex.quote(target)} --speculative-config {config}"
-    algorithm = {"eagle1": "EAGLE", "eagle3": "EAGLE3", "small_lm": "STANDALONE"}.get(kind)
+    known = engines.SGLANG.drafters.get(kind, engines.Support())
     sglang = (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} "
-        f"--speculative-algorithm {algorithm} "
-        f"--speculative-draft-model-path {shlex.quote(folder)} --speculative-num-steps {steps} "
-        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}{adaptive}"
+        f"--speculative-algorithm {known.how} --speculative-draft-model-path {shlex.quote(folder)} "
+        f"{' '.join(settings.sglang_flags(steps, kind))}{adaptive}"
     )
     if about.format == "gguf":
-        method = "draft-simple" if kind == "small_lm" else f"draft-{kind}"
+        method = engines.LLAMACPP.drafters[kind].how
         draft = shlex.quote(f"{folder}/draft.gguf")
         command = (
             f"llama-server -m TARGET.gguf -md {draft} --spec-type {method} "
             f"--spec-draft-n-max {steps} --spec-draft-p-min 0{slots}"
         )
-        return [(LLAMACPP, command)]
+        return [(engines.LLAMACPP.versions(*wanted), command)]
     if about.format == "speculators":
-        return [(VLLM, f"vllm serve {shlex.quote(folder)}"), (f"{VLLM}, other settings", on_vllm)]
+        one = engines.SPECULATORS.versions(*wanted)
+        return [(one, f"vllm serve {shlex.quote(folder)}"), (f"{one}, other settings", on_vllm)]
     if about.format == "transformers":
-        return [(VLLM, on_vllm), (SGLANG, sglang)]
+        return [(vllm_now, on_vllm), (sglang_now, sglang)]
     if about.format == "sglang":
-        return [(SGLANG, sglang)]
-    return [(VLLM, on_vllm)] if about.format in ("vllm", "deepspec", "medusa") else []
+        return [(sglang_now, sglang)]
+    return [(vllm_now, on_vllm)] if about.format in ("vllm", "deepspec", "medusa") else []
 
 
 def page(about: About) -> str:
@@ -151,6 +146,9 @@ def page(about: About) -> str:
         target=identity.get("name", name),
         hashes={k.replace("_", " "): identity[k] for k in identity if k.endswith("sha256")},
         serve=serve(about),
+        checked=engines.CHECKED,
+        gone=served.gone(about.format, head),
+        slower=measured.summary() if about.format == "gguf" else "",
         described=described(head),
         training={k: about.run[k] for k in SHOWN if about.run.get(k)},
         steps=extra.get("step"),
@@ -245,7 +243,7 @@ def manifest(
     it.
     """
     ids = about.head.ids()
-    names = sorted(p.name for p in stage.iterdir())
+    names = [p.name for p in visible(stage)]
     vocabulary = (
         None if ids is None else hashlib.sha256(json.dumps(ids.tolist()).encode()).hexdigest()
     )

@@ -20,7 +20,7 @@ class ExportConfig:
     # run folder, head folder or hub:OWNER/NAME[@REVISION] to export; with format=gguf also an
     # ordinary model folder, or none for the target itself
     drafter: str
-    # vllm, speculators, sglang, medusa, eagle, transformers or gguf
+    # vllm, speculators, sglang, deepspec, medusa, eagle, transformers or gguf
     format: Annotated[str, one_of(FORMATS)]
     # folder to write
     out: str
@@ -31,8 +31,8 @@ class ExportConfig:
     # float32, bfloat16 or float16, with format=gguf also q8_0 and no bfloat16; null = as the
     # head was imported, else float32
     dtype: str | None = None
-    # Medusa: export the first so many heads (vLLM drafts with all that it is given); null =
-    # all
+    # Medusa: export the first so many heads (vLLM, up to 0.32.0, drafts with all that it is
+    # given); null = all
     heads: OneOrMore | None = None
     # name or folder by which the engine loads the target; empty = its repository, else its
     # folder

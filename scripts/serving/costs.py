@@ -1,7 +1,7 @@
 """What a step of an engine costs, by concurrent requests and draft tokens: measured rows in a
 JSON file, and the curve through them. The engine's own bench measures them (docs/serving.md).
 
-    {"engine": "vLLM 0.32 on an H100", "points": [
+    {"engine": "vLLM 0.33.0 on an H100", "points": [
       {"concurrent_requests": 1, "draft_tokens": 0, "tokens_per_second": 92.0},
       {"concurrent_requests": 1, "draft_tokens": 3, "tokens_per_second": 148.0,
        "accepted_length": 2.1},

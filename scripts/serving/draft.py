@@ -5,12 +5,15 @@ again and compared.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,9 +42,15 @@ KEPT = (
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:
     """A safetensors file that everybody may read, with the metadata that transformers asks
-    for.
+    for. Raises OSError when the disk refuses.
     """
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # it hides the number in its words
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
     path.chmod(0o644)
 
 

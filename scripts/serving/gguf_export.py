@@ -23,8 +23,10 @@ from outrider.heads.interop.gguf_block import block_model
 from outrider.heads.interop.gguf_write import GgufModel
 from outrider.scripts.common import files
 from outrider.scripts.reports.rendering import render
+from outrider.scripts.serving import measured
 from outrider.scripts.serving.check import TOLERANCE, ExportCheck, check_drafts, rounded
 from outrider.scripts.serving.loaders import gguf
+from outrider.scripts.serving.stage import visible
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
 
@@ -121,7 +123,7 @@ def write_model(
 def page(name: str, drafter: str, kind: Kind, check: ExportCheck) -> str:
     """README.md of a whole model."""
     facts = {"file": name, "whole": name == TARGET, "drafter": drafter, "dtype": kind.dtype}
-    return render("model.md", **facts, check=check)
+    return render("model.md", **facts, check=check, slower=measured.summary())
 
 
 def manifest(about: dict[str, Any], stage: Path) -> dict[str, Any]:
@@ -135,7 +137,6 @@ def manifest(about: dict[str, Any], stage: Path) -> dict[str, Any]:
         "commit": environment["commit"],
         "versions": environment["versions"],
         "files": {
-            p.name: {"bytes": p.stat().st_size, "sha256": files.sha256(p)}
-            for p in sorted(stage.iterdir())
+            p.name: {"bytes": p.stat().st_size, "sha256": files.sha256(p)} for p in visible(stage)
         },
     }

@@ -53,6 +53,8 @@ def folder(path: Path, format: str, embed: Tensor, lm_head: Tensor, layers: int)
     ids = None if d2t is None else torch.arange(len(d2t)) + d2t
     head = tensors.get("lm_head.weight", lm_head)
     if "hidden_norm.weight" in tensors:
+        if format == "sglang":  # whatever the file holds
+            head, ids = lm_head, None
         return _block(config, tensors, embed, head, ids)
     tensors = {k.replace("midlayer.", LAYER): v for k, v in tensors.items()}
     embed = tensors.get("embed_tokens.weight", embed)

@@ -156,15 +156,20 @@ def sglang(
     steps = found.draft_tokens
     if not steps:
         return [], None
-    flags = [
-        f"--speculative-num-steps {steps}",
-        "--speculative-eagle-topk 1",
-        f"--speculative-num-draft-tokens {steps + 1}",
-    ]
+    flags = sglang_flags(steps, kind)
     if len(found.ranges) == 1 or kind not in SGLANG_ALGORITHMS:
         return flags, None
     table = {str(first): {"candidate_steps": [k]} for first, _, k in found.ranges}
     return [*flags, f"--speculative-adaptive --speculative-adaptive-config {place}"], table
+
+
+def sglang_flags(draft_tokens: int, kind: str) -> list[str]:
+    """How SGLang is told to draft so many tokens. A block head is one step, whose window holds
+    the last token too."""
+    window = f"--speculative-num-draft-tokens {draft_tokens + 1}"
+    if kind in ("dflash", "dspark"):
+        return [window]
+    return [f"--speculative-num-steps {draft_tokens}", "--speculative-eagle-topk 1", window]
 
 
 def llamacpp(found: DraftSchedule) -> list[str]:

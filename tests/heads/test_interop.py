@@ -33,6 +33,8 @@ def keys(format: str, kind: str) -> dict:
     """Variants that the format can carry, so that their flags are exercised too."""
     if kind == "eagle3" and format in ("vllm", "sglang", "speculators"):
         return {"norm_before_fc": True, "norm_output": True, "taps": [1, 3, 6]}
+    if kind in ("dflash", "dspark") and format == "sglang":
+        return {"share_lm_head": True, "draft_vocab": 0}
     return {"draft_vocab": 64} if kind == "medusa" else {}
 
 
@@ -268,7 +270,14 @@ def test_a_file_served_causally_is_caught(target, prompts, tmp_path: Path) -> No
         ("speculators", "dflash", {"confidence": 1.0}, r"head\.confidence: DFlash has no such"),
         ("deepspec", "dspark", {"markov_rank": 0}, r"head\.markov_rank: 0, and engines want one"),
         ("vllm", "dflash", {"taps": [0, 3]}, r"head\.taps: 0, the embeddings"),
-        ("vllm", "dspark", {}, r"no layout for dspark heads; .*=deepspec or speculators"),
+        ("vllm", "dspark", {}, r"no layout for dspark heads; .*=deepspec or sglang or speculators"),
+        (
+            "sglang",
+            "dflash",
+            {},
+            r"head\.share_lm_head: SGLang .*=true head\.draft_vocab=0, or.*=vllm",
+        ),
+        ("sglang", "dspark", {"share_lm_head": True}, r"head\.share_lm_head: .*or .*=speculators"),
         ("sglang", "eagle3", MASKED, r"head\.parallel: SGLang 0\.5\.23 drafts with no masks"),
         ("vllm", "eagle3", {**MASKED, "mask_token": -1}, r"head\.mask_token: -1; engines take"),
         ("sglang", "eagle3", {"sliding_window": 9}, r"sliding_window: 9; SGLang .*=vllm or specul"),

@@ -199,10 +199,15 @@ def test_a_failed_overwrite_keeps_the_old_export(
 @pytest.mark.parametrize(
     "kind, format, keys, said",
     [
-        ("hydra_heads", "vllm", {}, "head=medusa"),
-        ("medusa", "sglang", {}, "format=vllm or medusa"),
+        ("hydra_heads", "vllm", {}, "served: head=eagle3"),
+        ("medusa", "sglang", {}, "format=medusa; format=vllm is for vLLM up to 0.32.0"),
         ("medusa", "vllm", {"markov_rank": 2}, "head.markov_rank=0"),
-        ("medusa", "medusa", {"blocks": 2}, "format=vllm, or train with head.blocks=1"),
+        (
+            "medusa",
+            "medusa",
+            {"blocks": 2},
+            "head.blocks=1, or export with format=vllm (vLLM up to 0.32.0)",
+        ),
         ("eagle3", "medusa", {}, "format=vllm or sglang or eagle or speculators"),
         ("eagle3", "eagle", {"norm_output": True}, "format=vllm"),
         ("eagle3", "eagle", {"taps": [1, 3, 6]}, "reads [2, 4, 5] always"),

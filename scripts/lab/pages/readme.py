@@ -32,6 +32,8 @@ TABLES = Block.of("docs/results.md", "tables", BY)
 TUNING = Block.of("docs/tuning.md", "tuned", BY)
 ENGINES = Block.of("docs/engines.md", "engines", BY)
 SERVING = Block.of("docs/serving.md", "serves", BY)
+VERSIONS = Block.of("docs/serving.md", "versions", BY)
+SPEEDS = Block.of("docs/serving.md", "speeds", BY)
 FIT = Block.of("docs/fit.md", "fits", BY)
 FORGOTTEN = Block.of("docs/fit.md", "matrix", BY)
 FORETOLD = Block.of("docs/fit.md", "forecasts", BY)
@@ -314,6 +316,8 @@ PAGES = {
     FORGOTTEN: forgotten,
     FORETOLD: foretold,
     SERVING: lambda: serves.table(RESULTS).markdown(),
+    VERSIONS: serves.versions,
+    SPEEDS: lambda: serves.speeds(RESULTS),
 }
 
 

@@ -1,5 +1,6 @@
-"""The table of docs/serving.md that says which engine was shown to serve which drafter: every
-cell comes from the JSON of a run."""
+"""The tables of docs/serving.md: which version of an engine loads which drafter, from
+heads/interop/engines.yaml; which engine was shown to serve which, and how fast llama.cpp
+was with a draft, from the JSON of runs."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from outrider.heads.interop import LAYOUTS, engines, served
 from outrider.scripts.reports.table import Table
+from outrider.scripts.serving import measured
 
 LLAMACPP = ("engines-llamacpp", "engines-llamacpp-block")
 VLLM = ("engines", "engines-block")
@@ -22,6 +25,60 @@ COLUMNS = (
     "in the engine",
     "sampled",
 )
+
+
+# Parts of a drafter that have a row of their own, and the kind of head that they are part of.
+PARTS = {"eagle3.1": "eagle3", "p_eagle": "eagle3"}
+SHOWN = ("vllm", "speculators", "sglang", "llamacpp", "tensorrt_llm")
+
+
+def versions() -> str:
+    """The table of engines and versions, with the day on which it was checked."""
+    shown = [engines.ENGINES[key] for key in SHOWN]
+    heads = [f"{e.title}, {e.folder}" if e.folder else e.title for e in shown]
+    rows = [
+        [engines.WORDS[part], _formats(part), *(_support(engine, part) for engine in shown)]
+        for part in engines.WORDS
+    ]
+    found = Table(("drafter", "`format=`", *heads), rows, words=range(len(heads) + 2))
+    return (
+        f"{found.markdown()}\n\nNewest versions on {engines.CHECKED}, each line with its source in "
+        "[engines.yaml](../heads/interop/engines.yaml). GPU: not on CPUs."
+    )
+
+
+def _formats(part: str) -> str:
+    kind = PARTS.get(part, part)
+    found = [
+        one
+        for one in served.formats(kind)
+        if kind == part or ((one, kind) in LAYOUTS and LAYOUTS[one, kind].engine.loads(part))
+    ]
+    return ", ".join(f"`{one}`" for one in found) or "–"
+
+
+def _support(engine: engines.Engine, part: str) -> str:
+    support = engine.drafters.get(part)
+    if support is None:
+        return "–"
+    when = f"{support.since} on" if support.since else "yes"
+    if support.until:
+        when = f"up to {support.until}, not {engine.newest}"
+    return ", ".join(filter(None, [when, support.how and f"`{support.how}`", support.note]))
+
+
+def speeds(results: Path) -> str:
+    """The table of drafting in llama.cpp against the same server without a draft."""
+    found = measured.speeds(results)
+    counts = sorted({row.requests for row in found})
+    cells: dict[tuple[Any, ...], dict[int, str]] = {}
+    for row in found:
+        source = f"[{row.source}](results/{row.source}.json)"
+        key = source, engines.WORDS[row.drafter], row.machine, str(row.draft_tokens or "–")
+        cells.setdefault(key, {})[row.requests] = f"{row.times:.2f}× ({row.length:.2f})"
+    rows = [[*key, *(times.get(count, "–") for count in counts)] for key, times in cells.items()]
+    head = "figures", "draft", "machine", "K", *(f"{count} at a time" for count in counts)
+    return Table(head, rows, words=range(3)).markdown()
 
 
 def table(results: Path) -> Table:

@@ -1,0 +1,94 @@
+"""How fast llama.cpp was with a draft beside the same server without one: what was
+measured here, from the JSON of docs/results. The page for its users and the export to it
+say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.heads.interop.engines import WORDS
+from outrider.scripts.common import files
+
+RESULTS = files.ROOT / "docs" / "results"
+RACE = "unseen-t0"  # servers beside our own drafters, on the same prompts
+SETTINGS = ("engine-settings", "engine-forecast")  # by draft tokens and requests at a time
+PLAIN = "llamacpp"
+
+
+@dataclass(frozen=True)
+class DraftSpeed:
+    """One measured row. source: its file in docs/results. drafter: kind of head. machine:
+    processor and threads. draft_tokens: K, 0 where the file does not say. requests:
+    decoded at a time. length: accepted, the bonus token counted. times: speed against the
+    same server without it."""
+
+    source: str
+    drafter: str
+    machine: str
+    draft_tokens: int
+    requests: int
+    length: float
+    times: float
+
+
+def speeds(results: Path = RESULTS) -> list[DraftSpeed]:
+    """Every row that is there; [] without the files."""
+    return [*_raced(results), *_by_settings(results)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _machine(report: dict[str, Any]) -> str:
+    env = report["environment"]
+    threads = env["threads"]
+    return f"{env['processor']}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def _raced(results: Path) -> Iterator[DraftSpeed]:
+    report = _read(results / f"{RACE}.json")
+    rows = {row["label"]: row for row in report.get("drafters", [])}
+    for label, row in rows.items():
+        drafter = re.fullmatch(f"{PLAIN}-(\\w+)", label)
+        if drafter and PLAIN in rows:
+            times = row["tokens_per_second"] / rows[PLAIN]["tokens_per_second"]
+            length = row["accepted_length"]["mean"]
+            yield DraftSpeed(RACE, drafter[1], _machine(report), 0, 1, length, times)
+
+
+def _by_settings(results: Path) -> Iterator[DraftSpeed]:
+    for name in SETTINGS:
+        report = _read(results / f"{name}.json")
+        for case in report.get("cases", []):
+            yield DraftSpeed(
+                name,
+                report["settings"]["kind"],
+                _machine(report),
+                case["draft_tokens"],
+                case["batch"],
+                case["accepted_length"]["measured"],
+                case["measured"],
+            )
+
+
+def summary(results: Path = RESULTS) -> str:
+    """One sentence for whoever exports to llama.cpp; "" without figures."""
+    found = speeds(results)
+    if not found:
+        return ""
+    times, lengths = [row.times for row in found], [row.length for row in found]
+    sources = ", ".join(dict.fromkeys(f"docs/results/{row.source}.json" for row in found))
+    drafters = " or ".join(sorted({WORDS[row.drafter] for row in found}))
+    slower = sum(row.times < 1 for row in found)
+    return (
+        f"measured in llama.cpp here, on CPUs: with {drafters} {min(times):.2f} to "
+        f"{max(times):.2f} times the speed of the same server without a draft, slower in {slower} "
+        f"of {len(found)} settings (accepted length {min(lengths):.2f} to {max(lengths):.2f}; "
+        f"{sources}); time both on your machine before you serve it"
+    )

@@ -1,0 +1,56 @@
+"""heads/interop/engines.yaml: the one table of engines, versions and drafters."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from outrider.heads.interop import LAYOUTS, engines, served
+from outrider.heads.interop.engines import ENGINES, Engine, Support
+from tests.helpers.interop import deep_target, random_head
+
+
+@pytest.mark.parametrize("key", ENGINES)
+def test_versions_are_in_order_and_sources_are_named(key: str) -> None:
+    engine = ENGINES[key]
+    for name, support in engine.drafters.items():
+        given = [v for v in (support.since, support.until, engine.newest) if v]
+        assert given == sorted(given, key=engines._order), name
+        assert support.source, name
+        assert support.until != engine.newest or not engine.newest, f"{name}: leave until out"
+
+
+def test_the_table_says_when_it_was_checked() -> None:
+    assert datetime.date.fromisoformat(engines.CHECKED) >= datetime.date(2026, 11, 24)
+
+
+def test_every_layout_is_one_that_its_engine_loads_or_loaded() -> None:
+    for (format, kind), layout in LAYOUTS.items():
+        assert kind in layout.engine.drafters, (format, kind)
+
+
+def test_what_versions_load_is_told_by_all_parts_of_a_head() -> None:
+    old = Engine("E", {"a": Support(since="0.9"), "b": Support("0.10", "1.2"), "c": Support()}, "2")
+    assert old.versions("a") == "E 0.9 to 2" and old.versions("c") == "E 2"
+    assert old.versions("a", "b") == "E 0.10 to 1.2" and old.versions("c", "b") == "E 0.10 to 1.2"
+    assert old.loads("a", "c") and not old.loads("a", "b") and not old.loads("d")
+    assert Engine("the code", {"a": Support()}).versions("a") == "the code"
+    last = Engine("E", {"medusa": Support(until="1.2")}, "2")
+    assert last.versions("medusa") == "E up to 1.2" and "E 2" in last.gone("medusa")
+    assert not last.gone("eagle3") and not old.gone("a")
+
+
+@pytest.mark.parametrize(
+    "kind, keys, said",
+    [
+        ("medusa", {}, "vllm (vLLM up to 0.32.0), medusa (the original Medusa code)"),
+        ("eagle3", {"norm_output": True}, "vllm (vLLM 0.22.0 to 0.33.0), speculators (vLLM 0.25.0"),
+        ("eagle3", {"norm_joined": True}, "gguf (llama.cpp b10229 to b11549)"),
+        ("dflash", {"share_lm_head": True, "draft_vocab": 0}, "sglang (SGLang 0.5.11 to 0.5.23)"),
+    ],
+)
+def test_the_header_of_a_run_names_the_versions(kind: str, keys: dict, said: str) -> None:
+    target = deep_target()
+    line = served.summary(random_head(target, kind, **keys), target, "/a")
+    assert said in line["served from"]
