@@ -38,7 +38,8 @@ HISTORY = ("CHANGELOG.md", "experiments.md", "results.md")
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md"))]
 HELPS = sorted((ROOT / "scripts").glob("*.py"))
 RECIPES = sorted(CONF.rglob("*.yaml"))
-TEXTS = [page for page in [*PAGES, *HELPS, *RECIPES] if page.name not in HISTORY]
+TEMPLATES = sorted((ROOT / "scripts").rglob("templates/*.md"))
+TEXTS = [page for page in [*PAGES, *HELPS, *RECIPES, *TEMPLATES] if page.name not in HISTORY]
 
 
 def sentences(text: str) -> Iterator[str]:
