@@ -156,19 +156,22 @@ def license_of(cfg: PushConfig, base: str) -> str:
 
 
 def trained_on(source: Path, card: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(what the run says of its data, amounts of its training)."""
+    """(what the run says of its data; amounts of its training, and what it started from)."""
+    record = run_record(source)
     seen = card.get("extra", {}).get("training") or {}
     amounts = {
         name: f"{seen[key]:,.0f}"
         for key, name in (("tokens_seen", "tokens"), ("supervised_seen", "tokens with a loss"))
         if isinstance(seen.get(key), int | float)
     }
-    return str(run_record(source).get("data", "")), amounts
+    begun = {"started from": record["start"]} if "start" in record else {}
+    return str(record.get("data", "")), {**amounts, **begun}
 
 
 def scrubbed(about: Published, places: dict[str, str]) -> Published:
     """The same without folders of this machine."""
-    return replace(about, data=without_places(about.data, places))
+    training = {k: without_places(v, places) for k, v in about.training.items()}
+    return replace(about, data=without_places(about.data, places), training=training)
 
 
 def whole(cfg: PushConfig, source: Path, card: dict[str, Any], stack: ExitStack) -> Path:

@@ -73,7 +73,7 @@ def begin(
     log = Log(cfg, main, state)
     for note in notes:
         log.say(note)
-    log.header(head, facts_of(cfg, target, rows, plan, head, world))
+    log.header(head, facts_of(cfg, target, rows, plan, head, world) | made.facts)
     learned = self_check(rows, plan, target.tokenizer)
     for note in filter(None, (learned, *made.notes, *begun, sharding, source.note)):
         log.say(note)

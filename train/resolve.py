@@ -55,6 +55,11 @@ class Resolved:
         return {"start_sha256": self.start.sha256} if self.start else {}
 
     @property
+    def facts(self) -> dict[str, str]:
+        """Where the start lies, of one on the hub its commit too, for a run's record."""
+        return {"start": self.start.path} if self.start else {}
+
+    @property
     def spent(self) -> dict[str, float]:
         """What the training of the start had taken."""
         return self.start.spent if self.start else {}

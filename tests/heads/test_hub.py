@@ -17,15 +17,19 @@ import torch
 from huggingface_hub import constants
 
 from outrider.conf.errors import UserError
-from outrider.heads import find_head, head_in, hub, load_head, resolve_drafter, save_head
+from outrider.conf.schema import compose
+from outrider.heads import HEADS, find_head, head_in, hub, load_head, resolve_drafter, save_head
 from outrider.heads.checkpoint import CARD, read_card, rewritten
 from outrider.heads.folders import is_plain
 from outrider.heads.given import vocabulary_in
 from outrider.heads.names import parse
 from outrider.heads.warm import Start
 from outrider.scripts.lab.hub_stand_in import HubStandIn
+from outrider.train.config import EagleRun
+from outrider.train.loop import fit
+from tests.helpers.chats import chats
 from tests.helpers.hub import at, forget, hub_on_loopback, put
-from tests.helpers.interop import deep_target, random_head
+from tests.helpers.interop import DEEP, deep_target, random_head
 
 
 @pytest.fixture
@@ -112,6 +116,20 @@ def test_every_way_to_name_a_head_takes_one_of_the_hub(
     )
     assert hub.origin("hub:me/x") == {"path": "hub:me/x", "commit": commit}
     assert hub.origin(str(eagle)) == {"path": str(eagle)}
+
+
+def test_a_run_that_starts_from_the_hub_records_the_commit(
+    server: HubStandIn, eagle: Path, tmp_path: Path
+) -> None:
+    commit = put(server, "me/x", own(eagle))
+    data = chats(tmp_path / "data.jsonl")
+    words = ["target=tiny", *(f"target.{k}={v}" for k, v in DEEP.items()), "start=hub:me/x"]
+    words += [f"data.path={data}", f"out_dir={tmp_path / 'run'}", "data.held_out=0.1", "steps=2"]
+    words += ["data.cache=false", "batch_size=4", "dtype=float32", "device=cpu"]
+    words += ["head.draft_vocab=64", "eval.every=0", "eval.parity=0"]
+    fit(compose("eagle", EagleRun, words), HEADS["eagle3"])
+    first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert first["start"] == f"hub:me/x ({commit})"
 
 
 def test_a_revision_stays_what_it_was(server: HubStandIn, target: Any, eagle: Path) -> None:
