@@ -35,7 +35,7 @@ from outrider.decode.models import smollm2
 from outrider.decode.models.load import load_target
 from outrider.heads import find_head, hub, load_head, save_head
 from outrider.heads.checkpoint import read_card, staged
-from outrider.heads.interop import exported
+from outrider.heads.interop import engines, exported
 from outrider.heads.interop.served import formats
 from outrider.heads.names import HUB
 from outrider.scripts import export
@@ -48,7 +48,7 @@ from outrider.scripts.serving.card import run_record
 from outrider.scripts.serving.config import ExportConfig
 
 BASES = {smollm2.NAME: "HuggingFaceTB/SmolLM2-135M-Instruct"}
-NEWEST = ("vllm", "deepspec", "transformers")  # of format=auto, the first that takes the kind
+FOR_VLLM = ("vllm", "deepspec", "transformers")  # of format=auto, the first that takes the kind
 
 
 @entry("push", PushConfig)
@@ -189,8 +189,11 @@ def engine_form(
 ) -> Path | None:
     """The folder that an engine reads, exported where it is not there; None where none is
     wanted or no engine reads such a head. Raises UserError as scripts/export.py does."""
-    known = [one for one in NEWEST if one in formats(card["kind"])]
+    kind = str(card["kind"])
+    known = [one for one in FOR_VLLM if one in formats(kind) and engines.VLLM.loads(kind)]
     format = cfg.format if cfg.format != AUTO else next(iter(known), NONE)
+    if cfg.format == AUTO and format == NONE:
+        print(f"format: {engines.VLLM.title} reads no {kind} heads; it goes up in our own form")
     if format == NONE:
         return None
     place = Path(cfg.export).expanduser() if cfg.export else run / f"export-{format}"

@@ -235,19 +235,22 @@ def test_the_licence_is_the_base_models_where_the_hub_knows_it(
     assert "license: gemma, as that of org/tiny" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind, depth", [("hydra_heads", 2), ("medusa", 3)])
 def test_a_head_without_an_engine_goes_up_alone(
-    server: HubStandIn, target: Any, tmp_path: Path
+    server: HubStandIn, target: Any, tmp_path: Path, kind: str, depth: int, capsys: Any
 ) -> None:
-    save_head(random_head(target, "hydra_heads"), tmp_path / "run/best", target.identity, {})
+    """No engine ever read Hydra heads, and the newest vLLM reads no Medusa heads any more."""
+    save_head(random_head(target, kind), tmp_path / "run/best", target.identity, {})
     assert run(tmp_path / "run", "team/x", "private=true", "revision=v1") == 0
     assert set(held(server, "team/x", "v1")) - {".gitattributes"} == OWN | {
         "README.md",
         "outrider.json",
     }
     assert server.store.read("team/x")["private"]
-    assert resolve_drafter("hub:team/x@v1@chain", target).max_depth == 2
+    assert resolve_drafter("hub:team/x@v1@chain", target).max_depth == depth
     page = held(server, "team/x", "v1")["README.md"].decode()
-    assert "In an engine" not in page and "| K as trained | 2 |" in page
+    assert "In an engine" not in page and f"| K as trained | {depth} |" in page
+    assert f"reads no {kind} heads; it goes up in our own form" in capsys.readouterr().out
 
 
 def test_an_export_goes_up_alone(server: HubStandIn, place: Path) -> None:
