@@ -324,7 +324,8 @@ def _readable(error: Exception, conf_dir: Path) -> str:
 
 def _groups(conf_dir: Path) -> list[str]:
     found = {str(p.parent.relative_to(conf_dir)) for p in conf_dir.rglob("*.yaml")}
-    return sorted(found - {".", "launch"})  # launch holds the launcher's files, not ours
+    # launch holds the launcher's files, and prompt_set what `prompts` names.
+    return sorted(found - {".", "launch", "prompt_set"})
 
 
 def help_text(

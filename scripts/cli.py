@@ -47,6 +47,7 @@ FOLDERS = {  # what `ls` lists: (a folder of conf/, how one of its files is aske
     "targets": ("target", "target=NAME"),
     "recipes": ("experiment", "experiment=NAME of train and validate"),
     "suites": ("suite", "suite=NAME of evaluate"),
+    "prompts": ("prompt_set", "prompts=NAME of synthesize"),
 }
 MARKS = ("@", "dry run:")  # comments for Hydra and for the dry run
 # Where the keys of a verb stand, "module:class". They are those of conf/FILE.yaml, FILE being its
@@ -122,6 +123,8 @@ def options(group: str) -> dict[str, str]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         said = (line[1:].strip() for line in lines if line.startswith("#"))
         found[name] = next((line for line in said if not line.startswith(MARKS)), "")
+        if any(line.startswith("licence: ") for line in lines) and "tried: true" not in lines:
+            found[name] += " (not tried on the real set)"
     return found
 
 
@@ -328,7 +331,9 @@ class Train(Verbs):
         )
 
 
-@click.command("ls", help="What there is to name: heads, targets, recipes, suites, formats.")
+@click.command(
+    "ls", help="What there is to name: heads, targets, recipes, suites, prompts, formats."
+)
 @click.argument("kind", required=False)
 def ls(kind: str | None) -> None:
     """Print what `kind` may name, or all kinds."""

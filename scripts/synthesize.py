@@ -9,12 +9,13 @@
     python scripts/synthesize.py logs=FILE.jsonl target=smollm2 out=runs/traffic
 
 The first command invents the questions as well. The second takes those of a made-up domain
-(recipes, sql, letters, unit_tests: scripts/synthesis/domains.yaml). The third takes them from a
-file and lets a server answer them (vLLM, SGLang: any that speaks the OpenAI API), many at a
-time; it must serve the target, whose tokenizer alone is loaded here. Its rows stand in the
-order of the file. The fourth reads logs of a served model (requests and responses as vLLM,
-LiteLLM, llama.cpp and OpenAI's batches write them) and leaves OUT/train.jsonl, OUT/later.jsonl
-(the last fifth in time) and OUT/logs.json: secrets and personal data masked, what comes twice
+(recipes, sql, letters, unit_tests: scripts/synthesis/domains.yaml). The third takes them
+from a file, or from a public set by name (prompts=ultrachat; outrider ls prompts), and lets
+a server answer them (vLLM, SGLang: any that speaks the OpenAI API), many at a time; it must
+serve the target, whose tokenizer alone is loaded here. Its rows stand in the order of the
+file. The fourth reads logs of a served model (requests and responses as vLLM, LiteLLM,
+llama.cpp and OpenAI's batches write them) and leaves OUT/train.jsonl, OUT/later.jsonl (the
+last fifth in time) and OUT/logs.json: secrets and personal data masked, what comes twice
 dropped, the target's own answers as they are, those of other models asked again.
 
 Stop it at any time (Ctrl-C): the file holds whole lines, and the same command goes on where it
@@ -50,9 +51,9 @@ from outrider.scripts.synthesis.write import BlockWriter, fingerprint
 
 
 class Signals:
-    """Ctrl-C and SIGTERM while conversations are drawn: at once while nothing is under way, or on
-    the second signal; otherwise at the next token. An exception out of a handler may come between
-    file and count, and is lost where a destructor runs.
+    """Ctrl-C and SIGTERM while conversations are drawn: at once while nothing is under way,
+    or on the second signal; otherwise at the next token. An exception out of a handler may
+    come between file and count, and is lost where a destructor runs.
 
     held: conversations on file. drawing: whether `check_stop` is called at every token."""
 

@@ -330,9 +330,7 @@ class TrainConfig:
         if not self.steps and not self.epochs:
             found.append("steps: is required; set steps=N, or epochs=E")
         if self.steps and self.epochs:
-            found.append(
-                f"steps: {self.steps} beside epochs={self.epochs:g}; leave one out (steps=0)"
-            )
+            found.append(f"steps: {self.steps} beside epochs={self.epochs:g}; set the other to 0")
         if self.dtype == "float16":
             found.append(
                 "dtype: float16 overflows, since losses are sums and nothing scales them; choose "

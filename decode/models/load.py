@@ -252,7 +252,9 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
     if os.environ.get("RANK", "0") != "0" or cfg.kind == "smollm2":
         hf_logging.disable_progress_bar()
     extra: dict[str, Any] = {} if cfg.attn == "auto" else {"attn_implementation": cfg.attn}
-    if cfg.quantize != quantize.NONE:
+    if quantize.stored(folder) == quantize.MXFP4:
+        extra["quantization_config"] = quantize.unpacked(cfg.quantize)
+    elif cfg.quantize != quantize.NONE:
         extra |= {
             "quantization_config": quantize.config(cfg.quantize, kind),
             "device_map": {"": str(place)},

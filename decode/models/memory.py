@@ -67,9 +67,9 @@ def size(count: int) -> str:
 
 
 def parameters(folder: Path) -> tuple[int, int]:
-    """(parameters, of them in matrices) of a model's safetensors files, by their
-    headers. (0, 0) when there are none or they cannot be read: loading will say what is wrong
-    with them."""
+    """(parameters, of them in matrices) of a model's safetensors files, by their headers; packed
+    MXFP4 weights as many as they are once read. (0, 0) when there are none or they cannot be read:
+    loading will say what is wrong with them."""
     total = matrices = 0
     for path in weight_files(folder):
         try:
@@ -84,6 +84,8 @@ def parameters(folder: Path) -> tuple[int, int]:
                 count = 1
                 for side in entry["shape"]:
                     count *= int(side)
+                if entry["dtype"] == "U8" and name.endswith(("_blocks", "_scales")):
+                    count = 2 * count if name.endswith("_blocks") else 0  # MXFP4, read unpacked
                 total += count
                 outside = "embed" in name or "lm_head" in name
                 matrices += 0 if outside or len(entry["shape"]) != 2 else count

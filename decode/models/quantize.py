@@ -1,14 +1,16 @@
 """Quantised targets through the libraries that machines have: bitsandbytes or torchao, by
 transformers' own loaders.
 
-A quantised model is another distribution than the one in full precision: "lossless" then means with
-respect to the quantised one. Heads trained on the original weights fit it (the weights' hash
-is that of the files) and accept a little less.
+A quantised model is another distribution than the one in full precision: "lossless" then
+means with respect to the quantised one. Heads trained on the original weights fit it (the
+weights' hash is that of the files) and accept a little less.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import UserError, first_line
@@ -21,6 +23,32 @@ KINDS: dict[str, tuple[str, float]] = {
     "torchao-int4": ("torchao", 4.5),
 }
 NONE = "none"
+MXFP4 = "mxfp4"  # how gpt-oss is published: two weights a byte, a scale for 32
+
+
+def stored(folder: Path) -> str:
+    """How a checkpoint keeps its weights, by its config.json; "" for plain numbers."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return str(found["quantization_config"]["quant_method"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def unpacked(kind: str) -> Any:
+    """transformers' config that reads MXFP4 weights as plain numbers. Its kernels for the
+    packed ones are compiled code that it would fetch from the hub, and a machine that has
+    them would give other numbers than one that has not.
+
+    Raises UserError where they shall be quantised by `kind` as well."""
+    if kind != NONE:
+        raise UserError(
+            f"target.quantize: the checkpoint keeps its weights in MXFP4 and is read as plain "
+            f"numbers; {kind} on top of it is not supported, leave it out"
+        )
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    return Mxfp4Config(dequantize=True)
 
 
 def bits(kind: str) -> float | None:

@@ -1,15 +1,13 @@
 """Benchmarks by name: conf/suite/NAME.yaml says where a public set of prompts lies and which
 columns hold what; here it becomes prompts, with the sha256 of what was loaded.
 
-From the Hugging Face hub by the `datasets` library, or with suite.path from this disk: a file,
-or a folder with NAME.jsonl or a folder NAME, in any form that `datasets` reads.
+From the Hugging Face hub, or with suite.path from this disk (scripts/common/published.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,30 +20,20 @@ from outrider.conf.rules import ZeroOrMore
 from outrider.conf.schema import CONF
 from outrider.conf.typed import from_json, raise_all
 from outrider.scripts.common.prompts import Prompt
+from outrider.scripts.common.published import Published, rows_of
 
 ALL = "all"
 SHOWN = ("name", "dataset", "config", "split", "revision", "licence", "path", "tried")
-FORMS = (".jsonl", ".json", ".parquet", ".csv")
 
 
 @dataclass(frozen=True)
-class SuiteConfig:
-    """A public set of prompts: conf/suite/NAME.yaml."""
+class SuiteConfig(Published):
+    """A public set of prompts to score with: conf/suite/NAME.yaml."""
 
-    # its name in reports
-    name: str = "own"
-    # repository of the hub; empty = the set is not there, and suite.path is needed
-    dataset: str = ""
-    # its configuration, where it has several
-    config: str = ""
-    # files of the repository, where it is no data set of the library's own kind
-    files: str = ""
+    word, place = "suite", "suite.path"
+
     # which part of it
     split: str = "test"
-    # commit of the repository; empty = the newest, and the report's sha256 tells which it was
-    revision: str = ""
-    # under which licence it was published
-    licence: str = ""
     # prompts of the whole set
     prompts: ZeroOrMore = 0
     # column of the text, or of the list of a conversation's turns
@@ -59,10 +47,6 @@ class SuiteConfig:
     # prompts that are asked unless num_prompts says otherwise, the first ones of every category
     # in turns; 0 = all
     take: ZeroOrMore = 0
-    # a file or folder on this disk in place of the hub
-    path: str = ""
-    # whether this description has been tried on the real set; where not, reports say so
-    tried: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,10 +75,8 @@ def suites(chosen: SuiteConfig) -> list[SuiteConfig]:
 def load_suite(suite: SuiteConfig) -> LoadedSuite:
     """Every prompt of a suite. Raises UserError for a set that cannot be had, for a missing
     column, and for a row without text."""
-    if suite.path:
-        suite = replace(suite, split="train")  # what the library calls files without a split
     prompts, seen = [], set()
-    for number, row in enumerate(_rows(suite), 1):
+    for number, row in enumerate(rows_of(suite), 1):
         prompt = _prompt(suite, row, number)
         if prompt.id in seen:
             raise UserError(f"suite: {suite.name}: row {number}: id {prompt.id!r} came before")
@@ -145,55 +127,6 @@ def _prompt(suite: SuiteConfig, row: dict[str, Any], number: int) -> Prompt:
     name = str(row[suite.id]) if suite.id else str(number)
     category = str(row[suite.category]) if suite.category else suite.name
     return Prompt(name, category, list(turns))
-
-
-def _rows(suite: SuiteConfig) -> Iterator[dict[str, Any]]:
-    import datasets
-
-    try:
-        data = datasets.load_dataset(**_where(suite), split=suite.split)
-    except UserError:
-        raise
-    except Exception as error:  # the library raises what its file systems and parsers do
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"suite: {suite.name}: {suite.path or suite.dataset} could not be loaded "
-            f"({type(error).__name__}: {reason}); suite.path=FILE takes a copy on this disk"
-        ) from None
-    yield from data
-
-
-def _where(suite: SuiteConfig) -> dict[str, Any]:
-    """Arguments of datasets.load_dataset. Code of a repository is never run."""
-    if suite.path:
-        place = _on_disk(suite)
-        if place.is_file():
-            # By its folder: by the name of its form the library would report the use of it.
-            return {"path": str(place.parent), "data_files": place.name}
-        return {"path": str(place)}
-    if not suite.dataset:
-        raise UserError(
-            f"suite: {suite.name}: is on no hub; give suite.path=FILE (conf/suite/"
-            f"{suite.name}.yaml says where it is published)"
-        )
-    revision = suite.revision or None
-    if suite.files:
-        at = f"@{revision}" if revision else ""
-        return {"path": "json", "data_files": f"hf://datasets/{suite.dataset}{at}/{suite.files}"}
-    return {"path": suite.dataset, "name": suite.config or None, "revision": revision}
-
-
-def _on_disk(suite: SuiteConfig) -> Path:
-    """The file or folder of a suite: suite.path itself, or what bears the suite's name in it."""
-    place = Path(suite.path).expanduser()
-    if place.is_dir():
-        named = [place / f"{suite.name}{ending}" for ending in FORMS] + [place / suite.name]
-        place = next((path for path in named if path.exists()), place)
-    if not place.exists():
-        raise UserError(f"suite.path: {suite.path} is not there; give a file or a folder")
-    if place.is_file() and place.suffix.lower() not in FORMS:
-        raise UserError(f"suite.path: {place} is none of {', '.join(FORMS)}; convert it")
-    return place
 
 
 def in_one(reports: list[Path], missing: list[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from annotated_types import Interval
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
+from outrider.conf.errors import UserError
 from outrider.conf.rules import (
     AboveZero,
     Inside,
@@ -25,6 +26,8 @@ from outrider.conf.rules import (
 from outrider.decode.models.config import DTYPES, TargetConfig
 
 REGIONS = ("US", "GB", "DE", "FR")  # whose telephone numbers are known without being told
+
+UNSEEN = ("gsm8k", "humaneval", "math500", "mtbench")  # suites that are small to fetch
 
 LONGEST = {"local": 200, "openai": 4096}  # tokens of an answer, by backend
 AT_A_TIME = {"local": 32, "openai": 256}  # questions to a server
@@ -97,9 +100,13 @@ class SynthesizeConfig:
     base_url: str = ""
     # openai: the model's name at the server; empty = the only one it serves
     model: str = ""
-    # openai: JSONL file of messages, conversations, turns or prompt rows; their user turns are
-    #     asked
+    # openai: JSONL file of messages, conversations, turns or prompt rows, whose user turns are
+    #     asked; or a public set by name (`outrider ls prompts`), or a YAML that describes one
     prompts: str = ""
+    # openai: a copy of that set on this disk, a file or folder, in place of the hub
+    prompts_path: str = ""
+    # openai: suites and JSONL files whose prompts are left out of a public set
+    unseen: list[NotEmpty] = field(default_factory=lambda: list(UNSEEN))
     # openai: questions asked at a time; null = 256
     concurrency: OneOrMore | None = None
     # openai: seconds that a whole answer may take
@@ -158,7 +165,7 @@ class SynthesizeConfig:
             problems.append("logs: a name is empty; give JSONL files")
         problems += [
             f"{key}: not with logs, whose chats are what is asked; leave it out"
-            for key in ("prompts", "num_conversations", "domain")
+            for key in ("prompts", "prompts_path", "num_conversations", "domain")
             if getattr(self, key)
         ]
         return problems
@@ -179,7 +186,7 @@ class SynthesizeConfig:
         if self.backend == "local":
             return [
                 f"{key}: only with backend=openai; set that or leave it out"
-                for key in ("base_url", "model", "prompts", "extra_body")
+                for key in ("base_url", "model", "prompts", "prompts_path", "extra_body")
                 if getattr(self, key)
             ]
         problems = []
@@ -192,13 +199,27 @@ class SynthesizeConfig:
                 "environment variable that api_key_env names"
             )
         if not self.prompts and not self.log_files:
-            problems.append("prompts: empty; give the JSONL file whose questions shall be answered")
+            problems.append("prompts: empty; give a JSONL file of questions, or a set's name")
+        problems += [] if self.log_files else self._prompt_problems()
         problems += [
             f"extra_body: {key} is set by this command; leave it out"
             for key in ("messages", "model", "stream", "n")
             if key in self.extra_body
         ]
         return problems
+
+    def _prompt_problems(self) -> list[str]:
+        from outrider.scripts.synthesis.prompt_sets import is_file, prompt_set
+
+        if not self.prompts or is_file(self.prompts):
+            only = "only with prompts=NAME, a public set; leave it out"
+            given = self.unseen != list(UNSEEN)
+            return [f"prompts_path: {only}"] * bool(self.prompts_path) + [f"unseen: {only}"] * given
+        try:
+            prompt_set(self.prompts)
+        except UserError as error:
+            return [str(error)]
+        return []
 
     def settings(self) -> dict[str, Any]:
         """What decides the rows, apart from the target's identity and how many there are."""

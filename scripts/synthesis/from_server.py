@@ -18,9 +18,11 @@ from outrider.decode.models.load import load_tokenizer
 from outrider.scripts.common.meter import Meter
 from outrider.scripts.synthesis.config import SynthesizeConfig
 from outrider.scripts.synthesis.ledger import Ledger, check_space
+from outrider.scripts.synthesis.prompt_sets import is_file, prompt_set
 from outrider.scripts.synthesis.questions import Questions
 from outrider.scripts.synthesis.regenerate import Regenerator
 from outrider.scripts.synthesis.server import OpenAIServer
+from outrider.scripts.synthesis.set_prompts import prompts_of
 from outrider.train.texts.rows import BadRow, RowReading, encode, interpret
 
 FORMAT = 2  # raise when the same settings would give other requests or rows
@@ -31,7 +33,7 @@ def from_server(cfg: SynthesizeConfig, path: Path) -> None:
     """Write or continue `path`. Raises UserError, or Interrupted (130 after Ctrl-C, 75 after
     SIGTERM).
     """
-    questions = Questions(Path(cfg.prompts).expanduser())
+    questions, usual = _questions(cfg, path)
     bad, of = questions.bad, len(questions) + len(questions.bad)
     if len(bad) > cfg.max_failed * of:
         raise UserError(
@@ -40,11 +42,19 @@ def from_server(cfg: SynthesizeConfig, path: Path) -> None:
         )
     for line, reason in bad[:5]:
         _say(f"left out {questions.path}:{line}: {reason}")
-    total = min(cfg.num_conversations or len(questions), len(questions))
+    total = min(cfg.num_conversations or usual or len(questions), len(questions))
     # About 5 bytes a token, and the questions again.
     need = 5 * total * cfg.longest + questions.path.stat().st_size + (1 << 20)
     check_space(path.parent, need)
     asyncio.run(_ask(cfg, path, questions, total))
+
+
+def _questions(cfg: SynthesizeConfig, path: Path) -> tuple[Questions, int]:
+    """What is asked, and how many of it unless num_conversations says so; 0: all."""
+    if is_file(cfg.prompts):
+        return Questions(Path(cfg.prompts).expanduser()), 0
+    chosen = replace(prompt_set(cfg.prompts), path=cfg.prompts_path)
+    return Questions(prompts_of(chosen, path, cfg.unseen)), chosen.take
 
 
 async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: int) -> None:
@@ -166,8 +176,10 @@ def _settings(
     """
     keys = ("backend", "seed", "max_new_tokens", "answer_temperature", "answer_top_p", "extra_body")
     made = replace(cfg, max_new_tokens=cfg.longest)
+    public = {} if is_file(cfg.prompts) else {"prompt_set": prompt_set(cfg.prompts).described}
     return {
         "format": FORMAT,
+        **public,
         **{k: getattr(made, k) for k in keys},
         "model": model,
         "prompts": questions.sha256,

@@ -26,7 +26,7 @@ def mirror(arch: str, dtype: torch.dtype, rows: int, guidance: float | None = No
 
 def in_double(arch: str) -> bool:
     """No double-precision product of experts; Gemma 2's own softmax is single precision."""
-    return arch not in ("mixtral", "gemma2")
+    return arch not in ("mixtral", "gemma2", "gpt_oss")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
@@ -39,7 +39,8 @@ def test_tree_equals_plain_passes(arch: str, dtype: torch.dtype) -> None:
         pytest.skip("no double-precision reference")
     m = mirror(arch, dtype, 3)
     assert m.target.support == "tree"
-    assert m.target.model.config._attn_implementation == attention.NAME, m.target.probe().reason
+    own = "eager" if arch == "gpt_oss" else attention.NAME  # whose sinks ours does not know
+    assert m.target.model.config._attn_implementation == own, m.target.probe().reason
     m.prefill([9, 4])
     tree, _ = m.score([BUSHY, [-1, 0]])
     m.commit(tree, [5, 0])

@@ -45,6 +45,7 @@ pytestmark = pytest.mark.skipif(bool(phantom.missing()), reason=phantom.missing(
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
 ON_GPUS = [n for n in RECIPES if not n.startswith("smollm2")]
+FAST = ("llama31_8b", "mistral_7b_medusa", "qwen3_0_6b", "llama32_1b", "gpt_oss_20b")  # 8 s each
 HOURS = ["data synthesis", "start-up", "training", "to the end"]
 TINY = ["target=tiny", "target.layers=6", "head.draft_vocab=64", "data.max_length=64", "gpus=1"]
 
@@ -80,7 +81,11 @@ def test_facts_of_smollm2_are_those_of_its_own_config() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ON_GPUS else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES]
+    "name",
+    [
+        n if n.removesuffix("_eagle3") in FAST else pytest.param(n, marks=pytest.mark.slow)
+        for n in RECIPES
+    ],
 )
 def test_a_recipe_fits_its_hardware(name: str) -> None:
     message = page.stated(name)
@@ -113,11 +118,21 @@ def test_recipes_for_gpus_size_their_passes_by_tokens() -> None:
     """16k tokens a pass for 8B with 30 % to spare, 4k for 70B with 10 %."""
     sizes = {"llama31_8b_eagle3": (16384, 0.3), "llama31_70b_eagle3": (4096, 0.1)}
     for name in ON_GPUS:
-        keys, message = (CONF / "experiment" / f"{name}.yaml").read_text(), page.stated(name)
-        assert "\nmicro_tokens: " in keys and "micro_batch" not in keys, name
+        cfg, message = config(f"experiment={name}"), page.stated(name)
+        assert cfg.micro_tokens and not cfg.micro_batch, name
         if name in sizes:
-            tokens, margin = sizes[name]
-            assert f"\nmicro_tokens: {tokens}\n" in keys and message and message[1] == margin
+            assert message and (cfg.micro_tokens, message[1]) == sizes[name]
+
+
+def test_recipes_for_gpus_count_passes_over_the_data() -> None:
+    """The steps follow from the rows, assumed or read, as those of the run do."""
+    for name in ON_GPUS:
+        text = (CONF / "experiment" / f"{name}.yaml").read_text()
+        assert "redicted, not measured" in text or "predicted (docs/scaling.md)" in text, name
+        assert name.endswith("_long") or "Weights: " in text, f"{name} says no licence"
+        assert config(f"experiment={name}").steps == 0
+    found = plan(config(*TINY, "steps=0", "epochs=2", "batch_size=8", "rows=100"))
+    assert found["data"]["epochs"] == pytest.approx(24 * 8 / 100)
 
 
 def test_short_conversations_share_a_pass() -> None:
@@ -368,6 +383,32 @@ def test_data_that_are_there_are_read(tmp_path: Path) -> None:
     assert lengths.cut(30).plan(cfg, 8)[0].rows.lengths.max() == 30
     with pytest.raises(UserError, match=r"^batch_size: 64 rows, but only 48"):
         plan(dataclasses.replace(cfg, batch_size=64))
+
+
+def test_a_device_that_was_measured_is_taken_as_it_is(tmp_path: Path) -> None:
+    """Its figures are reached, all of them: twice the figures, half the time."""
+    file = tmp_path / "mine.json"
+    facts = {"name": "mine", "memory": 9e9, "flops": 1e11, "bandwidth": 1e10, "link": 1e9}
+    cfg = config(*TINY, "gpus=2", "batch_size=8", f"gpu={file}")
+    speeds = []
+    for factor in (1, 2):
+        figures = {k: v * factor for k, v in facts.items() if k not in ("name", "memory")}
+        file.write_text(json.dumps({**facts, **figures, "launch": 1e-9 / factor}))
+        found = plan(cfg)
+        speeds.append(found["speed"])
+        assert found["assumptions"]["share_of_flops"] == 1 and found["gpu"] == "mine"
+    once, twice = (speed["step_seconds"] for speed in speeds)
+    assert once == pytest.approx(2 * twice, rel=1e-6) and speeds[0]["parts"]["exchange"] > 0
+    for text, said in (
+        ('{"name": "x"}', "mine.json: memory"),
+        (json.dumps({**facts, "flops": 0}), "flops: 0"),
+        (json.dumps({**facts, "flop": 1}), "flop"),
+        ("{", "is no JSON file"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=said) as error:
+            plan(cfg)
+        assert "\n" not in str(error.value)
 
 
 # What to change

@@ -84,6 +84,14 @@ TREE: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    # Sinks beside the scores, which no fused attention knows.
+    "gpt_oss": {
+        **_GQA,
+        "sliding_window": WINDOW,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 # Positions follow from the cache's slots (ALiBi): chains only.
 CHAIN: dict[str, dict[str, Any]] = {

@@ -421,7 +421,7 @@ def test_retry_after_forms() -> None:
 
 def test_keys_of_the_command_line(tmp_path: Path) -> None:
     good = ["target=tiny", f"out={tmp_path}/a", "backend=openai", "base_url=http://h:1/v1"]
-    good += ["prompts=x"]
+    good += ["prompts=x.jsonl"]
     more = "extra_body.chat_template_kwargs.enable_thinking=false"
     cfg = compose("synthesize", SynthesizeConfig, [*good, more])
     assert cfg.extra_body == {"chat_template_kwargs": {"enable_thinking": False}}

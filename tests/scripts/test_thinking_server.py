@@ -254,7 +254,7 @@ def test_the_usual_length_follows_the_backend() -> None:
         cfg = compose("synthesize", SynthesizeConfig, ["target=tiny", "out=x", *more])
         return cfg.longest, cfg.at_a_time
 
-    server = ("backend=openai", "base_url=http://h:1/v1", "prompts=x")
+    server = ("backend=openai", "base_url=http://h:1/v1", "prompts=x.jsonl")
     assert usual() == (200, 32) and usual(*server) == (4096, 256)
     assert usual(*server, "max_new_tokens=200", "concurrency=3") == (200, 3)
     assert SynthesizeConfig(out="x", backend="openai").longest == 4096

@@ -20,7 +20,8 @@ class DryRunConfig(ValidateConfig):
     # how many GPUs
     gpus: OneOrMore = 8
     # which, and its memory: h100-80gb, h200-141gb, b200-180gb, a100-80gb, a100-40gb, l40s-48gb,
-    # rtx4090-24gb, cpu-16gb
+    # rtx4090-24gb, cpu-16gb; or a JSON file with a device that was measured (name, memory, flops,
+    # bandwidth, link, launch: bytes, a second, seconds)
     gpu: str = "h100-80gb"
     # rows of the training data; this and the next three are assumed where data.path is not there,
     # else read from it, by the target's tokenizer

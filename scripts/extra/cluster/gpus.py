@@ -1,33 +1,46 @@
 """What the makers say of their GPUs, and what work like this reaches of it.
 
-Memory is the name's figure in decimal bytes, which is below what the card shows. FLOP/s are those
-of dense bfloat16 products, bytes/s those of the card's memory and, one way, of its link to the
-other GPUs of a node. `cpu-..` stands for two cores of a laptop.
+Memory is the name's figure in decimal bytes, which is below what the card shows. FLOP/s are
+those of dense bfloat16 products, bytes/s those of the card's memory and, one way, of its
+link to the other GPUs of a node. `cpu-..` stands for two cores of a laptop. A device that
+was measured is a JSON file with the same figures, all of which are taken as reached
+(scripts/lab/dry_run_pair.py writes one).
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from outrider.conf.errors import UserError
+from outrider.conf.rules import AboveZero, NotEmpty
+from outrider.conf.typed import from_json
 from outrider.train.measure.speed import peak_flops
 
 RESERVE = 2.5e9  # bytes: CUDA's context, cuBLAS's workspace, NCCL's buffers
 FRAGMENTS = 0.05  # of what a pass allocates: gaps between blocks of the allocator
 
 
+SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 0.55, 0.8
+
+
 @dataclass(frozen=True)
 class Gpu:
-    """memory in bytes; flops, bandwidth and link per second; launch: seconds of the host for one
-    operation, below which none is shorter."""
+    """memory in bytes; flops, bandwidth and link per second; launch: seconds of the host
+    for one operation, below which none is shorter; shares of flops and of the two others
+    that are reached.
+    """
 
-    name: str
-    memory: float
-    flops: float
-    bandwidth: float
-    link: float
-    launch: float = 6e-6
+    name: NotEmpty
+    memory: AboveZero
+    flops: AboveZero
+    bandwidth: AboveZero
+    link: AboveZero
+    launch: AboveZero = 6e-6
+    share_of_flops: AboveZero = SHARE_OF_FLOPS
+    share_of_bandwidth: AboveZero = SHARE_OF_BANDWIDTH
 
     @property
     def is_cpu(self) -> bool:
@@ -43,19 +56,19 @@ class Gpu:
         """Shares of the makers' figures that are reached, and what else was assumed."""
         return {
             **{k: v for k, v in asdict(self).items() if k != "name"},
-            "share_of_flops": SHARE_OF_FLOPS,
-            "share_of_bandwidth": SHARE_OF_BANDWIDTH,
             "reserve": self.reserve,
             "fragments": FRAGMENTS,
         }
 
+    @property
+    def stream(self) -> float:
+        """Bytes/s of memory that are reached."""
+        return self.bandwidth * self.share_of_bandwidth
+
     def seconds(self, flops: float, traffic: float) -> float:
         """Of one operation: the slowest of arithmetic, memory and launch."""
-        return max(
-            flops / (self.flops * SHARE_OF_FLOPS),
-            traffic / (self.bandwidth * SHARE_OF_BANDWIDTH),
-            self.launch,
-        )
+        done = flops / (self.flops * self.share_of_flops)
+        return max(done, traffic / self.stream, self.launch)
 
 
 def _flops(name: str) -> float:
@@ -65,7 +78,6 @@ def _flops(name: str) -> float:
     return found
 
 
-SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 0.55, 0.8
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -82,10 +94,25 @@ GPUS = {
 
 
 def gpu_of(name: str) -> Gpu:
-    """A GPU by name. Raises UserError for one that is not in the table."""
+    """A GPU by name, or a measured device by its file. Raises UserError for one that is not
+    in the table, and a file that holds none."""
+    if name.endswith(".json"):
+        return _measured(Path(name).expanduser())
     found = GPUS.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), GPUS, 1, 0.4)
         meant = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"gpu: {name!r} is not known; {meant}choose {', '.join(GPUS)}")
     return found
+
+
+def _measured(path: Path) -> Gpu:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"gpu: {path} is no JSON file ({type(error).__name__})") from None
+    found, problems = from_json(facts, Gpu)
+    if problems:
+        raise UserError(f"gpu: {path}: {problems[0]}")
+    given = {key: facts.get(key, 1.0) for key in ("share_of_flops", "share_of_bandwidth")}
+    return replace(found, **given)

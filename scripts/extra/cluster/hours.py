@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 from outrider.scripts.extra.cluster.count import FEATURES
-from outrider.scripts.extra.cluster.gpus import SHARE_OF_BANDWIDTH
 from outrider.scripts.extra.cluster.run import PlannedRun, whole_weights
 
 CORES = 32  # of a node, that tokenize
@@ -65,7 +64,7 @@ def exchange(run: PlannedRun) -> float:
 
 def update(run: PlannedRun) -> float:
     """Seconds of the optimizer."""
-    return STEP_BYTES * run.found.trained / (run.gpu.bandwidth * SHARE_OF_BANDWIDTH)
+    return STEP_BYTES * run.found.trained / run.gpu.stream
 
 
 def _evaluation(run: PlannedRun) -> float:
@@ -74,7 +73,7 @@ def _evaluation(run: PlannedRun) -> float:
     cfg, gpu = run.cfg, run.gpu
     prompts = cfg.eval.prompts if cfg.shard_target else math.ceil(cfg.eval.prompts / cfg.gpus)
     waves = math.ceil(prompts / cfg.eval.batch_size)
-    read = whole_weights(run) / (gpu.bandwidth * SHARE_OF_BANDWIDTH)
+    read = whole_weights(run) / gpu.stream
     launched = run.found.launches[FEATURES] * gpu.launch * 1.5
     return waves * cfg.eval.max_new_tokens / ACCEPTED * max(read + launched, run.gathered)
 

@@ -66,6 +66,12 @@ class Lengths:
         offsets = torch.tensor([0, *self.known.lengths.clamp(max=longest).tolist()]).cumsum(0)
         return replace(self, longest=longest, known=replace(self.known, offsets=offsets))
 
+    def per_epoch(self, cfg: DryRunConfig) -> int:
+        """Batches of an epoch."""
+        if self.known is None:
+            return cfg.rows // cfg.batch_size
+        return BatchPlan(self.known, cfg.batch_size, 1, cfg.seed, cfg.data.skip).per_epoch
+
     def plan(self, cfg: DryRunConfig, batch_size: int) -> tuple[BatchPlan, int]:
         """Batches of so many rows, and how many of them to look at. Raises UserError where there
         are too few rows."""

@@ -8,6 +8,7 @@ stated shares of what the GPU's maker promises (gpus.py). A prediction, until a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from outrider.conf.errors import UserError
@@ -36,6 +37,8 @@ def plan(cfg: DryRunConfig, tell: Callable[[str], None] = lambda _: None) -> dic
     gpu, model, typed = gpu_of(cfg.gpu), model_of(cfg.target), head_config(cfg.head)
     _check(cfg, typed)
     lengths, cfg = lengths_of(cfg, model)
+    if not cfg.steps:
+        cfg = replace(cfg, steps=max(1, round(cfg.epochs * lengths.per_epoch(cfg))))
     run = PlannedRun(cfg, gpu, model, typed, lengths)
     found = _report(run)
     if not found["memory"]["fits"]:

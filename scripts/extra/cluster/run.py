@@ -22,7 +22,7 @@ from outrider.scripts.extra.cluster.count import (
     count,
     seconds,
 )
-from outrider.scripts.extra.cluster.gpus import SHARE_OF_BANDWIDTH, Gpu
+from outrider.scripts.extra.cluster.gpus import Gpu
 from outrider.scripts.extra.cluster.lengths import Lengths
 from outrider.scripts.extra.cluster.models import Model
 from outrider.scripts.extra.cluster.phantom import NAME
@@ -86,13 +86,13 @@ class PlannedRun:
     @property
     def _meant(self) -> list[Any]:
         """What a pass depends on beside its size."""
-        return [self.model.key, asdict(self.typed), self.cfg.dtype, self.gpu.name]
+        return [self.model.key, asdict(self.typed), self.cfg.dtype, asdict(self.gpu)]
 
     @property
     def link(self) -> float:
         """Bytes/s of a GPU to all others."""
         most = self.gpu.link if self.cfg.gpus <= NODE else min(NETWORK, self.gpu.link)
-        return most * SHARE_OF_BANDWIDTH
+        return most * self.gpu.share_of_bandwidth
 
     @property
     def gathered(self) -> float:
@@ -100,7 +100,7 @@ class PlannedRun:
         if not self.cfg.shard_target:
             return 0.0
         group = self.cfg.shard_group or self.cfg.gpus
-        link = self.gpu.link * SHARE_OF_BANDWIDTH if group <= NODE else self.link
+        link = self.gpu.link * self.gpu.share_of_bandwidth if group <= NODE else self.link
         return self.model.size.stacked * self.width * (group - 1) / group / link
 
     def step(self, batch_size: int) -> PlannedStep:

@@ -1,0 +1,120 @@
+"""Public data sets that a YAML file of conf/ describes: where one lies, and how its rows
+are had: from the Hugging Face hub by the `datasets` library, or from a copy on this disk.
+Code of a repository is never run.
+
+A copy is a file, or a folder with NAME.jsonl (.json, .parquet, .csv) or a folder NAME, or the
+folder of the set itself, as `hf download` leaves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.conf.errors import UserError
+
+FORMS = (".jsonl", ".json", ".parquet", ".csv")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A public set. word, place: how messages name such a set and the key of its copy on
+    disk."""
+
+    word, place = "set", "path"
+
+    # its name in reports
+    name: str = "own"
+    # repository of the hub; empty = the set is not there, and `path` is needed
+    dataset: str = ""
+    # its configuration, where it has several
+    config: str = ""
+    # files of the repository, where it is no data set of the library's own kind
+    files: str = ""
+    # which part of it
+    split: str = "train"
+    # commit of the repository; empty = the newest, and the sha256 tells which it was
+    revision: str = ""
+    # under which licence it was published
+    licence: str = ""
+    # a file or folder on this disk in place of the hub
+    path: str = ""
+    # whether this description has been tried on the real set; where not, it is said
+    tried: bool = False
+
+
+def rows_of(which: Published) -> Any:
+    """The rows of a set, a datasets.Dataset. Raises UserError for a set that cannot be had."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(**_where(which))
+    except UserError:
+        raise
+    except Exception as error:  # the library raises what its file systems and parsers do
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{which.word}: {which.name}: {which.path or which.dataset} could not be loaded "
+            f"({type(error).__name__}: {reason}); {which.place}=FILE takes a copy on this disk"
+        ) from None
+
+
+def copies(which: Published, folder: Path) -> list[Path]:
+    """What bears the set's name in a folder."""
+    named = [folder / f"{which.name}{ending}" for ending in FORMS] + [folder / which.name]
+    return [path for path in named if path.exists()]
+
+
+def _where(which: Published) -> dict[str, Any]:
+    """Arguments of datasets.load_dataset."""
+    if which.path:
+        place = _on_disk(which)
+        return _in_folder(which, place) if place.is_dir() else _in_file(place.parent, place.name)
+    if not which.dataset:
+        raise UserError(
+            f"{which.word}: {which.name}: is on no hub; give {which.place}=FILE (the YAML that "
+            "describes it says where it is published)"
+        )
+    revision = which.revision or None
+    if which.files:
+        at = f"@{revision}" if revision else ""
+        files = f"hf://datasets/{which.dataset}{at}/{which.files}"
+        return {"path": "json", "data_files": files, "split": "train"}
+    name = which.config or None
+    return {"path": which.dataset, "name": name, "revision": revision, "split": which.split}
+
+
+def _in_file(folder: Path, files: str) -> dict[str, Any]:
+    # By its folder: by the name of its form the library would report the use of it.
+    return {"path": str(folder), "data_files": files, "split": "train"}
+
+
+def _in_folder(which: Published, folder: Path) -> dict[str, Any]:
+    """Of a folder: the files that are named, else the part of that name or the only one."""
+    import datasets
+
+    if which.files and any(folder.glob(which.files)):
+        return _in_file(folder, which.files)
+    configs = datasets.get_dataset_config_names(str(folder))
+    config = which.config if which.config in configs else None
+    parts = datasets.get_dataset_split_names(str(folder), config)
+    if which.split not in parts and len(parts) != 1:
+        raise UserError(
+            f"{which.word}: {which.name}: {folder} has the parts {', '.join(parts)} and no "
+            f"{which.split}; give {which.place}=FILE"
+        )
+    split = which.split if which.split in parts else parts[0]
+    return {"path": str(folder), "name": config, "split": split}
+
+
+def _on_disk(which: Published) -> Path:
+    """The file or folder of a set: `path` itself, or what bears the set's name in it."""
+    place = Path(which.path).expanduser()
+    if place.is_dir():
+        place = next(iter(copies(which, place)), place)
+    if not place.exists():
+        raise UserError(f"{which.place}: {which.path} is not there; give a file or a folder")
+    if place.is_file() and place.suffix.lower() not in FORMS:
+        raise UserError(f"{which.place}: {place} is none of {', '.join(FORMS)}; convert it")
+    return place

@@ -1,0 +1,244 @@
+"""Public prompts by name: every description reads the form that its set was published in, written
+small; what is left out is counted; a file beside the data holds what is asked, in an order of its
+own; mistakes are a line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.conf.errors import UserError
+from outrider.scripts import cli
+from outrider.scripts.common.prompts import DEMO, load_prompts
+from outrider.scripts.synthesis.prompt_sets import PromptSet, known, prompt_set
+from outrider.scripts.synthesis.questions import Questions
+from outrider.scripts.synthesis.set_prompts import prompts_of
+from outrider.scripts.synthesize import synthesize
+from tests.scripts.test_from_server import config, serving
+
+
+def chat(*texts: str, user: str = "user", model: str = "assistant") -> list[dict[str, str]]:
+    return [{"role": (user, model)[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def shared(*texts: str) -> list[dict[str, str]]:
+    return [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(texts)]
+
+
+# Rows in the form of each published set, and the user turns that they ask.
+SETS: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
+    "ultrachat": [
+        (
+            {"prompt": "A", "prompt_id": "x", "messages": chat("A", "said", "And B?", "said")},
+            ["A", "And B?"],
+        )
+    ],
+    "sharegpt": [({"id": "a_0", "conversations": shared("Why?", "said")}, ["Why?"])],
+    "perfectblend": [({"conversations": shared("Sum.", "said"), "source": "s"}, ["Sum."])],
+    "magicoder": [({"lang": "python", "problem": "Write f.", "solution": "def f"}, ["Write f."])],
+    "evol_codealpaca": [({"instruction": "Write g.", "output": "def g"}, ["Write g."])],
+    "numinamath": [({"source": "amc", "problem": "Solve $x$.", "solution": "1"}, ["Solve $x$."])],
+    "gsm8k_train": [({"question": "How many?", "answer": "#### 3"}, ["How many?"])],
+    "aya": [({"inputs": "Hvad er dette?", "targets": "t", "language": "da"}, ["Hvad er dette?"])],
+    "wildchat": [
+        ({"conversation": chat("Hej", "said", "Mere"), "toxic": False}, ["Hej", "Mere"]),
+        ({"conversation": chat("Bad", "said"), "toxic": True}, []),
+    ],
+    "magpie": [({"instruction": "Plan.", "response": "said", "uuid": "1"}, ["Plan."])],
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def written(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def asked(path: Path) -> list[list[str]]:
+    questions = Questions(path)
+    assert not questions.bad
+    return [
+        [m["content"] for m in questions[n][0] if m["role"] == "user"]
+        for n in range(len(questions))
+    ]
+
+
+def test_every_set_is_described_like_its_file_and_listed() -> None:
+    assert set(known()) == set(SETS)
+    for name in known():
+        found = prompt_set(name)
+        assert found.name == name and found.dataset and found.licence and found.rows
+        assert not found.tried and cli.options("prompt_set")[name].endswith("real set)")
+        assert not found.revision or len(found.revision) == 40
+        assert found.take < found.rows
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_form_of_the_set_is_read(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a file, and from a folder that holds it."""
+    rows = SETS[name]
+    file = written(tmp_path / "sets", name, [row for row, _ in rows])
+    wanted = [turns for _, turns in rows if turns]
+    for place, out in ((file, "a.jsonl"), (file.parent, "b.jsonl")):
+        which = replace(prompt_set(name), path=str(place))
+        assert asked(prompts_of(which, tmp_path / out, [])) == wanted
+    said = capsys.readouterr().err
+    assert f"licence: {which.licence}" in said and "had not been tried on the real set" in said
+    assert f"{len(wanted)} prompts of {len(rows)} rows" in said
+    assert f"the published set has about {which.rows:,} rows" in said
+
+
+def test_a_download_of_the_repository_is_read_by_its_part(tmp_path: Path) -> None:
+    """Parts and configurations as the card's header names them."""
+    folder = tmp_path / "ultrachat_200k"
+    (folder / "data").mkdir(parents=True)
+    parts = {"train_sft": "Learn.", "test_sft": "Test.", "train_gen": "Other."}
+    header = "".join(f"  - split: {p}\n    path: data/{p}.jsonl\n" for p in parts)
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files:\n{header}---\n"
+    )
+    for part, text in parts.items():
+        written(folder / "data", part, [{"messages": chat(text, "said")}])
+    which = replace(prompt_set("ultrachat"), path=str(folder))
+    assert asked(prompts_of(which, tmp_path / "a.jsonl", [])) == [["Learn."]]
+    with pytest.raises(UserError, match=r"has the parts .*train_gen.* and no nothing"):
+        prompts_of(replace(which, split="nothing"), tmp_path / "b.jsonl", [])
+    named = tmp_path / "share"
+    named.mkdir()
+    for file, text in ((prompt_set("sharegpt").files, "New."), ("old.json", "Old.")):
+        (named / file).write_text(json.dumps([{"conversations": shared(text, "said")}]))
+    which = replace(prompt_set("sharegpt"), path=str(named))
+    assert asked(prompts_of(which, tmp_path / "c.jsonl", [])) == [["New."]]
+
+
+def test_what_cannot_be_asked_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"conversations": shared("Why do cats purr?", "said")},
+        {"conversations": shared("why do CATS purr", "said")},
+        {"conversations": shared("x", "y")[1:]},
+        {"conversations": shared("", "said")},
+        {"conversations": shared("long " * 3000, "said")},
+        {"conversations": [{"from": "tool", "value": "t"}]},
+        {"conversations": []},
+        {"conversations": [{"from": "system", "value": "Be brief."}, *shared("Hi", "said")]},
+        {"conversations": shared(load_prompts(DEMO)[0].turns[0], "said")},
+        {"conversations": shared("Natalia sold 48 clips.", "said")},
+    ]
+    folder = tmp_path / "sets"
+    written(folder, "sharegpt", rows)
+    written(folder, "gsm8k", [{"question": "Natalia  sold 48 clips", "answer": "#### 72"}])
+    which = replace(prompt_set("sharegpt"), path=str(folder))
+    path = prompts_of(which, tmp_path / "a.jsonl", ["gsm8k", "humaneval"])
+    lines = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    assert len(lines) == 2
+    assert [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}] in lines
+    found = json.loads((tmp_path / "a.jsonl.prompts.json").read_text())
+    left = found["left_out"]
+    assert (
+        sum(left.values()) == 8
+        and left["asked already"] == 1
+        and left["begins with an answer"] == 2
+    )
+    assert left["in demo"] == left["in gsm8k"] == left["above 12,000 characters"] == 1
+    assert list(found["compared_with"]) == ["demo", "gsm8k"]
+    (missing,) = found["not_compared_with"]
+    assert (
+        missing.startswith("humaneval: ")
+        and f"not compared with {missing}" in capsys.readouterr().err
+    )
+
+
+def test_more_prompts_go_on_where_fewer_ended(tmp_path: Path) -> None:
+    """The order follows from the texts, however the set is sorted."""
+    rows = [{"problem": f"Question {i}"} for i in range(200)]
+    which = prompt_set("numinamath")
+    orders = []
+    for name, some in (("a", rows), ("b", rows[::-1]), ("c", rows[:150])):
+        file = written(tmp_path / name, "numinamath", some)
+        orders.append(asked(prompts_of(replace(which, path=str(file)), tmp_path / name / "o", [])))
+    assert orders[0] == orders[1] != [[row["problem"]] for row in rows]
+    kept = {row["problem"] for row in rows[:150]}
+    assert orders[2] == [turns for turns in orders[0] if turns[0] in kept]
+    assert len([p for p in tmp_path.glob("*/.*") if p.suffix in (".draft", ".whole")]) == 0
+
+
+def test_a_description_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\nlicence: own\ncolumn: q\nmore: m\nkeep: {lang: en}\n")
+    rows = [{"q": "Sum up.", "m": "A text.", "lang": "en"}, {"q": "Nej", "m": "", "lang": "da"}]
+    which = replace(prompt_set(str(file)), path=str(written(tmp_path, "rows", rows)))
+    assert asked(prompts_of(which, tmp_path / "a.jsonl", [])) == [["Sum up.\n\nA text."]]
+    file.write_text("name: mine\ncolumns: q\n")
+    with pytest.raises(UserError, match=r"mine\.yaml: .*columns"):
+        prompt_set(str(file))
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"prompts": "ultrachart"}, "did you mean ultrachat?"),
+        ({"prompts": "magicoder", "prompts_path": "/none"}, "prompts_path: /none is not there"),
+        ({"prompts": "asked.jsonl", "prompts_path": "x"}, "prompts_path: only with prompts=NAME"),
+        ({"prompts": "asked.jsonl", "unseen": ["x"]}, "unseen: only with prompts=NAME"),
+        ({"prompts": "aya", "prompts_path": "FILE"}, "prompts: aya has no column 'inputs'"),
+        ({"prompts": "magicoder", "prompts_path": "EMPTY"}, "no row can be asked .prompt holds"),
+        (
+            {"prompts": "magicoder", "prompts_path": "FILE", "unseen": ["gsm9k"]},
+            "unseen: 'gsm9k' is neither a suite .*alpaca",
+        ),
+    ],
+)
+def test_mistakes_are_a_line(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
+    files = {
+        "FILE": str(written(tmp_path, "file", [{"problem": "Write f."}])),
+        "EMPTY": str(written(tmp_path, "empty", [{"problem": " "}])),
+    }
+    keys = {
+        key: files.get(value, value) if key == "prompts_path" else value
+        for key, value in keys.items()
+    }
+    cfg = config(tmp_path, "http://127.0.0.1:9/v1", **keys)
+    with pytest.raises(UserError, match=said) as error:
+        problems = cfg.validate()
+        if problems:
+            raise UserError("; ".join(problems))
+        synthesize(cfg)
+    assert len(str(error.value).splitlines()) == 1
+    assert not (tmp_path / "a.jsonl").exists() and not (tmp_path / "a.jsonl.prompts.jsonl").exists()
+
+
+def test_a_named_set_is_answered_and_its_name_and_licence_stay_with_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"problem": f"Write f{i}."} for i in range(12)]
+    file = written(tmp_path, "magicoder", rows)
+    with serving(tmp_path) as url:
+        keys = {"prompts": "magicoder", "prompts_path": str(file)}
+        synthesize(config(tmp_path, url, num_conversations=5, **keys))
+        first = (tmp_path / "a.jsonl").read_bytes()
+        file.unlink()  # what is asked stands beside the data now
+        capsys.readouterr()
+        synthesize(config(tmp_path, url, **keys))
+    assert "reading magicoder" not in capsys.readouterr().err
+    whole = (tmp_path / "a.jsonl").read_bytes()
+    assert whole.startswith(first) and len(first.splitlines()) == 5
+    texts = [json.loads(line)["messages"][0]["content"] for line in whole.splitlines()]
+    assert sorted(texts) == sorted(row["problem"] for row in rows)
+    meta = json.loads((tmp_path / "a.jsonl.meta.json").read_text())["settings"]
+    assert meta["prompt_set"]["dataset"] == "ise-uiuc/Magicoder-OSS-Instruct-75K"
+    assert meta["prompt_set"]["licence"] == "MIT"
+    assert PromptSet(**meta["prompt_set"]).described == meta["prompt_set"]
