@@ -31,7 +31,9 @@ def entries() -> dict[str, type]:
     for path in [*ROOT.glob("scripts/**/*.py"), *ROOT.glob("train/*.py")]:
         for name, schema in re.findall(COMMAND, path.read_text(), re.M):
             place = path.relative_to(ROOT).with_suffix("")
-            found[name] = getattr(importlib.import_module(".".join(place.parts)), schema)
+            found[name] = getattr(
+                importlib.import_module(".".join(("outrider", *place.parts))), schema
+            )
     return found
 
 

@@ -57,7 +57,7 @@ def test_a_command_ends_with_one_line_and_has_written_nothing(
     chats(tmp_path / "data.jsonl")
     (tmp_path / "prompts.jsonl").write_text('{"id": 1, "category": "x", "turns": ["Hi"]}\n')
     with pytest.raises(SystemExit) as stop:
-        importlib.import_module(module).main(words)
+        importlib.import_module(f"outrider.{module}").main(words)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.startswith("error: ") and "secret" not in err
     check(err.removeprefix("error: ").removesuffix("\n"), said)
