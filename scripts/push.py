@@ -113,7 +113,7 @@ def gathered(cfg: PushConfig, stack: ExitStack) -> tuple[Form, Published]:
     if not given:
         form.add_head(whole(cfg, source, card, stack), places)
     if folder is not None:
-        form.add_export(folder, {**places, **dict.fromkeys(typed(folder), served_by(cfg, folder))})
+        form.add_export(folder, {**places, **named_in_lines(cfg, folder, base)})
     return form, scrubbed(about, places)
 
 
@@ -220,17 +220,17 @@ def engine_form(
     return place
 
 
-def typed(folder: Path) -> list[str]:
-    """The names of an export's own folder: as its lines have it, as given, and whole."""
-    made = str((exported(folder) or {}).get("folder", ""))
-    return [made, str(folder), str(folder.resolve())]
-
-
-def served_by(cfg: PushConfig, folder: Path) -> str:
-    """What an engine's command names in place of that folder: the repository, or for
-    llama.cpp the folder that it is fetched into."""
-    here = (exported(folder) or {}).get("engine_format") == "gguf"
-    return cfg.repository.rpartition("/")[2] if here else cfg.repository
+def named_in_lines(cfg: PushConfig, folder: Path, base: str) -> dict[str, str]:
+    """What stands in an export's lines for an engine, and what everybody else writes in its place:
+    the repository for the folder (for llama.cpp the folder that it is fetched into), and the base
+    model for the target."""
+    made = exported(folder) or {}
+    here = cfg.repository.rpartition("/")[2]
+    place = here if made.get("engine_format") == "gguf" else cfg.repository
+    own = (str(made.get("folder", "")), str(folder), str(folder.resolve()))
+    target = str((made.get("target") or {}).get("path", ""))
+    asked = {f"{word} TARGET ": f"{word} {base} " for word in ("serve", "--model-path") if base}
+    return {**dict.fromkeys(own, place), target: base or "TARGET", **asked}
 
 
 def command(argv: Sequence[str] | None = None) -> None:
