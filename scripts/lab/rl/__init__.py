@@ -1,0 +1,1 @@
+"""Reinforcement learning beside a drafted engine: the gate's power by simulation, and GRPO."""

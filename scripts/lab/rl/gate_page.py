@@ -1,0 +1,73 @@
+"""The tables of docs/rl-gate.md, rendered from docs/results/rl-gate.json; a test compares the
+two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from outrider.scripts.common import files
+from outrider.scripts.reports.block import Block
+from outrider.scripts.reports.table import Table
+
+RESULTS = files.ROOT / "docs/results/rl-gate.json"
+BLOCK = Block.of("docs/rl-gate.md", "figures", "scripts/lab/rl/gate_power.py")
+NUMBERS, RANKS = "three numbers", "with ranks"
+
+
+def render(known: dict[str, Any]) -> str:
+    """All tables of the page."""
+    head = ("engine", "said no, of how many", "tokens, half of them", "tokens, nine in ten", "by")
+    wrong = Table(head, [*_wrong(known)], words=(0, 4))
+    head = (
+        "sound engine",
+        "alpha",
+        *(f"{kind}, tolerance {t}" for t in (0, 0.01) for kind in KINDS),
+    )
+    sound = Table(head, [*_sound(known)], words=(0,))
+    head = ("GRPO by TRL", "steps", "tokens", "p", "verdict", "by")
+    grpo = Table(head, [*_grpo(known)], words=(0, 4, 5))
+    return "\n\n".join(table.markdown() for table in (sound, wrong, grpo)) + "\n"
+
+
+KINDS = (NUMBERS, RANKS)
+
+
+def _sound(known: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for section in [name for name in known if name.startswith("sound")]:
+        for name, rule in known[section]["rules"].items():
+            gates = [rule["gates"][f"tolerance {t:g}, {k}"] for t in (0, 0.01) for k in KINDS]
+            said = (f"{gate['named']} of {rule['seeds']}" for gate in gates)
+            yield name, f"{rule['alpha']:g}", *said
+
+
+def _wrong(known: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    rows = [(name, rule, 0.01) for name, rule in known["wrong"]["rules"].items()]
+    rows += [(name, rule, 0) for name, rule in known.get("weak", {"rules": {}})["rules"].items()]
+    for name, rule, tolerance in rows:
+        for kind in KINDS:
+            gate = rule["gates"][f"tolerance {tolerance:g}, {kind}"]
+            yield (
+                f"{name}; {kind}, tolerance {tolerance:g}",
+                f"{gate['named']} of {rule['seeds']}",
+                _tokens(gate["median_tokens"], rule["tokens"]),
+                _tokens(gate["tokens_for_nine_in_ten"], rule["tokens"]),
+                gate["by"] or "–",
+            )
+
+
+def _tokens(count: int | None, most: int) -> str:
+    return f"more than {most:,}" if count is None else f"{count:,}"
+
+
+def _grpo(known: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name, run in known.get("grpo", {}).items():
+        said = "from the policy" if run["ok"] else "**not from the policy**"
+        by = "–" if run["ok"] else f"{run['by']} ({run['shift']:+.2f})"
+        yield name, str(run["steps"]), f"{run['tokens']:,}", f"{run['p']:.2g}", said, by
+
+
+def refresh() -> None:
+    """Put the committed figures into the page."""
+    BLOCK.write(render(json.loads(RESULTS.read_text())))
