@@ -1,6 +1,6 @@
 """Is a rollout from the policy? A gate for reinforcement learning, numpy alone.
 
-    from outrider.scripts.gate import Gate
+    from outrider.gate import Gate
 
     gate = Gate()                       # one for the whole training
     verdict = gate.add(logprob, entropy, variance, mask)  # after every batch of rollouts

@@ -13,38 +13,35 @@ from outrider.scripts.reports.table import Table
 
 RESULTS = files.ROOT / "docs/results/rl-gate.json"
 BLOCK = Block.of("docs/rl-gate.md", "figures", "scripts/lab/rl/gate_power.py")
+NONE: dict[str, Any] = {"rules": {}}
 NUMBERS, RANKS = "three numbers", "with ranks"
 
 
 def render(known: dict[str, Any]) -> str:
     """All tables of the page."""
-    head = ("engine", "said no, of how many", "tokens, half of them", "tokens, nine in ten", "by")
-    wrong = Table(head, [*_wrong(known)], words=(0, 4))
-    head = (
-        "sound engine",
-        "alpha",
-        *(f"{kind}, tolerance {t}" for t in (0, 0.01) for kind in KINDS),
-    )
-    sound = Table(head, [*_sound(known)], words=(0,))
-    head = ("GRPO by TRL", "steps", "tokens", "p", "verdict", "by")
-    grpo = Table(head, [*_grpo(known)], words=(0, 4, 5))
-    return "\n\n".join(table.markdown() for table in (sound, wrong, grpo)) + "\n"
+    kinds = [f"{kind}, tolerance {t}" for t in (0, 0.01) for kind in KINDS]
+    sound = Table(("sound engine", "alpha", *kinds), [*_sound(known)], words=(0,))
+    columns = ("said no, of how many", "tokens, half of them", "tokens, nine in ten", "by")
+    wrong = Table(("engine", *columns), [*_wrong(known)], words=(0, 4))
+    names = ("GRPO by TRL", "steps", "tokens", "p", "verdict", "by")
+    grpo = Table(names, [*_grpo(known)], words=(0, 4, 5))
+    tables = (table.markdown() for table in (sound, wrong, grpo) if table.rows)
+    return "\n\n".join(tables) + "\n"
 
 
 KINDS = (NUMBERS, RANKS)
 
 
 def _sound(known: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    for section in [name for name in known if name.startswith("sound")]:
-        for name, rule in known[section]["rules"].items():
-            gates = [rule["gates"][f"tolerance {t:g}, {k}"] for t in (0, 0.01) for k in KINDS]
-            said = (f"{gate['named']} of {rule['seeds']}" for gate in gates)
-            yield name, f"{rule['alpha']:g}", *said
+    for name, rule in known.get("sound", NONE)["rules"].items():
+        gates = [rule["gates"][f"tolerance {t:g}, {k}"] for t in (0, 0.01) for k in KINDS]
+        for alpha, key in ((rule["alpha"], "named"), (0.1, "named_at_0.1")):
+            yield name, f"{alpha:g}", *(f"{gate[key]} of {rule['seeds']}" for gate in gates)
 
 
 def _wrong(known: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    rows = [(name, rule, 0.01) for name, rule in known["wrong"]["rules"].items()]
-    rows += [(name, rule, 0) for name, rule in known.get("weak", {"rules": {}})["rules"].items()]
+    rows = [(name, rule, 0.01) for name, rule in known.get("wrong", NONE)["rules"].items()]
+    rows += [(name, rule, 0) for name, rule in known.get("weak", NONE)["rules"].items()]
     for name, rule, tolerance in rows:
         for kind in KINDS:
             gate = rule["gates"][f"tolerance {tolerance:g}, {kind}"]

@@ -24,6 +24,7 @@ import numpy as np
 
 from outrider.scripts.common import files
 from outrider.scripts.gate import Gate, mismatch
+from outrider.scripts.lab.rl import gate_page
 from outrider.scripts.lab.rl.simulated import (
     VOCAB,
     Rollouts,
@@ -132,6 +133,10 @@ def swapped(world: World) -> np.ndarray:
     return found
 
 
+def typical_engine(world: World, many: int, length: int, seed: int) -> Rollouts:
+    return drafted(world, many, length, seed, typical(world))
+
+
 def fly(window: int, greedy: bool) -> Make:
     return lambda world, many, length, seed: drafted(
         world, many, length, seed, deferred(world, window), greedy
@@ -146,7 +151,7 @@ SOUND: dict[str, Make] = {
     "scores off by 0.05": table(rounded(0.05)),
 }
 WRONG: dict[str, Make] = {
-    "typical acceptance": lambda world, *how: drafted(world, *how, typical(world)),
+    "typical acceptance": typical_engine,
     "typical acceptance, second half of the run": late,
     "greedy": cooled(0.01),
     "temperature 0.9 times": cooled(0.9),
@@ -167,19 +172,23 @@ WEAK: dict[str, Make] = {
 
 
 def said_no(
-    world: World, rollouts: Rollouts, alpha: float, tolerance: float, ranks: bool
-) -> tuple[int | None, str]:
-    """Tokens at which a gate said no to [ROWS, T] tokens, batch by batch, and the stream."""
-    gate = Gate(alpha, tolerance)
+    world: World, rollouts: Rollouts, tolerance: float, ranks: bool
+) -> tuple[dict[float, int], str]:
+    """Tokens at which a gate said no to [B, T] tokens, batch by batch, at ALPHA (which ends
+    it) and at MANY, where it did, and the stream that spoke loudest then."""
+    gate, found = Gate(ALPHA, tolerance), dict[float, int]()
     for a in range(0, rollouts[0].shape[1], LENGTH):
         before, tokens = (part[:, a : a + LENGTH] for part in rollouts)
         verdict = gate.add(**world.columns(before, tokens, ranks))
+        for alpha in (MANY, ALPHA):
+            if verdict.p <= alpha:
+                found.setdefault(alpha, verdict.tokens)
         if not verdict:
-            return verdict.tokens, verdict.by
-    return None, ""
+            return found, verdict.by
+    return found, ""
 
 
-def judged(make: Make, size: Size, alpha: float) -> dict[str, Any]:
+def judged(make: Make, size: Size) -> dict[str, Any]:
     """What gates of every kind say of one rule, over the seeds."""
     world = World.drawn(0)
     kinds = {
@@ -187,24 +196,24 @@ def judged(make: Make, size: Size, alpha: float) -> dict[str, Any]:
         for t in (0.0, 0.01)
         for ranks in (False, True)
     }
-    found: dict[str, list[tuple[int | None, str]]] = {name: [] for name in kinds}
+    found: dict[str, list[tuple[dict[float, int], str]]] = {name: [] for name in kinds}
     for start in range(0, size.seeds, size.together):
         before, tokens = make(world, size.together * size.rows, size.batches * LENGTH, start)
         for i in range(size.together):
             own = slice(i * size.rows, (i + 1) * size.rows)
-            for name, (tolerance, ranks) in kinds.items():
-                pair = before[own], tokens[own]
-                found[name].append(said_no(world, pair, alpha, tolerance, ranks))
+            for name, kind in kinds.items():
+                found[name].append(said_no(world, (before[own], tokens[own]), *kind))
     gates = {name: _summary(said, size.seeds) for name, said in found.items()}
     tokens_each = size.batches * size.rows * LENGTH
-    return {"seeds": size.seeds, "tokens": tokens_each, "alpha": alpha, "gates": gates}
+    return {"seeds": size.seeds, "tokens": tokens_each, "alpha": ALPHA, "gates": gates}
 
 
-def _summary(said: list[tuple[int | None, str]], seeds: int) -> dict[str, Any]:
-    counts = [*sorted(n for n, _ in said if n is not None), *[None] * seeds]
-    names = [by for n, by in said if n is not None]
+def _summary(said: list[tuple[dict[float, int], str]], seeds: int) -> dict[str, Any]:
+    counts = [*sorted(n[ALPHA] for n, _ in said if ALPHA in n), *[None] * seeds]
+    names = [by for _, by in said if by]
     return {
         "named": len(names),
+        f"named_at_{MANY:g}": sum(MANY in n for n, _ in said),
         "median_tokens": counts[seeds // 2],
         "tokens_for_nine_in_ten": counts[int(0.9 * seeds)],
         "by": max(set(names), key=names.count) if names else None,
@@ -247,12 +256,12 @@ def rounding() -> dict[str, Any]:
     }
 
 
-def simulated(section: str, rules: dict[str, Make], size: Size, alpha: float = ALPHA) -> None:
+def simulated(section: str, rules: dict[str, Make], size: Size) -> None:
     """Rule by rule, each written as it is done; those that are in the file stay."""
     for name, make in rules.items():
         if name in _known().get(section, {}).get("rules", {}):
             continue
-        found = judged(make, size, alpha)
+        found = judged(make, size)
         known = _known()  # another section may have been written meanwhile
         rows = known.get(section, {}).get("rules", {}) | {name: found}
         files.write_json(OUT, known | {section: {"rules": rows, **files.origin()}})
@@ -271,11 +280,11 @@ def main(names: Sequence[str]) -> None:
             files.write_json(OUT, _known() | {name: found})
         elif name == "sound":
             simulated("sound", SOUND, SIZE)
-            simulated(f"sound at alpha {MANY}", SOUND, SIZE, MANY)
         elif name == "wrong":
             simulated("wrong", WRONG, SIZE)
         else:
             simulated("weak", WEAK, LARGE)
+    gate_page.refresh()
 
 
 if __name__ == "__main__":

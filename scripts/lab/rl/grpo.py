@@ -168,7 +168,7 @@ def train(rollouts: DraftedRollouts, steps: int) -> list[float]:
     return [row["reward"] for row in trainer.state.log_history if "reward" in row]
 
 
-def main(names: Sequence[str], steps: int = 16) -> None:
+def main(names: Sequence[str], steps: int = 10) -> None:
     """One training for each of ENGINES that is named."""
     for name in names:
         rollouts = engine(ENGINES[name], Gate())
