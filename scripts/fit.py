@@ -3,7 +3,10 @@
     python scripts/fit.py target=smollm2 logs=requests.jsonl start=runs/eagle3 minutes=10 \\
         out=runs/fit
     python scripts/fit.py target=smollm2 train=monday.jsonl later=tuesday.jsonl \\
-        start=runs/eagle3 lora.rank=8 minutes=10 out=runs/fit
+        start=runs/eagle3 head.lora.rank=8 minutes=10 out=runs/fit
+    # on all GPUs; no head yet: an EAGLE-3 head is trained (kind= names another)
+    python scripts/fit.py target=hub target.name=NAME logs=requests.jsonl minutes=600 \\
+        accelerate=conf/launch/ddp.yaml out=runs/fit
 
 Reads the logs (masked, split by time), turns minutes into steps by a pilot, trains from `start`
 within them and stops early where decoded acceptance no longer rises, then compares before and
@@ -50,12 +53,16 @@ from outrider.scripts.common import files
 from outrider.scripts.common.extra import extra
 from outrider.scripts.common.pipeline import Pipeline
 from outrider.scripts.common.prompts import load_prompts, question_ids, spoken
-from outrider.scripts.fitting import train, verdict
+from outrider.scripts.fitting import ranks, train, verdict
 from outrider.scripts.fitting.config import FitConfig
 from outrider.scripts.fitting.train import BUDGET, Chats
 from outrider.scripts.reports import fit_table
 from outrider.scripts.synthesis.ledger import differences
 
+NO_START = (
+    "no start= is given, so a fresh {kind} head is trained (kind= names another, start=RUN fits "
+    "one that you have); from scratch it takes hours, not minutes"
+)
 SETTINGS, REPORT = "settings.json", "fit.json"
 TRAFFIC = "traffic"  # folder of what was read from logs
 
@@ -70,16 +77,19 @@ def main(cfg: FitConfig) -> int:
 
 def fitted(cfg: FitConfig, out: Path) -> int:
     """The run behind `main`: its exit code."""
-    _, sha256, _ = train.start_of(cfg)
+    ranks.check_launch(cfg)
+    sha256 = train.start_of(cfg)[1] if cfg.start else ""
     _apart(cfg, out)
     readable(cfg)
     begin(cfg, out, sha256)
     stages = Pipeline("fit", out)
-    about = stages.once("start", "the head that is fitted", lambda: look(cfg))
+    what = "the head that is fitted" if cfg.start else NO_START.format(kind=cfg.kind)
+    about = stages.once("start", what, lambda: look(cfg))
     read = stages.once("chats", "the traffic", lambda: chats(cfg, out))
     known = sources(cfg, out)
     pilot_budget = piloted(cfg, known, out, stages)
     names = {"before": cfg.start, "after": str(out / "run" / "best")}
+    names = {name: path for name, path in names.items() if path}
     record = stages.once(
         "training", "training", lambda: learn(cfg, known, out / "run", pilot_budget)
     )
@@ -92,9 +102,10 @@ def fitted(cfg: FitConfig, out: Path) -> int:
             lambda: learn(cfg, known, out / "scratch", pilot_budget, fresh=True),
         )
     later, general = scored(cfg, known, out, stages, names)
-    gain = later["drafters"][1]["against_before"]
-    kept = "new" if verdict.better(gain) else "old"
-    stages.once("head", "the better one of the two", lambda: keep(out, kept, names))
+    gain = later["drafters"][1]["against_before"] if cfg.start else None
+    kept = "new" if gain is None or verdict.better(gain) else "old"
+    title = "the better one of the two" if cfg.start else "the new head"
+    stages.once("head", title, lambda: keep(out, kept, names))
     paper = None
     if cfg.certify_tokens != 0:
         paper = stages.once("certificate", "its certificate", lambda: certified(cfg, out))
@@ -161,8 +172,9 @@ def content(cfg: FitConfig) -> dict[str, list[str]]:
 
     Raises UserError for one that cannot be read, and where what is asked later is what is
     learned."""
+    logs = cfg.logs if isinstance(cfg.logs, list) else [cfg.logs]
     named = {
-        "logs": cfg.logs if isinstance(cfg.logs, list) else [cfg.logs],
+        "logs": extra("logs", "logs").files_of(logs) if cfg.logs else [],
         "train": [cfg.train],
         "later": [cfg.later],
         "general": [cfg.general if cfg.general_prompts else ""],
@@ -170,7 +182,7 @@ def content(cfg: FitConfig) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for key, paths in named.items():
         try:
-            found[key] = [files.sha256(Path(path).expanduser()) for path in paths if path]
+            found[key] = [files.sha256(Path(path).expanduser()) for path in paths if str(path)]
         except OSError as error:
             raise UserError(
                 f"{key}: cannot read {error.filename} ({error.strerror}); give an existing JSONL "
@@ -194,7 +206,8 @@ def readable(cfg: FitConfig) -> None:
                 load_prompts(path)
         except UserError as error:
             raise UserError(f"{key}: {str(error).removeprefix('prompts: ')}") from None
-    tuned.read(find_head(cfg.start))  # the new head takes these settings over
+    if cfg.start:
+        tuned.read(find_head(cfg.start))  # the new head takes these settings over
     for name in cfg.against:
         drafter_folders(parse(name))
     if cfg.train:
@@ -239,15 +252,13 @@ def _talks(key: str, path: str) -> list[int]:
 
 def look(cfg: FitConfig) -> dict[str, Any]:
     """Load target and head once, so that what does not go together is said first."""
-    kind, _, _ = train.start_of(cfg)
+    kind = train.start_of(cfg)[0] if cfg.start else train.fresh_kind(cfg)
     target = load_target(cfg.target, cfg.dtype, cfg.device)
-    head = Start(cfg.start, kind, target).head
-    if cfg.lora.rank and not head.own_lora:
-        try:
-            lora.layers(head, cfg.lora)
-        except UserError as error:
-            raise UserError(str(error).replace("head.lora.", "lora.")) from None
-    exportable(cfg, head, target)
+    if cfg.start:
+        head = Start(cfg.start, kind, target).head
+        if cfg.head.lora.rank and not head.own_lora:
+            lora.layers(head, cfg.head.lora)
+        exportable(cfg, head, target)
     askable(cfg, target, cfg.later)
     identity = target.identity.to_json() if target.identity else {}
     return {"kind": kind, "target": {k: v for k, v in identity.items() if k != "path"}}
@@ -300,7 +311,8 @@ def chats(cfg: FitConfig, out: Path) -> dict[str, Any]:
     logs = extra("logs", "logs")
     options = logs.LogOptions(tuple(cfg.served), cfg.later_share, cfg.mask)
     paths = cfg.logs if isinstance(cfg.logs, list) else [cfg.logs]
-    report = logs.prepare(paths, out / TRAFFIC, cfg.target, target.tokenizer, options)
+    work = logs.LogWork(cfg.data.workers, cfg.quiet)
+    report = logs.prepare(paths, out / TRAFFIC, cfg.target, target.tokenizer, options, work=work)
     for line in report.lines():
         print(f"     {line}", flush=True)
     askable(cfg, target, str(report.later))
@@ -328,7 +340,8 @@ def learn(
     """Train, and say how it went. The head drafts as `start` was tuned to, so that both are
     compared in the same shape."""
     train.trained(cfg, known, folder, budget, fresh)
-    as_tuned(find_head(cfg.start), find_head(str(folder / "best")))
+    if cfg.start:
+        as_tuned(find_head(cfg.start), find_head(str(folder / "best")))
     return train.record(folder)
 
 
@@ -433,7 +446,7 @@ def weight(folder: str) -> int:
 
 def _apart(cfg: FitConfig, out: Path) -> None:
     """Raises UserError where OUT would write into `start`."""
-    place = head_in(cfg.start)
+    place = head_in(cfg.start) if cfg.start else None
     if place is None:
         return
     source = {place.resolve(), Path(cfg.start).expanduser().resolve()}

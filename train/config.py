@@ -119,23 +119,9 @@ def profile_problems(window: list[int]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Where the training text comes from."""
+class RowsConfig:
+    """What becomes of chats, wherever they come from."""
 
-    # jsonl (a file of chats or texts), hub (a `datasets` name or local folder), text (a plain
-    # text file)
-    kind: Literal["jsonl", "hub", "text"] = "jsonl"
-    # jsonl, text: the file, or [FILE,FILE]; hub: a local folder in place of a name
-    path: str | list[str] = ""
-    # of several files: what share of an epoch's rows each gives, relative to the others; empty
-    # = every row of each once
-    weights: list[AboveZero] = field(default_factory=list)
-    # hub: repository of a data set
-    name: str = ""
-    # hub: split
-    split: str = "train"
-    # hub: branch, tag or commit
-    revision: str = "main"
     # longer rows are cut here, tokens
     max_length: Annotated[int, Ge(8)] = 1024
     # share of rows kept out of training for decoded acceptance, chosen by a hash of their
@@ -156,9 +142,6 @@ class DataConfig:
     # rows are sorted by length inside windows of this many batches: less padding, steps of very
     # different weight; 1 = no sorting across batches
     window: OneOrMore = 1
-    # hub: read the files one after the other instead of downloading and converting all of them
-    #     first
-    streaming: bool = False
     # keep the tokens in the cache folder for the next run, and read them from there: they need
     # not fit into memory
     cache: bool = True
@@ -169,6 +152,29 @@ class DataConfig:
     # put rows end to end into sequences of up to max_length tokens; none sees another, and the
     # batches stay the same
     packing: bool = False
+
+
+@dataclass(frozen=True)
+class DataConfig(RowsConfig):
+    """Where the training text comes from."""
+
+    # jsonl (a file of chats or texts), hub (a `datasets` name or local folder), text (a plain
+    # text file)
+    kind: Literal["jsonl", "hub", "text"] = "jsonl"
+    # jsonl, text: the file, or [FILE,FILE]; hub: a local folder in place of a name
+    path: str | list[str] = ""
+    # of several files: what share of an epoch's rows each gives, relative to the others; empty
+    # = every row of each once
+    weights: list[AboveZero] = field(default_factory=list)
+    # hub: repository of a data set
+    name: str = ""
+    # hub: split
+    split: str = "train"
+    # hub: branch, tag or commit
+    revision: str = "main"
+    # hub: read the files one after the other instead of downloading and converting all of them
+    #     first
+    streaming: bool = False
     # folder of scripts/cache_features.py: read the target's features there; empty = run the
     # target
     features: str = ""
@@ -235,21 +241,15 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
-    """Decoded acceptance on held-out prompts while training."""
+class EvalKeys:
+    """How acceptance is measured while training."""
 
-    # evaluate every so many steps, and at the end; 0 = never
-    every: ZeroOrMore = 200
     # stop when accepted length has not risen for so many evaluations in a row; 0 = never
     patience: ZeroOrMore = 0
     # number of held-out prompts
     prompts: ZeroOrMore = 16
     # longest answer, tokens
     max_new_tokens: OneOrMore = 64
-    # sampling temperature; 0 = greedy
-    temperature: NotNegative = 0.0
-    # shape of the draft that ranks checkpoints: chain or tree; empty = the head's own
-    shape: Literal["", "chain", "tree"] = ""
     # prompts decoded at the same time
     batch_size: OneOrMore = 1
     # held-out rows on which acceptance by rank is measured (it shapes the tree)
@@ -257,6 +257,18 @@ class EvalConfig:
     # prompts of the parity gate at the end of the run: training, decoding and the saved head
     # must agree; 0 = no gate
     parity: ZeroOrMore = 8
+
+
+@dataclass(frozen=True)
+class EvalConfig(EvalKeys):
+    """Decoded acceptance on held-out prompts while training."""
+
+    # evaluate every so many steps, and at the end; 0 = never
+    every: ZeroOrMore = 200
+    # sampling temperature; 0 = greedy
+    temperature: NotNegative = 0.0
+    # shape of the draft that ranks checkpoints: chain or tree; empty = the head's own
+    shape: Literal["", "chain", "tree"] = ""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ by budget and batch size, hours, and whether it pays.
         truth=[runs/eagle3] out=reports/forecast
 
 A pilot of a few minutes (heads= trains one of each recipe, pilots= takes short runs that are
-there) decodes the prompts; measured learning curves (docs/results/recipes.json) say how it goes
-on from there, and the latency curves of this machine, timed with the pilot's head, what that is
-worth. Your engine instead: costs=FILE takes the rows that its own bench measured
+there) decodes the prompts; learning curves that were measured on SmolLM2-135M
+(docs/results/recipes.json) say how it goes on from there, also for a larger target, where nobody
+has checked them, and the latency curves of this machine, timed with the pilot's head, what that
+is worth. Your engine instead: costs=FILE takes the rows that its own bench measured
 (docs/serving.md); any drafter will do there, since what a step costs does not hang on what it
 accepts. OUT gets forecast.json, frozen by its sha256 and date. check= holds such a file against
 heads that were trained since and writes truth.json, to which later checks add; misses stay in the

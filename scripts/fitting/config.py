@@ -7,36 +7,48 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
 
-from outrider.conf.rules import (
-    AboveZero,
-    Inside,
-    NotEmpty,
-    NotNegative,
-    OneOrMore,
-    Seed,
-    ZeroOrMore,
-    one_of,
-)
+from outrider.conf.rules import Inside, NotEmpty, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from outrider.decode.models.config import TargetConfig
 from outrider.heads.config import LoraKeys
 from outrider.heads.formats import FORMATS
+from outrider.heads.limits import Count, CountOrZero
 from outrider.scripts.synthesis.config import Mask
+from outrider.train.config import EvalKeys, OptimConfig, RowsConfig, is_logistics
 
-# Keys under whose other values a folder goes on: where things lie, and what is told.
-LOGISTICS = ("out", "quiet", "device")
+# Keys under whose other values a folder goes on: where things lie, how fast, and what is told.
+LOGISTICS = ("out", "quiet", "device", "accelerate", "processes", "micro_batch", "micro_tokens")
+
+
+@dataclass(frozen=True)
+class FitHead:
+    """Keys of the head, named as a training run names them."""
+
+    # a LoRA on the frozen head at start, in place of all its weights
+    lora: LoraKeys = field(default_factory=LoraKeys)
+    # frequent tokens the head predicts; 0 = all, null = those of the head at start, else 8,192
+    draft_vocab: CountOrZero | None = None
+    # folder of a head whose draft vocabulary is taken; empty = the tokens that are supervised
+    # most often
+    draft_vocab_from: str = ""
+    # supervised tokens whose logits exist at the same time; null = 512 on CPUs, 4096 on GPUs
+    chunk: Count | None = None
 
 
 @dataclass(frozen=True)
 class FitConfig:
     """Keys of scripts/fit.py."""
 
-    # run or head folder, or hub:OWNER/NAME[@REVISION], that is fitted; it is never written to
-    start: NotEmpty
     # folder of the fit: head/ (the better of the two), fit.json and every stage
     out: NotEmpty
+    # run or head folder, or hub:OWNER/NAME[@REVISION], that is fitted; it is never written to.
+    # Empty: a fresh head is trained
+    start: str = ""
+    # without start: which head (outrider ls heads)
+    kind: NotEmpty = "eagle3"
     # the frozen model that answers
     target: TargetConfig = field(default_factory=TargetConfig)
-    # request and response logs, FILE or [FILE,FILE] (scripts/synthesize.py says which forms)
+    # request and response logs, FILE, [FILE,FILE] or a folder of *.jsonl (scripts/synthesize.py
+    # says which forms)
     logs: str | list[str] = ""
     # share of the logs, the last in time, that training does not see
     later_share: Inside = 0.2
@@ -52,31 +64,35 @@ class FitConfig:
     # minutes of training on this machine, its evaluations counted; a pilot turns them into
     # steps
     minutes: Annotated[float, Interval(gt=0, le=1e9)] = 10.0
-    # a LoRA in place of full weights
-    lora: LoraKeys = field(default_factory=LoraKeys)
-    # peak learning rate; null = as train/ takes it
-    lr: AboveZero | None = None
-    # chats of an optimizer step
+    # accelerate's file by which the training runs in several processes, such as
+    # conf/launch/ddp.yaml; empty = in this one. The comparison runs in one
+    accelerate: str = ""
+    # with accelerate: how many; 0 = as many as the file says
+    processes: ZeroOrMore = 0
+    # what of a head the fit decides; the rest is as `start` has it
+    head: FitHead = field(default_factory=FitHead)
+    # what becomes of the chats
+    data: RowsConfig = field(default_factory=RowsConfig)
+    # optimizer and schedule
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    # acceptance while training
+    eval: EvalKeys = field(default_factory=EvalKeys)
+    # chats of an optimizer step, over all processes
     batch_size: OneOrMore = 16
-    # longer chats are cut here, tokens
-    max_length: Annotated[int, Ge(8)] = 512
-    # share of the training chats that the evaluations ask
-    held_out: Inside = 0.05
+    # most chats of one forward pass of a process; 0 = all of its chats
+    micro_batch: ZeroOrMore = 0
+    # most tokens of one forward pass of a process, padding included, one chat in any case; 0 =
+    # any number
+    micro_tokens: ZeroOrMore = 0
     # evaluations within the budget
     evaluations: OneOrMore = 4
-    # stop after so many evaluations in a row without a longer accepted length; 0 = never
-    patience: ZeroOrMore = 2
-    # prompts of an evaluation
-    eval_prompts: OneOrMore = 8
-    # prompts of the parity gate behind the training; 0 = no gate
-    parity: ZeroOrMore = 4
     # later prompts that are compared, by turns from the categories; null = all
     prompts: Annotated[int, Ge(2)] | None = 60
     # general prompts, to see what was forgotten
     general: str = "scripts/prompts/demo.jsonl"
     # how many of them; 0 = none
     general_prompts: ZeroOrMore = 24
-    # most tokens of an answer
+    # most tokens of an answer of the comparison
     max_new_tokens: OneOrMore = 64
     # temperature of the comparison; 0 = greedy
     temperature: NotNegative = 0.0
@@ -105,6 +121,9 @@ class FitConfig:
 
     def validate(self) -> list[str]:
         """Exactly one source of text, as "key: value; rule; fix"."""
+        return [*self._source_problems(), *self._start_problems()]
+
+    def _source_problems(self) -> list[str]:
         given = [key for key in ("logs", "train") if getattr(self, key)]
         if len(given) != 1:
             message = f"{' and '.join(given)} are given" if given else "is empty"
@@ -115,6 +134,22 @@ class FitConfig:
             return [f"later: is empty; beside {given[0]}= give later=FILE, a JSONL file of chats"]
         return []
 
+    def _start_problems(self) -> list[str]:
+        found = []
+        if not self.start and self.head.lora.rank:
+            found.append(
+                f"head.lora.rank: {self.head.lora.rank} learns on a head that stays frozen; name "
+                "that by start=FOLDER, or leave it out"
+            )
+        if not self.start and self.scratch:
+            found.append("scratch: without start= the head is a fresh one; leave it out")
+        if self.processes and not self.accelerate:
+            found.append("processes: only with accelerate=conf/launch/ddp.yaml; give that as well")
+        return found
+
     def settings(self) -> dict[str, Any]:
         """What decides the result."""
-        return {k: v for k, v in asdict(self).items() if k not in LOGISTICS}
+        kept = {k: v for k, v in asdict(self).items() if k not in LOGISTICS}
+        kept["data"] = {k: v for k, v in kept["data"].items() if not is_logistics(f"data.{k}")}
+        del kept["eval"]["batch_size"], kept["head"]["chunk"]
+        return kept

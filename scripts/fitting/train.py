@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from outrider.conf.schema import compose
 from outrider.conf.typed import from_json
 from outrider.heads import head_class
 from outrider.heads.checkpoint import read_card
+from outrider.heads.config import HeadConfig
 from outrider.heads.earlier import implied, without_gone
 from outrider.heads.folders import head_in
 from outrider.heads.lora import LoraKeys
 from outrider.scripts.common import files
 from outrider.scripts.fitting.config import FitConfig
+from outrider.scripts.fitting.ranks import train
 from outrider.train.config import TrainConfig, entry_of
-from outrider.train.loop import fit
 
 BUDGET = "budget.json"
 PILOT_STEPS = 4
@@ -69,7 +70,7 @@ def start_of(cfg: FitConfig) -> tuple[str, str, Any]:
     if folder is None:
         raise UserError(
             f"start: {cfg.start}: no head there (no head.json, head/, best/ or checkpoints/); give "
-            "a run folder or a head folder"
+            "a run folder or a head folder, or no start= for a fresh head"
         )
     card = read_card(folder)
     kind = str(card["kind"])
@@ -86,35 +87,60 @@ def start_of(cfg: FitConfig) -> tuple[str, str, Any]:
     return kind, str(card["weights"]["sha256"]), keys
 
 
+def fresh_kind(cfg: FitConfig) -> str:
+    """The kind of head that is trained without a start. Raises UserError for none, and for one
+    that moves its target."""
+    if head_class(cfg.kind, "kind").trains_target:
+        raise UserError(
+            f"kind: a {cfg.kind} head moves its target; give a head of a frozen one, such as eagle3"
+        )
+    return cfg.kind
+
+
 def config(cfg: FitConfig, chats: Chats, out: Path, fresh: bool = False) -> TrainConfig:
     """The training run of a fit, its steps still open. fresh: from scratch."""
-    kind, _, keys = start_of(cfg)
-    entry, schema = entry_of(kind)
-    usual: Any = compose(entry, schema, ["data=jsonl", "data.path=x", "out_dir=x", "steps=1"])
-    own = {} if fresh or not keys.draft_vocab else {"draft_vocab": None}  # the start's own
+    kind, keys = cfg.kind, None
+    if cfg.start:
+        kind, _, keys = start_of(cfg)
+    script, schema = entry_of(kind)
+    chosen = [] if keys is not None else [f"head={kind}"]
+    given = ["data=jsonl", "data.path=x", "out_dir=x", "steps=1", *chosen]
+    usual: Any = compose(script, schema, given)
+    head = keys or usual.head
+    fresh = fresh or not cfg.start
     made: TrainConfig = replace(
         usual,
         target=cfg.target,
-        data=replace(
-            usual.data, path=chats.train, max_length=cfg.max_length, held_out=cfg.held_out
-        ),
+        data=replace(usual.data, path=chats.train, **_fields(cfg.data)),
         out_dir=str(out),
-        head=replace(keys, lora=LoraKeys() if fresh else cfg.lora, **own),
+        head=replace(head, lora=LoraKeys() if fresh else cfg.head.lora, **_words(cfg, head, fresh)),
         start="" if fresh else cfg.start,
-        optim=replace(usual.optim, lr=cfg.lr),
-        eval=replace(
-            usual.eval,
-            prompts=cfg.eval_prompts,
-            max_new_tokens=cfg.max_new_tokens,
-            temperature=cfg.temperature,
-            shape=cfg.shape,
-            patience=cfg.patience,
-            parity=cfg.parity,
-        ),
-        **{key: getattr(cfg, key) for key in ("batch_size", "seed", "dtype")},
+        optim=cfg.optim,
+        eval=replace(usual.eval, temperature=cfg.temperature, shape=cfg.shape, **_fields(cfg.eval)),
+        **{
+            key: getattr(cfg, key)
+            for key in ("batch_size", "micro_batch", "micro_tokens", "seed", "dtype")
+        },
         device=cfg.device or "",
     )
     return made
+
+
+def _fields(keys: Any) -> dict[str, Any]:
+    return {item.name: getattr(keys, item.name) for item in fields(keys)}
+
+
+def _words(cfg: FitConfig, head: HeadConfig, fresh: bool) -> dict[str, Any]:
+    """Keys of the draft vocabulary, and the chunk. A head that starts from another keeps its
+    vocabulary; a fresh one beside it takes one of the same size."""
+    given = cfg.head
+    kept = head.draft_vocab if fresh or not head.draft_vocab else None
+    size = kept if given.draft_vocab is None else given.draft_vocab
+    return {
+        "draft_vocab": size,
+        "draft_vocab_from": given.draft_vocab_from or head.draft_vocab_from,
+        "chunk": given.chunk or head.chunk,
+    }
 
 
 def pilot(cfg: FitConfig, chats: Chats, out: Path) -> PilotBudget:
@@ -135,13 +161,13 @@ def pilot(cfg: FitConfig, chats: Chats, out: Path) -> PilotBudget:
     shutil.rmtree(folder, ignore_errors=True)  # seconds of a pilot that was cut short mean little
     evals = replace(run.eval, every=PILOT_STEPS, parity=0, patience=0)
     run = replace(run, steps=PILOT_STEPS, log_every=1, save_every=0, eval=evals)
-    fit(run)
+    train(run, cfg)
     lines = records(folder / "metrics.jsonl")
     evaluated = [line for line in lines if line.get("event") == "eval"]
     if not evaluated:
         raise UserError(
-            f"held_out: {cfg.held_out:g} of the training chats is none that could be asked; give "
-            "more, or more chats"
+            f"data.held_out: {cfg.data.held_out} of the training chats is none that could be "
+            "asked; give more, or more chats"
         )
     passed = [line["train_seconds"] for line in lines if "loss" in line]
     steps = [b - a for a, b in itertools.pairwise(passed)]  # the first one warms up
@@ -165,7 +191,7 @@ def budgeted(cfg: FitConfig, step: float, evaluation: float) -> PilotBudget:
         enough = math.ceil(1000 * least) / 1000  # rounded down it would be refused again
         raise UserError(
             f"minutes: {cfg.minutes:g} is too short for one evaluation here ({evaluation:.1f} s, a "
-            f"step {step:.2f} s); give {enough:g} or more, or fewer eval_prompts"
+            f"step {step:.2f} s); give {enough:g} or more, or fewer eval.prompts"
         )
     return PilotBudget(cfg.minutes, every * evaluations, every, step, evaluation)
 
@@ -177,7 +203,7 @@ def trained(
     run = config(cfg, chats, out, fresh)
     evals = replace(run.eval, every=budget.every)
     run = replace(run, steps=budget.steps, save_every=budget.every, eval=evals)
-    fit(run)
+    train(run, cfg)
     return out / "best"
 
 

@@ -18,7 +18,8 @@ Report = dict[str, Any]
 def table(report: Report) -> Table:
     """Before against after, and what was decided."""
     head = ("prompts", "drafter", "accepted length", "against before", "speedup")
-    title = f"{report['start']['path']}, fitted in {report['budget']['minutes']:g} min"
+    start = report["start"]["path"] or f"a fresh {report['start']['kind']} head"
+    title = f"{start}, fitted in {report['budget']['minutes']:g} min"
     return Table(head, lines(report), title, decided(report), words=(0, 1))
 
 
@@ -31,29 +32,35 @@ def lines(report: Report) -> list[list[str]]:
         names = labels(report, part)
         for name, row in zip(names, report[part]["drafters"], strict=True):
             where, length = f"{part} ({report[part]['prompts']})", interval(row["accepted_length"])
-            against = change(row["against_before"]) if name != "before" else ""
+            paired = report["start"]["path"] and name != "before"
+            against = change(row["against_before"]) if paired else ""
             found.append([where, name, length, against, interval(row["speedup"], unit="×")])
             if name != "after" or len(row["by_category"]) < 2:
                 continue
             for category, cell in row["by_category"].items():
                 where, length = f"  {category} ({cell['prompts']})", cell["accepted_length"]
-                against = change(cell["against_before"])
+                against = change(cell["against_before"]) if paired else ""
                 found.append([where, name, interval(length), against, ""])
     return found
 
 
 def labels(report: Report, part: str) -> list[str]:
     """What the drafters of a part are called: before, after, scratch, or as they were named."""
-    roles = ["before", "after", *(["scratch"] if report["scratch"] else [])]
+    roles = [*(["before"] if report["start"]["path"] else []), "after"]
+    roles += ["scratch"] if report["scratch"] else []
     rows = report[part]["drafters"]
     return [roles[i] if i < len(roles) else row["name"] for i, row in enumerate(rows)]
 
 
 def decided(report: Report) -> list[str]:
     """What was decided and why, in lines."""
-    gain, training = change(report["gain"]), report["training"]
-    found = [f"kept: the new head, {gain} accepted length on the later part"]
-    if report["kept"] != "new":
+    training = report["training"]
+    if not report["gain"]:
+        found = ["kept: the new head; no start= was given to compare it with"]
+    elif report["kept"] == "new":
+        found = [f"kept: the new head, {change(report['gain'])} accepted length on the later part"]
+    else:
+        gain = change(report["gain"])
         why = "and only an interval above 0 would count"
         found = [f"kept: the OLD head: {gain} accepted length on the later part, {why}"]
     steps = report["budget"]["steps"]
@@ -62,7 +69,7 @@ def decided(report: Report) -> list[str]:
             f"stopped at step {training['steps']} of {steps}: accepted length no longer rose "
             f"(best at {training['best_step']})"
         )
-    if report["general"]:
+    if report["general"] and report["gain"]:
         row = report["general"]["drafters"][1]
         found.append(f"on general prompts: {change(row['against_before'])}")
     if report["certificate"]:
@@ -79,7 +86,8 @@ def several(reports: Sequence[Report]) -> Table:
         for i, name in enumerate(report["bytes"]):
             row = report["later"]["drafters"][i]
             general = report["general"]["drafters"][i] if report["general"] else None
-            rank = report["settings"]["lora"]["rank"]
+            settings = report["settings"]
+            rank = settings.get("head", settings)["lora"]["rank"]  # earlier fits had no `head`
             kind = f"{name}, LoRA {rank}" if rank and i == 1 else name
             cells = [report["name"], kind, f"{report['budget']['minutes'] if i else 0:g}"]
             cells.append(interval(row["accepted_length"]))

@@ -60,8 +60,8 @@ class SynthesizeConfig:
     num_conversations: ZeroOrMore = 0
     # seed of all draws
     seed: Seed = 0
-    # logs of a served model in JSONL (see scripts/extra/logs), also several; out is a folder
-    # then, for train.jsonl, later.jsonl and logs.json
+    # logs of a served model in JSONL (see scripts/extra/logs), also several, or a folder of
+    # *.jsonl; out is a folder then, for train.jsonl, later.jsonl and logs.json
     logs: str | list[str] = ""
     # logs: names under which the log knows the target; empty = the target's own name. Answers of
     # other models are asked again by backend
@@ -75,6 +75,8 @@ class SynthesizeConfig:
     mask: Mask = True
     # logs: countries in which a telephone number may be valid
     regions: list[str] = field(default_factory=lambda: list(REGIONS))
+    # logs: processes that mask; 0 = as many as there are cores
+    workers: ZeroOrMore = 0
     # logs: key of the log's metadata that names a category
     category: NotEmpty = "category"
     # local: ask the questions of a made-up domain (recipes, sql, letters, unit_tests) in place of
@@ -157,7 +159,7 @@ class SynthesizeConfig:
             as_it_is = SynthesizeConfig(out="-")
             return [
                 f"{key}: only with logs=FILE; give that or leave it out"
-                for key in ("served", "again", "mask", "later", "category")
+                for key in ("served", "again", "mask", "later", "category", "workers")
                 if getattr(self, key) != getattr(as_it_is, key)
             ]
         problems = []

@@ -15,7 +15,8 @@ from outrider.conf.jsonl import read_lines
 from outrider.decode.models.load import TargetConfig, load_tokenizer
 from outrider.scripts.extra.logs import LogOptions, LogsReport, ask, prepare
 from outrider.scripts.extra.logs.forms import moment
-from outrider.scripts.extra.logs.masking import Masker, iban, luhn, rules
+from outrider.scripts.extra.masking.masker import Masker
+from outrider.scripts.extra.masking.rules import iban, luhn, rules
 from outrider.scripts.synthesis.config import SynthesizeConfig
 from outrider.scripts.synthesize import synthesize
 from outrider.train.texts.rows import ChatRow, raw_row
@@ -405,8 +406,8 @@ def test_a_log_with_nothing_usable(
 
 
 def test_files_that_are_none(tmp_path: Path, tokenizer: Any) -> None:
-    for path in (tmp_path / "none.jsonl", tmp_path):
-        with pytest.raises(UserError, match="^logs: cannot read"):
+    for path, why in ((tmp_path / "none.jsonl", "cannot read"), (tmp_path, ".* holds no")):
+        with pytest.raises(UserError, match=f"^logs: {why}"):
             prepare([path], tmp_path / "out", TINY, tokenizer)
     with pytest.raises(UserError, match="^logs: empty"):
         prepare([], tmp_path / "out", TINY, tokenizer)

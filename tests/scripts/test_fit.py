@@ -15,12 +15,13 @@ from outrider.conf.schema import compose
 from outrider.heads import HEADS, find_head, load_head, tuned
 from outrider.heads.checkpoint import write_card
 from outrider.scripts import fit as command
-from outrider.scripts.fitting import train, verdict
+from outrider.scripts.fitting import ranks, train, verdict
 from outrider.scripts.fitting.config import FitConfig
 from outrider.scripts.reports import fit_table
 from outrider.scripts.reports.table import change
 from outrider.train.signals import Interrupted
 from tests.heads.test_warm import weights
+from tests.helpers.traffic import Log
 from tests.helpers.training import TINY, chats, run, tiny_target
 
 KEYS = [
@@ -29,14 +30,15 @@ KEYS = [
     "minutes=0.02",
     "dtype=float32",
     "batch_size=4",
-    "max_length=64",
-    "held_out=0.2",
+    "data.max_length=64",
+    "data.held_out=0.2",
     "evaluations=2",
-    "eval_prompts=2",
+    "eval.prompts=2",
+    "eval.max_new_tokens=8",
     "max_new_tokens=8",
     "prompts=4",
     "general_prompts=2",
-    "parity=0",
+    "eval.parity=0",
     "certify_tokens=0",
     "device=cpu",
     "quiet=true",
@@ -117,7 +119,7 @@ def test_from_traffic_to_a_kept_head_and_stopped_between(start: Path, tmp_path: 
 def test_the_old_head_stays_where_the_new_one_is_not_better(
     start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = fitted(config(start, tmp_path / "fit", "lr=1e-12", "general_prompts=0"))
+    found = fitted(config(start, tmp_path / "fit", "optim.lr=1e-12", "general_prompts=0"))
     assert found["kept"] == "old" and "the OLD head" in capsys.readouterr().out
     assert weights(tmp_path / "fit/head") == weights(find_head(str(start)))
     assert found["training"]["best_step"] == 5
@@ -254,7 +256,7 @@ def test_what_is_refused(start: Path, tmp_path: Path) -> None:
     assert refused(start, out, f"train={data}", "later=").startswith("later: is empty")
     assert refused(start, out, f"train={data}", "logs=x", "later=y").startswith("logs: logs and")
     assert refused(start, out, "minutes=0").startswith("minutes: ")
-    assert refused(start, out, "lora.dropout=0.5").startswith("lora.rank: 0 is no LoRA")
+    assert refused(start, out, "head.lora.dropout=0.5").startswith("head.lora.rank: 0 is no LoRA")
     train_alone = f"train={data}"
     assert refused(start, out, train_alone, "later=gone.jsonl").startswith("later: cannot read")
     assert refused(start, out, "general=gone.jsonl").startswith("general: cannot read")
@@ -266,11 +268,13 @@ def test_what_is_refused(start: Path, tmp_path: Path) -> None:
     assert refused(start, out, "target.hidden=64").startswith("start: ")
     shutil.rmtree(out)
     assert refused(start, out, "format=eagle").startswith("format=eagle: ")
-    assert refused(start, out, "lora.rank=2").startswith("lora.rank: ")  # Medusa's is stacked
+    assert refused(start, out, "head.lora.rank=2").startswith(
+        "head.lora.rank: "
+    )  # Medusa's is stacked
     shutil.rmtree(out)
     assert refused(start, out, "format=gguf").startswith("format=gguf: ")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "fit", lambda *args: (_ for _ in ()).throw(UserError("pilot: here")))
+        patch.setattr(train, "train", lambda *args: (_ for _ in ()).throw(UserError("pilot: here")))
         assert refused(start, out) == "pilot: here"  # nothing was learned: other keys may come
     (out / "budget.json").write_text("{}")
     assert refused(start, out, "minutes=3").startswith("out: ")
@@ -411,7 +415,13 @@ def test_logs_to_a_certified_and_exported_lora(start: Path, tmp_path: Path) -> N
     keys = [*EAGLE, f"data.path={data}", f"out_dir={old}", *taps]
     fit(compose("eagle", EagleRun, keys), HEADS["eagle3"])
     log = log_file(tmp_path / "log.jsonl")
-    more = ("lora.rank=2", "scratch=true", "certify_tokens=300", "controls=none", "format=vllm")
+    more = (
+        "head.lora.rank=2",
+        "scratch=true",
+        "certify_tokens=300",
+        "controls=none",
+        "format=vllm",
+    )
     more = (*more, "target.layers=4")
     found = fitted(config(old, tmp_path / "fit", f"logs={log}", *more))
     assert found["traffic"]["rows"] == {"train": 48, "later": 12}
@@ -421,6 +431,194 @@ def test_logs_to_a_certified_and_exported_lora(start: Path, tmp_path: Path) -> N
     assert (tmp_path / "fit/export/outrider.json").is_file()
     table = fit_table.several([{**found, "name": "a log"}]).markdown()
     assert table.count("\n") == 4 and "LoRA 2" in table
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("steady")
+def test_a_log_of_five_thousand_exchanges(
+    start: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With 2 % long prompts, tool calls, reasoning, three models and broken lines: what is left
+    out is said, with its number and why."""
+    log = Log(5000, letters=160)
+    path = log.write(tmp_path / "log.jsonl")
+    more = ("data.max_length=512", "general_prompts=0", "data.held_out=0.01", "quiet=true")
+    found = fitted(config(start, tmp_path / "fit", f"logs={path}", *more))
+    traffic, said = found["traffic"], capfd.readouterr()
+    assert {k: n for k, n in traffic["counts"].items() if k != "usable"} == log.reasons
+    assert traffic["counts"]["usable"] == log.usable > 3500
+    assert all(f"{n} {why}" in said.out for why, n in log.reasons.items())
+    rows = (tmp_path / "fit/traffic/train.jsonl").read_text().splitlines()
+    long = [row for row in rows if len(json.loads(row)["messages"][0]["content"]) > 512]
+    assert 50 < len(long) <= log.counts["long prompt"]
+    assert f"{len(long)} of {len(rows)}" in said.err and "data.max_length=512" in said.err
+    listed = (tmp_path / "fit/run/left_out.txt").read_text().splitlines()
+    assert len(listed) == len(long)
+
+
+# -- the keys that messages name
+
+
+# What a message of a training run may name and a fit has not, and why no user of a fit needs it.
+NOT_HERE = {
+    "data.features": "a fit reads no stored features",
+    "data.kind": "of a file alone",
+    "data.name": "of data=hub",
+    "data.path": "becomes `logs` or `train` (ranks.in_words)",
+    "data.revision": "of data=hub",
+    "data.split": "of data=hub",
+    "data.streaming": "of data=hub",
+    "data.weights": "of several files",
+    "epochs": "minutes in their place",
+    "eval.every": "stands behind three keys that a fit has; `evaluations` says it",
+    "out_dir": "becomes `out` (ranks.in_words)",
+    "profile": "of bench",
+    "shard_target": "a fit needs a target that one device holds",
+    "shard_group": "a fit needs a target that one device holds",
+    "steps": "minutes in their place",
+    "trackers": "none are given",
+    "wandb": "none is given",
+}
+
+
+def named_keys() -> set[str]:
+    """The keys of training runs that the texts under train/ name."""
+    import ast
+    import re
+
+    from outrider.conf.typed import keys
+    from outrider.train.config import ENTRIES
+
+    known = {key for _, schema in ENTRIES.values() for key in keys(schema)}
+    texts = []
+    for path in (Path(train.__file__).parents[2] / "train").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr | ast.Constant):
+                texts.append(ast.unparse(node))
+    whole = "\n".join(texts)
+    # Keys of a head are the start's; those of its vocabulary, LoRA and memory are a fit's.
+    ours = ("head.lora.", "head.draft_vocab", "head.chunk")
+    wanted = (k for k in known if not k.startswith(("head.", "target.")) or k.startswith(ours))
+    plain = re.compile(r"(?<![\w.])[a-z_]+(?:\.[a-z_]+)+|(?<![\w.])[a-z_]+(?=[=:])")
+    return set(wanted) & set(plain.findall(whole))
+
+
+def test_every_key_that_a_message_names_can_be_given() -> None:
+    from outrider.conf.typed import keys
+
+    here, named = set(keys(FitConfig)), named_keys()
+    assert {"data.max_bad_fraction", "micro_batch", "micro_tokens", "optim.lr"} <= named & here
+    assert named - here <= set(NOT_HERE)
+    assert not here & set(NOT_HERE)
+
+
+def test_long_prompts_are_left_out_and_the_message_of_too_many_names_a_key(
+    start: Path, tmp_path: Path
+) -> None:
+    rows = chats(tmp_path / "train.jsonl", 40).read_text().splitlines()
+    for i in range(0, 40, 20):
+        row = json.loads(rows[i])
+        row["messages"][0]["content"] = f"question {i} " + "word " * 200
+        rows[i] = json.dumps(row)
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    later(tmp_path / "later.jsonl")
+    given = (f"train={tmp_path}/train.jsonl", f"later={tmp_path}/later.jsonl")
+    message = refused(start, tmp_path / "fit", *given, "data.max_bad_fraction=0.01")
+    assert "2 of 40 rows are unusable" in message and "data.max_bad_fraction=0.01" in message
+    # The same command with the key that it names goes on.
+    cfg = config(start, tmp_path / "fit", *given)
+    assert cfg.data.max_bad_fraction == 0.2
+    known = train.Chats(cfg.train, cfg.later)
+    assert train.pilot(replace(cfg, minutes=5), known, tmp_path / "fit").steps >= 1
+
+
+def test_keys_that_change_no_result_may_change_between_two_calls(
+    start: Path, tmp_path: Path
+) -> None:
+    """What a message of too little memory names goes on in the same folder."""
+    out = tmp_path / "fit"
+    command.begin(config(start, out), out, "0" * 64)
+    (out / "budget.json").write_text("{}")
+    fewer = ("micro_batch=1", "micro_tokens=64", "eval.batch_size=2", "head.chunk=64")
+    more = ("data.max_bad_fraction=0.5", "data.workers=1", "accelerate=conf/launch/ddp.yaml")
+    command.begin(config(start, out, *fewer, *more), out, "0" * 64)
+    with pytest.raises(UserError, match="^out: .* of other settings .*max_length"):
+        command.begin(config(start, out, "data.max_length=128"), out, "0" * 64)
+
+
+def test_names_of_a_run_become_those_of_the_fit(start: Path, tmp_path: Path) -> None:
+    cfg = config(start, tmp_path / "fit")
+    said = ranks.in_words("out_dir: cannot save to data.path.old or data.path; set out_dir", cfg)
+    assert said == "out: cannot save to data.path.old or train; set out"
+
+
+# -- without a head, and in several processes
+
+
+@pytest.mark.usefixtures("steady")
+def test_without_a_start_a_fresh_head_is_trained(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("kind=medusa", "head.draft_vocab=0", "general_prompts=0")
+    cfg = replace(config(start, tmp_path / "fit", *more), start="")
+    found = fitted(cfg)
+    said = capsys.readouterr().out
+    assert "no start= is given, so a fresh medusa head is trained" in said
+    assert found["kept"] == "new" and found["gain"] is None and found["start"]["path"] == ""
+    assert [Path(row["name"]).name for row in found["later"]["drafters"]] == ["best"]
+    assert load_head(find_head(cfg.out), tiny_target()).kind == "medusa"
+    assert "no start= was given" in said
+    assert compose("fit", FitConfig, ["out=x", "logs=y", "target=tiny"]).kind == "eagle3"
+
+
+def test_what_is_refused_without_a_start(start: Path, tmp_path: Path) -> None:
+    out = tmp_path / "fit"
+    for key, name in (("scratch=true", "scratch"), ("head.lora.rank=2", "head.lora.rank")):
+        keys = [*KEYS, f"out={out}", "logs=x", key]
+        with pytest.raises(UserError, match=f"^{name}: "):
+            compose("fit", FitConfig, keys)
+    cfg = replace(config(start, out), start="", kind="nothing")
+    with pytest.raises(UserError, match="^kind"):
+        command.fitted(cfg, out)
+    assert "or no start= for a fresh head" in refused(tmp_path / "nothing", out)
+
+
+def test_launches_that_are_refused(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refused(start, tmp_path, "accelerate=gone.yaml").startswith(
+        "accelerate: cannot read gone.yaml"
+    )
+    nodes = refused(start, tmp_path, "accelerate=conf/launch/multi_node.yaml")
+    assert nodes.startswith("accelerate: ") and "of 2 machines" in nodes
+    assert refused(start, tmp_path, "processes=2").startswith("processes: only with accelerate")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "in place of `accelerate launch`" in refused(start, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("steady")
+def test_two_processes_of_a_launch_train_the_same_head(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = fitted(config(start, tmp_path / "one", "general_prompts=0"))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    launch = ("accelerate=conf/launch/ddp.yaml", "processes=2", "general_prompts=0")
+    two = fitted(config(start, tmp_path / "two", *launch))
+    assert "over 2 rank(s)" in capfd.readouterr().err
+    lengths = [
+        [row["accepted_length"] for row in found["training"]["evaluations"]] for found in (one, two)
+    ]
+    assert lengths[0] == pytest.approx(lengths[1], abs=0.05)
+    assert sorted(p.name for p in (tmp_path / "two").glob("*.json")) == [
+        "budget.json",
+        "fit.json",
+        "settings.json",
+    ]
+    # A mistake that the processes find comes back as one line with a key of the fit.
+    more = ("data.max_length=8", "general_prompts=0")
+    assert "data.max_length=8" in refused(start, tmp_path / "bad", *launch[:2], *more)
 
 
 @pytest.mark.slow

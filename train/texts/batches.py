@@ -38,8 +38,9 @@ from outrider.train.config import DataConfig
 from outrider.train.texts.mix import File, Joined, drawn, shares
 from outrider.train.texts.rows import BadRow, ChatRow, RowReading, read_records, read_text
 from outrider.train.texts.sharing import Limits, laid, shared
-from outrider.train.texts.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded, processes
+from outrider.train.texts.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded
 from outrider.train.texts.tokens import HASHED, PART, RowCounter, TokenWriter, mapped, sha256_of
+from outrider.train.texts.workers import processes
 from outrider.train.waiting import nothing, turn
 
 VERSION = 3  # of the token cache: raise it when rows are encoded differently

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import multiprocessing
-import os
 import shutil
-import signal
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from outrider.train.texts.rows import BadRow, ChatRow, RowReading, encode, raw_row
 from outrider.train.texts.tokens import TokenWriter, mapped
+from outrider.train.texts.workers import SECONDS, call, end
+from outrider.train.texts.workers import pool as fresh
 
 CHUNK, LETTERS = 2048, 1 << 19  # rows and letters of a part, about
-SECONDS = 5.0  # of work after which further processes are worth their start
 # What the header tells of turns that are not trained on as they stand in the data.
 DROPPED = "before the first question dropped"
 HIDDEN = "without their reasoning, which the chat template cuts off (data.turns=rows trains on it)"
@@ -161,15 +158,15 @@ def encoded(
                     parts.write(number, part)
                 waiting.append((number, part))
             else:
-                pool = pool or _pool(work, workers)
-                waiting.append((number, pool.submit(_in_worker, items)))
+                pool = pool or fresh(workers, work)
+                waiting.append((number, pool.submit(call, _in_worker, items)))
             while len(waiting) > (workers + 2 if pool else 0):
                 yield settled()
         while waiting:
             yield settled()
     finally:
         if pool is not None:
-            _end(pool)
+            end(pool)
 
 
 def _chunks(source: Iterable[Item]) -> Iterator[tuple[list[Item], bool]]:
@@ -195,56 +192,5 @@ def _letters(item: Item) -> int:
     return sum(len(m["content"] or "") for m in item.chat)
 
 
-# Processes
-# -------------------------------------------------------------------------------------------
-
-_work: Work | None = None  # of this worker
-
-
-def processes(requested: int) -> int:
-    """How many processes may tokenise; 0 = the cores that this process may use, 32 at most."""
-    return requested or min(
-        32, len(os.sched_getaffinity(0)) if HAS_AFFINITY else os.cpu_count() or 1
-    )
-
-
-HAS_AFFINITY = hasattr(os, "sched_getaffinity")
-
-
-def _pool(work: Work, workers: int) -> ProcessPoolExecutor:
-    """Fresh interpreters: a fork of a process with threads and a GPU may hang."""
-    return ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_begin,
-        initargs=(work, os.getpid()),
-    )
-
-
-def _begin(work: Work, parent: int) -> None:
-    """In a worker: signals are the parent's to heed, and without a parent there is no work."""
-    global _work
-    _work = work
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _in_worker(items: list[Item]) -> TokenPart:
-    assert _work is not None
-    return encode_chunk(items, _work)
-
-
-def _end(pool: ProcessPoolExecutor) -> None:
-    """Stop the workers where they are: what they have not handed over is computed again."""
-    running = list((pool._processes or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in running:
-        process.kill()
+def _in_worker(work: Work, items: list[Item]) -> TokenPart:
+    return encode_chunk(items, work)

@@ -10,10 +10,18 @@ from pathlib import Path
 from outrider.decode.models.load import load_tokenizer
 from outrider.scripts.common.files import sole_folder
 from outrider.scripts.extra.logs.ask import asker
-from outrider.scripts.extra.logs.prepare import LATER, TRAIN, LogOptions, LogsReport, prepare
+from outrider.scripts.extra.logs.prepare import (
+    LATER,
+    TRAIN,
+    LogOptions,
+    LogsReport,
+    LogWork,
+    files_of,
+    prepare,
+)
 from outrider.scripts.synthesis.config import SynthesizeConfig
 
-__all__ = ["LATER", "TRAIN", "LogOptions", "LogsReport", "prepare", "write"]
+__all__ = ["LATER", "TRAIN", "LogOptions", "LogWork", "LogsReport", "files_of", "prepare", "write"]
 
 
 def write(cfg: SynthesizeConfig, out: Path) -> None:
@@ -27,6 +35,7 @@ def write(cfg: SynthesizeConfig, out: Path) -> None:
             load_tokenizer(cfg.target),
             options,
             asker(cfg) if cfg.again else None,
+            LogWork(cfg.workers, quiet=False),
         )
     for line in report.lines():
         print(f"synthesize: {line}", file=sys.stderr)

@@ -17,17 +17,28 @@ from outrider.conf.jsonl import parse_line, read_lines
 from outrider.decode.models.identity import sha256_template, sha256_tokenizer
 from outrider.decode.models.load import TargetConfig
 from outrider.scripts.common.files import installed, sha256, write_json, write_text
-from outrider.scripts.extra.logs import forms, masking
+from outrider.scripts.common.progress import Steps, by_name, columns, named
+from outrider.scripts.extra.logs import forms
 from outrider.scripts.extra.logs.forms import Exchange, Half, Unusable
 from outrider.scripts.extra.logs.prompts import Renderings
+from outrider.scripts.extra.masking import across
+from outrider.scripts.extra.masking import rules as masking
+from outrider.scripts.extra.masking.across import HowMasked
+from outrider.scripts.extra.masking.masker import Masker
 from outrider.scripts.synthesis.config import REGIONS
 from outrider.scripts.synthesis.ledger import damaged, differences, json_line
 from outrider.train.texts.rows import ChatRow, interpret
+from outrider.train.texts.workers import processes
 
 FORMAT = 3  # raise when the same logs would give other rows
 SHOWN = 20  # lines named for each reason
+NOT_MASKED = (
+    "masking knows what has a form; names, addresses, dates of birth and passwords in a sentence "
+    "stay: look at a sample before you hand the files on (docs/fit.md)"
+)
 TWICE = "its custom_id stands twice"
 TRAIN, LATER, RECORD = "train.jsonl", "later.jsonl", "logs.json"
+FINDS = "finds.jsonl"  # where masking found something, for as long as it is at work
 Ask = Callable[[list[dict[str, Any]], Path], list[dict[str, Any] | None]]
 
 
@@ -46,6 +57,15 @@ class LogOptions:
     mask: bool | str = True
     regions: tuple[str, ...] = REGIONS
     category_key: str = "category"
+
+
+@dataclass(frozen=True)
+class LogWork:
+    """How it is done, which changes nothing of what comes of it. workers: processes that mask; 0
+    = as many as there are cores. quiet: no progress bars."""
+
+    workers: int = 1
+    quiet: bool = True
 
 
 @dataclass
@@ -131,6 +151,7 @@ def prepare(
     tokenizer: Any,
     options: LogOptions | None = None,
     ask: Ask | None = None,
+    work: LogWork | None = None,
 ) -> LogsReport:
     """Write train.jsonl, later.jsonl and logs.json into the folder `out`: chat rows
     {"messages", "complete"} with "category", "time" and "tools" where the log has them. Each
@@ -141,27 +162,22 @@ def prepare(
     what it needs to go on after an interruption; gives a row or None for each. Without it they
     are left out. Raises UserError in one line: no such file, nothing usable, settings other
     than those that `out` was made with."""
-    options, out = options or LogOptions(), Path(out).expanduser()
-    paths = [Path(p).expanduser() for p in logs]
-    if not paths:
-        raise UserError("logs: empty; give the JSONL file of a server's log")
+    options, work, out = options or LogOptions(), work or LogWork(), Path(out).expanduser()
+    paths = files_of(logs)
     own = options.mask if isinstance(options.mask, str) else ""
-    rules = masking.rules(options.regions, own) if options.mask else []
+    how = HowMasked(options.regions, own, processes(work.workers))
+    rules = how.rules() if options.mask else []
     settings = _settings(paths, tokenizer, options, ask is not None)
     if (done := _finished(out, settings)) is not None:
         return done
     book = _Book()
     exchanges = list(_exchanges(paths, book, options.category_key))
     kept = _rows(exchanges, book, Renderings(tokenizer), _names(target, options))
-    models = Counter(m for k in kept for m in k.exchange.models[:1] or ("(not named)",))
-    kept = _apart(kept, book)
-    if ask is None:
-        kept = _own_alone(kept, book, models, target, paths)
-    if len(kept) < 2:
-        raise UserError(_nothing(paths, book, len(kept)))
-    masker = masking.Masker(rules)
+    kept, models = _usable(kept, book, paths, ask is not None)
+    masker = Masker(rules)
     if options.mask:
-        _mask(kept, masker)
+        finds = across.Kept(out / FINDS, _digest(settings))
+        masker = _mask(kept, how, finds, work)
     order, split_by, notes = _ordered(kept)
     first = _first_later(order, options.later)
     rows = _answered(order, ask, out, book)
@@ -174,7 +190,7 @@ def prepare(
         book.named,
         dict(masker.counts.most_common()),
         {masker.chat().mask(m): n for m, n in models.most_common()},
-        notes + _history(order),
+        [*notes, *_history(order), *([NOT_MASKED] if options.mask else [])],
         split_by,
         _iso(order[first].exchange.when) if split_by == "time" else "",
     )
@@ -182,6 +198,7 @@ def prepare(
     for path, part in ((report.train, train), (report.later, later)):
         write_text(path, "".join(map(json_line, part)))
     _record(out, settings, report, rules)
+    (out / FINDS).unlink(missing_ok=True)
     return report
 
 
@@ -197,6 +214,23 @@ def _check_rows(report: LogsReport, paths: Sequence[Path], book: _Book) -> None:
 
 
 # -- reading
+
+
+def files_of(logs: Sequence[str | Path]) -> list[Path]:
+    """The files of logs; a folder stands for the JSONL files in it, by name. Raises UserError
+    for one without any."""
+    found: list[Path] = []
+    for path in (Path(one).expanduser() for one in logs):
+        inside = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not inside:
+            raise UserError(
+                f"logs: {path} holds no *.jsonl; unpack or rename its files, or name them: "
+                "logs=[FILE,FILE]"
+            )
+        found += inside
+    if not found:
+        raise UserError("logs: empty; give the JSONL file of a server's log")
+    return found
 
 
 def _exchanges(paths: Iterable[Path], book: _Book, category_key: str) -> Iterable[Exchange]:
@@ -276,8 +310,20 @@ def _rows(
         if not any(m["role"] == "user" for m in row.chat):
             book.out("has no user turn", one.where)
             continue
+        if not _is_json([row.chat, row.tools]):
+            book.out("holds NaN or Infinity, which no JSON has", one.where)
+            continue
         kept.append(_Kept(one, row, own, one.category))
     return kept
+
+
+def _is_json(value: Any) -> bool:
+    """Whether other readers than Python's can read what would be written."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 # -- what comes twice
@@ -320,8 +366,22 @@ def _apart(kept: list[_Kept], book: _Book) -> list[_Kept]:
     return out
 
 
+def _usable(
+    kept: list[_Kept], book: _Book, paths: list[Path], asks: bool
+) -> tuple[list[_Kept], Counter[str]]:
+    """(each chat once, only the target's own where nobody asks again; the models of the log).
+    Raises UserError for fewer than two."""
+    models = Counter(m for k in kept for m in k.exchange.models[:1] or ("(not named)",))
+    kept = _apart(kept, book)
+    if not asks:
+        kept = _own_alone(kept, book, models, paths)
+    if len(kept) < 2:
+        raise UserError(_nothing(paths, book, len(kept)))
+    return kept, models
+
+
 def _own_alone(
-    kept: list[_Kept], book: _Book, models: Counter[str], target: TargetConfig, paths: list[Path]
+    kept: list[_Kept], book: _Book, models: Counter[str], paths: list[Path]
 ) -> list[_Kept]:
     """The target's own answers. Raises UserError where there are none but others."""
     own = [k for k in kept if k.own]
@@ -354,13 +414,22 @@ def _nothing(paths: list[Path], book: _Book, left: int) -> str:
 # -- masking
 
 
-def _mask(kept: list[_Kept], masker: masking.Masker) -> None:
+def _mask(kept: list[_Kept], how: HowMasked, finds: across.Kept, work: LogWork) -> Masker:
     """In place: first everything is looked at, then everything is masked."""
-    for one in kept:
-        masker.look([one.row.chat, one.row.tools, one.category])
-    for one in kept:
-        texts = [one.row.chat, one.row.tools, one.category]
-        one.row.chat, one.row.tools, one.category = masker.chat().mask(texts)
+    values = [[one.row.chat, one.row.tools, one.category] for one in kept]
+    with Steps(*columns(28), quiet=work.quiet, transient=True) as bar:
+        shown = by_name(bar)
+        masker = across.find(values, how, finds, named(shown, "looking for secrets, kB"))
+        writing = named(shown, "masking, kB")
+        for one, value in zip(
+            kept, across.mask(values, masker.known, how.workers, writing), strict=True
+        ):
+            one.row.chat, one.row.tools, one.category = value
+    return masker
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 # -- time
