@@ -80,11 +80,11 @@ class Scorer:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._model.get_input_embeddings().weight.dtype
+        return self.embedding_weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._model.get_input_embeddings().weight.device
+        return self.embedding_weight.device
 
     @property
     def support(self) -> str:
@@ -327,6 +327,11 @@ class Scorer:
                 )
             return torch.stack([out.last_hidden_state] * len(taps), 2)
         return torch.stack([out.hidden_states[tap] for tap in taps], 2)
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """[V, D]; for a drafter, which must not ask for `model` while its target decodes."""
+        return self._model.get_input_embeddings().weight  # type: ignore[no-any-return]
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., D] of `ids` [...], scaled where the embedding module itself

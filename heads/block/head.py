@@ -99,7 +99,7 @@ class BlockHead(LayeredHead):
         divided by its usual size: a few are hundreds of times larger than the others and the
         same everywhere, and would be all that is left behind a norm."""
         net = self.net
-        table = target.model.get_input_embeddings().weight
+        table = target.embedding_weight
         nn.init.normal_(net.mask, 0.0, float(table[:4096].float().square().mean().sqrt()))
         self.start_mask(net.mask, target)
         self.start_output(target)

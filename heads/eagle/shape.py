@@ -48,7 +48,7 @@ def layer_config(target: Target, layers: int, keys: LayerKeys) -> dict[str, Any]
     """
     config, width = target.config, target.hidden_size
     get = functools.partial(_first, config)
-    wide = target.model.get_input_embeddings().weight.shape[1]
+    wide = target.embedding_weight.shape[1]
     if wide != width:
         raise UserError(
             f"head: the target's embeddings are {wide} wide and its hidden states {width}: EAGLE "

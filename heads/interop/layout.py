@@ -258,7 +258,7 @@ def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) 
 
 def embedding(target: Target) -> Tensor:
     """[V, D], the target's own."""
-    return target.model.get_input_embeddings().weight.detach()  # type: ignore[no-any-return]
+    return target.embedding_weight.detach()  # type: ignore[no-any-return]
 
 
 def check_same(

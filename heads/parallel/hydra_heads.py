@@ -54,7 +54,7 @@ class HydraHeadsSaved(ParallelSaved):
     def fits(self, target: Target) -> list[str]:
         """See Saved."""
         found = super().fits(target)
-        wide = target.model.get_input_embeddings().weight.shape[1]
+        wide = target.embedding_weight.shape[1]
         if self.embed_width != wide:
             found.append(
                 f"embed_width: {self.embed_width}, the target's embeddings are {wide} wide"

@@ -86,7 +86,7 @@ def check_export(
     served = loaders.folder(
         folder,
         format,
-        target.model.get_input_embeddings().weight,
+        target.embedding_weight,
         target.lm_head_weight,
         target.num_layers,
     )

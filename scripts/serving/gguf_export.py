@@ -56,7 +56,7 @@ def write_head(
         made = gguf_write.eagle3(head, target, words)
     gguf_write.write(stage / DRAFT, made, kind.dtype)
     twin = rounded_head(head, kind.dtype)
-    served = gguf(stage / DRAFT, target.model.get_input_embeddings().weight)
+    served = gguf(stage / DRAFT, target.embedding_weight)
     return twin, check_drafts(served, twin, target, prompts)
 
 

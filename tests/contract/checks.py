@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.conf.typed import faults
 from outrider.decode.drafters import NGram, NoDraft
 from outrider.decode.engine import Request, generate
+from outrider.decode.models import packed
 from outrider.decode.price import Price
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree
@@ -236,6 +237,19 @@ def a_price_only_leaves_out(case: Case) -> None:
         assert texts(target, drafter, requested, batch_size=size) == plain
 
 
+def drafting_leaves_weights_packed(case: Case) -> None:
+    """What a drafter reads of its target while it decodes does not bring the layers back as they
+    were loaded: every pass until the next run would read them in the slow order."""
+    if not packed.available():
+        return
+    target, head = moved(case, "bfloat16")
+    drafter = head.drafter(target, DraftSpec(shape="tree"))
+    target.pack_weights()
+    layers = target.packed_layers
+    generate(target, drafter, [Request([5, 6, 7], 14)], Sampling(), eos_ids=())
+    assert target.packed_layers == layers and (layers > 0 or head.trains_target)
+
+
 def uncut(head: Head) -> Head:
     """The same head, which leaves out no slot for its small chance."""
     if not getattr(head.cfg, "least", 0):
@@ -324,6 +338,7 @@ EVERY = (
     decoding_is_lossless,
     a_price_only_leaves_out,
     joins_an_ngram,
+    drafting_leaves_weights_packed,
     mistakes_are_named,
 )
 
