@@ -17,6 +17,12 @@ With `url` it certifies a running server instead, whatever drafts there: its sam
 answers, 1, 2 and 8 at a time, against the same weights in this process, or against a plain
 server (plain=URL, top_k <= 64). Writes OUT/certificate.json.
 
+    python scripts/certify.py url=http://127.0.0.1:8080 quick=true
+
+asks a running server, of any model, in at most 1,200 tokens and two minutes: is its temperature
+honoured, are its answers the model's (by its own log-probabilities), do they depend on the batch?
+One line. Exit code 0: as asked. 1: not as asked. 3: undecided.
+
 Finished parts wait in OUT/unfinished: the same command again goes on, and an undecided one
 with more tokens takes what it has. The negative controls do not depend on the drafter: run
 them once (controls=run) and name that certificate for the next drafter of the same target and
@@ -49,14 +55,15 @@ from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import Steps, by_name, columns
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
 from outrider.scripts.proofs import certificate
-from outrider.scripts.proofs.config import CertifyConfig, CertifyServerConfig
+from outrider.scripts.proofs.config import CertifyConfig, CertifyQuickConfig, CertifyServerConfig
 from outrider.scripts.proofs.controls import certificates as controls
 from outrider.scripts.reports import certificate_page
-from outrider.scripts.serving import server_certificate
+from outrider.scripts.serving import quick, server_certificate
 from outrider.scripts.serving.asking import Address
 from outrider.scripts.serving.drafter_distributions import drafter_distributions
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
+QUICK_CODES = {"passed": 0, "rejected": 1, "undecided": 3}
 LATER = (
     "target",
     "out",
@@ -244,8 +251,28 @@ def server(cfg: CertifyServerConfig) -> int:
         return CODES[paper["verdict"]]
 
 
+@entry("certify_quick", CertifyQuickConfig)
+def quickly(cfg: CertifyQuickConfig) -> int:
+    """Ask, judge, say the line. Exit codes: see the file's first lines."""
+    prompts = [prompt.turns[0] for prompt in load_prompts(Path(cfg.prompts))]
+    levels = max(cfg.at_a_time)
+    address = Address(cfg.url, min(cfg.timeout, cfg.seconds), cfg.retries, levels, cfg.key_env)
+    with Steps(*columns(44), quiet=cfg.quiet) as bar:
+        found = quick.judged(cfg.plan(prompts, address), by_name(bar))
+    print(found["line"])
+    for note in found["notes"]:
+        print(note, file=sys.stderr)
+    if cfg.out:
+        about = {"format": 1, "command": files.command(), "settings": asdict(cfg)}
+        Path(cfg.out).mkdir(parents=True, exist_ok=True)
+        files.write_json(Path(cfg.out) / "quick.json", about | found)
+    return QUICK_CODES[found["verdict"]]
+
+
 if __name__ == "__main__":
-    if any(word.startswith("url=") for word in sys.argv[1:]):
+    if "quick=true" in sys.argv[1:]:
+        quickly()
+    elif any(word.startswith("url=") for word in sys.argv[1:]):
         server()
     else:
         main()

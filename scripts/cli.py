@@ -72,12 +72,14 @@ KEYS = {
     "first_gpu": "outrider.scripts.extra.config:FirstConfig",
     "tune_engine": "outrider.scripts.extra.config:TuneEngineConfig",
     "certify_server": "outrider.scripts.proofs.config:CertifyServerConfig",
+    "certify_quick": "outrider.scripts.proofs.config:CertifyQuickConfig",
     "dry_run": "outrider.scripts.extra.cluster.config:DryRunConfig",
 }
 # (verb, word) -> (file that speaks, its keys in KEYS, its YAML)
 HANDED_ON = {
     ("tune", "engine"): ("scripts/extra/engine_settings.py", "tune_engine", "tune_engine"),
     ("doctor", "first_gpu"): ("scripts/extra/first_gpu.py", "first_gpu", "first_gpu"),
+    ("certify", "quick"): ("scripts/certify.py", "certify_quick", "certify_quick"),
     ("certify", "url"): ("scripts/certify.py", "certify_server", "certify_server"),
     ("validate", "dry_run"): ("scripts/extra/cluster/dry_run.py", "dry_run", "validate"),
     ("validate", ""): ("train/validate.py", "validate", "validate"),
@@ -148,7 +150,8 @@ def help_of(verb: str, words: Sequence[str]) -> str:
     from outrider.conf.schema import help_text
 
     given = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
-    word = next((w for w in given if (verb, w) in HANDED_ON and given[w] != "false"), "")
+    known = (w for v, w in HANDED_ON if v == verb and w in given)
+    word = next((w for w in known if given[w] != "false"), "")
     folder = "scripts/extra" if verb in extras() else "scripts"
     file, keys, config = HANDED_ON.get((verb, word), (f"{folder}/{verb}.py", verb, verb))
     if not (ROOT / file).exists():

@@ -33,7 +33,7 @@ from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import OnProgress, named
-from outrider.scripts.proofs import passes, pit, power, size
+from outrider.scripts.proofs import passes, power, size, uniformity
 from outrider.scripts.proofs.controls.catalogue import rule_named
 from outrider.scripts.proofs.directions import Bank
 from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
@@ -334,7 +334,7 @@ def _greedy_json(greedy: Greedy, noise: float, tolerance: float) -> dict[str, An
 def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
     """The sampling layer's entry of certificate.json."""
     tests = sorted(sample.tests(), key=lambda t: t.p)
-    p = pit.overall(tests)
+    p = uniformity.overall(tests)
     if sample.astray:
         why = f"{sample.astray} answers hold other tokens than verification chose"
     elif sample.outside:
@@ -343,7 +343,7 @@ def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
             "verified against"
         )
     else:
-        why = pit.objection(tests, alpha)
+        why = uniformity.objection(tests, alpha)
     return {
         "name": "sampling",
         "passed": not why,
@@ -359,6 +359,7 @@ def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
         "expected_there": sample.edge_mass,
         "repeats": sample.repeats.json(),
         "histograms": {
-            k: np.histogram(v, pit.CELLS, (0, 1))[0].tolist() for k, v in sample.strata().items()
+            k: np.histogram(v, uniformity.CELLS, (0, 1))[0].tolist()
+            for k, v in sample.strata().items()
         },
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Interval
 
 from outrider.conf.rules import (
     AboveZero,
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from outrider.decode.sampling import Sampling
     from outrider.scripts.proofs import certificate
     from outrider.scripts.serving import server_certificate
+    from outrider.scripts.serving.asking import Address
+    from outrider.scripts.serving.quick import QuickPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,3 +191,45 @@ class CertifyServerConfig(SamplingKeys):
             self.seed,
             self.members or None,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifyQuickConfig:
+    """Keys of scripts/certify.py url=... quick=true"""
+
+    # address of the server, such as http://127.0.0.1:8080
+    url: str
+    # true: this check; false, or left out: the certificate of a server
+    quick: bool = True
+    # what is asked of the server, and once more at 0.6 times that
+    temperature: AboveZero = 1.0
+    # most sampled tokens
+    tokens: Annotated[int, Interval(ge=1, le=1200)] = 1200
+    # most seconds for everything
+    seconds: Annotated[float, Interval(gt=4, le=120)] = 120.0
+    # numbers of requests that are asked together
+    at_a_time: AtATime = field(default_factory=lambda: [1, 8])
+    # JSONL of prompts; the first turns of the first eight are used
+    prompts: str = "scripts/prompts/demo.jsonl"
+    # folder for quick.json; empty = none is written
+    out: str = ""
+    # false-alarm rate of all tests together
+    alpha: Inside = 1e-4
+    # seconds for one answer
+    timeout: AboveZero = 60.0
+    # tries after the first
+    retries: ZeroOrMore = 2
+    # environment variable that holds the server's key; empty = none
+    key_env: str = ""
+    # addresses all random numbers
+    seed: Seed = 0
+    # no progress bar
+    quiet: bool = False
+
+    def plan(self, prompts: list[str], address: Address) -> QuickPlan:
+        """What is asked and how it is judged."""
+        from outrider.scripts.serving.quick import QuickPlan
+
+        levels = tuple(sorted(set(self.at_a_time)))
+        sizes = (self.temperature, self.tokens, self.seconds, levels, self.alpha, self.seed)
+        return QuickPlan(address, prompts, *sizes)

@@ -33,7 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.scripts.proofs.pit import FEW, Test
+from outrider.scripts.proofs.pit import FEW
+from outrider.scripts.proofs.uniformity import Test
 
 TAILS = (0.1, 0.02, 0.005)  # tokens below these probabilities form a tail
 TAIL = 0.02  # the tail whose ids are looked at

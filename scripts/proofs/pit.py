@@ -1,4 +1,4 @@
-"""Probability integral transforms of emitted tokens and the tests of their uniformity.
+"""Probability integral transforms of emitted tokens (uniformity.py tests them).
 
 If token x_t is drawn from the distribution p_t given everything before it, then U_t = F(x_t-) + V_t
 p_t(x_t), with the tokens in any order that was fixed before the draw and V_t an independent
@@ -23,8 +23,6 @@ from torch import Tensor
 
 from outrider.decode.sampling import Sampling
 
-CELLS, PAIR_CELLS = 20, 8  # of the chi-squares
-SMALLEST = 200  # strata below are not tested
 FEW = 512  # best tokens that nearly every truncation's edge lies among
 # of a score, relative: what float32 loses between a logit and the edge of a truncation
 TOLERANCE = 1e-6
@@ -147,108 +145,3 @@ def _nucleus(
         some = share[rows] if isinstance(share, Tensor) else share
         found[rows] = _nucleus(every, every, edge[rows], total[rows], some)
     return found
-
-
-@dataclass(frozen=True)
-class Test:
-    """One test of one stratum. p: probability of a value as extreme when every U is uniform."""
-
-    name: str
-    stratum: str
-    n: int
-    statistic: float
-    p: float
-
-
-def kolmogorov(u: np.ndarray) -> tuple[float, float]:
-    """D and p of the Kolmogorov-Smirnov test of uniformity (Stephens' finite-n argument)."""
-    n = len(u)
-    x = np.sort(u)
-    steps = np.arange(1, n + 1) / n
-    d = float(max((steps - x).max(), (x - steps + 1 / n).max()))
-    at = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * d
-    if at < 0.3:
-        return d, 1.0
-    k = np.arange(1, 101)
-    return d, float(np.clip(2 * ((-1.0) ** (k - 1) * np.exp(-2 * (k * at) ** 2)).sum(), 0, 1))
-
-
-def chi_square(counts: np.ndarray) -> tuple[float, float]:
-    """Statistic and p of equal expected counts."""
-    return _chi_square(counts[None])
-
-
-def _chi_square(table: np.ndarray) -> tuple[float, float]:
-    """Of a table each row of which expects equal counts."""
-    expected = table.sum(1, keepdims=True) / table.shape[1]
-    value = float(((table - expected) ** 2 / expected).sum())
-    freedom = len(table) * (table.shape[1] - 1)
-    if not freedom:  # no row was full enough to be asked
-        return value, 1.0
-    half = torch.tensor([freedom / 2, value / 2], dtype=torch.float64)
-    return value, float(torch.special.gammaincc(half[0], half[1]))
-
-
-def poisson(count: int, mean: float) -> float:
-    """Probability of at least `count` events where `mean` are expected."""
-    if count == 0:
-        return 1.0
-    pair = torch.tensor([count, max(mean, 1e-300)], dtype=torch.float64)
-    return float(torch.special.gammainc(*pair))
-
-
-def edge_test(count: int, mean: float, n: int) -> list[Test]:
-    """Tokens at a truncation's edge against as many as the wider distribution expects there."""
-    if not count:
-        return []
-    return [Test("tokens at a truncation's edge", "all tokens", n, count, poisson(count, mean))]
-
-
-def uniformity(u: np.ndarray, stratum: str, order: str = "by probability") -> list[Test]:
-    """Kolmogorov-Smirnov and chi-square on equal cells. order: how the tokens were ordered."""
-    counts = np.histogram(u, bins=CELLS, range=(0, 1))[0]
-    return [
-        Test(f"Kolmogorov-Smirnov, {order}", stratum, len(u), *kolmogorov(u)),
-        Test(f"chi-square, {order}", stratum, len(u), *chi_square(counts)),
-    ]
-
-
-def independence(
-    u: np.ndarray, joined: np.ndarray, stratum: str, order: str = "by probability"
-) -> list[Test]:
-    """Two tokens at once, t - 1 and t where joined[t]: each may be right by itself.
-    Correlation, and a chi-square.
-
-    joined[t] may depend on token t - 1 (a cycle goes on because that was accepted), whose
-    transform is then not uniform here: both tests take it as it came and ask whether the second
-    is uniform given it.
-    """
-    at = np.flatnonzero(joined[1:]) + 1
-    if len(at) < SMALLEST:
-        return []
-    a, b = u[at - 1] - 0.5, u[at] - 0.5
-    z = float((a * b).sum() / math.sqrt((a**2).sum() / 12))
-    table = np.histogram2d(a, b, bins=PAIR_CELLS, range=[[-0.5, 0.5], [-0.5, 0.5]])[0]
-    full = table[table.sum(1) >= 5 * PAIR_CELLS]
-    return [
-        Test(f"correlation, {order}", stratum, len(at), z, math.erfc(abs(z) / math.sqrt(2))),
-        Test(f"chi-square of pairs, {order}", stratum, len(at), *_chi_square(full)),
-    ]
-
-
-def objection(tests: Sequence[Test], alpha: float) -> str:
-    """What the tests together hold against a sample, "" where they find nothing at `alpha`.
-    tests: the smallest p first."""
-    p = overall(tests)
-    if p >= alpha:
-        return ""
-    worst = tests[0]
-    return (
-        f"{worst.name} of {worst.stratum}: p = {worst.p:.3g}, all tests together {p:.3g} < "
-        f"alpha = {alpha:g}"
-    )
-
-
-def overall(tests: Sequence[Test]) -> float:
-    """The p-value of all tests together (Bonferroni: they may depend on one another)."""
-    return min(1.0, len(tests) * min((t.p for t in tests), default=1.0))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from outrider.decode.sampling import Sampling
-from outrider.scripts.proofs import pit
+from outrider.scripts.proofs import pit, uniformity
 from outrider.scripts.proofs.biases import FAMILIES, Distributions, Member
 from outrider.scripts.proofs.directions import (
     ENOUGH,
@@ -142,7 +142,7 @@ class Power:
         """What the member does to the statistics at e = 1."""
         zero = lambda size: torch.zeros(size, dtype=torch.float64)
         ids = self.bank.ids.new_zeros(len(LIMITS), len(self.answers), len(self.bank.ids))
-        found = _Shift(zero(len(self.bank.names)), zero(len(STARTS)), zero(pit.CELLS), ids)
+        found = _Shift(zero(len(self.bank.names)), zero(len(STARTS)), zero(uniformity.CELLS), ids)
         blocks = zip(self.blocks, self.mean, self.parity, strict=True)
         for (scores, distributions, number), mean, parity in blocks:
             p, r = distributions.distribution, member(distributions)
@@ -202,8 +202,8 @@ class Power:
         farthest = np.abs(np.cumsum(cells)).max()
         needed = math.sqrt(math.log(2 / self.level) / 2)
         kolmogorov = _normal_cdf(2 * (share[:, 0] * math.sqrt(n) * farthest - needed))
-        free = pit.CELLS - 1
-        center = n * share[:, 0] ** 2 * pit.CELLS * (cells**2).sum()
+        free = uniformity.CELLS - 1
+        center = n * share[:, 0] ** 2 * uniformity.CELLS * (cells**2).sum()
         # a bound from above (Laurent and Massart 2000)
         critical = free + self.z * math.sqrt(2 * free) + self.z**2
         chi_square = _normal_cdf((free + center - critical) / np.sqrt(2 * (free + 2 * center)))
@@ -260,14 +260,16 @@ def _cells(scores: DirectionScores, distribution: Tensor) -> Tensor:
     own, new = scores.mass.double(), distribution.gather(1, scores.order).double()
     ends = [torch.cat([x, (1 - x.sum(-1, keepdim=True)).clamp(min=0)], 1) for x in (own, new)]
     edges = [torch.cat([torch.zeros_like(x[:, :1]), x.cumsum(-1)], 1) for x in ends]
-    cut = torch.linspace(0, 1, pit.CELLS + 1, dtype=torch.float64, device=distribution.device)
+    cut = torch.linspace(
+        0, 1, uniformity.CELLS + 1, dtype=torch.float64, device=distribution.device
+    )
     cut = cut.expand(len(own), -1).contiguous()
     at = (torch.searchsorted(edges[0], cut, right=True) - 1).clamp(0, own.shape[1])
     start, width = edges[0].gather(1, at), ends[0].gather(1, at)
     part = torch.where(width > 0, (cut - start) / width.clamp(min=1e-300), 0.0).clamp(0, 1)
     reached = edges[1].gather(1, at) + part * ends[1].gather(1, at)
     reached[:, -1] = edges[1][:, -1]
-    return (reached.diff(dim=-1) - 1 / pit.CELLS).sum(0)
+    return (reached.diff(dim=-1) - 1 / uniformity.CELLS).sum(0)
 
 
 def measure(power: Power, detect: float, seed: int, members: int | None = None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.scripts.proofs.pit import Test
+from outrider.scripts.proofs.uniformity import Test
 
 SHARES = (0.5, 0.1, 0.02, 0.004)  # of the answers that repeat an earlier one: the bets
 LONG = 8  # equal tokens from which on an answer is counted as a repeat, for people

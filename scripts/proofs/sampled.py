@@ -29,7 +29,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import OnProgress, silent
-from outrider.scripts.proofs import directions, passes, pit
+from outrider.scripts.proofs import directions, passes, pit, uniformity
 from outrider.scripts.proofs.greedy import Plain
 from outrider.scripts.proofs.recorder import Emitted, Recorder, astray
 from outrider.scripts.proofs.repeats import Repeats
@@ -102,9 +102,12 @@ class Sample:
         first and later tokens of a cycle: for figures."""
         first, u = self.depth == 0, self.u[:, 0]
         cut = {"first of a cycle": u[first], "later in a cycle": u[~first]}
-        return {"all tokens": u, **(cut if min(map(len, cut.values())) >= pit.SMALLEST else {})}
+        return {
+            "all tokens": u,
+            **(cut if min(map(len, cut.values())) >= uniformity.SMALLEST else {}),
+        }
 
-    def tests(self) -> list[pit.Test]:
+    def tests(self) -> list[uniformity.Test]:
         """Every test of the sample.
 
         The strata are known before the token: that a cycle got as far as place d says nothing
@@ -115,10 +118,10 @@ class Sample:
         found += pairs(self.u, same & (self.depth > 0), "two tokens inside a cycle")
         found += pairs(self.u, same & (self.depth == 0), "two tokens between cycles")
         found += self._rows()
-        found += pit.edge_test(self.edge, self.edge_mass, len(self.u)) + self.repeats.tests()
+        found += uniformity.edge_test(self.edge, self.edge_mass, len(self.u)) + self.repeats.tests()
         return found + (self.tally.tests() if self.tally else [])
 
-    def _rows(self) -> list[pit.Test]:
+    def _rows(self) -> list[uniformity.Test]:
         """Neighbouring requests at the same place of the same cycle, where two that share their
         random numbers would draw by the same ones."""
         ranked = np.lexsort((self.sequence, self.depth, self.cycle))
@@ -307,23 +310,23 @@ class Orders:
         return np.where(p.outside[:, None], v, found.clip(0, 1))
 
 
-def marginals(u: np.ndarray, groups: np.ndarray, names: Sequence[str]) -> list[pit.Test]:
+def marginals(u: np.ndarray, groups: np.ndarray, names: Sequence[str]) -> list[uniformity.Test]:
     """Whether the transforms [n, O] are uniform: of all tokens in every order, and by
     probability in every stratum of [n, G] that is large enough."""
-    found: list[pit.Test] = []
+    found: list[uniformity.Test] = []
     for i, order in enumerate(ORDERS):
-        found += pit.uniformity(u[:, i], names[0], order)
+        found += uniformity.uniformity(u[:, i], names[0], order)
     for g, name in enumerate(names[1:], 1):
         some = u[groups[:, g], 0]
-        found += pit.uniformity(some, name) if len(some) >= pit.SMALLEST else []
+        found += uniformity.uniformity(some, name) if len(some) >= uniformity.SMALLEST else []
     return found
 
 
-def pairs(u: np.ndarray, joined: np.ndarray, name: str) -> list[pit.Test]:
+def pairs(u: np.ndarray, joined: np.ndarray, name: str) -> list[uniformity.Test]:
     """Whether neighbours are independent in the first three orders; joined: see pit."""
-    found: list[pit.Test] = []
+    found: list[uniformity.Test] = []
     for i, order in enumerate(ORDERS[:PAIRED]):
-        found += pit.independence(u[:, i], joined, name, order)
+        found += uniformity.independence(u[:, i], joined, name, order)
     return found
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from outrider.decode.sampling import Sampling
-from outrider.scripts.proofs import directions, pit, power
+from outrider.scripts.proofs import directions, pit, power, uniformity
 from outrider.scripts.proofs.repeats import Repeats
 from outrider.scripts.proofs.sampled import FLAT, ROWS, Orders, hashed_key, marginals, pairs
 
@@ -210,7 +210,7 @@ class Judge:
         """Tokens judged so far."""
         return sum(map(len, self.u))
 
-    def tests(self) -> list[pit.Test]:
+    def tests(self) -> list[uniformity.Test]:
         """Every test of the tokens so far."""
         if not self.u:
             return []
@@ -219,12 +219,12 @@ class Judge:
         found = marginals(u, groups, self.plan.groups)
         found += self._pairs(u, where, (0, 2, 1), "two tokens of an answer")
         found += self._pairs(u, where, (0, 1, 2), "two answers at once")
-        found += pit.edge_test(self.edge, self.edge_mass, len(u)) + self.repeats.tests()
+        found += uniformity.edge_test(self.edge, self.edge_mass, len(u)) + self.repeats.tests()
         return found + self.tally.tests() + self.lean.tests()
 
     def _pairs(
         self, u: np.ndarray, where: np.ndarray, order: tuple[int, int, int], name: str
-    ) -> list[pit.Test]:
+    ) -> list[uniformity.Test]:
         """Neighbours in the order of these columns, as long as the first two are the same."""
         keys = where[:, order]
         ranked = np.lexsort(keys.T[::-1])
@@ -234,7 +234,7 @@ class Judge:
 
     def p(self) -> float:
         """Of all tests together; 0 when a token came that its distribution does not hold."""
-        return 0.0 if self.outside else pit.overall(self.tests())
+        return 0.0 if self.outside else uniformity.overall(self.tests())
 
 
 Wrong = Callable[[Tensor, Sampling], Tensor]  # distributions [R, V] of logits and what was asked
@@ -293,7 +293,7 @@ def simulate(control: ServerControl, wave: Wave, alpha: float) -> None:
         drawn.append(index[:, 0].clamp(max=distribution.shape[1] - 1).tolist())
     control.judge.add(wave, drawn)
     control.tokens = control.judge.count
-    if control.tokens >= pit.SMALLEST:
+    if control.tokens >= uniformity.SMALLEST:
         control.p = control.judge.p()
         control.rejected = control.p < alpha
 
@@ -315,11 +315,11 @@ def waves(answers: Sequence[SampledAnswer], distributions: Distributions) -> Ite
 def sampling_json(judge: Judge, alpha: float) -> dict[str, Any]:
     """The sampling layer as certificate.json holds it."""
     tests = sorted(judge.tests(), key=lambda t: t.p)
-    p = pit.overall(tests)
+    p = uniformity.overall(tests)
     if judge.outside:
         why = f"{judge.outside} tokens have probability 0 after their text"
     else:
-        why = pit.objection(tests, alpha)
+        why = uniformity.objection(tests, alpha)
     return {
         "name": "sampling",
         "passed": not why,

@@ -101,6 +101,8 @@ class Completion:
         choice |= {"logprobs": self._logprobs(said), "finish_reason": finish}
         if self.wanted.ids:
             choice["token_ids"] = ids if ids is not None else [s.token for s in said]
+            if whole:
+                choice["prompt_token_ids"] = self.wanted.ask.ids
         if self.wanted.tokens:
             choice["tokens"] = [{"id": s.token, "text": s.text, "drafted": s.drafted} for s in said]
         return choice
@@ -122,10 +124,10 @@ class Completion:
                 offsets.append(self._at)
             self._at += len(one.text)
         return {
-            "tokens": [self._text(s.token) for s, _ in distributions],
+            "tokens": [self._name(s.token) for s, _ in distributions],
             "token_logprobs": [distribution.logprob for _, distribution in distributions],
             "top_logprobs": [
-                {self._text(token): value for token, value in reversed(distribution.top)}
+                {self._name(token): value for token, value in reversed(distribution.top)}
                 for _, distribution in distributions
             ],
             "text_offset": offsets,
@@ -141,6 +143,10 @@ class Completion:
         text = self._text(token)
         spelled = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": spelled}
+
+    def _name(self, token: int) -> str:
+        """A token in the log-probabilities of a completion."""
+        return f"token_id:{token}" if self.wanted.named_by_id else self._text(token)
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))

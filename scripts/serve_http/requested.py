@@ -66,8 +66,9 @@ class Service:
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A request. ids: the answer's token ids are told. tokens: each token's text is told, and
-    whether it was drafted."""
+    """A request. ids: the token ids of prompt and answer are told. tokens: each token's text is
+    told, and whether it was drafted. named_by_id: the log-probabilities of a completion name
+    tokens as token_id:7."""
 
     ask: CompletionRequest
     chat: bool
@@ -75,6 +76,7 @@ class ApiRequest:
     usage: bool
     ids: bool
     tokens: bool
+    named_by_id: bool = False
 
 
 class Body:
@@ -168,6 +170,7 @@ def wanted(raw: bytes, chat: bool, service: Service) -> ApiRequest:
     stream = body.flag("stream")
     usage = _usage(body, stream)
     ids_too, tokens_too = body.flag("return_token_ids"), body.flag("return_tokens")
+    named_by_id = not chat and body.flag("return_tokens_as_token_ids")
     body.neutral()
     body.finish()
     ask = CompletionRequest(
@@ -179,7 +182,7 @@ def wanted(raw: bytes, chat: bool, service: Service) -> ApiRequest:
         top,
         stops,
     )
-    return ApiRequest(ask, chat, stream, usage, ids_too, tokens_too)
+    return ApiRequest(ask, chat, stream, usage, ids_too, tokens_too, named_by_id)
 
 
 def _chat(body: Body, service: Service) -> list[int]:

@@ -1,5 +1,5 @@
-"""Asking a running server, whatever it is: llama.cpp's own API, vLLM's, or the bare OpenAI
-one with token ids.
+"""Asking a running server, whatever it is: llama.cpp's own API, SGLang's, vLLM's, or the bare
+OpenAI one with token ids.
 
     async with Door(address) as door:
         reply = await door.answer(ids, Ask(64, temperature=1.0, seed=3))
@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.conf.errors import UserError
+from outrider.scripts.serving import token_forms
 from outrider.scripts.serving.counters import read_counters
 from outrider.scripts.synthesis.server import Again, AnswerRefused, GivenUp, OpenAIServer
 
-LLAMACPP, VLLM, OTHER = "llama.cpp", "vllm", "other"
+LLAMACPP, VLLM, SGLANG, OTHER = "llama.cpp", "vllm", "sglang", "other"
 MOST_TOP = 64  # tokens of a distribution that are asked of a plain server
 DRAFTED = ("draft_n", "draft_n_accepted")  # draft tokens of an answer, by llama.cpp
 CLOSE = 1e-4  # by which a setting may differ that went through float32
@@ -43,7 +44,8 @@ class Address:
 @dataclass(frozen=True)
 class ServerRequest:
     """One answer. limit: most tokens. temperature 0 = greedy; top_k 0 and top_p 1 = off. keep:
-    the server may keep the prompt and need not read it again. salt: the prompt shares nothing with
+    the server may keep the prompt and need not read it again. top: log-probabilities that come
+    with the answer, of a bare completions API alone. salt: the prompt shares nothing with
     what vLLM has kept of prompts with another salt."""
 
     limit: int
@@ -54,12 +56,14 @@ class ServerRequest:
     seed: int = 0
     keep: bool = False
     salt: str = ""
+    top: int = 0
 
 
 @dataclass(frozen=True)
 class Reply:
     """tokens: generated ids, the stop token included where the server sends it; None where it
     sends none. drafted, accepted: draft tokens of this answer, where the server tells them.
+    rows: {token: log-probability} at every token, where they were asked for and came.
     """
 
     tokens: list[int] | None
@@ -68,10 +72,11 @@ class Reply:
     drafted: int | None = None
     accepted: int | None = None
     ignored: tuple[str, ...] = field(default=())
+    rows: list[dict[int, float]] | None = None
 
 
 class Endpoint:
-    """A server that was recognised. kind: llama.cpp, vllm or other. model: its name there.
+    """A server that was recognised. kind: llama.cpp, vllm, sglang or other. model: its name there.
     unread: why its metrics could not be read, "" where they could or it has none."""
 
     def __init__(self, address: Address) -> None:
@@ -116,7 +121,7 @@ class Endpoint:
         except (GivenUp, AnswerRefused, KeyError, IndexError, TypeError, AttributeError) as error:
             said = str(error) if isinstance(error, GivenUp | AnswerRefused) else "lists no models"
             raise self._wrong("GET /v1/models", said) from None
-        self.kind = {"llamacpp": LLAMACPP, "vllm": VLLM}.get(owner, OTHER)
+        self.kind = {"llamacpp": LLAMACPP, "vllm": VLLM, "sglang": SGLANG}.get(owner, OTHER)
 
     def _wrong(self, requested: str, said: str) -> UserError:
         return UserError(f"{self.address.setting}: {self.root}: asked {requested}; {said}")
@@ -132,7 +137,14 @@ class Endpoint:
         about = f"{len(ids)} token ids, {ask.limit} more"
         if self.kind == LLAMACPP:
             return await self._post("/completion", _llamacpp(ids, ask), _read_llamacpp(ask), about)
+        if self.kind == SGLANG:
+            body = token_forms.sglang(ids, ask)
+            return Reply(*await self._post("/generate", body, token_forms.read_sglang, about))
         body = {"model": self.model, **_openai(ids, ask)}
+        if self.kind == VLLM:
+            body = token_forms.NEUTRAL | body
+        if self.kind == OTHER and ask.top:
+            body |= {"logprobs": ask.top, "return_tokens_as_token_ids": True}
         if self.kind == VLLM and ask.salt:
             body["cache_salt"] = ask.salt
         return await self._post("/v1/completions", body, _read_openai, about)
@@ -147,6 +159,13 @@ class Endpoint:
             return [
                 await self._distribution_llamacpp(ids[:at], top) for at in range(start, len(ids))
             ]
+        if self.kind == SGLANG:
+            body = token_forms.sglang_scores(ids, start, top)
+            read = token_forms.read_sglang_scores(ids, start)
+            rows = await self._post("/generate", body, read, f"top_logprobs_num={top}")
+            return [_sound(row) for row in rows]
+        if self.kind == OTHER:
+            return [await self.next_distribution(ids[:at], top) for at in range(start, len(ids))]
         body = {
             "model": self.model,
             "prompt": ids,
@@ -167,6 +186,32 @@ class Endpoint:
             "samplers": [],
         }
         return await self._post("/completion", body, _read_n_probs, f"n_probs={top}")
+
+    async def next_distribution(self, ids: list[int], top: int) -> dict[int, float]:
+        """Behind a prompt, by an answer of one token, which no draft touches."""
+        body = {
+            "model": self.model,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "logprobs": top,
+            "return_tokens_as_token_ids": True,
+        }
+        read = lambda reply: _sound(token_forms.read_next(reply))
+        return await self._post("/v1/completions", body, read, f"logprobs={top}")
+
+    async def tokenized(self, text: str) -> list[int]:
+        """The ids that a text becomes as a prompt. Raises UserError where it does not tell."""
+        about = f"the ids of {len(text)} characters"
+        if self.kind == LLAMACPP:
+            body: dict[str, Any] = {"content": text, "add_special": True}
+            return await self._post("/tokenize", body, token_forms.read_prompt, about)
+        body = {"model": self.model, "prompt": text}
+        if self.kind == SGLANG:
+            return await self._post("/tokenize", body, token_forms.read_prompt, about)
+        body |= {"max_tokens": 1, "temperature": 0, "seed": 0, "top_p": 1.0}
+        body["return_token_ids"] = True
+        return await self._post("/v1/completions", body, token_forms.read_prompt, about)
 
     async def counters(self) -> dict[str, Any] | None:
         """drafts, draft_tokens, accepted_tokens since the server's start, and
@@ -222,9 +267,9 @@ def _read_llamacpp(ask: ServerRequest) -> Any:
             settings = reply["generation_settings"]
         except (KeyError, TypeError):
             raise Again("an answer of another form") from None
-        sound = _ids(tokens) and isinstance(text, str) and isinstance(settings, dict)
+        sound = token_forms.is_ids(tokens) and isinstance(text, str) and isinstance(settings, dict)
         counts = [timings.get(key, 0) if isinstance(timings, dict) else None for key in DRAFTED]
-        if not sound or not _ids(counts):
+        if not sound or not token_forms.is_ids(counts):
             raise Again("an answer of another form")
         requested = {"temperature": ask.temperature, "top_k": ask.top_k, "top_p": ask.top_p}
         requested |= {"min_p": ask.min_p, "seed": ask.seed}
@@ -271,15 +316,10 @@ def _read_openai(reply: Any) -> Reply:
     except (KeyError, IndexError, TypeError):
         raise Again("an answer of another form") from None
     tokens = choice.get("token_ids")
-    if not isinstance(text, str) or not (tokens is None or _ids(tokens)):
+    if not isinstance(text, str) or not (tokens is None or token_forms.is_ids(tokens)):
         raise Again("an answer of another form")
-    return Reply(tokens, text, reason == "stop")
-
-
-def _ids(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value
-    )
+    rows = None if tokens is None else token_forms.read_rows(choice, tokens)
+    return Reply(tokens, text, reason == "stop", rows=rows)
 
 
 def _read_n_probs(reply: Any) -> dict[int, float]:

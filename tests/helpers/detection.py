@@ -20,7 +20,7 @@ from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
 from outrider.decode.verify import Coins, Verdict
-from outrider.scripts.proofs import pit
+from outrider.scripts.proofs import uniformity
 from outrider.scripts.proofs.biases import FAMILIES, Distributions, Member
 from outrider.scripts.proofs.greedy import Plain
 from outrider.scripts.proofs.sampled import Sample, Setting, sampling_layer
@@ -57,7 +57,7 @@ class Bench:
 def verdict(found: Sample, alpha: float) -> dict[str, Any]:
     """What the sampling layer says of one sample."""
     tests = sorted(found.tests(), key=lambda t: t.p)
-    p = pit.overall(tests)
+    p = uniformity.overall(tests)
     return {
         "p": p,
         "impossible": found.outside,

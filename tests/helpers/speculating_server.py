@@ -1,5 +1,5 @@
 """A small HTTP server of the completions API around this repository's own engine, sound or with
-one of seven seeded defects: what a certificate of a running server must tell apart.
+one of seven seeded defects or of the rules that engines shipped: what a certificate of a running server must tell apart.
 
     with serving(target, draft, "bonus from the draft's distribution") as url: ...
 
@@ -27,9 +27,10 @@ from outrider.decode.inverse_cdf import inverse_cdf
 from outrider.decode.rng import ACCEPT
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.decode.verify import verify
+from outrider.scripts.proofs.controls import field
 from outrider.scripts.proofs.controls.catalogue import Mangled
 from outrider.scripts.proofs.controls.row_rules import Path, TreeRow, by_row, descend
+from outrider.scripts.proofs.controls.rules import typical_acceptance
 
 DEPTH = 2  # a longer draft is seldom accepted whole, and one defect shows there alone
 TOGETHER = 0.01  # seconds that the decoder waits for further requests
@@ -87,13 +88,6 @@ def one_number_twice(row: TreeRow) -> Path:
     return descend(row, end=again)
 
 
-def rows_mixed_up(tree: Any, distribution: Any, rng: Any) -> Any:
-    """With more than two rows every row reads its neighbour's logits."""
-    if len(tree.tokens) > 2:
-        distribution.logits = distribution.logits.roll(1, 0)
-    return verify(tree, distribution, rng, rule="rejection")
-
-
 def untempered(tree: Any, temperature: float) -> Any:
     """The draft was drawn at the temperature and claims the distribution without it."""
     if tree.proposal is None:
@@ -110,11 +104,22 @@ RULES: dict[str, Any] = {
     "bonus from the draft's distribution": bonus_from_the_draft,
     "residual not renormalised": residual_not_renormalised,
     "one random number used twice": one_number_twice,
-    "rows mixed up above two": rows_mixed_up,
+    "rows mixed up above two": field.rows_mixed_up,
 }
 COOL = "temperature on the target's distribution alone"
 CACHE = "every fifth repeated prompt answered from a cache"
 DEFECTS = (*RULES, COOL, CACHE)
+# What engines shipped; rows mixed up are among the defects.
+SOFTLY = "argmax drafts judged softly"
+WINDOW = 7  # draft tokens that must be accepted behind a deferred one
+SHIPPED: dict[str, Any] = {
+    "deferred acceptance": field.deferred_acceptance(WINDOW),
+    "typical acceptance": typical_acceptance,
+    "acceptance at a set rate": field.synthetic_acceptance,
+    "greedy at T > 0": field.greedy_fallback,
+    "late rejection": field.late_rejection,
+    SOFTLY: "rejection",
+}
 
 
 class Decoder(threading.Thread):
@@ -150,7 +155,10 @@ class Decoder(threading.Thread):
             if self.defect == COOL and not sampling.greedy:
                 heat = sampling.temperature
                 drafter = Mangled(drafter, lambda tree, heat=heat: untempered(tree, heat))
-            rule = "rejection" if sampling.greedy else RULES.get(self.defect, "rejection")
+            if self.defect == SOFTLY and not sampling.greedy:
+                drafter = field.ArgmaxDrafts(drafter)
+            known = RULES | SHIPPED
+            rule = "rejection" if sampling.greedy else known.get(self.defect, "rejection")
             requests = [Request(i["ids"], i["limit"], id=i["seed"]) for i in items]
             run = generate(
                 self.target, drafter, requests, sampling, batch_size=len(items), verify=rule
@@ -205,6 +213,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if isinstance(body["prompt"], str):
+            body["prompt"] = self.decoder.target.tokenizer(body["prompt"])["input_ids"]
         choice: dict[str, Any] = {"text": "", "finish_reason": "length"}
         if "prompt_logprobs" in body:
             choice["prompt_logprobs"] = self._distributions(body["prompt"], body["prompt_logprobs"])
@@ -221,7 +231,7 @@ class Handler(BaseHTTPRequestHandler):
             }
             self.decoder.waiting.put(item)
             item["done"].wait()
-            choice["token_ids"] = item["tokens"]
+            choice["token_ids"], choice["prompt_token_ids"] = item["tokens"], body["prompt"]
             choice["text"] = self.decoder.target.tokenizer.decode(item["tokens"])
             if item["tokens"][-1] in self.decoder.target.eos_ids:
                 choice["finish_reason"] = "stop"

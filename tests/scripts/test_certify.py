@@ -33,7 +33,16 @@ from outrider.decode.verify import RULES, verify
 from outrider.scripts import certify
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import silent
-from outrider.scripts.proofs import certificate, directions, enumerator, passes, pit, power, size
+from outrider.scripts.proofs import (
+    certificate,
+    directions,
+    enumerator,
+    passes,
+    pit,
+    power,
+    size,
+    uniformity,
+)
 from outrider.scripts.proofs.controls import certificates as certificate_controls
 from outrider.scripts.proofs.controls import drafters as wrong_drafters
 from outrider.scripts.proofs.controls import rules as wrong_rules
@@ -150,9 +159,12 @@ def test_a_token_at_the_edge_is_message_from_an_impossible_one() -> None:
 
 def test_forgiven_tokens_have_a_price() -> None:
     """A decoder that is forgiven more often than the distributions expect is rejected."""
-    assert pit.edge_test(0, 0.0, 5000) == []
-    assert pit.edge_test(1, 0.9, 5000)[0].p > 0.5
-    assert pit.edge_test(12, 0.9, 5000)[0].p < 1e-8 and pit.edge_test(2, 1e-6, 5000)[0].p < 1e-11
+    assert uniformity.edge_test(0, 0.0, 5000) == []
+    assert uniformity.edge_test(1, 0.9, 5000)[0].p > 0.5
+    assert (
+        uniformity.edge_test(12, 0.9, 5000)[0].p < 1e-8
+        and uniformity.edge_test(2, 1e-6, 5000)[0].p < 1e-11
+    )
 
 
 def test_p_values_are_those_of_scipy() -> None:
@@ -160,9 +172,13 @@ def test_p_values_are_those_of_scipy() -> None:
 
     for exponent in (1.0, 1.05, 1.2):
         u = np.random.default_rng(1).random(4000) ** exponent
-        assert pit.kolmogorov(u)[1] == pytest.approx(stats.kstest(u, "uniform").pvalue, rel=0.05)
+        assert uniformity.kolmogorov(u)[1] == pytest.approx(
+            stats.kstest(u, "uniform").pvalue, rel=0.05
+        )
         counts = np.histogram(u, 20, (0, 1))[0]
-        assert pit.chi_square(counts)[1] == pytest.approx(stats.chisquare(counts).pvalue, rel=1e-9)
+        assert uniformity.chi_square(counts)[1] == pytest.approx(
+            stats.chisquare(counts).pvalue, rel=1e-9
+        )
 
 
 def test_uniform_numbers_raise_false_alarms_at_the_stated_rate() -> None:
@@ -170,7 +186,7 @@ def test_uniform_numbers_raise_false_alarms_at_the_stated_rate() -> None:
     same = np.r_[False, sequence[1:] == sequence[:-1]]
     p = []
     for u in rng.random((1000, 800)):
-        tests = (*pit.uniformity(u, "all"), *pit.independence(u, same, "pairs"))
+        tests = (*uniformity.uniformity(u, "all"), *uniformity.independence(u, same, "pairs"))
         p.append([t.p for t in tests])
     share = (np.array(p) < 0.05).mean(0)
     assert ((share > 0.025) & (share < 0.075)).all()
@@ -181,7 +197,7 @@ def test_pairs_that_the_first_token_selects_raise_no_false_alarms() -> None:
     rng, p = np.random.default_rng(5), []
     for u in rng.random((400, 1500)):
         joined = np.r_[False, rng.random(1499) < u[:-1]]  # likelier after a large one
-        p.append([t.p for t in pit.independence(u, joined, "pairs")])
+        p.append([t.p for t in uniformity.independence(u, joined, "pairs")])
     share = (np.array(p) < 0.05).mean(0)
     assert ((share > 0.02) & (share < 0.085)).all()
 
@@ -193,7 +209,7 @@ def test_a_correlation_is_measured_by_what_the_first_tokens_spread() -> None:
     for u in rng.random((300, 3000)):
         centred = (u - 0.5).tolist()
         near = [(a, b) for a, b in zip(centred[:-1], centred[1:], strict=True) if abs(a) < 0.16]
-        test = pit.independence(u, np.r_[False, abs(u[:-1] - 0.5) < 0.16], "pairs")[0]
+        test = uniformity.independence(u, np.r_[False, abs(u[:-1] - 0.5) < 0.16], "pairs")[0]
         spread = math.sqrt(sum(a * a for a, _ in near) / 12)
         z = sum(a * b for a, b in near) / spread
         assert test.n == len(near) and test.statistic == pytest.approx(z)
@@ -206,8 +222,8 @@ def test_dependent_neighbours_are_found_where_the_marginal_is_uniform() -> None:
     rng = np.random.default_rng(3)
     base = rng.random(3000)
     u = np.where(rng.random(3000) < 0.2, np.roll(base, 1), base)
-    pairs = pit.independence(u, np.arange(3000) > 0, "pairs")
-    tests = {t.name.partition(",")[0]: t.p for t in (*pit.uniformity(u, "all"), *pairs)}
+    pairs = uniformity.independence(u, np.arange(3000) > 0, "pairs")
+    tests = {t.name.partition(",")[0]: t.p for t in (*uniformity.uniformity(u, "all"), *pairs)}
     assert tests["Kolmogorov-Smirnov"] > 1e-3 and tests["correlation"] < 1e-9
 
 
@@ -216,7 +232,7 @@ def test_dependent_pairs_are_found_where_the_first_token_selects_them() -> None:
     repeats = np.r_[False, u[:-1] < 0.4] & (np.random.default_rng(1).random(4000) < 0.5)
     u[repeats] = u[np.flatnonzero(repeats) - 1]  # half of them in the cell of the token before
     joined = np.r_[False, u[:-1] < 0.4]
-    assert min(t.p for t in pit.independence(u, joined, "pairs")) < 1e-9
+    assert min(t.p for t in uniformity.independence(u, joined, "pairs")) < 1e-9
 
 
 # --- layers on a small target of the user's kind
@@ -255,7 +271,7 @@ def test_emitted_tokens_are_uniform_under_the_distribution_of_plain_passes(
     found = sample(world, sampling, verify=rule)
     assert len(found.u) == 3000 and found.outside == found.astray == 0 and found.edge <= 1
     assert found.drafted > 0.1 and "later in a cycle" in found.strata()
-    assert pit.overall(found.tests()) > 1e-4
+    assert uniformity.overall(found.tests()) > 1e-4
 
 
 def test_processors_and_guidance_belong_to_the_distribution(world: Any) -> None:
@@ -263,7 +279,7 @@ def test_processors_and_guidance_belong_to_the_distribution(world: Any) -> None:
     known = named_processors({"NoRepeatNGramLogitsProcessor": {"ngram_size": 2}})
     for sampling, guidance in ((Sampling(1.0, processors=known), None), (ONE, 1.5)):
         found = sample(world, sampling, guidance=guidance, tokens=1500)
-        assert found.outside == 0 and pit.overall(found.tests()) > 1e-4
+        assert found.outside == 0 and uniformity.overall(found.tests()) > 1e-4
     plain, own, prompts = world
     how = Setting(ONE, 400, 40, 16)
 
@@ -318,9 +334,9 @@ def test_a_sample_goes_on_where_it_stopped(world: Any, tmp_path: Path) -> None:
 
 def test_wrong_rules_and_wrong_distributions_are_rejected(world: Any) -> None:
     typical = sample(world, ONE, verify=wrong_rules.typical_acceptance)
-    assert pit.overall(typical.tests()) < 1e-6
+    assert uniformity.overall(typical.tests()) < 1e-6
     mislaid = sample(world, ONE, Mangled(world[1], wrong_drafters.scored_unwarped))
-    assert pit.overall(mislaid.tests()) < 1e-6
+    assert uniformity.overall(mislaid.tests()) < 1e-6
     cut, unwarped = Sampling(0.8, top_k=3), wrong_rules.bonus_unwarped
     impossible = sample(world, cut, verify=unwarped, tokens=600)
     assert impossible.outside
@@ -466,8 +482,8 @@ class Found:
     def __init__(self, p: float, tokens: int) -> None:
         self.p, self.u = p, np.zeros((tokens, 1))
 
-    def tests(self) -> list[pit.Test]:
-        return [pit.Test("x", "all", len(self.u), 0.0, self.p)]
+    def tests(self) -> list[uniformity.Test]:
+        return [uniformity.Test("x", "all", len(self.u), 0.0, self.p)]
 
 
 def plan_of(sampling: Sampling, tokens: int) -> certificate.CertificatePlan:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.scripts.proofs import biases, directions, pit, power
+from outrider.scripts.proofs import biases, directions, power, uniformity
 from outrider.scripts.proofs.directions import Bank, Tally, TokenBlock
 
 VOCAB, ANSWERS, LENGTH = 96, 24, 32
@@ -131,7 +131,7 @@ def test_biases_that_one_order_cannot_see_are_found(family: str) -> None:
     """The order of probability hardly moves; the token ids and the ranks tell."""
     answers = distributions(3)
     tests = tally(answers, biased(answers, family, 1, 0.15), 12, 1).tests()
-    assert pit.overall(tests) < 1e-6
+    assert uniformity.overall(tests) < 1e-6
 
 
 def test_a_state_that_was_kept_goes_on() -> None:

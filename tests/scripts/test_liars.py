@@ -14,7 +14,7 @@ from scipy.stats import kstest
 
 from outrider.decode.sampling import Sampling
 from outrider.scripts.lab.pages.reliability import record
-from outrider.scripts.proofs import pit, recorder
+from outrider.scripts.proofs import recorder, uniformity
 from outrider.scripts.proofs.repeats import LONG, Repeats
 from outrider.scripts.proofs.sampled import Sample
 from tests.helpers import detection, liars
@@ -35,23 +35,23 @@ def sample(bench: detection.Bench, tokens: int, rule: Any = "traversal", rng: An
         return bench.sample(Sampling(1.0), tokens, 0, rule)
 
 
-def worst(tests: list[pit.Test]) -> pit.Test:
+def worst(tests: list[uniformity.Test]) -> uniformity.Test:
     return min(tests, key=lambda test: test.p)
 
 
 def test_an_engine_whose_first_tokens_are_greedy_is_rejected(bench: detection.Bench) -> None:
     found = sample(bench, FEW, liars.greedy_first)
-    assert pit.overall(found.tests()) < ALPHA
+    assert uniformity.overall(found.tests()) < ALPHA
     assert worst(found.tests()).stratum == "first of an answer"
     others = [t for t in found.tests() if t.stratum != "first of an answer"]
-    assert pit.overall(others) > ALPHA  # nothing else sees so few of them
+    assert uniformity.overall(others) > ALPHA  # nothing else sees so few of them
 
 
 def test_an_engine_that_answers_every_fifth_request_like_an_earlier_one_is_rejected(
     bench: detection.Bench,
 ) -> None:
     found = sample(bench, FEW, rng=liars.sharing(liars.every_fifth_from(len(bench.prompts))))
-    assert pit.overall(found.tests()) < ALPHA
+    assert uniformity.overall(found.tests()) < ALPHA
     assert worst(found.tests()).stratum == "answers to one prompt"
     assert found.repeats.again > 10 and found.repeats.expected < 0.1
 
@@ -59,7 +59,7 @@ def test_an_engine_that_answers_every_fifth_request_like_an_earlier_one_is_rejec
 def test_rows_that_share_their_random_numbers_are_rejected(bench: detection.Bench) -> None:
     """Two by two, and never two with one prompt."""
     found = sample(bench, FEW, rng=liars.sharing(lambda requests: requests // 2))
-    assert found.repeats.again == 0 and pit.overall(found.tests()) < ALPHA
+    assert found.repeats.again == 0 and uniformity.overall(found.tests()) < ALPHA
     assert worst(found.tests()).stratum == "two answers at one place"
 
 
@@ -75,7 +75,7 @@ def test_a_server_that_answers_every_fifth_repeated_prompt_from_a_cache_is_rejec
     found = liars.judged(liars.answers(1, tokens // liars.LIMIT, cached=5))
     assert found.p() < ALPHA and worst(found.tests()).stratum == "answers to one prompt"
     others = [t for t in found.tests() if t.stratum != "answers to one prompt"]
-    assert pit.overall(others) > ALPHA
+    assert uniformity.overall(others) > ALPHA
 
 
 def test_a_cache_that_keeps_the_first_tokens_alone_is_rejected() -> None:
@@ -140,10 +140,10 @@ def test_answers_of_no_token_and_of_none_twice_are_no_test() -> None:
 UNIFORM = "Kolmogorov-Smirnov, by probability", "chi-square, by probability", "correlation, by id"
 
 
-def uniform(name: str, message: str, found: Sequence[list[pit.Test]]) -> None:
+def uniform(name: str, message: str, found: Sequence[list[uniformity.Test]]) -> None:
     """Of many samples of a sound decoder at most one is rejected at 1e-3, and the p-values of its
     tests are uniform: over the samples, of each test by itself, and how often they are small."""
-    rejected = sum(pit.overall(tests) < 1e-3 for tests in found)
+    rejected = sum(uniformity.overall(tests) < 1e-3 for tests in found)
     by_test = defaultdict[tuple[str, str], list[float]](list)
     for tests in found:
         for test in tests:
@@ -194,7 +194,7 @@ def test_both_lies_are_found_at_full_size(bench: detection.Bench) -> None:
             liars.answers(1, count, cached=5)
         ).tests(),
     }
-    found = {name: pit.overall(tests) for name, tests in p.items()}
+    found = {name: uniformity.overall(tests) for name, tests in p.items()}
     caught = sum(value < ALPHA for value in found.values())
     record(
         "liars",

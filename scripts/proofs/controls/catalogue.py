@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from outrider.decode.cache import TreeCache
-from outrider.decode.drafters import Drafter
+from outrider.decode.drafters import Drafter, DraftModel
+from outrider.decode.engine import Request, generate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.scorer import Step
@@ -36,6 +37,7 @@ from outrider.decode.wrapped import Adaptive, Wrapped
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import OnProgress, named
 from outrider.scripts.proofs.controls import drafters as wrong_drafters
+from outrider.scripts.proofs.controls import field
 from outrider.scripts.proofs.controls import numbers as number_controls
 from outrider.scripts.proofs.controls import rules as wrong_rules
 from outrider.scripts.proofs.controls.base import ONE, Control, Measure, Rule, rule_named
@@ -89,6 +91,7 @@ CHAINS, WARM_CHAINS = TreeCase(CHAIN, "iid"), TreeCase(CHAIN, "iid", Sampling(0.
 CUT_CHAINS = TreeCase(CHAIN, "iid", Sampling(1.0, top_p=0.8))
 GREEDY_CHAINS = TreeCase(CHAIN, "top", Sampling(0.0))
 DISTINCT_STARS, DRAWN_STARS = TreeCase(STAR, "without"), TreeCase(STAR, "iid")
+TOP_CHAINS = TreeCase(CHAIN, "top")
 TOP_STARS, TOP_BUSHES = TreeCase(STAR, "top"), TreeCase(BUSHY, "top")
 DRAWN_BUSHES = TreeCase(BUSHY, "without")
 PAIRS, CUT_PAIRS = TreeCase(PAIR, "iid"), TreeCase(PAIR, "top", Sampling(1.0, top_p=0.8))
@@ -155,6 +158,19 @@ def _wrong_rules() -> list[Control]:
         one("distribution off by one row", "mutation", CHAINS, r.distribution_of_the_child),
         one("traversal with a stale residual", "vllm-ascend #7807", CHAINS, r.traversal_stale),
         one("traversal with the plain ratio", "vllm-ascend #7807", CHAINS, r.traversal_ratio),
+    ]
+
+
+def _field() -> list[Control]:
+    """What engines shipped in 2026, by name or by mistake; typical acceptance is a rule above."""
+    one = _enumerated
+    soft = wrong_drafters.candidates_scored_softly
+    return [
+        one("deferred acceptance", "vLLM 0.33 (FLy)", CHAINS, field.deferred_acceptance(1)),
+        one("acceptance at a set rate", "vLLM (synthetic)", CHAINS, field.synthetic_acceptance),
+        one("greedy at T > 0", "SGLang on CPU and XPU", CHAINS, field.greedy_fallback),
+        one("late rejection", "openvino.genai #4190", CHAINS, field.late_rejection),
+        one("argmax drafts judged softly", "transformers 5.23", TOP_CHAINS, mangle=soft),
     ]
 
 
@@ -254,6 +270,27 @@ def leaks_siblings(target: Target) -> Target:
     return wrong
 
 
+def in_company(rule: Rule) -> float:
+    """How far the probabilities of the outputs of three requests that are decoded together are
+    from those of each alone, at T = 0: no branch, so 0 or 1."""
+    target = toy_model(vocab=8)
+    requests = [Request([3, 1, 4, 1, 5][: 2 + i], 12, id=i) for i in range(3)]
+    found = [
+        generate(
+            target,
+            DraftModel(target, 2),
+            requests,
+            Sampling(0.0),
+            batch_size=n,
+            verify=r,
+            eos_ids=(),
+        )
+        for n, r in ((1, "rejection"), (3, rule))
+    ]
+    alone, together = ([g.token_ids for g in run.generations] for run in found)
+    return float(alone != together)
+
+
 def _loop() -> list[Control]:
     shape = TreeShape.of([(0,), (1,)])
 
@@ -278,6 +315,12 @@ def _loop() -> list[Control]:
         one("cache keeps the wrong rows", "mutation", lambda: measure(rows), right),
         one("mask lets siblings see each other", "mutation", lambda: measure(leak), right),
         one(
+            "rows mixed up above two",
+            "1Cat-vLLM #656",
+            lambda: in_company(field.rows_mixed_up),
+            lambda: in_company(rule_named("rejection")),
+        ),
+        one(
             "draft length adapted to the tokens just drafted",
             "DSpark, appendix A",
             lambda: adaptive(wrong_drafters.Anticipating),
@@ -290,6 +333,7 @@ def controls() -> list[Control]:
     """Every control whose layer needs no model of the user's."""
     return [
         *_wrong_rules(),
+        *_field(),
         *_wrong_drafts(),
         *_loop(),
         *number_controls.below(),

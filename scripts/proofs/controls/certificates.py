@@ -24,7 +24,7 @@ from outrider.scripts.common import files
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import named
-from outrider.scripts.proofs import pit
+from outrider.scripts.proofs import uniformity
 from outrider.scripts.proofs.certificate import CertificatePlan, World, passes_layer
 from outrider.scripts.proofs.controls import drafters as wrong_drafters
 from outrider.scripts.proofs.controls import rules as wrong_rules
@@ -174,7 +174,7 @@ def _sampling(world: World) -> list[dict[str, Any]]:
 
 
 def _p(sample: Sample) -> float:
-    return 0.0 if sample.outside or sample.astray else pit.overall(sample.tests())
+    return 0.0 if sample.outside or sample.astray else uniformity.overall(sample.tests())
 
 
 def _passes(world: World) -> list[dict[str, Any]]:

@@ -1,0 +1,137 @@
+"""Where tokens stand among the likeliest ones of their places, which is what servers tell of a
+distribution. Numpy alone.
+
+A token among them is, given that it is among them, a draw from their probabilities to the power
+1 / temperature, divided by their sum: whatever lies beyond them, and whether the server cut it off
+or not. How often a token lies beyond them is bounded.
+
+Shape letters: N tokens, n of them among the likeliest, K tokens of a distribution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from outrider.scripts.proofs.temperature import powered
+
+EDGE = 0.25  # nats by which a token may fall short of a truncation's edge: rounding
+ROUNDED = 0.003  # share of the tokens that may lie beyond a truncation all the same
+LARGEST = 1 << 18  # tokens of a vocabulary
+
+
+@dataclass(frozen=True)
+class JudgedAnswer:
+    """tokens: the answer. rows: for each of them the likeliest tokens of the model behind the
+    text before it, {token: log-probability at temperature 1}. level: answers that were asked for
+    together, with the number of their wave."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    rows: Sequence[dict[int, float]]
+    temperature: float
+    top_k: int
+    level: int
+    wave: int
+
+
+@dataclass(frozen=True)
+class Places:
+    """Tokens that are among the likeliest ones of their places. logs: [n, K] log-probabilities at
+    the temperature asked for, given that, the likeliest first, -inf where there is none; ids:
+    [n, K], -1 there; own: [n] index of the token; where: [n, 4] wave, place, answer of its wave,
+    answer; level, temperature: [n].
+
+    Of all tokens [N]: beyond, not among the likeliest; most, how probable that was at most;
+    levels. top_k_taken: False where an answer's very first token, asked for by itself, lies
+    beyond top_k: then the server cuts nothing off."""
+
+    logs: np.ndarray
+    ids: np.ndarray
+    own: np.ndarray
+    where: np.ndarray
+    level: np.ndarray
+    temperature: np.ndarray
+    beyond: np.ndarray
+    most: np.ndarray
+    levels: np.ndarray
+    top_k_taken: bool
+
+    @property
+    def log_prob(self) -> np.ndarray:
+        """[n] of the tokens themselves."""
+        return self.logs[np.arange(len(self.own)), self.own]
+
+    def only(self, mask: np.ndarray) -> Places:
+        """Those of [n] bool."""
+        names = ("logs", "ids", "own", "where", "level", "temperature")  # [n]
+        return replace(self, **{name: getattr(self, name)[mask] for name in names})
+
+
+def places(answers: Sequence[JudgedAnswer], best: int) -> Places:
+    """best: how many likeliest tokens every row holds at least; a row may hold the text's own
+    token besides."""
+    fewest = min((answer.level for answer in answers), default=1)
+    taken = not any(
+        _beyond(answer, 0, best)
+        for answer in answers
+        if answer.top_k and answer.level == fewest and answer.tokens
+    )
+    found: list[tuple[list[tuple[int, float]], int]] = []
+    where: list[tuple[int, ...]] = []
+    about: list[tuple[float, ...]] = []
+    every: list[tuple[float, ...]] = []
+    mates: dict[int, int] = {}
+    for number, answer in enumerate(answers):
+        mate = mates[answer.wave] = mates.get(answer.wave, -1) + 1
+        for place, token in enumerate(answer.tokens):
+            kept = _likeliest(answer, place, best)
+            cut = bool(answer.top_k) and taken
+            most = ROUNDED if cut else beyond_at_most(kept, answer.temperature)
+            every.append((_beyond(answer, place, best), most, answer.level))
+            at = next((i for i, (other, _) in enumerate(kept) if other == token), -1)
+            if at >= 0:
+                found.append((kept, at))
+                where.append((answer.wave, place, mate, number))
+                about.append((answer.level, answer.temperature))
+    width = max((len(kept) for kept, _ in found), default=1)
+    ids = np.full((len(found), width), -1)
+    logs = np.full((len(found), width), -np.inf)
+    for i, (kept, _) in enumerate(found):
+        ids[i, : len(kept)], logs[i, : len(kept)] = zip(*kept, strict=True)
+    level, temperature = np.array(about, dtype=float).reshape(-1, 2).T
+    counts = np.array(every, dtype=float).reshape(-1, 3).T
+    own = np.array([at for _, at in found], dtype=int)
+    stand = np.array(where, dtype=int).reshape(-1, 4)
+    logs = powered(logs, 1.0) if not len(logs) else powered(logs / temperature[:, None], 1.0)
+    beyond = counts[0].astype(bool)
+    return Places(logs, ids, own, stand, level, temperature, beyond, counts[1], counts[2], taken)
+
+
+def _likeliest(answer: JudgedAnswer, place: int, best: int) -> list[tuple[int, float]]:
+    ranked = sorted(answer.rows[place].items(), key=lambda pair: (-pair[1], pair[0]))
+    return ranked[: min(best, answer.top_k or best)]
+
+
+def _beyond(answer: JudgedAnswer, place: int, best: int) -> bool:
+    """Whether the token is not among the likeliest, nor within rounding of the last of these."""
+    token, row = answer.tokens[place], answer.rows[place]
+    kept = _likeliest(answer, place, best)
+    near = answer.top_k and row.get(token, -math.inf) >= kept[-1][1] - EDGE
+    return not near and all(token != other for other, _ in kept)
+
+
+def beyond_at_most(kept: Sequence[tuple[int, float]], temperature: float) -> float:
+    """The most that all tokens beyond these may hold at a temperature. With b = 1 / temperature
+    and what they hold at 1, r: none is likelier than the last of these, so the sum of their p^b
+    is r p_last^(b - 1) at most for b > 1; for b < 1 it is largest where all are alike."""
+    logs = np.array([value for _, value in kept])
+    b, rest = 1 / temperature, max(1 - math.fsum(np.exp(logs)), 1e-6)
+    if b >= 1:
+        beyond = math.log(rest) + (b - 1) * float(logs[-1])
+    else:
+        beyond = b * math.log(rest) + (1 - b) * math.log(LARGEST)
+    return 1 / (1 + math.exp(float(np.logaddexp.reduce(b * logs)) - beyond))

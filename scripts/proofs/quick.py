@@ -1,0 +1,256 @@
+"""A quick judgement of a server's answers, from what servers tell: the ids of the tokens, and for
+every place the likeliest tokens of the model there with their log-probabilities (likeliest.py).
+Numpy alone.
+
+Two kinds of tests, every one for all tokens and for strata of them. Transforms: the token's place
+in its distribution is uniform (uniformity.py). Bets on what is suspected (suspicions.py).
+
+Shape letters: n tokens, K tokens of a distribution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from outrider.scripts.proofs.likeliest import JudgedAnswer, Places, places
+from outrider.scripts.proofs.repeats import Repeats
+from outrider.scripts.proofs.suspicions import bets, beyond_bets
+from outrider.scripts.proofs.temperature import exponent, moments, powered
+from outrider.scripts.proofs.uniformity import SMALLEST, Test, independence, overall, uniformity
+
+ALPHA = 1e-4
+FEWEST = 400  # judged tokens below which nothing is decided in favour of a server
+
+
+def strata(known: Places) -> dict[str, np.ndarray]:
+    """[n] bool by name; all known before a token is drawn."""
+    found = {"all tokens": np.ones(len(known.own), dtype=bool)}
+    found["first of an answer"] = known.where[:, 1] == 0
+    for level in np.unique(known.level):
+        found[f"{level:g} at a time"] = known.level == level
+    if len(np.unique(known.temperature)) > 1:
+        for heat in np.unique(known.temperature):
+            found[f"temperature {heat:g}"] = known.temperature == heat
+    return found
+
+
+# --- transforms
+
+
+def transforms(known: Places, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """[n] uniform numbers of every token, ordered by probability and by id."""
+    p = np.exp(known.logs)
+    rows = np.arange(len(known.own))
+    mine = p[rows, known.own]
+    by_rank = (p.cumsum(1) - p)[rows, known.own]
+    token = known.ids[rows, known.own]
+    by_id = (p * (known.ids < token[:, None])).sum(1)
+    v = rng.random((2, len(rows)))
+    made = {"by probability": by_rank + v[0] * mine, "by id": by_id + v[1] * mine}
+    return {name: u.clip(0, 1) for name, u in made.items()}
+
+
+def uniform_tests(known: Places, masks: dict[str, np.ndarray], seed: int) -> list[Test]:
+    """Of single tokens in every stratum, of neighbours in an answer, of answers at once."""
+    out = []
+    wave, place, mate, answer = known.where.T
+    made = transforms(known, np.random.default_rng([seed, 20261124]))
+    for order, u in made.items():
+        for stratum, mask in masks.items():
+            if mask.sum() >= SMALLEST:
+                out += uniformity(u[mask], stratum, order)
+        for columns, name in (
+            ((answer, place), "two tokens of an answer"),
+            ((wave, place, mate), "two answers at once"),
+        ):
+            ranked = np.lexsort(columns[::-1])
+            sorted_ = np.stack(columns, 1)[ranked]
+            step = np.diff(sorted_, axis=0, prepend=sorted_[:1] - 9)
+            joined = (step[:, :-1] == 0).all(1) & (step[:, -1] == 1)
+            out += independence(u[ranked], joined, name, order)
+    return out
+
+
+def repeats(answers: Sequence[JudgedAnswer], best: int) -> Repeats:
+    """Answers that follow an earlier one to their prompt. A token beyond the likeliest ones ends
+    what can be compared: it stakes nothing."""
+    found = Repeats()
+    for answer in answers:
+        known = places([answer], best)
+        mass = np.full(len(answer.tokens), np.inf)
+        mass[known.where[:, 1]] = np.exp(known.log_prob)
+        found.add([*answer.prompt, -1, int(answer.temperature * 1e6)], answer.tokens, mass.tolist())
+    return found
+
+
+def tests(answers: Sequence[JudgedAnswer], known: Places, best: int, seed: int) -> list[Test]:
+    """All of them, the smallest p first."""
+    masks = strata(known)
+    out = bets(known, masks) + beyond_bets(known) + uniform_tests(known, masks, seed)
+    return sorted(out + repeats(answers, best).tests(), key=lambda test: test.p)
+
+
+# --- what it comes to
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A temperature: asked for, most likely, and the ends of its 99 % interval. error: share by
+    which it could be off and surely be found. p: of this temperature's own tests."""
+
+    asked: float
+    likely: float
+    low: float
+    high: float
+    error: float
+    p: float
+
+
+def measured(known: Places, found: Sequence[Test], alpha: float) -> list[Measured]:
+    """Every temperature that was asked for."""
+    out = []
+    heats = list(dict.fromkeys(known.temperature.tolist()))  # as they were asked for
+    for heat in heats:
+        own = known.only(known.temperature == heat)
+        b, low, high = exponent(own.logs, own.own)
+        spread = float(moments(own.logs)[1].sum())
+        needed = math.sqrt(2 * math.log(9 * max(len(found), 1) / alpha)) + 2.33
+        error = needed / math.sqrt(spread) if spread > 0 else math.inf
+        stratum = f"temperature {heat:g}" if len(heats) > 1 else "all tokens"
+        some = [t.p for t in found if t.stratum == stratum and t.name == "another temperature"]
+        p = min(1.0, len(found) * min(some, default=1.0))
+        ends = [heat / x if x > 0 else math.inf for x in (high, low)]
+        out.append(Measured(float(heat), heat / b, ends[0], ends[1], error, p))
+    return out
+
+
+def _explained(known: Places, heats: Sequence[Measured], seed: int) -> bool:
+    """Whether the tokens are draws at the temperatures that were measured: then nothing but these
+    is wrong."""
+    logs = known.logs.copy()
+    for heat in heats:
+        some = known.temperature == heat.asked
+        if heat.likely > 0:
+            logs[some] = powered(known.logs[some], heat.asked / heat.likely)
+        elif known.own[some].any():
+            return False
+        else:  # greedy: nothing left to be uniform
+            logs[some] = np.where(np.arange(logs.shape[1]) == 0, 0.0, -np.inf)
+    fitted = replace(known, logs=logs)
+    masks = {"all tokens": np.ones(len(known.own), dtype=bool)}
+    return overall(uniform_tests(fitted, masks, seed)) > 1e-3
+
+
+def _by_level(known: Places, found: Sequence[Test]) -> dict[int, float]:
+    """p of the tests of every number of requests at a time, all together."""
+    levels = [int(x) for x in np.unique(known.level)]
+    own = {n: [t for t in found if t.stratum == f"{n} at a time"] for n in levels}
+    return {n: overall(some) for n, some in own.items()}
+
+
+def judged(
+    answers: Sequence[JudgedAnswer], best: int, alpha: float = ALPHA, seed: int = 0
+) -> dict[str, Any]:
+    """verdict ("passed", "rejected", "undecided"), line, and what they rest on, as JSON."""
+    known = places(answers, best)
+    found = tests(answers, known, best, seed) if len(known.most) else []
+    heats = measured(known, found, alpha)
+    p, levels = overall(found), _by_level(known, found)
+    rejected = p < alpha
+    differs = _depends(known, levels, alpha, seed)
+    why = ""
+    if rejected:
+        why = _by_batch(levels, found[0]) if differs else _why(known, found[0], heats, alpha, seed)
+    few = len(known.own) < FEWEST
+    verdict = "rejected" if rejected else "undecided" if few else "passed"
+    many = max(levels, default=1)
+    batch = "not tested" if len(levels) < 2 else "no sign of it"
+    if differs:
+        batch = "yes"
+    return {
+        "verdict": verdict,
+        "line": _line(verdict, known, heats, levels, why, p),
+        "temperature": [vars(heat) for heat in heats],
+        "temperature_honoured": all(heat.p >= alpha for heat in heats) if heats else None,
+        "distribution_is_the_models": None if few and not rejected else not rejected,
+        "depends_on_the_batch": batch,
+        "most_at_a_time": many,
+        "p": p,
+        "p_by_level": levels,
+        "alpha": alpha,
+        "tokens": len(known.most),
+        "judged": len(known.own),
+        "beyond": int(known.beyond.sum()),
+        "top_k_taken": known.top_k_taken,
+        "why": why,
+        "tests": [vars(test) for test in found],
+    }
+
+
+def _depends(known: Places, levels: dict[int, float], alpha: float, seed: int) -> bool:
+    """One at a time is sound, more are not, and the two differ: a bias of every answer may be
+    found in the one half and missed in the other."""
+    if len(levels) < 2:
+        return False
+    fewest = min(levels)
+    if levels[fewest] <= 1e-2 or min(p for n, p in levels.items() if n != fewest) >= alpha:
+        return False
+    excess = known.log_prob + moments(known.logs)[0]
+    made = transforms(known, np.random.default_rng([seed, 20261125]))
+    alone = known.level == fewest
+    apart = [_apart(x[alone], x[~alone]) for x in (excess, *made.values())]
+    over, alone = known.beyond - known.most, known.levels == fewest
+    return 4 * min(*apart, _apart(over[alone], over[~alone])) < 1e-3
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> float:
+    """p of two samples that have one mean, each with its own variance (Welch, normal limit)."""
+    if min(len(a), len(b)) < 2:
+        return 1.0
+    spread = a.var() / len(a) + b.var() / len(b)
+    z = (a.mean() - b.mean()) / math.sqrt(spread) if spread > 0 else 0.0
+    return math.erfc(abs(z) / math.sqrt(2))
+
+
+def _by_batch(levels: dict[int, float], worst: Test) -> str:
+    some = ", ".join(f"{n} at a time p = {p:.2g}" for n, p in sorted(levels.items()))
+    return f"answers depend on the batch: {some} ({worst.name})"
+
+
+def _why(known: Places, worst: Test, heats: Sequence[Measured], alpha: float, seed: int) -> str:
+    """What the tests say, in words. worst: the smallest p."""
+    if any(heat.p < alpha for heat in heats) and _explained(known, heats, seed):
+        some = " and ".join(f"{h.asked:g}, answers are those of {h.likely:.2g}" for h in heats)
+        return f"the temperature is not honoured: asked {some}"
+    if worst.stratum == "answers to one prompt":
+        return f"answers repeat earlier ones whatever the seed: p = {worst.p:.2g}"
+    how = f"{worst.name}, {worst.stratum}, p = {worst.p:.2g}"
+    return f"another distribution than the model's: {how}"
+
+
+def _line(
+    verdict: str,
+    known: Places,
+    heats: Sequence[Measured],
+    levels: dict[int, float],
+    why: str,
+    p: float,
+) -> str:
+    asked = " and ".join(f"{heat.asked:g}" for heat in heats) or "nothing"
+    some = ", ".join(map(str, sorted(levels)))
+    lead = f"{len(known.most):,} tokens at temperature {asked}, {some or 'none'} at a time"
+    if verdict == "rejected":
+        return f"NOT as asked: {why} ({lead})"
+    got = " and ".join(f"{h.likely:.2f} ({h.low:.2f} to {h.high:.2f})" for h in heats)
+    if verdict == "undecided":
+        return f"undecided: {lead}, {len(known.own)} of them judged; {FEWEST} are needed"
+    error = max((heat.error for heat in heats), default=math.inf)
+    return (
+        f"as asked: {lead}; measured temperature {got}, p = {p:.2g}; a temperature off by "
+        f"{error:.0%} would be found"
+    )

@@ -1,0 +1,143 @@
+"""Tests that numbers are independent and uniform, as the transforms of a sound decoder's tokens
+are (pit.py), and what several tests say together. Numpy alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CELLS, PAIR_CELLS = 20, 8  # of the chi-squares
+SMALLEST = 200  # strata below are not tested
+
+
+@dataclass(frozen=True)
+class Test:
+    """One test of one stratum. p: probability of a value as extreme when every U is uniform."""
+
+    name: str
+    stratum: str
+    n: int
+    statistic: float
+    p: float
+
+
+def gamma(shape: float, x: float) -> tuple[float, float]:
+    """Probabilities that a gamma variable of this shape and scale 1 is at most x and above it,
+    the smaller one to full precision: a series below the mean, a continued fraction above."""
+    if x <= 0:
+        return 0.0, 1.0
+    front = math.exp(shape * math.log(x) - x - math.lgamma(shape))
+    if x < shape + 1:
+        term = total = 1 / shape
+        at = shape
+        while term > total * 1e-17:
+            at += 1
+            term *= x / at
+            total += term
+        return front * total, max(0.0, 1 - front * total)
+    b = x + 1 - shape
+    c, value = 1e300, 1 / b
+    d = value
+    for i in range(1, 10_000):
+        a, b = i * (shape - i), b + 2
+        d, c = 1 / (a * d + b), b + a / c
+        value *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return max(0.0, 1 - front * value), front * value
+
+
+def kolmogorov(u: np.ndarray) -> tuple[float, float]:
+    """D and p of the Kolmogorov-Smirnov test of uniformity (Stephens' finite-n argument)."""
+    n = len(u)
+    x = np.sort(u)
+    steps = np.arange(1, n + 1) / n
+    d = float(max((steps - x).max(), (x - steps + 1 / n).max()))
+    at = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * d
+    if at < 0.3:
+        return d, 1.0
+    k = np.arange(1, 101)
+    return d, float(np.clip(2 * ((-1.0) ** (k - 1) * np.exp(-2 * (k * at) ** 2)).sum(), 0, 1))
+
+
+def chi_square(counts: np.ndarray) -> tuple[float, float]:
+    """Statistic and p of equal expected counts."""
+    return _chi_square(counts[None])
+
+
+def _chi_square(table: np.ndarray) -> tuple[float, float]:
+    """Of a table each row of which expects equal counts."""
+    expected = table.sum(1, keepdims=True) / table.shape[1]
+    value = float(((table - expected) ** 2 / expected).sum())
+    freedom = len(table) * (table.shape[1] - 1)
+    if not freedom:  # no row was full enough to be asked
+        return value, 1.0
+    return value, gamma(freedom / 2, value / 2)[1]
+
+
+def poisson(count: int, mean: float) -> float:
+    """Probability of at least `count` events where `mean` are expected."""
+    if count == 0:
+        return 1.0
+    return gamma(count, max(mean, 1e-300))[0]
+
+
+def edge_test(count: int, mean: float, n: int) -> list[Test]:
+    """Tokens at a truncation's edge against as many as the wider distribution expects there."""
+    if not count:
+        return []
+    return [Test("tokens at a truncation's edge", "all tokens", n, count, poisson(count, mean))]
+
+
+def uniformity(u: np.ndarray, stratum: str, order: str = "by probability") -> list[Test]:
+    """Kolmogorov-Smirnov and chi-square on equal cells. order: how the tokens were ordered."""
+    counts = np.histogram(u, bins=CELLS, range=(0, 1))[0]
+    return [
+        Test(f"Kolmogorov-Smirnov, {order}", stratum, len(u), *kolmogorov(u)),
+        Test(f"chi-square, {order}", stratum, len(u), *chi_square(counts)),
+    ]
+
+
+def independence(
+    u: np.ndarray, joined: np.ndarray, stratum: str, order: str = "by probability"
+) -> list[Test]:
+    """Two tokens at once, t - 1 and t where joined[t]: each may be right by itself.
+    Correlation, and a chi-square.
+
+    joined[t] may depend on token t - 1 (a cycle goes on because that was accepted), whose
+    transform is then not uniform here: both tests take it as it came and ask whether the second
+    is uniform given it.
+    """
+    at = np.flatnonzero(joined[1:]) + 1
+    if len(at) < SMALLEST:
+        return []
+    a, b = u[at - 1] - 0.5, u[at] - 0.5
+    z = float((a * b).sum() / math.sqrt((a**2).sum() / 12))
+    table = np.histogram2d(a, b, bins=PAIR_CELLS, range=[[-0.5, 0.5], [-0.5, 0.5]])[0]
+    full = table[table.sum(1) >= 5 * PAIR_CELLS]
+    return [
+        Test(f"correlation, {order}", stratum, len(at), z, math.erfc(abs(z) / math.sqrt(2))),
+        Test(f"chi-square of pairs, {order}", stratum, len(at), *_chi_square(full)),
+    ]
+
+
+def objection(tests: Sequence[Test], alpha: float) -> str:
+    """What the tests together hold against a sample, "" where they find nothing at `alpha`.
+    tests: the smallest p first."""
+    p = overall(tests)
+    if p >= alpha:
+        return ""
+    worst = tests[0]
+    return (
+        f"{worst.name} of {worst.stratum}: p = {worst.p:.3g}, all tests together {p:.3g} < "
+        f"alpha = {alpha:g}"
+    )
+
+
+def overall(tests: Sequence[Test]) -> float:
+    """The p-value of all tests together (Bonferroni: they may depend on one another); 1 of none."""
+    return min(1.0, max(len(tests), 1) * min((t.p for t in tests), default=1.0))

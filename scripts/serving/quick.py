@@ -1,0 +1,208 @@
+"""Two minutes with a running server: is its temperature the one that was asked for, are its
+answers the model's, do they depend on how many are asked for together? (scripts/proofs/quick.py
+has the tests.)
+
+Short answers are asked for, one and several at a time, at two temperatures. Then every answer goes
+back as a prompt, one at a time, and the server tells the model's likeliest tokens at every place:
+nothing is drafted there, and nothing of this repository's stands in for the model. A server that
+can tell one place at a time alone is taken at its word about the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.conf.errors import UserError
+from outrider.scripts.common.progress import OnProgress
+from outrider.scripts.proofs import quick
+from outrider.scripts.proofs.likeliest import JudgedAnswer
+from outrider.scripts.serving.asking import LLAMACPP, Address, Endpoint, Reply, ServerRequest
+from outrider.scripts.serving.counters import rise
+
+BEST = 20  # likeliest tokens of a place; engines tell no more by default
+CUT = 16  # top_k of the first temperature: below BEST, so that its edge is known
+COOLER = 0.6  # the second temperature, in the first one
+LIMIT = 25  # tokens of an answer
+PROMPTS = 8  # asked again and again: a cache shows
+JUDGING = 4.0  # seconds that are left for the tests
+SEEDS = 1 << 31
+STEP, CLOSE = 8, 0.25  # places between two that are scored again; nats by which those may differ
+
+
+@dataclass(frozen=True)
+class QuickPlan:
+    """tokens: sampled ones, most. seconds: of everything. levels: requests at a time."""
+
+    address: Address
+    prompts: Sequence[str]
+    temperature: float
+    tokens: int
+    seconds: float
+    levels: tuple[int, ...]
+    alpha: float
+    seed: int
+
+
+@dataclass
+class _Kind:
+    """Answers of one temperature and one number of requests. share: tokens that are wanted."""
+
+    level: int
+    temperature: float
+    top_k: int
+    share: float
+    have: int = 0
+
+
+@dataclass
+class _Asked:
+    """What came back so far."""
+
+    answers: list[JudgedAnswer] = field(default_factory=list)
+    notes: set[str] = field(default_factory=set)
+    ended: int = 0
+    late: bool = False
+    mistold: int = 0
+
+
+def judged(plan: QuickPlan, on_progress: OnProgress) -> dict[str, Any]:
+    """Ask and judge: what quick.json holds.
+
+    Raises UserError for a server that cannot be asked, or that tells no log-probabilities.
+    """
+    began = time.monotonic()
+    asked, about = asyncio.run(_ask(plan, began, on_progress))
+    found = quick.judged(asked.answers, BEST, plan.alpha, plan.seed)
+    notes = sorted(asked.notes)
+    if not found["top_k_taken"]:
+        notes.append(f"top_k={CUT} is not taken into account")
+    if about["drafted"] == 0:
+        notes.append("the server drafted nothing: nothing was tested of speculation")
+    if asked.mistold:
+        notes.append("the log-probabilities that come with an answer are not the model's")
+    if asked.late:
+        notes.append(f"seconds={plan.seconds:g} were over before {plan.tokens:,} tokens came")
+    return {
+        **found,
+        "server": about,
+        "notes": notes,
+        "untested": _untested(asked, about),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def _kinds(plan: QuickPlan) -> list[_Kind]:
+    """Two thirds of the tokens at the temperature, among the CUT likeliest; a third cooler and
+    without any truncation, as most requests are."""
+    each = plan.tokens / len(plan.levels)
+    out = []
+    for level in plan.levels:
+        out.append(_Kind(level, plan.temperature, CUT, each * 2 / 3))
+        out.append(_Kind(level, plan.temperature * COOLER, 0, each / 3))
+    return out
+
+
+async def _ask(
+    plan: QuickPlan, began: float, on_progress: OnProgress
+) -> tuple[_Asked, dict[str, Any]]:
+    asked = _Asked()
+    async with Endpoint(plan.address) as server:
+        before = await server.metrics()
+        left = plan.seconds - JUDGING - (time.monotonic() - began)
+        try:
+            await asyncio.wait_for(_waves(server, plan, asked, on_progress), max(left, 0.1))
+        except TimeoutError:
+            asked.late = True
+        found = rise(before, await server.metrics(), ("draft_tokens",))
+    if not asked.answers:
+        raise UserError(
+            f"seconds: {plan.seconds:g} went by without one whole answer of {server.root}; ask "
+            "for more, or a faster server"
+        )
+    drafted = None if found.rose is None else found.rose["draft_tokens"]
+    about = {"url": plan.address.url, "kind": server.kind, "model": server.model}
+    return asked, about | {"drafted": drafted}
+
+
+async def _waves(server: Endpoint, plan: QuickPlan, asked: _Asked, on_progress: OnProgress) -> None:
+    """Wave by wave, that which lacks most first; each is scored before the next one, so that
+    what there is when time is over is spread evenly."""
+    texts = [plan.prompts[i % len(plan.prompts)] for i in range(PROMPTS)]
+    prompts = await asyncio.gather(*map(server.tokenized, texts))
+    kinds, number, wave = _kinds(plan), 0, 0
+    while True:
+        left = plan.tokens - sum(kind.have for kind in kinds)
+        if not (fit := [kind for kind in kinds if kind.level <= left]):
+            return
+        kind = min(fit, key=lambda k: k.have / k.share)
+        limit = min(LIMIT, left // kind.level)
+        some = [prompts[(number + i) % PROMPTS] for i in range(kind.level)]
+        requests = [
+            ServerRequest(
+                limit,
+                kind.temperature,
+                kind.top_k,
+                top=BEST,
+                seed=(plan.seed * 1_000_003 + number + i) % SEEDS,
+            )
+            for i in range(kind.level)
+        ]
+        replies = await asyncio.gather(*map(server.answer, some, requests))
+        for prompt, reply in zip(some, replies, strict=True):
+            tokens = _tokens(server, reply, asked)
+            rows = await _rows(server, prompt, tokens, reply, asked)
+            asked.answers.append(
+                JudgedAnswer(prompt, tokens, rows, kind.temperature, kind.top_k, kind.level, wave)
+            )
+            kind.have += max(len(tokens), 1)
+        number, wave = number + kind.level, wave + 1
+        on_progress(sum(k.have for k in kinds), plan.tokens, "tokens")
+
+
+async def _rows(
+    server: Endpoint, prompt: list[int], tokens: list[int], reply: Reply, asked: _Asked
+) -> list[dict[int, float]]:
+    """The likeliest tokens at every place: those that came with the answer where a part of them,
+    scored again, is the same; else all scored again."""
+    text, told = [*prompt, *tokens], None if asked.mistold else reply.rows
+    if told is None:
+        return await server.distributions(text, len(prompt), BEST)
+    for place in range(len(asked.answers) % STEP, len(tokens), STEP):
+        again = await server.next_distribution(text[: len(prompt) + place], BEST)
+        both = again.keys() & told[place].keys()
+        best = max(again, key=lambda token: again[token])
+        if best not in both or any(abs(again[t] - told[place][t]) > CLOSE for t in both):
+            asked.mistold += 1
+            return await server.distributions(text, len(prompt), BEST)
+    return told
+
+
+def _tokens(server: Endpoint, reply: Reply, asked: _Asked) -> list[int]:
+    """Of an answer. Raises UserError where it holds text alone."""
+    if reply.tokens is None:
+        raise UserError(
+            f"url: {server.root}: asked return_token_ids; the answer holds text alone, which more "
+            "than one sequence of tokens can spell: serve with an engine that returns ids"
+        )
+    asked.notes.update(reply.ignored)
+    asked.ended += reply.stopped
+    return list(reply.tokens)
+
+
+def _untested(asked: _Asked, about: dict[str, Any]) -> list[str]:
+    """What two minutes and a server's own words do not show."""
+    out = [
+        f"tokens beyond the {BEST} likeliest of a place, but for how often they come under top_k",
+        "weights, template and tokenizer: the server's own log-probabilities stand for the model",
+        "small biases: a bias of the size of certify's `detect` needs certify without quick",
+        "greedy answers (temperature=0), penalties, other truncations than top_k",
+    ]
+    if about["drafted"] is None:
+        out.append("how much was drafted: the server does not tell")
+    if asked.ended and about["kind"] == LLAMACPP:
+        out.append("the token that ends an answer: the server leaves it out")
+    return out

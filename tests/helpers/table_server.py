@@ -1,0 +1,163 @@
+"""A server whose next token hangs on the last one alone, in the words of any engine: what `certify
+quick=true` asks of llama.cpp, vLLM, SGLang and of a bare server of the completions API.
+
+    with spoken("sglang", draw) as url: ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+
+VOCAB, LIMIT, BEST, PROMPTS = 120, 25, 20, 8
+OWNERS = {"llama.cpp": "llamacpp", "vllm": "vllm", "sglang": "sglang", "other": "somebody"}
+# (random numbers, log-probabilities [V], temperature, top_k, place, requests at a time) -> token
+Draw = Callable[[np.random.Generator, np.ndarray, float, int, int, int], int]
+
+
+def table() -> np.ndarray:
+    """[V, V] log-probabilities of the next token by the last one, some sharp, some flat."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(VOCAB, VOCAB)) * (rng.random((VOCAB, 1)) * 2.5 + 0.5)
+    return logits - np.logaddexp.reduce(logits, 1, keepdims=True)
+
+
+TABLE = table()
+LIKELIEST = np.argsort(-TABLE, 1)[:, :BEST]
+
+
+def sound(
+    rng: np.random.Generator, log_probs: np.ndarray, heat: float, cut: int, place: int, level: int
+) -> int:
+    """A token at a temperature, among the `cut` likeliest where that is not 0."""
+    scores = log_probs / heat
+    if cut:
+        scores = np.where(log_probs >= np.sort(log_probs)[-cut], scores, -np.inf)
+    return int(np.argmax(scores + rng.gumbel(size=VOCAB)))
+
+
+@contextlib.contextmanager
+def spoken(
+    kind: str, draw: Draw = sound, wait: float = 0.0, by_text: bool = False, lie: float = 0.0
+) -> Iterator[str]:
+    """Its address while the block runs. kind: a key of OWNERS. wait: seconds of every answer.
+    by_text: tokens of log-probabilities are named by text. lie: nats by which those that come
+    with an answer are off."""
+
+    class Bound(_Handler):
+        pass
+
+    Bound.kind, Bound.draw_, Bound.wait, Bound.by_text = kind, staticmethod(draw), wait, by_text
+    Bound.lie = lie
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Bound)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _best(last: int) -> list[tuple[int, float]]:
+    return [(int(i), float(TABLE[last, i])) for i in LIKELIEST[last]]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    kind, wait, by_text, lie = "", 0.0, False, 0.0
+    draw_: Draw
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+    def _send(self, value: Any, status: int = 200) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        with contextlib.suppress(OSError):  # whoever asked has gone
+            self.end_headers()
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            return self._send({"data": [{"id": "m", "owned_by": OWNERS[self.kind]}]})
+        return self._send({}, 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            key = "content" if self.kind == "llama.cpp" else "prompt"
+            return self._send({"tokens": self._ids(body[key])})
+        if self.path == "/generate":
+            return self._send(self._sglang(body))
+        ids = body["prompt"] if isinstance(body["prompt"], list) else self._ids(body["prompt"])
+        if self.path == "/completion":
+            return self._send(self._llamacpp(body, ids))
+        return self._send(self._openai(body, ids))
+
+    def _ids(self, text: str) -> list[int]:
+        return [b % VOCAB for b in text.encode()]
+
+    def _answer(self, ids: list[int], limit: int, heat: float, cut: int, seed: int) -> list[int]:
+        time.sleep(self.wait)
+        rng, last, found = np.random.default_rng(seed), ids[-1], list[int]()
+        for place in range(limit):
+            last = type(self).draw_(rng, TABLE[last], heat, cut, place, 0)
+            found.append(last)
+        return found
+
+    def _sglang(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids, how = body["input_ids"], body["sampling_params"]
+        about: dict[str, Any] = {"finish_reason": {"type": "length"}}
+        if body.get("return_logprob"):  # from logprob_start_len on, whose own score is none
+            places = range(body["logprob_start_len"] + 1, len(ids))
+            own = [[float(TABLE[ids[i - 1], ids[i]]), ids[i], None] for i in places]
+            best = [[[v, t, None] for t, v in _best(ids[i - 1])] for i in places]
+            about["input_token_logprobs"] = [[None, ids[places.start - 1], None], *own]
+            about["input_top_logprobs"] = [None, *best]
+            return {"text": "", "output_ids": [0], "meta_info": about}
+        cut = max(how["top_k"], 0)
+        heat, limit = how["temperature"], how["max_new_tokens"]
+        found = self._answer(ids, limit, heat, cut, how["sampling_seed"])
+        return {"text": "", "output_ids": found, "meta_info": about}
+
+    def _llamacpp(self, body: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+        if "n_probs" in body:
+            rows = [{"id": t, "logprob": v} for t, v in _best(ids[-1])]
+            return {"completion_probabilities": [{"top_logprobs": rows}]}
+        keys = ("temperature", "top_k", "top_p", "min_p", "seed")
+        limit, heat = body["n_predict"], body["temperature"]
+        found = self._answer(ids, limit, heat, body["top_k"], body["seed"])
+        said = {key: body[key] for key in keys}
+        out = {"tokens": found, "content": "", "timings": {}, "stop_type": "limit"}
+        return out | {"generation_settings": said}
+
+    def _openai(self, body: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+        choice: dict[str, Any] = {"text": "", "finish_reason": "length", "prompt_token_ids": ids}
+        name = "{}" if self.by_text else "token_id:{}"
+        if body["max_tokens"] == 1 and "logprobs" in body:
+            row = {name.format(t): v for t, v in _best(ids[-1])}
+            choice["logprobs"] = {"top_logprobs": [row]}
+        elif "prompt_logprobs" in body:
+            rows = [
+                {str(t): {"logprob": v} for t, v in [(own, TABLE[last, own]), *_best(last)]}
+                for last, own in zip(ids, ids[1:], strict=False)
+            ]
+            choice["prompt_logprobs"] = [None, *rows]
+        else:
+            limit, heat, cut = body["max_tokens"], body["temperature"], body.get("top_k", 0)
+            found = self._answer(ids, limit, max(heat, 1e-3), cut, body["seed"])
+            choice["token_ids"] = found
+            if "logprobs" in body:
+                before = [ids[-1], *found[:-1]]
+                rows = [{name.format(t): v + self.lie for t, v in _best(b)} for b in before]
+                own = [float(TABLE[b, t]) for b, t in zip(before, found, strict=True)]
+                choice["logprobs"] = {"top_logprobs": rows, "token_logprobs": own}
+        return {"choices": [choice]}

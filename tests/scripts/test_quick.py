@@ -1,0 +1,184 @@
+"""The statistics of `certify url=... quick=true`: exact bets, sound answers that pass, wrong ones
+that are named."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.scripts.proofs import quick, suspicions, temperature
+from outrider.scripts.proofs.likeliest import JudgedAnswer, beyond_at_most, places
+from outrider.scripts.proofs.uniformity import gamma, overall
+from tests.helpers.table_server import BEST, LIKELIEST, LIMIT, PROMPTS, TABLE, VOCAB, Draw, sound
+
+
+def answers(seed: int, draw: Draw = sound, cached: bool = False) -> list[JudgedAnswer]:
+    """1,200 tokens, as the command asks for them. cached: every fifth answer to a prompt that was
+    asked before is the one from before."""
+    rng, found = np.random.default_rng(seed), list[JudgedAnswer]()
+    plan = [(1, 1.0, 16)] * 16 + [(8, 1.0, 16)] * 2 + [(1, 0.6, 0)] * 8 + [(8, 0.6, 0)]
+    known: dict[tuple[int, float], JudgedAnswer] = {}
+    for wave, (level, heat, cut) in enumerate(plan):
+        for _ in range(level):
+            last = len(found) % PROMPTS
+            prompt, tokens, rows = [last], [], []
+            for place in range(LIMIT):
+                log_probs = TABLE[last]
+                row = {int(i): float(log_probs[i]) for i in LIKELIEST[last]}
+                last = draw(rng, log_probs, heat, cut, place, level)
+                row.setdefault(last, float(log_probs[last]))
+                tokens.append(last)
+                rows.append(row)
+            old = known.get((prompt[0], heat))
+            if cached and old and len(found) % 5 == 4:
+                tokens, rows = list(old.tokens), list(old.rows)
+            found.append(JudgedAnswer(prompt, tokens, rows, heat, cut, level, wave))
+            known.setdefault((prompt[0], heat), found[-1])
+    return found
+
+
+def judged(seed: int, draw: Draw = sound, cached: bool = False) -> dict:
+    return quick.judged(answers(seed, draw, cached), BEST)
+
+
+def test_numpy_is_all_that_the_statistics_import() -> None:
+    code = (
+        "import sys, scripts.proofs.quick\n"
+        "print(sorted({'torch', 'scipy', 'transformers', 'httpx', 'omegaconf', 'click'} "
+        "& {name.partition('.')[0] for name in sys.modules}))\n"
+        "print('numpy' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.split("\n")[:2] == ["[]", "True"]
+
+
+@pytest.mark.parametrize("shape", [0.5, 1.0, 9.5, 24.5, 200.0])
+def test_the_gamma_distribution_is_torchs(shape: float) -> None:
+    for x in (1e-3, 0.3, shape / 2, shape, shape + 1, 2 * shape, 6 * shape + 30):
+        at = torch.tensor([shape, x], dtype=torch.float64)
+        low, high = (float(f(*at)) for f in (torch.special.gammainc, torch.special.gammaincc))
+        mine = gamma(shape, x)
+        assert math.isclose(mine[0], low, rel_tol=1e-9, abs_tol=1e-300)
+        assert math.isclose(mine[1], high, rel_tol=1e-9, abs_tol=1e-300)
+
+
+@pytest.mark.parametrize("name", suspicions.SUSPICIONS)
+def test_the_mean_of_every_bet_is_one(name: str) -> None:
+    """Over all tokens that a place may have, whatever came before: for an answer's first token
+    and for a later one."""
+    known = places(answers(4)[:3], BEST)
+    for at in (0, 7, len(known.own) - 1):
+        total = 0.0
+        for other in np.flatnonzero(np.isfinite(known.logs[at])):
+            some = known.only(np.arange(len(known.own)) <= at)
+            some.own[at] = other
+            ratios = np.stack(suspicions.SUSPICIONS[name](some))[:, at]
+            total = total + math.exp(known.logs[at, other]) * np.exp(ratios)
+        assert np.allclose(total, 1, atol=1e-9)
+
+
+def test_a_temperature_is_measured() -> None:
+    rng = np.random.default_rng(3)
+    rows = TABLE[rng.integers(VOCAB, size=2000)]
+    for b in (0.7, 1.0, 1.6):
+        chosen = (temperature.powered(rows, b) + rng.gumbel(size=rows.shape)).argmax(1)
+        likely, low, high = temperature.exponent(rows, chosen)
+        assert low < b < high and high - low < 0.3 and low < likely < high
+    assert temperature.exponent(rows, rows.argmax(1))[0] == math.inf
+
+
+@pytest.mark.parametrize("heat", [0.5, 0.6, 1.0, 1.4])
+def test_what_lies_beyond_the_likeliest_is_bounded(heat: float) -> None:
+    for last in range(VOCAB):
+        kept = [(int(i), float(TABLE[last, i])) for i in LIKELIEST[last]]
+        whole = np.exp(TABLE[last] / heat)
+        beyond = 1 - whole[LIKELIEST[last]].sum() / whole.sum()
+        assert beyond <= beyond_at_most(kept, heat) + 1e-6
+        if heat == 1:
+            assert math.isclose(beyond, beyond_at_most(kept, heat), abs_tol=2e-6)
+
+
+def test_sound_answers_pass_and_say_what_they_measured() -> None:
+    found = [judged(seed) for seed in range(4)]
+    assert all(one["verdict"] == "passed" and one["p"] > 1e-3 for one in found)
+    assert all(one["temperature_honoured"] and one["top_k_taken"] for one in found)
+    assert found[0]["line"].startswith("as asked: 1,200 tokens at temperature 1 and 0.6, 1, 8 at")
+    assert {one["depends_on_the_batch"] for one in found} == {"no sign of it"}
+
+
+def always(share: float = 1.0, level: int = 0, place: int | None = None) -> Draw:
+    """The likeliest token, at a share of the places; above so many at a time; at one place."""
+
+    def draw(rng, log_probs, heat, cut, at, together) -> int:
+        here = together > level and (place is None or at == place) and rng.random() < share
+        return int(log_probs.argmax()) if here else sound(rng, log_probs, heat, cut, at, together)
+
+    return draw
+
+
+def heated(by: float = 1.0, to: float = 0.0) -> Draw:
+    """At another temperature."""
+    return lambda rng, logs, heat, cut, *rest: sound(rng, logs, to or heat * by, cut, *rest)
+
+
+WRONG: dict[str, tuple[Draw, str]] = {
+    "greedy": (
+        always(),
+        "the temperature is not honoured: asked 1, answers are those of 0 and 0.6",
+    ),
+    "ignored": (heated(to=1.0), "the temperature is not honoured: asked 1, answers are those of"),
+    "hot": (heated(1.6), "the temperature is not honoured"),
+    "batch": (always(0.4, 1), "answers depend on the batch: 1 at a time"),
+    "first": (always(place=0), "the best token too often, first of an answer"),
+    "often": (always(0.3), "another distribution than the model's"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name: str) -> None:
+    draw, said = WRONG[name]
+    for seed in (0, 1):
+        found = judged(seed, draw)
+        assert found["verdict"] == "rejected" and said in found["line"], found["line"]
+        assert (found["depends_on_the_batch"] == "yes") == (name == "batch")
+        if name in ("greedy", "ignored", "hot"):
+            assert not found["temperature_honoured"]
+
+
+def test_a_cache_is_named() -> None:
+    found = judged(0, cached=True)
+    assert found["verdict"] == "rejected" and "answers repeat earlier ones" in found["line"]
+
+
+def test_a_top_k_that_is_not_taken_is_no_other_distribution() -> None:
+    found = judged(0, lambda rng, logs, heat, cut, *rest: sound(rng, logs, heat, 0, *rest))
+    assert found["verdict"] == "passed" and not found["top_k_taken"] and found["beyond"] > 20
+
+
+def test_tokens_beyond_top_k_that_only_drafts_bring_are_rejected() -> None:
+    def draw(rng, logs, heat, cut, place, level) -> int:
+        return sound(rng, logs, heat, cut if place == 0 else 0, place, level)
+
+    found = judged(0, draw)
+    assert found["verdict"] == "rejected" and suspicions.BEYOND in found["line"]
+
+
+def test_few_tokens_decide_nothing() -> None:
+    found = quick.judged(answers(0)[:10], BEST)
+    assert found["verdict"] == "undecided" and "400 are needed" in found["line"]
+    assert quick.judged([], BEST)["verdict"] == "undecided"
+    assert overall([]) == 1
+
+
+@pytest.mark.slow
+def test_sound_answers_pass_200_seeds() -> None:
+    """The false-alarm rate of all tests together is at most alpha; p-values are not too small."""
+    p = np.array([judged(seed)["p"] for seed in range(200)])
+    assert (p >= 1e-4).all()
+    for level in (0.1, 0.01):
+        assert (p <= level).mean() <= level + 3 * math.sqrt(level / 200)

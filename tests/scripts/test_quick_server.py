@@ -1,0 +1,142 @@
+"""certify url=... quick=true over HTTP: engines' forms, the test server's defects and the rules that
+engines shipped, and a sound server that passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.target import Target
+from outrider.scripts.certify import quickly
+from outrider.scripts.serve_http.worker import WorkerLimits
+from outrider.scripts.serving import quick
+from outrider.scripts.serving.asking import Address
+from tests.helpers import own_server, table_server
+
+SHAPE: Any = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 260}
+WORDS = ("go", "hay", "oats", "barley", "a", "the river", "song", "night")
+SHARPER, NOISE = 3.0, 0.3  # entropy 1.4 nats, a draft whose tokens are accepted 64 % of the time
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return _sharp(0.0)
+
+
+@pytest.fixture(scope="module")
+def draft() -> Target:
+    return _sharp(NOISE)
+
+
+def _sharp(noise: float) -> Target:
+    """A tiny target whose distributions are about as sharp as a language model's."""
+    made = load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
+    weight = made.model.lm_head.weight
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * noise)
+        weight.mul_(SHARPER)
+    return made
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
+    path.write_text("".join(f'{{"prompt": "{word}"}}\n' for word in WORDS))
+    return path
+
+
+def certify(url: str, out: Path, prompts: Path, *args: str) -> tuple[int, dict[str, Any]]:
+    keys = [f"url={url}", "quick=true", f"out={out}", f"prompts={prompts}", "quiet=true", *args]
+    with pytest.raises(SystemExit) as stop:
+        quickly(keys)
+    paper = out / "quick.json"
+    return int(stop.value.code or 0), json.loads(paper.read_text()) if paper.exists() else {}
+
+
+@pytest.mark.parametrize("kind", table_server.OWNERS)
+def test_every_engine_is_asked_in_its_own_words(kind: str, prompts, tmp_path, capsys) -> None:
+    with table_server.spoken(kind) as url:
+        code, paper = certify(url, tmp_path, prompts, "retries=0")
+    said = capsys.readouterr().out.strip()
+    assert code == 0 and said == paper["line"] and "\n" not in said
+    assert said.startswith("as asked: 1,200 tokens at temperature 1 and 0.6, 1, 8 at a time")
+    assert paper["server"]["kind"] == kind and paper["tokens"] == 1200
+    assert paper["format"] == 1 and paper["untested"] and paper["temperature_honoured"]
+
+
+@pytest.mark.parametrize("kind", table_server.OWNERS)
+def test_every_engine_that_ignores_the_temperature_is_named(kind, prompts, tmp_path) -> None:
+    draw = lambda rng, logs, heat, *rest: int(logs.argmax())
+    with table_server.spoken(kind, draw) as url:
+        code, paper = certify(url, tmp_path, prompts, "retries=0", "tokens=400")
+    assert (
+        code == 1
+        and "the temperature is not honoured: asked 1, answers are those of 0" in (paper["line"])
+    )
+
+
+def test_a_server_that_names_tokens_by_text_alone(prompts, tmp_path, capsys) -> None:
+    with table_server.spoken("other", by_text=True) as url:
+        code, paper = certify(url, tmp_path, prompts, "retries=0")
+    error = capsys.readouterr().err.strip()
+    assert code == 2 and not paper and "name tokens by text" in error and "\n" not in error
+
+
+@pytest.mark.parametrize("lie", [0.0, -0.7])
+def test_log_probabilities_that_come_with_an_answer_are_checked(lie, prompts, tmp_path) -> None:
+    """A part of them is scored again; where that differs, all are."""
+    with table_server.spoken("other", lie=lie) as url:
+        code, paper = certify(url, tmp_path, prompts, "retries=0", "tokens=450")
+    assert code == 0, paper["line"]
+    assert any("are not the model's" in note for note in paper["notes"]) == (lie < 0)
+
+
+def test_a_slow_server_is_judged_by_what_came_in_time(prompts, tmp_path) -> None:
+    with table_server.spoken("vllm", wait=0.3) as url:
+        code, paper = certify(url, tmp_path, prompts, "seconds=6")
+    assert code == 3 and paper["verdict"] == "undecided" and paper["seconds"] < 8
+    assert 0 < paper["tokens"] < 400 and any("were over" in note for note in paper["notes"])
+
+
+def test_a_server_that_never_answers(prompts, tmp_path, capsys) -> None:
+    with table_server.spoken("vllm", wait=9.0) as url:
+        code, paper = certify(url, tmp_path, prompts, "seconds=5", "retries=0")
+    assert code == 2 and not paper and "without one whole answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["tokens=1201", "seconds=121", "temperature=0"])
+def test_the_limits_are_limits(key: str, prompts, tmp_path, capsys) -> None:
+    code, _ = certify("http://127.0.0.1:9", tmp_path, prompts, key)
+    assert code == 2 and key.partition("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "tokens, verdict", [(64, 3), pytest.param(1200, 0, marks=pytest.mark.slow)]
+)
+def test_our_own_server_is_as_asked(target: Target, prompts, tmp_path, tokens, verdict) -> None:
+    """It tells one place at a time; its answers' log-probabilities are the model's."""
+    with own_server.serving(target, ["ngram"], WorkerLimits(8, 256, 3, 32)) as running:
+        code, paper = certify(running.url, tmp_path, prompts, f"tokens={tokens}")
+    assert code == verdict and paper["server"]["drafted"] > 0, paper["line"]
+    assert paper["server"]["kind"] == "other" and paper["tokens"] == tokens
+    assert paper["p"] > 1e-3 and paper["notes"] == []
+
+
+# --- the test server: what 1,200 tokens name, and what they do not
+
+
+def asked(url: str, seed: int = 0, tokens: int = 1200) -> dict[str, Any]:
+    """The check at temperature 0.7, where a temperature that is left out somewhere shows."""
+    where = Address(url, 20.0, 0, 8)
+    plan = quick.QuickPlan(where, WORDS, 0.7, tokens, 120.0, (1, 8), 1e-4, seed)
+    return quick.judged(plan, lambda *_: None)
+
+
+NAMED: dict[str, str] = {}
+TOO_WEAK: dict[str, int] = {}
