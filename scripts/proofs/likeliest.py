@@ -1,9 +1,9 @@
-"""Where tokens stand among the likeliest ones of their places, which is what servers tell of a
-distribution. Numpy alone.
+"""Where tokens stand among the likeliest ones of their places, which is what servers tell of
+a distribution. Numpy alone.
 
-A token among them is, given that it is among them, a draw from their probabilities to the power
-1 / temperature, divided by their sum: whatever lies beyond them, and whether the server cut it off
-or not. How often a token lies beyond them is bounded.
+A token among them is, given that it is among them, a draw from their probabilities to the
+power 1 / temperature, divided by their sum: whatever lies beyond them, and whether the server
+cut it off or not. How often a token lies beyond them is bounded.
 
 Shape letters: N tokens, n of them among the likeliest, K tokens of a distribution.
 """
@@ -26,8 +26,8 @@ LARGEST = 1 << 18  # tokens of a vocabulary
 @dataclass(frozen=True)
 class JudgedAnswer:
     """tokens: the answer. rows: for each of them the likeliest tokens of the model behind the
-    text before it, {token: log-probability at temperature 1}. level: answers that were asked for
-    together, with the number of their wave."""
+    text before it, {token: log-probability at temperature 1}. level: answers that were asked
+    for together, with the number of their wave."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -40,14 +40,15 @@ class JudgedAnswer:
 
 @dataclass(frozen=True)
 class Places:
-    """Tokens that are among the likeliest ones of their places. logs: [n, K] log-probabilities at
-    the temperature asked for, given that, the likeliest first, -inf where there is none; ids:
-    [n, K], -1 there; own: [n] index of the token; where: [n, 4] wave, place, answer of its wave,
-    answer; level, temperature: [n].
+    """Tokens that are among the likeliest ones of their places. logs: [n, K]
+    log-probabilities at the temperature asked for, given that, the likeliest first, -inf
+    where there is none; ids: [n, K], -1 there; own: [n] index of the token; where: [n, 4]
+    wave, place, answer of its wave, answer; level, temperature: [n].
 
     Of all tokens [N]: beyond, not among the likeliest; most, how probable that was at most;
     levels. top_k_taken: False where an answer's very first token, asked for by itself, lies
-    beyond top_k: then the server cuts nothing off."""
+    beyond top_k: then the server cuts nothing off.
+    """
 
     logs: np.ndarray
     ids: np.ndarray
@@ -125,9 +126,10 @@ def _beyond(answer: JudgedAnswer, place: int, best: int) -> bool:
 
 
 def beyond_at_most(kept: Sequence[tuple[int, float]], temperature: float) -> float:
-    """The most that all tokens beyond these may hold at a temperature. With b = 1 / temperature
-    and what they hold at 1, r: none is likelier than the last of these, so the sum of their p^b
-    is r p_last^(b - 1) at most for b > 1; for b < 1 it is largest where all are alike."""
+    """The most that all tokens beyond these may hold at a temperature. With b = 1 /
+    temperature and what they hold at 1, r: none is likelier than the last of these, so the
+    sum of their p^b is r p_last^(b - 1) at most for b > 1; for b < 1 it is largest where all
+    are alike."""
     logs = np.array([value for _, value in kept])
     b, rest = 1 / temperature, max(1 - math.fsum(np.exp(logs)), 1e-6)
     if b >= 1:

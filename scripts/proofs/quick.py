@@ -1,9 +1,10 @@
-"""A quick judgement of a server's answers, from what servers tell: the ids of the tokens, and for
-every place the likeliest tokens of the model there with their log-probabilities (likeliest.py).
-Numpy alone.
+"""A quick judgement of a server's answers, from what servers tell: the ids of the tokens, and
+for every place the likeliest tokens of the model there with their log-probabilities
+(likeliest.py). Numpy alone.
 
-Two kinds of tests, every one for all tokens and for strata of them. Transforms: the token's place
-in its distribution is uniform (uniformity.py). Bets on what is suspected (suspicions.py).
+Two kinds of tests, every one for all tokens and for strata of them. Transforms: the token's
+place in its distribution is uniform (uniformity.py). Bets on what is suspected
+(suspicions.py).
 
 Shape letters: n tokens, K tokens of a distribution.
 """
@@ -77,8 +78,8 @@ def uniform_tests(known: Places, masks: dict[str, np.ndarray], seed: int) -> lis
 
 
 def repeats(answers: Sequence[JudgedAnswer], best: int) -> Repeats:
-    """Answers that follow an earlier one to their prompt. A token beyond the likeliest ones ends
-    what can be compared: it stakes nothing."""
+    """Answers that follow an earlier one to their prompt. A token beyond the likeliest ones
+    ends what can be compared: it stakes nothing."""
     found = Repeats()
     for answer in answers:
         known = places([answer], best)
@@ -100,8 +101,8 @@ def tests(answers: Sequence[JudgedAnswer], known: Places, best: int, seed: int) 
 
 @dataclass(frozen=True)
 class Measured:
-    """A temperature: asked for, most likely, and the ends of its 99 % interval. error: share by
-    which it could be off and surely be found. p: of this temperature's own tests."""
+    """A temperature: asked for, most likely, and the ends of its 99 % interval. error: share
+    by which it could be off and surely be found. p: of this temperature's own tests."""
 
     asked: float
     likely: float
@@ -130,8 +131,8 @@ def measured(known: Places, found: Sequence[Test], alpha: float) -> list[Measure
 
 
 def _explained(known: Places, heats: Sequence[Measured], seed: int) -> bool:
-    """Whether the tokens are draws at the temperatures that were measured: then nothing but these
-    is wrong."""
+    """Whether the tokens are draws at the temperatures that were measured: then nothing but
+    these is wrong."""
     logs = known.logs.copy()
     for heat in heats:
         some = known.temperature == heat.asked

@@ -1,8 +1,8 @@
-"""What may be wrong with a decoder, each as a distribution r that is known before the token is, and
-the bets on it. Numpy alone.
+"""What may be wrong with a decoder, each as a distribution r that is known before the token
+is, and the bets on it. Numpy alone.
 
-Where tokens come from p, the product of r(x) / p(x) reaches 1 / a with probability a at most, for
-any number of tokens and for any mean of such products (Ville 1939).
+Where tokens come from p, the product of r(x) / p(x) reaches 1 / a with probability a at most,
+for any number of tokens and for any mean of such products (Ville 1939).
 
 Shape letters: n tokens, K tokens of a distribution.
 """
@@ -126,9 +126,9 @@ SUSPICIONS: dict[str, Callable[[Places], list[np.ndarray]]] = {
 
 
 def beyond_bets(known: Places) -> list[Test]:
-    """Tokens that are not among the likeliest too often. Where they hold b at most, the bet of a
-    share s on each grows to 1 - s + s / b by one that is beyond, shrinks to 1 - s else: a mean
-    of 1 at most."""
+    """Tokens that are not among the likeliest too often. Where they hold b at most, the bet
+    of a share s on each grows to 1 - s + s / b by one that is beyond, shrinks to 1 - s else:
+    a mean of 1 at most."""
     shares = np.array([0.01, 0.05, 0.2, 0.6])[:, None]
     ratios = np.log1p(shares * (known.beyond / np.maximum(known.most, 1e-9) - 1))
     out = []

@@ -1,10 +1,10 @@
-"""At which temperature were tokens drawn, given the distributions that they are owed from? Numpy
-alone.
+"""At which temperature were tokens drawn, given the distributions that they are owed from?
+Numpy alone.
 
-If x_t ~ p_t, then log p_t(x_t) + H(p_t) has mean 0 and variance V(p_t) given everything before.
-Their sum is the score of the temperature: tokens of p^b have b = 1 + sum / sum of V to first
-order. Too likely tokens (a colder distribution, greedy or typical acceptance) have b > 1, too
-unlikely ones (a hotter distribution, another row's, another model's) b < 1.
+If x_t ~ p_t, then log p_t(x_t) + H(p_t) has mean 0 and variance V(p_t) given everything
+before. Their sum is the score of the temperature: tokens of p^b have b = 1 + sum / sum of V
+to first order. Too likely tokens (a colder distribution, greedy or typical acceptance) have b
+> 1, too unlikely ones (a hotter distribution, another row's, another model's) b < 1.
 
 Shape letters: n tokens, K tokens of a distribution.
 """
@@ -35,8 +35,8 @@ def powered(log_probs: np.ndarray, b: float) -> np.ndarray:
 
 
 def exponent(log_probs: np.ndarray, own: np.ndarray) -> tuple[float, float, float]:
-    """The b for which tokens at index own [n] of log_probs [n, K] are most likely draws from p^b,
-    with the ends of its 99 % interval; inf where every token is a best one."""
+    """The b for which tokens at index own [n] of log_probs [n, K] are most likely draws from
+    p^b, with the ends of its 99 % interval; inf where every token is a best one."""
     logs = np.where(np.isneginf(log_probs), 0.0, log_probs)
     rows = np.arange(len(own))
     if not len(own):

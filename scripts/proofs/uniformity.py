@@ -1,6 +1,5 @@
-"""Tests that numbers are independent and uniform, as the transforms of a sound decoder's tokens
-are (pit.py), and what several tests say together. Numpy alone.
-"""
+"""Tests that numbers are independent and uniform, as the transforms of a sound decoder's
+tokens are (pit.py), and what several tests say together. Numpy alone."""
 
 from __future__ import annotations
 
@@ -26,8 +25,9 @@ class Test:
 
 
 def gamma(shape: float, x: float) -> tuple[float, float]:
-    """Probabilities that a gamma variable of this shape and scale 1 is at most x and above it,
-    the smaller one to full precision: a series below the mean, a continued fraction above."""
+    """Probabilities that a gamma variable of this shape and scale 1 is at most x and above
+    it, the smaller one to full precision: a series below the mean, a continued fraction
+    above."""
     if x <= 0:
         return 0.0, 1.0
     front = math.exp(shape * math.log(x) - x - math.lgamma(shape))
@@ -109,8 +109,8 @@ def independence(
     Correlation, and a chi-square.
 
     joined[t] may depend on token t - 1 (a cycle goes on because that was accepted), whose
-    transform is then not uniform here: both tests take it as it came and ask whether the second
-    is uniform given it.
+    transform is then not uniform here: both tests take it as it came and ask whether the
+    second is uniform given it.
     """
     at = np.flatnonzero(joined[1:]) + 1
     if len(at) < SMALLEST:
@@ -139,5 +139,6 @@ def objection(tests: Sequence[Test], alpha: float) -> str:
 
 
 def overall(tests: Sequence[Test]) -> float:
-    """The p-value of all tests together (Bonferroni: they may depend on one another); 1 of none."""
+    """The p-value of all tests together (Bonferroni: they may depend on one another); 1 of
+    none."""
     return min(1.0, max(len(tests), 1) * min((t.p for t in tests), default=1.0))

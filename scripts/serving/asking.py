@@ -20,6 +20,7 @@ from typing import Any
 from outrider.conf.errors import UserError
 from outrider.scripts.serving import token_forms
 from outrider.scripts.serving.counters import read_counters
+from outrider.scripts.serving.token_forms import ServerRequest
 from outrider.scripts.synthesis.server import Again, AnswerRefused, GivenUp, OpenAIServer
 
 LLAMACPP, VLLM, SGLANG, OTHER = "llama.cpp", "vllm", "sglang", "other"
@@ -39,24 +40,6 @@ class Address:
     connections: int = 1
     key_env: str = ""
     setting: str = "url"
-
-
-@dataclass(frozen=True)
-class ServerRequest:
-    """One answer. limit: most tokens. temperature 0 = greedy; top_k 0 and top_p 1 = off. keep:
-    the server may keep the prompt and need not read it again. top: log-probabilities that come
-    with the answer, of a bare completions API alone. salt: the prompt shares nothing with
-    what vLLM has kept of prompts with another salt."""
-
-    limit: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    keep: bool = False
-    salt: str = ""
-    top: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Two minutes with a running server: is its temperature the one that was asked for, are its
-answers the model's, do they depend on how many are asked for together? (scripts/proofs/quick.py
-has the tests.)
+answers the model's, do they depend on how many are asked for together?
+(scripts/proofs/quick.py has the tests.)
 
-Short answers are asked for, one and several at a time, at two temperatures. Then every answer goes
-back as a prompt, one at a time, and the server tells the model's likeliest tokens at every place:
-nothing is drafted there, and nothing of this repository's stands in for the model. A server that
-can tell one place at a time alone is taken at its word about the rest.
+Short answers are asked for, one and several at a time, at two temperatures. Then every answer
+goes back as a prompt, one at a time, and the server tells the model's likeliest tokens at
+every place: nothing is drafted there, and nothing of this repository's stands in for the
+model. A server that can tell one place at a time alone is taken at its word about the rest.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def judged(plan: QuickPlan, on_progress: OnProgress) -> dict[str, Any]:
 
 
 def _kinds(plan: QuickPlan) -> list[_Kind]:
-    """Two thirds of the tokens at the temperature, among the CUT likeliest; a third cooler and
-    without any truncation, as most requests are."""
+    """Two thirds of the tokens at the temperature, among the CUT likeliest; a third cooler
+    and without any truncation, as most requests are."""
     each = plan.tokens / len(plan.levels)
     out = []
     for level in plan.levels:
@@ -166,8 +166,8 @@ async def _waves(server: Endpoint, plan: QuickPlan, asked: _Asked, on_progress: 
 async def _rows(
     server: Endpoint, prompt: list[int], tokens: list[int], reply: Reply, asked: _Asked
 ) -> list[dict[int, float]]:
-    """The likeliest tokens at every place: those that came with the answer where a part of them,
-    scored again, is the same; else all scored again."""
+    """The likeliest tokens at every place: those that came with the answer where a part of
+    them, scored again, is the same; else all scored again."""
     text, told = [*prompt, *tokens], None if asked.mistold else reply.rows
     if told is None:
         return await server.distributions(text, len(prompt), BEST)

@@ -1,16 +1,14 @@
-"""What is sent and read where token ids go over the wire in a form of an engine's own: SGLang's
-/generate, and completions whose log-probabilities name tokens by id.
-"""
+"""What is asked of a server, and what is sent and read where token ids go over the wire in a
+form of an engine's own: SGLang's /generate, and completions whose log-probabilities name
+tokens by id."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from outrider.scripts.synthesis.server import Again, AnswerRefused
-
-if TYPE_CHECKING:
-    from outrider.scripts.serving.asking import ServerRequest
 
 MARK = "token_id:"  # a token by its id, where return_tokens_as_token_ids is taken
 NEUTRAL = {  # said, since a model's own defaults would stand in for them
@@ -20,6 +18,24 @@ NEUTRAL = {  # said, since a model's own defaults would stand in for them
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+
+
+@dataclass(frozen=True)
+class ServerRequest:
+    """One answer. limit: most tokens. temperature 0 = greedy; top_k 0 and top_p 1 = off.
+    keep: the server may keep the prompt and need not read it again. top: log-probabilities
+    that come with the answer, of a bare completions API alone. salt: the prompt shares
+    nothing with what vLLM has kept of prompts with another salt."""
+
+    limit: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    keep: bool = False
+    salt: str = ""
+    top: int = 0
 
 
 def is_ids(value: Any) -> bool:
@@ -73,7 +89,8 @@ def sglang_scores(ids: list[int], start: int, top: int) -> dict[str, Any]:
 
 
 def read_sglang_scores(ids: list[int], start: int) -> Callable[[Any], list[dict[int, float]]]:
-    """{token: log-probability} of every place from `start` on, the text's own token with them."""
+    """{token: log-probability} of every place from `start` on, the text's own token with
+    them."""
 
     def read(reply: Any) -> list[dict[int, float]]:
         count = len(ids) - start

@@ -1,5 +1,6 @@
-"""A small HTTP server of the completions API around this repository's own engine, sound or with
-one of seven seeded defects or of the rules that engines shipped: what a certificate of a running server must tell apart.
+"""A small HTTP server of the completions API around this repository's own engine, sound or
+with one of seven seeded defects or of the rules that engines shipped: what a certificate of a
+running server must tell apart.
 
     with serving(target, draft, "bonus from the draft's distribution") as url: ...
 

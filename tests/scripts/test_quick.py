@@ -1,5 +1,5 @@
-"""The statistics of `certify url=... quick=true`: exact bets, sound answers that pass, wrong ones
-that are named."""
+"""The statistics of `certify url=... quick=true`: exact bets, sound answers that pass, wrong
+ones that are named."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.helpers.table_server import BEST, LIKELIEST, LIMIT, PROMPTS, TABLE, V
 
 
 def answers(seed: int, draw: Draw = sound, cached: bool = False) -> list[JudgedAnswer]:
-    """1,200 tokens, as the command asks for them. cached: every fifth answer to a prompt that was
-    asked before is the one from before."""
+    """1,200 tokens, as the command asks for them. cached: every fifth answer to a prompt that
+    was asked before is the one from before."""
     rng, found = np.random.default_rng(seed), list[JudgedAnswer]()
     plan = [(1, 1.0, 16)] * 16 + [(8, 1.0, 16)] * 2 + [(1, 0.6, 0)] * 8 + [(8, 0.6, 0)]
     known: dict[tuple[int, float], JudgedAnswer] = {}
@@ -48,7 +48,7 @@ def judged(seed: int, draw: Draw = sound, cached: bool = False) -> dict:
 
 def test_numpy_is_all_that_the_statistics_import() -> None:
     code = (
-        "import sys, scripts.proofs.quick\n"
+        "import sys, outrider.scripts.proofs.quick\n"
         "print(sorted({'torch', 'scipy', 'transformers', 'httpx', 'omegaconf', 'click'} "
         "& {name.partition('.')[0] for name in sys.modules}))\n"
         "print('numpy' in sys.modules)"
@@ -69,8 +69,8 @@ def test_the_gamma_distribution_is_torchs(shape: float) -> None:
 
 @pytest.mark.parametrize("name", suspicions.SUSPICIONS)
 def test_the_mean_of_every_bet_is_one(name: str) -> None:
-    """Over all tokens that a place may have, whatever came before: for an answer's first token
-    and for a later one."""
+    """Over all tokens that a place may have, whatever came before: for an answer's first
+    token and for a later one."""
     known = places(answers(4)[:3], BEST)
     for at in (0, 7, len(known.own) - 1):
         total = 0.0
@@ -177,7 +177,8 @@ def test_few_tokens_decide_nothing() -> None:
 
 @pytest.mark.slow
 def test_sound_answers_pass_200_seeds() -> None:
-    """The false-alarm rate of all tests together is at most alpha; p-values are not too small."""
+    """The false-alarm rate of all tests together is at most alpha; p-values are not too
+    small."""
     p = np.array([judged(seed)["p"] for seed in range(200)])
     assert (p >= 1e-4).all()
     for level in (0.1, 0.01):

@@ -1,5 +1,5 @@
-"""certify url=... quick=true over HTTP: engines' forms, the test server's defects and the rules that
-engines shipped, and a sound server that passes."""
+"""certify url=... quick=true over HTTP: engines' forms, the test server's defects and the
+rules that engines shipped, and a sound server that passes."""
 
 from __future__ import annotations
 

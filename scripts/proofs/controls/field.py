@@ -1,6 +1,6 @@
-"""Rules that engines ship, by name or by mistake, and that leave the target's distribution: the
-field of 2026. Each is written for chains; scripts/proofs/controls/catalogue.py says where each
-was seen.
+"""Rules that engines ship, by name or by mistake, and that leave the target's distribution:
+the field of 2026. Each is written for chains; scripts/proofs/controls/catalogue.py says where
+each was seen.
 
 Nothing outside the controls may import this file, but the test server.
 """
@@ -37,8 +37,8 @@ def _rejected(row: TreeRow, nodes: list[int], slot: int, node: int) -> Path:
 
 
 def deferred_acceptance(window: int) -> Rule:
-    """FLy: a rejected draft token is kept all the same where the target's entropy is high and the
-    next `window` draft tokens would each be accepted."""
+    """FLy: a rejected draft token is kept all the same where the target's entropy is high and
+    the next `window` draft tokens would each be accepted."""
 
     @by_row
     def deferred(row: TreeRow) -> Path:
