@@ -214,7 +214,7 @@ class CertifyQuickConfig:
     # folder for quick.json; empty = none is written
     out: str = ""
     # false-alarm rate of all tests together
-    alpha: Inside = 1e-4
+    alpha: Inside = 1e-3
     # seconds for one answer
     timeout: AboveZero = 60.0
     # tries after the first

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from outrider.scripts.proofs.likeliest import JudgedAnswer, Places, places
+from outrider.scripts.proofs.likeliest import ROUNDED, JudgedAnswer, Places, places
 from outrider.scripts.proofs.repeats import Repeats
-from outrider.scripts.proofs.suspicions import bets, beyond_bets
+from outrider.scripts.proofs.suspicions import BEYOND, SUSPICIONS, bets, beyond_bets
 from outrider.scripts.proofs.temperature import exponent, moments, powered
 from outrider.scripts.proofs.uniformity import SMALLEST, Test, independence, overall, uniformity
 
-ALPHA = 1e-4
+ALPHA = 1e-3
 FEWEST = 400  # judged tokens below which nothing is decided in favour of a server
 
 
@@ -89,11 +89,28 @@ def repeats(answers: Sequence[JudgedAnswer], best: int) -> Repeats:
     return found
 
 
+def _levels(known: Places) -> dict[str, np.ndarray]:
+    """[N] bool of every number of requests at a time."""
+    return {f"{n:g} at a time": known.levels == n for n in np.unique(known.levels)}
+
+
 def tests(answers: Sequence[JudgedAnswer], known: Places, best: int, seed: int) -> list[Test]:
     """All of them, the smallest p first."""
     masks = strata(known)
-    out = bets(known, masks) + beyond_bets(known) + uniform_tests(known, masks, seed)
+    out = (
+        bets(known, masks)
+        + beyond_bets(known.beyond, known.most, _levels(known))
+        + uniform_tests(known, masks, seed)
+    )
     return sorted(out + repeats(answers, best).tests(), key=lambda test: test.p)
+
+
+def together(found: Sequence[Test]) -> float:
+    """The p-value of all tests. What is suspected of all tokens has half of the false alarms,
+    everything else the other half."""
+    named = [t for t in found if t.stratum == "all tokens" and t.name in (*SUSPICIONS, BEYOND)]
+    others = [t for t in found if t not in named]
+    return min(1.0, 2 * overall(named), 2 * overall(others))
 
 
 # --- what it comes to
@@ -142,6 +159,9 @@ def _explained(known: Places, heats: Sequence[Measured], seed: int) -> bool:
             return False
         else:  # greedy: nothing left to be uniform
             logs[some] = np.where(np.arange(logs.shape[1]) == 0, 0.0, -np.inf)
+    cut = known.most == ROUNDED  # no temperature brings a token from beyond a truncation
+    if cut.any() and overall(beyond_bets(known.beyond[cut], known.most[cut], {})) < 1e-3:
+        return False
     fitted = replace(known, logs=logs)
     masks = {"all tokens": np.ones(len(known.own), dtype=bool)}
     return overall(uniform_tests(fitted, masks, seed)) > 1e-3
@@ -161,7 +181,7 @@ def judged(
     known = places(answers, best)
     found = tests(answers, known, best, seed) if len(known.most) else []
     heats = measured(known, found, alpha)
-    p, levels = overall(found), _by_level(known, found)
+    p, levels = together(found), _by_level(known, found)
     rejected = p < alpha
     differs = _depends(known, levels, alpha, seed)
     why = ""
@@ -226,7 +246,7 @@ def _by_batch(levels: dict[int, float], worst: Test) -> str:
 def _why(known: Places, worst: Test, heats: Sequence[Measured], alpha: float, seed: int) -> str:
     """What the tests say, in words. worst: the smallest p."""
     if any(heat.p < alpha for heat in heats) and _explained(known, heats, seed):
-        some = " and ".join(f"{h.asked:g}, answers are those of {h.likely:.2g}" for h in heats)
+        some = " and ".join(f"{h.asked:g}, answers are like those of {h.likely:.2g}" for h in heats)
         return f"the temperature is not honoured: asked {some}"
     if worst.stratum == "answers to one prompt":
         return f"answers repeat earlier ones whatever the seed: p = {worst.p:.2g}"

@@ -125,23 +125,20 @@ SUSPICIONS: dict[str, Callable[[Places], list[np.ndarray]]] = {
 }
 
 
-def beyond_bets(known: Places) -> list[Test]:
-    """Tokens that are not among the likeliest too often. Where they hold b at most, the bet
-    of a share s on each grows to 1 - s + s / b by one that is beyond, shrinks to 1 - s else:
-    a mean of 1 at most."""
+def beyond_bets(beyond: np.ndarray, most: np.ndarray, masks: dict[str, np.ndarray]) -> list[Test]:
+    """Tokens that are not among the likeliest ([N] bool) too often, in all and in strata. Where
+    they hold b at most (`most`, [N]), the bet of a share s on each grows to 1 - s + s / b by one
+    that is beyond, shrinks to 1 - s else: a mean of 1 at most."""
     shares = np.array([0.01, 0.05, 0.2, 0.6])[:, None]
-    ratios = np.log1p(shares * (known.beyond / np.maximum(known.most, 1e-9) - 1))
-    out = []
-    for stratum, mask in {
-        "all tokens": np.ones(len(known.most), dtype=bool),
-        **{f"{n:g} at a time": known.levels == n for n in np.unique(known.levels)},
-    }.items():
-        if mask.any():
-            sums = ratios[:, mask].sum(1)
-            total = float(np.logaddexp.reduce(sums)) - math.log(len(sums))
-            p = math.exp(-min(max(total, 0.0), 700))
-            out.append(Test(BEYOND, stratum, int(mask.sum()), total, p))
-    return out
+    ratios = np.log1p(shares * (beyond / np.maximum(most, 1e-9) - 1))
+    every = {"all tokens": np.ones(len(most), dtype=bool), **masks}
+    return [_won(BEYOND, stratum, ratios[:, mask]) for stratum, mask in every.items()]
+
+
+def _won(name: str, stratum: str, ratios: np.ndarray) -> Test:
+    """The mean of what bets have become, by the logarithms of what each token did to each."""
+    total = float(np.logaddexp.reduce(ratios.sum(1))) - math.log(len(ratios))
+    return Test(name, stratum, ratios.shape[1], total, math.exp(-min(max(total, 0.0), 700)))
 
 
 def bets(known: Places, masks: dict[str, np.ndarray]) -> list[Test]:
@@ -149,10 +146,5 @@ def bets(known: Places, masks: dict[str, np.ndarray]) -> list[Test]:
     out = []
     for name, suspect in SUSPICIONS.items():
         ratios = np.stack(suspect(known)) if len(known.own) else np.zeros((1, 0))
-        for stratum, mask in masks.items():
-            if mask.any():
-                sums = ratios[:, mask].sum(1)
-                total = float(np.logaddexp.reduce(sums)) - math.log(len(sums))
-                p = math.exp(-min(max(total, 0.0), 700))
-                out.append(Test(name, stratum, int(mask.sum()), total, p))
+        out += [_won(name, stratum, ratios[:, mask]) for stratum, mask in masks.items()]
     return out

@@ -105,7 +105,7 @@ def test_what_lies_beyond_the_likeliest_is_bounded(heat: float) -> None:
 
 def test_sound_answers_pass_and_say_what_they_measured() -> None:
     found = [judged(seed) for seed in range(4)]
-    assert all(one["verdict"] == "passed" and one["p"] > 1e-3 for one in found)
+    assert all(one["verdict"] == "passed" and one["p"] > 2e-3 for one in found)
     assert all(one["temperature_honoured"] and one["top_k_taken"] for one in found)
     assert found[0]["line"].startswith("as asked: 1,200 tokens at temperature 1 and 0.6, 1, 8 at")
     assert {one["depends_on_the_batch"] for one in found} == {"no sign of it"}
@@ -129,9 +129,9 @@ def heated(by: float = 1.0, to: float = 0.0) -> Draw:
 WRONG: dict[str, tuple[Draw, str]] = {
     "greedy": (
         always(),
-        "the temperature is not honoured: asked 1, answers are those of 0 and 0.6",
+        "the temperature is not honoured: asked 1, answers are like those of 0 and 0.6",
     ),
-    "ignored": (heated(to=1.0), "the temperature is not honoured: asked 1, answers are those of"),
+    "ignored": (heated(to=1.0), "the temperature is not honoured: asked 1, answers are like those of"),
     "hot": (heated(1.6), "the temperature is not honoured"),
     "batch": (always(0.4, 1), "answers depend on the batch: 1 at a time"),
     "first": (always(place=0), "the best token too often, first of an answer"),
@@ -180,6 +180,6 @@ def test_sound_answers_pass_200_seeds() -> None:
     """The false-alarm rate of all tests together is at most alpha; p-values are not too
     small."""
     p = np.array([judged(seed)["p"] for seed in range(200)])
-    assert (p >= 1e-4).all()
+    assert (p >= quick.ALPHA).sum() >= 199
     for level in (0.1, 0.01):
         assert (p <= level).mean() <= level + 3 * math.sqrt(level / 200)
