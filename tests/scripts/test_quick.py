@@ -131,7 +131,10 @@ WRONG: dict[str, tuple[Draw, str]] = {
         always(),
         "the temperature is not honoured: asked 1, answers are like those of 0 and 0.6",
     ),
-    "ignored": (heated(to=1.0), "the temperature is not honoured: asked 1, answers are like those of"),
+    "ignored": (
+        heated(to=1.0),
+        "the temperature is not honoured: asked 1, answers are like those of",
+    ),
     "hot": (heated(1.6), "the temperature is not honoured"),
     "batch": (always(0.4, 1), "answers depend on the batch: 1 at a time"),
     "first": (always(place=0), "the best token too often, first of an answer"),

@@ -10,17 +10,22 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.decode.drafters import DraftModel
+from outrider.decode.engine import Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.certify import quickly
+from outrider.scripts.proofs.controls import field
 from outrider.scripts.serve_http.worker import WorkerLimits
 from outrider.scripts.serving import quick
 from outrider.scripts.serving.asking import Address
 from tests.helpers import own_server, table_server
+from tests.helpers.speculating_server import CACHE, COOL, DEFECTS, SHIPPED, SOFTLY, serving
 
 SHAPE: Any = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 260}
 WORDS = ("go", "hay", "oats", "barley", "a", "the river", "song", "night")
-SHARPER, NOISE = 3.0, 0.3  # entropy 1.4 nats, a draft whose tokens are accepted 64 % of the time
+SHARPER, NOISE = 3.0, 0.2  # entropy 1.4 nats; 76 % of drawn draft tokens are accepted
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +82,8 @@ def test_every_engine_that_ignores_the_temperature_is_named(kind, prompts, tmp_p
         code, paper = certify(url, tmp_path, prompts, "retries=0", "tokens=400")
     assert (
         code == 1
-        and "the temperature is not honoured: asked 1, answers are like those of 0" in (paper["line"])
+        and "the temperature is not honoured: asked 1, answers are like those of 0"
+        in (paper["line"])
     )
 
 
@@ -138,5 +144,71 @@ def asked(url: str, seed: int = 0, tokens: int = 1200) -> dict[str, Any]:
     return quick.judged(plan, lambda *_: None)
 
 
-NAMED: dict[str, str] = {}
-TOO_WEAK: dict[str, int] = {}
+# What the line says of it. It names the kind of difference that 1,200 tokens show, which is not
+# always the cause: drafts that are kept too often look hotter, likeliest ones colder.
+NAMED = {
+    "bonus from the draft's distribution": "another distribution",
+    "residual not renormalised": "another distribution",
+    "rows mixed up above two": "answers depend on the batch: 1 at a time",
+    CACHE: "answers repeat earlier ones",
+    "typical acceptance": "another distribution",
+    "acceptance at a set rate": "NOT as asked",
+    "greedy at T > 0": "asked 1, answers are like those of 0 and 0.6",
+    "late rejection": "another distribution",
+    SOFTLY: "NOT as asked",
+}
+# Tokens that would do, of the whole certificate: the first three by its test at 20,000
+# (test_certify_server.py), the last by proofs/power.py: with 7 or 8 drafted tokens 1.1 % of the
+# tokens are kept against the rule (below), and at 140,000 tokens a bias of 1.1 % that follows no
+# key is found with power 0.99.
+TOO_WEAK = {
+    "acceptance by softmax": 20_000,
+    "one random number used twice": 20_000,
+    COOL: 20_000,
+    "deferred acceptance": 140_000,
+}
+
+
+def test_of_every_defect_it_is_known_whether_it_is_named() -> None:
+    assert {*NAMED, *TOO_WEAK} == {*DEFECTS, *SHIPPED} and not {*NAMED} & {*TOO_WEAK}
+
+
+def rejects(target: Target, draft: Target, defect: str, seed: int) -> None:
+    with serving(target, draft, defect) as url:
+        found = asked(url, seed)
+    assert found["verdict"] == "rejected" and NAMED[defect] in found["line"], found["line"]
+    assert found["tokens"] <= 1200 and found["seconds"] < 120
+
+
+@pytest.mark.parametrize("defect", ["greedy at T > 0", "rows mixed up above two"])
+def test_what_users_reported_most_is_named(target, draft, defect: str) -> None:
+    rejects(target, draft, defect, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", NAMED)
+def test_every_defect_that_1200_tokens_show_is_named(target, draft, defect: str) -> None:
+    for seed in (1, 2):
+        rejects(target, draft, defect, seed)
+
+
+@pytest.mark.slow
+def test_deferred_acceptance_moves_about_one_token_in_a_hundred(target, draft) -> None:
+    """So many that the table of what is too weak needs no more than it says."""
+    kept: list[int] = []
+    rule = field.deferred_acceptance(6, lambda: kept.append(1))
+    requests = [Request([5 + i, 7, 9], 100, id=i) for i in range(24)]
+    drafter = DraftModel(draft, 7)
+    run = generate(target, drafter, requests, Sampling(1.0), batch_size=24, verify=rule, eos_ids=())
+    tokens = sum(len(g.token_ids) for g in run.generations)
+    assert 0.005 < len(kept) / tokens < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 50, 10))
+def test_a_sound_server_passes_fifty_times(target, draft, first: int) -> None:
+    """The chance of one false alarm in fifty is at most 0.05, alpha being 1e-3."""
+    for seed in range(first, first + 10):
+        with serving(target, draft) as url:
+            found = asked(url, seed)
+        assert found["verdict"] == "passed", found["line"]

@@ -7,6 +7,7 @@ Nothing outside the controls may import this file, but the test server.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -36,9 +37,9 @@ def _rejected(row: TreeRow, nodes: list[int], slot: int, node: int) -> Path:
     return nodes, row.draw(rest if rest.sum() > 0 else row.p(slot), slot)
 
 
-def deferred_acceptance(window: int) -> Rule:
+def deferred_acceptance(window: int, on_deferred: Callable[[], None] = lambda: None) -> Rule:
     """FLy: a rejected draft token is kept all the same where the target's entropy is high and
-    the next `window` draft tokens would each be accepted."""
+    the next `window` draft tokens would each be accepted. on_deferred: told of each."""
 
     @by_row
     def deferred(row: TreeRow) -> Path:
@@ -52,8 +53,10 @@ def deferred_acceptance(window: int) -> Rule:
             entropy.append(uncertain and bool(p[x] > 0) and bool(q[x] > 0))
         for i, node in enumerate(nodes):
             whole = i + window < len(nodes) and all(kept[i + 1 : i + window + 1])
-            if not kept[i] and not (entropy[i] and whole):
-                return _rejected(row, nodes[:i], nodes[i - 1] + 1 if i else 0, node)
+            if not kept[i]:
+                if not (entropy[i] and whole):
+                    return _rejected(row, nodes[:i], nodes[i - 1] + 1 if i else 0, node)
+                on_deferred()
         end = nodes[-1] + 1 if nodes else 0
         return nodes, row.draw(row.p(end), end)
 
