@@ -133,6 +133,8 @@ def test_half_precision_is_compared_with_the_rounded_head(target, prompts, tmp_p
 
 
 SIZES = {"D": 32, "V": 260, "A": 32, "G": 16, "I": 64, "F": 3, "N": 64}
+SIZES |= {"S": 8, "R": 4, "C": 36, "1": 1}
+SHARED = {"share_lm_head": True, "draft_vocab": 0, "taps": [2, 4, 6]}
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,8 @@ SIZES = {"D": 32, "V": 260, "A": 32, "G": 16, "I": 64, "F": 3, "N": 64}
         ("sglang eagle1", "sglang", "eagle1", {}),
         ("sglang eagle3", "sglang", "eagle3", {"norm_before_fc": True}),
         ("sglang eagle3", "sglang", "eagle3", {"norm_joined": True}),
+        ("sglang dflash", "sglang", "dflash", SHARED),
+        ("sglang dspark", "sglang", "dspark", SHARED),
         ("tensorrt eagle3", "eagle", "eagle3", {}),
         ("tensorrt medusa", "medusa", "medusa", {"draft_vocab": 64}),
     ],

@@ -1,9 +1,10 @@
 """Names, shapes and dtypes that engines which do not run here read, written down from their
 loaders: the only check that exports for them get. {..} are sizes: D width, V vocabulary, A
 query heads x head size, G key heads x head size, I width of the MLP, F tapped features, N
-draft vocabulary, K Medusa heads, k a head.
+draft vocabulary, K Medusa heads, k a head, S head size, R rank, C D + R.
 
-SGLang 0.5.23: srt/models/llama_eagle.py, llama_eagle3.py. TensorRT-LLM: the EAGLE-3 folder of
+SGLang 0.5.23: srt/models/llama_eagle.py, llama_eagle3.py, dflash.py, dspark.py (which skip an LM
+head and a draft vocabulary without a word, so none may be there). TensorRT-LLM: the EAGLE-3 folder of
 its PyTorch backend, and the file that its Medusa conversion reads.
 """
 
@@ -23,6 +24,32 @@ LAYER = {
 
 def layer(prefix: str, wide: str) -> dict[str, str]:
     return {prefix + name: shape.replace("W", wide) for name, shape in LAYER.items()}
+
+
+BLOCK = {  # of two layers
+    "fc.weight": "D FD",
+    "hidden_norm.weight": "D",
+    "norm.weight": "D",
+    **{
+        f"layers.{number}.{name}": shape
+        for number in range(2)
+        for name, shape in {
+            **layer("", "D"),
+            "input_layernorm.weight": "D",
+            "self_attn.q_norm.weight": "S",
+            "self_attn.k_norm.weight": "S",
+        }.items()
+    },
+}
+BLOCK_CONFIG = {
+    "num_hidden_layers": 2,
+    "block_size": None,
+    "num_target_layers": 8,
+    "layer_types": ["full_attention"] * 2,
+    "is_causal": False,
+    "head_dim": 8,
+    "rms_norm_eps": None,
+}
 
 
 # required: the loader leaves a parameter at its random start where one is missing. optional:
@@ -68,6 +95,36 @@ SCHEMAS: dict[str, dict] = {
             "draft_vocab_size": None,
             "hidden_size": None,
             "rms_norm_eps": None,
+        },
+    },
+    "sglang dflash": {
+        "required": BLOCK,
+        "optional": {},
+        "config": {
+            **BLOCK_CONFIG,
+            "architectures": ["DFlashDraftModel"],
+            "dflash_config": {"mask_token_id": 259, "target_layer_ids": [1, 3, 5], "causal": False},
+        },
+    },
+    "sglang dspark": {
+        "required": {
+            **BLOCK,
+            "markov_head.markov_w1.weight": "V R",
+            "markov_head.markov_w2.weight": "V R",
+            "confidence_head.proj.weight": "1 C",
+            "confidence_head.proj.bias": "1",
+        },
+        "optional": {},
+        "config": {
+            **BLOCK_CONFIG,
+            "architectures": ["Qwen3DSparkModel"],
+            "mask_token_id": 259,
+            "target_layer_ids": [1, 3, 5],
+            "sample_from_anchor": True,
+            "markov_rank": 4,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
         },
     },
     "tensorrt eagle3": {
