@@ -16,6 +16,7 @@ import outrider.scripts.serving.draft
 from outrider.heads import save_head
 from outrider.heads.interop import LAYOUTS, engines
 from outrider.scripts.export import main
+from outrider.scripts.serving import measured
 from tests.helpers.interop import DEEP, deep_target, random_head
 
 
@@ -308,3 +309,19 @@ def test_a_separate_draft_is_a_plain_folder(
         run(prompts, *args, "overwrite=true") == 2
         and "nothing was written" in capsys.readouterr().err
     )
+
+
+def test_a_llamacpp_user_reads_what_was_measured_there(
+    target, prompts, tmp_path: Path, capsys
+) -> None:
+    """In the output and on the card, from the JSON of docs/results; nothing without it."""
+    source, out = saved(tmp_path, target, "eagle3"), tmp_path / "out"
+    assert run(prompts, f"drafter={source}", "format=gguf", f"out={out}") == 0
+    line = measured.summary()
+    rows = measured.speeds()
+    assert f"slower in {sum(row.times < 1 for row in rows)} of {len(rows)} settings" in line
+    assert line in capsys.readouterr().out and line in (out / "README.md").read_text()
+    race = json.loads((measured.RESULTS / "unseen-t0.json").read_text())
+    pace = {row["label"]: row["tokens_per_second"] for row in race["drafters"]}
+    assert rows[0].times == pace["llamacpp-eagle3"] / pace["llamacpp"]
+    assert measured.summary(tmp_path) == ""
