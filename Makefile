@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # OpenMP threads that wait by spinning cost a factor of ten and more where other work shares the cores.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo heads test slow readme lint test-old engines clean help
+.PHONY: demo heads test slow readme lint test-old engines rehearsal clean help
 
 help:
 	@echo "make demo [FAST=1] [BLOCK=1]  data, Medusa and EAGLE-3 heads (and DSpark), score tables at T = 0 and T = 1, report"
@@ -24,6 +24,7 @@ help:
 	@echo "make slow [MINUTES=20]  the slow tests; those that need it most, by tests/slow.json"
 	@echo "make readme         the README's tables from the demo's reports"
 	@echo "make engines [ONLY=llamacpp|vllm]  exported heads served by llama.cpp and by vLLM on the CPU, to docs/results"
+	@echo "make rehearsal      the commands of docs/path.md, with a small model and llama.cpp, to docs/results/rehearsal.json"
 	@echo "make lint | test-old | clean"
 
 .venv: .venv/.installed
@@ -110,6 +111,10 @@ engines: .venv .venv-llamacpp/.installed .venv-engines/.installed .venv-speculat
 	@$(PY) scripts/lab/engines.py llamacpp
 	@$(PY) scripts/lab/engines.py
 endif
+
+# docs/path.md from its first command to its last. Goes on where it was stopped; remove runs/rehearsal to begin again.
+rehearsal: .venv .venv-llamacpp/.installed
+	@$(PY) scripts/lab/rehearsal.py
 
 clean:
 	@rm -rf .venv .venv-old .venv-engines .venv-speculators .venv-llamacpp build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -61,7 +61,7 @@ def main(cfg: ImportConfig) -> int:
             )
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise UserError(f"out: {out} holds the head that is read; give another folder")
-    foreign = read_folder(source)
+    foreign = read(source)
     target = load_target(cfg.target, cfg.dtype, cfg.device)
     same_target(foreign, target)
     layout = detect(foreign, cfg.format)
@@ -103,6 +103,14 @@ def source_of(name: str) -> Path:
         return Path(name).expanduser()
     try:
         return hub.served(name)
+    except UserError as error:
+        raise UserError(f"from: {error}") from None
+
+
+def read(source: Path) -> Foreign:
+    """What a folder holds. Raises UserError that names the key."""
+    try:
+        return read_folder(source)
     except UserError as error:
         raise UserError(f"from: {error}") from None
 

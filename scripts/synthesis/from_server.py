@@ -62,7 +62,7 @@ async def _ask(cfg: SynthesizeConfig, path: Path, questions: Questions, total: i
     server = OpenAIServer(
         cfg.base_url.rstrip("/"), key, cfg.timeout, cfg.retries, cfg.backoff, cfg.at_a_time
     )
-    server.on_trouble = _Messages()
+    server.on_trouble = _Messages(server.base_url)
     caught: list[int] = []
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
 
@@ -191,16 +191,16 @@ def _settings(
 
 
 class _Messages:
-    """Says a trouble when it is new, and once every ten seconds."""
+    """Says a trouble when it is new, and once every ten seconds. address: of the server."""
 
-    def __init__(self) -> None:
-        self.last, self.at = "", 0.0
+    def __init__(self, address: str) -> None:
+        self.address, self.last, self.at = address, "", 0.0
 
     def __call__(self, reason: str, wait: float) -> None:
         now = time.monotonic()
         if reason != self.last or now - self.at > 10:
             self.last, self.at = reason, now
-            _say(f"{reason}; the next try in {wait:.0f} s")
+            _say(f"{self.address}: {reason}; the next try in {wait:.0f} s")
 
 
 def _closing(path: Path, server: OpenAIServer, work: Regenerator, meter: Meter) -> None:

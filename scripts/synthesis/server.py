@@ -27,6 +27,7 @@ PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)  # worth 
 LONGEST_WAIT = 60.0  # seconds between two tries, unless the server asks for more
 LONGEST_PAUSE = 600.0  # seconds that a server's Retry-After is believed
 CONNECT = 60.0  # seconds that a connection may take
+FIRST = 6.0  # seconds for the list of models, as long as nothing was ever heard of the server
 MAX_BYTES = 16 << 20  # a longer answer is no answer
 MOST_TOKENS = 1 << 31  # of an answer; a larger count is none
 
@@ -190,8 +191,10 @@ class OpenAIServer:
         Raises Again."""
         import httpx
 
+        silent = method == "GET" and not self._there
+        limit = min(self.timeout, FIRST) if silent else self.timeout
         try:
-            async with asyncio.timeout(self.timeout):
+            async with asyncio.timeout(limit):
                 async with self._client.stream(method, self.base_url + path, json=body) as reply:
                     self._there = True
                     content = bytearray()
@@ -202,6 +205,8 @@ class OpenAIServer:
         except httpx.ConnectTimeout:
             raise Again(f"no connection within {CONNECT:g} s", unheard=True) from None
         except (TimeoutError, httpx.TimeoutException):
+            if silent and not self._there:
+                raise Again(f"no answer within {limit:g} s", unheard=True) from None
             raise Again(f"no whole answer within timeout={self.timeout:g} s") from None
         except httpx.UnsupportedProtocol as error:
             raise UserError(

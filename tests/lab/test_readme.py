@@ -78,6 +78,9 @@ def check(words: list[str]) -> None:
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))  # behind a launcher's own
     script, *overrides = words[at:]
     assert (files.ROOT / script).is_file(), script
+    if script == "scripts/push.py":  # RUN OWNER/NAME
+        run, repository, *rest = overrides
+        overrides = [f"run={run}", f"repository={repository}", *rest]
     first = overrides[0] if overrides and "=" not in overrides[0] else ""
     overrides = overrides[bool(first) :]
     name = BEHIND.get((script, first), f"outrider.{script.removesuffix('.py').replace('/', '.')}")

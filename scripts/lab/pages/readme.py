@@ -1,5 +1,6 @@
-"""The figures of README.md and the tables of docs/results.md, tuning.md, engines.md and
-serving.md, from JSON: `make readme`, that is `python -m outrider.scripts.lab.pages.readme`.
+"""The figures of README.md and the tables of docs/results.md, tuning.md, engines.md,
+serving.md and path.md, from JSON: `make readme`, that is
+`python -m outrider.scripts.lab.pages.readme`.
 
 Copies what the tables need from reports/NAME/report.json (`COPIED`) to docs/results and puts
 the tables between the markers of the pages. Without reports it renders the committed JSON
@@ -16,7 +17,7 @@ from typing import Any
 from outrider.heads.warm import BEFORE
 from outrider.scripts.common import files
 from outrider.scripts.extra.forecasting import table as forecast_table
-from outrider.scripts.lab.pages import matched, serves
+from outrider.scripts.lab.pages import matched, rehearsed, serves
 from outrider.scripts.lab.serving import case as engine_case
 from outrider.scripts.lab.serving import llamacpp_cases
 from outrider.scripts.lab.serving import sampled as engine_sampled
@@ -37,6 +38,7 @@ SPEEDS = Block.of("docs/serving.md", "speeds", BY)
 FIT = Block.of("docs/fit.md", "fits", BY)
 FORGOTTEN = Block.of("docs/fit.md", "matrix", BY)
 FORETOLD = Block.of("docs/fit.md", "forecasts", BY)
+PATH = Block.of("docs/path.md", "path", BY)
 DROPPED = ("per_prompt", "acceptance_by_rank")
 # file in docs/results without its ending -> folder under reports/
 COPIED = {
@@ -318,6 +320,7 @@ PAGES = {
     SERVING: lambda: serves.table(RESULTS).markdown(),
     VERSIONS: serves.versions,
     SPEEDS: lambda: serves.speeds(RESULTS),
+    PATH: lambda: rehearsed.table(RESULTS),
 }
 
 
