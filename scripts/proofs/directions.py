@@ -45,8 +45,8 @@ HASHES, TAIL_HASHES, TAIL_BITS = 16, 8, 2
 RECENT = 8  # tokens of the same answer that a stale row could repeat
 ENOUGH = 50.0  # variance from which on the limit distribution is trusted
 STAKES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-# a learned score is (observed - expected) / (expected + SHRINK), cut at REACH
-SHRINK, REACH = 40.0, 0.45
+# a learned score is (observed - expected) / (expected + SHRINK), cut at REACH; pairs are rarer
+SHRINK, PAIR_SHRINK, REACH = 40.0, 4.0, 0.45
 
 
 @dataclass
@@ -89,9 +89,17 @@ class TokenBlock:
 
 
 class Bank:
-    """The directions over one vocabulary. key: any int that no decoder knew."""
+    """The directions over one vocabulary. key: any int that no decoder knew. stops: ids of the
+    tokens that end an answer, where it may end before its limit."""
 
-    def __init__(self, vocab_size: int, key: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        key: int,
+        device: torch.device | str = "cpu",
+        stops: Sequence[int] = (),
+    ) -> None:
+        self.stops = torch.tensor([sorted({*stops})], dtype=torch.int64, device=device)
         ids = torch.arange(vocab_size)
         bits = max(1, (vocab_size - 1).bit_length())
         by_id = torch.stack([_signs(ids >> b) for b in range(bits)], 1)
@@ -113,6 +121,7 @@ class Bank:
             "distributions of the other rows",
             "tokens of the same answer",
             "last tokens of the other rows",
+            *(["stop tokens"] if stops else []),
         ]
 
     def open(self, block: TokenBlock) -> DirectionScores:
@@ -138,6 +147,9 @@ class DirectionScores:
         distributions = [contrast(block.before, p), contrast(block.others, p)]
         self.dense = [(log / 8 + 1).clamp(-1, 1), *distributions]
         self.sets = [_once(block.recent), _once(block.theirs)]
+        if bank.stops.numel():
+            self.sets.append(bank.stops.expand(len(p), -1))
+        self.previous: list[int] = block.recent[:, -1].tolist()
 
     def ranks_of(self, tokens: Tensor) -> Tensor:
         """[R] ranks of `tokens`, F where a token is not among the first F."""
@@ -225,10 +237,105 @@ class Learner:
 
     def test(self, name: str, n: int) -> Test:
         """The stakes played side by side, each with its share."""
-        top = float(self.wealth.max())
-        total = top + math.log(np.exp(self.wealth - top).mean())
-        p = math.exp(-max(total, 0.0))
-        return Test(f"learned direction, {name}", "all tokens", n, total, p)
+        return _bet(name, self.wealth, n)
+
+
+def _bet(name: str, wealth: np.ndarray, n: int) -> Test:
+    top = float(wealth.max())
+    total = top + math.log(np.exp(wealth - top).mean())
+    return Test(f"learned direction, {name}", "all tokens", n, total, math.exp(-max(total, 0.0)))
+
+
+@dataclass
+class _Follower:
+    """What followed one token so far. visits: how often it was followed; place: by which tokens,
+    each with its row in ids [m] and in counts [2, m], m places of which the first len(place) are
+    used: observed minus expected, and expected."""
+
+    visits: int = 0
+    place: dict[int, int] = field(default_factory=dict)
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(4, dtype=np.int64))
+    counts: np.ndarray = field(default_factory=lambda: np.zeros((2, 4)))
+
+    def came(self, token: int, mass: float) -> None:
+        """One more visit; mass: probability of the token."""
+        self.visits += 1
+        at = self.place.get(token)
+        if at is None:
+            at = self.place[token] = len(self.place)
+            if at == len(self.ids):
+                self.ids = np.concatenate([self.ids, np.zeros_like(self.ids)])
+                self.counts = np.concatenate([self.counts, np.zeros_like(self.counts)], 1)
+            expected = mass * self.visits
+            self.ids[at], self.counts[:, at] = token, (-expected, expected)
+        self.counts[0, at] += 1
+
+
+class PairLearner:
+    """A learned direction over pairs (token before, token): it finds a key that the token before
+    sets anew, as a watermark's does, at the price of learning every pair.
+
+    A pair is known from its first occurrence on, with as many expected before as its probability
+    there would have made of all visits; unknown pairs score 0. wealth: [C] logarithms."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, _Follower] = {}
+        self.wealth = np.zeros(len(STAKES))
+
+    def add(self, distribution: Tensor, previous: Sequence[int], tokens: Tensor) -> None:
+        """distribution: [R, V]. previous: R ids, -1 for none. tokens: [R] what came. A block is
+        bet on before it is learned."""
+        own, came = distribution.gather(1, tokens[:, None])[:, 0].tolist(), tokens.tolist()
+        rows = [(r, self.known[t]) for r, t in enumerate(previous) if t in self.known]
+        if rows:
+            sizes = [len(row.place) for _, row in rows]
+            ids = np.concatenate([row.ids[:m] for (_, row), m in zip(rows, sizes, strict=True)])
+            place = np.repeat([r for r, _ in rows], sizes)
+            at = torch.from_numpy(np.stack([place, ids])).to(distribution.device)
+            masses = distribution[at[0], at[1]].double().cpu().numpy()
+            parts = np.split(masses, np.cumsum(sizes)[:-1])
+            gains = [
+                self._gain(row, mass, came[r]) for (r, row), mass in zip(rows, parts, strict=True)
+            ]
+            self.wealth += np.log1p(np.outer(STAKES, gains)).sum(1)
+            for (_, row), mass in zip(rows, parts, strict=True):
+                row.counts[:, : len(mass)] += (-mass, mass)
+        for before, token, mass in zip(previous, came, own, strict=True):
+            if before >= 0:
+                self.known.setdefault(before, _Follower()).came(token, mass)
+
+    @staticmethod
+    def _gain(row: _Follower, mass: np.ndarray, token: int) -> float:
+        over, expected = row.counts[:, : len(mass)]
+        score = np.clip(over / (expected + PAIR_SHRINK), -REACH, REACH)
+        at = row.place.get(token)
+        return (0.0 if at is None else float(score[at])) - float(mass @ score)
+
+    def test(self, n: int) -> Test:
+        return _bet("pairs of tokens", self.wealth, n)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Flat arrays: token, visits and number of pairs of every row; id and counts of every
+        pair."""
+        heads = [(token, row.visits, len(row.place)) for token, row in self.known.items()]
+        ids = [row.ids[: len(row.place)] for row in self.known.values()]
+        counts = [row.counts[:, : len(row.place)] for row in self.known.values()]
+        return {
+            "pair wealth": self.wealth,
+            "pair rows": np.array(heads, dtype=np.int64).reshape(-1, 3),
+            "pair ids": np.concatenate([np.zeros(0, dtype=np.int64), *ids]),
+            "pair counts": np.concatenate([np.zeros((2, 0)), *counts], 1),
+        }
+
+    def restore(self, known: dict[str, np.ndarray]) -> None:
+        """Go on where `state` was asked."""
+        self.wealth, at = known["pair wealth"].copy(), 0
+        for token, visits, many in known["pair rows"].tolist():
+            some = slice(at, at + many)
+            ids, counts = known["pair ids"][some].copy(), known["pair counts"][:, some].copy()
+            place = {x: i for i, x in enumerate(ids.tolist())}
+            self.known[token] = _Follower(visits, place, ids, counts)
+            at += many
 
 
 class DirectionSums:
@@ -279,6 +386,7 @@ class Tally(DirectionSums):
         bins |= {f"token ids in the tail below {t:g}": size for t in LEARNED_TAILS}
         zero = lambda n: torch.zeros(n, device=device)
         self.learners = {name: Learner(zero(n), zero(n)) for name, n in bins.items()}
+        self.pairs = PairLearner()
 
     def add(self, scores: DirectionScores, tokens: Tensor, groups: np.ndarray) -> None:
         """tokens: [R] what came. groups: [R, G] bool, which strata each place belongs to."""
@@ -296,6 +404,7 @@ class Tally(DirectionSums):
         self._by_rank("ranks", scores.mass, rank, torch.zeros_like(rank))
         start = (scores.mass >= TAIL).sum(-1)
         self._by_rank("ranks in the tail", scores.mass, rank, start)
+        self.pairs.add(p, scores.previous, tokens)
 
     def _by_id(self, name: str, p: Tensor, tokens: Tensor, limit: float) -> None:
         """Ids of the tokens below `limit` in their distribution; all others score 0."""
@@ -322,13 +431,13 @@ class Tally(DirectionSums):
     @property
     def most(self) -> int:
         """How many tests there are at most."""
-        return len(self.names) * len(self.groups) + 2 + len(self.learners)
+        return len(self.names) * len(self.groups) + 3 + len(self.learners)
 
     def tests(self) -> list[Test]:
         """Every direction and stratum with variance enough, single tokens, learned directions."""
         n = int(self.count[0])
         learned = [learner.test(name, n) for name, learner in self.learners.items()]
-        return [*super().tests(), *self._parity(n), *self._single(n), *learned]
+        return [*super().tests(), *self._parity(n), *self._single(n), *learned, self.pairs.test(n)]
 
     def _parity(self, n: int) -> list[Test]:
         """Parity of the ranks in a tail, wherever it starts: one test, the smallest p of all."""
@@ -364,7 +473,7 @@ class Tally(DirectionSums):
             known[f"over {i}"] = learner.over.cpu().numpy()
             known[f"expected {i}"] = learner.expected.cpu().numpy()
             known[f"wealth {i}"] = learner.wealth
-        return known
+        return known | self.pairs.state()
 
     def restore(self, known: dict[str, np.ndarray]) -> None:
         """Go on where `state` was asked."""
@@ -375,6 +484,7 @@ class Tally(DirectionSums):
             learner.over = torch.tensor(known[f"over {i}"], device=device)
             learner.expected = torch.tensor(known[f"expected {i}"], device=device)
             learner.wealth = known[f"wealth {i}"].copy()
+        self.pairs.restore(known)
 
 
 def tail(s: float, variance: float, third: float) -> float:

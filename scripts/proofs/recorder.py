@@ -32,13 +32,14 @@ class Call:
     """One verification. requests: ids of its rows; last: their last committed tokens before it
     (-1: the prefill's);
     tokens: committed by it, per row; start: where each row's tokens begin among the K; kept:
-        see Recorder."""
+    see Recorder; moved: its rows are not those of the verification before it."""
 
     requests: list[int]
     last: list[int]
     tokens: list[list[int]]
     start: list[int]
     kept: Any
+    moved: bool = False
 
 
 @dataclass
@@ -78,6 +79,7 @@ class Recorder:
         self.texts = {r.id: list(r.prompt) for r in requests}
         self.begun: set[int] = set()
         self.requested: list[int] = []
+        self.rows: list[int] = []
 
     def coins(self, seed: int, requests: Tensor, cycles: Tensor) -> Rng:
         """The random numbers of the next verification, which tell whose rows they are."""
@@ -89,7 +91,8 @@ class Recorder:
         verdict = self.rule(tree, distribution, rng)
         rows: list[int] = []
         slots: list[int] = []
-        call = Call(self.requested, [], [], [], None)
+        call = Call(self.requested, [], [], [], None, self.requested != self.rows)
+        self.rows = self.requested
         histories: list[list[int]] = []
         drafted = tree.tokens.tolist()
         ends = zip(

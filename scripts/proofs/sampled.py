@@ -47,6 +47,10 @@ GROUPS = (
     "place 2",
     "place 3 and on",
     "bonus of a whole draft",
+    "first of a cycle, after two rejections",
+    "cycle after a row joined or left",
+    "second half of the answer",
+    "last before the limit",
     "flat distributions",
 )
 FLAT = 0.5  # a distribution is flat when its largest mass is below
@@ -188,13 +192,16 @@ def _tally(rows: Sequence[dict[str, Any]], target: Target) -> directions.Tally |
     """The direction tests after the last chunk."""
     if not rows:
         return None
-    found = directions.Tally(
-        directions.Bank(target.vocab_size, rows[0]["key"], target.device), GROUPS
-    )
+    found = directions.Tally(bank_of(target, rows[0]["key"]), GROUPS)
     tally = io.BytesIO(base64.b64decode(rows[-1]["tally"]))
     with np.load(tally, allow_pickle=False) as known:
         found.restore(dict(known))
     return found
+
+
+def bank_of(target: Target, key: int) -> directions.Bank:
+    """All directions over the target's vocabulary."""
+    return directions.Bank(target.vocab_size, key, target.device, target.eos_ids)
 
 
 def _packed(tally: directions.Tally) -> str:
@@ -228,9 +235,7 @@ def _chunk(
     ]
     run, lines = _recorded(target, drafter, requested, how)
     key = rows[0]["key"] if rows else hashed_key([g.token_ids for g in run.generations])
-    tally = tally or directions.Tally(
-        directions.Bank(target.vocab_size, key, target.device), GROUPS
-    )
+    tally = tally or directions.Tally(bank_of(target, key), GROUPS)
     judge = _Judge(how, key, tally, np.random.default_rng([how.seed, 20240601, number]))
     texts = [([*g.prompt_ids, *g.token_ids], len(g.prompt_ids)) for g in run.generations]
     lengths = np.array([len(line) for line in lines])
@@ -355,7 +360,8 @@ class _Judge:
         depth, cycle = _depths(g)[: len(line)], _cycles(g)[: len(line)]
         columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
         before: Tensor | None = None
-        groups = _groups(g, depth, cycle)
+        moved = np.array([e.call.moved for e in line], dtype=bool)
+        groups = _groups(g, depth, cycle, moved, self.how.max_new_tokens)
         for a in range(0, len(line), ROWS):
             some = slice(a, min(a + ROWS, len(line)))
             past = range(some.start, some.stop) if self.how.sampling.uses_history else ()
@@ -391,24 +397,34 @@ class _Judge:
         return self.mean[id(e.call)]
 
 
-def _groups(g: Generation, depth: np.ndarray, cycle: np.ndarray) -> np.ndarray:
-    """[n, G] bool; the last column is left to whoever knows the distributions."""
+def _groups(
+    g: Generation, depth: np.ndarray, cycle: np.ndarray, moved: np.ndarray, limit: int
+) -> np.ndarray:
+    """[n, G] bool; the last column is left to whoever knows the distributions. moved: [n] of
+    Call. limit: most tokens of an answer. Where an answer will end is not known before its last
+    token, so no stratum asks: "stop tokens" is a direction."""
     proposed = np.array([0, *(c.proposed for c in g.cycles)])
     accepted = np.array([0, *(c.accepted for c in g.cycles)])
     whole = (proposed > 0) & (accepted == proposed)
     previous = np.maximum(cycle - 1, 0)
     first = (depth == 0) & (cycle > 1)
-    every = np.ones(len(depth), dtype=bool)
+    rejected = proposed > accepted
+    twice = first & rejected[previous] & (cycle > 2) & rejected[np.maximum(cycle - 2, 0)]
+    every, place = np.ones(len(depth), dtype=bool), np.arange(len(depth))
     return np.stack(
         [
             every,
-            np.arange(len(depth)) == 0,
-            first & (proposed[previous] > accepted[previous]),
+            place == 0,
+            first & rejected[previous],
             first & whole[previous],
             depth == 1,
             depth == 2,
             depth >= 3,
             (depth > 0) & (depth == proposed[cycle]),
+            twice,
+            moved & (cycle > 0),
+            place >= limit // 2,
+            place == limit - 1,
             ~every,
         ],
         1,

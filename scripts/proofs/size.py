@@ -16,9 +16,8 @@ from typing import Any
 from outrider.decode.drafters import NoDraft
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.proofs import power
-from outrider.scripts.proofs.directions import Bank
 from outrider.scripts.proofs.greedy import Plain
-from outrider.scripts.proofs.sampled import Setting, most_tests, sampling_layer, texts_of
+from outrider.scripts.proofs.sampled import Setting, bank_of, most_tests, sampling_layer, texts_of
 
 # tokens that are tried. With fewer than the first the negative controls may get through, which
 # are samples too.
@@ -81,7 +80,7 @@ def sized(
 ) -> SampleSize:
     """The fewest tokens of STEPS, at most `most`, with which a bias of `detect` in any family is
     surely found, however many of the sample's tests there turn out to be."""
-    bank = Bank(plain.target.vocab_size, how.seed, plain.target.device)
+    bank = bank_of(plain.target, how.seed)
     steps = [*(n for n in STEPS if n < most), most]
     known = power.Power(pilot.answers(plain, how), bank, steps[0], alpha, most_tests(bank))
     found = power.enough(known, detect, how.seed, steps)

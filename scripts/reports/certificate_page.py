@@ -18,6 +18,8 @@ TONE = {"lossless": "good", "not lossless": "bad", "undecided": "open"}  # of st
 SHOWN = 24  # tests in the table; certificate.json has them all
 OFF = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "guidance_scale": 1}
 PROSE = ("evidence", "result")  # columns whose text may run over several lines
+# what the power does not speak of
+KEYED = "a bias that a key sets anew in every context (a watermark) needs more"
 
 
 def table(paper: dict[str, Any]) -> Table:
@@ -34,10 +36,12 @@ def table(paper: dict[str, Any]) -> Table:
         about = f"{paper['identities']['drafter']['name']} on {target}, {_settings(paper)}"
     least = paper["power"].get("min_detectable")
     if least is not None:
-        families = len(paper["power"]["families"])
-        found = f"smallest bias of {families} families that is surely found: {least:.3f}"
-        rows.append(["power", "", f"{found} (total variation)"])
+        families = paper["power"]["families"]
+        found = f"smallest bias of {len(families)} families that is surely found: {least:.3f}"
+        rows.append(["power", "", f"{found} (total variation); {KEYED}"])
     notes = [*paper["reasons"], *paper.get("notes", ())]
+    if least is not None:
+        notes.append(f"families: {'; '.join(families)}")
     return Table(layers.head, rows, f"{paper['verdict'].upper()}: {about}", notes, range(3))
 
 
@@ -124,7 +128,8 @@ def _cards(paper: dict[str, Any]) -> list[tuple[str, str]]:
             (f"{power['tokens']:,}", "emitted tokens tested"),
             (
                 "none" if least is None else f"{least:.1%}",
-                f"total variation found with power 0.99, each of {len(power['families'])} families",
+                f"total variation found with power 0.99, each of the {len(power['families'])} "
+                f"families below; {KEYED}",
             ),
             (f"{power['alpha']:g}", "false-alarm rate, all tests together"),
         ]

@@ -35,7 +35,6 @@ from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import silent
 from outrider.scripts.proofs import (
     certificate,
-    directions,
     enumerator,
     passes,
     pit,
@@ -57,7 +56,14 @@ from outrider.scripts.proofs.greedy import (
     greedy_of,
     reference_tokens,
 )
-from outrider.scripts.proofs.sampled import Setting, _depths, most_tests, sampling_layer, texts_of
+from outrider.scripts.proofs.sampled import (
+    Setting,
+    _depths,
+    bank_of,
+    most_tests,
+    sampling_layer,
+    texts_of,
+)
 
 TREE = TreeShape.of([(0,), (1,), (0, 0)])
 ONE = Sampling(1.0)
@@ -725,7 +731,7 @@ def test_the_pilot_is_no_part_of_the_sample(world: Any) -> None:
 
 
 def test_no_sample_has_more_tests_than_were_reckoned_with(world: Any) -> None:
-    bank = directions.Bank(40, 0)
+    bank = bank_of(world[0].target, 0)
     assert len(sample(world, ONE, tokens=6000).tests()) <= most_tests(bank)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.scripts.proofs import biases, directions, power, uniformity
-from outrider.scripts.proofs.directions import Bank, Tally, TokenBlock
+from outrider.scripts.proofs.directions import Bank, PairLearner, Tally, TokenBlock
 
 VOCAB, ANSWERS, LENGTH = 96, 24, 32
 
@@ -121,7 +121,7 @@ def test_bets_never_pay_more_often_than_they_may() -> None:
     answers = distributions(2)
     tests = [t for seed in range(20) for t in tally(answers, answers, 3, seed).tests()]
     p = [t.p for t in tests if "learned" in t.name]
-    assert len(p) == 100 and np.mean(np.array(p) <= 0.05) <= 0.05
+    assert len(p) == 120 and np.mean(np.array(p) <= 0.05) <= 0.05
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,57 @@ def test_a_state_that_was_kept_goes_on() -> None:
     two = Tally(Bank(VOCAB, 5), ("all tokens",))
     two.restore(one.state())
     assert two.tests() == one.tests()
+    for more in (one, two):
+        for block, distribution in zip(blocks(answers), answers, strict=True):
+            tokens = distribution.argmax(1)
+            more.add(more.bank.open(block), tokens, np.ones((len(tokens), 1), dtype=bool))
+    assert two.tests() == one.tests()
+    assert any(t.name == "learned direction, pairs of tokens" and t.statistic for t in two.tests())
+
+
+def chained(size: int, owed: Tensor, drawn: Tensor, many: int, seed: int) -> PairLearner:
+    """A text of `many` tokens, each drawn from the row of `drawn` [V, V] that the token before
+    it names, judged by `owed` in blocks of 32."""
+    coin, found, last = np.random.default_rng(seed), PairLearner(), 0
+    edges = drawn.double().cumsum(-1).numpy()
+    for _ in range(many // 32):
+        text = [last]
+        for u in coin.random(32):
+            row = edges[text[-1]]
+            text.append(min(int(np.searchsorted(row, u * row[-1], side="right")), size - 1))
+        last = text[-1]
+        found.add(owed[text[:-1]], text[:-1], torch.tensor(text[1:]))
+    return found
+
+
+def test_pairs_find_a_key_that_the_token_before_sets_anew() -> None:
+    """A watermark: under every token another half of the ids comes more often, by a hash. No
+    direction over ids can know it; over all tokens before, the ids come as often as they should."""
+    size = 24
+    owed = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    green = torch.stack([directions.keyed_signs(size, key, 1)[:, 0] for key in range(size)])
+    marked = (owed * torch.where(green > 0, 1.8, 1.0)).float()
+    marked /= marked.sum(-1, keepdim=True)
+    assert float((marked - owed).abs().sum(-1).mean() / 2) == pytest.approx(0.12, abs=0.01)
+    assert chained(size, owed, marked, 6400, 1).test(6400).p < 1e-6
+    sound = [chained(size, owed, owed, 640, seed).test(640).p for seed in range(60)]
+    assert np.mean(np.array(sound) <= 0.1) <= 0.1
+
+
+def test_stop_tokens_are_a_direction_of_their_own() -> None:
+    """An engine that ends its answers half as often as it should."""
+    answers = distributions(5)
+    stop = int(torch.cat(answers).mean(0).argsort()[-20])
+    rare = [p * torch.where(torch.arange(VOCAB) == stop, 0.4, 1.0) for p in answers]
+    found = Tally(Bank(VOCAB, 5, stops=[stop]), ("all tokens",))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        for block, q in zip(blocks(answers), rare, strict=True):
+            tokens = torch.multinomial(q, 1, generator=generator)[:, 0]
+            found.add(found.bank.open(block), tokens, np.ones((len(q), 1), dtype=bool))
+    best = min(found.tests(), key=lambda test: test.p)
+    assert best.name == "stop tokens" and best.p < 1e-4
+    assert "stop tokens" not in Bank(VOCAB, 5).names
 
 
 # --- power

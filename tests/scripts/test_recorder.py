@@ -74,3 +74,13 @@ def test_histories_hold_everything_before_each_token() -> None:
     ids = [*REQUESTED[0].prompt, *run.generations[0].token_ids]
     for i, token in enumerate(run.generations[0].token_ids):
         assert heard[i] == (token, ids[: len(REQUESTED[0].prompt) + i])
+
+
+def test_a_call_knows_whether_its_rows_are_those_of_the_call_before() -> None:
+    """Two rows at a time: the third request joins when the second one is done."""
+    seen, _ = recorded()
+    rows = [call.requests for call in seen.calls]
+    assert [call.moved for call in seen.calls] == [
+        i == 0 or rows[i] != rows[i - 1] for i in range(len(rows))
+    ]
+    assert 3 <= sum(call.moved for call in seen.calls) < len(seen.calls)

@@ -1,0 +1,256 @@
+"""Decoders that are wrong at one kind of place, or by a key, and what a certificate's sampling
+layer says of them.
+
+    python scripts/lab/proofs/placed.py           # all; writes docs/results/places.json
+    python scripts/lab/proofs/placed.py NAME ...  # those whose names begin so
+
+The engine itself decodes the tiny target, drafted for by the target's first layer; a rule around
+its own draws the token at such places from another distribution, so often that the mean total
+variation there is what was asked for. What is found already stays in the JSON.
+
+Shape letters: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # else this folder comes first
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.decode.drafters import DraftModel
+from outrider.decode.models.tiny import tiny_model
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.decode.verify import Coins, Verdict, verify
+from outrider.scripts.common import files
+from outrider.scripts.proofs import uniformity
+from outrider.scripts.proofs.directions import hashed
+from outrider.scripts.proofs.greedy import Plain
+from outrider.scripts.proofs.sampled import Setting, sampling_layer
+
+OUT = files.ROOT / "docs/results/places.json"
+VOCAB, LIMIT, BATCH, DEPTH = 320, 64, 16, 3
+TOKENS, ALPHA = 20_000, 1e-4
+
+
+@dataclass
+class Row:
+    """What is known of a request before a verification. rejections: in a row, up to now; before:
+    the distribution of its last verification; moved: its batch has changed; number: its id."""
+
+    number: int
+    tokens: int = 0
+    rejections: int = 0
+    last: int = -1
+    moved: bool = False
+    before: Tensor | None = None
+
+
+Where = Callable[[Row], bool]
+Wrong = Callable[[Row, Tensor, Tensor], Tensor]  # of p [V] and the next row's p [V]
+
+
+@dataclass
+class PlacedRule:
+    """The engine's own rule, wrong `where` it says. root: the first token of the cycle is drawn
+    anew; else the token behind a draft that was accepted whole. total: mean total variation at
+    such places, None for all that `wrong` does. moved, places, tokens: sums, see `reached`."""
+
+    where: Where
+    wrong: Wrong
+    root: bool = True
+    total: float | None = 0.2
+    rows: dict[int, Row] = field(default_factory=dict)
+    batch: list[int] = field(default_factory=list)
+    moved: float = 0.0
+    unit: float = 0.0
+    places: int = 0
+    tokens: int = 0
+
+    def __call__(self, tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
+        found = verify(tree, distribution, rng, "traversal")
+        numbers = rng._address[1].tolist()  # type: ignore[attr-defined]
+        changed, self.batch = numbers != self.batch, numbers
+        every, zero = torch.arange(len(numbers)), torch.zeros(len(numbers), dtype=torch.int64)
+        roots = distribution.at(every, zero).dense(distribution.vocab_size).double()
+        path, length, bonus = found.path.clone(), found.length.clone(), found.bonus.clone()
+        coin = np.random.default_rng([numbers[0], self.tokens])
+        for b, number in enumerate(numbers):
+            row = self.rows.setdefault(number, Row(number))
+            row.moved, size = changed, int(tree.size[b])
+            p = roots[b]
+            if not self.root:
+                slot = path[b, length[b] - 1] + 1 if length[b] else zero[0]
+                p = distribution.at(every[b : b + 1], slot[None]).dense(VOCAB)[0].double()
+            here = self.where(row) and (self.root or int(length[b]) == size > 0)
+            if here and self.drawn(row, p, roots[(b + 1) % len(numbers)], coin):
+                length[b] = 0 if self.root else length[b]
+                path[b, int(length[b]) :] = -1
+                bonus[b] = self.token
+            row.rejections = row.rejections + 1 if int(length[b]) < size else 0
+            row.before, row.last = roots[b], int(bonus[b])
+            row.tokens += int(length[b]) + 1
+            self.tokens += int(length[b]) + 1
+        return Verdict(path, length, bonus)
+
+    def drawn(self, row: Row, p: Tensor, other: Tensor, coin: np.random.Generator) -> bool:
+        """Whether the token is drawn anew; then `token` is it."""
+        r = self.wrong(row, p, other)
+        apart = float((r - p).abs().sum()) / 2
+        self.places, self.unit = self.places + 1, self.unit + apart
+        mean = self.unit / self.places
+        share = 1.0 if self.total is None else min(1.0, self.total / max(mean, 1e-9))
+        self.moved += share * apart
+        edges = r.cumsum(0).numpy()
+        self.token = min(int(np.searchsorted(edges, coin.random() * edges[-1])), VOCAB - 1)
+        return bool(coin.random() < share)
+
+
+def best(row: Row, p: Tensor, other: Tensor) -> Tensor:
+    """All on the best token."""
+    return torch.nn.functional.one_hot(p.argmax(), len(p)).double()
+
+
+def cooled(row: Row, p: Tensor, other: Tensor) -> Tensor:
+    """Half the temperature."""
+    return p**2 / (p**2).sum()
+
+
+def of_other(row: Row, p: Tensor, other: Tensor) -> Tensor:
+    """The next row's distribution."""
+    return other
+
+
+def stale(row: Row, p: Tensor, other: Tensor) -> Tensor:
+    """The distribution that the row was verified against a cycle before."""
+    return p if row.before is None else row.before
+
+
+def watermark(delta: float) -> Wrong:
+    """`delta` more on the logits of half of all ids, by a hash of the token before the draft."""
+
+    def wrong(row: Row, p: Tensor, other: Tensor) -> Tensor:
+        green = torch.from_numpy((hashed(len(p), 99 + 7919 * row.last) >> np.uint64(9)) % 2 == 1)
+        r = p * torch.where(green, np.exp(delta), 1.0)
+        return r / r.sum()
+
+    return wrong
+
+
+def always(row: Row) -> bool:
+    return True
+
+
+# name -> rule, tokens, and whether so many must reject it
+CASES: dict[str, tuple[Callable[[], PlacedRule], int, bool]] = {
+    "first token of an answer, the best one": (
+        lambda: PlacedRule(lambda row: row.tokens == 0, best, total=None),
+        TOKENS,
+        True,
+    ),
+    "after two rejections in a row, cooled": (
+        lambda: PlacedRule(lambda row: row.rejections >= 2, cooled),
+        TOKENS,
+        True,
+    ),
+    "after two rejections in a row, the step before": (
+        lambda: PlacedRule(lambda row: row.rejections >= 2, stale),
+        TOKENS,
+        True,
+    ),
+    "after a row joined or left, the next row": (
+        lambda: PlacedRule(lambda row: row.moved and row.tokens > 0, of_other),
+        TOKENS,
+        True,
+    ),
+    "second half of the answer, cooled": (
+        lambda: PlacedRule(lambda row: row.tokens >= LIMIT // 2, cooled, total=0.15),
+        TOKENS,
+        True,
+    ),
+    "last token before the limit, the best one": (
+        lambda: PlacedRule(lambda row: row.tokens == LIMIT - 1, best, total=0.2),
+        TOKENS,
+        True,
+    ),
+    "behind a whole draft, cooled": (
+        lambda: PlacedRule(always, cooled, root=False),
+        TOKENS,
+        True,
+    ),
+    "first of a cycle, watermark of the token before, 4": (
+        lambda: PlacedRule(always, watermark(4.0), total=0.18),
+        TOKENS,
+        True,
+    ),
+    "first of a cycle, watermark of the token before, 1": (
+        lambda: PlacedRule(always, watermark(1.0), total=None),
+        TOKENS,
+        False,
+    ),
+    "first of a cycle, 3 % from the next row": (
+        lambda: PlacedRule(always, of_other, total=0.015),
+        TOKENS,
+        False,
+    ),
+}
+
+
+class Bench:
+    """The tiny target, its own first layer as drafter, and prompts."""
+
+    def __init__(self) -> None:
+        self.target, draft = Target(tiny_model(vocab=VOCAB)), tiny_model(vocab=VOCAB, layers=1)
+        draft.load_state_dict(tiny_model(vocab=VOCAB).state_dict(), strict=False)
+        self.plain, self.drafter = Plain(self.target), DraftModel(Target(draft), DEPTH)
+        self.prompts = [[3 + i, 5, 7 + 2 * i, 9] for i in range(12)]
+        self.target.probe()
+
+    def judged(self, rule: Any, tokens: int, seed: int = 0) -> dict[str, Any]:
+        """What the sampling layer says of `tokens` tokens under a rule."""
+        how, begin = Setting(Sampling(1.0), tokens, LIMIT, BATCH, seed, rule), time.process_time()
+        sample = sampling_layer(self.plain, self.target, self.drafter, self.prompts, how)
+        tests = sorted(sample.tests(), key=lambda test: test.p)
+        return {
+            "tokens": tokens,
+            "p": uniformity.overall(tests),
+            "rejected": uniformity.overall(tests) < ALPHA,
+            "by": f"{tests[0].name} of {tests[0].stratum}",
+            "tests": len(tests),
+            "cpu_s": round(time.process_time() - begin, 1),
+        }
+
+
+def main(names: Sequence[str]) -> None:
+    """One case after another."""
+    bench = Bench()
+    for name, (make, tokens, _) in CASES.items():
+        known = json.loads(OUT.read_text()) if OUT.exists() else {}
+        if name in known or (names and not name.startswith(tuple(names))):
+            continue
+        rule = make()
+        found = bench.judged(rule, tokens)
+        found |= {
+            "share_of_places": rule.places / rule.tokens,
+            "total_variation_there": rule.moved / max(rule.places, 1),
+            "mean_total_variation": rule.moved / rule.tokens,
+        }
+        known = json.loads(OUT.read_text()) if OUT.exists() else {}
+        files.write_json(OUT, known | {name: {**found, **files.origin()}})
+        print(name, json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,54 @@
+"""Wrong at one kind of place, or by a key: what scripts/lab/proofs/placed.py makes of the engine,
+and the strata that see it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from outrider.decode.records import Cycle, Generation
+from outrider.scripts.lab.proofs import placed
+from outrider.scripts.proofs.sampled import GROUPS, _cycles, _depths, _groups
+
+
+def test_the_strata_of_an_answer() -> None:
+    """Prefill, then cycles of 3 proposed tokens of which 1, 0, 0, 3, 1 are accepted."""
+    accepted, cycles, start = (1, 0, 0, 3, 1), list[Cycle](), 1
+    for count in accepted:
+        cycles.append(Cycle(3, count, (0,) * count, False, start))
+        start += count + 1
+    made = Generation([1], list(range(start)), cycles, [False] * start)
+    moved = np.zeros(start, dtype=bool)
+    moved[[0, 3]] = True
+    found = _groups(made, _depths(made), _cycles(made), moved, 12)
+    places = {name: np.flatnonzero(found[:, g]).tolist() for g, name in enumerate(GROUPS)}
+    assert places["all tokens"] == list(range(11)) and places["first of an answer"] == [0]
+    assert places["first of a cycle, after a rejection"] == [3, 4, 5]
+    assert places["first of a cycle, after two rejections"] == [4, 5]
+    assert places["first of a cycle, after a whole draft"] == [9]
+    assert places["cycle after a row joined or left"] == [3]
+    assert places["second half of the answer"] == [6, 7, 8, 9, 10]
+    assert places["last before the limit"] == []
+    assert _groups(made, _depths(made), _cycles(made), moved, 11)[10, -2]
+
+
+@pytest.mark.parametrize(
+    "name", ["after two rejections in a row, cooled", "behind a whole draft, cooled"]
+)
+def test_a_rule_is_as_wrong_as_it_says(name: str) -> None:
+    rule = placed.CASES[name][0]()
+    placed.Bench().judged(rule, 300)
+    assert rule.moved / rule.places == pytest.approx(0.2, abs=0.05)
+    assert 0.01 < rule.places / rule.tokens < 0.6
+
+
+def test_a_rule_that_is_never_wrong_is_the_engine_s_own() -> None:
+    bench, never = placed.Bench(), placed.PlacedRule(lambda row: False, placed.best)
+    assert bench.judged(never, 300)["p"] == bench.judged("traversal", 300)["p"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, case in placed.CASES.items() if case[2]])
+def test_every_place_is_rejected_at_full_size(name: str) -> None:
+    make, tokens, _ = placed.CASES[name]
+    assert placed.Bench().judged(make(), tokens)["rejected"]
