@@ -41,7 +41,8 @@ async def _checked(wanted: dict[str, Any], address: Address) -> dict[str, Any]:
         kind, unread = door.kind, door.unread
     counted = found.rose if found.rose and found.rose["drafts"] else None
     said = contract.verdict(wanted, answers, counted)
-    return {"kind": kind, "counters": found.why or unread, **said}
+    drafts = wanted["draft_tokens"]
+    return {"kind": kind, "counters": found.why or unread, "draft_tokens": drafts, **said}
 
 
 def summary(found: dict[str, Any]) -> list[str]:
@@ -59,6 +60,11 @@ def summary(found: dict[str, Any]) -> list[str]:
             f"accepted draft tokens: {said['accepted']['server']} of {said['drafted']['server']}, "
             f"expected {said['accepted']['expected']} of {said['drafted']['expected']}"
         )
+        if said["drafted"]["server"] > said["drafted"]["expected"]:
+            lines.append(
+                f"it drafts more than was expected of {found['draft_tokens']} tokens a step: start "
+                f"it with K = {found['draft_tokens']} to compare"
+            )
         if said["position"] is not None:
             lines.append(f"it parts at draft position {said['position']}")
     lines.append(

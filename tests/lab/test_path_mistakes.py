@@ -21,6 +21,7 @@ import pytest
 
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.lab.rehearsing.page import steps
+from outrider.scripts.serving import contract, contract_check
 from tests.golden.cases import HEADS_FOLDER, TARGET
 from tests.helpers.chats import chats
 from tests.helpers.hub import at, hub_on_loopback
@@ -227,6 +228,16 @@ def test_a_server_that_answers_otherwise_is_a_finding(
     world(tmp_path)
     code, text, _ = run(FINDING, tmp_path, monkeypatch, lambda: capsys.readouterr().out)
     assert code == 1 and FINDING.said in text and "does not serve what was trained" in text
+
+
+def test_a_server_that_drafts_more_than_the_export_says_is_told_so() -> None:
+    asked = {"ids": [3], "tokens": [5, 6], "text": "", "proposed": [2], "accepted": [1]}
+    wanted = {"stop": [2], "prompts": [asked]}
+    for drafted, told in ((5, True), (2, False)):
+        answer = {"tokens": [5, 6], "text": "", "accepted": 1, "draft_tokens": drafted}
+        said = contract.verdict(wanted, [answer]) | {"counters": "", "draft_tokens": 2}
+        lines = "\n".join(contract_check.summary(said))
+        assert said["served"] != told and ("start it with K = 2 to compare" in lines) == told
 
 
 def test_a_server_that_dies_on_the_way_is_named_at_once_and_the_run_goes_on(tmp_path: Path) -> None:
