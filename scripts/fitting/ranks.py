@@ -88,14 +88,26 @@ def launched(run: TrainConfig, cfg: FitConfig) -> None:
     told = plan.with_suffix(".told.json")
     told.unlink(missing_ok=True)
     files.write_json(plan, {"parent": os.getpid(), "run": asdict(run)})
-    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    argv += [str(files.here(Path(cfg.accelerate)))]
+    argv = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    argv += ["--config_file", str(files.here(Path(cfg.accelerate)))]
     argv += ["--num_processes", str(cfg.processes)] if cfg.processes else []
     env = {"GOMP_SPINCOUNT": "1000", **os.environ}
+    argv += [__file__, str(plan)]
     with (
-        subprocess.Popen([*argv, __file__, str(plan)], env=env, start_new_session=True) as child,
+        subprocess.Popen(
+            argv,
+            env=env,
+            start_new_session=True,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        ) as child,
         passed_on(child) as heard,
     ):
+        assert child.stderr is not None
+        for line in child.stderr:
+            if not told.exists():  # else the launcher tells at length what a line will say
+                print(line, end="", file=sys.stderr, flush=True)
         code = child.wait()
     end = json.loads(told.read_text()) if told.exists() else None
     for path in (plan, told):
@@ -114,7 +126,7 @@ def launched(run: TrainConfig, cfg: FitConfig) -> None:
 
 
 @contextlib.contextmanager
-def passed_on(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+def passed_on(child: subprocess.Popen[str]) -> Iterator[list[int]]:
     """The first signal that asks this process to stop is handed to `child`, which is in no
     terminal's group and saves before it ends. Yields the signals that came."""
     heard: list[int] = []

@@ -24,7 +24,6 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from outrider.conf.jsonl import parse_line, read_lines
 from outrider.scripts.common import files
-from outrider.scripts.extra.logs import forms
 from outrider.scripts.extra.masking import across
 from outrider.scripts.extra.masking.masker import texts
 from outrider.scripts.extra.masking.needed import folded, may_match
@@ -37,6 +36,8 @@ Spent = tuple[float, float]
 
 def values(path: Path) -> list[Any]:
     """What is masked of every line that can be read."""
+    from outrider.scripts.extra.logs import forms  # torch with it, which no worker needs
+
     found = []
     for number, line in read_lines(path, "logs"):
         try:
@@ -65,7 +66,7 @@ def since(begun: Spent) -> dict[str, float]:
 def timed(found: Sequence[Any], workers: int) -> dict[str, Any]:
     """Looking and masking by so many processes."""
     how = across.HowMasked(REGIONS, workers=workers)
-    size = sum(len(text.encode()) for value in found for text in texts(value)) / 1e6
+    size = sum(len(text.encode(errors="replace")) for value in found for text in texts(value)) / 1e6
     begun = now()
     masker = across.find(found, how, across.Kept())
     looking, middle = since(begun), now()
@@ -86,7 +87,7 @@ def timed(found: Sequence[Any], workers: int) -> dict[str, Any]:
 def by_rule(found: Sequence[Any]) -> dict[str, float]:
     """CPU seconds a megabyte of the rules that cost most."""
     some = [text for value in found[::8] for text in texts(value)]
-    size, cost = sum(len(text.encode()) for text in some) / 1e6, {}
+    size, cost = sum(len(text.encode(errors="replace")) for text in some) / 1e6, {}
     for rule in across.HowMasked(REGIONS).rules():
         begun = time.process_time()
         for text in some:
@@ -102,6 +103,8 @@ def main(path: Path) -> None:
     rows = [timed(found, workers) for workers in (1, 2)]
     report = {
         **files.origin(),
+        "command": f"python scripts/lab/masking_speed.py {path.name}",
+        "load_average": round(os.getloadavg()[0], 1),  # above the cores, CPU seconds grow too
         "log": {"sha256": files.sha256(path), "exchanges": len(found)},
         "rows": rows,
         "seconds_per_megabyte": by_rule(found),
