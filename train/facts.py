@@ -57,6 +57,7 @@ def facts_of(
         "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, "
         f"{rows.ids.numel():,} tokens, {supervised:,} supervised "
         f"({supervised / rows.ids.numel():.0%}), {len(rows.bad)} rows left out"
+        f"{f' ({rows.reasons()})' if rows.bad else ''}"
         + (f", {plan.skipped} skipped as data.skip says" if cfg.data.skip else ""),
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
         f"epoch, {cfg.steps} steps, "
