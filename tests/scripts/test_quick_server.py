@@ -196,7 +196,7 @@ def test_every_defect_that_1200_tokens_show_is_named(target, draft, defect: str)
 def test_deferred_acceptance_moves_about_one_token_in_a_hundred(target, draft) -> None:
     """So many that the table of what is too weak needs no more than it says."""
     kept: list[int] = []
-    rule = field.deferred_acceptance(6, lambda: kept.append(1))
+    rule = field.deferred_acceptance(6, on_deferred=lambda: kept.append(1))
     requests = [Request([5 + i, 7, 9], 100, id=i) for i in range(24)]
     drafter = DraftModel(draft, 7)
     run = generate(target, drafter, requests, Sampling(1.0), batch_size=24, verify=rule, eos_ids=())

@@ -36,7 +36,8 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.common import files
 from outrider.scripts.gate import Gate, GateVerdict
-from outrider.scripts.lab.rl.lossy import Rule, deferred_acceptance
+from outrider.scripts.proofs.controls.field import deferred_acceptance, flat
+from outrider.scripts.proofs.controls.row_rules import Rule
 from outrider.scripts.proofs.controls.rules import typical_acceptance
 
 VOCAB, DEPTH, GENERATIONS, ROLLOUTS, LENGTH = 320, 4, 8, 32, 32
@@ -44,7 +45,7 @@ OUT = files.ROOT / "docs/results/rl-gate.json"
 ENGINES: dict[str, str | Rule] = {
     "exact": "traversal",
     "typical": typical_acceptance,
-    "deferred": deferred_acceptance(1),
+    "deferred": deferred_acceptance(1, flat),
 }
 
 

@@ -2,11 +2,12 @@
 the field of 2026. Each is written for chains; scripts/proofs/controls/catalogue.py says where
 each was seen.
 
-Nothing outside the controls may import this file, but the test server.
+Nothing outside the controls, the laboratory and the tests may import this file.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from outrider.decode.wrapped import Wrapped
 from outrider.scripts.proofs.controls.row_rules import Path, Rule, TreeRow, by_row, descend
 
 FLY_ENTROPY, FLY_TOP = 0.3, 3  # vLLM's defaults: nats, of so many likeliest tokens
+FLAT = 0.3  # the paper's, of the largest entropy there is
 RATE = 0.7  # of acceptance, where it is drawn whatever the tokens are
 
 
@@ -37,28 +39,41 @@ def _rejected(row: TreeRow, nodes: list[int], slot: int, node: int) -> Path:
     return nodes, row.draw(rest if rest.sum() > 0 else row.p(slot), slot)
 
 
-def deferred_acceptance(window: int, on_deferred: Callable[[], None] = lambda: None) -> Rule:
-    """FLy: a rejected draft token is kept all the same where the target's entropy is high and
-    the next `window` draft tokens would each be accepted. on_deferred: told of each."""
+def uncertain(p: Tensor) -> bool:
+    """Whether the likeliest tokens of a distribution [V] are open enough, in vLLM 0.33."""
+    best = p.topk(min(FLY_TOP, len(p))).values
+    return float(-(best * best.clamp(min=1e-300).log()).sum()) >= FLY_ENTROPY
+
+
+def flat(p: Tensor) -> bool:
+    """Whether a distribution [V] is, in the paper (2511.22972): 0.3 of the largest entropy."""
+    return float(-(p * p.clamp(min=1e-300).log()).sum()) > FLAT * math.log(len(p))
+
+
+def deferred_acceptance(
+    window: int,
+    open_to: Callable[[Tensor], bool] = uncertain,
+    on_deferred: Callable[[], None] = lambda: None,
+) -> Rule:
+    """FLy: a rejected draft token is kept all the same where the target's distribution is
+    `open_to` others and the next `window` draft tokens would each be accepted. on_deferred:
+    told of each."""
 
     @by_row
     def deferred(row: TreeRow) -> Path:
-        nodes, kept, entropy = _chain(row), [], []
-        for i, node in enumerate(nodes):
-            p, q = row.p(nodes[i - 1] + 1 if i else 0), row.q(node, [])
-            x = row.tokens[node]
+        nodes, kept, spared = _chain(row), [], []
+        slots = [0, *(node + 1 for node in nodes)]
+        for slot, node in zip(slots, nodes, strict=False):
+            p, q, x = row.p(slot), row.q(node, []), row.tokens[node]
             kept.append(row.accept(p[x] / q[x] if q[x] > 0 else 0.0, node))
-            best = p.topk(min(FLY_TOP, len(p))).values
-            uncertain = float(-(best * best.clamp(min=1e-300).log()).sum()) >= FLY_ENTROPY
-            entropy.append(uncertain and bool(p[x] > 0) and bool(q[x] > 0))
+            spared.append(bool(p[x] > 0) and bool(q[x] > 0) and open_to(p))
         for i, node in enumerate(nodes):
             whole = i + window < len(nodes) and all(kept[i + 1 : i + window + 1])
             if not kept[i]:
-                if not (entropy[i] and whole):
-                    return _rejected(row, nodes[:i], nodes[i - 1] + 1 if i else 0, node)
+                if not (spared[i] and whole):
+                    return _rejected(row, nodes[:i], slots[i], node)
                 on_deferred()
-        end = nodes[-1] + 1 if nodes else 0
-        return nodes, row.draw(row.p(end), end)
+        return nodes, row.draw(row.p(slots[-1]), slots[-1])
 
     return deferred
 
