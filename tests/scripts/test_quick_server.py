@@ -3,6 +3,7 @@ rules that engines shipped, and a sound server that passes."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from outrider.scripts.certify import quickly
 from outrider.scripts.proofs.controls import field
 from outrider.scripts.serve_http.worker import WorkerLimits
 from outrider.scripts.serving import quick
-from outrider.scripts.serving.asking import Address
-from tests.helpers import own_server, table_server
+from outrider.scripts.serving.asking import Address, Endpoint, ServerRequest
+from tests.helpers import odd_server, own_server, table_server
 from tests.helpers.speculating_server import CACHE, COOL, DEFECTS, SHIPPED, SOFTLY, serving
 
 SHAPE: Any = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 260}
@@ -132,6 +133,20 @@ def test_our_own_server_is_as_asked(target: Target, prompts, tmp_path, tokens, v
     assert code == verdict and paper["server"]["drafted"] > 0, paper["line"]
     assert paper["server"]["kind"] == "other" and paper["tokens"] == tokens
     assert paper["p"] > 1e-3 and paper["notes"] == []
+
+
+def test_a_models_own_defaults_are_overruled() -> None:
+    """vLLM takes what a request leaves out from the model's generation_config.json."""
+
+    async def ask(url: str) -> None:
+        async with Endpoint(Address(url)) as server:
+            await server.answer([5, 6], ServerRequest(4, 0.7))
+
+    with odd_server.odd(lambda body: odd_server.vllm([5, 6])) as server:
+        asyncio.run(ask(server.url))
+    body = server.requested[-1]
+    assert body["repetition_penalty"] == 1 and body["presence_penalty"] == 0
+    assert body["top_k"] == 0 and body["min_p"] == 0 and body["temperature"] == 0.7
 
 
 # --- the test server: what 1,200 tokens name, and what they do not
