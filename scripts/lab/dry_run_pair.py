@@ -198,14 +198,15 @@ def turn(folder: Path, number: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All turns; the JSON is written after each."""
+    """So many turns more; the JSON is written after each, and goes on where it stopped."""
     given = dict(word.split("=", 1) for word in sys.argv[1:])
     out = Path(given.get("out", ROOT / "docs/results/dry-run-pair.json"))
-    turns: list[dict[str, Any]] = []
+    known = json.loads(out.read_text()) if out.is_file() else {}
+    turns: list[dict[str, Any]] = known["turns"] if known.get("keys") == KEYS else []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_chats(folder / "chats.jsonl")
-        for number in range(1, int(given.get("turns", 3)) + 1):
+        for number in range(len(turns) + 1, len(turns) + int(given.get("turns", 3)) + 1):
             turns.append(turn(folder, number) | {"load": os.getloadavg()})
             ratio = {k: statistics.median(one["ratio"][k] for one in turns) for k in CLOCKS}
             about = {"keys": KEYS, "ranks": RANKS, "rows": ROWS, "epochs": EPOCHS}
