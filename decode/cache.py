@@ -109,8 +109,8 @@ class TreeCache(Cache):
             )
             for (heads, size), n in counts.items()
         ]
-        self._read: list[tuple[Tensor, ...]] = []
-        self._write: list[tuple[Tensor, ...]] = []
+        # Per layer: keys and values [rows, Hkv, slots so far and of the pass under way, hd].
+        self.views: list[tuple[Tensor, Tensor] | None] = []
         super().__init__(layers=[_Layer(self, i) for i in range(len(shapes))])
 
     @property
@@ -126,9 +126,8 @@ class TreeCache(Cache):
         `offset`.
         """
         self.offset = offset
-        views = [b[:, start:stop, :, : offset + new] for b in self.buffers]
-        self._read = [v.unbind(0) for v in views]
-        self._write = [v[:, :, :, offset:].unbind(0) for v in views]
+        read = [b[:, start:stop, :, : offset + new].unbind(0) for b in self.buffers]
+        self.views = [p and (read[p[0][0]][p[0][1]], read[p[1][0]][p[1][1]]) for p in self._place]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -136,12 +135,11 @@ class TreeCache(Cache):
         """Write one layer's new K and V [rows, Hkv, new, hd]; return views of all up to them,
         no copy.
         """
-        place = self._place[layer_idx]
-        assert place is not None, f"layer {layer_idx} held no keys when the target was probed"
-        (g, k), (h, v) = place
-        self._write[g][k].copy_(key_states)
-        self._write[h][v].copy_(value_states)
-        return self._read[g][k], self._read[h][v]
+        found = self.views[layer_idx]
+        assert found is not None, f"layer {layer_idx} held no keys when the target was probed"
+        found[0][:, :, self.offset :].copy_(key_states)
+        found[1][:, :, self.offset :].copy_(value_states)
+        return found
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.offset

@@ -251,16 +251,7 @@ class DraftModel:
         return torch.cat(states)
 
     def _pass(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
-        kwargs: dict[str, Any] = {
-            "input_ids": tokens,
-            "attention_mask": mask,
-            "past_key_values": self._cache,
-            "use_cache": True,
-            "return_dict": True,
-        }
-        if self.draft.takes_positions:
-            kwargs["position_ids"] = positions
-        return self.draft.body(**kwargs).last_hidden_state  # type: ignore[no-any-return]
+        return self.draft.read(tokens, positions, mask, self._cache)
 
     @property
     def _cache(self) -> TreeCache:

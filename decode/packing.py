@@ -1,33 +1,54 @@
-"""A scorer whose linear layers are packed while it decodes (decode/models/packed.py) and are as
-they were loaded for everybody who takes its model: training, export, references.
+"""A scorer whose linear layers are packed while it decodes (decode/models/packed.py), whose layers
+then run as one function (decode/models/flat.py), and whose model is as it was loaded for everybody
+who takes it: training, export, references.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from outrider.decode import attention
 from outrider.decode.cache import TreeCache
-from outrider.decode.models import lean, packed
+from outrider.decode.masks import FULL
+from outrider.decode.models import packed
+from outrider.decode.models.flat import FlatPass, flat_pass
 from outrider.decode.probe import TOLERANCE, difference
 from outrider.decode.probed import Probe
 from outrider.decode.scorer import Scorer
+from outrider.decode.tree import DraftTree
+
+
+@dataclass
+class DecodingForm(packed.Packing):
+    """How a model is made to decode. flat: all layers as one function; exact: whether that gave
+    the modules' bits, None: not asked yet. ready: it was looked what can be done."""
+
+    flat: FlatPass | None = None
+    exact: bool | None = None
+    ready: bool = False
+
+    def undo(self) -> None:
+        """See Packing; modules run again."""
+        self.flat, self.ready = None, False
+        super().undo()
 
 
 class PackingScorer(Scorer):
     """packs_weights: whether its weights may be packed. sharded: its layers are spread over
-    processes, so they may not. packing: what is packed, one object of all copies."""
+    processes, so they may not. packing: what was done to it, one object of all copies."""
 
     packs_weights = True
     sharded = False
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         super().__init__(model, tokenizer)
-        self.packing = packed.Packing()
+        self.packing = DecodingForm()
         self._loaded_attention = model.config._attn_implementation
 
     @property
@@ -39,7 +60,6 @@ class PackingScorer(Scorer):
 
     def unpack_weights(self) -> None:
         """Bring the layers back as they were loaded."""
-        lean.lengthen(self.packing.short)
         self.packing.undo()
 
     @contextlib.contextmanager
@@ -63,39 +83,106 @@ class PackingScorer(Scorer):
         return len(self.packing.places)
 
     def pack_weights(self) -> None:
-        """Pack the linear layers for decoding, where that is wanted and this device has kernels
-        for it. Layers become one product where a pass has shown that they read one tensor, and
-        the model's own logits must stay what they are; else less is packed, or nothing. Then
-        Llama's layers run as one function each, where that changes no bit."""
+        """Make the model ready for decoding, where that is wanted. Linear layers are packed where
+        this device has kernels for it: they become one product where a pass has shown that they
+        read one tensor, and the model's own logits must stay what they are; else less is packed,
+        or nothing. Then all layers run as one function, where that changes no bit."""
         state = self.packing
-        if state.places or state.refused or not self.packs_weights or self.sharded:
-            return
-        if not packed.takes(self.dtype, self.device):
+        if state.ready or not self.packs_weights or self.sharded:
             return
         if any(weight.requires_grad for weight in self._model.parameters()):
             return
         try:
-            self._pack_checked(state)
+            if packed.takes(self.dtype, self.device) and not state.refused:
+                self._pack_checked(state)
+            self._flatten(state)
+            state.ready = True
         except BaseException:  # half done, or not looked at
             self.unpack_weights()
             raise
 
-    def _pack_checked(self, state: packed.Packing) -> None:
+    def _pack_checked(self, state: DecodingForm) -> None:
         _ = self.probe(), self.head  # both ask the model as it was loaded
         wanted = self._logits()
         places = packed.plain_linears(self._model)
         together = packed.seen_together(places, self._logits)
         for groups in (together, [[place] for place in places]):
             state.take(packed.pack(groups, self._model))
-            found = self._logits()
-            if difference(found, wanted) <= TOLERANCE[self.dtype]:
-                state.short = lean.shorten(self._model)
-                if not torch.equal(self._logits(), found):
-                    lean.lengthen(state.short)
-                    state.short = []
+            if difference(self._logits(), wanted) <= TOLERANCE[self.dtype]:
                 return
             state.undo()
         state.refused = True
+
+    def _flatten(self, state: DecodingForm) -> None:
+        """Take the flat pass where it gives the model's own bits, on CPUs alone: elsewhere nobody
+        has measured it."""
+        found = flat_pass(self._model)
+        if found is None or self.device.type != "cpu":
+            return
+        probe, used = self.probe(), self._model.config._attn_implementation
+        if probe.support != "tree" or used != attention.NAME or not self.head.exact:
+            return
+        if len(probe.reaches) > 1 or FULL not in probe.reaches.values():
+            return
+        if state.exact is None:
+            wanted = self._passes()
+            state.flat = found
+            state.exact = all(map(torch.equal, self._passes(), wanted))
+        state.flat = found if state.exact else None
+
+    def _passes(self) -> list[Tensor]:
+        """Logits and all hidden states of a prefill, a tree and a single token behind it."""
+        taps, few = range(self.num_layers + 1), min(5, self.context_length // 2)
+        ids = torch.arange(3, 3 + 2 * few, device=self.device).remainder(self.vocab_size)
+        tree = DraftTree.chain(ids[None, few + 1 :], torch.tensor([few - 1], device=self.device))
+        cache = super().new_cache(1, few, tree.width)
+        steps = [self.prefill(cache, [ids[:few]], taps)]
+        for draft in (tree, DraftTree.empty(1, self.device)):
+            steps.append(self.score(cache, ids[few : few + 1], draft, taps))
+        return [part for step in steps for part in (step.logits, step.feats) if part is not None]
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
+        """Last hidden states [B, T, D] of a pass over ids [B, T], whose place in the cache was
+        opened."""
+        if self._runs_flat:
+            return self._states(ids, positions, mask, cache, ())[0]
+        with self.rows_apart():
+            out = self.body(**self._inputs(ids, positions, mask, cache))
+        return out.last_hidden_state  # type: ignore[no-any-return]
+
+    def _forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Any,
+        cache: TreeCache,
+        taps: Sequence[int],
+        last: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See Scorer."""
+        if not self._runs_flat:
+            return super()._forward(ids, positions, mask, cache, taps, last)
+        self._wants_all(taps)  # which names a tap that is not there
+        hidden, seen = self._states(ids, positions, mask, cache, taps)
+        if last is not None:
+            hidden = hidden[torch.arange(len(ids), device=self.device), last][:, None]
+        return self.unembed(hidden), torch.stack(seen, 2) if taps else None
+
+    @property
+    def _runs_flat(self) -> bool:
+        """A trial of what the model can do (`assuming`) runs the modules."""
+        return self.packing.flat is not None and self.packs_weights
+
+    @torch.no_grad()
+    def _states(
+        self, ids: Tensor, positions: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        assert self.packing.flat is not None
+        cached = [pair for pair in cache.views if pair is not None]
+        slots = torch.arange(cache.offset, cache.offset + ids.shape[1], device=self.device)
+        with self.rows_apart():
+            return self.packing.flat(ids, positions, cached, slots, mask, taps)
 
     @torch.no_grad()
     def _logits(self) -> Tensor:

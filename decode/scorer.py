@@ -171,10 +171,11 @@ class Scorer:
         # Right padding needs no mask: a causal pass never looks right, and later passes hide
         # or overwrite these slots.
         counts = torch.tensor(lengths, device=self.device)
-        out, logits = self._forward(ids, self._places(width, counts), None, cache, taps, counts - 1)
+        places = self._places(width, counts)
+        logits, feats = self._forward(ids, places, None, cache, taps, counts - 1)
         cache.physical += lengths
         cache.pending = None
-        return self._step(cache, logits, self._taps(out, taps) if taps else None)
+        return self._step(cache, logits, feats)
 
     @torch.no_grad()
     def score(
@@ -222,9 +223,9 @@ class Scorer:
                 positions, torch.tensor(ends, device=self.device)[:, None] - 1
             )
         cache.open(0, len(cache.physical), offset, n)
-        out, logits = self._forward(ids, positions, mask, cache, taps, None)
+        logits, feats = self._forward(ids, positions, mask, cache, taps, None)
         cache.pending, cache.in_place = tree.width, False
-        return self._step(cache, logits, self._taps(out, taps) if taps else None)
+        return self._step(cache, logits, feats)
 
     def _score_chain(
         self, cache: TreeCache, ids: Tensor, tree: DraftTree, taps: Sequence[int]
@@ -239,13 +240,30 @@ class Scorer:
         for row, (end, count) in enumerate(zip(cache.physical, counts, strict=True)):
             cache.open(row, row + 1, end, count)
             positions = torch.arange(end, end + count, device=self.device)[None]
-            out, one = self._forward(ids[row : row + 1, :count], positions, None, cache, taps, None)
+            one, seen = self._forward(
+                ids[row : row + 1, :count], positions, None, cache, taps, None
+            )
             # Padding is not run: it could stand behind the last position.
             behind = ids.shape[1] - count
             logits.append(pad(one, (0, 0, 0, behind)))
-            feats += [pad(self._taps(out, taps), (0, 0, 0, 0, 0, behind))] if taps else []
+            feats += [] if seen is None else [pad(seen, (0, 0, 0, 0, 0, behind))]
         cache.pending, cache.in_place = tree.width, True
         return self._step(cache, torch.cat(logits), torch.cat(feats) if taps else None)
+
+    def _inputs(
+        self, ids: Tensor, positions: Tensor, mask: Any, cache: TreeCache
+    ) -> dict[str, Any]:
+        """What the model is called with."""
+        kwargs: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "past_key_values": cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        if self.takes_positions:
+            kwargs["position_ids"] = positions
+        return kwargs
 
     def _forward(
         self,
@@ -255,31 +273,19 @@ class Scorer:
         cache: TreeCache,
         taps: Sequence[int],
         last: Tensor | None,
-    ) -> tuple[Any, Tensor]:
-        """Output of the model and logits: of every token, or only at `last` [B] when given
-        ([B, 1, V]).
-        """
-        kwargs: dict[str, Any] = {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "past_key_values": cache,
-            "use_cache": True,
-            "output_hidden_states": self._wants_all(taps),
-            "return_dict": True,
-        }
-        if self.takes_positions:
-            kwargs["position_ids"] = positions
-        picked = torch.arange(ids.shape[0], device=self.device)
-        if self.head.exact and (last is not None or (taps and not kwargs["output_hidden_states"])):
-            with self.rows_apart():
-                out = self.body(**kwargs)
-            hidden = out.last_hidden_state
-            return out, self.unembed(hidden if last is None else hidden[picked, last][:, None])
-        if taps:
-            kwargs["output_hidden_states"] = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of every token [B, T, V], or only at `last` [B] when given ([B, 1, V]), and
+        hidden states [B, T, taps, D], None without taps."""
+        every = self._wants_all(taps)
+        short = self.head.exact and (last is not None or (bool(taps) and not every))
+        every |= bool(taps) and not short
+        inputs, run = self._inputs(ids, positions, mask, cache), self.body if short else self._model
         with self.rows_apart():
-            out = self._model(**kwargs)
-        return out, out.logits if last is None else out.logits[picked, last][:, None]
+            out = run(**inputs, output_hidden_states=every)
+        found = out.last_hidden_state if short else out.logits
+        if last is not None:
+            found = found[torch.arange(len(ids), device=self.device), last][:, None]
+        return self.unembed(found) if short else found, self._taps(out, taps) if taps else None
 
     def _places(self, width: int, lengths: Tensor) -> Tensor:
         """Positions [B, width] of right-padded rows. Padding stays on its row's side of the

@@ -41,7 +41,8 @@ class TargetConfig:
     # layers in fewer bits
     quantize: Annotated[str, one_of([NONE, *KINDS])] = NONE
     # auto: on a CPU, bfloat16 weights of plain linear layers lie in oneDNN's own order while
-    # decoding, the same numbers sooner; none: as they were loaded
+    # decoding, and layers of Llama and Qwen2 run as one function, the same numbers sooner; none:
+    # as they were loaded
     pack: Literal["auto", "none"] = "auto"
     # tiny: stock transformers architecture, such as llama, qwen2, gpt2, gemma2
     arch: str = "llama"

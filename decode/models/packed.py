@@ -65,12 +65,16 @@ class Product:
         found = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return cast(Tensor, found)
 
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """[.., I] -> [.., O] of each layer."""
+        return self(x).split(self.sizes, -1)
+
     def part(self, x: Tensor, number: int) -> Tensor:
         """[.., I] -> [.., O] of one of the layers."""
         if len(self.sizes) == 1:
             return self(x)
         if x is not self._input or number not in self._parts:
-            self._input, self._parts = x, dict(enumerate(self(x).split(self.sizes, -1)))
+            self._input, self._parts = x, dict(enumerate(self.split(x)))
         found = self._parts.pop(number)
         if not self._parts:
             self._input = None
@@ -117,13 +121,11 @@ class PackedLinear(nn.Module):
 @dataclass
 class Packing:
     """What was packed: (parent, name, original) of every layer, and the originals that stay.
-    extra: bytes that are there twice. refused: packed, the model computed something else.
-    short: layers that run as one function (decode.models.lean)."""
+    extra: bytes that are there twice. refused: packed, the model computed something else."""
 
     places: list[tuple[nn.Module, str, nn.Linear]] = field(default_factory=list)
     extra: int = 0
     refused: bool = False
-    short: list[nn.Module] = field(default_factory=list)
 
     def take(self, other: Packing) -> None:
         """Hold what `other` holds."""
@@ -138,7 +140,7 @@ class Packing:
                 if cast(Tensor | None, plain.weight) is None:
                     plain.weight = nn.Parameter(here.weight, requires_grad=False)
                 setattr(parent, name, plain)
-        self.places, self.short, self.extra = [], [], 0
+        self.places, self.extra = [], 0
 
 
 def plain_linears(model: nn.Module, kinds: tuple[type, ...] = (nn.Linear,)) -> list[Place]:

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from outrider.decode import packing
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
-from outrider.decode.models import lean, load, memory, packed
+from outrider.decode.models import load, memory, packed
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.memory import MemoryPlan
 from outrider.decode.probe import TOLERANCE, difference
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.decode.tree import DraftTree
 from outrider.heads import HEADS
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.names import DraftSpec
@@ -94,10 +94,10 @@ def test_what_changes_its_input_between_two_layers_is_not_joined() -> None:
     places = packed.plain_linears(model)
     groups = packed.seen_together(places, lambda: model(x.clone()))
     assert sorted(len(group) for group in groups) == [1, 2]
-    packing = packed.pack(groups, model)
+    found = packed.pack(groups, model)
     assert torch.allclose(model(x.clone()), wanted, atol=0.05)
     assert model.a(x[:0]).shape == (0, 8)
-    packing.undo()
+    found.undo()
     assert torch.equal(model(x.clone()), wanted)
 
 
@@ -130,7 +130,7 @@ def test_stopped_midway_nothing_is_packed(where: str, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(packed.PackedLinear, "__init__", stopped)
     else:
-        monkeypatch.setattr(lean, "shorten", lambda model: 1 / 0)
+        monkeypatch.setattr(packing, "flat_pass", lambda model: 1 / 0)
     with pytest.raises((MemoryError, ZeroDivisionError)):
         target.pack_weights()
     assert target.packed_layers == 0
@@ -219,42 +219,6 @@ def test_decoding_packs_and_features_do_not() -> None:
 def test_the_key_is_checked() -> None:
     assert TargetConfig(kind="tiny", pack="none").validate() == []
     assert not load_target(TargetConfig(kind="tiny", pack="none"), "bfloat16").packs_weights
-
-
-@kernels
-def test_short_layers_give_every_bit_and_go_again() -> None:
-    target = Target(build("llama", dtype=BF16))
-    prompts = [torch.arange(3, 14), torch.arange(5, 9)]
-    tree = DraftTree.chain(torch.tensor([[4, 9, 7], [8, 8, 3]]), torch.tensor([3, 2]))
-    found = []
-    for short in (True, False):
-        target.pack_weights()
-        assert len(target.packing.short) == 2
-        if not short:
-            lean.lengthen(target.packing.short)
-        cache = target.new_cache(2, 40, 3)
-        first = target.prefill(cache, prompts, (0, 1, 2))
-        step = target.score(cache, torch.tensor([6, 2]), tree, (1, 2))
-        assert first.feats is not None and step.feats is not None
-        found.append((first.logits, first.feats, step.logits, step.feats))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    model = target.model
-    assert not any("forward" in vars(part) for part in model.modules())
-    assert target.packing.short == []
-    target.pack_weights()  # transformers has hung its own hooks on the layers meanwhile
-    assert len(target.packing.short) == 2
-
-
-@kernels
-def test_layers_that_somebody_watches_are_not_shortened() -> None:
-    target = Target(build("llama", dtype=BF16))
-    target.model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
-    target.pack_weights()
-    assert len(target.packing.short) == 1
-    for arch in ("qwen3", "gemma2"):
-        other = Target(build(arch, dtype=BF16))
-        other.pack_weights()
-        assert other.packed_layers and not other.packing.short
 
 
 @kernels

@@ -1,0 +1,224 @@
+"""All layers of a Llama as one function of tensors: the same operations on the same numbers as
+transformers' modules, without the calls in between.
+
+For a single token most of the time beside the matrix products goes into Python: some 5,000 calls
+a pass of 30 layers. Here no module is called between the embeddings and the final norm, queries
+and keys are rotated together, layers that read one tensor are one product where they are packed,
+and norms are one call. Only models of transformers' own Llama and Qwen2 classes whose parts are
+stock are run so; whether every bit stays what it was is asked of the model itself
+(decode/packing.py).
+
+Shape letters: B rows, T new tokens, S slots attended, D width, H query heads, Hkv key/value
+heads, hd head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+from transformers.activations import SiLUActivation
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.utils import output_capturing
+
+from outrider.decode.attention import tree_attention
+from outrider.decode.models.packed import PackedLinear, Product
+
+
+@dataclass(frozen=True)
+class Family:
+    """The classes of a model whose layers compute what `FlatPass` does."""
+
+    model: type
+    body: type
+    layer: type
+    attention: type
+    mlp: type
+    norm: type
+
+
+FAMILIES = (
+    Family(
+        llama.LlamaForCausalLM,
+        llama.LlamaModel,
+        llama.LlamaDecoderLayer,
+        llama.LlamaAttention,
+        llama.LlamaMLP,
+        llama.LlamaRMSNorm,
+    ),
+    Family(
+        qwen2.Qwen2ForCausalLM,
+        qwen2.Qwen2Model,
+        qwen2.Qwen2DecoderLayer,
+        qwen2.Qwen2Attention,
+        qwen2.Qwen2MLP,
+        qwen2.Qwen2RMSNorm,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Linear layers of one input that are not packed, called as a Product is. layers: weight and
+    bias of each."""
+
+    layers: list[tuple[Tensor, Tensor | None]]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[.., I] -> [.., sum of O]."""
+        return torch.cat(self.split(x), -1) if len(self.layers) > 1 else self.split(x)[0]
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """[.., I] -> [.., O] of each."""
+        return [linear(x, weight, bias) for weight, bias in self.layers]
+
+
+Group = Product | Apart
+
+
+@dataclass(frozen=True)
+class FlatLayer:
+    """before, between: weights [D] of the norms. up: gate and up."""
+
+    attn: nn.Module
+    before: Tensor
+    qkv: Group
+    out: Group
+    between: Tensor
+    up: Group
+    down: Group
+
+
+@dataclass(frozen=True)
+class FlatPass:
+    """The layers with the final norm. embed, rotary: the model's own modules, which are called
+    once a pass. heads: H, Hkv, hd."""
+
+    layers: tuple[FlatLayer, ...]
+    norm: Tensor
+    eps: float
+    scale: float
+    heads: tuple[int, int, int]
+    embed: nn.Module
+    rotary: nn.Module
+
+    def __call__(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cached: Sequence[tuple[Tensor, Tensor]],
+        slots: Tensor,
+        mask: Tensor | None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states [B, T, D] behind the final norm of tokens ids [B, T] int64 at positions
+        [B or 1, T], and those of `taps` (see decode/scorer.py).
+
+        cached: keys and values [B, Hkv, S, hd] of every layer, into which those of the new tokens
+        are written at slots [T] int64. mask: additive, as tree_attention takes it.
+        """
+        x = self.embed(ids)
+        cos, sin = self.rotary(x, position_ids=positions)
+        return self.stack(x, cos, sin, cached, slots, mask, taps)
+
+    def stack(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cached: Sequence[tuple[Tensor, Tensor]],
+        slots: Tensor,
+        mask: Tensor | None,
+        taps: Sequence[int],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """As __call__, of embeddings x [B, T, D] and rotations cos, sin [B or 1, T, hd]; reads no
+        value of a tensor on the host."""
+        rows, new = x.shape[:2]
+        query_heads, kv_heads, size = self.heads
+        half, turns = size // 2, query_heads + kv_heads
+        wide = [turns * size, kv_heads * size]
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)  # the sign of a rotated half
+        seen = {}
+        for number, (layer, (keys, values)) in enumerate(zip(self.layers, cached, strict=True)):
+            if number in taps:
+                seen[number] = x
+            both, value = layer.qkv(self._norm(x, layer.before)).split(wide, -1)
+            both = both.view(rows, new, turns, size).transpose(1, 2)
+            turned = torch.cat((both[..., half:], both[..., :half]), -1)
+            both = (both * cos).add_(turned.mul_(sin))
+            keys.index_copy_(2, slots, both[:, query_heads:])
+            values.index_copy_(2, slots, value.view(rows, new, kv_heads, size).transpose(1, 2))
+            query = both[:, :query_heads]
+            mixed = tree_attention(layer.attn, query, keys, values, mask, scaling=self.scale)[0]
+            x = layer.out(mixed.view(rows, new, query_heads * size)).add_(x)
+            gate, more = layer.up.split(self._norm(x, layer.between))
+            x = layer.down(silu(gate).mul_(more)).add_(x)
+        x = seen[len(self.layers)] = self._norm(x, self.norm)
+        return x, [seen[tap] for tap in taps]
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As LlamaRMSNorm: without a weight torch rounds once, as that does before it scales."""
+        return torch.rms_norm(x, weight.shape, None, self.eps).mul_(weight)
+
+
+def flat_pass(model: Any) -> FlatPass | None:
+    """The flat pass of `model`, None for another kind of model or one that somebody watches."""
+    family = next((one for one in FAMILIES if type(model) is one.model), None)
+    if family is None or type(model.model) is not family.body or not _plain(model):
+        return None
+    body: Any = model.model
+    if (type(body.embed_tokens), type(body.norm)) != (nn.Embedding, family.norm):
+        return None
+    layers = [_layer(layer, family) for layer in body.layers]
+    found = tuple(layer for layer in layers if layer is not None)
+    norms: list[Any] = [part for part in body.modules() if type(part) is family.norm]
+    eps = body.norm.variance_epsilon
+    if len(found) < len(layers) or any(norm.variance_epsilon != eps for norm in norms):
+        return None
+    attn = body.layers[0].self_attn
+    heads = attn.config.num_attention_heads, attn.config.num_key_value_heads, attn.head_dim
+    embed, rotary = body.embed_tokens, body.rotary_emb
+    return FlatPass(found, body.norm.weight, eps, attn.scaling, heads, embed, rotary)
+
+
+def _layer(layer: Any, family: Family) -> FlatLayer | None:
+    attn, mlp = layer.self_attn, layer.mlp
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    kinds = type(layer), type(attn), type(mlp), type(mlp.act_fn), *map(type, norms)
+    stock = family.layer, family.attention, family.mlp, SiLUActivation, family.norm, family.norm
+    if kinds != stock or getattr(attn, "sliding_window", None) is not None:
+        return None
+    qkv, out = _group(attn.q_proj, attn.k_proj, attn.v_proj), _group(attn.o_proj)
+    up, down = _group(mlp.gate_proj, mlp.up_proj), _group(mlp.down_proj)
+    if qkv is None or out is None or up is None or down is None:
+        return None
+    return FlatLayer(attn, norms[0].weight, qkv, out, norms[1].weight, up, down)
+
+
+def _group(*layers: Any) -> Group | None:
+    """These layers, which read one tensor; None where one is of another class, or is packed with
+    others."""
+    if all(type(layer) is PackedLinear for layer in layers):
+        product: Product = layers[0].product
+        whole = [(product, number) for number in range(len(product.sizes))]
+        return product if [(layer.product, layer.number) for layer in layers] == whole else None
+    if not all(type(layer) is nn.Linear for layer in layers):
+        return None
+    return Apart([(layer.weight, layer.bias) for layer in layers])
+
+
+def _plain(model: nn.Module) -> bool:
+    """Whether nothing hangs on the parts of `model`: a hook would not be called. transformers'
+    own, which only collect what is asked for, may hang there: they are not asked."""
+    for part in model.modules():
+        hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+        strange = [hook for hook in hooks if hook.__module__ != output_capturing.__name__]
+        if strange or "forward" in vars(part):
+            return False
+    return True
