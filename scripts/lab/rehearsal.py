@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,11 @@ def main(cfg: RehearsalConfig) -> int:
     with files.sole_folder(work):
         with hub(work / "hub") as server:
             walk = Walk(work, given.exit_codes, python, cfg.threads, environment(work, server.url))
-            rows = walk.through(lines)
+            origin = files.origin()
+            rows = walk.through(
+                lines, lambda rows: files.write_json(Path(cfg.out), origin | report(lines, rows))
+            )
         check_read_back(rows)
-        files.write_json(Path(cfg.out), report(lines, rows))
     seconds = sum(row["seconds"] for row in rows)
     print(f"rehearsal: {len(rows)} commands in {seconds / 60:.1f} minutes; {cfg.out}")
     return 0
@@ -107,8 +109,11 @@ class Walk:
         self.up = contextlib.ExitStack()
         self.url = ""  # where it listens; "" while it does not run
 
-    def through(self, lines: list[Line]) -> list[dict[str, Any]]:
-        """What became of every command that is run. Raises UserError for one that failed."""
+    def through(
+        self, lines: list[Line], on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None
+    ) -> list[dict[str, Any]]:
+        """What became of every command that is run. on_rows: sees those that are done, after each.
+        Raises UserError for one that failed."""
         rows, before = list[dict[str, Any]](), ""
         with self.up:
             for line in lines:
@@ -121,6 +126,7 @@ class Walk:
                     continue
                 memo = Memo(self.work / "steps" / f"{len(rows):02}-{line.number}", {"to": before})
                 rows.append(memo.once("done", lambda line=line: self._done(line)))  # type: ignore[misc]
+                on_rows(rows)
         return rows
 
     def _done(self, line: Line) -> dict[str, Any]:
@@ -200,12 +206,12 @@ def environment(work: Path, hub_url: str) -> dict[str, str]:
 
 
 def report(lines: list[Line], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """OUT."""
+    """OUT but for its origin. complete: whether every command is through."""
     left_out = [{"written": x.written, "why": x.why} for x in lines if x.kind == "left out"]
     engines = {row["engine"] for row in rows}
     return {
         "format": 1,
-        **files.origin(),
+        "complete": len(rows) == sum(line.kind == "run" for line in lines),
         "page": {"path": str(PAGE.relative_to(files.ROOT)), "sha256": files.sha256(PAGE)},
         "engine": {"xllamacpp": next((v for v in sorted(engines) if v), "")},
         "seconds": round(sum(row["seconds"] for row in rows), 1),

@@ -156,11 +156,13 @@ def walk(folder: Path) -> rehearsal.Walk:
 
 def test_what_is_done_is_not_done_again_and_a_failure_is_named(tmp_path: Path) -> None:
     lines = commands(tmp_path, 3)
+    seen: list[int] = []
     wrong = Line("A1", "t", "wrong", "run", ("python", "-c", "raise SystemExit(4)"))
     with pytest.raises(
         UserError, match=r"A1: `python -c raise SystemExit\(4\)` ended with exit code 4"
     ):
-        walk(tmp_path).through([lines[0], wrong])
+        walk(tmp_path).through([lines[0], wrong], lambda rows: seen.append(len(rows)))
+    assert seen == [1]  # so far it is through
     rows = walk(tmp_path).through(lines)
     assert (tmp_path / "did").read_text() == "012" and [row["exit_code"] for row in rows] == [0] * 3
     assert walk(tmp_path).through(lines) == rows and (tmp_path / "did").read_text() == "012"

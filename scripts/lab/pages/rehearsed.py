@@ -32,6 +32,7 @@ def table(results: Path) -> str:
     title = f"{run['target']} on {run['gpus']} x {run['gpu']}, predicted"
     shown = Table(("step", title, "the rehearsal, measured"), rows, words=(1,)).markdown()
     env = rehearsed["environment"]
+    so_far = "" if rehearsed["complete"] else ", and the rehearsal was not through"
     where = f"{env['processor']}, {env['cpus']} processors, llama.cpp {_engine(rehearsed)}"
     return "\n".join(
         [
@@ -39,7 +40,7 @@ def table(results: Path) -> str:
             "",
             f"Predicted: {run['total']['hours']:.1f} hours in all, by [{PAPER}](#a1-on-paper), "
             "which says what it assumes; where the column is empty nothing was predicted. "
-            f"Measured: {rehearsed['seconds'] / 60:.1f} minutes in all ({where}, commit "
+            f"Measured: {rehearsed['seconds'] / 60:.1f} minutes in all{so_far} ({where}, commit "
             f"`{env['commit']}`, [JSON](results/rehearsal.json)).",
         ]
     )
