@@ -30,7 +30,7 @@ def table(results: Path) -> str:
         if step.number != BEGIN
     ]
     title = f"{run['target']} on {run['gpus']} x {run['gpu']}, predicted"
-    shown = Table(("step", title, "the rehearsal, measured"), rows, words=(1,)).markdown()
+    shown = Table(("step", title, "the rehearsal, measured"), rows, words=(0, 1)).markdown()
     env = rehearsed["environment"]
     so_far = "" if rehearsed["complete"] else ", and the rehearsal was not through"
     where = f"{env['processor']}, {env['cpus']} processors, llama.cpp {_engine(rehearsed)}"
@@ -41,7 +41,8 @@ def table(results: Path) -> str:
             f"Predicted: {run['total']['hours']:.1f} hours in all, by [{PAPER}](#a1-on-paper), "
             "which says what it assumes; where the column is empty nothing was predicted. "
             f"Measured: {rehearsed['seconds'] / 60:.1f} minutes in all{so_far} ({where}, commit "
-            f"`{env['commit']}`, [JSON](results/rehearsal.json)).",
+            f"`{env['commit']}`, [JSON](results/rehearsal.json)); of a command that was stopped "
+            "on the way, the last try alone.",
         ]
     )
 
