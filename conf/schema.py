@@ -307,10 +307,11 @@ def _readable(error: Exception, conf_dir: Path) -> str:
         r"Could not override '([^']+)'\.?\s*(?:\n|.)*No match in the defaults list", text
     )
     if no_match:
-        return (
-            f"{no_match[1]}: this command has no such group; "
-            f"{nearest(no_match[1], _groups(conf_dir))}"
+        others = [group for group in _groups(conf_dir) if group != no_match[1]]
+        way = (
+            "leave it out" if len(others) < len(_groups(conf_dir)) else nearest(no_match[1], others)
         )
+        return f"{no_match[1]}: this command has no such group; {way}"
     missing = re.search(
         r"(?:Could not find|Could not load|Cannot find primary config) '([^']+)'", text
     )

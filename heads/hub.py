@@ -201,7 +201,8 @@ def _no_head(known: HubName) -> NoReturn:
     if pickles := sorted(path for path in held if path.endswith(PICKLES)):
         raise UserError(
             f"{known}: holds its weights as a pickle alone ({pickles[0]}), which is not fetched; "
-            "ask its owner for safetensors"
+            f"ask its owner for safetensors, or hf download {known.repository} --local-dir FOLDER "
+            "and outrider import from=FOLDER, which opens it as weights and nothing else"
         )
     raise UserError(f"{known}: holds no head ({HEAD}/{CARD}); give another repository")
 

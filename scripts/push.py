@@ -55,7 +55,9 @@ FOR_VLLM = ("vllm", "deepspec", "transformers")  # of format=auto, the first tha
 @resumable()
 def main(cfg: PushConfig) -> int:
     """Look, gather, check, upload."""
-    remote = None
+    remote, run = None, Path(cfg.run).expanduser()
+    if not (run.is_dir() and exported(run)):
+        head_of(cfg.run)  # what is not there is said before the hub is asked
     if not cfg.out:
         upload.allowed(cfg.repository)
         remote = upload.look(cfg.repository, cfg.revision)
