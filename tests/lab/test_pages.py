@@ -10,6 +10,7 @@ import pytest
 
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.lab.pages import cluster, lossless_page, readme, reliability
+from outrider.scripts.lab.rl import gate_page
 from outrider.scripts.reports.block import Block
 
 WRITTEN: dict[Block, Callable[[], str]] = {
@@ -19,6 +20,7 @@ WRITTEN: dict[Block, Callable[[], str]] = {
         json.loads(lossless_page.RESULTS.read_text())
     ),
     cluster.BLOCK: lambda: cluster.page(json.loads(cluster.RESULT.read_text())),
+    gate_page.BLOCK: lambda: gate_page.render(json.loads(gate_page.RESULTS.read_text())),
 }
 
 
