@@ -81,7 +81,7 @@ def test_every_norm_of_published_heads_reads_the_same(
 def test_a_window_does_not_choose_how_much_an_engine_drafts(target, tmp_path: Path) -> None:
     head = random_head(target, "eagle3", sliding_window=40, steps=6, depth=4)
     about = About("vllm", head, {}, Facts.of(target, ""), None, tmp_path, {})
-    assert about.depth == 4 and head.deepest == 39
+    assert about.depth == 6 and head.deepest == 39
 
 
 @pytest.mark.parametrize("format", ["vllm", "speculators"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -273,11 +272,8 @@ class FakeTarget:
         return torch.empty(*ids.shape, len(taps), 4096, dtype=self.dtype, device=self.device)
 
     @property
-    def model(self) -> Any:
-        return self
-
-    def get_input_embeddings(self) -> Any:
-        return SimpleNamespace(weight=self.lm_head_weight)
+    def embedding_weight(self) -> Tensor:
+        return self.lm_head_weight
 
 
 def batch_of(rows: int, length: int, supervised: float) -> Batch:

@@ -89,7 +89,8 @@ def check(words: list[str]) -> None:
     module = importlib.import_module(name)
     main = module.main
     if script == "scripts/certify.py" and any(key.startswith("url=") for key in overrides):
-        main = module.server
+        main = module.quickly if "quick=true" in overrides else module.server
+        overrides = [key for key in overrides if key != "quick=true"]
     compose(main.config_name, main.schema, overrides)
 
 

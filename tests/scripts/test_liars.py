@@ -74,7 +74,9 @@ def test_a_server_that_answers_every_fifth_repeated_prompt_from_a_cache_is_rejec
 ) -> None:
     found = liars.judged(liars.answers(1, tokens // liars.LIMIT, cached=5))
     assert found.p() < ALPHA and worst(found.tests()).stratum == "answers to one prompt"
-    others = [t for t in found.tests() if t.stratum != "answers to one prompt"]
+    # the learner on pairs sees a text that comes again, too: pairs that follow one another for sure
+    copies = {"answers to one prompt", "learned direction, pairs of tokens"}
+    others = [t for t in found.tests() if copies.isdisjoint((t.stratum, t.name))]
     assert uniformity.overall(others) > ALPHA
 
 

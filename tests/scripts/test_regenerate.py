@@ -324,7 +324,9 @@ def test_rows_are_on_disk_before_the_record_says_so(
 
 
 def test_other_questions_or_another_tokenizer_are_other_settings(tmp_path: Path) -> None:
-    cfg = SynthesizeConfig(out="x", prompts="y", backend="openai")
+    own = tmp_path / "own.jsonl"
+    own.write_text("{}\n")
+    cfg = SynthesizeConfig(out="x", prompts=str(own), backend="openai")
     found = []
     for numbers, vocab in (([1, 2], 260), ([1, 3], 260), ([1, 2], 270)):
         write(tmp_path, [*numbers])

@@ -63,6 +63,8 @@ def shrunk(given: dict[str, Any]) -> dict[str, Any]:
     """A config of the same keys with small numbers."""
     small = {k: TINY.get(k, v) if v is not None else v for k, v in given.items()}
     small |= {k: TINY[k] for k in ALWAYS}
+    if "layer_types" in given:
+        small["layer_types"] = given["layer_types"][: small["num_hidden_layers"]]
     if "text_config" in given:
         small |= {"text_config": shrunk(given["text_config"]), "vision_config": dict(VISION)}
         small["vision_config"]["model_type"] = given["vision_config"]["model_type"]

@@ -46,7 +46,7 @@ TOKENS, ALPHA = 20_000, 1e-4
 
 
 @dataclass
-class Row:
+class RequestState:
     """What is known of a request before a verification. rejections: in a row, up to now; before:
     the distribution of its last verification; moved: its batch has changed; number: its id."""
 
@@ -58,8 +58,8 @@ class Row:
     before: Tensor | None = None
 
 
-Where = Callable[[Row], bool]
-Wrong = Callable[[Row, Tensor, Tensor], Tensor]  # of p [V] and the next row's p [V]
+Where = Callable[[RequestState], bool]
+Wrong = Callable[[RequestState, Tensor, Tensor], Tensor]  # of p [V] and the next row's p [V]
 
 
 @dataclass
@@ -72,7 +72,7 @@ class PlacedRule:
     wrong: Wrong
     root: bool = True
     total: float | None = 0.2
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, RequestState] = field(default_factory=dict)
     batch: list[int] = field(default_factory=list)
     moved: float = 0.0
     unit: float = 0.0
@@ -88,7 +88,7 @@ class PlacedRule:
         path, length, bonus = found.path.clone(), found.length.clone(), found.bonus.clone()
         coin = np.random.default_rng([numbers[0], self.tokens])
         for b, number in enumerate(numbers):
-            row = self.rows.setdefault(number, Row(number))
+            row = self.rows.setdefault(number, RequestState(number))
             row.moved, size = changed, int(tree.size[b])
             p = roots[b]
             if not self.root:
@@ -105,7 +105,7 @@ class PlacedRule:
             self.tokens += int(length[b]) + 1
         return Verdict(path, length, bonus)
 
-    def drawn(self, row: Row, p: Tensor, other: Tensor, coin: np.random.Generator) -> bool:
+    def drawn(self, row: RequestState, p: Tensor, other: Tensor, coin: np.random.Generator) -> bool:
         """Whether the token is drawn anew; then `token` is it."""
         r = self.wrong(row, p, other)
         apart = float((r - p).abs().sum()) / 2
@@ -118,22 +118,22 @@ class PlacedRule:
         return bool(coin.random() < share)
 
 
-def best(row: Row, p: Tensor, other: Tensor) -> Tensor:
+def best(row: RequestState, p: Tensor, other: Tensor) -> Tensor:
     """All on the best token."""
     return torch.nn.functional.one_hot(p.argmax(), len(p)).double()
 
 
-def cooled(row: Row, p: Tensor, other: Tensor) -> Tensor:
+def cooled(row: RequestState, p: Tensor, other: Tensor) -> Tensor:
     """Half the temperature."""
     return p**2 / (p**2).sum()
 
 
-def of_other(row: Row, p: Tensor, other: Tensor) -> Tensor:
+def of_other(row: RequestState, p: Tensor, other: Tensor) -> Tensor:
     """The next row's distribution."""
     return other
 
 
-def stale(row: Row, p: Tensor, other: Tensor) -> Tensor:
+def stale(row: RequestState, p: Tensor, other: Tensor) -> Tensor:
     """The distribution that the row was verified against a cycle before."""
     return p if row.before is None else row.before
 
@@ -141,7 +141,7 @@ def stale(row: Row, p: Tensor, other: Tensor) -> Tensor:
 def watermark(delta: float) -> Wrong:
     """`delta` more on the logits of half of all ids, by a hash of the token before the draft."""
 
-    def wrong(row: Row, p: Tensor, other: Tensor) -> Tensor:
+    def wrong(row: RequestState, p: Tensor, other: Tensor) -> Tensor:
         green = torch.from_numpy((hashed(len(p), 99 + 7919 * row.last) >> np.uint64(9)) % 2 == 1)
         r = p * torch.where(green, np.exp(delta), 1.0)
         return r / r.sum()
@@ -149,7 +149,7 @@ def watermark(delta: float) -> Wrong:
     return wrong
 
 
-def always(row: Row) -> bool:
+def always(row: RequestState) -> bool:
     return True
 
 
