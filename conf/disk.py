@@ -45,3 +45,12 @@ def write_text(path: Path, text: str) -> None:
     """Replace `path` with `text` in UTF-8, see `whole`."""
     with whole(path) as stage:
         stage.write_text(text, encoding="utf-8", newline="")
+
+
+def size(count: float) -> str:
+    """Bytes for people: 12.3 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.1f} {unit}".replace(".0 ", " ")
+        count /= 1000
+    return f"{count:,.1f} TB"

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from outrider.conf.disk import size
 from outrider.conf.errors import UserError, first_line
 from outrider.heads.names import HUB, OPTIONS, parse
 
@@ -95,13 +96,7 @@ def served(name: str) -> Path:
     known = HubName.read(name)
     place = _snapshot(known, SERVED)
     if not any(place.glob("*.safetensors")):
-        held = _listed(known)
-        pickles = sorted(path for path in held if path.endswith(PICKLES))
-        if pickles:
-            raise UserError(
-                f"{name}: holds its weights as a pickle alone ({pickles[0]}), which is not "
-                "fetched; ask its owner for safetensors"
-            )
+        _refuse_pickles(known, _listed(known))
         raise UserError(f"{name}: holds no weights as safetensors; give another repository")
     return place
 
@@ -198,13 +193,18 @@ def _no_head(known: HubName) -> NoReturn:
             f"outrider import from={known} out=runs/imported, or, if it is an ordinary model, name "
             f"it {known.repository}"
         )
+    _refuse_pickles(known, held)
+    raise UserError(f"{known}: holds no head ({HEAD}/{CARD}); give another repository")
+
+
+def _refuse_pickles(known: HubName, held: Sequence[str]) -> None:
+    """Raises UserError where weights lie there as a pickle. held: the repository's files."""
     if pickles := sorted(path for path in held if path.endswith(PICKLES)):
         raise UserError(
             f"{known}: holds its weights as a pickle alone ({pickles[0]}), which is not fetched; "
             f"ask its owner for safetensors, or hf download {known.repository} --local-dir FOLDER "
             "and outrider import from=FOLDER, which opens it as weights and nothing else"
         )
-    raise UserError(f"{known}: holds no head ({HEAD}/{CARD}); give another repository")
 
 
 def _listed(known: HubName) -> list[str]:
@@ -283,12 +283,3 @@ def reason(error: BaseException, known: HubName) -> str:
         f"cannot be reached ({type(cause).__name__}: {first_line(cause)}); check the network and "
         "HF_ENDPOINT, then try again"
     )
-
-
-def size(count: float) -> str:
-    """Bytes for people: 12.3 MB."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.1f} {unit}".replace(".0 ", " ")
-        count /= 1000
-    return f"{count:,.1f} GB"

@@ -29,11 +29,12 @@ from typing import Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from outrider.conf.disk import size
 from outrider.conf.errors import UserError, resumable
 from outrider.conf.schema import entry
 from outrider.decode.models import smollm2
 from outrider.decode.models.load import load_target
-from outrider.heads import find_head, hub, load_head, save_head
+from outrider.heads import find_head, load_head, save_head
 from outrider.heads.checkpoint import read_card, staged
 from outrider.heads.interop import engines, exported
 from outrider.heads.interop.served import formats
@@ -55,20 +56,18 @@ FOR_VLLM = ("vllm", "deepspec", "transformers")  # of format=auto, the first tha
 @resumable()
 def main(cfg: PushConfig) -> int:
     """Look, gather, check, upload."""
-    remote, run = None, Path(cfg.run).expanduser()
-    if not (run.is_dir() and exported(run)):
-        head_of(cfg.run)  # what is not there is said before the hub is asked
+    remote, source = None, source_of(cfg)  # what is not there is said before the hub is asked
     if not cfg.out:
         upload.allowed(cfg.repository)
         remote = upload.look(cfg.repository, cfg.revision)
         upload.check(remote, cfg.private, cfg.overwrite)
     with ExitStack() as stack:
-        form, about = gathered(cfg, stack)
+        form, about = gathered(cfg, source, stack)
         form.finish(page(form, about))
         if remote is None:
             written(cfg, form)
             return 0
-        print(f"{cfg.repository}: {hub.size(form.bytes)} to push: {', '.join(sorted(form.files))}")
+        print(f"{cfg.repository}: {size(form.bytes)} to push: {', '.join(sorted(form.files))}")
         sys.stdout.flush()
         what = f"{form.kind} head for {about.base_model or form.target.get('name')}"
         commit = upload.push(remote, form, cfg.private, f"Push a {what}")
@@ -84,15 +83,20 @@ def written(cfg: PushConfig, form: Form) -> None:
     out."""
     with staged(export.free_place(Path(cfg.out).expanduser(), cfg.overwrite)) as stage:
         form.write(stage)
-    print(f"{cfg.out}: {hub.size(form.bytes)} in {len(form.files)} files; nothing was pushed")
+    print(f"{cfg.out}: {size(form.bytes)} in {len(form.files)} files; nothing was pushed")
 
 
-def gathered(cfg: PushConfig, stack: ExitStack) -> tuple[Form, Published]:
-    """Everything that goes up but for its card, and what its owner says of it. stack: holds
-    what is needed until it is up. Raises UserError for what cannot be published."""
-    run, form = Path(cfg.run).expanduser(), Form()
-    given = exported(run) if run.is_dir() else None
-    source = run if given else head_of(cfg.run)
+def source_of(cfg: PushConfig) -> Path:
+    """The exported folder or the head folder that cfg.run names. Raises UserError for neither."""
+    run = Path(cfg.run).expanduser()
+    return run if run.is_dir() and exported(run) else head_of(cfg.run)
+
+
+def gathered(cfg: PushConfig, source: Path, stack: ExitStack) -> tuple[Form, Published]:
+    """Everything that goes up but for its card, and what its owner says of it. source: see
+    source_of. stack: holds what is needed until it is up. Raises UserError for what cannot be
+    published."""
+    run, form, given = Path(cfg.run).expanduser(), Form(), exported(source)
     card = {} if given else read_card(source)
     known = (given or card).get("target") or {}
     base = cfg.base_model or named_on_hub(known)
@@ -231,8 +235,8 @@ def named_in_lines(cfg: PushConfig, folder: Path, base: str) -> dict[str, str]:
     place = here if made.get("engine_format") == "gguf" else cfg.repository
     own = (str(made.get("folder", "")), str(folder), str(folder.resolve()))
     target = str((made.get("target") or {}).get("path", ""))
-    asked = {f"{word} TARGET ": f"{word} {base} " for word in ("serve", "--model-path") if base}
-    return {**dict.fromkeys(own, place), target: base or "TARGET", **asked}
+    served = {f"{word} TARGET ": f"{word} {base} " for word in ("serve", "--model-path") if base}
+    return {**dict.fromkeys(own, place), target: base or "TARGET", **served}
 
 
 def command(argv: Sequence[str] | None = None) -> None:

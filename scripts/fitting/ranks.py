@@ -43,7 +43,10 @@ def train(run: TrainConfig, cfg: FitConfig) -> None:
     from outrider.train.loop import fit
 
     try:
-        launched(run, cfg) if cfg.accelerate else fit(run)
+        if cfg.accelerate:
+            launched(run, cfg)
+        else:
+            fit(run)
     except UserError as error:
         raise UserError(in_words(str(error), cfg)) from error
 
@@ -85,8 +88,8 @@ def launched(run: TrainConfig, cfg: FitConfig) -> None:
     """Train in the processes of cfg.accelerate. Raises UserError, CheckFailed or Interrupted as the
     first of them that came to its end by one."""
     plan = Path(run.out_dir).with_name(f"{Path(run.out_dir).name}.plan.json")
-    told = plan.with_suffix(".told.json")
-    told.unlink(missing_ok=True)
+    ending = plan.with_suffix(".ending.json")
+    ending.unlink(missing_ok=True)
     files.write_json(plan, {"parent": os.getpid(), "run": asdict(run)})
     argv = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     argv += ["--config_file", str(files.here(Path(cfg.accelerate)))]
@@ -106,11 +109,11 @@ def launched(run: TrainConfig, cfg: FitConfig) -> None:
     ):
         assert child.stderr is not None
         for line in child.stderr:
-            if not told.exists():  # else the launcher tells at length what a line will say
+            if not ending.exists():  # else the launcher tells at length what a line will say
                 print(line, end="", file=sys.stderr, flush=True)
         code = child.wait()
-    end = json.loads(told.read_text()) if told.exists() else None
-    for path in (plan, told):
+    end = json.loads(ending.read_text()) if ending.exists() else None
+    for path in (plan, ending):
         path.unlink(missing_ok=True)
     if end is not None and end["kind"] == "Interrupted":
         raise Interrupted(end["text"], end["code"])
@@ -159,10 +162,10 @@ def main(path: Path) -> int:
         fit(run)
     except (UserError, CheckFailed, Interrupted) as error:
         code = getattr(error, "code", 2)
-        told = path.with_suffix(".told.json")
-        if not told.exists():  # the first one knows why
+        ending = path.with_suffix(".ending.json")
+        if not ending.exists():  # the first one knows why
             end = {"kind": type(error).__name__, "text": str(error), "code": code}
-            files.write_json(told, end)
+            files.write_json(ending, end)
         return int(code)
     return 0
 

@@ -182,12 +182,12 @@ def turn(folder: Path, number: int) -> dict[str, Any]:
     ratio = {
         name: speed["step_seconds"] / real[name] for name, speed in zip(CLOCKS, speeds, strict=True)
     }
-    told = ", ".join(
+    figures = ", ".join(
         f"{name} predicted {speed['step_seconds']:.3f} s, measured {real[name]:.3f} s "
         f"({ratio[name] - 1:+.1%})"
         for name, speed in zip(CLOCKS, speeds, strict=True)
     )
-    print(f"turn {number}: {told}", flush=True)
+    print(f"turn {number}: {figures}", flush=True)
     shown = ("step_seconds", "parts", "padding", "slowest_rank", "passes_a_rank")
     return {
         "facts": {name: json.loads((folder / f"{name}.json").read_text()) for name in CLOCKS},

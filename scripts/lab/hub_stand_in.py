@@ -185,8 +185,8 @@ class Handler(BaseHTTPRequestHandler):
         except Refusal as refusal:
             self.close_connection = True  # what is left of the body is not read
             headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.message}
-            told = {k: v for k, v in headers.items() if v}
-            answer = Answer({"error": refusal.message or refusal.code}, refusal.status, told)
+            shown = {k: v for k, v in headers.items() if v}
+            answer = Answer({"error": refusal.message or refusal.code}, refusal.status, shown)
         self._send(answer)
 
     do_GET = do_HEAD = do_POST = do_PUT = _do

@@ -154,8 +154,8 @@ class Walk:
     @contextlib.contextmanager
     def _asking(self, line: Line) -> Iterator[tuple[str, ...]]:
         """The words of a command, the page's address of a server being where it really listens."""
-        asked = engine.address(self.serve.words) if self.serve is not None else ""
-        if not asked or not any(asked in word for word in line.words):
+        address = engine.address(self.serve.words) if self.serve is not None else ""
+        if not address or not any(address in word for word in line.words):
             self._stop()
             yield line.words
             return
@@ -165,7 +165,7 @@ class Walk:
             one = engine.running(self.serve.words, self.python, self.work, self.threads)
             running = self.up.enter_context(one)
             self.url, self.version = running.url, running.version
-        yield tuple(word.replace(asked, self.url) for word in line.words)
+        yield tuple(word.replace(address, self.url) for word in line.words)
 
     def _stop(self) -> None:
         """End the server that runs."""

@@ -107,7 +107,7 @@ def places(answers: Sequence[JudgedAnswer], best: int) -> Places:
     counts = np.array(every, dtype=float).reshape(-1, 3).T
     own = np.array([at for _, at in found], dtype=int)
     stand = np.array(where, dtype=int).reshape(-1, 4)
-    logs = powered(logs, 1.0) if not len(logs) else powered(logs / temperature[:, None], 1.0)
+    logs = powered(logs / temperature[:, None], 1.0)
     beyond = counts[0].astype(bool)
     return Places(logs, ids, own, stand, level, temperature, beyond, counts[1], counts[2], taken)
 

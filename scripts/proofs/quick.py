@@ -121,7 +121,7 @@ class Measured:
     """A temperature: asked for, most likely, and the ends of its 99 % interval. error: share
     by which it could be off and surely be found. p: of this temperature's own tests."""
 
-    asked: float
+    requested: float
     likely: float
     low: float
     high: float
@@ -152,9 +152,9 @@ def _explained(known: Places, heats: Sequence[Measured], seed: int) -> bool:
     these is wrong."""
     logs = known.logs.copy()
     for heat in heats:
-        some = known.temperature == heat.asked
+        some = known.temperature == heat.requested
         if heat.likely > 0:
-            logs[some] = powered(known.logs[some], heat.asked / heat.likely)
+            logs[some] = powered(known.logs[some], heat.requested / heat.likely)
         elif known.own[some].any():
             return False
         else:  # greedy: nothing left to be uniform
@@ -246,7 +246,9 @@ def _by_batch(levels: dict[int, float], worst: Test) -> str:
 def _why(known: Places, worst: Test, heats: Sequence[Measured], alpha: float, seed: int) -> str:
     """What the tests say, in words. worst: the smallest p."""
     if any(heat.p < alpha for heat in heats) and _explained(known, heats, seed):
-        some = " and ".join(f"{h.asked:g}, answers are like those of {h.likely:.2g}" for h in heats)
+        some = " and ".join(
+            f"{h.requested:g}, answers are like those of {h.likely:.2g}" for h in heats
+        )
         return f"the temperature is not honoured: asked {some}"
     if worst.stratum == "answers to one prompt":
         return f"answers repeat earlier ones whatever the seed: p = {worst.p:.2g}"
@@ -262,9 +264,9 @@ def _line(
     why: str,
     p: float,
 ) -> str:
-    asked = " and ".join(f"{heat.asked:g}" for heat in heats) or "nothing"
+    requested = " and ".join(f"{heat.requested:g}" for heat in heats) or "nothing"
     some = ", ".join(map(str, sorted(levels)))
-    lead = f"{len(known.most):,} tokens at temperature {asked}, {some or 'none'} at a time"
+    lead = f"{len(known.most):,} tokens at temperature {requested}, {some or 'none'} at a time"
     if verdict == "rejected":
         return f"NOT as asked: {why} ({lead})"
     got = " and ".join(f"{h.likely:.2f} ({h.low:.2f} to {h.high:.2f})" for h in heats)

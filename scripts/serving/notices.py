@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 
+from outrider.conf.disk import size
 from outrider.decode.target import Target
 from outrider.heads.base import Head
 from outrider.heads.interop import Facts, HeadLayout, served
-from outrider.scripts.serving.stage import size
 
 
 def before(

@@ -59,7 +59,7 @@ class _Kind:
 
 
 @dataclass
-class _Asked:
+class _Collected:
     """What came back so far."""
 
     answers: list[JudgedAnswer] = field(default_factory=list)
@@ -75,22 +75,22 @@ def judged(plan: QuickPlan, on_progress: OnProgress) -> dict[str, Any]:
     Raises UserError for a server that cannot be asked, or that tells no log-probabilities.
     """
     began = time.monotonic()
-    asked, about = asyncio.run(_ask(plan, began, on_progress))
-    found = quick.judged(asked.answers, BEST, plan.alpha, plan.seed)
-    notes = sorted(asked.notes)
+    collected, about = asyncio.run(_ask(plan, began, on_progress))
+    found = quick.judged(collected.answers, BEST, plan.alpha, plan.seed)
+    notes = sorted(collected.notes)
     if not found["top_k_taken"]:
         notes.append(f"top_k={CUT} is not taken into account")
     if about["drafted"] == 0:
         notes.append("the server drafted nothing: nothing was tested of speculation")
-    if asked.mistold:
+    if collected.mistold:
         notes.append("the log-probabilities that come with an answer are not the model's")
-    if asked.late:
+    if collected.late:
         notes.append(f"seconds={plan.seconds:g} were over before {plan.tokens:,} tokens came")
     return {
         **found,
         "server": about,
         "notes": notes,
-        "untested": _untested(asked, about),
+        "untested": _untested(collected, about),
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -108,27 +108,29 @@ def _kinds(plan: QuickPlan) -> list[_Kind]:
 
 async def _ask(
     plan: QuickPlan, began: float, on_progress: OnProgress
-) -> tuple[_Asked, dict[str, Any]]:
-    asked = _Asked()
+) -> tuple[_Collected, dict[str, Any]]:
+    collected = _Collected()
     async with Endpoint(plan.address) as server:
         before = await server.metrics()
         left = plan.seconds - JUDGING - (time.monotonic() - began)
         try:
-            await asyncio.wait_for(_waves(server, plan, asked, on_progress), max(left, 0.1))
+            await asyncio.wait_for(_waves(server, plan, collected, on_progress), max(left, 0.1))
         except TimeoutError:
-            asked.late = True
+            collected.late = True
         found = rise(before, await server.metrics(), ("draft_tokens",))
-    if not asked.answers:
+    if not collected.answers:
         raise UserError(
             f"seconds: {plan.seconds:g} went by without one whole answer of {server.root}; ask "
             "for more, or a faster server"
         )
     drafted = None if found.rose is None else found.rose["draft_tokens"]
     about = {"url": plan.address.url, "kind": server.kind, "model": server.model}
-    return asked, about | {"drafted": drafted}
+    return collected, about | {"drafted": drafted}
 
 
-async def _waves(server: Endpoint, plan: QuickPlan, asked: _Asked, on_progress: OnProgress) -> None:
+async def _waves(
+    server: Endpoint, plan: QuickPlan, collected: _Collected, on_progress: OnProgress
+) -> None:
     """Wave by wave, that which lacks most first; each is scored before the next one, so that
     what there is when time is over is spread evenly."""
     texts = [plan.prompts[i % len(plan.prompts)] for i in range(PROMPTS)]
@@ -153,9 +155,9 @@ async def _waves(server: Endpoint, plan: QuickPlan, asked: _Asked, on_progress: 
         ]
         replies = await asyncio.gather(*map(server.answer, some, requests))
         for prompt, reply in zip(some, replies, strict=True):
-            tokens = _tokens(server, reply, asked)
-            rows = await _rows(server, prompt, tokens, reply, asked)
-            asked.answers.append(
+            tokens = _tokens(server, reply, collected)
+            rows = await _rows(server, prompt, tokens, reply, collected)
+            collected.answers.append(
                 JudgedAnswer(prompt, tokens, rows, kind.temperature, kind.top_k, kind.level, wave)
             )
             kind.have += max(len(tokens), 1)
@@ -164,36 +166,36 @@ async def _waves(server: Endpoint, plan: QuickPlan, asked: _Asked, on_progress: 
 
 
 async def _rows(
-    server: Endpoint, prompt: list[int], tokens: list[int], reply: Reply, asked: _Asked
+    server: Endpoint, prompt: list[int], tokens: list[int], reply: Reply, collected: _Collected
 ) -> list[dict[int, float]]:
     """The likeliest tokens at every place: those that came with the answer where a part of
     them, scored again, is the same; else all scored again."""
-    text, told = [*prompt, *tokens], None if asked.mistold else reply.rows
-    if told is None:
+    text, given = [*prompt, *tokens], None if collected.mistold else reply.rows
+    if given is None:
         return await server.distributions(text, len(prompt), BEST)
-    for place in range(len(asked.answers) % STEP, len(tokens), STEP):
+    for place in range(len(collected.answers) % STEP, len(tokens), STEP):
         again = await server.next_distribution(text[: len(prompt) + place], BEST)
-        both = again.keys() & told[place].keys()
+        both = again.keys() & given[place].keys()
         best = max(again, key=lambda token: again[token])
-        if best not in both or any(abs(again[t] - told[place][t]) > CLOSE for t in both):
-            asked.mistold += 1
+        if best not in both or any(abs(again[t] - given[place][t]) > CLOSE for t in both):
+            collected.mistold += 1
             return await server.distributions(text, len(prompt), BEST)
-    return told
+    return given
 
 
-def _tokens(server: Endpoint, reply: Reply, asked: _Asked) -> list[int]:
+def _tokens(server: Endpoint, reply: Reply, collected: _Collected) -> list[int]:
     """Of an answer. Raises UserError where it holds text alone."""
     if reply.tokens is None:
         raise UserError(
             f"url: {server.root}: asked return_token_ids; the answer holds text alone, which more "
             "than one sequence of tokens can spell: serve with an engine that returns ids"
         )
-    asked.notes.update(reply.ignored)
-    asked.ended += reply.stopped
+    collected.notes.update(reply.ignored)
+    collected.ended += reply.stopped
     return list(reply.tokens)
 
 
-def _untested(asked: _Asked, about: dict[str, Any]) -> list[str]:
+def _untested(collected: _Collected, about: dict[str, Any]) -> list[str]:
     """What two minutes and a server's own words do not show."""
     out = [
         f"tokens beyond the {BEST} likeliest of a place, but for how often they come under top_k",
@@ -203,6 +205,6 @@ def _untested(asked: _Asked, about: dict[str, Any]) -> list[str]:
     ]
     if about["drafted"] is None:
         out.append("how much was drafted: the server does not tell")
-    if asked.ended and about["kind"] == LLAMACPP:
+    if collected.ended and about["kind"] == LLAMACPP:
         out.append("the token that ends an answer: the server leaves it out")
     return out

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from outrider.conf.disk import size
 from outrider.conf.errors import UserError
 from outrider.heads.checkpoint import recover, staged
 
@@ -52,11 +53,6 @@ def check_room(out: Path, needed: int, fix: str) -> None:
             f"out: {out} needs {size(needed)}, and {folder} has {size(free)} left; free some space"
             f"{fix and f', set {fix},'} or give another folder"
         )
-
-
-def size(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def visible(stage: Path) -> list[Path]:

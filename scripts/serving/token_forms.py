@@ -11,13 +11,9 @@ from typing import Any
 from outrider.scripts.synthesis.server import Again, AnswerRefused
 
 MARK = "token_id:"  # a token by its id, where return_tokens_as_token_ids is taken
-NEUTRAL = {  # said, since a model's own defaults would stand in for them
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+# Said, since a model's own defaults would stand in for them.
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+NEUTRAL = {"top_k": 0, "min_p": 0.0, **PENALTIES}
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,7 @@ def sglang(ids: list[int], ask: ServerRequest) -> dict[str, Any]:
             "top_k": ask.top_k or -1,
             "top_p": ask.top_p,
             "min_p": ask.min_p,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+            **PENALTIES,
             "sampling_seed": ask.seed,
         },
         "stream": False,
@@ -128,9 +122,9 @@ def read_rows(choice: Any, tokens: list[int]) -> list[dict[int, float]] | None:
     """{token: log-probability} at every token of a completion's answer; None where it tells
     none, or not by id."""
     try:
-        told = choice["logprobs"]
-        rows = [_by_id(row) for row in told["top_logprobs"]]
-        own = [float(value) for value in told["token_logprobs"]]
+        given = choice["logprobs"]
+        rows = [_by_id(row) for row in given["top_logprobs"]]
+        own = [float(value) for value in given["token_logprobs"]]
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     if not len(rows) == len(own) == len(tokens):

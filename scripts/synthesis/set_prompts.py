@@ -200,7 +200,7 @@ def _messages(
         left["by " + ", ".join(which.keep)] += 1
         return None
     try:
-        messages = _asked(row[which.column], row[which.more] if which.more else "")
+        messages = _turns_of(row[which.column], row[which.more] if which.more else "")
     except ValueError as error:
         left[str(error).partition(";")[0]] += 1
         return None
@@ -210,7 +210,7 @@ def _messages(
     return messages
 
 
-def _asked(value: Any, more: Any) -> list[dict[str, str]]:
+def _turns_of(value: Any, more: Any) -> list[dict[str, str]]:
     """System and user turns of a column's value. Raises ValueError in a user's words."""
     if isinstance(value, str):
         text = f"{value}\n\n{more}" if isinstance(more, str) and more.strip() else value

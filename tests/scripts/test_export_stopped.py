@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError
 
 import outrider.scripts.serving.draft
+from outrider.conf.disk import size
 from outrider.heads.interop import LAYOUTS, Facts
 from outrider.scripts.serving import notices
-from outrider.scripts.serving.stage import MARK, size, sweep, writing
+from outrider.scripts.serving.stage import MARK, sweep, writing
 from tests.helpers.interop import PAIRS, deep_target, random_head
 from tests.scripts.test_export import prompts, run, saved  # noqa: F401
 
@@ -130,8 +131,8 @@ def test_medusa_says_what_it_weighs_before_it_writes(
     assert run(prompts, f"drafter={source}", "format=vllm", f"out={out}") == 2
     found = capsys.readouterr()
     assert "vLLM 0.33.0, the newest on" in found.out and "version that does is 0.32.0" in found.out
-    assert "weights: 0.1 MB in float32 (3 heads x 260 tokens x 32)" in found.out
-    assert "(0.0 MB over the 64 tokens trained)" in found.out
+    assert "weights: 113 kB in float32 (3 heads x 260 tokens x 32)" in found.out
+    assert "(37.8 kB over the 64 tokens trained)" in found.out
     assert "set dtype=bfloat16 or heads=2 or fewer" in found.err and not out.exists()
 
 

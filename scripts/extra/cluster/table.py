@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.conf.disk import size
 from outrider.scripts.reports.table import Table
 
 Row = tuple[str, str]
@@ -22,14 +23,14 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def _memory(held: dict[str, Any]) -> list[Row]:
-    rows = [(f"  {name}", _size(amount)) for name, amount in held["parts"].items() if amount]
+    rows = [(f"  {name}", size(amount)) for name, amount in held["parts"].items() if amount]
     verdict = "fits" if held["fits"] else "DOES NOT FIT"
     peak = (
-        f"{_size(held['peak'])} of {_size(held['of'])}: {verdict}, {held['spare']:.0%} to spare "
-        f"(training {_size(held['training'])}, evaluation and gate "
-        f"{_size(held['evaluation_and_gate'])})"
+        f"{size(held['peak'])} of {size(held['of'])}: {verdict}, {held['spare']:.0%} to spare "
+        f"(training {size(held['training'])}, evaluation and gate "
+        f"{size(held['evaluation_and_gate'])})"
     )
-    host = f"{_size(held['host_while_loading'])} a node while loading"
+    host = f"{size(held['host_while_loading'])} a node while loading"
     return [*rows, ("peak memory", peak), ("host memory", host)]
 
 
@@ -60,7 +61,7 @@ def _speed(found: dict[str, Any]) -> list[Row]:
         message = (
             f"{better['told']}, at least {better['rows_a_rank']} rows a rank: "
             f"{better['times_as_fast']:.1f} times as many tokens/s "
-            f"({better['tokens_a_second']:,.0f} in all; {_size(better['peak'])}); such steps are "
+            f"({better['tokens_a_second']:,.0f} in all; {size(better['peak'])}); such steps are "
             "larger and fewer, so that optim.lr and steps change with them"
         )
         rows.append(("recommended", message))
@@ -100,11 +101,11 @@ def _around(found: dict[str, Any]) -> list[Row]:
     data, about = found["data"], found["assumptions"]
     stored = (
         f"{data['tokens'] / 1e6:,.0f} M tokens, {data['epochs']:.1f} epochs; features stored: "
-        f"{_size(data['stored_features_bytes'])}; a checkpoint {_size(data['checkpoint_bytes'])}"
+        f"{size(data['stored_features_bytes'])}; a checkpoint {size(data['checkpoint_bytes'])}"
     )
     rows = [("data", stored)]
     if change := found.get("changes"):
-        message = f"{change['told']} ({_size(change['peak'])})" if change["keys"] else change["why"]
+        message = f"{change['told']} ({size(change['peak'])})" if change["keys"] else change["why"]
         rows.append(("to change", message))
     if found["not_counted"]:
         rows.append(("not counted", "; ".join(found["not_counted"])))
@@ -115,10 +116,3 @@ def _around(found: dict[str, Any]) -> list[Row]:
         f"{about['supervised']:.0%} supervised"
     )
     return [*rows, ("assumed", assumed)]
-
-
-def _size(count: float) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= scale:
-            return f"{count / scale:,.1f} {unit}"
-    return f"{count / 1e3:,.0f} kB"

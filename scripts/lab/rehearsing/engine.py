@@ -37,8 +37,8 @@ def read(words: tuple[str, ...]) -> dict[str, str]:
     given = dict(zip(words[1::2], words[2::2], strict=False))
     unknown = [flag for flag in given if flag not in FLAGS]
     if len(words) % 2 == 0 or unknown or "-m" not in given:
-        told = ", ".join(unknown) or "it"
-        raise UserError(f"{words[0]}: {told} cannot be read here; give {', '.join(FLAGS)}")
+        flags = ", ".join(unknown) or "it"
+        raise UserError(f"{words[0]}: {flags} cannot be read here; give {', '.join(FLAGS)}")
     return {**FLAGS, **given}
 
 

@@ -28,9 +28,9 @@ def found(words: Sequence[str]) -> Found:
 
 def _validated(keys: dict[str, str]) -> Found:
     run = _json(keys["out"])
-    told = ("target", "gpus", "gpu", "total", "synthesis")
+    parts = ("target", "gpus", "gpu", "total", "synthesis")
     memory = {key: run["memory"][key] for key in ("peak", "of")}
-    return {"same": {key: run[key] for key in told} | memory | {"epochs": run["data"]["epochs"]}}
+    return {"same": {key: run[key] for key in parts} | memory | {"epochs": run["data"]["epochs"]}}
 
 
 def _synthesized(keys: dict[str, str]) -> Found:

@@ -42,12 +42,12 @@ def log(data: Path, out: Path) -> None:
 
 
 def _exchange(number: int, row: dict[str, Any]) -> dict[str, Any]:
-    *asked, answer = row["messages"]
+    *question, answer = row["messages"]
     reason = "stop" if row["complete"] else "length"
     choice = {"index": 0, "message": answer, "finish_reason": reason}
     return {
         "timestamp": (BEGAN + timedelta(minutes=number)).isoformat(),
-        "request": {"model": MODEL, "messages": asked},
+        "request": {"model": MODEL, "messages": question},
         "response": {"model": MODEL, "choices": [choice]},
     }
 
