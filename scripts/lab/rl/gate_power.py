@@ -23,7 +23,7 @@ if __name__ == "__main__":  # else this folder comes first
 import numpy as np
 
 from outrider.scripts.common import files
-from outrider.scripts.gate import Gate, mismatch
+from outrider.scripts.extra.rl_gate.gate import Gate, mismatch
 from outrider.scripts.lab.rl import gate_page
 from outrider.scripts.lab.rl.simulated import (
     VOCAB,

@@ -35,7 +35,7 @@ from outrider.decode.models.tiny import byte_tokenizer, tiny_model
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.common import files
-from outrider.scripts.gate import Gate, GateVerdict
+from outrider.scripts.extra.rl_gate.gate import Gate, GateVerdict
 from outrider.scripts.proofs.controls.field import deferred_acceptance, flat
 from outrider.scripts.proofs.controls.row_rules import Rule
 from outrider.scripts.proofs.controls.rules import typical_acceptance

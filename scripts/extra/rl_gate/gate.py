@@ -10,7 +10,7 @@
 A trainer scores the tokens of a rollout under its own policy anyway. Surprise is minus the
 log-probability; where a token is a draw from the policy, the mean of its surprise is the entropy
 there, and its variance is known too. So surprise minus entropy is a martingale, whatever the
-policy is and however it changes from step to step, and scripts/proofs/anytime.py bets on it.
+policy is and however it changes from step to step, and scripts/extra/rl_gate/anytime.py bets on it.
 docs/rl-gate.md says what is seen, what is not, and how rounding is told from a wrong rule.
 
 Shape letters: B rollouts, T tokens of the longest one, N tokens, V vocabulary.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.scripts.proofs.anytime import Bets, Stream
+from outrider.scripts.extra.rl_gate.anytime import Bets, Stream
 
 EDGES = (0.7, 2.0)  # entropies in nats that part sharp, middling and flat distributions
 IMPOSSIBLE = (1e-3, 2e-2)  # share of tokens without probability: tolerated, and bet on

@@ -1,4 +1,4 @@
-"""scripts/gate.py: the bets are fair, rollouts of the policy pass, those of wrong engines do not;
+"""scripts/extra/rl_gate/gate.py: the bets are fair, rollouts of the policy pass, those of wrong engines do not;
 and the parts of the GRPO example that need no TRL."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from outrider.decode.models.tiny import tiny_model
-from outrider.scripts.gate import Gate, GateVerdict, from_policy, mismatch
+from outrider.scripts.extra.rl_gate.anytime import STAKES, Bets, Stream
+from outrider.scripts.extra.rl_gate.gate import Gate, GateVerdict, from_policy, mismatch
 from outrider.scripts.lab.rl import gate_power, grpo, simulated
-from outrider.scripts.proofs.anytime import STAKES, Bets, Stream
 
 
 @pytest.fixture(scope="module")
