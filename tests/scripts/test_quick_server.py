@@ -105,10 +105,12 @@ def test_log_probabilities_that_come_with_an_answer_are_checked(lie, prompts, tm
 
 
 def test_a_slow_server_is_judged_by_what_came_in_time(prompts, tmp_path) -> None:
-    with table_server.spoken("vllm", wait=0.9) as url:
-        code, paper = certify(url, tmp_path, prompts, "seconds=6")
-    assert code == 3 and paper["verdict"] == "undecided" and paper["seconds"] < 8
-    assert 0 < paper["tokens"] < 400 and any("were over" in note for note in paper["notes"])
+    """An answer takes 1.6 s of the 6 for asking: three waves at most, 250 tokens,
+    and on a crowded machine one at least."""
+    with table_server.spoken("vllm", wait=1.6) as url:
+        code, paper = certify(url, tmp_path, prompts, "seconds=10")
+    assert code == 3 and paper["verdict"] == "undecided"
+    assert 0 < paper["tokens"] <= 250 and any("were over" in note for note in paper["notes"])
 
 
 def test_a_server_that_never_answers(prompts, tmp_path, capsys) -> None:
