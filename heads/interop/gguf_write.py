@@ -36,10 +36,17 @@ from outrider.heads.interop import engines
 from outrider.heads.interop.eagle1 import layer_refusals
 from outrider.heads.interop.gguf_read import read_gguf
 
-DTYPES = {"float32": (0, "F32"), "float16": (1, "F16"), "q8_0": (7, "Q8_0")}  # general.file_type
+# Ours -> general.file_type
+DTYPES = {"float32": 0, "bfloat16": 32, "float16": 1, "q8_0": 7}
 TARGETS = ("LlamaForCausalLM",)
 NORMAL, CONTROL, DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
-LARGEST = 65504.0  # of float16
+# What the largest number of a tensor may be; a block of q8_0 has a float16 scale times 127
+LARGEST = {
+    "float32": torch.finfo(torch.float32).max,
+    "bfloat16": torch.finfo(torch.bfloat16).max,
+    "float16": 65504.0,
+    "q8_0": 65504.0 * 127,
+}
 NO_MERGE = "Ā Ā"  # llama.cpp wants one; the pair makes no word, so its bytes stay apart
 BLOCK = 32  # values of a Q8_0 block
 # What a byte-level tokenizer does before its merges -> tokenizer.ggml.pre
@@ -344,13 +351,16 @@ def _copied(source: Path, vocab: int) -> Fields:
 
 
 def rounded(tensor: Tensor, dtype: str) -> Tensor:
-    """What a file of this type keeps of a float tensor: vectors stay float32, and so does the
-    rest where dtype is float32; rows that Q8_0 cannot cut into blocks of 32 are float16."""
+    """What a file of this type keeps of a float tensor: vectors (norms, biases) stay float32, as
+    llama.cpp's converter leaves them, and so does the rest where dtype is float32; rows that
+    Q8_0 cannot cut into blocks of 32 are float16."""
     kind = _kind(tensor, dtype)
     if kind == GGMLQuantizationType.F32:
         return tensor
     if kind == GGMLQuantizationType.F16:
         return tensor.half().float()
+    if kind == GGMLQuantizationType.BF16:
+        return tensor.bfloat16().float()
     blocks = gguf.quants.quantize(tensor.numpy(), kind)
     return torch.from_numpy(gguf.quants.dequantize(blocks, kind).reshape(tensor.shape).copy())
 
@@ -358,19 +368,20 @@ def rounded(tensor: Tensor, dtype: str) -> Tensor:
 def _kind(tensor: Tensor, dtype: str) -> GGMLQuantizationType:
     if dtype == "float32" or tensor.dim() < 2:
         return GGMLQuantizationType.F32
+    if dtype == "bfloat16":
+        return GGMLQuantizationType.BF16
     if dtype == "q8_0" and tensor.shape[-1] % BLOCK == 0:
         return GGMLQuantizationType.Q8_0
     return GGMLQuantizationType.F16
 
 
 def write(path: Path, model: GgufModel, dtype: str) -> None:
-    """One file. dtype: float32, float16 or q8_0.
+    """One file. dtype: float32, bfloat16, float16 or q8_0.
 
     Raises UserError for numbers that the type cannot hold.
     """
-    number, _ = DTYPES[dtype]
     writer = gguf.GGUFWriter(path, model.arch)
-    writer.add_file_type(number)
+    writer.add_file_type(DTYPES[dtype])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, (kind, value) in model.fields.items():
         if kind == GGUFValueType.ARRAY:
@@ -402,8 +413,7 @@ def _add(writer: gguf.GGUFWriter, name: str, value: np.ndarray, kind: GGMLQuanti
 def _check_range(name: str, tensor: Tensor, dtype: str) -> None:
     if not bool(tensor.isfinite().all()):
         raise UserError(f"format=gguf: {name} holds NaN or infinite values; train the head again")
-    most = LARGEST * (127 if dtype == "q8_0" else 1)
-    if dtype != "float32" and float(tensor.abs().max()) > most:
+    if float(tensor.abs().max()) > LARGEST[dtype]:
         raise UserError(
             f"dtype: {dtype} cannot hold {float(tensor.abs().max()):.3g} of {name}; set "
             "dtype=float32"

@@ -35,13 +35,14 @@ TOLERANCE = 5e-4  # of the largest logit; float32 against float32 in another ord
 @dataclass
 class ExportCheck:
     """prompts, drafted tokens compared, the largest difference of a logit and the largest
-    logit.
+    logit. rounded: of a whole model, the share of its numbers that the file's type changed.
     """
 
     prompts: int
     tokens: int
     error: float
     largest: float
+    rounded: float | None = None
 
     def json(self) -> dict[str, Any]:
         """For the manifest and the model card."""
@@ -50,6 +51,7 @@ class ExportCheck:
             "draft_tokens_equal": self.tokens,
             "largest_logit_difference": self.error,
             "largest_logit": self.largest,
+            **({} if self.rounded is None else {"rounded_share": self.rounded}),
         }
 
 

@@ -28,8 +28,8 @@ class ExportConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     # replace an earlier export in `out`, as a whole
     overwrite: bool = False
-    # float32, bfloat16 or float16, with format=gguf also q8_0 and no bfloat16; null = as the
-    # head was imported, else float32
+    # float32, bfloat16 or float16, with format=gguf also q8_0; bfloat16 holds a bfloat16 target's
+    # weights as they are, which float16 rounds; null = as the head was imported, else float32
     dtype: str | None = None
     # Medusa: export the first so many heads (vLLM, up to 0.32.0, drafts with all that it is
     # given); null = all

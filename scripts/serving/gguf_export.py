@@ -33,8 +33,8 @@ DRAFT, TARGET = "draft.gguf", "target.gguf"
 
 @dataclass(frozen=True)
 class Kind:
-    """How the numbers are stored. dtype: float32, float16 or q8_0. tokenizer_from: a GGUF file
-    whose tokenizer is taken, None to make it from the target's."""
+    """How the numbers are stored. dtype: float32, bfloat16, float16 or q8_0. tokenizer_from: a
+    GGUF file whose tokenizer is taken, None to make it from the target's."""
 
     dtype: str
     tokenizer_from: Path | None = None
@@ -100,9 +100,13 @@ def write_model(
     gguf_write.write(path, written, kind.dtype)
     served = gguf(path, model.get_input_embeddings().weight)
     twin = copy.deepcopy(model).float().cpu()
+    changed = 0
     for weight in twin.parameters():
-        weight.data = gguf_write.rounded(weight.data, kind.dtype)
-    out = ExportCheck(len(prompts), 0, 0.0, 0.0)
+        kept = gguf_write.rounded(weight.data, kind.dtype)
+        changed += int((kept != weight.data).sum())
+        weight.data = kept
+    share = changed / sum(weight.numel() for weight in twin.parameters())
+    out = ExportCheck(len(prompts), 0, 0.0, 0.0, share)
     for number, prompt in enumerate(prompts):
         ids = prompt.cpu()
         mine = twin(ids[None]).logits[0, -1].float()

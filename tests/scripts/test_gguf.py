@@ -49,7 +49,7 @@ def run(prompts: Path, *args: str, **shape) -> int:
     return int(stop.value.code or 0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "q8_0"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "q8_0"])
 def test_a_head_becomes_one_checked_file(target, prompts, tmp_path: Path, dtype: str) -> None:
     source, out = saved(tmp_path, target), tmp_path / "out"
     assert run(prompts, f"drafter={source}", f"out={out}", f"dtype={dtype}") == 0
@@ -59,7 +59,7 @@ def test_a_head_becomes_one_checked_file(target, prompts, tmp_path: Path, dtype:
     assert len(file.fields["tokenizer.ggml.tokens"]) == target.vocab_size
     head = random_head(target, "eagle3")
     assert torch.equal(file.tensors["d2t"], head.ids())  # absolute ids, not our offsets
-    kinds = {"float32": "f32", "float16": "f16", "q8_0": "q8_0"}
+    kinds = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "q8_0": "q8_0"}
     assert file.types["fc.weight"] == kinds[dtype]
     assert file.types["output_norm.weight"] == "f32"
     manifest = json.loads((out / "outrider.json").read_text())
@@ -118,7 +118,7 @@ def test_heads_that_it_cannot_run_are_refused_by_key(
     assert said in error and "\n" not in error and not out.exists()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "q8_0"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0"])
 @pytest.mark.parametrize(
     "kind, keys", [("dflash", {"causal": True}), ("dflash", {}), ("dspark", {})]
 )
@@ -160,7 +160,7 @@ def test_a_file_that_drafts_otherwise_never_appears(
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "q8_0"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0"])
 def test_the_target_itself(target, prompts, tmp_path: Path, dtype: str) -> None:
     out = tmp_path / "out"
     assert run(prompts, "drafter=none", f"out={out}", f"dtype={dtype}") == 0
@@ -169,7 +169,92 @@ def test_the_target_itself(target, prompts, tmp_path: Path, dtype: str) -> None:
     theirs = served.logits(ids)
     mine = target.model(ids[None]).logits[0, -1]
     assert float((mine - theirs).abs().max()) < (1e-4 if dtype == "float32" else 0.3)
-    assert json.loads((out / "outrider.json").read_text())["kind"] == "target"
+    manifest = json.loads((out / "outrider.json").read_text())
+    assert manifest["kind"] == "target" and manifest["dtype"] == dtype
+    assert (manifest["check"]["rounded_share"] == 0) == (dtype == "float32")
+
+
+def test_a_bfloat16_target_is_in_its_file_bit_for_bit(
+    target, prompts, tmp_path: Path, capsys
+) -> None:
+    """Read back by the format's package: every number of a matrix the bits of the target's,
+    norms in float32. float16 rounds the small ones, and says so."""
+    folder = tmp_path / "model"
+    model = deep_target().model.bfloat16()
+    model.model.embed_tokens.weight.data[7, :4] = torch.tensor([1e-7, -3e-39, 0.0, 7e4]).bfloat16()
+    model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    keys = ("target=local", f"target.path={folder}", f"prompts={prompts}", "device=cpu")
+    given = (*keys, "format=gguf", "drafter=none")
+
+    def export(out: Path, dtype: str) -> int:
+        with pytest.raises(SystemExit) as stop:
+            main([*given, f"out={out}", f"dtype={dtype}"])
+        return int(stop.value.code or 0)
+
+    assert export(tmp_path / "b", "bfloat16") == 0
+    read = {t.name: t for t in gguf.GGUFReader(tmp_path / "b/target.gguf").tensors}
+    state = model.state_dict()
+    stored = {"token_embd": "model.embed_tokens", "blk.3.ffn_down": "model.layers.3.mlp.down_proj"}
+    for name, ours in stored.items():
+        bits = np.array(read[f"{name}.weight"].data).view(np.int16)
+        assert np.array_equal(bits, state[f"{ours}.weight"].view(torch.int16).numpy())
+    assert {t.tensor_type.name for t in read.values() if len(t.shape) > 1} == {"BF16"}
+    assert {t.tensor_type.name for t in read.values() if len(t.shape) == 1} == {"F32"}
+    assert "bit for bit" in (tmp_path / "b/README.md").read_text()
+    fields = gguf.GGUFReader(tmp_path / "b/target.gguf").fields
+    assert fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_BF16
+    assert export(tmp_path / "f", "float16") == 2  # 7e4
+    assert "float16 cannot hold 7" in capsys.readouterr().err
+
+
+def test_every_bfloat16_survives_a_file(tmp_path: Path) -> None:
+    """All 65,280 that are finite, denormals and both zeros with them; other numbers go to the
+    nearest as torch rounds them."""
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    values = bits.view(torch.bfloat16).float()
+    finite = values[values.isfinite()].reshape(-1, 64)
+    noise = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    odd = torch.cat([noise * 1e-39, noise, torch.full((1, 64), 1.00390625)])  # the last: ties
+    tensors = {"all": finite, "other": odd, "norm": noise[0]}
+    path = tmp_path / "x.gguf"
+    gguf_write.write(path, gguf_write.GgufModel("llama", {}, tensors), "bfloat16")
+    file = read_gguf(path)
+
+    def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+    assert same(file.tensors["all"], finite)
+    assert same(file.tensors["other"], gguf_write.rounded(odd, "bfloat16"))
+    assert same(file.tensors["norm"], noise[0])  # a vector: not rounded
+    assert not same(file.tensors["other"], odd)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "BFLOAT16", "q4_0", "float64", ""])
+def test_other_words_for_a_dtype_are_refused(prompts, tmp_path: Path, dtype: str, capsys) -> None:
+    assert run(prompts, "drafter=none", f"out={tmp_path / 'out'}", f"dtype={dtype}") == 2
+    error = capsys.readouterr().err.strip()
+    assert "dtype" in error and "float32, bfloat16, float16, q8_0" in error and "\n" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_breaks_off_leaves_the_old_file(
+    target, prompts, tmp_path: Path, monkeypatch
+) -> None:
+    """Half a bfloat16 file is no file: the float32 one before it stays, and nothing beside."""
+    out = tmp_path / "out"
+    assert run(prompts, "drafter=none", f"out={out}") == 0
+    before = (out / "target.gguf").read_bytes()
+    whole = gguf_write.write
+
+    def cut(path: Path, model: gguf_write.GgufModel, dtype: str) -> None:
+        whole(path, model, dtype)
+        path.write_bytes(path.read_bytes()[:-200])
+
+    monkeypatch.setattr(gguf_export.gguf_write, "write", cut)
+    assert run(prompts, "drafter=none", f"out={out}", "dtype=bfloat16", "overwrite=true") == 2
+    assert (out / "target.gguf").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_model_folder_as_separate_draft(target, prompts, tmp_path: Path) -> None:
@@ -212,15 +297,23 @@ def test_the_tokenizer_of_a_gguf_file(target, prompts, tmp_path: Path, capsys) -
     assert "holds 261 tokens, the target 260" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("value", [float("nan"), 1e9])
-def test_numbers_that_the_type_cannot_hold(target, prompts, tmp_path, value, capsys) -> None:
-    source = saved(tmp_path, target)
+@pytest.mark.parametrize(
+    "dtype, value",
+    [
+        ("float16", float("nan")),
+        ("float16", 1e9),
+        ("bfloat16", float("nan")),
+        ("bfloat16", float("-inf")),
+        ("bfloat16", 3.4e38),  # float32 has it; in bfloat16 it would be infinite
+    ],
+)
+def test_numbers_that_the_type_cannot_hold(target, tmp_path, dtype: str, value: float) -> None:
     words = gguf_write.tokenizer_fields(target, None)
     model = gguf_write.eagle3(random_head(target, "eagle3"), target, words)
     model.tensors["fc.weight"][0, 0] = value
     with pytest.raises(UserError, match="fc.weight"):
-        gguf_write.write(tmp_path / "x.gguf", model, "float16")
-    assert source.exists()
+        gguf_write.write(tmp_path / "x.gguf", model, dtype)
+    assert not (tmp_path / "x.gguf").exists()
 
 
 def sound_file(path: Path) -> bytes:
