@@ -270,16 +270,16 @@ def group_options(conf_dir: Path, group: str) -> dict[str, Path]:
 def _choice(conf_dir: Path, schema: type, group: str, name: str) -> str:
     """What is wrong with an option of a group, "" if nothing."""
     options, fitting = group_options(conf_dir, group), options_here(conf_dir, group, schema)
-    known = f"choose one of {', '.join(sorted(fitting))}"
     if name in fitting:
         return ""
     if name in options:
-        return f"{group}={name}: another command takes this one; {known}"
+        known = ", ".join(sorted(fitting))
+        return f"{group}={name}: another command takes this one; choose one of {known}"
     try:
         missing = packages.missing(name) if group == packages.GROUP else ""
     except UserError as error:
         missing = str(error)
-    return missing or f"{group}={name}: no such option; {known}"
+    return missing or f"{group}={name}: no such option; {nearest(name, fitting)}"
 
 
 def options_here(conf_dir: Path, group: str, schema: type) -> set[str]:
@@ -344,9 +344,10 @@ def help_text(
     if composed is None:
         raise_all(problems)
         raise AssertionError("a failed composition names its problem")
-    here: Any = OmegaConf.to_container(composed)
+    here: Any = OmegaConf.to_container(composed, resolve=True)
+    chosen_schema = schema
     with contextlib.suppress(UserError):  # a choice is missing, and so are the keys behind it
-        schema = exact(schema, composed)
+        chosen_schema = exact(schema, composed)
     defaults = (
         typing.cast(DictConfig, OmegaConf.load(conf_dir / f"{name}.yaml")).get("defaults") or []
     )
@@ -358,7 +359,7 @@ def help_text(
         lines += ["Groups (GROUP=OPTION):"]
         lines += [f"  {g}={'|'.join(sorted(options_here(conf_dir, g, schema)))}" for g in groups]
         lines += [""]
-    lines += ["Keys (KEY=VALUE, here with their defaults):", *_rows(schema, here)]
+    lines += ["Keys (KEY=VALUE, here with their defaults):", *_rows(chosen_schema, here)]
     return "\n".join(lines)
 
 

@@ -45,7 +45,7 @@ NAMES = {"import_head": "import"}  # file -> verb, where they differ
 FOLDERS = {  # what `ls` lists: (a folder of conf/, how one of its files is asked for)
     "heads": ("head", "outrider train NAME"),
     "targets": ("target", "target=NAME"),
-    "recipes": ("experiment", "experiment=NAME of train and validate"),
+    "recipes": ("experiment", "experiment=NAME of train, validate and fit"),
     "suites": ("suite", "suite=NAME of evaluate"),
     "prompts": ("prompt_set", "prompts=NAME of synthesize"),
 }
@@ -55,7 +55,7 @@ MARKS = ("@", "dry run:")  # comments for Hydra and for the dry run
 KEYS = {
     "synthesize": "outrider.scripts.synthesis.config:SynthesizeConfig",
     "cache_features": "outrider.train.config:CacheConfig",
-    "fit": "outrider.scripts.fitting.config:FitConfig",
+    "fit": "outrider.scripts.fitting.config:FitKeys",
     "validate": "outrider.train.config:ValidateConfig",
     "evaluate": "outrider.scripts.scoring.config:EvaluateConfig",
     "tune": "outrider.scripts.tuning.config:TuneConfig",

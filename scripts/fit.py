@@ -7,6 +7,8 @@
     # on all GPUs; no head yet: an EAGLE-3 head is trained (kind= names another)
     python scripts/fit.py target=hub target.name=NAME logs=requests.jsonl minutes=600 \\
         accelerate=conf/launch/ddp.yaml out=runs/fit
+    # model, head, rows and optimizer of a recipe of training (outrider ls recipes)
+    python scripts/fit.py experiment=qwen3_8b_eagle3 logs=requests.jsonl minutes=600 out=runs/fit
 
 Reads the logs (masked, split by time), turns minutes into steps by a pilot, trains from `start`
 within them and stops early where decoded acceptance no longer rises, then compares before and
@@ -54,7 +56,7 @@ from outrider.scripts.common.extra import extra
 from outrider.scripts.common.pipeline import Pipeline
 from outrider.scripts.common.prompts import load_prompts, question_ids, spoken
 from outrider.scripts.fitting import ranks, train, verdict
-from outrider.scripts.fitting.config import FitConfig
+from outrider.scripts.fitting.config import FitConfig, FitKeys
 from outrider.scripts.fitting.train import BUDGET, Chats
 from outrider.scripts.reports import fit_table
 from outrider.scripts.synthesis.ledger import differences
@@ -63,11 +65,15 @@ NO_START = (
     "no start= is given, so a fresh {kind} head is trained (kind= names another, start=RUN fits "
     "one that you have); from scratch it takes hours, not minutes"
 )
+STARTED = (
+    "note: of the chosen head's keys head.lora, head.draft_vocab and head.chunk hold; the "
+    "others are as the head at start= has them"
+)
 SETTINGS, REPORT = "settings.json", "fit.json"
 TRAFFIC = "traffic"  # folder of what was read from logs
 
 
-@entry("fit", FitConfig)
+@entry("fit", FitKeys)
 def main(cfg: FitConfig) -> int:
     """Run the stages that are not done yet, and tell."""
     out = Path(cfg.out).expanduser()
@@ -208,6 +214,8 @@ def readable(cfg: FitConfig) -> None:
             raise UserError(f"{key}: {str(error).removeprefix('prompts: ')}") from None
     if cfg.start:
         tuned.read(find_head(cfg.start))  # the new head takes these settings over
+        if cfg.head_kind:
+            print(STARTED, file=sys.stderr)
     for name in cfg.against:
         drafter_folders(parse(name))
     if cfg.train:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from outrider.conf.errors import UserError
 from outrider.conf.rules import Inside, NotEmpty, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from outrider.decode.models.config import TargetConfig
-from outrider.heads.config import LoraKeys
+from outrider.heads.config import HeadConfig, LoraKeys
 from outrider.heads.formats import FORMATS
 from outrider.heads.limits import Count, CountOrZero
 from outrider.scripts.synthesis.config import Mask
-from outrider.train.config import EvalKeys, OptimConfig, RowsConfig, is_logistics
+from outrider.train.config import EvalKeys, OptimConfig, RowsConfig, entry_of, is_logistics
 
 # Keys under whose other values a folder goes on: where things lie, how fast, and what is told.
 LOGISTICS = ("out", "quiet", "device", "accelerate", "processes", "micro_batch", "micro_tokens")
+# What a recipe says of how long a run is and when it is saved: `minutes` decide that here.
+DECIDED = ("steps", "epochs", "save_every", "log_every")
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class FitConfig:
     # run or head folder, or hub:OWNER/NAME[@REVISION], that is fitted; it is never written to.
     # Empty: a fresh head is trained
     start: str = ""
-    # without start: which head (outrider ls heads)
+    # without start: which head (outrider ls heads), with its usual keys; head=NAME and the head of
+    # experiment=NAME come with theirs
     kind: NotEmpty = "eagle3"
     # the frozen model that answers
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -69,8 +76,9 @@ class FitConfig:
     accelerate: str = ""
     # with accelerate: how many; 0 = as many as the file says
     processes: ZeroOrMore = 0
-    # what of a head the fit decides; the rest is as `start` has it
-    head: FitHead = field(default_factory=FitHead)
+    # what of a head the fit decides; the rest is as `start` has it, or the kind's usual keys, or
+    # those of the head that is chosen
+    head: FitHead | HeadConfig = field(default_factory=FitHead)
     # what becomes of the chats
     data: RowsConfig = field(default_factory=RowsConfig)
     # optimizer and schedule
@@ -136,6 +144,10 @@ class FitConfig:
 
     def _start_problems(self) -> list[str]:
         found = []
+        if (chosen := self.head_kind) and chosen != self.kind:
+            found.append(
+                f"kind: {self.kind}, and the chosen head is of kind {chosen}; leave kind out"
+            )
         if not self.start and self.head.lora.rank:
             found.append(
                 f"head.lora.rank: {self.head.lora.rank} learns on a head that stays frozen; name "
@@ -147,9 +159,48 @@ class FitConfig:
             found.append("processes: only with accelerate=conf/launch/ddp.yaml; give that as well")
         return found
 
+    @property
+    def head_kind(self) -> str:
+        """Kind of the head whose keys are all given, by a recipe or head=NAME; "" without one."""
+        return self.head.kind if isinstance(self.head, HeadConfig) else ""
+
     def settings(self) -> dict[str, Any]:
         """What decides the result."""
         kept = {k: v for k, v in asdict(self).items() if k not in LOGISTICS}
         kept["data"] = {k: v for k, v in kept["data"].items() if not is_logistics(f"data.{k}")}
         del kept["eval"]["batch_size"], kept["head"]["chunk"]
         return kept
+
+
+@dataclass(frozen=True)
+class FitKeys(FitConfig):
+    """What scripts/fit.py takes: the keys above, and of a chosen head all of its kind's."""
+
+    # keys of the head
+    head: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
+
+    @classmethod
+    def exact(cls, cfg: DictConfig) -> type[FitConfig]:
+        """The schema with the keys of the head that `cfg` chooses; what a recipe says of a run's
+        length is taken out of `cfg`. Raises UserError for a recipe that a fit cannot follow."""
+        if cfg.get("shard_target"):
+            raise UserError(
+                "experiment: this recipe spreads the target over the GPUs (shard_target), and a "
+                "fit needs one that a device holds; take the recipe to `outrider train`, "
+                "data.path=FILE"
+            )
+        with open_dict(cfg):
+            for key in DECIDED:
+                cfg.pop(key, None)
+            if "eval" in cfg:
+                cfg.eval.pop("every", None)
+        kind = OmegaConf.select(cfg, "head.kind")
+        if kind is None:
+            return FitConfig
+        keys = typing.get_type_hints(entry_of(str(kind))[1])["head"]
+        return dataclasses.make_dataclass(
+            FitConfig.__name__,
+            [("head", keys, field(default_factory=keys))],
+            bases=(FitConfig,),
+            frozen=True,
+        )

@@ -99,7 +99,7 @@ def fresh_kind(cfg: FitConfig) -> str:
 
 def config(cfg: FitConfig, chats: Chats, out: Path, fresh: bool = False) -> TrainConfig:
     """The training run of a fit, its steps still open. fresh: from scratch."""
-    kind, keys = cfg.kind, None
+    kind, keys = cfg.kind, cfg.head if isinstance(cfg.head, HeadConfig) else None
     if cfg.start:
         kind, _, keys = start_of(cfg)
     script, schema = entry_of(kind)

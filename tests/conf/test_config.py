@@ -183,7 +183,7 @@ def test_all_mistakes_are_message_at_once(toy: Path) -> None:
         "stepz: no such key; did you mean steps?",
         "typo: no such key",
         "part=large",
-        "choose one of small",
+        "known: small",
         "m?k=5",
         "names: 4",
         "did you mean part.size?",

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from outrider.conf.errors import UserError
-from outrider.conf.schema import compose
+from outrider.conf.schema import CONF, compose
 from outrider.heads import HEADS, find_head, load_head, tuned
 from outrider.heads.checkpoint import write_card
 from outrider.scripts import fit as command
 from outrider.scripts.fitting import ranks, train, verdict
-from outrider.scripts.fitting.config import FitConfig
+from outrider.scripts.fitting.config import FitConfig, FitKeys
 from outrider.scripts.reports import fit_table
 from outrider.scripts.reports.table import change
+from outrider.train.config import EagleRun
 from outrider.train.signals import Interrupted
 from tests.heads.test_warm import weights
 from tests.helpers.traffic import Log
@@ -584,6 +585,52 @@ def test_what_is_refused_without_a_start(start: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="^kind"):
         command.fitted(cfg, out)
     assert "or no start= for a fresh head" in refused(tmp_path / "nothing", out)
+
+
+def of_recipe(name: str, *more: str) -> FitConfig:
+    given = [f"experiment={name}", "logs=x", "out=y", *more]
+    return compose("fit", FitKeys, given)
+
+
+def test_a_recipe_gives_model_head_rows_and_optimizer() -> None:
+    cfg = of_recipe("qwen3_8b_eagle3", "data.max_length=2048", "head.depth=5")
+    assert (cfg.target.kind, cfg.target.name) == ("hub", "Qwen/Qwen3-8B")
+    assert (cfg.data.turns, cfg.data.max_length, cfg.optim.lr) == ("rows", 2048, 1e-4)
+    assert (cfg.batch_size, cfg.micro_tokens, cfg.kind) == (64, 16384, "eagle3")
+    made = train.config(cfg, train.Chats("train.jsonl", "later.jsonl"), Path("run"))
+    usual: Any = compose(
+        "eagle", EagleRun, ["experiment=qwen3_8b_eagle3", "data.path=x", "out_dir=y"]
+    )
+    assert made.head == replace(usual.head, depth=5)
+    assert made.optim == usual.optim and made.epochs == 0
+    assert cfg.settings()["head"]["steps"] == 7, "another recipe is another fit"
+
+
+def test_of_a_recipe_the_head_at_start_keeps_its_own_keys(start: Path, tmp_path: Path) -> None:
+    cfg = of_recipe("smollm2_medusa_smoke", f"start={start}", "head.heads=1")
+    made: Any = train.config(cfg, train.Chats("train.jsonl", "later.jsonl"), tmp_path / "run")
+    assert made.head.heads == train.start_of(cfg)[2].heads == 2
+    assert made.batch_size == 16 and made.start == str(start)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "experiment").glob("*.yaml")))
+def test_every_recipe_is_one_for_a_fit_or_refused_in_a_line(name: str) -> None:
+    if name != "llama31_70b_eagle3":
+        assert of_recipe(name).head_kind == of_recipe(name).kind
+        return
+    with pytest.raises(UserError, match=r"^experiment: .*shard_target.*outrider train"):
+        of_recipe(name)
+
+
+def test_what_is_refused_beside_a_recipe() -> None:
+    for key, said in (
+        ("steps=5", "^steps: no such key"),
+        ("epochs=1", "^epochs: no such key"),
+        ("head.dept=5", "^head.dept: no such key; did you mean head.depth"),
+        ("kind=medusa", "^kind: medusa, and the chosen head is of kind eagle3; leave kind out"),
+    ):
+        with pytest.raises(UserError, match=said):
+            of_recipe("qwen3_8b_eagle3", key)
 
 
 def test_launches_that_are_refused(

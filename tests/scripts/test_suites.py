@@ -146,7 +146,7 @@ def test_the_report_holds_the_sha256_of_the_suite(
     assert source["sha256"] == load_suite(described("mtbench", path)).sha256
     assert "suite mtbench: 2 prompts, the published set has 80" in capsys.readouterr().err
     assert run("suite=mt-bench", f"out={tmp_path / 'x'}") == 2
-    assert "suite=mt-bench: no such option; choose one of all, alpaca" in capsys.readouterr().err
+    assert "suite=mt-bench: no such option; did you mean mtbench?" in capsys.readouterr().err
 
 
 @pytest.mark.slow
