@@ -42,12 +42,14 @@ class BatchChoice:
 @dataclass(frozen=True)
 class DraftSchedule:
     """What to serve with. rates: acceptance by position, unconditional. choices: for every
-    batch from one to the largest that was measured. measured: the batches that were."""
+    batch from one to the largest that was measured. measured: the batches that were. drafts:
+    the numbers of draft tokens that were, with any of them."""
 
     engine: str
     rates: tuple[float, ...]
     choices: tuple[BatchChoice, ...]
     measured: tuple[int, ...]
+    drafts: tuple[int, ...]
 
     @property
     def draft_tokens(self) -> int:
@@ -81,6 +83,7 @@ class DraftSchedule:
             "draft_tokens": self.draft_tokens,
             "off_above": self.off_above,
             "measured_batches": list(self.measured),
+            "measured_draft_tokens": list(self.drafts),
             "choices": [
                 {
                     "batch": c.batch,
@@ -134,7 +137,8 @@ def plan(rates: Sequence[float], costs: Costs, at_most: int | None = None) -> Dr
         choices.append(
             BatchChoice(batch, 0, 1.0, share) if off else BatchChoice(batch, depth, best, share)
         )
-    return DraftSchedule(costs.engine, tuple(rates), tuple(choices), tuple(sorted(curve.knots)))
+    batches = tuple(sorted(curve.knots))
+    return DraftSchedule(costs.engine, tuple(rates), tuple(choices), batches, costs.drafts)
 
 
 def vllm(found: DraftSchedule) -> dict[str, Any]:
@@ -204,7 +208,7 @@ def summary(found: DraftSchedule, kind: str) -> list[str]:
         + (f"draft {k}, {_span(found, first, last)} times plain" if k else "no drafts")
         for first, last, k in found.ranges
     ]
-    lines += _lost(found)
+    lines += _lost(found) + _between(found)
     if not found.draft_tokens:
         return [*lines, "drafting is not faster on this engine: serve without a drafter"]
     flags, table = sglang(found, kind)
@@ -225,6 +229,18 @@ def _lost(found: DraftSchedule) -> list[str]:
     return [
         f"with {least.batch} concurrent requests this engine accepts {least.kept:.0%} of the draft "
         "tokens that it accepts with few: its drafting mixes requests up, see docs/serving.md"
+    ]
+
+
+def _between(found: DraftSchedule) -> list[str]:
+    """Which of the chosen numbers of draft tokens nobody measured."""
+    chosen = {c.draft_tokens for c in found.choices if c.draft_tokens}
+    if not (unseen := sorted(chosen - set(found.drafts))):
+        return []
+    which = ", ".join(map(str, unseen))
+    return [
+        f"{which} draft tokens were not measured but lie on a line between measured ones, which "
+        "was up to 23% off in llama.cpp: add rows of every number from 1 on, see docs/serving.md"
     ]
 
 

@@ -26,8 +26,7 @@ from outrider.heads.tuned import DraftSettings
 
 @dataclass(frozen=True)
 class Curve:
-    """Milliseconds over nodes, for each measured batch size: piecewise linear through monotone
-    medians.
+    """Milliseconds over nodes, for each measured batch size: piecewise linear through medians.
 
     knots[B]: ascending (nodes, ms). Between batch sizes the two nearest curves are
     interpolated; beyond the last knot the last slope goes on.
@@ -36,9 +35,9 @@ class Curve:
     knots: dict[int, list[tuple[float, float]]]
 
     @staticmethod
-    def fit(samples: Iterable[tuple[int, int, float]]) -> Curve:
-        """samples: (batch, nodes, ms). Medians per point; a larger tree is never cheaper (pool
-        adjacent violators).
+    def fit(samples: Iterable[tuple[int, int, float]], rising: bool = True) -> Curve:
+        """samples: (batch, nodes, ms). rising: a larger tree is never cheaper (pool adjacent
+        violators); else every measured point is its own median.
 
         Raises ValueError without samples."""
         groups: dict[int, dict[int, list[float]]] = {}
@@ -50,8 +49,9 @@ class Curve:
         for batch, by_nodes in sorted(groups.items()):
             places = sorted(by_nodes)
             medians = [float(np.median(by_nodes[n])) for n in places]
-            rising = isotonic(medians, [len(by_nodes[n]) for n in places])
-            knots[batch] = [(float(n), ms) for n, ms in zip(places, rising, strict=True)]
+            if rising:
+                medians = isotonic(medians, [len(by_nodes[n]) for n in places])
+            knots[batch] = [(float(n), ms) for n, ms in zip(places, medians, strict=True)]
         return Curve(knots)
 
     def __call__(self, batch: int, nodes: float) -> float:

@@ -71,6 +71,25 @@ def test_nothing_is_claimed_beyond_the_deepest_point_or_the_drafter() -> None:
     assert settings.plan((0.9,) * 8, free, at_most=1).draft_tokens == 1
 
 
+def test_a_measured_row_is_read_as_it_stands() -> None:
+    """Three tokens may be checked sooner than two: no line and no rising curve is drawn there."""
+    tiled = curve((1, 0, 24), (1, 1, 30), (1, 2, 26), (1, 3, 45), (1, 4, 41))
+    assert [tiled.curve()(1, k) for k in range(5)] == pytest.approx([24, 30, 26, 45, 41])
+    found = settings.plan((0.1, 0.1, 0.05, 0.05), tiled)
+    assert found.draft_tokens == 2
+    assert found.choices[0].speedup == pytest.approx(1.2 * 24 / 26)
+    assert found.to_json()["measured_draft_tokens"] == [0, 1, 2, 3, 4]
+    assert not any("not measured" in line for line in settings.summary(found, "eagle3"))
+
+
+def test_what_lies_between_measured_rows_is_said() -> None:
+    found = settings.plan(RATES, CHEAP_THEN_DEAR)
+    (said,) = (line for line in settings.summary(found, "eagle3") if "not measured" in line)
+    assert said.startswith("1, 2 draft tokens were not measured") and "docs/serving.md" in said
+    never = settings.plan(RATES, curve((1, 0, 10), (1, 3, 90)))
+    assert not any("not measured" in line for line in settings.summary(never, "eagle3"))
+
+
 def test_the_engine_never_comes_back_after_it_was_off() -> None:
     noisy = curve((1, 0, 10), (1, 1, 11), (2, 0, 10), (2, 1, 30), (3, 0, 10), (3, 1, 11))
     assert [c.draft_tokens for c in settings.plan((0.5,), noisy).choices] == [1, 0, 0]
