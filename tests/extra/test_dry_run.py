@@ -19,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import CONF, compose
-from outrider.decode.models.load import load_target
+from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.models.packages import TARGETS
 from outrider.heads import HEADS
 from outrider.heads.batch import Batch
 from outrider.scripts.extra.cluster import count as counting
@@ -65,15 +66,10 @@ def test_parameters_are_the_published_ones(name: str) -> None:
     assert 0 < model.size.layer * model.layers * 0.99 < model.size.stacked < model.size.total
 
 
-def test_facts_of_smollm2_are_those_of_its_own_config() -> None:
-    """The wheel's config, where it was fetched already."""
-    path = Path.home() / ".cache/outrider/smollm2-135m-instruct/config.json"
-    if not path.is_file():
-        pytest.skip("SmolLM2 was not fetched")
-    message = json.loads(path.read_text())
-    assert {k: message[k] for k in models.shipped()[models.SMOLLM2.lower()].config} == (
-        models.shipped()[models.SMOLLM2.lower()].config
-    )
+@pytest.mark.parametrize("kind", sorted(TARGETS))
+def test_packaged_targets_hold_as_many_numbers_as_their_config_says(kind: str) -> None:
+    model = models.model_of(TargetConfig(kind=kind))
+    assert model.size.total == TARGETS[kind].parameters
 
 
 # Recipes

