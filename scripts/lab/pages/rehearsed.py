@@ -42,8 +42,21 @@ def table(results: Path) -> str:
             "which says what it assumes; where the column is empty nothing was predicted. "
             f"Measured: {rehearsed['seconds'] / 60:.1f} minutes in all{so_far} ({where}, commit "
             f"`{env['commit']}`, [JSON](results/rehearsal.json)); of a command that was stopped "
-            "on the way, the last try alone.",
+            f"on the way, the last try alone.{_killed(results / 'rehearsal-killed.json')}",
         ]
+    )
+
+
+def _killed(path: Path) -> str:
+    """How a rehearsal ended that was killed in every command; "" before the first one."""
+    if not path.exists():
+        return ""
+    killed = json.loads(path.read_text())
+    apart = killed["differences"]
+    ended = f"otherwise in {len(apart)} of them" if apart else "the same"
+    return (
+        f" Killed once in each of its {len(killed['kills'])} commands and begun again, it ended "
+        f"{ended} (commit `{killed['environment']['commit']}`, [JSON](results/{path.name}))."
     )
 
 
