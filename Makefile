@@ -10,6 +10,7 @@ OLD_TRANSFORMERS := 5.19.0
 ENGINES := .venv-engines/bin/python
 SPECULATORS := .venv-speculators/bin/python
 LLAMACPP := .venv-llamacpp/bin/python
+NATIVE := .venv-llamacpp-native
 export PYTHONWARNINGS ?= ignore::SyntaxWarning
 export TOKENIZERS_PARALLELISM ?= false
 # OpenMP threads that wait by spinning cost a factor of ten and more where other work shares the cores.
@@ -95,6 +96,22 @@ test-old: .venv-old/.installed
 	@$(LLAMACPP) -m pip install $(PIP_FLAGS) xllamacpp==2026.10.11549
 	@touch $@
 
+# The same version compiled for this machine's CPU, from the package's source: about ten minutes of one core, 1 GB, a C++ compiler;
+# cmake comes with it. TLS, llguidance and the web page stay out, which a build would fetch. Stopped, it goes on by the same command.
+NATIVE_ENV = PATH="$(CURDIR)/$(NATIVE)/bin:$$PATH" CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_LLGUIDANCE=OFF -DLLAMA_BUILD_BORINGSSL=OFF \
+	-DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF"
+.venv-llamacpp-native/.installed:
+	@command -v c++ > /dev/null || { echo "error: c++ is not there; install g++ or clang, or take .venv-llamacpp"; exit 2; }
+	@test -x $(NATIVE)/bin/python || $(PYTHON) -m venv $(NATIVE)
+	@echo "building xllamacpp 2026.10.11549 (llama.cpp) for this CPU in $(NATIVE); all it says: $(NATIVE)/build.log"
+	@$(NATIVE)/bin/python -m pip install $(PIP_FLAGS) cmake cython setuptools 'versioneer[toml]' wheel
+	@test -d $(NATIVE)/source || { rm -rf $(NATIVE)/part && mkdir $(NATIVE)/part && $(NATIVE)/bin/python -m pip download $(PIP_FLAGS) \
+		-d $(NATIVE)/part --no-deps --no-binary :all: --no-build-isolation xllamacpp==2026.10.11549 \
+		&& tar -xzf $(NATIVE)/part/*.tar.gz -C $(NATIVE)/part --strip-components 1 && mv $(NATIVE)/part $(NATIVE)/source; }
+	@cd $(NATIVE)/source && $(NATIVE_ENV) ../bin/python scripts/build.py > ../build.log 2>&1 || { tail -n 5 ../build.log; exit 2; }
+	@$(NATIVE_ENV) $(NATIVE)/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation $(NATIVE)/source
+	@touch $@
+
 # What each part needs: ONLY=llamacpp a wheel of 34 MB; ONLY=vllm (with speculators) several GB
 # of disk and the CPU index of torch. Without ONLY both run. Neither needs a GPU or a compiler.
 # Heads: llamacpp an EAGLE-3 without the norms of 3.1 (runs/eagle3_portable by the recipe
@@ -117,5 +134,5 @@ rehearsal: .venv .venv-llamacpp/.installed
 	@$(PY) scripts/lab/rehearsal.py
 
 clean:
-	@rm -rf .venv .venv-old .venv-engines .venv-speculators .venv-llamacpp build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .venv-old .venv-engines .venv-speculators .venv-llamacpp $(NATIVE) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

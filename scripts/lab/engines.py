@@ -24,6 +24,12 @@ Sampled speculation of llama.cpp, certified over HTTP as scripts/certify.py url=
 
 llama.cpp and vLLM as they are fast, without a draft and with these, in one table with our engine
 and transformers, prompt by prompt in turns.
+
+    python scripts/lab/engines.py steps
+
+What a step and a cycle cost in llama.cpp by draft tokens, build and type of weights, and the
+accepted length from which on a draft pays. `make .venv-llamacpp-native/.installed` compiles
+llama.cpp for this machine's CPU; where it is not there, the wheel alone is timed.
 """
 
 from __future__ import annotations
@@ -34,12 +40,13 @@ from pathlib import Path
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from outrider.scripts.lab.serving import llamacpp, race, sampled, vllm
+from outrider.scripts.lab.serving import llamacpp, race, sampled, steps, vllm
 
 PARTS = {
     "llamacpp": llamacpp.main,
     "sampled": sampled.main,
     "race": race.main,
+    "steps": steps.main,
 }
 
 if __name__ == "__main__":

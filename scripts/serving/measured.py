@@ -18,17 +18,20 @@ RESULTS = files.ROOT / "docs" / "results"
 RACE = "unseen-t0"  # servers beside our own drafters, on the same prompts
 SETTINGS = ("engine-settings", "engine-forecast")  # by draft tokens and requests at a time
 PLAIN = "llamacpp"
+# a server with a draft: its label without one, the kind of head, K
+LABEL = re.compile(rf"({PLAIN}[\w-]*)-({'|'.join(WORDS)})(?:-k(\d+))?")
 
 
 @dataclass(frozen=True)
 class DraftSpeed:
-    """One measured row. source: its file in docs/results. drafter: kind of head. machine:
-    processor and threads. draft_tokens: K, 0 where the file does not say. requests:
-    decoded at a time. length: accepted, the bonus token counted. times: speed against the
-    same server without it."""
+    """One measured row. source: its file in docs/results. drafter: kind of head. server: build
+    and weights as the file names them. machine: processor and threads. draft_tokens: K, 0
+    where the file does not say. requests: decoded at a time. length: accepted, the bonus
+    token counted. times: speed against the same server without it."""
 
     source: str
     drafter: str
+    server: str
     machine: str
     draft_tokens: int
     requests: int
@@ -55,11 +58,11 @@ def _raced(results: Path) -> Iterator[DraftSpeed]:
     report = _read(results / f"{RACE}.json")
     rows = {row["label"]: row for row in report.get("drafters", [])}
     for label, row in rows.items():
-        drafter = re.fullmatch(f"{PLAIN}-(\\w+)", label)
-        if drafter and PLAIN in rows:
-            times = row["tokens_per_second"] / rows[PLAIN]["tokens_per_second"]
-            length = row["accepted_length"]["mean"]
-            yield DraftSpeed(RACE, drafter[1], _machine(report), 0, 1, length, times)
+        found = LABEL.fullmatch(label)
+        if found and found[1] in rows:
+            times = row["tokens_per_second"] / rows[found[1]]["tokens_per_second"]
+            length, depth = row["accepted_length"]["mean"], int(found[3] or 0)
+            yield DraftSpeed(RACE, found[2], found[1], _machine(report), depth, 1, length, times)
 
 
 def _by_settings(results: Path) -> Iterator[DraftSpeed]:
@@ -69,6 +72,7 @@ def _by_settings(results: Path) -> Iterator[DraftSpeed]:
             yield DraftSpeed(
                 name,
                 report["settings"]["kind"],
+                f"{PLAIN}-{report['settings']['dtype']}",
                 _machine(report),
                 case["draft_tokens"],
                 case["batch"],

@@ -192,15 +192,30 @@ def test_servers_race_in_one_table(
     keys += ["servers=[vllm]", "engine=README.md", "max_new_tokens=16"]
     with pytest.raises(SystemExit) as stop:
         race.main([*keys, "drafters=[ngram,none,nowhere]", "systems=[none,ngram]"])
-    assert stop.value.code == 3 and "not there: nowhere" in capsys.readouterr().err
-    assert [one.exact for one in requested] == [False, False]
+    err = capsys.readouterr().err
+    assert stop.value.code == 3 and err.count("not there: nowhere") == 1
+    assert [one.exact for one in requested] == [False] * 3
+    specs = [None, vllm_server.ngram(2), vllm_server.ngram(4)]
+    assert [one.speculative for one in requested] == specs
     report = json.loads((tmp_path / "out/report.json").read_text())
     labels = [row["label"] for row in report["drafters"]]
-    assert labels == ["none", "ngram", "vllm", "vllm-ngram"]
+    assert labels == ["none", "ngram", "vllm", "vllm-ngram-k2", "vllm-ngram-k4"]
     assert all(row["lossless"]["equal"] == 2 for row in report["drafters"])
     with pytest.raises(SystemExit) as stop:
         race.main([*keys, "drafters=[nowhere]"])
     assert stop.value.code == 2 and "no server was started" in capsys.readouterr().err
+
+
+def test_builds_weights_and_draft_tokens_are_entries_of_a_race() -> None:
+    cfg = race.RaceConfig(drafters=[], servers=["llamacpp", "vllm"], draft_tokens=[2])
+    assert [label for _, label, _ in race.entries(cfg)] == ["llamacpp", "vllm"]
+    both = ["float16", "bfloat16"]
+    cfg = race.RaceConfig(
+        drafters=[], servers=["llamacpp_native", "vllm"], weights=both, draft_tokens=[2, 4]
+    )
+    found = [(label, how.weights, how.draft_tokens) for _, label, how in race.entries(cfg)]
+    assert found[:4] == [(f"llamacpp_native-{w}", w, k) for w in both for k in (2, 4)]
+    assert [(label, k) for label, _, k in found[4:]] == [("vllm", 2), ("vllm", 4)]
 
 
 def raced(tmp_path: Path, *keys: str) -> int:
@@ -208,7 +223,7 @@ def raced(tmp_path: Path, *keys: str) -> int:
     prompts.write_text('{"prompt": "go"}\n{"prompt": "hay"}\n')
     args = ["target=tiny", *(f"target.{k}={v}" for k, v in SHAPE.items()), f"prompts={prompts}"]
     args += [f"work={tmp_path / 'work'}", f"out={tmp_path / 'out'}", "dtype=float32", "threads=1"]
-    args += ["servers=[vllm]", "engine=README.md", "max_new_tokens=16"]
+    args += ["servers=[vllm]", "engine=README.md", "max_new_tokens=16", "draft_tokens=[2]"]
     with pytest.raises(SystemExit) as stop:
         race.main([*args, *keys])
     return int(stop.value.code or 0)

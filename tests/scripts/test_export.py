@@ -325,3 +325,28 @@ def test_a_llamacpp_user_reads_what_was_measured_there(
     pace = {row["label"]: row["tokens_per_second"] for row in race["drafters"]}
     assert rows[0].times == pace["llamacpp-eagle3"] / pace["llamacpp"]
     assert measured.summary(tmp_path) == ""
+
+
+def test_each_server_is_measured_against_itself_without_a_draft(tmp_path: Path) -> None:
+    """Of a race, by build, weights and K; others' rows and drafts without their server are no
+    speed of llama.cpp."""
+    paces = {
+        "none": 50.0,
+        "llamacpp": 100.0,
+        "llamacpp-eagle3": 80.0,
+        "llamacpp_native-bfloat16": 110.0,
+        "llamacpp_native-bfloat16-eagle3-k4": 132.0,
+        "llamacpp_native-float16-eagle3-k2": 90.0,
+        "vllm": 20.0,
+        "vllm-eagle3": 30.0,
+    }
+    length = {"accepted_length": {"mean": 1.5}}
+    rows = [{"label": k, "tokens_per_second": v, **length} for k, v in paces.items()]
+    env = {"processor": "a CPU", "threads": 2}
+    report = {"environment": env, "drafters": rows}
+    (tmp_path / "unseen-t0.json").write_text(json.dumps(report))
+    found = [(r.server, r.drafter, r.draft_tokens, r.times) for r in measured.speeds(tmp_path)]
+    assert found == [
+        ("llamacpp", "eagle3", 0, 0.8),
+        ("llamacpp_native-bfloat16", "eagle3", 4, 1.2),
+    ]

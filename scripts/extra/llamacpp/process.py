@@ -26,18 +26,21 @@ STOP = 20.0  # seconds to end
 
 @dataclass(frozen=True)
 class Running:
-    """A server that answers. log: its standard error."""
+    """A server that answers. log: its standard error. system: what its build makes use of, in
+    its own words."""
 
     url: str
     version: str
     log: Path
+    system: str = ""
 
 
 @dataclass(frozen=True)
 class Program:
     """What starts a server. engine: its name for people. python: of its environment. worker:
-    the script that is run there with the settings; it prints one JSON line {"url", "version"}
-    when it answers, and ends with its standard input. patience: seconds to load the models."""
+    the script that is run there with the settings; it prints one JSON line {"url", "version"},
+    and "system" where it knows, when it answers, and ends with its standard input. patience:
+    seconds to load the models."""
 
     engine: str
     python: Path
@@ -65,7 +68,7 @@ def running(
             said = _first_line(process, time.monotonic() + program.patience)
             if said is None:
                 raise UserError(f"{program.engine}: {_reason(process, log)}; all of it: {log}")
-            yield Running(said["url"], said["version"], log)
+            yield Running(said["url"], said["version"], log, said.get("system", ""))
         finally:
             if process.stdin is not None:
                 process.stdin.close()

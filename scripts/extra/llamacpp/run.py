@@ -7,7 +7,8 @@ Settings: model (GGUF), draft (GGUF or null), method (EAGLE3, SIMPLE), draft_tok
 probabilistic, slots, context, threads, talk (log level; 5 writes every draft token to standard
 error), exact (K/V caches are float32 and flash attention is off: sums in the order of plain code;
 else the engine's own).
-Prints one JSON line {"url", "version"} when the model is loaded.
+Prints one JSON line {"url", "version", "system"} when the model is loaded; system: the instructions
+that the build uses.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def main(path: str) -> None:
             draft.cache_type_k = draft.cache_type_v = llama.ggml_type.GGML_TYPE_F32
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = job["threads"]
     server = llama.Server(params)
-    print(json.dumps({"url": server.listening_address, "version": llama.__version__}), flush=True)
+    said = {"url": server.listening_address, "version": llama.__version__}
+    print(json.dumps(said | {"system": llama.get_system_info().strip(" |")}), flush=True)
     sys.stdin.read()
     del server
 

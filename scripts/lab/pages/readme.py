@@ -19,7 +19,7 @@ from outrider.scripts.common import files
 from outrider.scripts.extra.forecasting import table as forecast_table
 from outrider.scripts.lab.pages import matched, rehearsed, serves
 from outrider.scripts.lab.serving import case as engine_case
-from outrider.scripts.lab.serving import llamacpp_cases
+from outrider.scripts.lab.serving import llamacpp_cases, steps
 from outrider.scripts.lab.serving import sampled as engine_sampled
 from outrider.scripts.reports import fit_table, score_table, tune_table
 from outrider.scripts.reports.block import Block
@@ -32,6 +32,7 @@ README = Block.of("README.md", "results", BY)
 TABLES = Block.of("docs/results.md", "tables", BY)
 TUNING = Block.of("docs/tuning.md", "tuned", BY)
 ENGINES = Block.of("docs/engines.md", "engines", BY)
+STEPS = Block.of("docs/engines.md", "steps", BY)
 SERVING = Block.of("docs/serving.md", "serves", BY)
 VERSIONS = Block.of("docs/serving.md", "versions", BY)
 SPEEDS = Block.of("docs/serving.md", "speeds", BY)
@@ -279,6 +280,17 @@ def engines() -> str:
     return "\n".join(blocks)
 
 
+def stepped() -> str:
+    """What a cycle costs in llama.cpp by draft tokens and build, in docs/engines.md."""
+    blocks = []
+    for name, report in known("llamacpp-steps"):
+        table = steps.table(report)
+        where = f"{made(report)}, [JSON](results/{name}.json)"
+        blocks += [f"**{table.title}** (`scripts/lab/engines.py steps`; {where})", ""]
+        blocks += [table.markdown(), ""]
+    return "\n".join(blocks)
+
+
 def fit_reports() -> list[dict[str, Any]]:
     """The fits of docs/results, each with the name of its traffic."""
     found = known(*(path.stem for path in sorted(RESULTS.glob("fit-*.json"))))
@@ -314,6 +326,7 @@ PAGES = {
     TABLES: results,
     TUNING: tuned,
     ENGINES: engines,
+    STEPS: stepped,
     FIT: fits,
     FORGOTTEN: forgotten,
     FORETOLD: foretold,

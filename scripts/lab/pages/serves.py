@@ -74,11 +74,12 @@ def speeds(results: Path) -> str:
     cells: dict[tuple[Any, ...], dict[int, str]] = {}
     for row in found:
         source = f"[{row.source}](results/{row.source}.json)"
-        key = source, engines.WORDS[row.drafter], row.machine, str(row.draft_tokens or "–")
+        drafter, depth = engines.WORDS[row.drafter], str(row.draft_tokens or "–")
+        key = source, drafter, f"`{row.server}`", row.machine, depth
         cells.setdefault(key, {})[row.requests] = f"{row.times:.2f}× ({row.length:.2f})"
     rows = [[*key, *(times.get(count, "–") for count in counts)] for key, times in cells.items()]
-    head = "figures", "draft", "machine", "K", *(f"{count} at a time" for count in counts)
-    return Table(head, rows, words=range(3)).markdown()
+    head = "figures", "draft", "server", "machine", "K", *(f"{count} at a time" for count in counts)
+    return Table(head, rows, words=range(4)).markdown()
 
 
 def table(results: Path) -> Table:

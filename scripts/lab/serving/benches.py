@@ -21,11 +21,17 @@ MODES = (PROBABILISTIC, GREEDY)  # how the draft is drawn
 DRAWN = (
     "small_lm",
 )  # drafters whose distribution llama.cpp samples; others take their best tokens
-LLAMACPP, VLLM = "llamacpp", "vllm"
+LLAMACPP, NATIVE, VLLM = "llamacpp", "llamacpp_native", "vllm"
 # by engine: its name for people, its package's name in reports, the Python of its environment,
 # and the command that builds that
 ENGINES = {
     LLAMACPP: ("llama.cpp", "xllamacpp", ".venv-llamacpp/bin/python", llamacpp.MAKE),
+    NATIVE: (
+        "llama.cpp built for the CPU",
+        "xllamacpp",
+        ".venv-llamacpp-native/bin/python",
+        "make .venv-llamacpp-native/.installed",
+    ),
     VLLM: ("vLLM", "vllm", ".venv-engines/bin/python", "make engines ONLY=vllm"),
 }
 
@@ -34,13 +40,14 @@ ENGINES = {
 class Serving:
     """How a server runs. draft_tokens: of a cycle. slots: requests at a time. context: tokens of
     each. exact: float32 throughout, sums in the order of plain code; else as the engine is
-    fast: llama.cpp in float16, vLLM in bfloat16, compiled where it can be."""
+    fast: llama.cpp in `weights`, vLLM in bfloat16, compiled where it can be."""
 
     draft_tokens: int
     slots: int = 1
     context: int = 1024
     threads: int = 1
     exact: bool = True
+    weights: str = "float16"
 
 
 class EngineBench(Protocol):
@@ -81,7 +88,7 @@ class LlamaCppBench:
     def __init__(self, stage: shared.Stage, python: Path, how: Serving) -> None:
         self.stage, self.python, self.how = stage, python, how
         self.version = ""
-        self.dtype = "float32" if how.exact else "float16"
+        self.dtype = "float32" if how.exact else how.weights
         self.target = llamacpp.target_file(stage, self.dtype)
 
     def refusal(self, found: shared.Found, mode: str) -> str | None:
@@ -178,5 +185,6 @@ class VllmBench:
 
 BENCHES: dict[str, Callable[[shared.Stage, Path, Serving], EngineBench]] = {
     LLAMACPP: LlamaCppBench,
+    NATIVE: LlamaCppBench,
     VLLM: VllmBench,
 }

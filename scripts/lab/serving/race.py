@@ -1,6 +1,8 @@
 """`engines.py race`: our engine, transformers and real servers in one table, on the same prompts
-and in turns. llama.cpp (float16) and vLLM (bfloat16) run as they are fast by default, without a
-draft and with each of `drafters`; `systems` are what scripts/evaluate.py scores beside them.
+and in turns. llama.cpp and vLLM (bfloat16) run as they are fast by default, without a draft and
+with each of `drafters` at each of `draft_tokens`; `systems` are what scripts/evaluate.py scores
+beside them. servers=[llamacpp,llamacpp_native] races the wheel and a build for this CPU. Which
+number of draft tokens pays where, `engines.py steps` measures.
 
 A llama.cpp head must be one that llama.cpp knows (recipe eagle3_portable); what an engine cannot
 serve is named and left out there.
@@ -8,8 +10,9 @@ serve is named and left out there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -19,11 +22,20 @@ from outrider.conf.errors import UserError
 from outrider.conf.rules import Filled, OneOrMore, Seed, one_of
 from outrider.conf.schema import entry
 from outrider.conf.typed import raise_all
+from outrider.heads.interop import gguf_write
 from outrider.heads.names import NONE
 from outrider.scripts import evaluate
 from outrider.scripts.common import files
 from outrider.scripts.lab.serving import shared
-from outrider.scripts.lab.serving.benches import BENCHES, ENGINES, GREEDY, Serving, drafters
+from outrider.scripts.lab.serving.benches import (
+    BENCHES,
+    ENGINES,
+    GREEDY,
+    LLAMACPP,
+    VLLM,
+    Serving,
+    drafters,
+)
 from outrider.scripts.scoring.names import wrong_drafter
 
 
@@ -37,14 +49,20 @@ class RaceConfig(shared.EngineKeys):
     drafters: list[str]
     # what scripts/evaluate.py scores beside the servers
     systems: list[str] = field(default_factory=lambda: ["none", "ngram", "hf_generate"])
-    # engines to start
-    servers: Filled[Annotated[str, one_of(ENGINES)]] = field(default_factory=lambda: [*ENGINES])
+    # engines to start: llamacpp, llamacpp_native, vllm
+    servers: Filled[Annotated[str, one_of(ENGINES)]] = field(
+        default_factory=lambda: [LLAMACPP, VLLM]
+    )
+    # numbers of llama.cpp's files
+    weights: Filled[Annotated[str, one_of(gguf_write.DTYPES)]] = field(
+        default_factory=lambda: ["float16"]
+    )
     # folder of the report
     out: str = "reports/race"
     # folder for exports
     work: str = "runs/engines-race"
-    # draft tokens of a server's cycle
-    draft_tokens: OneOrMore = 2
+    # draft tokens of a server's cycle, an entry for each
+    draft_tokens: Filled[OneOrMore] = field(default_factory=lambda: [2, 4])
     # prompts decoded together, requests asked together
     batch_size: OneOrMore = 1
     # of our engine
@@ -57,6 +75,42 @@ class RaceConfig(shared.EngineKeys):
     engine: str = ""
 
 
+def entries(cfg: RaceConfig) -> Iterator[tuple[str, str, Serving]]:
+    """(engine, its name in the table before the drafter's, how it runs) for every type of weights
+    and number of draft tokens."""
+    for server in cfg.servers:
+        for weights in cfg.weights[:1] if server == VLLM else cfg.weights:
+            label = server if server == VLLM or len(cfg.weights) == 1 else f"{server}-{weights}"
+            how = Serving(0, cfg.batch_size, cfg.context, cfg.threads, False, weights)
+            yield from ((server, label, replace(how, draft_tokens=k)) for k in cfg.draft_tokens)
+
+
+def started(
+    cfg: RaceConfig, stage: shared.Stage, pythons: dict[str, Path], stack: ExitStack
+) -> list[str]:
+    """NAME@URL of every server that came up; the others are noted as missing."""
+    out = []
+    for server, label, how in entries(cfg):
+        bench = BENCHES[server](stage, pythons[server], how)
+        for found in drafters(stage, bench.headless):
+            if found.kind == NONE and how.draft_tokens != cfg.draft_tokens[0]:
+                continue  # it drafts nothing, whatever K
+            if (problem := bench.refusal(found, GREEDY)) is not None:
+                stage.missing.append({"drafter": found.spec, "reason": problem})
+                continue
+            several = f"-k{how.draft_tokens}" if len(cfg.draft_tokens) > 1 else ""
+            name = label if found.kind == NONE else f"{label}-{found.name}{several}"
+            print(f"{ENGINES[server][0]}: {found.spec}{several}", flush=True)
+            mode = GREEDY if found.kind != NONE else ""
+            try:
+                url = stack.enter_context(bench.running(found, mode, f"race-{name}"))
+            except UserError as error:  # no export, or a server that does not come up
+                stage.missing.append({"drafter": found.spec, "reason": str(error)})
+                continue
+            out.append(f"{name}@{url}")
+    return out
+
+
 @entry("engines_race", RaceConfig)
 def main(cfg: RaceConfig) -> int:
     """Export, start every server, score all of them, stop them."""
@@ -66,25 +120,8 @@ def main(cfg: RaceConfig) -> int:
         for name in cfg.servers
     }
     stage = shared.Stage(cfg)
-    how = Serving(cfg.draft_tokens, cfg.batch_size, cfg.context, cfg.threads, exact=False)
     with ExitStack() as stack:
-        systems = list(cfg.systems)
-        for server in cfg.servers:
-            label, *_ = ENGINES[server]
-            bench = BENCHES[server](stage, pythons[server], how)
-            for found in drafters(stage, bench.headless):
-                if (problem := bench.refusal(found, GREEDY)) is not None:
-                    stage.missing.append({"drafter": found.spec, "reason": problem})
-                    continue
-                name = server if found.kind == NONE else f"{server}-{found.name}"
-                print(f"{label}: {found.spec}", flush=True)
-                mode = GREEDY if found.kind != NONE else ""
-                try:
-                    url = stack.enter_context(bench.running(found, mode, f"race-{name}"))
-                except UserError as error:  # no export, or a server that does not come up
-                    stage.missing.append({"drafter": found.spec, "reason": str(error)})
-                    continue
-                systems.append(f"{name}@{url}")
+        systems = [*cfg.systems, *started(cfg, stage, pythons, stack)]
         # every engine looks for all drafters
         stage.missing = [one for i, one in enumerate(stage.missing) if one not in stage.missing[:i]]
         if len(systems) == len(cfg.systems):
