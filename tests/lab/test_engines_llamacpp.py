@@ -9,8 +9,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from outrider.decode.drafters import DraftModel, NoDraft
 from outrider.decode.engine import Cycle, Request, generate
@@ -22,7 +25,7 @@ from outrider.heads.names import DraftSpec
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.extra.llamacpp import server as llamacpp
-from outrider.scripts.lab.serving import llamacpp_cases
+from outrider.scripts.lab.serving import llamacpp_cases, steps
 from outrider.scripts.lab.serving.case import Runs
 from outrider.scripts.scoring.served import ServedSystem
 from outrider.scripts.serving import contract, contract_check, gguf_export, server_certificate
@@ -171,8 +174,6 @@ def in_letters(*args):
 @contextmanager
 def engine(folder: Path, target, head, **changes) -> Iterator[llamacpp.Running]:
     """A real server with the head on the tiny target."""
-    import torch
-
     kind = gguf_export.Kind("float32")
     prompts = [torch.tensor(p) for p in PROMPTS[:2]]
     folder.mkdir()
@@ -226,8 +227,6 @@ def test_a_real_server_drafts_what_the_head_drafts(
 @pytest.mark.needs_llamacpp
 @pytest.mark.slow
 def test_a_real_server_takes_a_separate_draft(target, draft, tmp_path: Path) -> None:
-    import torch
-
     kind = gguf_export.Kind("float32")
     some = [torch.tensor(p) for p in PROMPTS[:2]]
     for name, model in (("target.gguf", target), ("draft.gguf", draft)):
@@ -249,8 +248,6 @@ def test_a_real_server_stops_counting_at_a_stop_token(
     target, tmp_path: Path, monkeypatch, place: int
 ) -> None:
     """The target as its own draft has every token accepted, one of them ends the answer."""
-    import torch
-
     prompt = PROMPTS[0]
     whole = generate(target, NoDraft(), [Request(prompt, LIMIT)], Sampling(), eos_ids=())
     tokens = whole.generations[0].token_ids
@@ -336,8 +333,6 @@ def test_a_certificate_of_a_separate_draft(
 ) -> None:
     """True rejection sampling: this version draws the tokens of a separate draft from its
     distribution."""
-    import torch
-
     monkeypatch.setattr(gguf_write, "tokenizer_fields", in_letters)
     kind = gguf_export.Kind("float32")
     some = [torch.tensor(p) for p in PROMPTS[:2]]
@@ -363,8 +358,6 @@ def test_a_certificate_of_a_separate_draft(
 @pytest.mark.slow
 def test_distributions_of_a_real_plain_server(target, tmp_path: Path, monkeypatch) -> None:
     import asyncio
-
-    import torch
 
     monkeypatch.setattr(gguf_write, "tokenizer_fields", in_letters)
     path = tmp_path / "target.gguf"
@@ -406,6 +399,32 @@ def test_a_real_server_stands_beside_our_rows(target, tmp_path: Path, monkeypatc
     assert [g.token_ids for g in found.generations] == [g.token_ids for g in plain.generations]
     assert served.tells and found.timing.decode_s > 0 and once.timing.decode_s == 0
     assert all(g.finish in ("length", "eos") for g in sampled.generations)
+
+
+@pytest.mark.needs_llamacpp
+@pytest.mark.slow
+def test_a_real_server_tells_what_its_cycles_cost(target, tmp_path: Path, monkeypatch) -> None:
+    """In bfloat16: every cycle of an answer but the warm ones, of it the draft by the log, and
+    what the build uses."""
+    monkeypatch.setattr(gguf_write, "tokenizer_fields", in_letters)
+    stage: Any = SimpleNamespace(
+        ids=PROMPTS[:2], work=tmp_path, cfg=SimpleNamespace(max_new_tokens=LIMIT)
+    )
+    prompts, kind = [torch.tensor(p) for p in PROMPTS[:2]], gguf_export.Kind("bfloat16")
+    gguf_export.write_model(tmp_path / "target.gguf", target.model, target, prompts, kind)
+    gguf_export.write_head(tmp_path, random_head(target, "eagle3"), target, prompts, kind)
+    settings = llamacpp.LlamaServerSettings(
+        str(tmp_path / "target.gguf"), context=256, talk=steps.TALK, exact=False
+    )
+    plain = steps.timed(stage, PYTHON, settings)
+    assert plain["cycles"] == 2 * (LIMIT - steps.WARM) and plain["draft_ms"] == 0
+    drafting = dataclasses.replace(
+        settings, draft=str(tmp_path / "draft.gguf"), method="EAGLE3", draft_tokens=DEPTH
+    )
+    found = steps.timed(stage, PYTHON, drafting)
+    assert 10 <= found["cycles"] <= 2 * LIMIT
+    assert found["draft_ms"] > 0 and found["cycle_ms"] > 0
+    assert "AVX" in found["instructions"] or "NEON" in found["instructions"]
 
 
 def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
