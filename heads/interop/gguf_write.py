@@ -1,5 +1,5 @@
-"""GGUF files for llama.cpp: EAGLE-3 heads, separate drafts and targets of the Llama
-architecture.
+"""GGUF files for llama.cpp: EAGLE-3 heads, separate drafts and targets of the Llama and Qwen2
+architectures.
 
     file = eagle3(head, target, tokenizer_fields(target, None))
     write(path, file, "q8_0")
@@ -8,6 +8,9 @@ What llama.cpp cannot run is refused by the key that would have to be different.
 and the order of rotary rows are those of its loaders (build 11549): q and k rows are stored
 so that the two numbers a frequency turns stand side by side, `d2t` holds absolute target ids,
 `target_layers` numbers hidden_states as our taps do.
+
+A Qwen2 is written as a `llama` with biases, the same arithmetic: of its own `qwen2` that build
+hands out no layer's input, and a server with an EAGLE-3 or block head ends at its first token.
 
 Shape letters: D width, F features, Vd draft vocabulary, V vocabulary, H heads, hd head size.
 """
@@ -38,7 +41,7 @@ from outrider.heads.interop.gguf_read import read_gguf
 
 # Ours -> general.file_type
 DTYPES = {"float32": 0, "bfloat16": 32, "float16": 1, "q8_0": 7}
-TARGETS = ("LlamaForCausalLM",)
+TARGETS = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 NORMAL, CONTROL, DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 # What the largest number of a tensor may be; a block of q8_0 has a float16 scale times 127
 LARGEST = {
@@ -53,14 +56,21 @@ BLOCK = 32  # values of a Q8_0 block
 SPLITS = {
     ("ByteLevel",): "gpt-2",
     ("Digits", "ByteLevel"): "smollm",
+    ("Split", "ByteLevel"): "qwen2",
 }
+# The pattern by which Qwen2 splits; its letters, digits and signs then stay as they are.
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 Fields = dict[str, tuple[GGUFValueType, Any]]
 
 
 @dataclass
 class GgufModel:
-    """arch: general.architecture. fields: keys with their types. tensors: float32 or int64."""
+    """arch: general.architecture. fields: keys with their types. tensors: of
+    floats in any format, or int64."""
 
     arch: str
     fields: Fields
@@ -138,9 +148,9 @@ def eagle3(head: Head, target: Target, words: Fields) -> GgufModel:
     return GgufModel("eagle3", fields | words, tensors)
 
 
-def llama_refusals(model: Any, what: str) -> list[str]:
-    """Why a whole transformers model is no `llama` of llama.cpp; [] when it is. what: it is,
-    target or head."""
+def model_refusals(model: Any, what: str) -> list[str]:
+    """Why a whole transformers model is no `llama` of llama.cpp; [] when it is. what: it
+    is, target or head."""
     config, name = model.config, type(model).__name__
     reasons = []
     if name not in TARGETS:
@@ -151,6 +161,8 @@ def llama_refusals(model: Any, what: str) -> list[str]:
     for key in ("attention_bias", "mlp_bias"):
         if getattr(config, key, False):
             reasons.append(f"{what}: {key} is true; the llama architecture has no such bias")
+    if getattr(config, "use_sliding_window", False):
+        reasons.append(f"{what}: use_sliding_window is true; llama.cpp's llama has no window")
     if getattr(config, "hidden_act", "silu") != "silu":
         reasons.append(f"{what}: hidden_act is {config.hidden_act}; llama.cpp's is silu")
     if getattr(config, "quantization_config", None) is not None:
@@ -158,13 +170,13 @@ def llama_refusals(model: Any, what: str) -> list[str]:
     return reasons
 
 
-def llama(model: Any, vocab: int, words: Fields) -> GgufModel:
-    """A whole transformers model as llama.cpp's `llama` architecture. vocab: its rows.
+def whole_model(model: Any, vocab: int, words: Fields) -> GgufModel:
+    """A whole transformers model of TARGETS as llama.cpp's `llama`. vocab: its rows.
 
     Raises UserError for a model of another architecture or with parts that it does not have.
     """
     config = model.config
-    if reasons := llama_refusals(model, "target"):
+    if reasons := model_refusals(model, "target"):
         raise UserError("format=gguf: " + "; ".join(reasons))
     layer = {
         "hidden_size": config.hidden_size,
@@ -179,7 +191,7 @@ def llama(model: Any, vocab: int, words: Fields) -> GgufModel:
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": dict(config.rope_parameters),
     }
-    state = {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
+    state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
     embed, head = state["model.embed_tokens.weight"], state["lm_head.weight"]
     tensors = {
         "token_embd.weight": embed,
@@ -198,7 +210,7 @@ def llama(model: Any, vocab: int, words: Fields) -> GgufModel:
 def block(
     number: int, prefix: str, state: Mapping[str, Tensor], layer: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Attention and MLP of one layer."""
+    """Attention and MLP of one layer, with the biases of queries, keys and values that it has."""
     heads, groups = layer["num_attention_heads"], layer["num_key_value_heads"]
     names = {
         "attn_v": "self_attn.v_proj",
@@ -209,16 +221,20 @@ def block(
         "ffn_norm": "post_attention_layernorm",
     }
     out = {f"blk.{number}.{t}.weight": state[f"{prefix}{o}.weight"] for t, o in names.items()}
-    out[f"blk.{number}.attn_q.weight"] = paired(state[f"{prefix}self_attn.q_proj.weight"], heads)
-    out[f"blk.{number}.attn_k.weight"] = paired(state[f"{prefix}self_attn.k_proj.weight"], groups)
+    for part, count in (("q", heads), ("k", groups)):
+        for kind in ("weight", "bias"):
+            if (rows := state.get(f"{prefix}self_attn.{part}_proj.{kind}")) is not None:
+                out[f"blk.{number}.attn_{part}.{kind}"] = paired(rows, count)
+    if (bias := state.get(f"{prefix}self_attn.v_proj.bias")) is not None:
+        out[f"blk.{number}.attn_v.bias"] = bias
     return out
 
 
-def paired(weight: Tensor, heads: int) -> Tensor:
-    """[H hd, in] with the halves of every head interleaved: llama.cpp turns rows 2i and 2i + 1
-    where transformers turns rows i and i + hd/2."""
-    halves = weight.reshape(heads, 2, -1, weight.shape[1])
-    return halves.transpose(1, 2).reshape(weight.shape).contiguous()
+def paired(rows: Tensor, heads: int) -> Tensor:
+    """[H hd, in] or [H hd] with the halves of every head interleaved: llama.cpp turns rows 2i
+    and 2i + 1 where transformers turns rows i and i + hd/2."""
+    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape).contiguous()
 
 
 def layer_fields(arch: str, layer: Mapping[str, Any], vocab: int) -> Fields:
@@ -326,7 +342,12 @@ def _split(said: dict[str, Any]) -> str | None:
     """llama.cpp's name for what happens before the merges; None when it is not known."""
     top = said.get("pre_tokenizer") or {}
     steps = top.get("pretokenizers", [top])
-    plain = {"Digits": {"individual_digits": True}, "ByteLevel": {"use_regex": True}}
+    split = any(step.get("type") == "Split" for step in steps)
+    plain: dict[Any, dict[str, Any]] = {
+        "Digits": {"individual_digits": True},
+        "ByteLevel": {"use_regex": not split},
+        "Split": {"pattern": {"Regex": QWEN2}, "behavior": "Isolated", "invert": False},
+    }
     for step in steps:
         wanted = plain.get(step.get("type"), {"": None})
         if any(step.get(key) != value for key, value in wanted.items()):
@@ -391,7 +412,7 @@ def write(path: Path, model: GgufModel, dtype: str) -> None:
     for name, tensor in model.tensors.items():
         if tensor.is_floating_point():
             _check_range(name, tensor, dtype)
-            _add(writer, name, tensor.contiguous().numpy(), _kind(tensor, dtype))
+            _add(writer, name, tensor.float().contiguous().numpy(), _kind(tensor, dtype))
         else:
             writer.add_tensor(name, tensor.numpy().astype(np.int64))
     writer.write_header_to_file()

@@ -151,7 +151,7 @@ def _readers(format: str, kind: str) -> tuple[engines.Engine, ...]:
 
 def _whole(head: SmallLM, target: Target) -> list[str]:
     """Why llama.cpp cannot run a separate draft."""
-    ids, found = head.ids(), gguf_write.llama_refusals(head.net, "head")
+    ids, found = head.ids(), gguf_write.model_refusals(head.net, "head")
     if ids is not None:
         found.append(
             f"head.draft_vocab: {len(ids)}; llama.cpp would draft from all tokens: train with "

@@ -84,7 +84,7 @@ def write_draft(
 def write_model(
     path: Path, model: Any, target: Target, prompts: Sequence[Tensor], kind: Kind
 ) -> ExportCheck:
-    """A whole Llama model: the target, or a separate draft with the target's tokenizer.
+    """A whole model: the target, or a separate draft with the target's tokenizer.
 
     Raises UserError when the file's logits behind the prompts are not the model's with its
     numbers rounded alike.
@@ -96,9 +96,9 @@ def write_model(
             f"format=gguf: the model has {rows} tokens, the target {target.vocab_size}; llama.cpp "
             "wants one vocabulary for both"
         )
-    written: GgufModel = gguf_write.llama(model, target.vocab_size, words)
+    written: GgufModel = gguf_write.whole_model(model, target.vocab_size, words)
     gguf_write.write(path, written, kind.dtype)
-    served = gguf(path, model.get_input_embeddings().weight)
+    del written  # of a large model no more than two copies in float32 at a time
     twin = copy.deepcopy(model).float().cpu()
     changed = 0
     for weight in twin.parameters():
@@ -107,10 +107,11 @@ def write_model(
         weight.data = kept
     share = changed / sum(weight.numel() for weight in twin.parameters())
     out = ExportCheck(len(prompts), 0, 0.0, 0.0, share)
-    for number, prompt in enumerate(prompts):
-        ids = prompt.cpu()
-        mine = twin(ids[None]).logits[0, -1].float()
-        theirs = served.logits(ids)
+    wanted = [twin(prompt.cpu()[None]).logits[0, -1].float() for prompt in prompts]
+    del twin
+    served = gguf(path, model.get_input_embeddings().weight)
+    for number, (prompt, mine) in enumerate(zip(prompts, wanted, strict=True)):
+        theirs = served.logits(prompt.cpu())
         out.error = max(out.error, float((mine - theirs).abs().max()))
         out.largest = max(out.largest, float(mine.abs().max()))
         room = TOLERANCE * max(1.0, float(mine.abs().max()))

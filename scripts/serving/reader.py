@@ -202,6 +202,7 @@ class EngineFile:
 
         def split(part: str, rows: Tensor, count: int) -> Tensor:
             made = rows @ self.tensors[f"{name}self_attn.{part}_proj.weight"].T
+            made = made + self.tensors.get(f"{name}self_attn.{part}_proj.bias", 0.0)
             made = made.view(len(rows), count, shape.size).transpose(0, 1)
             own = f"{name}self_attn.{part}_norm"
             return self._norm(made, own) if f"{own}.weight" in self.tensors else made

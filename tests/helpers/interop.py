@@ -28,6 +28,16 @@ def deep_target(**shape: Any):
     return load_target(TargetConfig(kind="tiny", **{**DEEP, **shape}), "float32", "cpu")
 
 
+def biased_qwen2():
+    """A tiny Qwen2 of 8 layers whose biases are not zero."""
+    target = deep_target(arch="qwen2")
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in target.model.named_parameters():
+        if name.endswith(".bias"):
+            weight.data.normal_(generator=generator)
+    return target
+
+
 def config(kind: str, **keys: Any) -> Any:
     """The configuration of a head that all formats of its kind can carry."""
     if kind == "medusa":

@@ -31,7 +31,7 @@ from outrider.scripts.scoring.served import ServedSystem
 from outrider.scripts.serving import contract, contract_check, gguf_export, server_certificate
 from outrider.scripts.serving.asking import MOST_TOP, Address, Endpoint, read_counters
 from outrider.scripts.serving.drafter_distributions import drafter_distributions
-from tests.helpers.interop import DEEP, deep_target, random_head
+from tests.helpers.interop import DEEP, biased_qwen2, deep_target, random_head
 from tests.helpers.speculating_server import serving
 
 PYTHON = ROOT / ".venv-llamacpp/bin/python"
@@ -222,6 +222,18 @@ def test_a_real_server_drafts_what_the_head_drafts(
     assert sum(len(path) for _, path in drafts) == sum(
         sum(row["proposed"]) for row in wanted["prompts"]
     )
+
+
+@pytest.mark.needs_llamacpp
+@pytest.mark.slow
+def test_a_real_server_drafts_for_a_qwen2(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(gguf_write, "tokenizer_fields", in_letters)
+    target = biased_qwen2()
+    head = random_head(target, "eagle3")
+    wanted = contract.expected(target, head.drafter(target, CHAIN), PROMPTS, DEPTH, LIMIT)
+    with engine(tmp_path / "served", target, head) as server:
+        found = contract_check.checked(wanted, Address(server.url))
+    assert found["served"] and found["equal"] == len(PROMPTS), found
 
 
 @pytest.mark.needs_llamacpp

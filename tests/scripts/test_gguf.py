@@ -14,13 +14,14 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.models.packages import TARGETS
 from outrider.heads import save_head
 from outrider.heads.interop import gguf_write
 from outrider.heads.interop.gguf_read import read_gguf
 from outrider.scripts.export import main
 from outrider.scripts.serving import gguf_export
 from outrider.scripts.serving.loaders import gguf as read
-from tests.helpers.interop import DEEP, deep_target, random_head
+from tests.helpers.interop import DEEP, biased_qwen2, deep_target, random_head
 
 FEW = ("max_new_tokens=4",)
 
@@ -264,6 +265,64 @@ def test_a_model_folder_as_separate_draft(target, prompts, tmp_path: Path) -> No
     out = tmp_path / "out"
     assert run(prompts, f"drafter={tmp_path / 'small'}", f"out={out}") == 0
     assert read_gguf(out / "draft.gguf").fields["llama.block_count"] == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_qwen2_target_and_a_head_on_it(tmp_path: Path, dtype: str) -> None:
+    """As a llama with biases, whose rows lie as its weights' do."""
+    target, kind = biased_qwen2(), gguf_export.Kind(dtype)
+    some = [torch.tensor([5, 77, 200, 31])]
+    gguf_export.write_model(tmp_path / "target.gguf", target.model, target, some, kind)
+    file = read_gguf(tmp_path / "target.gguf")
+    layer = target.model.model.layers[3].self_attn
+    assert file.fields["general.architecture"] == "llama"
+    assert torch.equal(file.tensors["blk.3.attn_v.bias"], layer.v_proj.bias)
+    keys = file.tensors["blk.3.attn_k.bias"]
+    assert torch.equal(keys[:8], layer.k_proj.bias[[0, 4, 1, 5, 2, 6, 3, 7]])
+    assert keys.abs().min() > 0
+    gguf_export.write_head(tmp_path, random_head(target, "eagle3"), target, some, kind)
+    assert "blk.0.attn_q.bias" not in read_gguf(tmp_path / "draft.gguf").tensors
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"use_sliding_window": True}, "target: use_sliding_window is true"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type: yarn"),
+        ({"hidden_act": "gelu"}, "target: hidden_act is gelu"),
+    ],
+)
+def test_a_qwen2_that_llama_cpp_would_read_otherwise(change: dict, said: str) -> None:
+    model = biased_qwen2().model
+    for key, value in change.items():
+        setattr(model.config, key, value)
+    with pytest.raises(UserError, match=f"^format=gguf: {said}"):
+        gguf_write.whole_model(model, 260, {})
+
+
+def test_a_file_without_its_biases_is_refused(tmp_path: Path, monkeypatch) -> None:
+    target, whole = biased_qwen2(), gguf_write.write
+
+    def broken(path: Path, model: gguf_write.GgufModel, dtype: str) -> None:
+        model.tensors["blk.2.attn_k.bias"] = model.tensors["blk.2.attn_k.bias"].roll(1)
+        model.tensors["blk.2.attn_v.bias"] = model.tensors["blk.2.attn_v.bias"].roll(1)
+        whole(path, model, dtype)
+
+    monkeypatch.setattr(gguf_write, "write", broken)
+    some, kind = [torch.tensor([5, 77, 200, 31])], gguf_export.Kind("float32")
+    with pytest.raises(UserError, match="the file's logits differ"):
+        gguf_export.write_model(tmp_path / "x.gguf", target.model, target, some, kind)
+
+
+def test_qwens_tokenizer_has_its_name_in_llama_cpp() -> None:
+    steps = TARGETS["qwen25_coder"].tokenizer["steps"]
+    assert gguf_write._split(steps) == "qwen2"
+    other = json.loads(json.dumps(steps))
+    other["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] += "x"
+    assert gguf_write._split(other) is None
+    other = json.loads(json.dumps(steps))
+    other["pre_tokenizer"]["pretokenizers"][1]["use_regex"] = True
+    assert gguf_write._split(other) is None
 
 
 def test_scaled_rotary_positions_are_written_as_factors() -> None:
