@@ -16,11 +16,12 @@ export TOKENIZERS_PARALLELISM ?= false
 # OpenMP threads that wait by spinning cost a factor of ten and more where other work shares the cores.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo heads test slow readme lint test-old engines rehearsal clean help
+.PHONY: demo heads qwen25 test slow readme lint test-old engines rehearsal clean help
 
 help:
 	@echo "make demo [FAST=1] [BLOCK=1]  data, Medusa and EAGLE-3 heads (and DSpark), score tables at T = 0 and T = 1, report"
 	@echo "make heads [DATA=FILE]  one head of every recipe on the same conversations"
+	@echo "make qwen25 [MINUTES=50]  an EAGLE-3 head for Qwen2.5-Coder-1.5B, from its data to llama.cpp; many hours, in pieces"
 	@echo "make test           lint, types, fast tests"
 	@echo "make slow [MINUTES=20]  the slow tests; those that need it most, by tests/slow.json"
 	@echo "make readme         the README's tables from the demo's reports"
@@ -40,6 +41,9 @@ help:
 
 demo: .venv
 	@$(PY) scripts/demo.py fast=$(if $(filter-out 0,$(FAST)),true,false) block=$(if $(filter-out 0,$(BLOCK)),true,false)
+
+qwen25: .venv
+	@$(PY) scripts/lab/target_head.py minutes=$(if $(MINUTES),$(MINUTES),0)
 
 heads: .venv
 	@$(PY) scripts/lab/train_heads.py 'path="$(DATA)"'

@@ -41,10 +41,12 @@ class Command:
 
 class Pipeline:
     """The steps of a job. name: stands before its messages. folder: what is done is kept in
-    FOLDER/steps, for as long as a command and the content of what it reads stay the same."""
+    FOLDER/steps, for as long as a command and the content of what it reads stay the same.
+    minutes: after which the step at work is stopped as by SIGTERM; 0 = never."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, minutes: float = 0) -> None:
         self.name, self.folder = name, folder
+        self.end = time.monotonic() + 60 * minutes if minutes else float("inf")
         self.seconds: dict[str, float] = {}  # of every step in this process, by its name
 
     def run(
@@ -66,9 +68,21 @@ class Pipeline:
             if _value(memo):  # what it has left is gone
                 memo.clear()
                 memo = self._memo(command)
+            self._left()
             print(f"{number}. {command.title}\n   {command.line}", flush=True)
             with _timed(memo) as row:
                 row["value"] = [self._call(command)]
+
+    def _left(self) -> float | None:
+        """Seconds until the work stops, None where nobody has said. Raises Interrupted where
+        none are left."""
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise self._stopped(75)
+        return None if left == float("inf") else left
+
+    def _stopped(self, code: int = 130) -> Interrupted:
+        return Interrupted(f"{self.name}: stopped; the same command goes on from here", code)
 
     def once(self, name: str, title: str, make: Callable[[], Any]) -> Any:
         """The JSON value of a step in this process: kept under its name, or made now."""
@@ -96,9 +110,13 @@ class Pipeline:
         # Waiting threads that spin starve each other on shared cores.
         env = {"GOMP_SPINCOUNT": "1000", **os.environ}
         script = files.here(Path(command.argv[0]))  # a job may run from any folder
-        code = subprocess.call([sys.executable, str(script), *command.argv[1:]], env=env)
+        argv = [sys.executable, str(script), *command.argv[1:]]
+        try:
+            code = _ended(argv, env, self._left())
+        except subprocess.TimeoutExpired:
+            raise self._stopped(75) from None
         if code in STOPPED:
-            raise Interrupted(f"{self.name}: stopped; the same command goes on from here")
+            raise self._stopped()
         if code not in command.good:
             raise UserError(
                 f"{self.name}: `{command.line}` ended with exit code {code}; see its message above"
@@ -109,6 +127,21 @@ class Pipeline:
                 "and start again"
             )
         return code
+
+
+def _ended(argv: list[str], env: dict[str, str], seconds: float | None) -> int:
+    """Exit code of a process. Raises TimeoutExpired where it had to be stopped, when it has
+    saved what it had."""
+    with subprocess.Popen(argv, env=env) as process:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+            raise
+        except BaseException:
+            process.kill()
+            raise
 
 
 def _value(memo: Memo) -> list[Any]:

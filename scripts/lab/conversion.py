@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import os
 import sys
 import time
@@ -44,7 +45,9 @@ from outrider.scripts.serving.asking import Address, Endpoint, ServerRequest
 
 MAKE = "make .venv-llamacpp/.installed"
 PATIENCE = 600.0  # seconds for one answer on a busy machine
-ANOTHER = 1e4  # a base of the rotary frequencies that is not the target's
+# Bases of the rotary frequencies that are not the target's: what readers take where a file says
+# none, which near neighbours hardly notice, and one that turns neighbours differently too.
+OTHERS = (1e4, 1e2)
 
 
 @dataclass(frozen=True)
@@ -92,17 +95,17 @@ def without_biases(model: Any) -> None:
             value.data.zero_()
 
 
-def of_another_base(model: Any) -> None:
-    """Rotary frequencies of ANOTHER base."""
+def of_base(model: Any, base: float) -> None:
+    """Rotary frequencies of another base."""
     config = copy.deepcopy(model.config)
-    config.rope_parameters["rope_theta"] = ANOTHER
+    config.rope_parameters["rope_theta"] = base
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     "as converted": lambda model: None,
     "without the biases of queries, keys and values": without_biases,
-    f"with a rope base of {ANOTHER:.0f}": of_another_base,
+    **{f"with a rope base of {x:.0f}": functools.partial(of_base, base=x) for x in OTHERS},
 }
 
 

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "llama31": "llama",
     "llama32": "llama",
     "gpt": "gpt_oss",
+    "qwen25": "qwen2",
     "qwen3": "qwen3",
     "mistral": "mistral",
     "gemma3": "gemma3",
