@@ -117,7 +117,8 @@ def test_break_even_lengths_without_a_trained_head(
     assert one["cycle_ms"] == {"median": 26.0, "low": 26.0, "high": 26.0}
     assert one["break_even"]["median"] == 2.6 and one["verify_in_steps"]["median"] == 2.5
     assert two["break_even"]["median"] == 2.2 and two["draft_ms"]["median"] == 2.0
-    assert "never: 2.60 (26.0 ms, check 2.50) | 2.20 (22.0 ms, check 2.00) |" in said.out
+    assert "| llama.cpp | bfloat16 | 10.0 | never: 2.60 (26.0 ms) | 2.20 (22.0 ms) |" in said.out
+    assert "| 2 tokens | 3 tokens |\n" in said.out and "| 10.0 | 2.50 | 2.00 |" in said.out
     known = costs.load(tmp_path / "work/costs-llamacpp-bfloat16.json").curve()
     assert [known(1, k) for k in range(3)] == pytest.approx([10.0, 26.0, 22.0])
     assert len(fake) == 6 and all(python == Path("wheel") for python, _ in fake)

@@ -283,11 +283,11 @@ def engines() -> str:
 def stepped() -> str:
     """What a cycle costs in llama.cpp by draft tokens and build, in docs/engines.md."""
     blocks = []
-    for name, report in known("llamacpp-steps"):
-        table = steps.table(report)
-        where = f"{made(report)}, [JSON](results/{name}.json)"
-        blocks += [f"**{table.title}** (`scripts/lab/engines.py steps`; {where})", ""]
-        blocks += [table.markdown(), ""]
+    for name, report in known("llamacpp-steps", "llamacpp-steps-one"):
+        table, checks = steps.table(report), steps.checks(report)
+        where = f"`scripts/lab/engines.py steps`; {made(report)}, [JSON](results/{name}.json)"
+        blocks += [f"**{table.title}** ({where})", "", table.markdown(), ""]
+        blocks += [f"{checks.title}:", "", checks.markdown(), ""]
     return "\n".join(blocks)
 
 

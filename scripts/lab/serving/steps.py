@@ -16,7 +16,7 @@ import json
 import re
 import statistics
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -254,7 +254,7 @@ def written(
         engine = f"llama.cpp, {build}, {name}, {cfg.threads} threads"
         place = stage.work / f"costs-{build}-{name}.json"
         files.write_json(place, {"engine": engine, "points": points})
-    print(table(report).markdown())
+    print(table(report).markdown(), checks(report).markdown(), sep="\n\n")
     return stage.end()
 
 
@@ -298,9 +298,42 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """A row for every build and type: the step without a draft, and by K the break-even accepted
-    length with the milliseconds of a cycle and what checking K + 1 tokens costs in steps."""
+    """By build and type of weights: milliseconds of a step without a draft, and for every K the
+    break-even accepted length with the milliseconds of a cycle."""
     said = report["settings"]
+    threads = said["threads"]
+    title = (
+        f"Break-even accepted length in llama.cpp (xllamacpp {report['engine']['xllamacpp']}), "
+        f"{'a trained' if said['trained'] else 'an untrained'} {said['kind']} head, {threads} "
+        f"thread{'s' if threads != 1 else ''}, one request, medians of {said['rounds']} rounds"
+    )
+
+    def cell(case: dict[str, Any]) -> str:
+        even, ms = case["break_even"]["median"], case["cycle_ms"]["median"]
+        reached = even <= case["draft_tokens"] + 1
+        return f"{'' if reached else 'never: '}{even:.2f} ({ms:.1f} ms)"
+
+    return _by_depth(report, title, "K = {}", cell)
+
+
+def checks(report: dict[str, Any]) -> Table:
+    """By build and type of weights: what the pass over K + 1 tokens costs, in steps."""
+    title = "What the pass over K + 1 tokens that checks a draft costs, in steps without a draft"
+
+    def cell(case: dict[str, Any]) -> str:
+        return f"{case['verify_in_steps']['median']:.2f}"
+
+    return _by_depth(report, title, "{} tokens", cell, 1)
+
+
+def _by_depth(
+    report: dict[str, Any],
+    title: str,
+    name: str,
+    cell: Callable[[dict[str, Any]], str],
+    more: int = 0,
+) -> Table:
+    """A row for every build and type; a column for every K, named by K + more."""
     points: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for case in report["cases"]:
         points.setdefault((case["build"], case["weights"]), {})[case["draft_tokens"]] = case
@@ -308,28 +341,14 @@ def table(report: dict[str, Any]) -> Table:
     rows = [
         [
             ENGINES[build][0],
-            name,
+            weights,
             f"{some[0]['cycle_ms']['median']:.1f}",
-            *(_cell(some[depth], depth) for depth in depths),
+            *(cell(some[depth]) for depth in depths),
         ]
-        for (build, name), some in points.items()
+        for (build, weights), some in points.items()
     ]
-    threads = said["threads"]
-    title = (
-        f"Break-even accepted length in llama.cpp (xllamacpp {report['engine']['xllamacpp']}), "
-        f"{'a trained' if said['trained'] else 'an untrained'} {said['kind']} head, {threads} "
-        f"thread{'s' if threads != 1 else ''}, one request, medians of {said['rounds']} rounds"
-    )
-    head = ("build", "weights", "step, ms", *(f"K = {depth}" for depth in depths))
+    head = ("build", "weights", "step, ms", *(name.format(depth + more) for depth in depths))
     return Table(head, rows, title=title, words=(0, 1))
-
-
-def _cell(case: dict[str, Any], depth: int) -> str:
-    """Such as 2.63 (31.6 ms, check 2.19)."""
-    even = case["break_even"]["median"]
-    told = f"{even:.2f}" if even <= depth + 1 else f"never: {even:.2f}"
-    ms, check = case["cycle_ms"]["median"], case["verify_in_steps"]["median"]
-    return f"{told} ({ms:.1f} ms, check {check:.2f})"
 
 
 def _refused(found: shared.Found | None) -> int:
