@@ -1,6 +1,7 @@
 """A scorer whose linear layers are packed while it decodes (decode/models/packed.py), whose layers
-then run as one function (decode/models/flat.py), and whose model is as it was loaded for everybody
-who takes it: training, export, references.
+then run as one function (decode/models/flat.py), compiled where that pays
+(decode/models/compiled.py), and whose model is as it was loaded for everybody who takes it:
+training, export, references.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from outrider.conf.errors import first_line
 from outrider.decode import attention
 from outrider.decode.cache import TreeCache
 from outrider.decode.masks import FULL
-from outrider.decode.models import packed
+from outrider.decode.models import compiled, packed
 from outrider.decode.models.flat import FlatPass, flat_pass
 from outrider.decode.probe import TOLERANCE, difference
 from outrider.decode.probed import Probe
@@ -27,10 +29,12 @@ from outrider.decode.tree import DraftTree
 @dataclass
 class DecodingForm(packed.Packing):
     """How a model is made to decode. flat: all layers as one function; exact: whether that gave
-    the modules' bits, None: not asked yet. ready: it was looked what can be done."""
+    the modules' bits, None: not asked yet; compiled_exact: the same of its compiled layers.
+    ready: it was looked what can be done."""
 
     flat: FlatPass | None = None
     exact: bool | None = None
+    compiled_exact: bool | None = None
     ready: bool = False
 
     def undo(self) -> None:
@@ -41,10 +45,13 @@ class DecodingForm(packed.Packing):
 
 class PackingScorer(Scorer):
     """packs_weights: whether its weights may be packed. sharded: its layers are spread over
-    processes, so they may not. packing: what was done to it, one object of all copies."""
+    processes, so they may not. compiles: whether its layers may be compiled. expected_passes: how
+    many are to come, about: compiling must pay. packing: what was done to it, one object
+    of all copies."""
 
     packs_weights = True
-    sharded = False
+    compiles = sharded = False
+    expected_passes = 0
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         super().__init__(model, tokenizer)
@@ -86,7 +93,8 @@ class PackingScorer(Scorer):
         """Make the model ready for decoding, where that is wanted. Linear layers are packed where
         this device has kernels for it: they become one product where a pass has shown that they
         read one tensor, and the model's own logits must stay what they are; else less is packed,
-        or nothing. Then all layers run as one function, where that changes no bit."""
+        or nothing. Then all layers run as one function, and compiled, where that changes no
+        bit."""
         state = self.packing
         if state.ready or not self.packs_weights or self.sharded:
             return
@@ -96,6 +104,7 @@ class PackingScorer(Scorer):
             if packed.takes(self.dtype, self.device) and not state.refused:
                 self._pack_checked(state)
             self._flatten(state)
+            self._compile(state)
             state.ready = True
         except BaseException:  # half done, or not looked at
             self.unpack_weights()
@@ -130,15 +139,47 @@ class PackingScorer(Scorer):
             state.exact = all(map(torch.equal, self._passes(), wanted))
         state.flat = found if state.exact else None
 
+    def _compile(self, state: DecodingForm) -> None:
+        """Take compiled layers where they give the flat pass's bits."""
+        flat = state.flat
+        if not self.compiles or not state.places or state.compiled_exact is False:
+            return
+        to_come = self.expected_passes * self.num_layers
+        found = compiled.compiled_pass(flat, to_come)
+        if found is None:
+            if to_come >= compiled.PAYS:
+                state.compiled_exact = False  # what failed is not tried again at every packing
+            return
+        if state.compiled_exact is None:
+            wanted = self._passes()
+            state.flat = found
+            try:
+                state.compiled_exact = all(map(torch.equal, self._passes(), wanted))
+                why = "compiled layers round otherwise here"
+            except RuntimeError as e:
+                state.compiled_exact, why = False, first_line(e)
+            if not state.compiled_exact:
+                compiled.refuse(why)
+        state.flat = found if state.compiled_exact else flat
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its layers run compiled while it decodes."""
+        return bool(self.packing.compiled_exact)
+
     def _passes(self) -> list[Tensor]:
-        """Logits and all hidden states of a prefill, a tree and a single token behind it."""
+        """Logits and all hidden states of a prefill, a tree and a single token behind it; of one
+        row, and of two of other lengths."""
         taps, few = range(self.num_layers + 1), min(5, self.context_length // 2)
         ids = torch.arange(3, 3 + 2 * few, device=self.device).remainder(self.vocab_size)
-        tree = DraftTree.chain(ids[None, few + 1 :], torch.tensor([few - 1], device=self.device))
-        cache = super().new_cache(1, few, tree.width)
-        steps = [self.prefill(cache, [ids[:few]], taps)]
-        for draft in (tree, DraftTree.empty(1, self.device)):
-            steps.append(self.score(cache, ids[few : few + 1], draft, taps))
+        steps = []
+        for rows in (1, 2)[: 1 if few < 2 else 2]:
+            tokens = ids[None, few + 1 :].repeat(rows, 1)
+            tree = DraftTree.chain(tokens, torch.tensor([few - 1] * rows, device=self.device))
+            cache = super().new_cache(rows, few, tree.width)
+            steps.append(self.prefill(cache, [ids[:few], ids[1:few]][:rows], taps))
+            for draft in (tree, DraftTree.empty(rows, self.device)):
+                steps.append(self.score(cache, ids[few : few + 1].repeat(rows), draft, taps))
         return [part for step in steps for part in (step.logits, step.feats) if part is not None]
 
     @torch.no_grad()

@@ -38,6 +38,7 @@ from outrider.scripts.serve_http.config import ServeConfig
 
 USUAL_LONGEST = 4096
 PLANNED_NODES = 64  # of a draft tree, when memory is estimated
+EXPECTED_PASSES = 20_000  # of a server: what half an hour of answers takes
 
 
 @entry("serve", ServeConfig)
@@ -61,6 +62,8 @@ def main(cfg: ServeConfig) -> int:
     bound = listening(cfg)
     rows = MemoryPlan(cfg.batch_size, cfg.longest or USUAL_LONGEST, PLANNED_NODES)
     target = load_target(cfg.target, cfg.dtype, cfg.device, rows)
+    target.expected_passes = EXPECTED_PASSES
+    target.pack_weights()  # and compile, before anybody waits for it
     longest = longest_of(cfg, target)
     names = list(dict.fromkeys([*cfg.drafters, NONE]))
     worker = Worker(

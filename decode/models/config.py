@@ -44,6 +44,10 @@ class TargetConfig:
     # decoding, and layers of Llama and Qwen2 run as one function, the same numbers sooner; none:
     # as they were loaded
     pack: Literal["auto", "none"] = "auto"
+    # auto: layers that are packed and run as one function are compiled, the same numbers sooner,
+    # where more is to be decoded than the compiler takes time (C++, once; the cache folder keeps
+    # it) or it was done before; none: never
+    compile: Literal["auto", "none"] = "auto"
     # tiny: stock transformers architecture, such as llama, qwen2, gpt2, gemma2
     arch: str = "llama"
     # tiny: number of layers

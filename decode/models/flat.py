@@ -138,29 +138,44 @@ class FlatPass:
     ) -> tuple[Tensor, list[Tensor]]:
         """As __call__, of embeddings x [B, T, D] and rotations cos, sin [B or 1, T, hd]; reads no
         value of a tensor on the host."""
+        half = self.heads[2] // 2
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)  # the sign of a rotated half
+        seen = {}
+        for number, pair in zip(range(len(self.layers)), cached, strict=True):
+            if number in taps:
+                seen[number] = x
+            x = self.layer(number, x, (cos, sin), pair, slots, mask)
+        x = seen[len(self.layers)] = self._norm(x, self.norm)
+        return x, [seen[tap] for tap in taps]
+
+    def layer(
+        self,
+        number: int,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor],
+        cached: tuple[Tensor, Tensor],
+        slots: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Hidden states [B, T, D] behind one layer of those before it. turn: cos and sin
+        [B or 1, 1, T, hd], the first half of sin negated."""
+        layer, (cos, sin), (keys, values) = self.layers[number], turn, cached
         rows, new = x.shape[:2]
         query_heads, kv_heads, size = self.heads
         half, turns = size // 2, query_heads + kv_heads
         wide = [turns * size, kv_heads * size]
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)  # the sign of a rotated half
-        seen = {}
-        for number, (layer, (keys, values)) in enumerate(zip(self.layers, cached, strict=True)):
-            if number in taps:
-                seen[number] = x
-            both, value = layer.qkv(self._norm(x, layer.before)).split(wide, -1)
-            both = both.view(rows, new, turns, size).transpose(1, 2)
-            turned = torch.cat((both[..., half:], both[..., :half]), -1)
-            both = (both * cos).add_(turned.mul_(sin))
-            keys.index_copy_(2, slots, both[:, query_heads:])
-            values.index_copy_(2, slots, value.view(rows, new, kv_heads, size).transpose(1, 2))
-            query = both[:, :query_heads]
-            mixed = tree_attention(layer.attn, query, keys, values, mask, scaling=self.scale)[0]
-            x = layer.out(mixed.view(rows, new, query_heads * size)).add_(x)
-            gate, more = layer.up.split(self._norm(x, layer.between))
-            x = layer.down(silu(gate).mul_(more)).add_(x)
-        x = seen[len(self.layers)] = self._norm(x, self.norm)
-        return x, [seen[tap] for tap in taps]
+        both, value = layer.qkv(self._norm(x, layer.before)).split(wide, -1)
+        both = both.view(rows, new, turns, size).transpose(1, 2)
+        turned = torch.cat((both[..., half:], both[..., :half]), -1)
+        both = (both * cos).add_(turned.mul_(sin))
+        keys.index_copy_(2, slots, both[:, query_heads:])
+        values.index_copy_(2, slots, value.view(rows, new, kv_heads, size).transpose(1, 2))
+        query = both[:, :query_heads]
+        mixed = tree_attention(layer.attn, query, keys, values, mask, scaling=self.scale)[0]
+        x = layer.out(mixed.view(rows, new, query_heads * size)).add_(x)
+        gate, more = layer.up.split(self._norm(x, layer.between))
+        return layer.down(silu(gate).mul_(more)).add_(x)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """As LlamaRMSNorm: without a weight torch rounds once, as that does before it scales."""

@@ -64,7 +64,13 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
     assert run(*keys) == 0
     report = json.loads((out / "report.json").read_text())
     identity = {"name", "path", "weights_sha256", "tokenizer_sha256", "template_sha256"}
-    assert set(report["target"]) == {*identity, "parameters", "generation_config", "packed"}
+    assert set(report["target"]) == {
+        *identity,
+        "parameters",
+        "generation_config",
+        "packed",
+        "compiled",
+    }
     for key in (
         "temperature",
         "top_k",
