@@ -133,7 +133,7 @@ def entry(
             act = functools.partial(_run, main, config_name, schema, conf_dir, args)
             if {"-h", "--help"} & set(args):
                 act = functools.partial(show_help, args)
-            sys.exit(_guarded(act))
+            sys.exit(_guarded(act, schema))
 
         command.schema = schema  # type: ignore[attr-defined]
         command.config_name = config_name  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ def _run(
     codes: list[int] = []
 
     def job(cfg: DictConfig) -> None:
-        codes.append(_guarded(lambda: main(to_typed(cfg, exact(schema, cfg))) or 0))
+        codes.append(_guarded(lambda: main(to_typed(cfg, exact(schema, cfg))) or 0, schema))
 
     first = next((i for i, a in enumerate(args) if "=" in a and not a.startswith("-")), len(args))
     saved = sys.argv
@@ -166,12 +166,21 @@ def _run(
     return max(codes, default=0)
 
 
-def _guarded(action: Callable[[], int]) -> int:
+def _own_key(text: str, schema: type) -> str:
+    """A message about a key of which this command takes one where others take several, such as
+    drafters, with the command's own."""
+    key, colon, rest = text.partition(":")
+    names = set(keys(schema))
+    one = key.removesuffix("s")
+    return f"{one}{colon}{rest}" if key not in names and one in names else text
+
+
+def _guarded(action: Callable[[], int], schema: type) -> int:
     """The exit code of an action; what the user should read goes to stderr."""
     try:
         return int(action())
     except UserError as error:
-        _say(f"error: {error}")
+        _say(f"error: {_own_key(str(error), schema)}")
         return 2
     except CheckFailed as failure:
         _say(f"failed: {failure}")

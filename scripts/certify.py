@@ -59,7 +59,7 @@ from outrider.scripts.proofs.config import CertifyConfig, CertifyQuickConfig, Ce
 from outrider.scripts.proofs.controls import certificates as controls
 from outrider.scripts.reports import certificate_page
 from outrider.scripts.serving import quick, server_certificate
-from outrider.scripts.serving.asking import Address
+from outrider.scripts.serving.asking import Address, reached
 from outrider.scripts.serving.drafter_distributions import drafter_distributions
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
@@ -95,7 +95,8 @@ def fitting(
     if not found:
         raise UserError(
             f"prompts: none of {cfg.prompts} leaves room for {room} tokens in the target's context "
-            f"of {target.context_length}"
+            f"of {target.context_length}; give shorter ones"
+            + (", or a smaller max_new_tokens" if room > 1 else "")
         )
     return found
 
@@ -214,13 +215,17 @@ def server(cfg: CertifyServerConfig) -> int:
     """Ask, judge, write, say the verdict. Exit codes: see the file's first lines."""
     out = Path(cfg.out)
     with files.sole_folder(out):
-        target = load_target(cfg.target, "float32", cfg.device)
-        cfg.sampling().check_vocab(target.vocab_size)
-        prompts = fitting(cfg, load_prompts(Path(cfg.prompts)), target, cfg.max_new_tokens)
+        known_prompts = load_prompts(Path(cfg.prompts))
         address = Address(cfg.url, cfg.timeout, cfg.retries, max(cfg.at_a_time), cfg.key_env)
         plain = None
         if cfg.plain != "weights":
             plain = Address(cfg.plain, cfg.timeout, cfg.retries, 1, cfg.key_env, "plain")
+        for server_of in (address, plain):
+            if server_of is not None:
+                reached(server_of)  # before a target is loaded for nothing
+        target = load_target(cfg.target, "float32", cfg.device)
+        cfg.sampling().check_vocab(target.vocab_size)
+        prompts = fitting(cfg, known_prompts, target, cfg.max_new_tokens)
         known = cfg.drafter not in ("", NONE)
         towards = drafter_distributions(cfg.drafter, target, cfg.sampling()) if known else None
         settings = {

@@ -59,6 +59,7 @@ from outrider.scripts.scoring.names import wrong_drafter
 from outrider.scripts.scoring.parity import gates
 from outrider.scripts.scoring.same_tokens import lossless
 from outrider.scripts.scoring.score import Scores, output_lines
+from outrider.scripts.scoring.served import dead
 from outrider.scripts.scoring.suites import SuiteConfig, in_one, load_suite, notes, suites
 from outrider.scripts.scoring.systems import systems_of
 
@@ -97,6 +98,7 @@ def main(cfg: EvaluateConfig) -> int:
     failed the parity gate.
     """
     raise_all([f"drafters: {line}" for name in cfg.drafters if (line := wrong_drafter(name))])
+    raise_all(dead(cfg.drafters))  # before a target is loaded for nothing
     out = Path(cfg.out)
     with files.sole_folder(out):
         if cfg.suite is None:

@@ -217,7 +217,10 @@ def readable(cfg: FitConfig) -> None:
         if cfg.head_kind:
             print(STARTED, file=sys.stderr)
     for name in cfg.against:
-        drafter_folders(parse(name))
+        try:
+            drafter_folders(parse(name))
+        except UserError as error:
+            raise UserError(f"against: {str(error).removeprefix('drafters: ')}") from None
     if cfg.train:
         _later_is_new(cfg)
     borrowed = cfg.certify_tokens != 0 and cfg.controls not in ("run", "none")

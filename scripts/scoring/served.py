@@ -20,13 +20,38 @@ from outrider.conf.errors import UserError
 from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timing
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+from outrider.scripts.scoring.names import SERVER
 from outrider.scripts.scoring.reference import room
-from outrider.scripts.serving.asking import VLLM, Address, Endpoint, Reply, ServerRequest
+from outrider.scripts.serving.asking import (
+    SERVE,
+    VLLM,
+    Address,
+    Endpoint,
+    Reply,
+    ServerRequest,
+    reached,
+)
 from outrider.scripts.serving.counters import read_counters, rise
 
 TRIES = 4
 PATIENCE = 600.0  # seconds for one answer
 SEEDS = 1 << 31  # llama.cpp takes no larger seeds
+
+
+def address_of(name: str, url: str) -> Address:
+    """How the server of a row is asked."""
+    return Address(url, PATIENCE, setting=f"drafters: {name}", key_setting="")
+
+
+def dead(drafters: Sequence[str]) -> list[str]:
+    """A line for each server among the names of drafters that does not answer."""
+    found = []
+    for server in filter(None, map(SERVER.fullmatch, drafters)):
+        try:
+            reached(address_of(*server.groups()))
+        except UserError as error:
+            found.append(str(error))
+    return found
 
 
 class ServedSystem:
@@ -35,7 +60,7 @@ class ServedSystem:
 
     def __init__(self, target: Target, name: str, url: str) -> None:
         self.target, self.name, self.tells = target, name, True
-        self.address = Address(url, PATIENCE, setting=f"drafters: {name}")
+        self.address = address_of(name, url)
 
     def check(self) -> None:
         """Ask it for a token. Raises UserError when it cannot be asked, or does not answer as a
@@ -112,7 +137,7 @@ class ServedSystem:
         if not times:
             raise UserError(
                 f"drafters: {self.name}: {door.root}: in every one of {TRIES} tries a question "
-                "had to be asked again; nothing can be timed"
+                "had to be asked again; nothing can be timed: look into the server's log"
             )
         short, whole = (min(column) for column in zip(*times, strict=True))
         if whole <= short:
@@ -144,18 +169,21 @@ class ServedSystem:
         if tokens is None or (not tokens and not (reply.stopped and eos)):
             raise UserError(
                 f"{where}: an answer came back without token ids; nothing can be counted or "
-                "compared"
+                f"compared: {SERVE}"
             )
         wrong = [token for token in tokens if token >= self.target.vocab_size]
         if wrong:
             raise UserError(
                 f"{where}: an answer holds token {wrong[0]}, and the target has "
-                f"{self.target.vocab_size}: the server runs another model"
+                f"{self.target.vocab_size}: the server runs another model; set target to that"
             )
         if len(tokens) > limit:
-            raise UserError(f"{where}: asked {limit} tokens; {len(tokens)} came back")
+            raise UserError(f"{where}: asked {limit} tokens; {len(tokens)} came back; {SERVE}")
         if reply.ignored:
-            raise UserError(f"{where}: it decoded otherwise than asked: {reply.ignored[0]}")
+            raise UserError(
+                f"{where}: it decoded otherwise than asked: {reply.ignored[0]}; ask for that, or "
+                "start the server without settings of its own"
+            )
         ended = bool(tokens) and tokens[-1] in eos
         missing = reply.stopped and eos and not ended and len(tokens) < limit
         return [*tokens, self._stop([*prompt, *tokens])] if missing else list(tokens)

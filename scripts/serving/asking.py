@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.conf.errors import UserError
@@ -26,13 +26,15 @@ from outrider.scripts.synthesis.server import Again, AnswerRefused, GivenUp, Ope
 LLAMACPP, VLLM, SGLANG, OTHER = "llama.cpp", "vllm", "sglang", "other"
 MOST_TOP = 64  # tokens of a distribution that are asked of a plain server
 DRAFTED = ("draft_n", "draft_n_accepted")  # draft tokens of an answer, by llama.cpp
+SERVE = "serve with llama.cpp, vLLM or SGLang"
 CLOSE = 1e-4  # by which a setting may differ that went through float32
 
 
 @dataclass(frozen=True)
 class Address:
     """Where and how patiently. key_env: the environment variable that holds a key, "" for
-    none. setting: the key of the command line that messages name."""
+    none. setting: the key of the command line that messages name. key_setting: that of key_env, ""
+    where the command has none."""
 
     url: str
     timeout: float = 120.0
@@ -40,12 +42,14 @@ class Address:
     connections: int = 1
     key_env: str = ""
     setting: str = "url"
+    key_setting: str = "key_env"
 
 
 @dataclass(frozen=True)
 class Reply:
     """tokens: generated ids, the stop token included where the server sends it; None where it
-    sends none. drafted, accepted: draft tokens of this answer, where the server tells them.
+    sends none. drafted, accepted: draft tokens of this answer, where the server tells them, drafts:
+    in how many passes they were verified, where that is told too (SGLang).
     rows: {token: log-probability} at every token, where they were asked for and came.
     """
 
@@ -56,6 +60,7 @@ class Reply:
     accepted: int | None = None
     ignored: tuple[str, ...] = field(default=())
     rows: list[dict[int, float]] | None = None
+    drafts: int | None = None
 
 
 class Endpoint:
@@ -82,6 +87,8 @@ class Endpoint:
             0.5,
             address.connections,
             setting=address.setting,
+            key_setting=address.key_setting,
+            mend=f"mend the address, or {SERVE}",
         )
 
     async def __aenter__(self) -> Endpoint:
@@ -102,18 +109,26 @@ class Endpoint:
             self.model = str(reply["data"][0]["id"])
             owner = str(reply["data"][0].get("owned_by", ""))
         except (GivenUp, AnswerRefused, KeyError, IndexError, TypeError, AttributeError) as error:
-            said = str(error) if isinstance(error, GivenUp | AnswerRefused) else "lists no models"
-            raise self._wrong("GET /v1/models", said) from None
+            known = isinstance(error, GivenUp | AnswerRefused)
+            refused = error if known else AnswerRefused("lists no models")
+            raise self._wrong("GET /v1/models", refused) from None
         self.kind = {"llamacpp": LLAMACPP, "vllm": VLLM, "sglang": SGLANG}.get(owner, OTHER)
 
-    def _wrong(self, requested: str, said: str) -> UserError:
-        return UserError(f"{self.address.setting}: {self.root}: asked {requested}; {said}")
+    def _wrong(self, requested: str, error: Exception) -> UserError:
+        """What was asked, what came of it, and what to do."""
+        if isinstance(error, AnswerRefused):
+            fix = f"{SERVE}, with room for the prompts"
+        elif self._server.heard:
+            fix = "look into the server's log, then give the same command again"
+        else:
+            fix = "start the server there, or mend the address"
+        return UserError(f"{self.address.setting}: {self.root}: asked {requested}; {error}; {fix}")
 
     async def _post(self, path: str, body: dict[str, Any], read: Any, about: str) -> Any:
         try:
             return await self._server.ask("POST", path, body, read)
         except (GivenUp, AnswerRefused) as error:
-            raise self._wrong(f"POST {path} ({about})", str(error)) from None
+            raise self._wrong(f"POST {path} ({about})", error) from None
 
     async def answer(self, ids: list[int], ask: ServerRequest) -> Reply:
         """One answer behind a prompt. Raises UserError that names address, question, answer."""
@@ -122,7 +137,7 @@ class Endpoint:
             return await self._post("/completion", _llamacpp(ids, ask), _read_llamacpp(ask), about)
         if self.kind == SGLANG:
             body = token_forms.sglang(ids, ask)
-            return Reply(*await self._post("/generate", body, token_forms.read_sglang, about))
+            return Reply(**await self._post("/generate", body, token_forms.read_sglang, about))
         body = {"model": self.model, **_openai(ids, ask)}
         if self.kind == VLLM:
             body = token_forms.NEUTRAL | body
@@ -216,12 +231,22 @@ class Endpoint:
         try:
             await asyncio.gather(*lists)
         except (GivenUp, AnswerRefused) as error:
-            raise self._wrong("GET /v1/models", str(error)) from None
+            raise self._wrong("GET /v1/models", error) from None
 
     @property
     def troubles(self) -> int:
         """How many tries have failed so far: each costs a wait before the next one."""
         return self._server.troubles.total()
+
+
+def reached(address: Address) -> None:
+    """Raises UserError where no server answers, before anything slow is begun for its sake."""
+
+    async def recognised() -> None:
+        async with Endpoint(replace(address, retries=min(address.retries, 1))):
+            pass
+
+    asyncio.run(recognised())
 
 
 def _llamacpp(ids: list[int], ask: ServerRequest) -> dict[str, Any]:

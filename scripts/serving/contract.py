@@ -117,7 +117,9 @@ def load(path: Path) -> dict[str, Any]:
     try:
         value = parse_line(place.read_bytes())
     except OSError as error:
-        raise UserError(f"expected: {place} cannot be read ({error.strerror})") from None
+        raise UserError(
+            f"expected: {place} cannot be read ({error.strerror}); give the folder of an export"
+        ) from None
     except ValueError as error:
         raise UserError(f"expected: {place} {error}; export the head again") from None
     rows = value.get("prompts") if isinstance(value, dict) else None

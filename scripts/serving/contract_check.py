@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from outrider.scripts.serving import contract
-from outrider.scripts.serving.asking import Address, Endpoint, ServerRequest
+from outrider.scripts.serving.asking import Address, Endpoint, Reply, ServerRequest
 from outrider.scripts.serving.counters import rise
 
 SHOWN = 3  # places where it parts that are printed
@@ -23,26 +23,42 @@ def checked(wanted: dict[str, Any], address: Address) -> dict[str, Any]:
 
 async def _checked(wanted: dict[str, Any], address: Address) -> dict[str, Any]:
     ask = ServerRequest(wanted["max_new_tokens"])
-    answers = []
+    answers, replies = [], []
     async with Endpoint(address) as door:
         before = await door.metrics()
         for row in wanted["prompts"]:
             reply = await door.answer(row["ids"], ask)
+            replies.append(reply)
+            by_cycle = reply.drafts is None  # whose counts end where llama.cpp's do
             answers.append(
                 {
                     "tokens": reply.tokens,
                     "text": reply.text,
-                    "accepted": reply.accepted,
-                    "draft_tokens": reply.drafted,
+                    "accepted": reply.accepted if by_cycle else None,
+                    "draft_tokens": reply.drafted if by_cycle else None,
                     "ignored": list(reply.ignored),
                 }
             )
         found = rise(before, await door.metrics())
         kind, unread = door.kind, door.unread
-    counted = found.rose if found.rose and found.rose["drafts"] else None
+    counted = found.rose if found.rose and found.rose["drafts"] else _summed(replies)
     said = contract.verdict(wanted, answers, counted)
     drafts = wanted["draft_tokens"]
     return {"kind": kind, "counters": found.why or unread, "draft_tokens": drafts, **said}
+
+
+def _summed(replies: list[Reply]) -> dict[str, Any] | None:
+    """What SGLang tells with its answers, as the counters of a server's page; None where an answer
+    tells nothing, or nothing was drafted."""
+    if any(reply.drafts is None for reply in replies):
+        return None
+    found = {
+        "drafts": sum(reply.drafts or 0 for reply in replies),
+        "draft_tokens": sum(reply.drafted or 0 for reply in replies),
+        "accepted_tokens": sum(reply.accepted or 0 for reply in replies),
+        "accepted_by_position": [],
+    }
+    return found if found["drafts"] else None
 
 
 def summary(found: dict[str, Any]) -> list[str]:

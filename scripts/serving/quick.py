@@ -20,7 +20,14 @@ from outrider.conf.errors import UserError
 from outrider.scripts.common.progress import OnProgress
 from outrider.scripts.proofs import quick
 from outrider.scripts.proofs.likeliest import JudgedAnswer
-from outrider.scripts.serving.asking import LLAMACPP, Address, Endpoint, Reply, ServerRequest
+from outrider.scripts.serving.asking import (
+    LLAMACPP,
+    SERVE,
+    Address,
+    Endpoint,
+    Reply,
+    ServerRequest,
+)
 from outrider.scripts.serving.counters import rise
 
 BEST = 20  # likeliest tokens of a place; engines tell no more by default
@@ -120,8 +127,8 @@ async def _ask(
         found = rise(before, await server.metrics(), ("draft_tokens",))
     if not collected.answers:
         raise UserError(
-            f"seconds: {plan.seconds:g} went by without one whole answer of {server.root}; ask "
-            "for more, or a faster server"
+            f"seconds: {plan.seconds:g} went by without one whole answer of {server.root}; give "
+            "seconds=120, or ask a faster server"
         )
     drafted = None if found.rose is None else found.rose["draft_tokens"]
     about = {"url": plan.address.url, "kind": server.kind, "model": server.model}
@@ -188,7 +195,7 @@ def _tokens(server: Endpoint, reply: Reply, collected: _Collected) -> list[int]:
     if reply.tokens is None:
         raise UserError(
             f"url: {server.root}: asked return_token_ids; the answer holds text alone, which more "
-            "than one sequence of tokens can spell: serve with an engine that returns ids"
+            f"than one sequence of tokens can spell; {SERVE}"
         )
     collected.notes.update(reply.ignored)
     collected.ended += reply.stopped

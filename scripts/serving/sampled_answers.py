@@ -21,7 +21,7 @@ from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import OnProgress
 from outrider.scripts.proofs.greedy import Plain
 from outrider.scripts.proofs.served import SampledAnswer
-from outrider.scripts.serving.asking import Address, Endpoint, Reply, ServerRequest
+from outrider.scripts.serving.asking import SERVE, Address, Endpoint, Reply, ServerRequest
 from outrider.scripts.serving.counters import rise
 
 SEEDS = 1 << 31
@@ -194,7 +194,8 @@ async def _sampled(
         ]
         if not any(row["tokens"] for row in rows) and not any(a.tokens for a in done):
             raise UserError(
-                f"{job.address.setting}: {door.root}: asked {level} answers; all came back empty"
+                f"{job.address.setting}: {door.root}: asked {level} answers; all came back empty; "
+                "give other prompts, or look for a limit or stop word of the server's own"
             )
         for row in rows:
             memo.add("sampled", row)
@@ -210,23 +211,26 @@ def _row(
     if reply.tokens is None:
         raise UserError(
             f"{where}: asked return_token_ids; the answer holds text alone, which more than one "
-            "sequence of tokens can spell: serve with an engine that returns ids"
+            f"sequence of tokens can spell; {SERVE}"
         )
     wrong = [t for t in reply.tokens if t >= job.vocab]
     if wrong:
         raise UserError(
             f"{where}: asked {len(prompt)} token ids; came back token {wrong[0]}, and the target "
-            f"has {job.vocab}: the server runs another model"
+            f"has {job.vocab}: the server runs another model; set target to that"
         )
     if len(reply.tokens) > job.limit:
-        raise UserError(f"{where}: asked {job.limit} tokens; {len(reply.tokens)} came back")
+        raise UserError(
+            f"{where}: asked {job.limit} tokens; {len(reply.tokens)} came back; {SERVE}"
+        )
     tokens = list(reply.tokens)
     ended = bool(tokens) and tokens[-1] in job.stops
     if reply.stopped and not ended and len(tokens) < job.limit:
         if len(job.stops) != 1:
             raise UserError(
                 f"{where}: asked token ids; the stop token is left out, and the target has "
-                f"{len(job.stops)}: which of them came cannot be told"
+                f"{len(job.stops)}: which of them came cannot be told; serve with vLLM or SGLang, "
+                "which send it"
             )
         tokens += job.stops
     return {

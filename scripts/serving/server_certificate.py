@@ -163,7 +163,7 @@ def greedy_layer(
         raise UserError(
             f"{address.setting}: {address.url}: asked greedy answers to {len(first)} prompts; "
             f"{len(alien)} first tokens lie up to {max(alien):.3g} below the target's best one: "
-            "another model, tokenizer or template than target"
+            "another model, tokenizer or template than target; set target to what it serves"
         )
     return served.greedy_json(gaps, tie)
 

@@ -10,6 +10,12 @@ from typing import Any
 
 from outrider.scripts.synthesis.server import Again, AnswerRefused
 
+# of an answer, in SGLang's words
+SGLANG_COUNTS = {
+    "drafted": "spec_draft_token_num",
+    "accepted": "spec_accept_token_num",
+    "drafts": "spec_verify_ct",
+}
 MARK = "token_id:"  # a token by its id, where return_tokens_as_token_ids is taken
 # Said, since a model's own defaults would stand in for them.
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -58,16 +64,19 @@ def sglang(ids: list[int], ask: ServerRequest) -> dict[str, Any]:
     }
 
 
-def read_sglang(reply: Any) -> tuple[list[int], str, bool]:
-    """Tokens, text, whether the model ended the answer."""
+def read_sglang(reply: Any) -> dict[str, Any]:
+    """tokens, text, stopped: whether the model ended the answer; and where it speculates drafted,
+    accepted and drafts (verifying passes)."""
     try:
-        tokens, text = reply["output_ids"], reply["text"]
-        reason = reply["meta_info"]["finish_reason"]["type"]
+        tokens, text, about = reply["output_ids"], reply["text"], reply["meta_info"]
+        reason = about["finish_reason"]["type"]
     except (KeyError, TypeError):
         raise Again("an answer of another form") from None
     if not is_ids(tokens) or not isinstance(text, str):
         raise Again("an answer of another form")
-    return tokens, text, reason == "stop"
+    found = {"tokens": tokens, "text": text, "stopped": reason == "stop"}
+    counts = {name: about.get(key) for name, key in SGLANG_COUNTS.items()}
+    return found | counts if is_ids([*counts.values()]) else found
 
 
 def sglang_scores(ids: list[int], start: int, top: int) -> dict[str, Any]:

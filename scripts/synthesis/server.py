@@ -80,6 +80,8 @@ class OpenAIServer:
     connections: int
     on_trouble: Callable[[str, float], None] = lambda reason, wait: None
     setting: str = "base_url"  # the key that messages about the address name
+    key_setting: str = "api_key_env"  # the key that names the variable of the server's key, "" none
+    mend: str = "mend base_url (it usually ends with /v1) or model"  # what is not there
     troubles: Counter[str] = field(default_factory=Counter)
     _resume_at: float = 0.0
     _heard: float = field(default_factory=time.monotonic)
@@ -130,6 +132,11 @@ class OpenAIServer:
                 f"model: {self.base_url} serves {shown or 'nothing'}; choose one with model=NAME"
             )
         return wanted or names[0]
+
+    @property
+    def heard(self) -> bool:
+        """Whether it has ever answered anything."""
+        return self._there
 
     async def alive(self) -> bool:
         """Whether the server still answers anything at all."""
@@ -231,20 +238,17 @@ class OpenAIServer:
         if status in PASSING or status >= 500:
             raise Again(f"status {said}", retry_after(headers.get("retry-after")), status == 429)
         if status in (401, 403):
-            raise UserError(
-                f"api_key_env: {url} refuses the key ({said}); set the environment variable that "
-                "api_key_env names"
-            ) from None
+            refused, key = f"{url} refuses the key ({said})", self.key_setting
+            if not key:
+                raise UserError(f"{self.setting}: {refused}; ask a server that wants none")
+            raise UserError(f"{key}: {refused}; set the environment variable that {key} names")
         if 300 <= status < 400:
             raise UserError(
                 f"{self.setting}: {url} redirects to "
                 f"{self._safe(str(headers.get('location')))[:200]}; give the final address"
             ) from None
         if status == 404 and path != "/models":
-            raise UserError(
-                f"{self.setting}: {url} is not there ({said}); mend {self.setting} (it usually "
-                "ends with /v1) or model"
-            )
+            raise UserError(f"{self.setting}: {url} is not there ({said}); {self.mend}")
         raise AnswerRefused(f"status {said}")
 
     def _safe(self, text: str) -> str:

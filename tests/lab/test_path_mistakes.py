@@ -26,6 +26,7 @@ from tests.golden.cases import HEADS_FOLDER, TARGET
 from tests.helpers.chats import chats
 from tests.helpers.hub import at, hub_on_loopback
 from tests.helpers.odd_server import odd, vllm
+from tests.helpers.wording import FIX
 from tests.scripts.test_from_server import requested, serving
 
 SECONDS = 10.0  # in which something dead is named
@@ -83,8 +84,8 @@ TABLE = (
     Mistake("C1", f"{SCORE} drafters=[none,HEADS/eagle3@tre]", "did you mean"),
     Mistake("C2", f"scripts.import_head {GOLDEN} from=nowhere out=i", "^from: "),
     Mistake("C2", f"scripts.import_head {GOLDEN} from=. out=i", "^from: "),
-    Mistake("D2", f"scripts.certify {GOLDEN} drafter=nowhere out=c", "nowhere"),
-    Mistake("D3", f"{EXPORT} drafter=nowhere format=vllm", "nowhere"),
+    Mistake("D2", f"scripts.certify {GOLDEN} drafter=nowhere out=c", "^drafter: nowhere: "),
+    Mistake("D3", f"{EXPORT} drafter=nowhere format=vllm", "^drafter: nowhere: "),
     Mistake(
         "D3", f"{EXPORT} drafter=HEADS/eagle3 format=vllm", "overwrite=true", "export is there"
     ),
@@ -214,6 +215,7 @@ def test_a_mistake_on_the_path_is_one_line_and_leaves_nothing(
     assert code == mistake.code and last.startswith("error: ") and "Traceback" not in text, text
     line = last.removeprefix("error: ")
     assert len(line) < 400
+    assert FIX.search(line), f"no fix: {line}"
     held = line.startswith(mistake.said[1:]) if mistake.said[0] == "^" else mistake.said in line
     assert held, line
     dead = "127.0.0.1:9" in mistake.words or mistake.state in ("server is silent", "hub is dead")

@@ -16,15 +16,16 @@ import pytest
 
 from outrider.conf.errors import CheckFailed, UserError
 from outrider.conf.schema import compose
-from outrider.heads.interop.engines import VLLM
+from outrider.heads.interop.engines import SGLANG, VLLM
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.lab import rehearsal
 from outrider.scripts.lab.rehearsing import engine, kills, page, stand_ins
 from outrider.scripts.lab.rehearsing.stand_ins import Line
+from outrider.scripts.serving.settings import sglang_flags
 from outrider.train.config import EagleRun
 from tests.lab import test_readme as readme
 
-STEPS = page.steps()
+STEPS, TEXT = page.steps(), page.PAGE.read_text()
 GIVEN = stand_ins.load()
 PLAN = stand_ins.plan(STEPS, GIVEN, Path("runs/rehearsal"))
 WRITTEN = [(step.number, line) for step in STEPS for line in step.lines]
@@ -110,6 +111,11 @@ def test_the_engines_own_lines_are_those_of_an_export() -> None:
     said = json.loads(shlex.split(lines["vllm"])[4])
     assert said["num_speculative_tokens"] == recipe.head.depth
     assert said["method"] == VLLM.drafters["eagle3"].how
+    sglang = shlex.split(lines["python"])
+    flags = shlex.split(" ".join(sglang_flags(recipe.head.depth, recipe.head.kind)))
+    assert sglang[sglang.index(flags[0]) :][: len(flags)] == flags
+    named = sglang[sglang.index("--speculative-algorithm") + 1]
+    assert named == SGLANG.drafters["eagle3"].how and SGLANG.drafters["eagle3.1"].since in TEXT
     settings = engine.settings(tuple(shlex.split(lines["llama-server"])), 1)
     assert settings.draft_tokens == recipe.head.depth and settings.exact
 

@@ -17,7 +17,9 @@ from outrider.scripts.certify import server
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.serving import asking
 from outrider.scripts.serving.sampled_answers import SampleJob, ask_all
+from tests.helpers.odd_server import odd, vllm
 from tests.helpers.speculating_server import CACHE, DEFECTS, serving
+from tests.helpers.wording import FIX
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}
 TEMPERATURE = 0.7
@@ -191,6 +193,8 @@ BAD = {
     "other model": ({"body": choices(token_ids=[5, 5])}, "another model, tokenizer or template"),
     "no models": ({"models": b"{}"}, "lists no models"),
     "models garbage": ({"models": b"<p>"}, "no JSON"),
+    "not there": ({"status": 404, "body": b"{}"}, "is not there (404)"),
+    "a key": ({"status": 401, "body": b"{}"}, "environment variable that key_env names"),
 }
 
 
@@ -209,6 +213,7 @@ def test_a_server_that_misbehaves_is_message_in_one_line(prompts, tmp_path, name
     error = capsys.readouterr().err.strip()
     assert code == 2 and not paper
     assert url in error and said in error and "\n" not in error
+    assert FIX.search(error), f"no fix: {error}"
 
 
 def test_a_server_that_is_down(prompts, tmp_path, capsys) -> None:
@@ -216,7 +221,22 @@ def test_a_server_that_is_down(prompts, tmp_path, capsys) -> None:
     error = capsys.readouterr().err.strip()
     assert code == 2 and not paper
     assert error.startswith("error: url: http://127.0.0.1:9: asked GET /v1/models; no connection")
-    assert "\n" not in error
+    assert error.endswith("; start the server there, or mend the address") and "\n" not in error
+
+
+@pytest.mark.parametrize("dead", ["url", "plain"])
+def test_a_dead_server_is_named_before_a_target_is_loaded(
+    prompts, tmp_path, capsys, monkeypatch, dead: str
+) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("a target was loaded")
+
+    monkeypatch.setattr("outrider.scripts.certify.load_target", loaded)
+    with odd(lambda body: vllm([5])) as server:
+        urls = {"url": server.url, "plain": server.url, dead: "http://127.0.0.1:9"}
+        keys = (f"plain={urls['plain']}", "top_k=8", "retries=0")
+        code, _ = certify(urls["url"], tmp_path / "out", prompts, *keys)
+    assert code == 2 and capsys.readouterr().err.startswith(f"error: {dead}: http://127.0.0.1:9")
 
 
 def test_a_key_comes_from_the_environment_alone(prompts, tmp_path, capsys) -> None:

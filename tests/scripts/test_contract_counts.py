@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from outrider.conf.errors import UserError
-from outrider.scripts.serving import contract
+from outrider.scripts.serving import contract, contract_check
+from outrider.scripts.serving.asking import Address
+from tests.helpers.odd_server import odd
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,36 @@ def test_a_contract_whose_counts_are_none(tmp_path: Path, wrong: dict[str, Any])
             continue
         with pytest.raises(UserError, match="^expected: .*: prompt 2 holds .*; export the head"):
             contract.load(tmp_path)
+
+
+SGLANG = {"spec_accept_token_num": 6, "spec_draft_token_num": 9, "spec_verify_ct": 3}
+
+
+@pytest.mark.parametrize(
+    ("counts", "served", "said"),
+    [
+        (SGLANG, True, "accepted draft tokens: 6 of 9, expected 6 of 9"),
+        (SGLANG | {"spec_accept_token_num": 0}, False, "accepted draft tokens: 0 of 9"),
+        ({}, False, "acceptance: the server tells none"),
+        (SGLANG | {"spec_verify_ct": "3"}, False, "acceptance: the server tells none"),
+    ],
+)
+def test_sglang_tells_its_counts_with_every_answer(
+    counts: dict[str, Any], served: bool, said: str
+) -> None:
+    """It has no counters that are read, and what it served was never seen as served."""
+    asked = {"ids": [3], "tokens": [5] * 10, "text": "", "proposed": [3] * 3, "accepted": [2] * 3}
+    wanted = {
+        "prompts": [asked],
+        "stop": [2],
+        "max_new_tokens": 10,
+        "draft_tokens": 3,
+        "cycles": 3,
+        "accepted_length": {"mean": 3.0, "low": 2.5, "high": 3.5},
+        "acceptance_by_position": [],
+    }
+    about = {"finish_reason": {"type": "length"}, **counts}
+    answer = {"output_ids": [5] * 10, "text": "", "meta_info": about}
+    with odd(lambda body: answer, "sglang") as server:
+        found = contract_check.checked(wanted, Address(server.url))
+    assert found["served"] == served and said in "\n".join(contract_check.summary(found))

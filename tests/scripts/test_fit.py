@@ -261,7 +261,7 @@ def test_what_is_refused(start: Path, tmp_path: Path) -> None:
     train_alone = f"train={data}"
     assert refused(start, out, train_alone, "later=gone.jsonl").startswith("later: cannot read")
     assert refused(start, out, "general=gone.jsonl").startswith("general: cannot read")
-    assert refused(start, out, "against=[gone/head/at]").startswith("drafters: gone/head")
+    assert refused(start, out, "against=[gone/head/at]").startswith("against: gone/head")
     more = ("certify_tokens=9", "controls=gone")
     assert refused(start, out, *more).startswith("controls: gone")
     assert refused(tmp_path / "nothing", out).startswith("start: ")

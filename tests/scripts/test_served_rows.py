@@ -50,6 +50,22 @@ def test_a_server_stands_in_the_table(target: Target, tmp_path: Path, capsys) ->
     assert "running servers" in capsys.readouterr().out
 
 
+def test_a_server_that_is_down_is_named_before_the_target_is_loaded(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(
+            ["target=tiny", "drafters=[none,gone@http://127.0.0.1:9]", f"out={tmp_path}/o"]
+        )
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and not (tmp_path / "o").exists()
+    assert said.startswith(
+        "error: drafters: gone: http://127.0.0.1:9: asked GET /v1/models; no conn"
+    )
+    assert said.endswith("; start the server there, or mend the address\n")
+
+
 def test_a_server_that_is_down_is_named(target: Target) -> None:
     served = ServedSystem(target, "gone", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"drafters: gone: http://127.0.0.1:9: asked GET"):

@@ -1,0 +1,10 @@
+"""What an error must hold beside the key and what is wrong: what to do."""
+
+from __future__ import annotations
+
+import re
+
+DO = (
+    "set|start|serve|give|mend|look|ask|raise|choose|write|take|leave|export|run|check|did you mean"
+)
+FIX = re.compile(rf"[;,:(] ?((or|else|then) )?`?({DO})\b")
