@@ -15,6 +15,7 @@ import difflib
 import functools
 import inspect
 import keyword
+import re
 import reprlib
 import textwrap
 import types
@@ -33,6 +34,7 @@ from outrider.conf.errors import UserError, first_line
 T = TypeVar("T")
 SHORT = reprlib.Repr()  # how a wrong value is shown: the line stays a line
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
+TOOLS = re.compile(r"# (type: ignore|noqa)")  # a comment for tools, no doc line
 INVALID = object()  # stands for a value that could not be read; its problem is on the list
 
 
@@ -162,6 +164,7 @@ def docs(schema: type) -> dict[str, str]:
             if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
                 continue
             after = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :].strip()
+            after = "" if TOOLS.match(after) else after
             at = node.lineno - 2
             above: list[str] = []
             while at >= 0 and lines[at].strip().startswith("#"):

@@ -5,6 +5,12 @@ work.
 
 Takes the keys of the training scripts, for every kind of head. Exit code 0: all checks passed;
 1: one failed, and says why; 2: a mistake to mend in the configuration or the data.
+
+    python scripts/validate.py dry_run=true experiment=NAME gpus=8 gpu=h100-80gb
+
+With dry_run=true nothing is loaded: the run is counted as it would be on a cluster. That takes
+further keys, of which dry_run=true --help says what each means: gpus, gpu, rows, row_tokens,
+row_sigma, supervised, answers, concurrency, answer_speed, margin, out.
 """
 
 from __future__ import annotations

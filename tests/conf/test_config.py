@@ -251,6 +251,17 @@ def test_other_ranks_are_silent(toy: Path, capsys: Any, monkeypatch: pytest.Monk
     assert capsys.readouterr().err == ""
 
 
+@dataclass(frozen=True)
+class Marked:
+    # what it is
+    first: int = 0  # type: ignore[assignment]
+    second: int = 0
+
+
+def test_a_comment_for_tools_is_no_doc_line() -> None:
+    assert docs(Marked) == {"first": "what it is"}
+
+
 def test_help_lists_keys_with_their_docs(toy: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit) as stop:
         entry("toy", Toy, toy)(lambda cfg: None)(["--help"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -16,9 +17,12 @@ import pytest
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import options_here
+from outrider.conf.typed import keys
 from outrider.heads.interop import FORMATS
 from outrider.scripts import cli
 from outrider.scripts.common.files import ROOT
+from outrider.scripts.extra.cluster.config import DryRunConfig
+from outrider.train.config import ValidateConfig
 
 SAYS = (
     "import sys; sys.path.insert(0, {root!r}); sys.argv = ['outrider', *{words!r}]\n"
@@ -87,6 +91,10 @@ def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
     texts, heavy = json.loads(done.stdout.splitlines()[-1])
     assert not heavy
     assert all("Keys (KEY=VALUE" in text for text in texts.values())
+    assert not [words for words, text in texts.items() if "type: ignore" in text]
+    further = set(keys(DryRunConfig)) - set(keys(ValidateConfig)) - {"dry_run"}
+    plain = texts["validate"].partition("takes\nfurther keys, ")[2].partition("\n\n")[0]
+    assert further == set(re.findall(r"\b([a-z_]+)[,.]", plain.partition("means: ")[2]))
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(os, "execv", lambda _, words: executed(words[1:]))
