@@ -45,7 +45,7 @@ from outrider.heads.small_lm.plain import plain_model
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts, question_ids, spread
 from outrider.scripts.serving import card as export_card
-from outrider.scripts.serving import contract, costs, gguf_export, measured, notices, settings
+from outrider.scripts.serving import contract, costs, draft_speeds, gguf_export, notices, settings
 from outrider.scripts.serving import draft as export_draft
 from outrider.scripts.serving.check import ExportCheck, check_export, comparable
 from outrider.scripts.serving.config import ExportConfig
@@ -157,7 +157,7 @@ def whole_model(cfg: ExportConfig, out: Path) -> int:
         }
         files.write_json(stage / MANIFEST, gguf_export.manifest(about, stage))
     print(f"{out}: {name}, its logits behind {found.prompts} prompts are the model's")
-    if cfg.drafter != NONE and (slower := measured.summary()):
+    if cfg.drafter != NONE and (slower := draft_speeds.summary()):
         print(slower)
     return 0
 
@@ -280,7 +280,7 @@ def said(out: Path, cfg: ExportConfig, tokens: int) -> int:
         f"{out}: {cfg.format} export, {tokens} draft tokens equal to the head's; how to serve it: "
         f"{out / 'README.md'}"
     )
-    if cfg.format == "gguf" and (slower := measured.summary()):
+    if cfg.format == "gguf" and (slower := draft_speeds.summary()):
         print(slower)
     return 0
 

@@ -17,7 +17,7 @@ from outrider.heads.interop import Facts, engines, served
 from outrider.heads.tuned import Tuned
 from outrider.scripts.common import files
 from outrider.scripts.reports.rendering import render
-from outrider.scripts.serving import measured, settings
+from outrider.scripts.serving import draft_speeds, settings
 from outrider.scripts.serving.settings import DraftSchedule
 from outrider.scripts.serving.stage import visible
 
@@ -148,7 +148,7 @@ def page(about: About) -> str:
         serve=serve(about),
         checked=engines.CHECKED,
         gone=served.gone(about.format, head),
-        slower=measured.summary() if about.format == "gguf" else "",
+        slower=draft_speeds.summary() if about.format == "gguf" else "",
         described=described(head),
         training={k: about.run[k] for k in SHOWN if about.run.get(k)},
         steps=extra.get("step"),

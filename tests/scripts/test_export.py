@@ -16,7 +16,7 @@ import outrider.scripts.serving.draft
 from outrider.heads import save_head
 from outrider.heads.interop import LAYOUTS, engines
 from outrider.scripts.export import main
-from outrider.scripts.serving import measured
+from outrider.scripts.serving import draft_speeds
 from tests.helpers.interop import DEEP, deep_target, random_head
 
 
@@ -317,14 +317,14 @@ def test_a_llamacpp_user_reads_what_was_measured_there(
     """In the output and on the card, from the JSON of docs/results; nothing without it."""
     source, out = saved(tmp_path, target, "eagle3"), tmp_path / "out"
     assert run(prompts, f"drafter={source}", "format=gguf", f"out={out}") == 0
-    line = measured.summary()
-    rows = measured.speeds()
+    line = draft_speeds.summary()
+    rows = draft_speeds.speeds()
     assert f"slower in {sum(row.times < 1 for row in rows)} of {len(rows)} settings" in line
     assert line in capsys.readouterr().out and line in (out / "README.md").read_text()
-    race = json.loads((measured.RESULTS / "unseen-t0.json").read_text())
+    race = json.loads((draft_speeds.RESULTS / "unseen-t0.json").read_text())
     pace = {row["label"]: row["tokens_per_second"] for row in race["drafters"]}
     assert rows[0].times == pace["llamacpp-eagle3"] / pace["llamacpp"]
-    assert measured.summary(tmp_path) == ""
+    assert draft_speeds.summary(tmp_path) == ""
 
 
 def test_each_server_is_measured_against_itself_without_a_draft(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_each_server_is_measured_against_itself_without_a_draft(tmp_path: Path) 
     env = {"processor": "a CPU", "threads": 2}
     report = {"environment": env, "drafters": rows}
     (tmp_path / "unseen-t0.json").write_text(json.dumps(report))
-    found = [(r.server, r.drafter, r.draft_tokens, r.times) for r in measured.speeds(tmp_path)]
+    found = [(r.server, r.drafter, r.draft_tokens, r.times) for r in draft_speeds.speeds(tmp_path)]
     assert found == [
         ("llamacpp", "eagle3", 0, 0.8),
         ("llamacpp_native-bfloat16", "eagle3", 4, 1.2),

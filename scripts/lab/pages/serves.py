@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.heads.interop import LAYOUTS, engines, served
 from outrider.scripts.reports.table import Table
-from outrider.scripts.serving import measured
+from outrider.scripts.serving import draft_speeds
 
 LLAMACPP = ("engines-llamacpp", "engines-llamacpp-block")
 VLLM = ("engines", "engines-block")
@@ -69,7 +69,7 @@ def _support(engine: engines.Engine, part: str) -> str:
 
 def speeds(results: Path) -> str:
     """The table of drafting in llama.cpp against the same server without a draft."""
-    found = measured.speeds(results)
+    found = draft_speeds.speeds(results)
     counts = sorted({row.requests for row in found})
     cells: dict[tuple[Any, ...], dict[int, str]] = {}
     for row in found:
