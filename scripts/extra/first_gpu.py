@@ -58,8 +58,8 @@ WORDS = SENTENCE.split()
 
 @entry("first_gpu", FirstConfig)
 def main(cfg: FirstConfig) -> int:
-    """All steps, then OUT; 1 when a step found something wrong; one that fails does not stop the
-    others.
+    """All steps, then OUT; 1 when a step found something wrong; one that fails does not stop
+    the others.
 
     Raises UserError for a GPU that is not there and keys that train/eagle.py refuses.
     """

@@ -1,5 +1,5 @@
-"""What a drafter would bring on your prompts, before it is trained: accepted length and speedup
-by budget and batch size, hours, and whether it pays.
+"""What a drafter would bring on your prompts, before it is trained: accepted length and
+speedup by budget and batch size, hours, and whether it pays.
 
     outrider forecast target=smollm2 prompts=FILE heads=[eagle3] chats=CHATS.jsonl \\
         tokens=[1e6,5e6] out=reports/forecast

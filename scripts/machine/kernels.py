@@ -150,9 +150,9 @@ def _training_time_test(
     device: str,
     dtype: torch.dtype,
 ) -> Compared:
-    """Attention of EAGLE's training-time test, two rows of which some positions go on. what: how
-    many steps behind the first; whether there are two documents a row; the sliding window, 0 =
-    none."""
+    """Attention of EAGLE's training-time test, two rows of which some positions go on. what:
+    how many steps behind the first; whether there are two documents a row; the sliding window,
+    0 = none."""
     (steps, packed, window), (length, heads, kv, size) = what, shape
     torch.manual_seed(1)
     rows = (torch.rand(2 * length) < 0.8).nonzero()[:, 0]

@@ -45,8 +45,8 @@ class ReportPart:
 
 
 def all_parts(device: str, dtype: str, out_dir: Path) -> Iterator[ReportPart]:
-    """Everything, in the order of the report. device: "cuda", "cuda:N" or "cpu". out_dir: where
-    runs would lie."""
+    """Everything, in the order of the report. device: "cuda", "cuda:N" or "cpu". out_dir:
+    where runs would lie."""
     yield versions()
     yield build(device, dtype)
     yield kernels(device, dtype)

@@ -166,8 +166,8 @@ def pilot_of(world: World) -> size.Pilot:
 
 
 def sized(world: World, most: int) -> size.SampleSize:
-    """How many tokens the sampling layer takes to find a bias of `plan.detect`, `most` at most;
-    known before the first one is drawn."""
+    """How many tokens the sampling layer takes to find a bias of `plan.detect`, `most` at
+    most; known before the first one is drawn."""
     plan = world.plan
     world.on_progress(0, 1, "how many tokens")
 

@@ -248,9 +248,9 @@ def _bet(name: str, wealth: np.ndarray, n: int) -> Test:
 
 @dataclass
 class _Follower:
-    """What followed one token so far. visits: how often it was followed; place: by which tokens,
-    each with its row in ids [m] and in counts [2, m], m places of which the first len(place) are
-    used: observed minus expected, and expected."""
+    """What followed one token so far. visits: how often it was followed; place: by which
+    tokens, each with its row in ids [m] and in counts [2, m], m places of which the first
+    len(place) are used: observed minus expected, and expected."""
 
     visits: int = 0
     place: dict[int, int] = field(default_factory=dict)
@@ -272,8 +272,8 @@ class _Follower:
 
 
 class PairLearner:
-    """A learned direction over pairs (token before, token): it finds a key that the token before
-    sets anew, as a watermark's does, at the price of learning every pair.
+    """A learned direction over pairs (token before, token): it finds a key that the token
+    before sets anew, as a watermark's does, at the price of learning every pair.
 
     A pair is known from its first occurrence on, with as many expected before as its probability
     there would have made of all visits; unknown pairs score 0. wealth: [C] logarithms."""
@@ -283,8 +283,8 @@ class PairLearner:
         self.wealth = np.zeros(len(STAKES))
 
     def add(self, distribution: Tensor, previous: Sequence[int], tokens: Tensor) -> None:
-        """distribution: [R, V]. previous: R ids, -1 for none. tokens: [R] what came. A block is
-        bet on before it is learned."""
+        """distribution: [R, V]. previous: R ids, -1 for none. tokens: [R] what came. A block
+        is bet on before it is learned."""
         own, came = distribution.gather(1, tokens[:, None])[:, 0].tolist(), tokens.tolist()
         rows = [(r, self.known[t]) for r, t in enumerate(previous) if t in self.known]
         if rows:

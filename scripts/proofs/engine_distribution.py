@@ -1,5 +1,5 @@
-"""The exact output distribution of the whole decode loop on a toy model: every branch of drafting,
-verification, stopping.
+"""The exact output distribution of the whole decode loop on a toy model: every branch of
+drafting, verification, stopping.
 
 All branches of one round run as one batch of requests; a request's id is the number of its
 branch. Where a script does not say how a random choice went, the first possible outcome is
@@ -100,8 +100,8 @@ class PaddingAwareDrafter(Wrapped):
 
 
 class ProbabilityTable:
-    """A drafter without a model, below the last committed token of each row: `table` [V, V] holds
-    random logits of the next token given its parent. See decode.drafters.Drafter."""
+    """A drafter without a model, below the last committed token of each row: `table` [V, V]
+    holds random logits of the next token given its parent. See decode.drafters.Drafter."""
 
     taps: tuple[int, ...] = ()
 
@@ -215,9 +215,9 @@ def plain_distribution(
     sampling: Sampling,
     guidance: float | None = None,
 ) -> dict[tuple[int, ...], float]:
-    """The target's own distribution of up to `length` tokens (a stop token ends them), by one plain
-    pass per prefix, two with guidance: the second one sees the prompt's last token and what
-    follows it."""
+    """The target's own distribution of up to `length` tokens (a stop token ends them), by one
+    plain pass per prefix, two with guidance: the second one sees the prompt's last token and
+    what follows it."""
     done: dict[tuple[int, ...], float] = {}
     todo: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while todo:

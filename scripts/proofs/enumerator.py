@@ -268,8 +268,8 @@ class Outcome:
 
 
 def enumerate_case(case: Case, verifier: Verifier, mangle: Mangle | None = None) -> Outcome:
-    """Exact distribution of the emitted tokens, continued by the target to full length, against the
-    target's own distribution.
+    """Exact distribution of the emitted tokens, continued by the target to full length,
+    against the target's own distribution.
 
     mangle: what a wrong drafter does to its tree after drawing it
         (scripts/proofs/controls/catalogue.py).

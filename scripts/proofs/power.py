@@ -304,9 +304,9 @@ def measure(power: Power, detect: float, seed: int, members: int | None = None) 
 def enough(
     power: Power, detect: float, seed: int, steps: Sequence[int], members: int | None = None
 ) -> int | None:
-    """The first of `steps` tokens, rising, with which `measure` says a min_detectable of at most
-    `detect` and nothing blind; None where the last one is too few. It asks for the model's
-    distributions alone: no token of the run is known yet."""
+    """The first of `steps` tokens, rising, with which `measure` says a min_detectable of at
+    most `detect` and nothing blind; None where the last one is too few. It asks for the
+    model's distributions alone: no token of the run is known yet."""
     members, at = members or MEMBERS, 0
     total = GRID[max(int(np.searchsorted(GRID, detect * (1 + 1e-9), side="right")) - 1, 0) :]
     if detect < GRID[0]:

@@ -2,13 +2,13 @@
 whatever the seed, random numbers that serve twice.
 
 Every token of such an answer may be a draw from its distribution, and a test of single tokens
-sees nothing. Two independent answers part soon: both begin with the same L tokens with the product
-of their probabilities, next to nothing from eight tokens on.
+sees nothing. Two independent answers part soon: both begin with the same L tokens with the
+product of their probabilities, next to nothing from eight tokens on.
 
-That is judged by betting, as learned directions are (directions.py). The bet of a share s says:
-with probability s an answer takes the first L tokens of an earlier one to its prompt, any of
-them, any L. An answer with probabilities p_1, p_2, .. that agrees with an earlier one of n
-tokens in its first a is then more likely than a free one by
+That is judged by betting, as learned directions are (directions.py). The bet of a share s
+says: with probability s an answer takes the first L tokens of an earlier one to its prompt,
+any of them, any L. An answer with probabilities p_1, p_2, .. that agrees with an earlier one
+of n tokens in its first a is then more likely than a free one by
 
     1 - s + s * mean over the earlier ones of  (1 / n) * sum over L <= a of 1 / (p_1 ... p_L)
 
@@ -47,8 +47,8 @@ class _Prompt:
 
 class Repeats:
     """Answers in the order in which they were asked for. wealth: [S] logarithms of what each
-    bet has become; compared: answers that had an earlier one to their prompt; again: those that
-    agree with one in LONG tokens or more, expected: how many should."""
+    bet has become; compared: answers that had an earlier one to their prompt; again: those
+    that agree with one in LONG tokens or more, expected: how many should."""
 
     def __init__(self) -> None:
         self.prompts: dict[tuple[int, ...], _Prompt] = {}

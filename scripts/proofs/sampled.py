@@ -126,8 +126,8 @@ class Sample:
         return found + (self.tally.tests() if self.tally else [])
 
     def _rows(self) -> list[uniformity.Test]:
-        """Neighbouring requests at the same place of the same cycle, where two that share their
-        random numbers would draw by the same ones."""
+        """Neighbouring requests at the same place of the same cycle, where two that share
+        their random numbers would draw by the same ones."""
         ranked = np.lexsort((self.sequence, self.depth, self.cycle))
         place = np.stack([self.cycle, self.depth], 1)[ranked]
         same = np.r_[False, (place[1:] == place[:-1]).all(1)][: len(place)]
@@ -159,8 +159,8 @@ def sampling_layer(
     memo: Memo | None = None,
 ) -> Sample:
     """Decode until `how.tokens` tokens are out (the prompts again and again, each time with
-    other random numbers), place every one of them in the distribution it was verified against, and
-    compare that distribution with a plain pass's.
+    other random numbers), place every one of them in the distribution it was verified against,
+    and compare that distribution with a plain pass's.
 
     Exactly that many are used, cut in the order of the requests, so that neither a stop token
     nor the budget selects. stop(sample so far) ends early: for controls that are known to fail
@@ -292,8 +292,8 @@ def _logits(line: Sequence[Emitted]) -> Tensor:
 
 
 class Orders:
-    """The transforms of tokens, a column for each of ORDERS. coin: places a token within its own
-    mass."""
+    """The transforms of tokens, a column for each of ORDERS. coin: places a token within its
+    own mass."""
 
     def __init__(
         self, size: int, key: int, coin: np.random.Generator, device: torch.device | str = "cpu"
@@ -401,8 +401,8 @@ def _groups(
     g: Generation, depth: np.ndarray, cycle: np.ndarray, moved: np.ndarray, limit: int
 ) -> np.ndarray:
     """[n, G] bool; the last column is left to whoever knows the distributions. moved: [n] of
-    Call. limit: most tokens of an answer. Where an answer will end is not known before its last
-    token, so no stratum asks: "stop tokens" is a direction."""
+    Call. limit: most tokens of an answer. Where an answer will end is not known before its
+    last token, so no stratum asks: "stop tokens" is a direction."""
     proposed = np.array([0, *(c.proposed for c in g.cycles)])
     accepted = np.array([0, *(c.accepted for c in g.cycles)])
     whole = (proposed > 0) & (accepted == proposed)

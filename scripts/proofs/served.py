@@ -1,11 +1,11 @@
 """A certificate of answers that came over HTTP: tokens alone, no cycles, no logits.
 
-Every answer token is placed in the distribution that its text owes it (of the same weights in this
-process, or of a plain server), and the certificate's tests ask whether these places are those
-of draws from these distributions: transforms (pit.py), directions (directions.py), pairs inside an
-answer, pairs of answers that were decoded at the same time, and answers that follow an earlier
-one to their prompt (repeats.py). Greedy answers are judged by
-the distance of each token's logit to the best one.
+Every answer token is placed in the distribution that its text owes it (of the same weights in
+this process, or of a plain server), and the certificate's tests ask whether these places are
+those of draws from these distributions: transforms (pit.py), directions (directions.py), pairs
+inside an answer, pairs of answers that were decoded at the same time, and answers that follow
+an earlier one to their prompt (repeats.py). Greedy answers are judged by the distance of each
+token's logit to the best one.
 
 Negative controls are simulated on the very same answers: at every place a token is drawn from
 a wrong distribution, and the same tests must reject.

@@ -78,8 +78,8 @@ class SampleSize:
 def sized(
     pilot: Pilot, plain: Plain, how: Setting, alpha: float, detect: float, most: int
 ) -> SampleSize:
-    """The fewest tokens of STEPS, at most `most`, with which a bias of `detect` in any family is
-    surely found, however many of the sample's tests there turn out to be."""
+    """The fewest tokens of STEPS, at most `most`, with which a bias of `detect` in any family
+    is surely found, however many of the sample's tests there turn out to be."""
     bank = bank_of(plain.target, how.seed)
     steps = [*(n for n in STEPS if n < most), most]
     known = power.Power(pilot.answers(plain, how), bank, steps[0], alpha, most_tests(bank))

@@ -126,9 +126,9 @@ SUSPICIONS: dict[str, Callable[[Places], list[np.ndarray]]] = {
 
 
 def beyond_bets(beyond: np.ndarray, most: np.ndarray, masks: dict[str, np.ndarray]) -> list[Test]:
-    """Tokens that are not among the likeliest ([N] bool) too often, in all and in strata. Where
-    they hold b at most (`most`, [N]), the bet of a share s on each grows to 1 - s + s / b by one
-    that is beyond, shrinks to 1 - s else: a mean of 1 at most."""
+    """Tokens that are not among the likeliest ([N] bool) too often, in all and in strata.
+    Where they hold b at most (`most`, [N]), the bet of a share s on each grows to 1 - s + s /
+    b by one that is beyond, shrinks to 1 - s else: a mean of 1 at most."""
     shares = np.array([0.01, 0.05, 0.2, 0.6])[:, None]
     ratios = np.log1p(shares * (beyond / np.maximum(most, 1e-9) - 1))
     every = {"all tokens": np.ones(len(most), dtype=bool), **masks}

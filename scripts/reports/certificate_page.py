@@ -23,8 +23,8 @@ KEYED = "a bias that a key sets anew in every context (a watermark) needs more"
 
 
 def table(paper: dict[str, Any]) -> Table:
-    """The layers and the controls, the verdict above and its reasons below: of a certificate of
-    scripts/certify.py, of this engine or of a server."""
+    """The layers and the controls, the verdict above and its reasons below: of a certificate
+    of scripts/certify.py, of this engine or of a server."""
     controls = paper["negative_controls"]
     caught = f"{sum(c['rejected'] for c in controls)} of {len(controls)} rejected{_origin(paper)}"
     layers = _layers(paper)

@@ -1,5 +1,5 @@
-"""The table of a fit, from fit.json alone, and the tables of docs/fit.md: one of several fits, and
-one of several heads on every traffic."""
+"""The table of a fit, from fit.json alone, and the tables of docs/fit.md: one of several fits,
+and one of several heads on every traffic."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def decided(report: Report) -> list[str]:
 
 
 def several(reports: Sequence[Report]) -> Table:
-    """The table of docs/fit.md: a row for every fit and drafter of its own; heads that were put
-    beside them have rows where they were fitted."""
+    """The table of docs/fit.md: a row for every fit and drafter of its own; heads that were
+    put beside them have rows where they were fitted."""
     head = ("traffic", "drafter", "minutes", "later part", "against before", "general", "bytes")
     rows = []
     for report in reports:
@@ -109,8 +109,8 @@ def page(reports: Sequence[Report]) -> str:
 
 
 def forgotten(path: Path) -> Report:
-    """From a report of evaluate.py (its path) whose categories are traffics: every drafter on each
-    of them, against the first one, paired by prompt."""
+    """From a report of evaluate.py (its path) whose categories are traffics: every drafter on
+    each of them, against the first one, paired by prompt."""
     report = json.loads(path.read_text())
     names = [row["name"] for row in report["drafters"] if row["shape"] != "none"]
     origin = {key: report[key] for key in ("created", "command", "environment")}

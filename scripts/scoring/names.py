@@ -58,8 +58,8 @@ def wrong_address(name: str) -> str:
 
 
 def wrong_drafter(name: str) -> str:
-    """What is wrong with the name of a drafter, as far as it shows without loading anything; ""
-    for one that may be loaded."""
+    """What is wrong with the name of a drafter, as far as it shows without loading anything;
+    "" for one that may be loaded."""
     if name in (GENERATE, LOOKUP) or SERVER.fullmatch(name):
         return wrong_address(name)
     if name == ASSISTED:

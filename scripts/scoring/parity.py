@@ -25,9 +25,9 @@ def gates(
     tokens: int,
     quiet: bool = False,
 ) -> dict[str, Parity]:
-    """Folder -> what the gate found, for every head that some system drafts with, on that system's
-    own target; `count` prompts (0: no gate), answers of `tokens`. Each head is saved once more
-    and read back.
+    """Folder -> what the gate found, for every head that some system drafts with, on that
+    system's own target; `count` prompts (0: no gate), answers of `tokens`. Each head is saved
+    once more and read back.
 
     Raises UserError for a head that has vanished or changed since its system was made.
     """

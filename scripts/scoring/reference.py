@@ -31,8 +31,8 @@ from outrider.decode.target import Target
 
 @dataclass
 class Pass:
-    """A pass of the target: where in the cache it starts, how many tokens it reads, when it began
-    and how long it took, seconds."""
+    """A pass of the target: where in the cache it starts, how many tokens it reads, when it
+    began and how long it took, seconds."""
 
     start: int
     tokens: int

@@ -1,5 +1,5 @@
-"""Outside reference: a running server (vLLM, llama.cpp, any that takes and gives token ids) as a
-row of the table, `NAME@http://HOST:PORT`, on the same prompts and in turns with ours.
+"""Outside reference: a running server (vLLM, llama.cpp, any that takes and gives token ids) as
+a row of the table, `NAME@http://HOST:PORT`, on the same prompts and in turns with ours.
 
 Every prompt is asked for its first token alone and then for the whole answer: the first is the
 prefill, what the second takes longer is decoding. A server tells how much it accepted in all
@@ -55,16 +55,16 @@ def dead(drafters: Sequence[str]) -> list[str]:
 
 
 class ServedSystem:
-    """A server at `url`. tells: so far it has told how much it accepted. Raises UserError when it
-    is called and cannot be asked."""
+    """A server at `url`. tells: so far it has told how much it accepted. Raises UserError when
+    it is called and cannot be asked."""
 
     def __init__(self, target: Target, name: str, url: str) -> None:
         self.target, self.name, self.tells = target, name, True
         self.address = address_of(name, url)
 
     def check(self) -> None:
-        """Ask it for a token. Raises UserError when it cannot be asked, or does not answer as a
-        row needs it."""
+        """Ask it for a token. Raises UserError when it cannot be asked, or does not answer as
+        a row needs it."""
         asyncio.run(self._check())
 
     async def _check(self) -> None:
@@ -213,8 +213,8 @@ async def requested(
 
 
 def risen(kind: str, before: str | None, after: str | None) -> int | None:
-    """Draft tokens that were accepted between two looks at a server's metrics; None where these
-    do not tell."""
+    """Draft tokens that were accepted between two looks at a server's metrics; None where
+    these do not tell."""
     if before is None or after is None:
         return None
     if read_counters(before) is None and read_counters(after) is None:
@@ -236,8 +236,8 @@ def accepted(
 
 
 def cycles_of(answers: Sequence[Sequence[int]], accepted: Sequence[int]) -> list[list[Cycle]]:
-    """As many cycles of every answer as its accepted tokens leave, all about equally long: their
-    number is known, where one ends is not. The first token is the prefill's."""
+    """As many cycles of every answer as its accepted tokens leave, all about equally long:
+    their number is known, where one ends is not. The first token is the prefill's."""
     found = []
     for tokens, kept in zip(answers, accepted, strict=True):
         decoded = len(tokens) - 1

@@ -1,5 +1,5 @@
-"""The routes, by Starlette: bounded bodies, an API key, answers whole or in pieces, and rows that
-are freed when their client leaves."""
+"""The routes, by Starlette: bounded bodies, an API key, answers whole or in pieces, and rows
+that are freed when their client leaves."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ NOTHING_ELSE = {
 
 
 class Json(JSONResponse):
-    """JSON of any text: halves of surrogate pairs, which a request may hold and an error repeat,
-    are written as JSON's own escapes."""
+    """JSON of any text: halves of surrogate pairs, which a request may hold and an error
+    repeat, are written as JSON's own escapes."""
 
     def render(self, content: Any) -> bytes:
         """The bytes."""

@@ -35,8 +35,8 @@ _serial = itertools.count()
 
 
 class Connection(H11Protocol):
-    """A connection whose client has `patience` seconds for a whole request, from its first byte
-    (the first one: from the beginning), and as long to take what lies ready for it."""
+    """A connection whose client has `patience` seconds for a whole request, from its first
+    byte (the first one: from the beginning), and as long to take what lies ready for it."""
 
     patience: float
     most: int
@@ -54,8 +54,8 @@ class Connection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being made for its client: no request, half of one, or one that is
-        answered."""
+        """Whether nothing is being made for its client: no request, half of one, or one that
+        is answered."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def drop(self) -> None:
@@ -114,8 +114,8 @@ class Connection(H11Protocol):
     # -- the clock
 
     def _watch(self) -> None:
-        """Let the clock run while the client owes something. What comes in pieces does not turn
-        it back."""
+        """Let the clock run while the client owes something. What comes in pieces does not
+        turn it back."""
         if self.dropped or not self._owes():
             self._stop()
         elif self._clock is None:

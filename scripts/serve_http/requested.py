@@ -41,8 +41,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class BadRequest(Exception):
-    """A request that is not answered. param: the key at fault. code: OpenAI's short name of the
-    reason."""
+    """A request that is not answered. param: the key at fault. code: OpenAI's short name of
+    the reason."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
@@ -53,8 +53,8 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True)
 class Service:
-    """What requests are checked against. longest: tokens of prompt and answer. usual: tokens of
-    an answer whose request names no limit. tokenizer: one that no other thread uses."""
+    """What requests are checked against. longest: tokens of prompt and answer. usual: tokens
+    of an answer whose request names no limit. tokenizer: one that no other thread uses."""
 
     model: str
     drafters: tuple[str, ...]
@@ -66,9 +66,9 @@ class Service:
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A request. ids: the token ids of prompt and answer are told. tokens: each token's text is
-    told, and whether it was drafted. named_by_id: the log-probabilities of a completion name
-    tokens as token_id:7."""
+    """A request. ids: the token ids of prompt and answer are told. tokens: each token's text
+    is told, and whether it was drafted. named_by_id: the log-probabilities of a completion
+    name tokens as token_id:7."""
 
     ask: CompletionRequest
     chat: bool

@@ -1,5 +1,5 @@
-"""From tokens to text that is safe to hand out: whole characters, and nothing that may turn out
-to be the beginning of a stop string."""
+"""From tokens to text that is safe to hand out: whole characters, and nothing that may turn
+out to be the beginning of a stop string."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Transcript:
         return 0
 
     def _safe(self, end: int) -> list[Said]:
-        """The tokens whose text ends at `end` or before it; they leave. Those without text wait
-        for the character that they may belong to."""
+        """The tokens whose text ends at `end` or before it; they leave. Those without text
+        wait for the character that they may belong to."""
         at = count = 0
         for number, said in enumerate(self._held, 1):
             at += len(said.text)

@@ -102,8 +102,8 @@ class ActiveRequest:
 
 @dataclass
 class Group:
-    """A batch of one setting. seconds: what its steps have taken. said: the last word on drafts
-    that were left out."""
+    """A batch of one setting. seconds: what its steps have taken. said: the last word on
+    drafts that were left out."""
 
     key: tuple[str, Sampling]
     drafter: Drafter
@@ -125,9 +125,9 @@ class WorkerLimits:
 
 
 class Worker(threading.Thread):
-    """Decodes until it is closed. Every job that was taken is told an Ended or a Failed, unless
-    its client left. What goes wrong with one job ends that job alone; if the thread itself ends,
-    every job is told and further ones are refused."""
+    """Decodes until it is closed. Every job that was taken is told an Ended or a Failed,
+    unless its client left. What goes wrong with one job ends that job alone; if the thread
+    itself ends, every job is told and further ones are refused."""
 
     def __init__(self, target: Target, drafters: list[str], limits: WorkerLimits, verify: str):
         super().__init__(name="decoding", daemon=True)
@@ -347,8 +347,8 @@ class Worker(threading.Thread):
                 self._resume(group, job)
 
     def _undrafted(self, group: Group, job: ActiveRequest, failed: RequestFailed) -> None:
-        """Let a job go on without a draft where its group's drafter may be what failed. It is told
-        where nothing was drafted, or where there can be no such batch."""
+        """Let a job go on without a draft where its group's drafter may be what failed. It is
+        told where nothing was drafted, or where there can be no such batch."""
         if job not in self._owed or group.key[0] == PLAIN:
             self._tell(job, failed)
             return
@@ -411,8 +411,8 @@ class Worker(threading.Thread):
 
 
 def _failed(what: str, error: Exception, mine: bool = False) -> RequestFailed:
-    """What a job is told of an error; a UserError is in words that its sender can use, anything
-    else is our fault and goes to the log. mine: a UserError is our fault as well."""
+    """What a job is told of an error; a UserError is in words that its sender can use,
+    anything else is our fault and goes to the log. mine: a UserError is our fault as well."""
     if isinstance(error, UserError):
         return RequestFailed(str(error), mine)
     traceback.print_exception(error, file=sys.stderr)

@@ -1,5 +1,5 @@
-"""Made-up domains: the questions are templates filled with seeds (domains.yaml), the answers are
-the target's own. What a user's traffic is to a head, in small and open to all."""
+"""Made-up domains: the questions are templates filled with seeds (domains.yaml), the answers
+are the target's own. What a user's traffic is to a head, in small and open to all."""
 
 from __future__ import annotations
 

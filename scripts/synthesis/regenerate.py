@@ -218,16 +218,16 @@ class Regenerator:
         return max(answer.tokens, 0) or len(here)
 
     def _compare(self, answer: ServerAnswer, here: list[int]) -> None:
-        """Whether ids that were made here are the server's: the same ids where it told them, else
-        as many as it counted (the end-of-turn token may be among them)."""
+        """Whether ids that were made here are the server's: the same ids where it told them,
+        else as many as it counted (the end-of-turn token may be among them)."""
         if (there := answer.token_ids) is not None:
             self.tokens_alike[there[: len(here)] == here and len(there) - len(here) in (0, 1)] += 1
         elif answer.tokens >= 0:
             self.tokens_alike[answer.tokens - len(here) in (0, 1)] += 1
 
     def _read(self, row: dict[str, Any], answer: ServerAnswer) -> None:
-        """Read a row as training does: whether it can be used, and, where the last answer is more
-        than text, whether what would be supervised are the server's tokens."""
+        """Read a row as training does: whether it can be used, and, where the last answer is
+        more than text, whether what would be supervised are the server's tokens."""
         if self.read is None:
             return
         try:

@@ -41,8 +41,8 @@ class GivenUp(Exception):
 
 
 class Again(Exception):
-    """One try failed and the next may not. wait: seconds the server asked for. limited: by a rate
-    limit. unheard: there was no connection."""
+    """One try failed and the next may not. wait: seconds the server asked for. limited: by a
+    rate limit. unheard: there was no connection."""
 
     def __init__(
         self, reason: str, wait: float = 0.0, limited: bool = False, unheard: bool = False

@@ -1,7 +1,7 @@
 """How a target writes its own conversations (the Magpie idea, Xu et al. 2024): prompted with
 the bare header of a user's turn, a chat model invents the question; then it answers it. Here:
-drawing a block of conversations, and what counts as a junk question. `scripts/synthesize.py` is
-the command."""
+drawing a block of conversations, and what counts as a junk question. `scripts/synthesize.py`
+is the command."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ class Bench:
         tokens: int,
         on_progress: OnProgress,
     ) -> dict[str, dict[str, dict[int, LinearCost]]]:
-        """{"propose": kind -> batch size -> fit, "observe": the same}, from a plain run in which
-        all probes draft."""
+        """{"propose": kind -> batch size -> fit, "observe": the same}, from a plain run in
+        which all probes draft."""
         found: dict[str, dict[str, dict[int, LinearCost]]] = {"propose": {}, "observe": {}}
         inners = {str(i): probe.drafter for i, probe in enumerate(probes)}
         sizes = sorted(set(batch_sizes))
@@ -152,9 +152,9 @@ class Bench:
         batch: int,
         on_progress: OnProgress,
     ) -> dict[str, float]:
-        """Per kind: milliseconds of verification, commit and Python per drafted level beyond what
-        the loop's curves say, from a real speculative run of one probe (what is beyond them is
-        little); 0 where there is nothing beyond them."""
+        """Per kind: milliseconds of verification, commit and Python per drafted level beyond
+        what the loop's curves say, from a real speculative run of one probe (what is beyond
+        them is little); 0 where there is nothing beyond them."""
         beyond: dict[str, float] = {}
         kinds = {p.kind: p for p in probes}
         for number, (kind, probe) in enumerate(kinds.items(), 1):

@@ -212,8 +212,8 @@ def static_of(found: Sequence[dict[int, Path]], tree: Sequence[Path]) -> list[di
 
 @dataclass(frozen=True)
 class Grown:
-    """What a smaller tree takes of a recorded draft. places: of its accepted nodes, root first, in
-    the order in which nodes are kept. nodes: of the whole tree. levels: drafted."""
+    """What a smaller tree takes of a recorded draft. places: of its accepted nodes, root
+    first, in the order in which nodes are kept. nodes: of the whole tree. levels: drafted."""
 
     places: list[int]
     nodes: int

@@ -140,8 +140,8 @@ class Choice:
     """The settings of a drafter that are weighed.
 
     found: every fixed one that was searched, priced: those with a price, each with what is
-    expected of it. systems: those that are measured, by name. proposed: the names of those among
-    which is chosen; `default` is among them as well."""
+    expected of it. systems: those that are measured, by name. proposed: the names of those
+    among which is chosen; `default` is among them as well."""
 
     model: CostModel
     default: DraftSettings
@@ -152,8 +152,8 @@ class Choice:
 
     @classmethod
     def of(cls, cfg: TuneConfig, family: DrafterFamily, model: CostModel, texts: Texts) -> Choice:
-        """Search, and pick the few that are worth measuring. Raises UserError where nothing can
-        be searched."""
+        """Search, and pick the few that are worth measuring. Raises UserError where nothing
+        can be searched."""
         pricing = Pricing(model, cfg.batch_size)
         found, priced = family.candidates(pricing, texts), family.confident(pricing, texts)
         # Proposed unseen: nothing predicts what they accept.
@@ -300,8 +300,8 @@ def curves(
 
 
 def per_shape(table: Sequence[dict[str, Any]], found: Sequence[Candidate]) -> dict[str, Any]:
-    """The best settings of each shape, and under "adaptive" of those with a price: by measurement
-    where there is one, else by prediction."""
+    """The best settings of each shape, and under "adaptive" of those with a price: by
+    measurement where there is one, else by prediction."""
     out: dict[str, Any] = {}
     judged = [r for r in table if r["proposed"] or r["default"]]
     for kind in ("chain", "tree", "adaptive"):

@@ -93,8 +93,8 @@ def evaluate(
 def _passes(
     cycles: Sequence[Sequence[ReplayedCycle]], batch: int
 ) -> list[tuple[int, int, int | None]]:
-    """(nodes of the widest draft, live rows, levels of the deepest draft or None for those of the
-    shape) of every pass of the engine."""
+    """(nodes of the widest draft, live rows, levels of the deepest draft or None for those of
+    the shape) of every pass of the engine."""
     if batch == 1:
         return [(s.nodes, 1, s.levels) for steps in cycles for s in steps]
     queue = [list(steps) for steps in cycles if steps][::-1]
@@ -139,8 +139,8 @@ def chains(
     deepest: int,
     kept: Callable[[int], list[dict[int, Kept]]],
 ) -> list[Candidate]:
-    """Chains of 1 .. deepest; also n-grams, whose drafts are of any length up to that. kept: per
-    text, what a chain of so many tokens gives."""
+    """Chains of 1 .. deepest; also n-grams, whose drafts are of any length up to that. kept:
+    per text, what a chain of so many tokens gives."""
     return [
         pricing.of(DraftSettings("chain", depth=k), replay.walks(texts, kept(k), k))
         for k in range(1, deepest + 1)

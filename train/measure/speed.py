@@ -44,8 +44,8 @@ PEAKS = (
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """The most FLOP/s of a device for products in `dtype`, None where it is not known. name: as
-    torch.cuda.get_device_name gives it."""
+    """The most FLOP/s of a device for products in `dtype`, None where it is not known. name:
+    as torch.cuda.get_device_name gives it."""
     if dtype != "bfloat16":
         return None
     found = (peak for known, peak in PEAKS if _names(known, name))
@@ -77,9 +77,9 @@ class Counter(TorchDispatchMode):
     """Counts by torch's formulas and changes no bit. (torch's FlopCounterMode takes some
     operations apart, such as the gradient of SiLU, which then round differently.)
 
-    failed: "" or, where a formula raised, why the total is worth nothing; what is computed goes
-    on. Formulas differ by torch's version: that of 2.11 refuses attention with fewer heads of
-    keys than of queries."""
+    failed: "" or, where a formula raised, why the total is worth nothing; what is computed
+    goes on. Formulas differ by torch's version: that of 2.11 refuses attention with fewer
+    heads of keys than of queries."""
 
     supports_higher_order_operators = True
 

@@ -259,8 +259,8 @@ class CachedTarget:
         self._distributions: tuple[Tensor, Tensor] | None = None
 
     def read_ahead(self, taps: Sequence[int]) -> None:
-        """Read now what `features` and `stored_distribution` will be asked for, in host memory from
-        which a GPU copies without a wait."""
+        """Read now what `features` and `stored_distribution` will be asked for, in host memory
+        from which a GPU copies without a wait."""
         self._read = tuple(taps), self._gathered(taps)
         if self._store.distribution:
             self._distributions = self._gathered_distributions()

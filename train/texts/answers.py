@@ -35,8 +35,8 @@ class Unshown(ValueError):
 
 @dataclass
 class ServedTemplate(Template):
-    """The template of a chat whose last turn is what the target wrote behind the words that ask
-    for it. length: turns of that chat; shorter ones are the template's own. tail: what the
+    """The template of a chat whose last turn is what the target wrote behind the words that
+    ask for it. length: turns of that chat; shorter ones are the template's own. tail: what the
     template writes behind the last turn, "" behind an answer that was cut."""
 
     length: int = 0
@@ -99,8 +99,8 @@ def served(
 
 
 def check(chat: Sequence[Message], turn: int, template: Template, begin: str, text: str) -> int:
-    """Whether `text`, the rendering of a supervised turn, shows all that the target wrote in it,
-    whatever the blanks; of an earlier turn's reasoning alone, how much is cut off: 1 or 0.
+    """Whether `text`, the rendering of a supervised turn, shows all that the target wrote in
+    it, whatever the blanks; of an earlier turn's reasoning alone, how much is cut off: 1 or 0.
 
     begin: the rendering before `text`. Raises Unshown, or ValueError for an answer that no
     rendering can mend.

@@ -164,8 +164,8 @@ class JoinedRows:
 
     def batch(self, rows: Sequence[int], pack: int = 0) -> Batch:
         """Those rows, right-padded to the longest; pack: or packed end to end into sequences
-        of so many tokens (or of the longest row, if that is more). How many positions a sequence
-        has, `laid` decides."""
+        of so many tokens (or of the longest row, if that is more). How many positions a
+        sequence has, `laid` decides."""
         lengths = self.lengths[list(rows)]
         sequences, width = laid(lengths.tolist(), pack)
         if pack:
@@ -241,8 +241,8 @@ class JoinedRows:
 
 
 def joined(parts: Sequence[JoinedRows], weights: Sequence[float] = ()) -> JoinedRows:
-    """The rows of several files, one file after the other; nothing is copied, counted or hashed
-    that a file's cache knows. One file alone is what it is."""
+    """The rows of several files, one file after the other; nothing is copied, counted or
+    hashed that a file's cache knows. One file alone is what it is."""
     if len(parts) == 1:
         return parts[0]
     firsts = torch.tensor([0, *(p.lines.numel() for p in parts)]).cumsum(0).tolist()
@@ -422,8 +422,8 @@ def load_rows(
     context: int,
     check_stop: Callable[[], None] = nothing,
 ) -> JoinedRows:
-    """Read, check and tokenize the data, or take the tokens from the cache. Of several processes
-    one tokenizes and the others wait for its file, without a collective.
+    """Read, check and tokenize the data, or take the tokens from the cache. Of several
+    processes one tokenizes and the others wait for its file, without a collective.
 
     check_stop: called while that takes long; what it raises ends it, and finished parts stay.
     Raises UserError: no such file or data set, too many malformed rows (the first is named by

@@ -89,8 +89,8 @@ class RowReading:
 class Encoded(NamedTuple):
     """A row of tokens. loss: which are supervised. turns: of its assistant turns so many were
     asked for, so many the template shows, and so many are supervised at least in part (the
-    others lie beyond data.max_length). hidden: of so many the template cuts the reasoning off, as
-    it does of all but the last one."""
+    others lie beyond data.max_length). hidden: of so many the template cuts the reasoning off,
+    as it does of all but the last one."""
 
     ids: list[int]
     loss: list[bool]
@@ -314,9 +314,9 @@ def _read(
     last_only: bool,
     complete: bool,
 ) -> tuple[list[int], list[list[int]], int]:
-    """Token ids of a chat, the supervised tokens of its assistant turns (last_only: of the last
-    one), and how many of those lack their reasoning. Raises ValueError where less is shown than
-    there is."""
+    """Token ids of a chat, the supervised tokens of its assistant turns (last_only: of the
+    last one), and how many of those lack their reasoning. Raises ValueError where less is
+    shown than there is."""
     whole = template.render(chat)
     if passed_over := unread(chat, template, whole):
         raise ValueError(f"the chat template does not show {passed_over}")
@@ -340,10 +340,10 @@ def _read(
 
 
 class Turn(NamedTuple):
-    """An assistant turn of a rendering. tokens: the supervised ones, none where the template does
-    not show it. text: what they are of the rendering, all of it where the template marks turns
-    itself; None where the turn is statistically tied with the rest. begin: the rendering before
-    that."""
+    """An assistant turn of a rendering. tokens: the supervised ones, none where the template
+    does not show it. text: what they are of the rendering, all of it where the template marks
+    turns itself; None where the turn is statistically tied with the rest. begin: the rendering
+    before that."""
 
     tokens: list[int]
     text: str | None = None

@@ -1,5 +1,5 @@
-"""Which rows of a batch go through together, and on which rank: passes with little padding, and
-ranks that finish at the same time.
+"""Which rows of a batch go through together, and on which rank: passes with little padding,
+and ranks that finish at the same time.
 
 A step's loss is a sum over its rows, divided once, so nothing that is learned depends on this. What
 comes out follows from the lengths of the rows alone: every rank finds the same.
@@ -39,10 +39,10 @@ class Limits:
 
 
 def laid(lengths: Sequence[int], pack: int) -> tuple[list[Part], int]:
-    """A pass over rows of these lengths: (which of them are in each sequence, positions of every
-    sequence). pack: 0 = a row is a sequence, padded to the longest row; otherwise rows are packed
-    end to end into sequences of at most so many tokens (or of the longest row, if that is more),
-    such that these are alike."""
+    """A pass over rows of these lengths: (which of them are in each sequence, positions of
+    every sequence). pack: 0 = a row is a sequence, padded to the longest row; otherwise rows
+    are packed end to end into sequences of at most so many tokens (or of the longest row, if
+    that is more), such that these are alike."""
     longest, total = max(lengths), sum(lengths)
     if not pack:
         return [[i] for i in range(len(lengths))], longest
@@ -60,16 +60,16 @@ def laid(lengths: Sequence[int], pack: int) -> tuple[list[Part], int]:
 
 
 def positions(rows: int, longest: int, total: int, pack: int) -> int:
-    """About what `laid` makes of so many rows, without the lengths of all of them: exact unless
-    they are packed. longest: tokens of the longest; total: tokens of all."""
+    """About what `laid` makes of so many rows, without the lengths of all of them: exact
+    unless they are packed. longest: tokens of the longest; total: tokens of all."""
     if not pack:
         return rows * longest
     return max(total + total // SLACK, -(-total // max(pack, longest)) * longest)
 
 
 def balanced(sizes: Sequence[int], count: int, most: int = 0) -> list[Part]:
-    """`count` groups of numbers whose sums are nearly alike: the largest number comes first, and
-    goes where the sum is smallest. most: numbers in a group at most; 0 = any number."""
+    """`count` groups of numbers whose sums are nearly alike: the largest number comes first,
+    and goes where the sum is smallest. most: numbers in a group at most; 0 = any number."""
     groups: list[Part] = [[] for _ in range(count)]
     room = [(0, g) for g in range(count)]
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -118,8 +118,8 @@ def _bounds(rising: list[int], ranks: int, limits: Limits) -> list[int]:
 
 
 def _least_padded(rising: list[int], most: int, price: int, limits: Limits) -> list[Part]:
-    """Neighbours in `rising` as passes of at most `most` positions, one row in any case, such that
-    the positions of all, and `price` for each, are fewest: a dynamic programme."""
+    """Neighbours in `rising` as passes of at most `most` positions, one row in any case, such
+    that the positions of all, and `price` for each, are fewest: a dynamic programme."""
     count, sums = len(rising), [0]
     for length in rising:
         sums.append(sums[-1] + length)

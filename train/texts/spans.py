@@ -68,8 +68,8 @@ class Template:
 
 
 def spans(chat: Sequence[Message], template: Template, whole: str) -> list[Span | None]:
-    """Start and end of every assistant turn in `whole`, the rendering of `chat`; None where the
-    template does not render a turn, or not so that it can be told from the rest.
+    """Start and end of every assistant turn in `whole`, the rendering of `chat`; None where
+    the template does not render a turn, or not so that it can be told from the rest.
 
     A turn of text alone spans its text. A turn with reasoning or tool calls spans all that the
     template writes for it: their delimiters are the target's own words.

@@ -131,8 +131,8 @@ class Parts:
 def encoded(
     source: Iterable[Item], work: Work, workers: int, parts: Parts, check_stop: Callable[[], None]
 ) -> Iterator[TokenPart]:
-    """The parts of a source in its order. check_stop: called often; what it raises ends the work,
-    and the parts so far stay. Raises UserError as encode_chunk does."""
+    """The parts of a source in its order. check_stop: called often; what it raises ends the
+    work, and the parts so far stay. Raises UserError as encode_chunk does."""
     begun, pool = time.monotonic(), None
     waiting: deque[tuple[int, TokenPart | Future[TokenPart]]] = deque()
 

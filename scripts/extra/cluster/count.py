@@ -1,10 +1,10 @@
 """What one rank's passes take, counted on fake tensors: memory by part, arithmetic, traffic,
 launches, host reads; and how long passes of other sizes take.
 
-The head's pass is counted whole; of the pieces in which its losses meet the vocabulary three are
-run, since those between are alike. Of the target a few layers are run, and what a layer adds is
-carried on to all of them: exact for memory, since nothing of a frozen target's layer outlives it
-but the hidden states.
+The head's pass is counted whole; of the pieces in which its losses meet the vocabulary three
+are run, since those between are alike. Of the target a few layers are run, and what a layer
+adds is carried on to all of them: exact for memory, since nothing of a frozen target's layer
+outlives it but the hidden states.
 
 Parts of the memory: target, head (weights); gradients; activations (what the head's pass keeps
 or makes); target's pass (features and what makes them); logits and distributions ([chunk, V]
@@ -104,9 +104,9 @@ def ragged(
     pack: int,
     head: Head | None = None,
 ) -> Batch:
-    """Rows of ones of these lengths as a run makes a batch of them, on the watched device, their
-    values known, with what `head` plans for them beforehand. supervised: the last part of each.
-    pack: of a sequence, 0: they are padded."""
+    """Rows of ones of these lengths as a run makes a batch of them, on the watched device,
+    their values known, with what `head` plans for them beforehand. supervised: the last part
+    of each. pack: of a sequence, 0: they are padded."""
     with no_dispatch():
         plain = blank(lengths, supervised).batch(range(len(lengths)), pack)
     batch: Batch = moved(plain, ghost.own)
@@ -120,8 +120,8 @@ class PassSpec:
     """What is counted: the passes of a head with the typed keys `typed` on a target.
 
     room: of a pass of the calibration, None: there is none. accumulates: gradients of other
-    passes of the step are there already. device: phantom or cpu. cost: seconds of an operation by
-    its FLOPs and traffic."""
+    passes of the step are there already. device: phantom or cpu. cost: seconds of an operation
+    by its FLOPs and traffic."""
 
     model: Model
     typed: Any
@@ -301,8 +301,8 @@ def _features(requested: PassSpec, layers: int) -> PassCosts:
 
 
 def states_of(head: Head, layers: int) -> int:
-    """Hidden states that a cache of features would hold for this head, the last among them; few
-    layers may make several taps one."""
+    """Hidden states that a cache of features would hold for this head, the last among them;
+    few layers may make several taps one."""
     return len(head.taps) + (layers not in head.taps) if type(head).reads_features else 0
 
 
@@ -358,8 +358,8 @@ def _parts(ghost: Phantom, target: Target) -> Iterator[None]:
     features, plain, pieces = target.features, losses._ChunkedLoss, losses.pieces
 
     def few(count: int, size: int) -> Iterator[slice]:
-        """The first ones and the last, which may be shorter; those between are as the one before
-        them."""
+        """The first ones and the last, which may be shorter; those between are as the one
+        before them."""
         whole = list(pieces(count, size))
         first, between = whole[: RUN - 1], whole[RUN - 1 : -1]
         for part in first:

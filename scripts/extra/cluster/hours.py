@@ -68,8 +68,8 @@ def update(run: PlannedRun) -> float:
 
 
 def _evaluation(run: PlannedRun) -> float:
-    """Seconds of one: prompts over the ranks (a sharded target's run them together), cycles that
-    read all weights once."""
+    """Seconds of one: prompts over the ranks (a sharded target's run them together), cycles
+    that read all weights once."""
     cfg, gpu = run.cfg, run.gpu
     prompts = cfg.eval.prompts if cfg.shard_target else math.ceil(cfg.eval.prompts / cfg.gpus)
     waves = math.ceil(prompts / cfg.eval.batch_size)

@@ -52,8 +52,8 @@ class Lengths:
         return float(self.known.lengths[~self.known.held].double().mean())
 
     def quantiles(self, count: int) -> list[int]:
-        """Lengths of so many assumed rows, spread evenly over their distribution: chance has no
-        part in them."""
+        """Lengths of so many assumed rows, spread evenly over their distribution: chance has
+        no part in them."""
         place = (torch.arange(count, dtype=torch.float64) + 0.5) / count
         deviate = self.sigma * torch.special.ndtri(place) - self.sigma**2 / 2
         lengths = (self.mean * deviate.exp()).round().long()
@@ -73,8 +73,8 @@ class Lengths:
         return BatchPlan(self.known, cfg.batch_size, 1, cfg.seed, cfg.data.skip).per_epoch
 
     def plan(self, cfg: DryRunConfig, batch_size: int) -> tuple[BatchPlan, int]:
-        """Batches of so many rows, and how many of them to look at. Raises UserError where there
-        are too few rows."""
+        """Batches of so many rows, and how many of them to look at. Raises UserError where
+        there are too few rows."""
         window = cfg.data.window
         steps = min(MOST_STEPS, max(FEWEST_STEPS, DRAWN // batch_size))
         if self.known is not None:
@@ -85,8 +85,8 @@ class Lengths:
 
 
 def lengths_of(cfg: DryRunConfig, model: Model) -> tuple[Lengths, DryRunConfig]:
-    """Of the data of a run; and its keys, where they were read with those that say what is known of
-    them. Raises UserError for data or a tokenizer that the run would refuse."""
+    """Of the data of a run; and its keys, where they were read with those that say what is
+    known of them. Raises UserError for data or a tokenizer that the run would refuse."""
     context = context_length(model.text)
     longest = min(cfg.data.max_length, context)
     paths = [Path(path).expanduser() for path in cfg.data.paths if path]

@@ -69,8 +69,8 @@ class Model:
         return model.eval()
 
     def target(self, layers: int, dtype: torch.dtype, device: torch.device) -> Target:
-        """A frozen target of so many layers, taken to be scored as most are: it cannot be asked
-        what its logits are."""
+        """A frozen target of so many layers, taken to be scored as most are: it cannot be
+        asked what its logits are."""
         target = Target(self.build(layers, dtype, device))
         cap = getattr(target.config, "final_logit_softcapping", None)
         target._head = LMHead(cap=cap, exact=True)
@@ -89,8 +89,8 @@ class Model:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters: all, in the stacked layers, in the largest of these, and in the largest weight
-    of any of them."""
+    """Parameters: all, in the stacked layers, in the largest of these, and in the largest
+    weight of any of them."""
 
     total: int
     stacked: int

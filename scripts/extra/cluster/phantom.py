@@ -1,5 +1,5 @@
-"""An accelerator that is not there, to run training and decoding on: no weights, no arithmetic,
-but every shape, every device, every allocation and every read of the host.
+"""An accelerator that is not there, to run training and decoding on: no weights, no
+arithmetic, but every shape, every device, every allocation and every read of the host.
 
 torch registers a device whose kernels are Python (experimental, torch 2.13), and its fake tensors
 have shapes and devices alone: a tensor left on the CPU raises FakeTensorDeviceMismatchError, as a
@@ -124,8 +124,8 @@ Cost = Callable[[float, float], float]
 @contextlib.contextmanager
 def phantom(device: str = NAME, cost: Cost = lambda flops, traffic: 0.0) -> Iterator[Phantom]:
     """Within, tensors are fake, and what happens on `device` (phantom, or cpu to count what a
-    CPU would do) is counted; cost: seconds of an operation. Raises UserError where torch has no
-    phantom."""
+    CPU would do) is counted; cost: seconds of an operation. Raises UserError where torch has
+    no phantom."""
     register()
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes, _stand_ins():
         # The backward pass in this thread: an exception in one of torch's own for the
@@ -466,8 +466,8 @@ def _scripted(dtype: torch.dtype, value: float) -> Any:
 
 
 def _usual(func: Any, args: Any) -> int:
-    """What an operation over unknown numbers gives: they are finite, above 0, and none is larger
-    than another."""
+    """What an operation over unknown numbers gives: they are finite, above 0, and none is
+    larger than another."""
     packet = func._overloadpacket
     orders = packet in (aten.lt, aten.le, aten.gt, aten.ge)
     if orders and not isinstance(args[1], Tensor) and args[1] <= 0:
@@ -533,8 +533,8 @@ _Generator: Any = torch.Generator
 
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
-    """Replace what does not: the choice of an attention kernel, generators of the device, lists
-    and arrays of fake tensors, and what torch does to the insides of parameters."""
+    """Replace what does not: the choice of an attention kernel, generators of the device,
+    lists and arrays of fake tensors, and what torch does to the insides of parameters."""
     functional: Any = torch.nn.functional
     replaced = (
         (functional, "scaled_dot_product_attention", _attend),
@@ -620,8 +620,8 @@ class _HostGenerator(_Generator):  # type: ignore[misc, valid-type]
 
 
 def _applying() -> Callable[..., nn.Module]:
-    """nn.Module._apply with new parameters: torch exchanges the contents of the old ones, which
-    fakes do not allow."""
+    """nn.Module._apply with new parameters: torch exchanges the contents of the old ones,
+    which fakes do not allow."""
     moved: dict[Any, dict[int, tuple[Any, Any]]] = {}
 
     def applied(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:

@@ -162,8 +162,8 @@ def _memory(run: PlannedRun) -> dict[str, Any]:
 
 
 def _loading(run: PlannedRun) -> int:
-    """Bytes of host memory of one rank while it loads the target. Sharded: what stays whole, and
-    one weight at a time (decode/models/shards.py)."""
+    """Bytes of host memory of one rank while it loads the target. Sharded: what stays whole,
+    and one weight at a time (decode/models/shards.py)."""
     if not run.cfg.shard_target:
         return whole_weights(run)
     size = run.model.size
@@ -196,8 +196,8 @@ def _decoding(run: PlannedRun) -> int:
 
 def changes(run: PlannedRun, held: dict[str, int], tell: Callable[[str], None]) -> dict[str, Any]:
     """The keys with which the run fits, found by trying: alone the fastest of those that do,
-    else one on top of the other. {"keys": {}} where none of them helps, with "why". held: bytes
-    by part of the run as it is."""
+    else one on top of the other. {"keys": {}} where none of them helps, with "why". held:
+    bytes by part of the run as it is."""
 
     def tried(keys: dict[str, Any]) -> dict[str, Any] | None:
         """What to tell of keys with which the run fits, None where it does not."""

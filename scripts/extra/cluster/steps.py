@@ -26,9 +26,9 @@ def sizes(lengths: Sequence[int], pack: int) -> Size:
 
 
 def trials(positions: int, longest: int, rows: int) -> list[list[int]]:
-    """Rows of the passes that are counted, four for the four figures of `sizes`: long rows, short
-    ones, very unequal ones as many as a pass holds, and a short one alone. positions: of a pass at
-    most. longest: tokens of a row. rows: of a pass at most."""
+    """Rows of the passes that are counted, four for the four figures of `sizes`: long rows,
+    short ones, very unequal ones as many as a pass holds, and a short one alone. positions: of
+    a pass at most. longest: tokens of a row. rows: of a pass at most."""
 
     def alike(part: int, shortest: float) -> list[int]:
         width = max(8, longest // part)

@@ -315,8 +315,8 @@ def _foretold(said: dict[str, Any], folder: str, kind: str, tokens: float) -> di
 
 
 def _head_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells the heads in a table of checks apart: two runs of a budget are two heads. Rows
-    of earlier versions have no sha256."""
+    """What tells the heads in a table of checks apart: two runs of a budget are two heads.
+    Rows of earlier versions have no sha256."""
     return row["head"], row["tokens"], row.get("sha256", row["folder"])
 
 

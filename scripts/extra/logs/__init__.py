@@ -1,6 +1,6 @@
 """Logs of a served model as training data: `prepare` reads them, drops what comes twice, masks
-secrets and personal data, and splits by time; `write` is `scripts/synthesize.py logs=...`, which
-also asks what the target did not answer itself."""
+secrets and personal data, and splits by time; `write` is `scripts/synthesize.py logs=...`,
+which also asks what the target did not answer itself."""
 
 from __future__ import annotations
 

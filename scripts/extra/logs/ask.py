@@ -32,8 +32,8 @@ Rows = list[dict[str, Any] | None]
 
 
 def asker(cfg: SynthesizeConfig) -> Ask:
-    """The backend of a configuration, as `prepare` asks it. It leaves its questions and answers
-    in the folder, masked as the rows are, and goes on from them."""
+    """The backend of a configuration, as `prepare` asks it. It leaves its questions and
+    answers in the folder, masked as the rows are, and goes on from them."""
 
     def ask(questions: list[dict[str, Any]], out: Path) -> Rows:
         path = out / REQUESTED

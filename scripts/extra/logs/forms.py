@@ -50,8 +50,8 @@ class Exchange:
 
 @dataclass
 class Half:
-    """A line, with the request and the response that are found in it; one of a batch's two files
-    holds only one of both, and says by its custom_id to which other line it belongs."""
+    """A line, with the request and the response that are found in it; one of a batch's two
+    files holds only one of both, and says by its custom_id to which other line it belongs."""
 
     where: str
     record: dict[str, Any]
@@ -75,8 +75,8 @@ def read(record: Any, where: str, category_key: str) -> Exchange | Half:
 
 
 def joined(requested: Half, answered: Half, category_key: str) -> Exchange:
-    """The exchange of a batch's two lines, or of a line that holds both; where it stands is the
-    answer's line. Raises Unusable."""
+    """The exchange of a batch's two lines, or of a line that holds both; where it stands is
+    the answer's line. Raises Unusable."""
     request, response = requested.request, answered.response
     if request is None or response is None:
         raise Unusable(_why_not(answered.record, request))

@@ -41,8 +41,8 @@ class HowMasked:
 def find(
     values: Sequence[Any], how: HowMasked, kept: Kept, on_progress: OnProgress = silent
 ) -> Masker:
-    """A masker that knows what the rules find in any of `values`. kept: what an earlier run had
-    found, which grows."""
+    """A masker that knows what the rules find in any of `values`. kept: what an earlier run
+    had found, which grows."""
     masker = Masker(how.rules())
     parts = list(_parts(values))
     before = [kept.of(part) for part in parts]
@@ -82,9 +82,9 @@ def mask(
 
 
 class Kept:
-    """Where something was found, by the part of the log, in a JSONL file. key: what else decides
-    it; a file of another key counts for nothing. A file that cannot be written costs no more
-    than this."""
+    """Where something was found, by the part of the log, in a JSONL file. key: what else
+    decides it; a file of another key counts for nothing. A file that cannot be written costs
+    no more than this."""
 
     def __init__(self, path: Path | None = None, key: str = "") -> None:
         self.path, self.key = path, key

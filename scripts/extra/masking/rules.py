@@ -137,8 +137,8 @@ def _holds(regions: tuple[str, ...], candidate: str) -> bool:
 def _own(
     name: str, stand_in: str, regex: str, flags: int = 0, test: Callable[[str], bool] | None = None
 ) -> Rule:
-    """A rule for group 1 of a pattern, or for the whole match where there is none. test: what a
-    span has to pass."""
+    """A rule for group 1 of a pattern, or for the whole match where there is none. test: what
+    a span has to pass."""
     compiled = re.compile(regex, flags)
 
     def find(text: str) -> Iterator[Span]:
@@ -229,9 +229,9 @@ def source(name: str) -> str:
 
 
 def hook(name: str) -> Rule:
-    """`module:function` as a rule: function(text) gives (start, end) of what is to be masked, in
-    characters. Raises UserError for what cannot be imported; the rule raises it for spans that
-    are none."""
+    """`module:function` as a rule: function(text) gives (start, end) of what is to be masked,
+    in characters. Raises UserError for what cannot be imported; the rule raises it for spans
+    that are none."""
     find = getattr(_module(name), name.partition(":")[2], None)
     if not callable(find):
         raise UserError(f"mask: {name} is no function; give one of (text) -> [(start, end), ..]")
@@ -251,8 +251,8 @@ def hook(name: str) -> Rule:
 
 def rules(regions: Sequence[str] = REGIONS, own: str = "") -> list[Rule]:
     """All rules in the order in which they are asked. own: a further one, `module:function`.
-    Raises UserError without the packages of outrider[logs], for an unknown region, and as `hook`
-    does."""
+    Raises UserError without the packages of outrider[logs], for an unknown region, and as
+    `hook` does."""
     found = _library()
     try:
         import phonenumbers

@@ -42,9 +42,9 @@ DISTANCE = "distance of the surprise from the entropy"
 @dataclass(frozen=True)
 class GateVerdict:
     """ok: nothing speaks against the policy so far, also as truth value. p: an anytime-valid
-    p-value of all batches together. tokens: seen so far. by: the stream that speaks loudest, and
-    shift: by how many standard deviations a token its mean is off there. impossible: tokens that
-    have no probability under the policy."""
+    p-value of all batches together. tokens: seen so far. by: the stream that speaks loudest,
+    and shift: by how many standard deviations a token its mean is off there. impossible:
+    tokens that have no probability under the policy."""
 
     ok: bool
     p: float
@@ -64,8 +64,8 @@ class GateVerdict:
 
 
 class Gate:
-    """Judges rollouts batch by batch; the chance that it ever says no to rollouts of the policy
-    is `alpha` at most, however often it is asked.
+    """Judges rollouts batch by batch; the chance that it ever says no to rollouts of the
+    policy is `alpha` at most, however often it is asked.
 
     tolerance: what rounding between sampler and trainer may do, in standard deviations of the
     mean surprise (see `mismatch`); 0 where both compute the same numbers.
@@ -187,9 +187,9 @@ def _waves(
     counted: np.ndarray,
     coin: np.ndarray,
 ) -> dict[str, Stream]:
-    """Where the token stood in some order: uniform on [0, 1) when the place within its own mass
-    is drawn, before being the mass in front of it. Sharp distributions tell little and weigh
-    little."""
+    """Where the token stood in some order: uniform on [0, 1) when the place within its own
+    mass is drawn, before being the mass in front of it. Sharp distributions tell little and
+    weigh little."""
     own, variance = np.exp(columns[0][counted]), columns[2][counted]
     u = (before[counted] + coin[counted] * own).clip(0, 1)
     weight = np.sqrt(np.minimum(variance, 1))

@@ -4,8 +4,8 @@ measure on correct code.
 A test of losslessness that has never failed proves little; one that fails each of these proves
 something.
 
-scripts/certify.py runs them on the user's machine; tests/scripts/test_negative_controls.py keeps
-them.
+scripts/certify.py runs them on the user's machine; tests/scripts/test_negative_controls.py
+keeps them.
 
 Layers: "enumeration" (exact distribution of one verification), "engine enumeration" (exact
 distribution of the whole loop), "scripted uniforms" (what lives below the exact
@@ -257,8 +257,8 @@ def commits_wrong_rows(target: Target) -> Target:
 
 
 def leaks_siblings(target: Target) -> Target:
-    """A target whose attention mask lets a node see every earlier node, not only its ancestors.
-    Verification reads the tree as it is."""
+    """A target whose attention mask lets a node see every earlier node, not only its
+    ancestors. Verification reads the tree as it is."""
     wrong = copy.copy(target)
 
     def score(cache: TreeCache, last: Tensor, tree: DraftTree, taps: Sequence[int] = ()) -> Step:
@@ -344,8 +344,8 @@ def controls() -> list[Control]:
 def measured(
     known: Sequence[Control], memo: Memo, name: str, on_progress: OnProgress
 ) -> list[dict[str, Any]]:
-    """What the layer of every control measures on the wrong code and on the correct one, kept in
-    `memo` under a name."""
+    """What the layer of every control measures on the wrong code and on the correct one, kept
+    in `memo` under a name."""
 
     def row(control: Control) -> dict[str, Any]:
         wrong, right = control.wrong(), control.right()

@@ -119,8 +119,8 @@ def borrow(path: str, wanted: dict[str, Any]) -> tuple[list[dict[str, Any]], dic
 
 
 def counted(listed: Sequence[dict[str, Any]], plan: CertificatePlan) -> list[dict[str, Any]]:
-    """Borrowed controls for a run of this plan: one counts as rejected only if it was on no more
-    tokens than this run's, at this run's alpha."""
+    """Borrowed controls for a run of this plan: one counts as rejected only if it was on no
+    more tokens than this run's, at this run's alpha."""
 
     def holds(c: dict[str, Any]) -> bool:
         return c["p"] is None or (c["p"] < plan.alpha and c["tokens"] <= plan.tokens)
