@@ -54,7 +54,7 @@ def read_gguf(path: Path, with_tensors: bool = True) -> GgufFile:
             found.tensors[tensor.name] = _decoded(tensor)
             found.types[tensor.name] = tensor.tensor_type.name.lower()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give a GGUF file") from None
     except Exception as error:  # other people's code: whatever it raises, the file is wrong
         raise UserError(
             f"{path}: no sound GGUF file ({first_line(error)}); give one that llama.cpp loads"

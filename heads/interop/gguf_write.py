@@ -356,7 +356,10 @@ def _split(said: dict[str, Any]) -> str | None:
 
 
 def _copied(source: Path, vocab: int) -> Fields:
-    found = read_gguf(source, with_tensors=False)
+    try:
+        found = read_gguf(source, with_tensors=False)
+    except UserError as error:
+        raise UserError(f"tokenizer_from: {error}") from None
     words = found.fields.get("tokenizer.ggml.tokens")
     if not isinstance(words, list) or len(words) != vocab:
         size = len(words) if isinstance(words, list) else "no"

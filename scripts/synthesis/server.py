@@ -125,7 +125,8 @@ class OpenAIServer:
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         if wanted and wanted not in names:
             raise UserError(
-                f"model: {self.base_url} does not serve {wanted!r}; it serves {shown or 'nothing'}"
+                f"model: {self.base_url} does not serve {wanted!r}; it serves "
+                f"{shown or 'nothing'}; choose one with model=NAME"
             )
         if not wanted and len(names) != 1:
             raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 DO = (
-    "set|start|serve|give|mend|look|ask|raise|choose|write|take|leave|export|run|check|did you mean"
+    "set|start|serve|give|mend|look|ask|raise|choose|write|take|leave|export|run|check|free|fetch|"
+    "train|did you mean|the nearest that is served"
 )
 FIX = re.compile(rf"[;,:(] ?((or|else|then) )?`?({DO})\b")

@@ -91,7 +91,11 @@ TABLE = (
     ),
     Mistake("D3", f"{EXPORT} drafter=HEADS/hydra_heads format=vllm", "^format=vllm: no engine"),
     Mistake("D3", f"{EXPORT} drafter=HEADS/eagle3 format=gguf", "^format=gguf: head.taps"),
-    Mistake("D3", f"{EXPORT} drafter=none format=gguf tokenizer_from=no.gguf", "no.gguf"),
+    Mistake(
+        "D3",
+        f"{EXPORT} drafter=none format=gguf tokenizer_from=no.gguf",
+        "^tokenizer_from: no.gguf",
+    ),
     Mistake("D5", f"{CHECK} url=http://127.0.0.1:9 expected=expected.json", "^url: "),
     Mistake("D5", f"{CHECK} url=URL expected=nowhere", "^expected: nowhere", "server"),
     Mistake("D5", f"{CHECK} url=URL expected=chats.jsonl", "export the head again", "server"),
