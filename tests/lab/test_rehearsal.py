@@ -20,6 +20,7 @@ from outrider.heads.interop.engines import SGLANG, VLLM
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.lab import rehearsal
 from outrider.scripts.lab.rehearsing import engine, kills, page, stand_ins
+from outrider.scripts.lab.rehearsing import walk as walking
 from outrider.scripts.lab.rehearsing.stand_ins import Line
 from outrider.scripts.serving.settings import sglang_flags
 from outrider.train.config import EagleRun
@@ -156,8 +157,8 @@ def commands(folder: Path, count: int) -> list[Line]:
     ]
 
 
-def walk(folder: Path) -> rehearsal.Walk:
-    return rehearsal.Walk(folder / "work", {}, Path(sys.executable), 1, dict(os.environ))
+def walk(folder: Path) -> walking.Walk:
+    return walking.Walk(folder / "work", {}, Path(sys.executable), 1, dict(os.environ))
 
 
 def test_what_is_done_is_not_done_again_and_a_failure_is_named(tmp_path: Path) -> None:
@@ -207,7 +208,7 @@ def test_a_server_runs_while_commands_ask_it(
     said: list[str] = []
     monkeypatch.setattr(engine, "running", lambda words, *_: Started(words))
     monkeypatch.setattr(
-        rehearsal.subprocess, "call", lambda words, env: said.append(" ".join(words[1:])) or 0
+        walking.subprocess, "call", lambda words, env: said.append(" ".join(words[1:])) or 0
     )
 
     def run(number: str, *words: str) -> Line:
@@ -237,13 +238,10 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from outrider.scripts.common import files
-from outrider.scripts.lab import rehearsal
-from tests.lab.test_rehearsal import commands
+from outrider.scripts.lab.rehearsing.walk import Line, Walk
 folder = Path({folder!r})
-lines = commands(folder, 3)
-lines = [rehearsal.Line(x.number, x.title, x.written, x.kind, (*x.words[:-1], "2")) for x in lines]
-walk = rehearsal.Walk(folder / "work", {{}}, Path(sys.executable), 1, dict(os.environ))
-rows = walk.through(lines)
+walk = Walk(folder / "work", {{}}, Path(sys.executable), 1, dict(os.environ))
+rows = walk.through([Line(*line[:4], tuple(line[4])) for line in {lines!r}])
 for row in rows:
     row["same"] = {{"did": (folder / "did").read_text()}}
 files.write_json(folder / "work" / "rehearsal.json", {{"steps": rows}})
@@ -251,7 +249,10 @@ files.write_json(folder / "work" / "rehearsal.json", {{"steps": rows}})
 
 
 def test_it_is_killed_once_in_every_command_and_ends_the_same(tmp_path: Path) -> None:
-    script = REHEARSAL.format(root=str(ROOT), folder=str(tmp_path))
+    lines = [
+        (x.number, x.title, x.written, x.kind, (*x.words[:-1], "2")) for x in commands(tmp_path, 3)
+    ]
+    script = REHEARSAL.format(root=str(ROOT), folder=str(tmp_path), lines=lines)
     alone = [{"written": f"c{n}", "seconds": 2.0, "same": {"did": "012"}} for n in range(3)]
     (tmp_path / "alone.json").write_text(json.dumps({"steps": alone}))
     told = (tmp_path / "out.json", tmp_path / "alone.json", [sys.executable, "-c", script])

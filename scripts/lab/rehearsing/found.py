@@ -1,5 +1,6 @@
 """What a command of the rehearsal left: the figures that must come out the same whether it was
-killed or not (`same`), and those of the clock (`clock`)."""
+killed or not (`same`), and those of the clock (`clock`). torch, which is slow to import, is left to
+the readers that need it."""
 
 from __future__ import annotations
 
@@ -9,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.jsonl import records
-from outrider.heads.checkpoint import read_card
-from outrider.heads.folders import find_head
-from outrider.heads.interop import exported
 from outrider.scripts.common import files
 
 Found = dict[str, dict[str, Any]]
@@ -41,8 +39,16 @@ def _synthesized(keys: dict[str, str]) -> Found:
 
 
 def _trained(keys: dict[str, str]) -> Found:
-    card = read_card(find_head(keys["out_dir"]))
+    from outrider.heads.folders import find_head
+
+    card = _card(find_head(keys["out_dir"]))
     return {"same": {"weights_sha256": card["weights"]["sha256"], "steps": _step(card)}}
+
+
+def _card(folder: Path) -> dict[str, Any]:
+    from outrider.heads.checkpoint import read_card
+
+    return read_card(folder)
 
 
 def _step(card: dict[str, Any]) -> Any:
@@ -62,6 +68,8 @@ def _certified(keys: dict[str, str]) -> Found:
 
 
 def _exported(keys: dict[str, str]) -> Found:
+    from outrider.heads.interop import exported
+
     said = exported(Path(keys["out"])) or {}
     hashes = {name: about["sha256"] for name, about in said["files"].items() if _stays(name)}
     return {"same": {"check": said["check"], "sha256": hashes}}
@@ -78,7 +86,7 @@ def _checked(keys: dict[str, str]) -> Found:
 
 
 def _imported(keys: dict[str, str]) -> Found:
-    return {"same": {"weights_sha256": read_card(Path(keys["out"]))["weights"]["sha256"]}}
+    return {"same": {"weights_sha256": _card(Path(keys["out"]))["weights"]["sha256"]}}
 
 
 def _fitted(keys: dict[str, str]) -> Found:
