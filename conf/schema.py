@@ -166,16 +166,16 @@ def _run(
     return max(codes, default=0)
 
 
-def _own_key(text: str, schema: type) -> str:
+def _own_key(text: str, schema: type | None) -> str:
     """A message about a key of which this command takes one where others take several, such as
     drafters, with the command's own."""
     key, colon, rest = text.partition(":")
-    names = set(keys(schema))
+    names = set(keys(schema)) if schema else set()
     one = key.removesuffix("s")
     return f"{one}{colon}{rest}" if key not in names and one in names else text
 
 
-def _guarded(action: Callable[[], int], schema: type) -> int:
+def _guarded(action: Callable[[], int], schema: type | None = None) -> int:
     """The exit code of an action; what the user should read goes to stderr."""
     try:
         return int(action())

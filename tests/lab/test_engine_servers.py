@@ -50,13 +50,18 @@ def program(folder: Path, text: str, patience: float = 20.0) -> Program:
     return Program("an engine", Path(sys.executable), worker, patience)
 
 
-def test_a_server_that_ends_or_never_answers_is_message(tmp_path: Path) -> None:
+def test_a_server_that_ends_or_never_answers_is_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wordy = "import sys; print('error: no memory', file=sys.stderr); print('last', file=sys.stderr)"
-    for text, patience, said in (
-        (wordy, 20.0, r"an engine: the server ended with code 0 \(error: no memory\); all of it"),
-        ("import time; time.sleep(60)", 0.5, r"an engine: the server is not ready \(no output\)"),
-        ("print('[1]'); print('{}')", 20.0, "ended with code 0"),
+    ended = r"an engine: the server ended with code 0 \(error: no memory\); all of it"
+    silent = r"an engine: the server is not ready \(no output\)"
+    for text, patience, stop, said in (
+        (wordy, 20.0, process.STOP, ended),
+        ("import time; time.sleep(60)", 0.5, 0.1, silent),  # no end of its own is waited for
+        ("print('[1]'); print('{}')", 20.0, process.STOP, "ended with code 0"),
     ):
+        monkeypatch.setattr(process, "STOP", stop)
         with (
             pytest.raises(UserError, match=said),
             process.running(program(tmp_path, text, patience), {}, tmp_path, "x"),

@@ -7,11 +7,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import shlex
 import shutil
+import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,11 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from outrider.scripts.common.files import ROOT
+from outrider.scripts import synthesize
 from outrider.scripts.lab.rehearsing.page import steps
 from outrider.scripts.serving import contract, contract_check
 from tests.golden.cases import HEADS_FOLDER, TARGET
 from tests.helpers.chats import chats
+from tests.helpers.commands import code_of
+from tests.helpers.faults import fork, wait
 from tests.helpers.hub import at, hub_on_loopback
 from tests.helpers.odd_server import odd, vllm
 from tests.helpers.wording import FIX
@@ -249,20 +251,30 @@ def test_a_server_that_drafts_more_than_the_export_says_is_told_so() -> None:
 def test_a_server_that_dies_on_the_way_is_named_at_once_and_the_run_goes_on(tmp_path: Path) -> None:
     requested(tmp_path, 40)
     words = f"{TINY} backend=openai prompts=asked.jsonl out=a.jsonl concurrency=2".split()
-    command = [sys.executable, str(ROOT / "scripts" / "synthesize.py"), *words]
+    said = tmp_path / "said.txt"
+
+    def lines() -> list[str]:
+        text = said.read_text() if said.exists() else ""
+        return [line for line in text.splitlines() if "next try" in line]
+
     with serving(tmp_path, dies_after=6) as url:
-        process = subprocess.Popen(
-            [*command, f"base_url={url}"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-        )
+
+        def asked() -> int:
+            os.chdir(tmp_path)
+            return code_of(synthesize.main, *words, f"base_url={url}")
+
+        child = fork(asked, said)
         try:
-            assert process.stderr is not None
-            line = next(line for line in process.stderr if "next try" in line)
-            assert process.poll() is None
+            while not lines():
+                assert os.waitpid(child, os.WNOHANG) == (0, 0), said.read_text()
+                time.sleep(0.02)
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "it goes on"
         finally:
-            process.kill()
-            process.wait()
+            os.kill(child, signal.SIGKILL)
+            wait(child)
+    line = lines()[0]
     assert line.startswith(f"synthesize: {url}: ")
-    assert float(line.rpartition(" in ")[2].removesuffix(" s\n")) <= 2  # it is the first trouble
+    assert float(line.rpartition(" in ")[2].removesuffix(" s")) <= 2  # it is the first trouble
 
 
 def test_every_step_that_asks_or_writes_has_its_mistakes() -> None:

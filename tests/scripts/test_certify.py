@@ -569,24 +569,44 @@ def command(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
     return int(stop.value.code or 0), json.loads(path.read_text()) if path.exists() else {}
 
 
-@pytest.fixture
-def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_two_controls(patch: pytest.MonkeyPatch) -> None:
     """The static controls have a test of their own."""
     from outrider.scripts.proofs.controls.catalogue import controls
 
-    monkeypatch.setattr(certificate_controls, "controls", lambda: [controls()[0]])
+    patch.setattr(certificate_controls, "controls", lambda: [controls()[0]])
     known = "the code is edited while tests run"
-    monkeypatch.setattr(certificate_controls, "code_sha256", lambda: known)
-    monkeypatch.setattr(power, "MEMBERS", 1)
-    monkeypatch.setattr(power, "MOST", 128)
+    patch.setattr(certificate_controls, "code_sha256", lambda: known)
+    patch.setattr(power, "MEMBERS", 1)
+    patch.setattr(power, "MOST", 128)
+
+
+def without_exact_layer(patch: pytest.MonkeyPatch) -> None:
+    """It does not depend on what these tests change, and takes seconds."""
+    layer = {**GOOD, "name": "exact", "cases": 1, "branches": 1, "edge_cases": 1}
+    layer |= dict.fromkeys(("max_error", "edge_max_error", "loop_max_error"), 0.0)
+    patch.setattr(certificate, "exact_layer", lambda plan, on_progress: layer)
+
+
+@pytest.fixture
+def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_two_controls(monkeypatch)
 
 
 @pytest.fixture
 def no_exact_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not depend on what these tests change, and takes seconds."""
-    layer = {**GOOD, "name": "exact", "cases": 1, "branches": 1, "edge_cases": 1}
-    layer |= dict.fromkeys(("max_error", "edge_max_error", "loop_max_error"), 0.0)
-    monkeypatch.setattr(certificate, "exact_layer", lambda plan, on_progress: layer)
+    without_exact_layer(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate at T = 1 that ran its controls, which others name."""
+    out = tmp_path_factory.mktemp("certified") / "first"
+    with pytest.MonkeyPatch.context() as patch:
+        with_two_controls(patch)
+        without_exact_layer(patch)
+        code, paper = command(out, "drafter=none", "temperature=1", "tokens=1500")
+    assert (code, len(paper["negative_controls"])) == (0, 9), paper["reasons"]
+    return out
 
 
 def exact(temperature: float) -> dict[str, Any]:
@@ -595,7 +615,9 @@ def exact(temperature: float) -> dict[str, Any]:
 
 def test_exact_layer_looks_at_the_edges_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verifier in float32, to which 1e-300 is 0, goes on with what is not finite."""
-    assert exact(0.2)["passed"] and exact(0.0)["edge_cases"] == 0
+    assert exact(0.2)["passed"]
+    monkeypatch.setattr(certificate, "_loop_errors", lambda plan: [0.0])  # seconds, and no edges
+    assert exact(0.0)["edge_cases"] == 0
 
     whole = residual.level
 
@@ -664,27 +686,25 @@ def test_command_writes_a_certificate(
 
 
 def test_controls_run_once_serve_other_drafters(
-    tmp_path: Path, two_controls: None, no_exact_layer: None, capsys: Any
+    tmp_path: Path, first: Path, two_controls: None, no_exact_layer: None, capsys: Any
 ) -> None:
-    settings = ("temperature=1", "tokens=1500")
+    settings, theirs = ("temperature=1", "tokens=1500"), f"controls={first}"
     code, paper = command(tmp_path / "none", "drafter=none", "controls=none", *settings)
     assert (code, paper["verdict"]) == (3, "undecided") and paper["negative_controls"] == []
     assert "no negative control was run" in paper["reasons"][0]
     assert "not run" in (tmp_path / "none" / "certificate.html").read_text()
-    assert command(tmp_path / "first", "drafter=none", *settings)[0] == 0
-    first = f"controls={tmp_path / 'first'}"
-    code, paper = command(tmp_path / "second", "drafter=ngram", first, *settings)
+    code, paper = command(tmp_path / "second", "drafter=ngram", theirs, *settings)
     assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
-    assert paper["controls"]["from"] == str(tmp_path / "first")
+    assert paper["controls"]["from"] == str(first)
     assert len(paper["negative_controls"]) == 9
-    few = command(tmp_path / "few", "drafter=none", first, "temperature=1", "tokens=300")
+    few = command(tmp_path / "few", "drafter=none", theirs, "temperature=1", "tokens=300")
     assert few[0] == 3
     assert any("not rejected by layer sampling" in reason for reason in few[1]["reasons"])
     capsys.readouterr()
     for more, words in (
-        ([first, "temperature=0.5"], "differs in temperature;"),
-        ([first, "temperature=1", "verify=rejection"], "differs in verify;"),
-        ([first, "temperature=1", "target.seed=9"], "differs in weights_sha256;"),
+        ([theirs, "temperature=0.5"], "differs in temperature;"),
+        ([theirs, "temperature=1", "verify=rejection"], "differs in verify;"),
+        ([theirs, "temperature=1", "target.seed=9"], "differs in weights_sha256;"),
         ([f"controls={tmp_path / 'second'}", *settings], "ran no controls of its own"),
         ([f"controls={tmp_path / 'none'}", *settings], "ran no controls of its own"),
         ([f"controls={tmp_path / 'nowhere'}", *settings], "No such file"),
@@ -695,6 +715,7 @@ def test_controls_run_once_serve_other_drafters(
 
 def test_tokens_follow_from_the_power_that_is_requested_for(
     tmp_path: Path,
+    first: Path,
     two_controls: None,
     no_exact_layer: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -703,6 +724,7 @@ def test_tokens_follow_from_the_power_that_is_requested_for(
     """As many as a verdict takes, said before the first is drawn; a limit may be too low."""
     monkeypatch.setattr(size, "STEPS", (400, 1500, 4000))
     keys = ("drafter=none", "temperature=1", "tokens=null", "detect=0.3", "quiet=false")
+    keys += (f"controls={first}",)
     code, paper = command(tmp_path / "a", *keys)
     said = " ".join(capsys.readouterr().out.split())
     assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
@@ -745,16 +767,16 @@ def test_the_defaults_end_in_a_verdict(tmp_path: Path) -> None:
 
 
 def test_command_at_temperature_zero_and_an_undecided_one(
-    tmp_path: Path, two_controls: None, no_exact_layer: None
+    tmp_path: Path, first: Path, two_controls: None, no_exact_layer: None
 ) -> None:
     code, paper = command(tmp_path / "a", "drafter=ngram", "temperature=0")
     assert (code, paper["verdict"]) == (0, "lossless") and paper["power"]["tokens"] == 0
-    code, paper = command(tmp_path / "b", "drafter=none", "temperature=1", "detect=0.01")
+    sampled = ("drafter=none", "temperature=1", f"controls={first}")
+    code, paper = command(tmp_path / "b", *sampled, "detect=0.01")
     assert (code, paper["verdict"]) == (3, "undecided") and not paper["resumed"]
     assert "set tokens higher" in paper["reasons"][-1]
     assert (tmp_path / "b" / "unfinished").is_dir()  # more tokens build on these
-    more = ("drafter=none", "temperature=1", "detect=0.9", "tokens=1500")
-    code, paper = command(tmp_path / "b", *more)
+    code, paper = command(tmp_path / "b", *sampled, "detect=0.9", "tokens=1500")
     assert (code, paper["resumed"]) == (0, True) and not (tmp_path / "b" / "unfinished").exists()
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.conf.errors import Interrupted, resumable
 from outrider.conf.jsonl import records
 from outrider.scripts import evaluate
-from outrider.scripts.common.files import ROOT
 from outrider.scripts.scoring import contest
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
+from tests.helpers.faults import fork, wait
 
 SMALL = ("target=tiny", "dtype=float32", "max_new_tokens=16", "quiet=true", "device=cpu")
 REQUESTED = ("drafters=[none,ngram]", "temperatures=[0,1]", "parity=0")
@@ -260,25 +259,35 @@ def test_kill_and_sigterm_in_the_middle(
     """A process of its own: killed when a prompt is measured, started again, stopped at the
     next."""
     part = tmp_path / "out/unfinished/t0-b1.jsonl"
-    slow = (
-        "import os, time\nfrom outrider.scripts.scoring import contest\nrun = contest.Contest.run\n"
-    )
-    slow += "def slowed(*given):\n    time.sleep(0.15)\n    return run(*given)\n"
-    slow += f"contest.Contest.run = slowed\nfrom outrider.scripts import evaluate\nevaluate.main({list(requested)})"
-    script = [sys.executable, "-c", slow]
+
+    def slowed() -> int:
+        run = contest.Contest.run
+
+        def slow(*given: Any) -> Any:
+            time.sleep(0.15)
+            return run(*given)
+
+        contest.Contest.run = slow  # type: ignore[method-assign]
+        return code_of(evaluate.main, *requested)
+
     for number, (end, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 75)), 1):
-        with subprocess.Popen(script, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-            while process.poll() is None:
-                if part.exists() and len(part.read_text().splitlines()) >= number:
-                    break
-                time.sleep(0.01)
-            process.send_signal(end)
-            said = process.communicate()[1]
-        assert process.returncode == code, said
+        words = tmp_path / f"said{number}.txt"
+        child = fork(slowed, words)
+        while not (part.exists() and len(part.read_text().splitlines()) >= number):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), words.read_text()
+            time.sleep(0.01)
+        os.kill(child, end)
+        found, said = wait(child), words.read_text()
+        assert found == code, said
     assert "run the same command again to continue" in said and "going on with" in said
     kept = len(part.read_text().splitlines())
     assert 2 <= kept < PROMPTS
-    assert code_of(evaluate.main, *requested) == 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as many as a forked child has, else all is made anew
+    try:
+        assert code_of(evaluate.main, *requested) == 0
+    finally:
+        torch.set_num_threads(threads)
     assert len(measured) == (2 * PROMPTS - kept) * 2 * 2
     assert accepted(tmp_path / "out") == uninterrupted
 
