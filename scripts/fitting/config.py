@@ -169,6 +169,7 @@ class FitConfig:
         kept = {k: v for k, v in asdict(self).items() if k not in LOGISTICS}
         kept["data"] = {k: v for k, v in kept["data"].items() if not is_logistics(f"data.{k}")}
         del kept["eval"]["batch_size"], kept["head"]["chunk"]
+        kept["head"].pop("activation_checkpointing", None)
         return kept
 
 

@@ -85,8 +85,10 @@ class PlannedRun:
 
     @property
     def _meant(self) -> list[Any]:
-        """What a pass depends on beside its size."""
-        return [self.model.key, asdict(self.typed), self.cfg.dtype, asdict(self.gpu)]
+        """What a pass depends on beside its size: of the GPU its pace, not its memory."""
+        gpu = self.gpu
+        pace = [gpu.is_cpu, gpu.flops * gpu.share_of_flops, gpu.stream, gpu.launch]
+        return [self.model.key, asdict(self.typed), self.cfg.dtype, pace]
 
     @property
     def link(self) -> float:
