@@ -17,6 +17,7 @@ import pytest
 from outrider.conf.errors import CheckFailed, UserError
 from outrider.conf.schema import compose
 from outrider.heads.interop.engines import SGLANG, VLLM
+from outrider.scripts import certify
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.lab import rehearsal
 from outrider.scripts.lab.rehearsing import engine, kills, page, stand_ins
@@ -24,7 +25,10 @@ from outrider.scripts.lab.rehearsing import walk as walking
 from outrider.scripts.lab.rehearsing.stand_ins import Line
 from outrider.scripts.serving.settings import sglang_flags
 from outrider.train.config import EagleRun
+from tests.golden.cases import HEADS_FOLDER, TARGET
+from tests.helpers.commands import code_of
 from tests.lab import test_readme as readme
+from tests.scripts.test_certify import with_two_controls, without_exact_layer
 
 STEPS, TEXT = page.steps(), page.PAGE.read_text()
 GIVEN = stand_ins.load()
@@ -119,6 +123,44 @@ def test_the_engines_own_lines_are_those_of_an_export() -> None:
     assert named == SGLANG.drafters["eagle3"].how and SGLANG.drafters["eagle3.1"].since in TEXT
     settings = engine.settings(tuple(shlex.split(lines["llama-server"])), 1)
     assert settings.draft_tokens == recipe.head.depth and settings.exact
+
+
+SMALL = ("tokens=300", "max_new_tokens=16", "greedy_prompts=2", "greedy_tokens=8", "cases=10")
+
+
+def certificate_of_the_page(out: Path, *keys: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and certificate of step D2 as it stands there, of a tiny target and a head of it:
+    the rehearsal runs it greedily, since at T = 1 its length is that of what may be missed."""
+    (line,) = (line for number, line in WRITTEN if number == "D2")
+    real = {
+        "target=hub target.name=Qwen/Qwen3-8B": f"target=local target.path={TARGET}",
+        "runs/qwen3": str(HEADS_FOLDER / "eagle3"),
+        "reports/certificate": str(out),
+    }
+    for said, other in real.items():
+        assert said in line
+        line = line.replace(said, other)
+    code = code_of(certify.main, *shlex.split(line)[2:], *SMALL, "quiet=true", *keys)
+    return code, json.loads((out / "certificate.json").read_text())
+
+
+def test_the_certificate_of_the_page_is_sampled_at_its_own_temperature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_two_controls(monkeypatch)  # and few biases: the slow one below has them all
+    without_exact_layer(monkeypatch)
+    code, paper = certificate_of_the_page(tmp_path / "c", "controls=none")
+    assert (code, paper["settings"]["temperature"], paper["power"]["tokens"]) == (3, 1.0, 300)
+    layers = {layer["name"]: layer["passed"] for layer in paper["layers"]}
+    assert layers.keys() == {"exact", "greedy", "sampling", "passes"} and all(layers.values())
+    assert paper["shape"]["kind"] == "chain" and "no negative control" in paper["reasons"][0]
+
+
+@pytest.mark.slow
+def test_the_certificate_of_the_page_runs_its_controls(tmp_path: Path) -> None:
+    code, paper = certificate_of_the_page(tmp_path / "c", "detect=0.9")
+    assert code in (0, 3) and len(paper["negative_controls"]) > 9
+    assert all(layer["passed"] for layer in paper["layers"])
 
 
 def test_blocks_comments_and_continuations_are_read(tmp_path: Path) -> None:
