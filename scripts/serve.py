@@ -30,6 +30,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import entry
+from outrider.decode.models.config import SERVED_PASSES
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
 from outrider.decode.target import Target
@@ -38,7 +39,6 @@ from outrider.scripts.serve_http.config import ServeConfig
 
 USUAL_LONGEST = 4096
 PLANNED_NODES = 64  # of a draft tree, when memory is estimated
-EXPECTED_PASSES = 20_000  # of a server: what half an hour of answers takes
 
 
 @entry("serve", ServeConfig)
@@ -62,7 +62,7 @@ def main(cfg: ServeConfig) -> int:
     bound = listening(cfg)
     rows = MemoryPlan(cfg.batch_size, cfg.longest or USUAL_LONGEST, PLANNED_NODES)
     target = load_target(cfg.target, cfg.dtype, cfg.device, rows)
-    target.expected_passes = EXPECTED_PASSES
+    target.expected_passes = SERVED_PASSES
     target.pack_weights()  # and compile, before anybody waits for it
     longest = longest_of(cfg, target)
     names = list(dict.fromkeys([*cfg.drafters, NONE]))

@@ -11,6 +11,7 @@ from outrider.conf.rules import OneOrMore, Seed, Share, one_of
 from outrider.decode.models.quantize import KINDS, NONE
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+SERVED_PASSES = 20_000  # of a target that is served: what half an hour of answers takes
 MIN_VOCAB = 260  # of a tiny target: 256 bytes and the special tokens
 
 

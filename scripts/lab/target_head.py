@@ -53,8 +53,9 @@ class TargetHeadConfig:
     answer_tokens: OneOrMore = 200
     # JSONL of prompts that no part of the data holds
     prompts: NotEmpty = "scripts/prompts/demo.jsonl"
-    # how many of them, and of which categories
+    # how many of them
     num_prompts: OneOrMore = 24
+    # of which categories
     categories: Filled[str] = field(default_factory=lambda: ["code"])
     # most tokens of an answer to one
     tokens: OneOrMore = 64
