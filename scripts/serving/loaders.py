@@ -191,7 +191,8 @@ def gguf(path: Path, embed: Tensor) -> EngineFile:
     inner = "hidden_norm" if arch == "dflash" else "input_norm"
     tensors = {_plain(name, inner): value for name, value in file.tensors.items()}
     embed = tensors.get("token_embd.weight", embed.detach().float().cpu())
-    size = int(field["attention.key_length"])
+    heads = int(field["attention.head_count"])
+    size = int(field.get("attention.key_length", int(field["embedding_length"]) // heads))
     frequency = frequencies(float(field["rope.freq_base"]), size)
     biased = "markov_w1.weight" in tensors
     if arch != "dflash":
@@ -204,7 +205,7 @@ def gguf(path: Path, embed: Tensor) -> EngineFile:
         tensors.get("d2t"),
         tuple(int(k) for k in field.get("target_layers", ())),
         LayerDims(
-            int(field["attention.head_count"]),
+            heads,
             int(field["attention.head_count_kv"]),
             size,
             float(field["attention.layer_norm_rms_epsilon"]),

@@ -36,6 +36,7 @@ def write_gguf(path: Path, model: Any) -> None:
     for name, key in FACTS.items():
         writer.add_uint32(f"qwen2.{name}", getattr(model.config, key))
     writer.add_float32("qwen2.rope.freq_base", THETA)
+    writer.add_float32("qwen2.attention.layer_norm_rms_epsilon", model.config.rms_norm_eps)
     words = [*_byte_letters(), "ab", *WORDS]
     pads = range(len(words), VOCAB)
     kinds = [NORMAL] * 257 + [CONTROL] * len(WORDS) + [UNUSED] * len(pads)
