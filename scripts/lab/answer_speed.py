@@ -58,8 +58,10 @@ class AnswerSpeedConfig:
     prompts: NotEmpty = "scripts/prompts/demo.jsonl"
     # of all answers of a turn
     tokens: OneOrMore = 200
+    # of one answer, at least: else reading the prompts is all of it
+    least: OneOrMore = 48
     # requests at a time
-    concurrent: Filled[OneOrMore] = field(default_factory=lambda: [1, 4, 8])
+    concurrent: Filled[OneOrMore] = field(default_factory=lambda: [1, 4, 8, 16])
     # how often each is measured
     turns: OneOrMore = 2
     # of the server and of ours
@@ -93,8 +95,8 @@ def measured(
     """A row for every number of requests: tokens per second of both in every turn."""
     found = []
     for count in cfg.concurrent:
-        limit = max(1, cfg.tokens // count)
-        row: dict[str, Any] = {"concurrent": count, "ours": [], "llama.cpp": []}
+        limit = max(cfg.least, cfg.tokens // count)
+        row: dict[str, Any] = {"concurrent": count, "tokens": limit, "ours": [], "llama.cpp": []}
         for turn in range(cfg.turns):
             for name in ("ours", "llama.cpp")[:: -1 if turn % 2 else 1]:
                 at = (turn * count) % len(prompts)
@@ -128,7 +130,7 @@ def main(cfg: AnswerSpeedConfig) -> None:
         theirs(server.url, prompts[:1], 4)
         rows = measured(cfg, target, server.url, prompts)
         about = {**files.origin(), "target": known.name, "xllamacpp": server.version}
-    files.write_json(Path(cfg.out), {**about, "tokens": cfg.tokens, "rows": rows})
+    files.write_json(Path(cfg.out), {**about, "rows": rows})
 
 
 if __name__ == "__main__":
