@@ -77,8 +77,8 @@ class Costs:
     def curve(self) -> Curve:
         """Milliseconds of a step over draft tokens, for every number of concurrent requests that
         was measured plain and with drafts. A measured point is read as it stands, also where a
-        longer draft was cheaper: kernels take tokens in tiles, llama.cpp's on AVX2 three sooner
-        than two. Raises UserError when there is none."""
+        longer draft was cheaper: kernels take tokens in tiles. Raises UserError when there is
+        none."""
         known: dict[int, set[int]] = {}
         for point in self.points:
             known.setdefault(point.concurrent_requests, set()).add(point.draft_tokens)

@@ -239,8 +239,8 @@ def _between(found: DraftSchedule) -> list[str]:
         return []
     which = ", ".join(map(str, unseen))
     return [
-        f"{which} draft tokens were not measured but lie on a line between measured ones, which "
-        "was up to 23% off in llama.cpp: add rows of every number from 1 on, see docs/serving.md"
+        f"{which} draft tokens were not measured but lie on a line between measured ones, and an "
+        "engine's costs have steps: add rows of every number from 1 on, see docs/serving.md"
     ]
 
 
