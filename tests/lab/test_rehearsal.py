@@ -290,12 +290,41 @@ files.write_json(folder / "work" / "rehearsal.json", {{"steps": rows}})
 """
 
 
-def test_it_is_killed_once_in_every_command_and_ends_the_same(tmp_path: Path) -> None:
+UNTIL_KILLED = """
+import pathlib, sys, time
+while not pathlib.Path(sys.argv[3]).exists():
+    time.sleep(0.01)
+open(sys.argv[1], "a").write(sys.argv[2])
+"""
+
+
+def test_it_is_killed_once_in_every_command_and_ends_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command waits for its kill, however slow the machine: that leaves a mark."""
+    killing = kills._kill
+
+    def killed(process: Any) -> None:
+        running = process.poll() is None
+        killing(process)
+        if running:
+            (tmp_path / kills._now(tmp_path / "work")["written"]).touch()
+
+    monkeypatch.setattr(kills, "_kill", killed)
+    monkeypatch.setattr(kills, "LEAST", 0.0)
+    did = str(tmp_path / "did")
     lines = [
-        (x.number, x.title, x.written, x.kind, (*x.words[:-1], "2")) for x in commands(tmp_path, 3)
+        (
+            f"A{n}",
+            "t",
+            f"c{n}",
+            "run",
+            ("python", "-c", UNTIL_KILLED, did, str(n), f"{tmp_path}/c{n}"),
+        )
+        for n in range(3)
     ]
     script = REHEARSAL.format(root=str(ROOT), folder=str(tmp_path), lines=lines)
-    alone = [{"written": f"c{n}", "seconds": 2.0, "same": {"did": "012"}} for n in range(3)]
+    alone = [{"written": f"c{n}", "seconds": 0.0, "same": {"did": "012"}} for n in range(3)]
     (tmp_path / "alone.json").write_text(json.dumps({"steps": alone}))
     told = (tmp_path / "out.json", tmp_path / "alone.json", [sys.executable, "-c", script])
     code = kills.compare(*told, tmp_path / "work", commands(tmp_path, 3))
