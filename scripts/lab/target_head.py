@@ -106,7 +106,7 @@ class Steps:
 
     def answers(self, name: str, path: Path, asked: list[str], count: int) -> Command:
         """The target answers the questions of a part."""
-        keys = [f"out={spelled(str(path))}", *asked, "seed=0", "batch=16"]
+        keys = [f"out={spelled(str(path))}", *asked, "seed=0", "batch=8"]  # a block in some minutes
         keys += [f"num_conversations={count}"]
         keys += [f"max_new_tokens={self.cfg.answer_tokens}"]
         title = f"the target writes {name.replace('_', ' ')}"
