@@ -181,21 +181,22 @@ class FitKeys(FitConfig):
     head: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
 
     @classmethod
-    def exact(cls, cfg: DictConfig) -> type[FitConfig]:
-        """The schema with the keys of the head that `cfg` chooses; what a recipe says of a run's
-        length is taken out of `cfg`. Raises UserError for a recipe that a fit cannot follow."""
-        if cfg.get("shard_target"):
+    def exact(cls, composed: DictConfig) -> type[FitConfig]:
+        """The schema with the keys of the head that `composed`, which is no configuration yet,
+        chooses; what a recipe says of a run's length is taken out of it. Raises UserError for a
+        recipe that a fit cannot follow."""
+        if composed.get("shard_target"):
             raise UserError(
                 "experiment: this recipe spreads the target over the GPUs (shard_target), and a "
                 "fit needs one that a device holds; take the recipe to `outrider train`, "
                 "data.path=FILE"
             )
-        with open_dict(cfg):
+        with open_dict(composed):
             for key in DECIDED:
-                cfg.pop(key, None)
-            if "eval" in cfg:
-                cfg.eval.pop("every", None)
-        kind = OmegaConf.select(cfg, "head.kind")
+                composed.pop(key, None)
+            if "eval" in composed:
+                composed.eval.pop("every", None)
+        kind = OmegaConf.select(composed, "head.kind")
         if kind is None:
             return FitConfig
         keys = typing.get_type_hints(entry_of(str(kind))[1])["head"]
