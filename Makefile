@@ -100,7 +100,7 @@ test-old: .venv-old/.installed
 	@$(LLAMACPP) -m pip install $(PIP_FLAGS) xllamacpp==2026.10.11549
 	@touch $@
 
-# The same version compiled for this machine's CPU, from the package's source: about ten minutes of one core, 1 GB, a C++ compiler;
+# The same version compiled for this machine's CPU, from the package's source: about ten minutes of one core, 0.6 GB, a C++ compiler;
 # cmake comes with it. TLS, llguidance and the web page stay out, which a build would fetch. Stopped, it goes on by the same command.
 NATIVE_ENV = PATH="$(CURDIR)/$(NATIVE)/bin:$$PATH" CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_LLGUIDANCE=OFF -DLLAMA_BUILD_BORINGSSL=OFF \
 	-DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF"
