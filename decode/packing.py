@@ -147,8 +147,8 @@ class PackingScorer(Scorer):
         to_come = self.expected_passes * self.num_layers
         found = compiled.compiled_pass(flat, to_come)
         if found is None:
-            if to_come >= compiled.PAYS:
-                state.compiled_exact = False  # what failed is not tried again at every packing
+            # What failed is not tried again at every packing; what is gone may come back.
+            state.compiled_exact = False if to_come >= compiled.PAYS else None
             return
         if state.compiled_exact is None:
             wanted = self._passes()

@@ -11,13 +11,15 @@ Every operation rounds where it rounds uncompiled, so the same bits come out; de
 asks for them before anything is decoded. Whatever goes wrong, the uncompiled pass runs and one
 line says why.
 
-    python -m outrider.decode.models.compiled SHAPE OUT
+    python -m outrider.decode.models.compiled SHAPE OUT WORK
 
-compiles: in a process of its own, which leaves neither memory nor settings behind.
+compiles: in a process of its own, which leaves neither memory nor settings behind, and ends with
+this one (conf/bound.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -33,9 +35,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 
-from outrider.conf import disk
+from outrider.conf import bound, disk
 from outrider.conf.errors import first_line
 from outrider.decode import attention
 from outrider.decode.models import flat as flat_module
@@ -48,6 +51,7 @@ PAYS = 300_000  # layers still to be run
 LONGEST_S = 600.0
 ROOT = 0  # whose files everybody trusts
 PARTS = ("qkv", "out", "up", "down")
+KEPT = 8  # libraries: those of older code are never taken again
 WIDEST = 8192  # of a norm: beyond, torch adds squares in another order
 _SAID: set[str] = set()
 
@@ -162,6 +166,8 @@ def stored(shape: LayerShape) -> Path | None:
         if hasattr(os, "getuid") and path.stat().st_uid not in (ROOT, os.getuid()):
             raise ValueError(f"{path} belongs to another user")
         if path.stem.rpartition("-")[2] == sha256_file(path)[:24]:
+            with contextlib.suppress(OSError):  # the folder may be read-only
+                os.utime(path)  # see `tidy`
             return path
         path.unlink()
         raise ValueError(f"{path.name} was damaged and is removed")
@@ -191,28 +197,54 @@ def processor() -> str:
 
 
 def compile_layer(shape: LayerShape) -> Path:
-    """Compile `shape` and keep it. Raises OSError and RuntimeError."""
-    compiler = os.environ.get("CXX", "g++")
+    """Compile `shape` and keep it; one process of all does it, the others wait. Raises OSError,
+    RuntimeError and ValueError."""
+    compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
-        raise OSError(f"no C++ compiler ({compiler}); install one or set CXX")
-    with tempfile.TemporaryDirectory(prefix="outrider-compile-") as work:
-        out = Path(work) / "layer.so"
-        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": work, "OMP_NUM_THREADS": "1"}
-        env["PYTHONPATH"] = os.pathsep.join(one for one in sys.path if one)
-        command = [sys.executable, "-m", __name__, json.dumps(asdict(shape)), str(out)]
-        try:
-            done = subprocess.run(
-                command, env=env, cwd=work, capture_output=True, text=True, timeout=LONGEST_S
-            )
-        except subprocess.TimeoutExpired as e:
-            raise RuntimeError(f"compiling took more than {LONGEST_S:.0f} s") from e
-        if done.returncode or not out.is_file():
-            last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-            raise RuntimeError(f"compiling failed ({last[0][:200]})")
-        path = folder() / f"{key(shape)}-{sha256_file(out)[:24]}.so"
-        with disk.whole(path) as stage:
-            shutil.copyfile(out, stage)
+        raise OSError(f"no C++ compiler ({compiler}); install one or set CXX to one program")
+    folder().mkdir(parents=True, exist_ok=True)
+    # Also says that nothing can be written there, before the time is spent.
+    with FileLock(folder() / "lock", timeout=LONGEST_S):
+        path = stored(shape)
+        if path is not None:
+            return path
+        with tempfile.TemporaryDirectory(
+            prefix="outrider-compile-", ignore_cleanup_errors=True
+        ) as work:
+            out = compile_in(Path(work), shape, compiler)
+            path = folder() / f"{key(shape)}-{sha256_file(out)[:24]}.so"
+            with disk.whole(path) as stage:
+                shutil.copyfile(out, stage)
+        tidy()
     return path
+
+
+def compile_in(work: Path, shape: LayerShape, compiler: str) -> Path:
+    """The library of `shape`, in the folder `work`. Raises OSError and RuntimeError."""
+    out = work / "layer.so"
+    env = {**os.environ, "CXX": compiler, "OMP_NUM_THREADS": "1"}
+    env |= {"TORCHINDUCTOR_CACHE_DIR": str(work), "TMPDIR": str(work)}
+    # An empty entry is the folder that one works in, whose json.py is nobody's: it comes last.
+    env["PYTHONPATH"] = os.pathsep.join(
+        [*filter(None, sys.path), *([os.getcwd()] if "" in sys.path else [])]
+    )
+    command = [sys.executable, "-m", __name__, json.dumps(asdict(shape)), str(out), str(work)]
+    try:
+        code, said = bound.run(command, env, work, LONGEST_S)
+    except subprocess.TimeoutExpired as e:
+        raise RuntimeError(f"compiling took more than {LONGEST_S:.0f} s") from e
+    if code or not out.is_file():
+        last = said.strip().splitlines()[-1:] or [f"exit code {code}"]
+        raise RuntimeError(f"compiling failed ({last[0][:200]})")
+    return out
+
+
+def tidy() -> None:
+    """Remove all but the `KEPT` libraries that were used last, and what a killed process left."""
+    with contextlib.suppress(OSError):  # somebody else's
+        used = [(path.stat().st_mtime, path) for path in folder().glob("*.so")]
+        for path in [path for _, path in sorted(used)[:-KEPT]] + [*folder().glob(".tmp-*")]:
+            path.unlink(missing_ok=True)
 
 
 def load(flat: FlatPass, path: Path) -> CompiledPass:
@@ -339,4 +371,5 @@ def build(shape: LayerShape, out: Path) -> None:
 
 
 if __name__ == "__main__":
+    bound.end_with_parent(Path(sys.argv[3]))
     build(LayerShape(**json.loads(sys.argv[1])), Path(sys.argv[2]))

@@ -6,7 +6,9 @@ import errno
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,12 +74,12 @@ def falls_back(capsys: pytest.CaptureFixture[str], *parts: str, target: Target) 
 def pretend(monkeypatch: pytest.MonkeyPatch, content: bytes, code: int = 0, text: str = "") -> None:
     """A compiler that leaves `content` at once, or ends with `code`."""
 
-    def run(command: list[str], **keys: Any) -> Any:
+    def run(command: list[str], env: Any, work: Path, longest: float) -> tuple[int, str]:
         if not code:
-            Path(command[-1]).write_bytes(content)
-        return subprocess.CompletedProcess(command, code, "", text)
+            (work / "layer.so").write_bytes(content)
+        return code, text
 
-    monkeypatch.setattr(compiled.subprocess, "run", run)
+    monkeypatch.setattr(compiled.bound, "run", run)
     monkeypatch.setenv("CXX", "sh")
 
 
@@ -126,10 +128,10 @@ def test_a_compiler_that_fails_is_killed_or_hangs(
     pretend(monkeypatch, b"", code=-9)
     falls_back(capsys, "compiling failed (exit code -9)", target=target_of())
 
-    def hangs(command: list[str], timeout: float, **keys: Any) -> Any:
-        raise subprocess.TimeoutExpired(command, timeout)
+    def hangs(command: list[str], env: Any, work: Path, longest: float) -> Any:
+        raise subprocess.TimeoutExpired(command, longest)
 
-    monkeypatch.setattr(compiled.subprocess, "run", hangs)
+    monkeypatch.setattr(compiled.bound, "run", hangs)
     falls_back(capsys, "more than 600 s", target=target_of())
     assert not list(cache.rglob("*.so"))
 
@@ -144,7 +146,63 @@ def test_a_full_disk(
 
     monkeypatch.setattr(compiled.shutil, "copyfile", full)
     falls_back(capsys, "No space left on device", target=target_of())
-    assert not [path for path in cache.rglob("*") if path.is_file()]
+    assert {path.name for path in cache.rglob("*") if path.is_file()} <= {"lock"}
+
+
+def test_a_folder_that_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    """Said before the time is spent, not behind it."""
+    monkeypatch.setattr(compiled.bound, "run", lambda *_: pytest.fail("compiled for nothing"))
+    monkeypatch.setenv("CXX", "sh")
+    (cache / "compiled").write_text("a file")
+    falls_back(capsys, "compiled", target=target_of())
+
+
+def test_one_of_many_processes_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, runs = compiled.shape_of(flat_of(target_of())), []
+    assert shape is not None
+    pretend(monkeypatch, b"library")
+    leave = compiled.bound.run
+    monkeypatch.setattr(compiled.bound, "run", lambda *given: runs.append(1) or leave(*given))
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(compiled.compile_layer, [shape] * 4))
+    assert len(paths) == len(runs) == 1 and paths.pop().read_bytes() == b"library"
+
+
+def test_libraries_of_older_code_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = compiled.shape_of(flat_of(target_of()))
+    assert shape is not None
+    pretend(monkeypatch, b"library")
+    mine = compiled.compile_layer(shape)
+    old = [compiled.folder() / f"{number:024}-{'0' * 24}.so" for number in range(20)]
+    for number, path in enumerate([mine, *old]):
+        path.write_bytes(path.read_bytes() if path == mine else b"x")
+        os.utime(path, (number, number))
+    half = compiled.folder() / ".tmp-of-a-killed-process"
+    half.write_bytes(b"x")
+    assert compiled.stored(shape) == mine  # used now: the newest
+    other = compiled.compile_layer(replace(shape, eps=2e-5))
+    left = {mine, other, *old[-compiled.KEPT + 2 :]}
+    assert set(compiled.folder().glob("*.so")) == left and not half.exists()
+
+
+def test_the_compiling_process_finds_what_this_one_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shape, given = compiled.shape_of(flat_of(target_of())), []
+    assert shape is not None
+    pretend(monkeypatch, b"library")
+    leave = compiled.bound.run
+    monkeypatch.setattr(compiled.bound, "run", lambda *run: given.append(run[1]) or leave(*run))
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: name)
+    monkeypatch.chdir(tmp_path)
+    compiled.compile_layer(shape)
+    places = given[0]["PYTHONPATH"].split(os.pathsep)
+    assert places == [*filter(None, sys.path), str(tmp_path)]  # whose json.py is not Python's
+    assert given[0]["CXX"] == "g++"
 
 
 def test_what_lies_in_the_cache_is_looked_at(
@@ -197,6 +255,50 @@ def test_layers_that_give_other_bits_are_refused(
 
     monkeypatch.setattr(compiled, "compiled_pass", wrong)
     falls_back(capsys, "round otherwise", target=target_of())
+
+
+def uncompiled(flat: FlatPass) -> compiled.CompiledPass:
+    """A CompiledPass that runs the flat pass's layers on what a library is given."""
+
+    def library(number: int) -> compiled.Run:
+        def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            x, cos, sin, keys, values, slots, mask = inputs
+            assert all(one.is_contiguous() for one in (x, cos, sin, mask))
+            assert cos.shape[0] == mask.shape[0] == x.shape[0]
+            return [FlatPass.layer(flat, number, x, (cos, sin), (keys, values), slots, mask)]
+
+        return run
+
+    parts = {name: getattr(flat, name) for name in FlatPass.__dataclass_fields__}
+    return compiled.CompiledPass(**parts, runs=tuple(map(library, range(len(flat.layers)))))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_a_library_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "compiled_pass", lambda flat, layers: uncompiled(flat))
+    target = target_of(name)
+    target.pack_weights()
+    fast = target.packing.flat
+    assert target.compiled and isinstance(fast, compiled.CompiledPass)
+    for seed, guidance in ((0, None), (2, 1.5)):
+        target.packing.flat = fast
+        found = passes(target, seed, guidance)
+        target.packing.flat = flat_of(target)
+        assert all(map(torch.equal, found, passes(target, seed, guidance)))
+
+
+def test_a_library_that_went_is_not_called_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of()
+    target.expected_passes = 0
+    for there in (True, False, True):
+        monkeypatch.setattr(
+            compiled,
+            "compiled_pass",
+            lambda flat, _, there=there: uncompiled(flat) if there else None,
+        )
+        target.unpack_weights()
+        target.pack_weights()
+        assert target.compiled == there == isinstance(target.packing.flat, compiled.CompiledPass)
 
 
 def test_other_models_are_not_compiled(capsys: pytest.CaptureFixture[str]) -> None:
