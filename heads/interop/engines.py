@@ -175,6 +175,19 @@ SGLANG_EAGLE1 = SGLANG_EAGLE3 | _names(
     "Ernie4_5_ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM FalconH1ForCausalLM "
     "Glm4ForCausalLM MiMoForCausalLM NemotronHForCausalLM OPTForCausalLM"
 )
+# Targets whose graph in llama.cpp (b11549, src/models) hands out the inputs of its layers, which
+# EAGLE-3 and block heads read; on others its server ends at the first token. By the names in its
+# converter; of Qwen2 the files that this repository writes, as a llama.
+LLAMACPP_LAYERS = _names(
+    "Gemma4ForCausalLM Gemma4ForConditionalGeneration GptOssForCausalLM "
+    "IQuestCoderForCausalLM InternLM3ForCausalLM LFM2ForCausalLM LLaMAForCausalLM "
+    "Lfm2ForCausalLM Lfm2MoeForCausalLM LlamaForCausalLM MiMoV2FlashForCausalLM "
+    "MiMoV2ForCausalLM MiniMaxM2ForCausalLM MiniMaxText01ForCausalLM MistralForCausalLM "
+    "MixtralForCausalLM NanbeigeForCausalLM NemotronHForCausalLM NemotronHPuzzleForCausalLM "
+    "Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM "
+    "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM "
+    "Qwen3_5MoeForConditionalGeneration"
+)
 # The original EAGLE code brings its own copies of these targets.
 EAGLE_CODE_TARGETS = _names("LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM MixtralForCausalLM")
 # The original Medusa code: Llama and Mistral.

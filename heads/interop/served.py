@@ -108,8 +108,18 @@ def refusals(format: str, head: Head, target: Target, facts: Facts) -> list[str]
             return [str(error).removeprefix(f"format={format}: ")]
         return layout.refusals(head, facts)
     if isinstance(head, BlockHead):
-        return block_refusals(head, target)
-    return gguf_write.eagle3_refusals(head, target.num_layers)
+        return block_refusals(head, target) + _no_layers(facts)
+    return gguf_write.eagle3_refusals(head, target.num_layers) + _no_layers(facts)
+
+
+def _no_layers(facts: Facts) -> list[str]:
+    """That llama.cpp hands out no layer of such a target to a head."""
+    if facts.architecture in engines.LLAMACPP_LAYERS:
+        return []
+    return [
+        f"target: {engines.LLAMACPP.title} hands no layer of a {facts.architecture} to a draft "
+        "head; choose another format (a separate draft, train/draft.py, needs no layer)"
+    ]
 
 
 def check(format: str, head: Head, target: Target, facts: Facts) -> None:

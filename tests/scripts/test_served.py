@@ -152,6 +152,19 @@ def test_embeddings_are_those_that_engines_hand_over(
     assert [line.partition(":")[0] for line in refused] == ["head"] * (kind == "eagle1")
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_llamacpp_hands_layers_of_some_targets_alone(kind: str) -> None:
+    """Of others its server ends at the first token (b11549: layer input tensor is null)."""
+    gemma = tiny_like(model_of(compose_target("google/gemma-3-12b-it")))
+    llama = tiny_like(model_of(compose_target("meta-llama/Llama-3.1-8B-Instruct")))
+    said = [
+        served.refusals("gguf", random_head(target, kind), target, Facts.of(target, "/a"))
+        for target in (gemma, llama)
+    ]
+    assert [line for line in said[0] if "hands no layer of a Gemma3For" in line]
+    assert not [line for line in said[1] if line.startswith("target:")]
+
+
 def compose_target(name: str) -> Any:
     from outrider.decode.models.load import TargetConfig
 
