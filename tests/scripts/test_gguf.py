@@ -284,6 +284,18 @@ def test_a_qwen2_target_and_a_head_on_it(tmp_path: Path, dtype: str) -> None:
     assert "blk.0.attn_q.bias" not in read_gguf(tmp_path / "draft.gguf").tensors
 
 
+@pytest.mark.parametrize("arch", ["qwen2", "llama"])
+def test_the_card_names_a_target_file_that_serves_the_head(
+    prompts, tmp_path: Path, arch: str
+) -> None:
+    """On llama.cpp's own `qwen2` its server ends at the head's first token."""
+    source, out = saved(tmp_path, deep_target(arch=arch)), tmp_path / "out"
+    assert run(prompts, f"drafter={source}", f"out={out}", arch=arch) == 0
+    card = (out / "README.md").read_text()
+    assert ("must be written as a `llama`" in card) == (arch == "qwen2")
+    assert ("is the target's own file" in card) == (arch == "llama")
+
+
 @pytest.mark.parametrize(
     "change, said",
     [

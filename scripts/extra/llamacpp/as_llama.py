@@ -16,19 +16,14 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 import gguf
 import numpy as np
+import torch
 
 from outrider.conf import disk
 from outrider.conf.errors import UserError
+from outrider.heads.interop.gguf_write import paired
 
 OLD, NEW = "qwen2", "llama"
 TURNED = {"attn_q": "head_count", "attn_k": "head_count_kv"}  # part -> heads that it has
-
-
-def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows [H hd, ..], packed or not, with the halves of every head side by side: a frequency
-    turns rows 2i and 2i + 1 there, rows i and i + hd/2 here."""
-    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def as_llama(source: Path, out: Path) -> None:
@@ -53,7 +48,8 @@ def as_llama(source: Path, out: Path) -> None:
             part = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
             rows = tensor.data
             if part in TURNED:
-                rows = interleaved(rows, known[f"{OLD}.attention.{TURNED[part]}"].contents())
+                heads = known[f"{OLD}.attention.{TURNED[part]}"].contents()
+                rows = paired(torch.from_numpy(np.array(rows)), heads).numpy()
             writer.add_tensor(tensor.name, rows, raw_dtype=tensor.tensor_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
