@@ -21,6 +21,7 @@ from outrider.decode.models.config import TargetConfig
 from outrider.decode.models.load import load_target, load_tokenizer
 from outrider.decode.models.packages import TARGETS, checks, convert, ensure, fetch
 from outrider.decode.models.packages.table import FORMAT
+from outrider.heads.interop.gguf_write import paired
 from tests.helpers.packaged import toy, toy_model
 
 SMOLLM2 = TARGETS["smollm2"]
@@ -353,3 +354,14 @@ def test_converted_model_is_sound(real) -> None:
     weights.model.layers[9].self_attn.q_proj.weight.data.neg_()
     problems = checks.of_model(SMOLLM2, weights, target.tokenizer)
     assert any("perplexity" in p or "capital" in p for p in problems)
+
+
+@pytest.mark.parametrize("part, heads", [("q_proj", 9), ("k_proj", 3), ("v_proj", 3)])
+def test_a_llamas_queries_and_keys_lie_as_transformers_turns_them(part: str, heads: int) -> None:
+    """llama.cpp keeps the two rows that a frequency turns side by side."""
+    target = TARGETS["smollm2"]
+    rows = torch.arange(heads * 64 * 2.0).reshape(heads * 64, 2)
+    stored = rows if part == "v_proj" else paired(rows, heads)
+    name = f"model.layers.0.self_attn.{part}.weight"
+    assert torch.equal(convert._turned(target, name, stored), rows)
+    assert part == "v_proj" or not torch.equal(stored, rows)
