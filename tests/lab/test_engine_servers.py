@@ -252,11 +252,11 @@ def test_a_server_that_does_not_come_up_leaves_the_race(
     keys = ("drafters=[none,ngram]", "servers=[vllm,vllm]")
     assert raced(tmp_path, *keys, "systems=[none,nowhere]") == 2
     assert "systems: nowhere: neither none, ngram" in capsys.readouterr().err
-    assert raced(tmp_path, *keys, "systems=[none]") == 3
+    assert raced(tmp_path, *keys, "systems=[none]", "temperature=0.7") == 3
     said = capsys.readouterr().err
     assert said.count("not there: ngram (vLLM: the server ended with code 1") == 1
     report = json.loads((tmp_path / "out/report.json").read_text())
-    assert report["settings"]["device"] == "cpu"
+    assert report["settings"]["device"] == "cpu" and report["settings"]["temperature"] == 0.7
     assert {"vllm", "none"} <= {row["label"].partition("@")[0] for row in report["drafters"]}
     assert report["skipped"] == []
     assert raced(tmp_path, "drafters=[ngram]") == 2

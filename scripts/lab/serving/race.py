@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.conf.rules import Filled, OneOrMore, Seed, one_of
+from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, one_of
 from outrider.conf.schema import entry
 from outrider.conf.typed import raise_all
 from outrider.heads.interop import gguf_write
@@ -65,6 +65,8 @@ class RaceConfig(shared.EngineKeys):
     draft_tokens: Filled[OneOrMore] = field(default_factory=lambda: [2, 4])
     # prompts decoded together, requests asked together
     batch_size: OneOrMore = 1
+    # sampling temperature of every system; above 0 the servers' drafts take their best tokens
+    temperature: NotNegative = 0.0
     # of our engine
     dtype: str = "bfloat16"
     # the servers' threads, and ours
@@ -135,6 +137,7 @@ def main(cfg: RaceConfig) -> int:
             prompts=cfg.prompts,
             num_prompts=cfg.num_prompts,
             max_new_tokens=cfg.max_new_tokens,
+            temperature=cfg.temperature,
             dtype=cfg.dtype,
             device="cpu",  # where the servers run
             batch_size=cfg.batch_size,
