@@ -39,6 +39,25 @@ class Command:
         return shlex.join(["python", *self.argv])
 
 
+class Deadline:
+    """When work stops. minutes: from now; 0 = never. name: of who says so."""
+
+    def __init__(self, minutes: float, name: str) -> None:
+        self.name = name
+        self.end = time.monotonic() + 60 * minutes if minutes else float("inf")
+
+    def left(self) -> float | None:
+        """Seconds until then, None where it never comes. Raises Interrupted where it is past."""
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise self.stopped(75)
+        return None if left == float("inf") else left
+
+    def stopped(self, code: int = 130) -> Interrupted:
+        """What is raised where the work stops."""
+        return Interrupted(f"{self.name}: stopped; the same command goes on from here", code)
+
+
 class Pipeline:
     """The steps of a job. name: stands before its messages. folder: what is done is kept in
     FOLDER/steps, for as long as a command and the content of what it reads stay the same.
@@ -46,7 +65,7 @@ class Pipeline:
 
     def __init__(self, name: str, folder: Path, minutes: float = 0) -> None:
         self.name, self.folder = name, folder
-        self.end = time.monotonic() + 60 * minutes if minutes else float("inf")
+        self.end = Deadline(minutes, name)
         self.seconds: dict[str, float] = {}  # of every step in this process, by its name
 
     def run(
@@ -68,21 +87,10 @@ class Pipeline:
             if _value(memo):  # what it has left is gone
                 memo.clear()
                 memo = self._memo(command)
-            self._left()
+            self.end.left()
             print(f"{number}. {command.title}\n   {command.line}", flush=True)
             with _timed(memo) as row:
                 row["value"] = [self._call(command)]
-
-    def _left(self) -> float | None:
-        """Seconds until the work stops, None where nobody has said. Raises Interrupted where
-        none are left."""
-        left = self.end - time.monotonic()
-        if left <= 0:
-            raise self._stopped(75)
-        return None if left == float("inf") else left
-
-    def _stopped(self, code: int = 130) -> Interrupted:
-        return Interrupted(f"{self.name}: stopped; the same command goes on from here", code)
 
     def once(self, name: str, title: str, make: Callable[[], Any]) -> Any:
         """The JSON value of a step in this process: kept under its name, or made now."""
@@ -112,11 +120,11 @@ class Pipeline:
         script = files.here(Path(command.argv[0]))  # a job may run from any folder
         argv = [sys.executable, str(script), *command.argv[1:]]
         try:
-            code = _ended(argv, env, self._left())
+            code = _ended(argv, env, self.end.left())
         except subprocess.TimeoutExpired:
-            raise self._stopped(75) from None
+            raise self.end.stopped(75) from None
         if code in STOPPED:
-            raise self._stopped()
+            raise self.end.stopped()
         if code not in command.good:
             raise UserError(
                 f"{self.name}: `{command.line}` ended with exit code {code}; see its message above"

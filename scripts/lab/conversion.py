@@ -18,7 +18,6 @@ import copy
 import functools
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 import torch
 
-from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.errors import UserError
 from outrider.conf.rules import AboveZero, NotEmpty, OneOrMore, one_of
 from outrider.conf.schema import entry
 from outrider.decode.models.config import DTYPES, TargetConfig
@@ -38,6 +37,7 @@ from outrider.decode.models.packages import TARGETS
 from outrider.decode.target import Target
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.pipeline import Deadline
 from outrider.scripts.common.prompts import load_prompts, question_ids, spread
 from outrider.scripts.extra.llamacpp import server as llamacpp
 from outrider.scripts.lab.serving.shared import environment
@@ -76,18 +76,6 @@ class ConversionConfig:
     engine: NotEmpty = ".venv-llamacpp/bin/python"
 
 
-class Clock:
-    """Stops the work when its time is up. minutes: from now."""
-
-    def __init__(self, minutes: float) -> None:
-        self.end = time.monotonic() + 60 * minutes
-
-    def check(self) -> None:
-        """Raise Interrupted where it is."""
-        if time.monotonic() > self.end:
-            raise Interrupted("conversion: stopped; the same command goes on from here", code=75)
-
-
 def without_biases(model: Any) -> None:
     """Queries, keys and values with no bias."""
     for name, value in model.named_parameters():
@@ -109,20 +97,22 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-async def _answers(url: str, memo: Memo, prompts: list[list[int]], cfg: Any, clock: Clock) -> None:
+async def _answers(
+    url: str, memo: Memo, prompts: list[list[int]], cfg: Any, clock: Deadline
+) -> None:
     rows = memo.lines("answers")
     async with Endpoint(Address(url, timeout=PATIENCE)) as server:
         for prompt in prompts[len(rows) :]:
             if sum(len(row["tokens"]) for row in rows) >= cfg.places:
                 return
-            clock.check()
+            clock.left()
             reply = await server.answer(prompt, ServerRequest(cfg.tokens))
             rows.append({"prompt": prompt, "tokens": reply.tokens})
             memo.add("answers", rows[-1])
 
 
 def answers(
-    cfg: ConversionConfig, memo: Memo, prompts: list[list[int]], gguf: Path, clock: Clock
+    cfg: ConversionConfig, memo: Memo, prompts: list[list[int]], gguf: Path, clock: Deadline
 ) -> tuple[list[Any], str]:
     """[{prompt, tokens}] by llama.cpp at T = 0, and its version."""
     found = memo.lines("version")
@@ -147,7 +137,7 @@ def read_along(model: Any, row: dict[str, Any]) -> list[tuple[int, float]]:
     return list(zip(first.tolist(), behind.tolist(), strict=True))
 
 
-def compared(target: Target, memo: Memo, rows: list[Any], clock: Clock) -> list[dict[str, Any]]:
+def compared(target: Target, memo: Memo, rows: list[Any], clock: Deadline) -> list[dict[str, Any]]:
     """A row for every entry of CHANGES."""
     found = []
     for number, (name, change) in enumerate(CHANGES.items()):
@@ -157,7 +147,7 @@ def compared(target: Target, memo: Memo, rows: list[Any], clock: Clock) -> list[
             rotary = model.model.rotary_emb
             change(model)
             for row in rows[len(memo.lines(f"read-{number}")) :]:
-                clock.check()
+                clock.left()
                 memo.add(f"read-{number}", read_along(model, row))
             model.load_state_dict(kept, strict=False)
             model.model.rotary_emb = rotary
@@ -181,7 +171,7 @@ def main(cfg: ConversionConfig) -> None:
     if cfg.target.kind not in TARGETS:
         raise UserError(f"target: {cfg.target.kind}; choose one of {', '.join(TARGETS)}")
     torch.set_num_threads(cfg.threads)
-    clock, known = Clock(cfg.minutes), TARGETS[cfg.target.kind]
+    clock, known = Deadline(cfg.minutes, "conversion"), TARGETS[cfg.target.kind]
     target = load_target(cfg.target, cfg.dtype, "cpu")
     asked = spread(load_prompts(cfg.prompts), -(-cfg.places // cfg.tokens) * 2)
     prompts = [question_ids(target.tokenizer, prompt.turns[0]) for prompt in asked]

@@ -63,7 +63,7 @@ class TargetHeadConfig:
     minutes: NotNegative = 0.0
     # further keys of every command, such as target.layers=2
     more: list[str] = field(default_factory=list)
-    # further keys by the name of a script, such as {fit: [minutes=1]}
+    # further keys by the name of a script, such as {fit: ['minutes=1']}
     also: dict[str, list[str]] = field(default_factory=dict)
 
 

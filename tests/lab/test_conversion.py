@@ -14,6 +14,7 @@ from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.pipeline import Deadline
 from outrider.scripts.lab import answer_speed, conversion
 from tests.helpers.interop import biased_qwen2
 
@@ -30,7 +31,7 @@ def rows_of(target: Any) -> list[dict[str, Any]]:
 
 def test_a_sound_model_agrees_and_a_broken_one_does_not(tmp_path: Path) -> None:
     target = biased_qwen2()
-    rows, clock = rows_of(target), conversion.Clock(60)
+    rows, clock = rows_of(target), Deadline(60, "conversion")
     before = {name: value.clone() for name, value in target.model.state_dict().items()}
     found = conversion.compared(target, Memo(tmp_path / "memo"), rows, clock)
     sound, biases, *bases = found
@@ -51,19 +52,19 @@ def test_it_stops_between_two_answers_and_goes_on(tmp_path: Path) -> None:
     target, memo = biased_qwen2(), Memo(tmp_path / "memo")
     rows, asked = rows_of(target), []
 
-    def check() -> None:
+    def left() -> None:
         asked.append(1)
         if len(asked) == 3:
             raise Interrupted("over", code=75)
 
-    clock: Any = SimpleNamespace(check=check)
+    clock: Any = SimpleNamespace(left=left)
     with pytest.raises(Interrupted):
         conversion.compared(target, memo, rows, clock)
     assert len(memo.lines("read-0")) == 2
     assert len(conversion.compared(target, memo, rows, clock)) == len(conversion.CHANGES)
     assert len(asked) == 3 + 1 + 3 * (len(conversion.CHANGES) - 1), "none is read twice"
     with pytest.raises(Interrupted):
-        conversion.Clock(-1).check()
+        Deadline(-1, "conversion").left()
 
 
 def test_both_ways_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from outrider.conf.errors import Interrupted
 from outrider.conf.schema import compose
 from outrider.scripts import certify, evaluate, export, fit, synthesize, tune
-from outrider.scripts.common.pipeline import Command, Pipeline
+from outrider.scripts.common.pipeline import Command, Deadline, Pipeline
 from outrider.scripts.lab import target_head
 from outrider.train import cache_features, eagle
 
@@ -92,6 +92,6 @@ def test_the_work_stops_when_its_minutes_are_over_and_goes_on(tmp_path: Path) ->
     pipeline = Pipeline("job", tmp_path / "job")
     pipeline.run([command])
     assert left.read_text() == "y"
-    pipeline.end = 0.0
+    pipeline.end = Deadline(-1, "job")
     with pytest.raises(Interrupted):
         pipeline.run([command, Command("other", [str(script)], [], tmp_path / "other")])
