@@ -203,3 +203,25 @@ def test_the_work_of_another_budget_comes_back(
     assert not head.exists()
     demo.swap("full")
     assert head.read_text() == "h"
+
+
+def test_the_fastest_row_and_the_ratio_between_ours_and_a_server_are_said() -> None:
+    def said(server: float, *, ours_first: bool) -> str:
+        ratio = {"mean": 1.6 / server, "low": 1.5 / server, "high": 2.0 / server}
+        if not ours_first:
+            ratio = {"mean": server / 1.6, "low": server / 2.0, "high": server / 1.5}
+        names = ["mine", "l@http://x"]
+        rows = [
+            {"name": name, "label": name.partition("@")[0], "speedup": {"mean": mean}}
+            for name, mean in zip(names, [1.6, server], strict=True)
+        ]
+        a, b = names if ours_first else reversed(names)
+        pairs = [{"a": a, "b": b, "speed_ratio": ratio}]
+        return readme.fastest({"drafters": rows, "ranking": [{"name": "mine"}], "pairs": pairs})
+
+    for ours_first in (True, False):
+        assert "row is `mine`: `mine` writes 1.28× [1.20, 1.60]" in said(
+            1.25, ours_first=ours_first
+        )
+        assert "row is `l`: `mine` writes 0.80× [0.75, 1.00]" in said(2.0, ours_first=ours_first)
+    assert readme.fastest({"drafters": [], "ranking": [], "pairs": []}) == ""
