@@ -42,8 +42,18 @@ LEARNED_TAILS = (0.1, 0.02)
 # where a tail may start from which ranks are counted: parity needs them close
 STARTS = np.geomspace(0.3, 0.003, 512)
 HASHES, TAIL_HASHES, TAIL_BITS = 16, 8, 2
+FIRST = "first of a cycle"  # how the strata of such tokens begin
 RECENT = 8  # tokens of the same answer that a stale row could repeat
 ENOUGH = 50.0  # variance from which on the limit distribution is trusted
+# a direction that counts tokens is 0 or 1: half a token less makes the gamma distribution's
+# tails too large from this variance on (tests/scripts/test_directions.py)
+ENOUGH_COUNTED = 10.0
+COUNTED = (
+    "tokens of the same answer",
+    "last tokens of the other rows",
+    "the likeliest token",
+    "stop tokens",
+)
 STAKES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 # a learned score is (observed - expected) / (expected + SHRINK), cut at REACH; pairs are rarer
 SHRINK, PAIR_SHRINK, REACH = 40.0, 4.0, 0.45
@@ -119,9 +129,8 @@ class Bank:
             "log-probability",
             "distribution of the step before",
             "distributions of the other rows",
-            "tokens of the same answer",
-            "last tokens of the other rows",
-            *(["stop tokens"] if stops else []),
+            *COUNTED[:3],
+            *(COUNTED[3:] if stops else ()),
         ]
 
     def open(self, block: TokenBlock) -> DirectionScores:
@@ -146,7 +155,7 @@ class DirectionScores:
         log = p.clamp(min=1e-30).log()
         distributions = [contrast(block.before, p), contrast(block.others, p)]
         self.dense = [(log / 8 + 1).clamp(-1, 1), *distributions]
-        self.sets = [_once(block.recent), _once(block.theirs)]
+        self.sets = [_once(block.recent), _once(block.theirs), self.order[:, :1]]
         if bank.stops.numel():
             self.sets.append(bank.stops.expand(len(p), -1))
         self.previous: list[int] = block.recent[:, -1].tolist()
@@ -240,34 +249,31 @@ class Learner:
         return _bet(name, self.wealth, n)
 
 
-def _bet(name: str, wealth: np.ndarray, n: int) -> Test:
+def _bet(name: str, wealth: np.ndarray, n: int, stratum: str = "all tokens") -> Test:
     top = float(wealth.max())
     total = top + math.log(np.exp(wealth - top).mean())
-    return Test(f"learned direction, {name}", "all tokens", n, total, math.exp(-max(total, 0.0)))
+    return Test(f"learned direction, {name}", stratum, n, total, math.exp(-max(total, 0.0)))
 
 
 @dataclass
 class _Follower:
-    """What followed one token so far. visits: how often it was followed; place: by which
-    tokens, each with its row in ids [m] and in counts [2, m], m places of which the first
-    len(place) are used: observed minus expected, and expected."""
+    """What followed one token so far. place: by which tokens it was followed, each with its
+    row in ids [m] and in counts [2, m], m places of which the first len(place) are used:
+    observed minus expected, and expected."""
 
-    visits: int = 0
     place: dict[int, int] = field(default_factory=dict)
     ids: np.ndarray = field(default_factory=lambda: np.zeros(4, dtype=np.int64))
     counts: np.ndarray = field(default_factory=lambda: np.zeros((2, 4)))
 
     def came(self, token: int, mass: float) -> None:
         """One more visit; mass: probability of the token."""
-        self.visits += 1
         at = self.place.get(token)
         if at is None:
             at = self.place[token] = len(self.place)
             if at == len(self.ids):
                 self.ids = np.concatenate([self.ids, np.zeros_like(self.ids)])
                 self.counts = np.concatenate([self.counts, np.zeros_like(self.counts)], 1)
-            expected = mass * self.visits
-            self.ids[at], self.counts[:, at] = token, (-expected, expected)
+            self.ids[at], self.counts[:, at] = token, (-mass, mass)
         self.counts[0, at] += 1
 
 
@@ -275,17 +281,21 @@ class PairLearner:
     """A learned direction over pairs (token before, token): it finds a key that the token
     before sets anew, as a watermark's does, at the price of learning every pair.
 
-    A pair is known from its first occurrence on, with as many expected before as its probability
-    there would have made of all visits; unknown pairs score 0. wealth: [C] logarithms."""
+    A pair is known from its first occurrence on; unknown pairs score 0. What was expected of a
+    pair before then is not counted: a token comes where it is likelier than elsewhere, so its
+    probability there times the visits so far is far too much, and finds half as much.
+    wealth: [C] logarithms; visits: places seen."""
 
     def __init__(self) -> None:
         self.known: dict[int, _Follower] = {}
         self.wealth = np.zeros(len(STAKES))
+        self.visits = 0
 
     def add(self, distribution: Tensor, previous: Sequence[int], tokens: Tensor) -> None:
         """distribution: [R, V]. previous: R ids, -1 for none. tokens: [R] what came. A block
         is bet on before it is learned."""
         own, came = distribution.gather(1, tokens[:, None])[:, 0].tolist(), tokens.tolist()
+        self.visits += len(came)
         rows = [(r, self.known[t]) for r, t in enumerate(previous) if t in self.known]
         if rows:
             sizes = [len(row.place) for _, row in rows]
@@ -311,30 +321,31 @@ class PairLearner:
         at = row.place.get(token)
         return (0.0 if at is None else float(score[at])) - float(mass @ score)
 
-    def test(self, n: int) -> Test:
-        return _bet("pairs of tokens", self.wealth, n)
+    def test(self, stratum: str = "all tokens") -> Test:
+        return _bet("pairs of tokens", self.wealth, self.visits, stratum)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Flat arrays: token, visits and number of pairs of every row; id and counts of every
-        pair."""
-        heads = [(token, row.visits, len(row.place)) for token, row in self.known.items()]
+        """Flat arrays: token and number of pairs of every row; id and counts of every pair."""
+        heads = [(token, len(row.place)) for token, row in self.known.items()]
         ids = [row.ids[: len(row.place)] for row in self.known.values()]
         counts = [row.counts[:, : len(row.place)] for row in self.known.values()]
         return {
+            "pair visits": np.array(self.visits),
             "pair wealth": self.wealth,
-            "pair rows": np.array(heads, dtype=np.int64).reshape(-1, 3),
+            "pair rows": np.array(heads, dtype=np.int64).reshape(-1, 2),
             "pair ids": np.concatenate([np.zeros(0, dtype=np.int64), *ids]),
             "pair counts": np.concatenate([np.zeros((2, 0)), *counts], 1),
         }
 
     def restore(self, known: dict[str, np.ndarray]) -> None:
         """Go on where `state` was asked."""
+        self.visits = int(known["pair visits"])
         self.wealth, at = known["pair wealth"].copy(), 0
-        for token, visits, many in known["pair rows"].tolist():
+        for token, many in known["pair rows"].tolist():
             some = slice(at, at + many)
             ids, counts = known["pair ids"][some].copy(), known["pair counts"][:, some].copy()
             place = {x: i for i, x in enumerate(ids.tolist())}
-            self.known[token] = _Follower(visits, place, ids, counts)
+            self.known[token] = _Follower(place, ids, counts)
             at += many
 
 
@@ -361,8 +372,10 @@ class DirectionSums:
         for g, group in enumerate(self.groups):
             for k, name in enumerate(self.names):
                 s, variance, third = self.sums[:, g, k]
-                if variance >= ENOUGH:
-                    z, p = float(s / math.sqrt(variance)), tail(s, variance, third)
+                counted = name in COUNTED
+                if variance >= (ENOUGH_COUNTED if counted else ENOUGH):
+                    nearer = math.copysign(max(abs(s) - 0.5, 0.0), s) if counted else s
+                    z, p = float(s / math.sqrt(variance)), tail(nearer, variance, third)
                     found.append(Test(name, group, int(self.count[g]), z, p))
         return found
 
@@ -373,7 +386,9 @@ def _cumulants(own: Tensor, m1: Tensor, m2: Tensor, m3: Tensor) -> list[Tensor]:
 
 
 class Tally(DirectionSums):
-    """All direction tests of a run. groups: names of the G strata, all tokens first."""
+    """All direction tests of a run. groups: names of the G strata, all tokens first; those that
+    begin with FIRST are the first tokens of cycles, whose pairs are learned apart as well: a
+    key that is at work there alone drowns among the pairs of all places."""
 
     def __init__(self, bank: Bank, groups: tuple[str, ...]) -> None:
         super().__init__(bank.names, groups)
@@ -386,7 +401,8 @@ class Tally(DirectionSums):
         bins |= {f"token ids in the tail below {t:g}": size for t in LEARNED_TAILS}
         zero = lambda n: torch.zeros(n, device=device)
         self.learners = {name: Learner(zero(n), zero(n)) for name, n in bins.items()}
-        self.pairs = PairLearner()
+        self.first = [g for g, name in enumerate(groups) if name.startswith(FIRST)]
+        self.pairs = [PairLearner() for _ in range(2 if self.first else 1)]
 
     def add(self, scores: DirectionScores, tokens: Tensor, groups: np.ndarray) -> None:
         """tokens: [R] what came. groups: [R, G] bool, which strata each place belongs to."""
@@ -404,7 +420,10 @@ class Tally(DirectionSums):
         self._by_rank("ranks", scores.mass, rank, torch.zeros_like(rank))
         start = (scores.mass >= TAIL).sum(-1)
         self._by_rank("ranks in the tail", scores.mass, rank, start)
-        self.pairs.add(p, scores.previous, tokens)
+        self.pairs[0].add(p, scores.previous, tokens)
+        if self.first and len(some := np.flatnonzero(groups[:, self.first].any(1))):
+            previous = [scores.previous[r] for r in some]
+            self.pairs[1].add(p[some], previous, tokens[some])
 
     def _by_id(self, name: str, p: Tensor, tokens: Tensor, limit: float) -> None:
         """Ids of the tokens below `limit` in their distribution; all others score 0."""
@@ -431,13 +450,16 @@ class Tally(DirectionSums):
     @property
     def most(self) -> int:
         """How many tests there are at most."""
-        return len(self.names) * len(self.groups) + 3 + len(self.learners)
+        return len(self.names) * len(self.groups) + 2 + len(self.learners) + len(self.pairs)
 
     def tests(self) -> list[Test]:
         """Every direction and stratum with variance enough, single tokens, learned directions."""
         n = int(self.count[0])
         learned = [learner.test(name, n) for name, learner in self.learners.items()]
-        return [*super().tests(), *self._parity(n), *self._single(n), *learned, self.pairs.test(n)]
+        learned += [
+            p.test(name) for p, name in zip(self.pairs, ("all tokens", FIRST), strict=False)
+        ]
+        return [*super().tests(), *self._parity(n), *self._single(n), *learned]
 
     def _parity(self, n: int) -> list[Test]:
         """Parity of the ranks in a tail, wherever it starts: one test, the smallest p of all."""
@@ -473,7 +495,9 @@ class Tally(DirectionSums):
             known[f"over {i}"] = learner.over.cpu().numpy()
             known[f"expected {i}"] = learner.expected.cpu().numpy()
             known[f"wealth {i}"] = learner.wealth
-        return known | self.pairs.state()
+        for i, pairs in enumerate(self.pairs):
+            known |= {f"{name} {i}": value for name, value in pairs.state().items()}
+        return known
 
     def restore(self, known: dict[str, np.ndarray]) -> None:
         """Go on where `state` was asked."""
@@ -484,7 +508,8 @@ class Tally(DirectionSums):
             learner.over = torch.tensor(known[f"over {i}"], device=device)
             learner.expected = torch.tensor(known[f"expected {i}"], device=device)
             learner.wealth = known[f"wealth {i}"].copy()
-        self.pairs.restore(known)
+        for i, pairs in enumerate(self.pairs):
+            pairs.restore({k[:-2]: v for k, v in known.items() if k.endswith(f" {i}")})
 
 
 def tail(s: float, variance: float, third: float) -> float:

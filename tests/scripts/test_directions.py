@@ -172,9 +172,88 @@ def test_pairs_find_a_key_that_the_token_before_sets_anew() -> None:
     marked = (owed * torch.where(green > 0, 1.8, 1.0)).float()
     marked /= marked.sum(-1, keepdim=True)
     assert float((marked - owed).abs().sum(-1).mean() / 2) == pytest.approx(0.12, abs=0.01)
-    assert chained(size, owed, marked, 6400, 1).test(6400).p < 1e-6
-    sound = [chained(size, owed, owed, 640, seed).test(640).p for seed in range(60)]
+    assert chained(size, owed, marked, 6400, 1).test().p < 1e-6
+    sound = [chained(size, owed, owed, 640, seed).test().p for seed in range(60)]
     assert np.mean(np.array(sound) <= 0.1) <= 0.1
+
+
+def keyed_by_the_token_before(key_at: slice, groups: tuple[str, ...], seed: int) -> Tally:
+    """A text of 6,400 tokens whose distributions the whole context sets anew, cut into cycles of
+    four; in the places `key_at` of each, a hash of the token before has made half of the ids four times as
+    likely."""
+    size, coin = 24, np.random.default_rng(seed)
+    green = [directions.keyed_signs(size, key, 1)[:, 0].numpy() > 0 for key in range(size)]
+    found, last = Tally(Bank(size, 5), groups), 0
+    for _ in range(200):
+        p, text = np.exp(2.5 * coin.normal(size=(32, size))), [last]
+        p /= p.sum(1, keepdims=True)
+        marked = np.zeros(32, dtype=bool)
+        marked.reshape(8, 4)[:, key_at] = True
+        for t in range(32):
+            edges = (p[t] * np.where(green[text[-1]] & marked[t], 4.0, 1.0)).cumsum()
+            text.append(int(np.searchsorted(edges, coin.random() * edges[-1], side="right")))
+        last, members = text[-1], np.stack([np.ones(32), np.arange(32) % 4 == 0], 1)
+        none = torch.full((32, 1), -1)
+        block = TokenBlock(torch.tensor(p).float(), *[torch.zeros(32, size)] * 2, none, none)
+        block.recent = torch.tensor(text[:-1])[:, None]
+        scores, tokens = found.bank.open(block), torch.tensor(text[1:])
+        found.add(scores, tokens, members[:, : len(groups)].astype(bool))
+    return found
+
+
+def pair_tests(found: Tally) -> dict[str, float]:
+    return {t.stratum: t.p for t in found.tests() if t.name.endswith("pairs of tokens")}
+
+
+def test_a_key_in_first_tokens_alone_is_found_among_them() -> None:
+    """Where the context moves every distribution, so that a token comes where it is likely: its
+    probability there says little of earlier visits."""
+    groups = ("all tokens", "first of a cycle, after a rejection")
+    found = pair_tests(keyed_by_the_token_before(slice(1), groups, 1))
+    assert found["first of a cycle"] < 1e-6 < found["all tokens"]
+    sound = pair_tests(keyed_by_the_token_before(slice(0), groups, 1))
+    assert min(sound.values()) > 0.01
+
+
+def test_a_best_token_too_often_is_found_at_few_places() -> None:
+    """Every fifth of 170 places greedy: what a run of 20,000 tokens has of a place that comes
+    once in an answer of 64, in every second answer."""
+    p, coin = distributions(9)[0], np.random.default_rng(3)
+    p = torch.cat([a[(a.amax(1) < 0.3)] for a in distributions(9)])[:170]
+    assert len(p) == 170
+    for share, seen in ((0.25, True), (0.0, False)):
+        found = Tally(Bank(VOCAB, 5), ("all tokens",))
+        tokens = torch.multinomial(p, 1, generator=torch.Generator().manual_seed(1))[:, 0]
+        best = torch.tensor(coin.random(170) < share)
+        zero, none = torch.zeros_like(p), torch.full((170, 1), -1)
+        block = TokenBlock(p, zero, zero, none, none)
+        found.add(
+            found.bank.open(block),
+            torch.where(best, p.argmax(1), tokens),
+            np.ones((170, 1), dtype=bool),
+        )
+        test = next(t for t in found.tests() if t.name == "the likeliest token")
+        assert (test.p < 1e-7) == seen, test
+
+
+@pytest.mark.parametrize("variance", [10, 20, 60])
+@pytest.mark.parametrize("p", [0.003, 0.1, 0.5, 0.95])
+def test_counted_directions_raise_no_more_alarms_than_stated(variance: int, p: float) -> None:
+    """Every count that n tokens may have, with its probability: at no level are more rejected."""
+    from scipy import stats
+
+    n = int(np.ceil(variance / (p * (1 - p))))
+    sums = directions.DirectionSums(["stop tokens"], ("all tokens",))
+    far = int(9 * np.sqrt(variance))
+    count = np.arange(max(0, int(n * p) - far), min(n, int(n * p) + far) + 1)
+    found = []
+    for k in count:
+        sums.sums[:, 0, 0] = k - n * p, n * p * (1 - p), n * p * (1 - p) * (1 - 2 * p)
+        found += [t.p for t in sums.tests()] or [1.0]
+    said, mass = np.array(found), stats.binom.pmf(count, n, p)
+    assert said.min() < 1e-6
+    for level in np.geomspace(1e-10, 0.1, 60):
+        assert mass[said <= level].sum() <= level
 
 
 def test_stop_tokens_are_a_direction_of_their_own() -> None:

@@ -38,7 +38,7 @@ from outrider.scripts.common import files
 from outrider.scripts.proofs import uniformity
 from outrider.scripts.proofs.directions import hashed
 from outrider.scripts.proofs.greedy import Plain
-from outrider.scripts.proofs.sampled import Setting, sampling_layer
+from outrider.scripts.proofs.sampled import Sample, Setting, sampling_layer
 
 OUT = files.ROOT / "docs/results/places.json"
 VOCAB, LIMIT, BATCH, DEPTH = 320, 64, 16, 3
@@ -128,6 +128,11 @@ def cooled(row: RequestState, p: Tensor, other: Tensor) -> Tensor:
     return p**2 / (p**2).sum()
 
 
+def sharper(row: RequestState, p: Tensor, other: Tensor) -> Tensor:
+    """A temperature of 0.87."""
+    return p**1.15 / (p**1.15).sum()
+
+
 def of_other(row: RequestState, p: Tensor, other: Tensor) -> Tensor:
     """The next row's distribution."""
     return other
@@ -195,14 +200,44 @@ CASES: dict[str, tuple[Callable[[], PlacedRule], int, bool]] = {
         TOKENS,
         True,
     ),
+    "first of a cycle, watermark of the token before, 4, more tokens": (
+        lambda: PlacedRule(always, watermark(4.0), total=0.18),
+        40_000,
+        False,
+    ),
+    "first of a cycle, watermark of the token before, five times the tokens": (
+        lambda: PlacedRule(always, watermark(4.0), total=0.2),
+        100_000,
+        True,
+    ),
     "first of a cycle, watermark of the token before, 1": (
         lambda: PlacedRule(always, watermark(1.0), total=None),
+        TOKENS,
+        False,
+    ),
+    "second half of the answer, p^1.15": (
+        lambda: PlacedRule(lambda row: row.tokens >= LIMIT // 2, sharper, total=None),
         TOKENS,
         False,
     ),
     "first of a cycle, 3 % from the next row": (
         lambda: PlacedRule(always, of_other, total=0.015),
         TOKENS,
+        False,
+    ),
+    "first of a cycle, 3 % from the next row, more tokens": (
+        lambda: PlacedRule(always, of_other, total=0.015),
+        150_000,
+        False,
+    ),
+    "one request in twenty, first of a cycle from the step before": (
+        lambda: PlacedRule(lambda row: row.number % 20 == 0, stale, total=None),
+        TOKENS,
+        False,
+    ),
+    "one request in twenty, first of a cycle from the step before, more tokens": (
+        lambda: PlacedRule(lambda row: row.number % 20 == 0, stale, total=None),
+        100_000,
         False,
     ),
 }
@@ -218,16 +253,21 @@ class Bench:
         self.prompts = [[3 + i, 5, 7 + 2 * i, 9] for i in range(12)]
         self.target.probe()
 
+    def sample(self, rule: Any, tokens: int, seed: int = 0) -> Sample:
+        """`tokens` tokens under a rule."""
+        how = Setting(Sampling(1.0), tokens, LIMIT, BATCH, seed, rule)
+        return sampling_layer(self.plain, self.target, self.drafter, self.prompts, how)
+
     def judged(self, rule: Any, tokens: int, seed: int = 0) -> dict[str, Any]:
         """What the sampling layer says of `tokens` tokens under a rule."""
-        how, begin = Setting(Sampling(1.0), tokens, LIMIT, BATCH, seed, rule), time.process_time()
-        sample = sampling_layer(self.plain, self.target, self.drafter, self.prompts, how)
-        tests = sorted(sample.tests(), key=lambda test: test.p)
+        begin = time.process_time()
+        tests = sorted(self.sample(rule, tokens, seed).tests(), key=lambda test: test.p)
         return {
             "tokens": tokens,
             "p": uniformity.overall(tests),
             "rejected": uniformity.overall(tests) < ALPHA,
             "by": f"{tests[0].name} of {tests[0].stratum}",
+            "statistic": tests[0].statistic,
             "tests": len(tests),
             "cpu_s": round(time.process_time() - begin, 1),
         }
