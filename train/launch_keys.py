@@ -95,7 +95,8 @@ def start(cfg: TrainConfig) -> Accelerator:
     that do not fit, a device that is not there, and what train.zero3 refuses."""
     check_settings(cfg)
     # Before the ranks meet: one that is still connecting would see those leave that know.
-    check_ranks(cfg, get_cpu_distributed_information().world_size)
+    world = get_cpu_distributed_information().world_size
+    check_ranks(cfg, world)
     device = device_of(cfg)
     # Gradients lie in DDP's own buckets: a copy less.
     handlers = [
@@ -108,16 +109,28 @@ def start(cfg: TrainConfig) -> Accelerator:
         torch.cuda.set_device(device)
     try:
         with plain_launch(cfg):
-            return Accelerator(
+            accelerator = Accelerator(
                 cpu=cfg.device == "cpu",
                 mixed_precision="no",
                 gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
                 dynamo_backend="no",
                 kwargs_handlers=handlers,
             )
+            check_met(accelerator.num_processes, world)
+            return accelerator
     finally:
         if device and before is None:
             del os.environ["ACCELERATE_TORCH_DEVICE"]
+
+
+def check_met(ranks: int, launched: int) -> None:
+    """Raises UserError where processes of a launch do not work together: a launch file for GPUs
+    starts them on a machine without one too, each for itself."""
+    if ranks < launched:
+        raise UserError(
+            f"device: {launched} processes were launched for GPUs, but there is none; set "
+            "device=cpu"
+        )
 
 
 @contextlib.contextmanager

@@ -20,23 +20,32 @@ from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo, sha256
 
 STOPPED = (130, 75, -2, -15)  # exit codes of a command that goes on when it is given again
+LAUNCH = Path("conf/launch/ddp.yaml")  # how several processes of one command are started
 
 
 @dataclass(frozen=True)
 class Command:
     """A script with its keys, the files it reads and the file that it leaves when it is done.
-    good: the exit codes with which it has done its work."""
+    good: the exit codes with which it has done its work. processes: how many work on it, started
+    by `accelerate launch` where they are several."""
 
     title: str
     argv: list[str]
     reads: list[Path]
     leaves: Path
     good: Collection[int] = (0,)
+    processes: int = 1
+
+    @property
+    def ranks(self) -> list[str]:
+        """Keys of a launch with these processes."""
+        return ["--config_file", str(files.here(LAUNCH)), "--num_processes", str(self.processes)]
 
     @property
     def line(self) -> str:
         """As the user would type it."""
-        return shlex.join(["python", *self.argv])
+        launch = ["accelerate", "launch", *self.ranks] if self.processes > 1 else ["python"]
+        return shlex.join([*launch, *self.argv])
 
 
 class Deadline:
@@ -118,7 +127,11 @@ class Pipeline:
         # Waiting threads that spin starve each other on shared cores.
         env = {"GOMP_SPINCOUNT": "1000", **os.environ}
         script = files.here(Path(command.argv[0]))  # a job may run from any folder
-        argv = [sys.executable, str(script), *command.argv[1:]]
+        launch = []
+        if command.processes > 1:
+            launch = ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
+            launch += command.ranks
+        argv = [sys.executable, *launch, str(script), *command.argv[1:]]
         try:
             code = _ended(argv, env, self.end.left())
         except subprocess.TimeoutExpired:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
@@ -49,6 +49,8 @@ class TargetHeadConfig:
     conversations: OneOrMore = 480
     # of the domain that is fitted
     fitted: OneOrMore = 360
+    # of them decoded together, and a block of the file, which is lost where it is stopped
+    batch: OneOrMore = 32
     # longest answer in them, tokens
     answer_tokens: OneOrMore = 200
     # JSONL of prompts that no part of the data holds
@@ -59,6 +61,8 @@ class TargetHeadConfig:
     categories: Filled[str] = field(default_factory=lambda: ["code"])
     # most tokens of an answer to one
     tokens: OneOrMore = 64
+    # that share the training on CPUs, as `accelerate launch` starts them
+    processes: OneOrMore = 1
     # of work before it stops; 0 = to the end
     minutes: NotNegative = 0.0
     # further keys of every command, such as target.layers=2
@@ -106,7 +110,7 @@ class Steps:
 
     def answers(self, name: str, path: Path, asked: list[str], count: int) -> Command:
         """The target answers the questions of a part."""
-        keys = [f"out={spelled(str(path))}", *asked, "seed=0", "batch=8"]  # a block in some minutes
+        keys = [f"out={spelled(str(path))}", *asked, "seed=0", f"batch={self.cfg.batch}"]
         keys += [f"num_conversations={count}"]
         keys += [f"max_new_tokens={self.cfg.answer_tokens}"]
         title = f"the target writes {name.replace('_', ' ')}"
@@ -115,6 +119,7 @@ class Steps:
     def features(self) -> Command:
         """The target reads them once."""
         keys = [*self.data(), "heads=[eagle3]", f"out={spelled(str(self.manifest.parent))}"]
+        keys += ["batch_tokens=1024", "shard_mb=32"]  # a pass and a file in a minute or two
         reads = list(self.parts().values())
         title = "the target reads them"
         return self.command(title, "scripts/cache_features.py", keys, reads, self.manifest)
@@ -125,7 +130,9 @@ class Steps:
         keys += [f"data.features={spelled(str(self.manifest.parent))}"]
         keys += [f"out_dir={spelled(str(self.head))}"]
         title = "an EAGLE-3 head learns from them"
-        return self.command(title, "train/eagle.py", keys, [self.manifest], self.card)
+        keys += ["device=cpu"] if self.cfg.processes > 1 else []  # else they look for GPUs
+        found = self.command(title, "train/eagle.py", keys, [self.manifest], self.card)
+        return replace(found, processes=self.cfg.processes)
 
     def asked(self) -> list[str]:
         """Keys of what is asked of the heads."""

@@ -68,6 +68,16 @@ def test_every_command_is_taken_by_its_script(
     assert len(taken) == before, "all of it is done"
 
 
+def test_keys_of_one_script_and_the_ranks_of_a_training(tmp_path: Path) -> None:
+    made = steps(tmp_path, "processes=2", "also={eagle: ['epochs=1','seed=3'], fit: ['minutes=1']}")
+    training = made.training()
+    assert training.argv[-2:] == ["epochs=1", "seed=3"], "given behind those of the step"
+    launch = "accelerate launch --config_file conf/launch/ddp.yaml --num_processes 2"
+    assert training.line.startswith(f"{launch} train/eagle.py target=qwen25_coder ")
+    assert made.features().line.startswith("python scripts/cache_features.py ")
+    assert "epochs=1" not in made.features().argv
+
+
 def test_a_domain_is_cut_behind_what_is_learned(tmp_path: Path) -> None:
     path = tmp_path / "sql.jsonl"
     path.write_text("".join(f"{n}\n" for n in range(12)))

@@ -169,3 +169,12 @@ def test_a_run_that_asks_for_a_gpu_does_not_fall_back(
 def test_gradients_lie_in_the_buckets_that_are_exchanged(cfg: TrainConfig) -> None:
     handler = launch_keys.start(cfg).ddp_handler
     assert handler is not None and handler.gradient_as_bucket_view
+
+
+def test_ranks_that_each_work_alone_are_told_why() -> None:
+    """A launch file for GPUs on a machine without one: the second of them would be told that
+    another run is writing to its folder."""
+    launch_keys.check_met(2, 2)
+    launch_keys.check_met(1, 1)
+    with pytest.raises(UserError, match="device: 2 processes were launched for GPUs.*device=cpu"):
+        launch_keys.check_met(1, 2)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ PRIOR = 0.5  # of log s: how far prompts differ from those of the curves
 MISFIT = 0.08  # of y: what multiplying leaves open
 LEAST_Y = 0.02  # below this nothing was accepted
 NEAR = 0.999  # acceptance that counts as certain
+
+REUSE = np.geomspace(0.25, 64, 97)  # worth of all further passes, in first ones, that is tried
 
 
 @dataclass(frozen=True)
@@ -166,3 +168,64 @@ def _length(y: float, deviation: float, depth: int) -> Length:
         length_of(y + Z90 * deviation, depth),
         length_of(y - Z90 * deviation, depth),
     )
+
+
+# -- tokens that are read again
+
+
+def effective(tokens: float, unique: float, reuse: float) -> float:
+    """New tokens that are worth as much as `tokens` of which `unique` are different: the worth of
+    further passes falls off as an exponential and comes to `reuse` first ones at most (the form of
+    Muennighoff et al. 2023)."""
+    if tokens <= unique:
+        return tokens
+    return unique * (1 + reuse * (1 - math.exp(-(tokens / unique - 1) / reuse)))
+
+
+def worth(unique: float, scaling: Path) -> Callable[[float], float]:
+    """tokens -> the new tokens that they are worth, of `unique` different ones; 0: all are new.
+    Raises UserError where `scaling`, a report of scripts/lab/data_scaling.py, does not say it."""
+    if not unique:
+        return lambda tokens: tokens
+    try:
+        reuse = float(json.loads(here(scaling).read_text(encoding="utf-8"))["reuse"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"unique: {scaling} does not say what a further pass is worth; give scaling=REPORT of "
+            "scripts/lab/data_scaling.py, or leave unique out"
+        ) from None
+    return lambda tokens: effective(tokens, unique, reuse)
+
+
+def fit_reuse(points: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """{level, slope, reuse, residual} of y = level - slope * log(effective tokens / 1e6) through
+    heads with tokens_seen, unique_tokens, mean (accepted length) and depth."""
+    y = np.array([rejection(point["mean"], point["depth"]) for point in points])
+    found: list[tuple[float, float, float, float]] = []
+    for reuse in REUSE.tolist():
+        worth = [effective(p["tokens_seen"], p["unique_tokens"], reuse) for p in points]
+        x = np.log(np.array(worth) / 1e6)
+        slope, level = np.polyfit(x, y, 1)
+        error = float(((y - level - slope * x) ** 2).sum())
+        found.append((error, float(level), -float(slope), reuse))
+    error, level, slope, reuse = min(found)
+    residual = math.sqrt(error / max(len(points) - 3, 1))
+    residual = max(residual, LEAST_RESIDUAL)
+    return {"level": level, "slope": slope, "reuse": reuse, "residual": residual}
+
+
+def foretell(points: Sequence[dict[str, Any]], unique: float, passes: int) -> Length:
+    """The accepted length after `passes` over `unique` tokens, with its 90 % interval: residuals,
+    and how far the prediction moves when one head is left out."""
+
+    def at(some: Sequence[dict[str, Any]]) -> float:
+        fitted = fit_reuse(some)
+        worth = effective(passes * unique, unique, fitted["reuse"])
+        return fitted["level"] - fitted["slope"] * math.log(worth / 1e6)
+
+    count = len(points)
+    moved = [at([*points[:i], *points[i + 1 :]]) for i in range(count)]
+    spread = math.sqrt((count - 1) / count * sum((y - at(points)) ** 2 for y in moved))
+    deviation = math.hypot(fit_reuse(points)["residual"], spread)
+    freedom = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02}.get(count - 3, 1.9)  # of Student's t
+    return _length(at(points), deviation * freedom / Z90, points[0]["depth"])

@@ -1,0 +1,49 @@
+"""The table of targets beside each other: it shows what reports say, and names what none says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.scripts.lab.pages import two_targets
+
+
+def row(label: str, speed: float, name: str = "") -> dict[str, Any]:
+    length = {"mean": 1.5, "low": 1.4, "high": 1.6}
+    ratio = {"mean": speed / 10, "low": speed / 11, "high": speed / 9}
+    found = {"name": name or label, "label": label, "tokens_per_second": speed}
+    return {**found, "speedup": ratio, "accepted_length": length}
+
+
+SERVED = "http://127.0.0.1:1"
+
+
+def test_the_fastest_of_a_kind_is_shown_and_what_is_missing_is_named() -> None:
+    small = {"drafters": [row("none", 10.0), row("eagle3", 15.0), row("eagle3+ngram", 17.0)]}
+    server = row("llamacpp", 20.0, f"llamacpp@{SERVED}")
+    drafted = row("llamacpp-eagle3-k2", 25.0, f"llamacpp-eagle3-k2@{SERVED}")
+    small["drafters"] += [server, drafted, row("hf_generate", 7.0)]
+    whole = two_targets.table({"unseen-t0": small})
+    assert whole.head[1].startswith("SmolLM2-135M") and len(whole.head) == 4
+    text = whole.markdown()
+    assert "| EAGLE-3 | 1.50 [1.40, 1.60] | 15.0 | 1.50× [1.36, 1.67] |" in text
+    assert "| llama.cpp, 16 bits | – | 20.0 |" in text
+    assert "| llama.cpp, 16 bits, with the head | 1.50 [1.40, 1.60] | 25.0 |" in text
+    assert "Q4_K_M" not in text, "no row without a figure"
+    missing = whole.notes[-1]
+    assert "not measured: n-gram on SmolLM2-135M, llama.cpp, Q4_K_M on SmolLM2-135M" in missing
+    assert missing.endswith("all of Qwen2.5-Coder-1.5B")
+
+
+def test_targets_stand_beside_each_other_whatever_report_has_a_row() -> None:
+    small = {"drafters": [row("none", 10.0), row("ngram", 12.0)]}
+    bf16 = [row("none", 5.0), row("eagle3@chain", 8.0), row("eagle3@tree", 9.0)]
+    q4 = [row("none", 5.5), row("llamacpp-q4_k_m", 11.0, f"llamacpp-q4_k_m@{SERVED}")]
+    known: dict[str, Any] = {"unseen-t0": small}
+    known |= {"qwen25-bf16": {"drafters": bf16}, "qwen25-q4": {"drafters": q4}}
+    whole = two_targets.table(known)
+    lines = {cells[0]: cells for cells in whole.rows}
+    assert lines["plain decoding"][2::3] == ["10.0", "5.0"], "the preferred report's"
+    assert lines["EAGLE-3"][1:4] == ["–", "–", "–"] and lines["EAGLE-3"][5] == "9.0"
+    assert lines["llama.cpp, Q4_K_M"][5] == "11.0"
+    assert "EAGLE-3 on SmolLM2-135M" in whole.notes[-1]
+    assert "n-gram on Qwen2.5-Coder-1.5B" in whole.notes[-1]
