@@ -29,10 +29,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from filelock import FileLock
@@ -51,8 +51,11 @@ PAYS = 300_000  # layers still to be run
 LONGEST_S = 600.0
 ROOT = 0  # whose files everybody trusts
 PARTS = ("qkv", "out", "up", "down")
-KEPT = 8  # libraries: those of older code are never taken again
+# Libraries: those of older code are never taken again. A target has one, and a drafter on it.
+KEPT = 16
 WIDEST = 8192  # of a norm: beyond, torch adds squares in another order
+# What compiling, loading and a library of another torch may raise.
+FAILURES = (OSError, RuntimeError, ValueError, AttributeError, KeyError, TypeError)
 _SAID: set[str] = set()
 
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -61,7 +64,9 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 @dataclass(frozen=True)
 class LayerShape:
     """What a layer's code depends on. heads: H, Hkv, hd. products: of each of PARTS the outputs of
-    its layers, its inputs, and whether it has a bias."""
+    its layers, its inputs, and whether it has a bias. module: compiles it, started as a program."""
+
+    module: ClassVar[str] = __name__
 
     width: int
     heads: Sequence[int]
@@ -138,13 +143,18 @@ def compiled_pass(flat: FlatPass | None, layers_to_come: int) -> CompiledPass | 
             refuse("layers like these are not compiled, only packed ones of Llama and Qwen2")
         return None
     try:
-        path = stored(shape)
-        if path is None and layers_to_come >= PAYS:
-            path = compile_layer(shape)
+        path = library(shape, layers_to_come >= PAYS)
         return None if path is None else load(flat, path)
-    except (OSError, RuntimeError, ValueError, AttributeError, KeyError, TypeError) as e:
+    except FAILURES as e:
         refuse(first_line(e))
     return None
+
+
+def library(shape: LayerShape, pays: bool) -> Path | None:
+    """The library of `shape` from the cache folder, or compiled now where that pays. Raises what
+    `stored` and `compile_layer` raise."""
+    path = stored(shape)
+    return compile_layer(shape) if path is None and pays else path
 
 
 def refuse(why: str) -> None:
@@ -176,12 +186,13 @@ def stored(shape: LayerShape) -> Path | None:
 
 def key(shape: LayerShape) -> str:
     """Of all that a library depends on."""
-    code = [Path(str(module.__file__)).read_bytes() for module in (flat_module, attention)]
+    modules = flat_module, attention, sys.modules[__name__], sys.modules[shape.module]
+    code = [Path(str(module.__file__)).read_bytes() for module in modules]
     about = [
         asdict(shape),
         [torch.__version__, torch.version.git_version, torch.backends.cpu.get_cpu_capability()],
         [platform.machine(), processor(), *platform.libc_ver()],
-        [hashlib.sha256(text).hexdigest() for text in [*code, Path(__file__).read_bytes()]],
+        [hashlib.sha256(text).hexdigest() for text in code],
     ]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -228,7 +239,7 @@ def compile_in(work: Path, shape: LayerShape, compiler: str) -> Path:
     env["PYTHONPATH"] = os.pathsep.join(
         [*filter(None, sys.path), *([os.getcwd()] if "" in sys.path else [])]
     )
-    command = [sys.executable, "-m", __name__, json.dumps(asdict(shape)), str(out), str(work)]
+    command = [sys.executable, "-m", shape.module, json.dumps(asdict(shape)), str(out), str(work)]
     try:
         code, said = bound.run(command, env, work, LONGEST_S)
     except subprocess.TimeoutExpired as e:
@@ -250,24 +261,31 @@ def tidy() -> None:
 def load(flat: FlatPass, path: Path) -> CompiledPass:
     """`flat` with its layers from the library `path`, which takes their weights as they lie.
     Raises what torch raises for a file that is none, or another torch's."""
-    runs: list[Run] = []
-    for layer in flat.layers:
-        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
-        weights = {"before": layer.before, "between": layer.between}
-        for part in PARTS:
-            product = getattr(layer, part)
-            weights[f"{part}.weight"] = product.weight
-            if product.bias is not None:
-                weights[f"{part}.bias"] = product.bias
-        names = runner.get_constant_names_to_original_fqns()
-        given = {name: weights[of] for name, of in names.items()}
-        runner.update_constant_buffer(given, False, True, True)  # they stay `flat`'s own
-        runs.append(runner.run)
     parts = {name: getattr(flat, name) for name in FlatPass.__dataclass_fields__}
-    return CompiledPass(**parts, runs=tuple(runs))
+    return CompiledPass(**parts, runs=tuple(loaded(path, weights(one)) for one in flat.layers))
 
 
-class _Product(nn.Module):
+def weights(layer: FlatLayer) -> dict[str, Tensor]:
+    """What a library calls the weights of a packed layer."""
+    found = {"before": layer.before, "between": layer.between}
+    for part in PARTS:
+        product = getattr(layer, part)
+        found[f"{part}.weight"] = product.weight
+        if product.bias is not None:
+            found[f"{part}.bias"] = product.bias
+    return found
+
+
+def loaded(path: Path, weights: Mapping[str, Tensor]) -> Run:
+    """The library `path` over these weights, which stay the caller's. Raises as `load`."""
+    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+    names = runner.get_constant_names_to_original_fqns()
+    given = {name: weights[of] for name, of in names.items()}
+    runner.update_constant_buffer(given, False, True, True)
+    return runner.run  # type: ignore[no-any-return]
+
+
+class GraphProduct(nn.Module):
     """A Product in a graph: its weights are constants, which the compiler wants them to be."""
 
     def __init__(self, sizes: Sequence[int], inputs: int, bias: bool) -> None:
@@ -283,26 +301,30 @@ class _Product(nn.Module):
         return self(x).split(self.sizes, -1)
 
 
+def unit(x: Tensor, eps: float) -> Tensor:
+    """x [.., D] by its root mean square, in float32. As torch adds the squares: four sums of eight
+    lanes, in blocks of sixteen."""
+    wide = x.float()
+    steps = x.shape[-1] // 32
+    squares = wide.pow(2).reshape(*x.shape[:-1], steps, 32)
+    begun, total = 16 * (steps // 16), squares.new_zeros(())
+    if begun:
+        blocks = squares[..., :begun, :].reshape(*x.shape[:-1], begun // 16, 16, 32)
+        total = blocks.sum(-2).sum(-2)
+    if begun < steps:
+        total = squares[..., begun:, :].sum(-2) + total
+    one, two, three, four = total.split(8, -1)
+    lanes = one + two + three + four
+    found = lanes[..., 0]
+    for lane in range(1, 8):
+        found = found + lanes[..., lane]
+    return wide * torch.rsqrt(found[..., None] / x.shape[-1] + eps)
+
+
 @dataclass(frozen=True)
 class _TracedPass(FlatPass):
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As torch adds the squares: four sums of eight lanes, in blocks of sixteen."""
-        wide = x.float()
-        steps = x.shape[-1] // 32
-        squares = wide.pow(2).reshape(*x.shape[:-1], steps, 32)
-        begun, total = 16 * (steps // 16), squares.new_zeros(())
-        if begun:
-            blocks = squares[..., :begun, :].reshape(*x.shape[:-1], begun // 16, 16, 32)
-            total = blocks.sum(-2).sum(-2)
-        if begun < steps:
-            total = squares[..., begun:, :].sum(-2) + total
-        one, two, three, four = total.split(8, -1)
-        lanes = one + two + three + four
-        found = lanes[..., 0]
-        for lane in range(1, 8):
-            found = found + lanes[..., lane]
-        scale = torch.rsqrt(found[..., None] / x.shape[-1] + self.eps)
-        return (wide * scale).to(x.dtype) * weight
+        return unit(x, self.eps).to(x.dtype) * weight
 
 
 class _Layer(nn.Module):
@@ -314,7 +336,7 @@ class _Layer(nn.Module):
         for norm in ("before", "between"):
             self.register_buffer(norm, torch.ones(shape.width, dtype=torch.bfloat16))
         for part, product in zip(PARTS, shape.products, strict=True):
-            self.add_module(part, _Product(*product))
+            self.add_module(part, GraphProduct(*product))
 
     def forward(
         self,
@@ -339,8 +361,6 @@ class _Layer(nn.Module):
 @torch.no_grad()
 def build(shape: LayerShape, out: Path) -> None:
     """Compile a layer of `shape` into the library `out`."""
-    import torch._inductor
-
     heads, kv_heads, size = shape.heads
     # Sizes that no other size equals: the compiler would take the two for one.
     rows, new, seen, slots = 5, 7, 211, 1021
@@ -352,13 +372,21 @@ def build(shape: LayerShape, out: Path) -> None:
     turn = [some(rows, 1, new, size) for _ in range(2)]
     mask = some(rows, 1, heads // kv_heads * new, seen)
     inputs = (some(rows, new, shape.width), *turn, keys, values, torch.arange(new), mask)
-    any_size = torch.export.Dim.AUTO
     varying = [(0, 1), (0, 2), (0, 2), (0, 2), (0, 2), (0,), (0, 2, 3)]
-    traced = torch.export.export(
-        _Layer(shape).eval(),
-        inputs,
-        dynamic_shapes=tuple(dict.fromkeys(one, any_size) for one in varying),
-    )
+    export(_Layer(shape), inputs, varying, out)
+
+
+def export(layer: nn.Module, inputs: tuple[Any, ...], varying: Sequence[Any], out: Path) -> None:
+    """Compile `layer` into the library `out`. inputs: such as it is called with, tensors and
+    tuples of them. varying: which dimensions of each tensor may have another size."""
+    import torch._inductor
+
+    def sizes(varying: Sequence[Any]) -> Any:
+        if isinstance(varying[0], int):
+            return dict.fromkeys(varying, torch.export.Dim.AUTO)
+        return tuple(map(sizes, varying))
+
+    traced = torch.export.export(layer.eval(), inputs, dynamic_shapes=sizes(varying))
     options = {
         "aot_inductor.output_path": str(out),
         "aot_inductor.package_constants_in_so": False,

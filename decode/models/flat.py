@@ -160,20 +160,43 @@ class FlatPass:
     ) -> Tensor:
         """Hidden states [B, T, D] behind one layer of those before it. turn: cos and sin
         [B or 1, 1, T, hd], the first half of sin negated."""
-        layer, (cos, sin), (keys, values) = self.layers[number], turn, cached
-        rows, new = x.shape[:2]
+        layer = self.layers[number]
+        mixed = self.attended(layer, self._norm(x, layer.before), turn, cached, slots, mask)
+        return self.fed(layer, mixed.add_(x))
+
+    def attended(
+        self,
+        layer: FlatLayer,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor],
+        cached: tuple[Tensor, Tensor],
+        slots: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """[B, T, D] that the attention of `layer` adds, of what it reads; else as `layer`."""
+        (cos, sin), (rows, new) = turn, x.shape[:2]
         query_heads, kv_heads, size = self.heads
         half, turns = size // 2, query_heads + kv_heads
         wide = [turns * size, kv_heads * size]
-        both, value = layer.qkv(self._norm(x, layer.before)).split(wide, -1)
+        both, value = layer.qkv(x).split(wide, -1)
         both = both.view(rows, new, turns, size).transpose(1, 2)
         turned = torch.cat((both[..., half:], both[..., :half]), -1)
         both = (both * cos).add_(turned.mul_(sin))
-        keys.index_copy_(2, slots, both[:, query_heads:])
-        values.index_copy_(2, slots, value.view(rows, new, kv_heads, size).transpose(1, 2))
+        value = value.view(rows, new, kv_heads, size).transpose(1, 2)
+        self.write(cached, slots, both[:, query_heads:], value)
         query = both[:, :query_heads]
-        mixed = tree_attention(layer.attn, query, keys, values, mask, scaling=self.scale)[0]
-        x = layer.out(mixed.view(rows, new, query_heads * size)).add_(x)
+        mixed = tree_attention(layer.attn, query, *cached, mask, scaling=self.scale)[0]
+        return layer.out(mixed.view(rows, new, query_heads * size))
+
+    def write(
+        self, cached: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor
+    ) -> None:
+        """Keep the new keys and values [B, Hkv, T, hd] at their slots."""
+        for buffer, new in zip(cached, (key, value), strict=True):
+            buffer.index_copy_(2, slots, new)
+
+    def fed(self, layer: FlatLayer, x: Tensor) -> Tensor:
+        """Hidden states [.., D] behind the MLP of `layer`, of those behind its attention."""
         gate, more = layer.up.split(self._norm(x, layer.between))
         return layer.down(silu(gate).mul_(more)).add_(x)
 
@@ -185,7 +208,7 @@ class FlatPass:
 def flat_pass(model: Any) -> FlatPass | None:
     """The flat pass of `model`, None for another kind of model or one that somebody watches."""
     family = next((one for one in FAMILIES if type(model) is one.model), None)
-    if family is None or type(model.model) is not family.body or not _plain(model):
+    if family is None or type(model.model) is not family.body or not plain(model):
         return None
     body: Any = model.model
     if (type(body.embed_tokens), type(body.norm)) != (nn.Embedding, family.norm):
@@ -209,26 +232,26 @@ def _layer(layer: Any, family: Family) -> FlatLayer | None:
     stock = family.layer, family.attention, family.mlp, SiLUActivation, family.norm, family.norm
     if kinds != stock or getattr(attn, "sliding_window", None) is not None:
         return None
-    qkv, out = _group(attn.q_proj, attn.k_proj, attn.v_proj), _group(attn.o_proj)
-    up, down = _group(mlp.gate_proj, mlp.up_proj), _group(mlp.down_proj)
+    qkv, out = group(attn.q_proj, attn.k_proj, attn.v_proj), group(attn.o_proj)
+    up, down = group(mlp.gate_proj, mlp.up_proj), group(mlp.down_proj)
     if qkv is None or out is None or up is None or down is None:
         return None
     return FlatLayer(attn, norms[0].weight, qkv, out, norms[1].weight, up, down)
 
 
-def _group(*layers: Any) -> Group | None:
-    """These layers, which read one tensor; None where one is of another class, or is packed with
-    others."""
+def group(*layers: Any, kind: type = nn.Linear) -> Group | None:
+    """These layers, which read one tensor; None where one is of another class than `kind`, or is
+    packed with others."""
     if all(type(layer) is PackedLinear for layer in layers):
         product: Product = layers[0].product
         whole = [(product, number) for number in range(len(product.sizes))]
         return product if [(layer.product, layer.number) for layer in layers] == whole else None
-    if not all(type(layer) is nn.Linear for layer in layers):
+    if not all(type(layer) is kind for layer in layers):
         return None
     return Apart([(layer.weight, layer.bias) for layer in layers])
 
 
-def _plain(model: nn.Module) -> bool:
+def plain(model: nn.Module) -> bool:
     """Whether nothing hangs on the parts of `model`: a hook would not be called. transformers'
     own, which only collect what is asked for, may hang there: they are not asked."""
     for part in model.modules():
