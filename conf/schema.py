@@ -41,7 +41,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from outrider.conf import packages
+from outrider.conf import arithmetic, packages
 from outrider.conf.errors import CheckFailed, Interrupted, UserError
 from outrider.conf.typed import (
     convert,
@@ -91,13 +91,30 @@ def compose(
     if cfg is None:
         raise_all(problems)
         raise AssertionError("a failed composition names its problem")
+    asked = placeholder(cfg)
     try:
         value, more = convert(cfg, exact(schema, cfg))
     except UserError as error:
         raise_all([*problems, str(error)])
     refused = {line.partition("=")[0] for line in problems}  # what was given is not missing as well
     raise_all(problems + [m for m in more if m.partition(": is required")[0] not in refused])
-    return value
+    return settled(value) if asked else value
+
+
+def placeholder(cfg: DictConfig) -> bool:
+    """Whether `cfg` says dtype=auto; it then says a dtype of which all else may be checked."""
+    if cfg.get("dtype") != arithmetic.AUTO:
+        return False
+    OmegaConf.update(cfg, "dtype", "bfloat16")
+    return True
+
+
+def settled(value: T) -> T:
+    """A configuration with dtype=auto for this machine. A schema with `elsewhere` plans for GPUs
+    that are not here. Last of all, for it imports torch."""
+    device = "cuda" if getattr(value, "elsewhere", False) else getattr(value, "device", None)
+    found: Any = dataclasses.replace(value, dtype=arithmetic.dtype_on(device))  # type: ignore[type-var]
+    return typing.cast(T, found)
 
 
 def exact(schema: type[T], cfg: DictConfig) -> type[T]:
@@ -150,7 +167,13 @@ def _run(
     codes: list[int] = []
 
     def job(cfg: DictConfig) -> None:
-        codes.append(_guarded(lambda: main(to_typed(cfg, exact(schema, cfg))) or 0, schema))
+        asked = placeholder(cfg)
+
+        def run() -> int:
+            value: Any = to_typed(cfg, exact(schema, cfg))
+            return main(settled(value) if asked else value) or 0
+
+        codes.append(_guarded(run, schema))
 
     first = next((i for i, a in enumerate(args) if "=" in a and not a.startswith("-")), len(args))
     saved = sys.argv

@@ -20,7 +20,8 @@ class Unembedding:
 
     def __init__(self, weight: Tensor, packs: bool, own: bool) -> None:
         self.size, self.width = weight.shape
-        self.weight = packed.Product([weight], [None]) if packs and own else weight
+        packs = packs and own and packed.packs(weight)
+        self.weight = packed.Product([weight], [None]) if packs else weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """[.., D] -> [.., Vd]."""

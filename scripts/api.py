@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outrider.conf.arithmetic import AUTO, dtype_on
 from outrider.conf.errors import UserError
 from outrider.conf.schema import CONF
 from outrider.conf.typed import from_json, nearest, raise_all
@@ -44,13 +45,14 @@ __all__ = ["Answer", "Piece", "generate", "load_drafter", "load_target", "train"
 
 
 def load_target(
-    name: str = "smollm2", dtype: str = "bfloat16", device: str | None = None, **keys: Any
+    name: str = "smollm2", dtype: str = AUTO, device: str | None = None, **keys: Any
 ) -> Target:
     """The frozen target of conf/target/NAME.yaml. keys: of that file, such as
     load_target("hub", name="Qwen/Qwen3-8B") or load_target("local", path=FOLDER).
 
-    dtype: float32, bfloat16 or float16. device: None = the GPU when there is one. Raises
-    UserError for an unknown name or key, and for a model that cannot be loaded.
+    dtype: float32, bfloat16 or float16; auto: bfloat16, but float32 on a CPU without
+    instructions for it. device: None = the GPU when there is one. Raises UserError for an
+    unknown name or key, and for a model that cannot be loaded.
     """
     from omegaconf import OmegaConf
 
@@ -62,7 +64,7 @@ def load_target(
     given = {key: value for key, value in given.items() if value != "???"}
     cfg, problems = from_json({**given, **keys}, loading.TargetConfig)
     raise_all(problems)
-    return loading.load_target(cfg, dtype, device)
+    return loading.load_target(cfg, dtype_on(device) if dtype == AUTO else dtype, device)
 
 
 def load_drafter(name: str, target: Target) -> Drafter:

@@ -303,8 +303,8 @@ class TrainConfig:
     # most tokens of one forward pass of a rank, padding included, one row in any case; 0 = any
     # number
     micro_tokens: ZeroOrMore = 0
-    # dtype of the target and of the matmuls; master weights are float32: float32, bfloat16,
-    # float64
+    # dtype of the target and of the matmuls; master weights are float32: auto (bfloat16, but
+    # float32 on a CPU without instructions for it), bfloat16, float32, float64
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # cpu, cuda, cuda:N (one process), or empty for what is there
     device: Device = ""
@@ -466,7 +466,7 @@ class CacheConfig:
     heads: list[str] = field(default_factory=lambda: ["medusa", "eagle3"])
     # further taps, hidden_states[k] of transformers
     taps: list[int] = field(default_factory=list)
-    # dtype of the target, which must be that of the training run
+    # dtype of the target, which must be that of the training run; auto is the same there
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # dtype on disk; empty = that of the target
     store: Annotated[str, one_of(["", *DTYPES])] = ""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.conf.arithmetic import bfloat16_on_cpu
 from outrider.conf.errors import UserError, first_line
 from outrider.conf.typed import faults
 from outrider.decode.models import memory, packed, quantize, tiny
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 # The same weights once more in a repository, in forms that transformers does not read.
 TWICE = ["consolidated*", "original/*", "metal/*"]
-_SAID: set[str] = set()  # folders whose code was announced in this process
+_SAID: set[str] = set()  # folders whose code was announced in this process, and keys
 
 
 def load_target(
@@ -60,6 +61,8 @@ def load_target(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UserError("device: cuda asked for, but torch sees no GPU; use device=cpu")
+    if kind == torch.bfloat16 and place.type == "cpu" and cfg.kind != "tiny":
+        _warn_of_bfloat16()
     tokenizer = load_tokenizer(cfg)
     if cfg.kind == "tiny":
         model = tiny_from(cfg)
@@ -96,6 +99,17 @@ def load_target(
     target.relatives, target.packs_weights = cfg.allow_other, cfg.pack == "auto"
     target.compiles = cfg.compile == "auto"
     return target
+
+
+def _warn_of_bfloat16() -> None:
+    if not bfloat16_on_cpu() and "dtype" not in _SAID and os.environ.get("RANK", "0") == "0":
+        _SAID.add("dtype")
+        print(
+            "dtype: this processor has no instructions for bfloat16; float32, which dtype=auto "
+            "takes here, is several times as fast",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def load_tokenizer(cfg: TargetConfig) -> Any:

@@ -1,20 +1,25 @@
-"""Weights of linear layers in the order that oneDNN's kernels read, for decoding on CPUs.
+"""Weights of linear layers in the order that a CPU's kernels read, for decoding.
 
-torch hands a bfloat16 weight to oneDNN as it lies, and the kernel puts it in order again at
-every call. Put in order once, the same kernel gives the same numbers: SmolLM2's linear layers
-take half the time for one token and three quarters for 25 (docs/tuning.md). Layers that read the
-same tensor (q, k and v; gate and up) become one product.
+bfloat16, on a CPU with instructions for it: torch hands a weight to oneDNN as it lies, and the
+kernel puts it in order again at every call. Put in order once, the same kernel gives the same
+numbers: SmolLM2's linear layers take half the time for one token and three quarters for 25
+(docs/tuning.md).
 
-Only plain layers are packed: bfloat16 on a CPU whose oneDNN has kernels for it, frozen, neither
-quantised nor sharded nor hooked. The original goes while its packed form is there (`undo` brings
-it back bit by bit); a weight that somebody else holds too, such as tied embeddings, stays and is
-there twice.
+float32, on a CPU without such instructions: weights that came from a 16-bit checkpoint are kept
+in 16 bits, exactly, and FBGEMM multiplies them in float32. A product over few tokens reads half
+the bytes.
+
+Layers that read the same tensor (q, k and v; gate and up) become one product. Only plain layers
+are packed: frozen, neither quantised nor sharded nor hooked. The original goes while its packed
+form is there (`undo` brings it back bit by bit); a weight that somebody else holds too, such as
+tied embeddings, stays and is there twice.
 
 Shape letters: I inputs, O outputs of a layer.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -22,25 +27,78 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from outrider.conf.arithmetic import bfloat16_on_cpu
+
 Place = tuple[nn.Module, str]  # a module and the name of a child
 
 
 def available() -> bool:
-    """Whether this build of torch and this processor have the kernels."""
-    library = torch.ops.mkldnn
-    return (
-        torch.backends.mkldnn.is_available()
-        and all(
-            hasattr(library, name)
-            for name in ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
-        )
-        and bool(library._is_mkldnn_bf16_supported())
-    )
+    """Whether this build of torch and this processor have oneDNN's kernels for bfloat16."""
+    names = "_linear_pointwise", "_reorder_linear_weight"
+    return bfloat16_on_cpu() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
+@functools.cache
+def halves_available() -> bool:
+    """Whether this build of torch and this processor have FBGEMM's kernels for 16-bit weights."""
+    try:
+        found = Halves(torch.ones(2, 2), None)(torch.ones(1, 2))
+    except (RuntimeError, AttributeError):  # no FBGEMM, or a processor without AVX2
+        return False
+    return bool((found == 2).all())
 
 
 def takes(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights of `dtype` on `device` can be packed here."""
-    return dtype == torch.bfloat16 and device.type == "cpu" and available()
+    if device.type != "cpu":
+        return False
+    if dtype == torch.float32:
+        return not bfloat16_on_cpu() and halves_available()
+    return dtype == torch.bfloat16 and available()
+
+
+class Ordered:
+    """A bfloat16 weight [O, I] in oneDNN's order."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x W^T + b: [.., I] -> [.., O]."""
+        found = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return cast(Tensor, found)
+
+    def dense(self) -> Tensor:
+        """The weight as it was, a copy."""
+        return self.weight.to_dense()
+
+
+class Halves:
+    """A float32 weight [O, I] whose values float16 holds, in FBGEMM's order; the arithmetic is
+    float32's. weight: FBGEMM's handle, no tensor."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.shape = weight.shape
+        self.weight = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x W^T + b: [.., I] -> [.., O]."""
+        return cast(Tensor, torch.ops.quantized.linear_dynamic_fp16(x, self.weight))
+
+    def dense(self) -> Tensor:
+        """The weight as it was, a copy."""
+        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self.weight)[0]
+        return weight.float()
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether a kernel takes `weight` and keeps its values: bfloat16, or float32 whose every
+    value float16 holds."""
+    if weight.dtype == torch.float32:
+        return torch.equal(weight.half().float(), weight)
+    return weight.dtype == torch.bfloat16
 
 
 class Product:
@@ -52,18 +110,27 @@ class Product:
         self.sizes = [weight.shape[0] for weight in weights]
         self.shape = (sum(self.sizes), weights[0].shape[1])
         joined = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(joined.contiguous(), 1)
         some = [bias for bias in biases if bias is not None]
-        self.bias = torch.cat(some) if some else None
+        form = Halves if joined.dtype == torch.float32 else Ordered
+        self.kernel = form(joined, torch.cat(some) if some else None)
         self._input: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
+
+    @property
+    def weight(self) -> Any:
+        """As the kernel holds it."""
+        return self.kernel.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[sum of O] or None."""
+        return self.kernel.bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """[.., I] -> [.., sum of O]."""
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self.shape[0])
-        found = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return cast(Tensor, found)
+        return self.kernel(x)
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """[.., I] -> [.., O] of each layer."""
@@ -82,7 +149,7 @@ class Product:
 
     def dense(self, number: int) -> Tensor:
         """The weight [O, I] of one of the layers as it was, a copy."""
-        rows: Tensor = self.weight.to_dense().split(self.sizes)[number]
+        rows: Tensor = self.kernel.dense().split(self.sizes)[number]
         return rows.clone() if len(self.sizes) > 1 else rows
 
 
@@ -160,13 +227,13 @@ def _packs(layer: nn.Linear) -> bool:
     return (
         type(weight) is nn.Parameter
         and type(weight.data) is Tensor
-        and weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
         and weight.layout == torch.strided
         and weight.numel() > 0
         and not weight.requires_grad
         and (bias is None or bias.dtype == weight.dtype)
         and not any(hooks)
+        and packs(weight)
     )
 
 

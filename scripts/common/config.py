@@ -25,7 +25,8 @@ class ChatConfig(SamplingKeys):
     temperature: NotNegative = 0.7
     # longest answer, tokens
     max_new_tokens: OneOrMore = 256
-    # number format of the target: bfloat16, float32 or float16
+    # number format of the target: auto (bfloat16, but float32 on a CPU without instructions for
+    # it), bfloat16, float32 or float16
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # seed of all draws
     seed: Seed = 0

@@ -118,7 +118,8 @@ class FitConfig:
     controls: str = "run"
     # export the result for an engine: vllm, speculators, sglang, gguf, ...; empty = no export
     format: Annotated[str, one_of(["", *FORMATS])] = ""
-    # of the target: float32, bfloat16
+    # of the target: auto (bfloat16, but float32 on a CPU without instructions for it), bfloat16,
+    # float32
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None

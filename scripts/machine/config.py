@@ -14,7 +14,7 @@ class DoctorConfig:
 
     # cpu, cuda or cuda:N that runs would use; empty = what is there
     device: Device = ""
-    # dtype that runs would use
+    # dtype that runs would use; auto is theirs too
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     # folder where runs would lie
     out_dir: str = "runs"

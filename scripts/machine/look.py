@@ -19,6 +19,7 @@ import yaml
 from filelock import FileLock, Timeout
 from packaging.requirements import Requirement
 
+from outrider.conf.arithmetic import bfloat16_on_cpu
 from outrider.conf.errors import UserError, first_line
 from outrider.decode.models.identity import cache_root
 from outrider.decode.models.memory import available
@@ -135,6 +136,8 @@ def _gpu(part: ReportPart, number: int, dtype: str) -> None:
 def kernels(device: str, dtype: str) -> ReportPart:
     """Attention kernels, and which of them a run takes."""
     part = ReportPart("attention", [kernels_here(device)])
+    if device.startswith("cpu") and not bfloat16_on_cpu():
+        part.facts.append("no instructions for bfloat16: dtype=auto is float32 here")
     part.facts += attention_path(device, dtype)
     return part
 

@@ -41,7 +41,8 @@ class EvaluateConfig(PenaltyKeys):
     temperatures: list[NotNegative] = field(default_factory=list)
     # most tokens per answer
     max_new_tokens: OneOrMore = 128
-    # float32, bfloat16 or float16
+    # auto (bfloat16, but float32 on a CPU without
+    # instructions for it), bfloat16, float32 or float16
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.decode.drafters import Drafter
-from outrider.decode.models.packed import PackedLinear
+from outrider.decode.models.packed import Halves, PackedLinear
 from outrider.decode.target import Target
 
 
@@ -34,6 +34,8 @@ def _walk(value: Any, found: dict[int, Tensor], seen: set[int], depth: int) -> N
             found.setdefault(id(value), value)
         elif value.is_floating_point() and value.numel():
             found.setdefault(value.untyped_storage().data_ptr(), value)
+    elif isinstance(value, Halves):  # holds no tensor
+        found.setdefault(id(value), torch.empty(value.shape, dtype=torch.half, device="meta"))
     elif isinstance(value, nn.Module):
         for weight in value.parameters():
             _walk(weight, found, seen, depth)

@@ -46,7 +46,8 @@ class ServeConfig:
     patience: Annotated[float, Interval(gt=0, lt=1e6)] = 20.0
     # seconds that running answers have after SIGTERM
     drain: Annotated[float, Interval(ge=0, lt=1e6)] = 30.0
-    # number format of the target: bfloat16, float32 or float16
+    # number format of the target: auto (bfloat16, but float32 on a CPU without instructions for
+    # it), bfloat16, float32 or float16
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None

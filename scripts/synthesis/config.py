@@ -84,7 +84,8 @@ class SynthesizeConfig:
     domain: str = ""
     # local: conversations decoded at a time, and the block in which the file grows
     batch: OneOrMore = 96
-    # local: number format of the target: bfloat16, float32 or float16
+    # local: number format of the target: auto (bfloat16, but float32 on a CPU without instructions
+    # for it), bfloat16, float32 or float16
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # local: longest invented question, tokens
     max_question_tokens: OneOrMore = 64

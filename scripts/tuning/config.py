@@ -29,7 +29,8 @@ class TuneConfig(PenaltyKeys):
     num_prompts: Annotated[int, Ge(2)] = 16
     # longest answer, tokens
     max_new_tokens: Annotated[int, Ge(8)] = 64
-    # float32, bfloat16 or float16
+    # auto (bfloat16, but float32 on a CPU without
+    # instructions for it), bfloat16, float32 or float16
     dtype: str = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None

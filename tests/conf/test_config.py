@@ -16,7 +16,7 @@ import pytest
 
 from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.rules import Seed
-from outrider.conf.schema import CONF, _compose, compose, entry, group_options
+from outrider.conf.schema import CONF, _compose, compose, entry, group_options, placeholder
 from outrider.conf.typed import convert, docs, keys, knows, nested_schema
 
 ROOT = CONF.parent
@@ -44,6 +44,7 @@ def problems_of(name: str, overrides: list[str]) -> list[str]:
     """Everything wrong with a command line except that required values are missing."""
     cfg, problems = _compose(name, ENTRIES[name], overrides, CONF)
     if cfg is not None:
+        placeholder(cfg)
         problems = problems + convert(cfg, ENTRIES[name])[1]
     return [p for p in problems if "is required" not in p and "empty" not in p]
 

@@ -32,6 +32,19 @@ BF16 = torch.bfloat16
 kernels = pytest.mark.skipif(not packed.available(), reason="no bfloat16 kernels of oneDNN here")
 
 
+@pytest.fixture
+def halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without instructions for bfloat16."""
+    if not packed.halves_available():
+        pytest.skip("no FBGEMM here")
+    monkeypatch.setattr(packed, "bfloat16_on_cpu", lambda: False)
+
+
+def from_16_bits(arch: str) -> Target:
+    """A float32 target of a bfloat16 checkpoint."""
+    return Target(build(arch, dtype=BF16).float())
+
+
 def logits(model: nn.Module, rows: int = 2, new: int = 9) -> torch.Tensor:
     ids = torch.arange(3, 3 + rows * new).remainder(50).view(rows, new)
     with torch.no_grad():
@@ -270,3 +283,59 @@ def test_the_memory_check_counts_a_tied_lm_head_twice(
     ):
         load._fits(TargetConfig(kind="local", path="x", pack=pack), tmp_path, BF16, cpu, plan, 1)
     assert needs[0] - needs[1] == 61 * 32 * 2 and needs[1] == needs[2]
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("arch", TREE)
+def test_without_bfloat16_weights_of_16_bits_are_multiplied_in_float32(arch: str) -> None:
+    target = from_16_bits(arch)
+    before, said = weights(target.model), logits(target.model)
+    plain = packed.plain_linears(target.model)
+    assert plain and packed.takes(torch.float32, target.device)
+    assert not packed.takes(BF16, target.device)
+    target.pack_weights()
+    assert target.packed_layers == len(plain)
+    for rows, new in ((1, 1), (1, 25), (3, 2)):
+        now = logits(copy.copy(target)._model, rows, new)
+        target.packs_weights = False
+        assert difference(now, logits(target.model, rows, new)) <= 1e-5, "float32's own rounding"
+        target.packs_weights = True
+        target.pack_weights()
+    # MKL's bits depend on where a weight lies
+    assert difference(said, logits(target.model)) <= 1e-5 and target.packed_layers == 0
+    after = weights(target.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.usefixtures("halves")
+def test_a_value_that_16_bits_do_not_hold_is_not_rounded() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    for layer, odd in zip(model, (0.5, 1 + 2**-11, 70_000.0), strict=True):
+        layer.weight.data = torch.full((8, 8), 0.25)
+        layer.weight.data[3, 5] = odd
+    model.requires_grad_(False)
+    assert [name for _, name in packed.plain_linears(model)] == ["0"]
+    assert packed.plain_linears(nn.Linear(8, 8).requires_grad_(False)) == []
+
+
+@pytest.mark.usefixtures("halves")
+def test_a_product_of_16_bit_weights_takes_every_shape() -> None:
+    weight, bias = torch.randn(96, 64).half().float(), torch.randn(96)
+    product = packed.Product([weight[:60], weight[60:]], [bias[:60], bias[60:]])
+    for shape in ((1, 64), (25, 64), (5, 5, 64), (300, 64), (0, 64)):
+        x = torch.randn(shape)
+        assert torch.allclose(product(x), nn.functional.linear(x, weight, bias), atol=1e-4)
+    turned = torch.randn(64, 7).t()
+    assert torch.allclose(product(turned), nn.functional.linear(turned, weight, bias), atol=1e-4)
+    assert torch.equal(product.dense(0), weight[:60]) and torch.equal(product.dense(1), weight[60:])
+
+
+@pytest.mark.usefixtures("halves")
+def test_decoding_in_16_bits_of_float32_gives_the_same_tokens() -> None:
+    target = from_16_bits("llama")
+    requests = [Request(list(range(5, 15)), 24, id=0)]
+    now = generate(target, NoDraft(), requests, Sampling(0.0)).generations[0].token_ids
+    assert target.packed_layers
+    target.packs_weights = False
+    target.unpack_weights()
+    assert generate(target, NoDraft(), requests, Sampling(0.0)).generations[0].token_ids == now

@@ -39,12 +39,22 @@ def sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_sound_machine_has_no_problem(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = summary(capsys, "device=cpu", f"out={sound / 'found.json'}", f"out_dir={sound}")
+    keys = "device=cpu", "dtype=bfloat16", f"out_dir={sound}"
+    code, said = summary(capsys, *keys, f"out={sound / 'found.json'}")
     assert code == 0 and "no problem found" in said and "PROBLEM" not in said
     assert torch.__version__ in said and str(sound / "cache") in said
     assert "training-time test: the CPU's flash kernel in bfloat16" in said
     names = [part["name"] for part in json.loads((sound / "found.json").read_text())["parts"]]
     assert names[0] == "versions" and len(names) == 7
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_what_dtype_auto_is_on_a_cpu_is_said(
+    sound: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, able: bool
+) -> None:
+    monkeypatch.setattr(look, "bfloat16_on_cpu", lambda: able)
+    code, said = summary(capsys, "device=cpu", f"out_dir={sound}")
+    assert code == 0 and ("dtype=auto is float32 here" in said) == (not able)
 
 
 def test_a_gpu_that_is_not_there_is_one_problem(

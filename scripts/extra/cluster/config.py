@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Interval
 
@@ -15,6 +15,8 @@ from outrider.train.config import ValidateConfig
 class DryRunConfig(ValidateConfig):
     """Keys of scripts/validate.py dry_run=true: those of a run of any kind of head, and"""
 
+    # dtype=auto is a GPU's
+    elsewhere: ClassVar[bool] = True
     # count the run on fake tensors from the target's config alone: no weights, no data, no GPU
     dry_run: bool = True
     # how many GPUs

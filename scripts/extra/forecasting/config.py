@@ -53,7 +53,8 @@ class ForecastConfig:
     check: str = ""
     # run folders, head folders or checkpoints that were trained since
     truth: list[str] = field(default_factory=list)
-    # float32, bfloat16 or float16
+    # auto (bfloat16, but float32 on a CPU without
+    # instructions for it), bfloat16, float32 or float16
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None

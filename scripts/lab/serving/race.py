@@ -67,7 +67,7 @@ class RaceConfig(shared.EngineKeys):
     batch_size: OneOrMore = 1
     # sampling temperature of every system; above 0 the servers' drafts take their best tokens
     temperature: NotNegative = 0.0
-    # of our engine
+    # of our engine; auto: bfloat16, but float32 on a CPU without instructions for it
     dtype: str = "bfloat16"
     # the servers' threads, and ours
     threads: OneOrMore = 2

@@ -1,0 +1,93 @@
+"""dtype=auto: bfloat16, but float32 on a CPU without instructions for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from outrider import api
+from outrider.conf import arithmetic
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose, entry
+from outrider.decode.models import load
+from outrider.decode.models.config import TargetConfig
+from outrider.scripts.common import files
+from outrider.scripts.extra.cluster.config import DryRunConfig
+from outrider.scripts.scoring.config import EvaluateConfig
+from outrider.train.config import EagleRun
+
+KEYS = ["target=tiny", "data.path=x", "out_dir=y", "steps=1"]
+
+
+@pytest.fixture(params=[True, False])
+def able(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the CPU has instructions for bfloat16; there is no GPU."""
+    monkeypatch.setattr(arithmetic, "bfloat16_on_cpu", lambda: request.param)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return bool(request.param)
+
+
+def test_training_and_scoring_follow_the_processor(able: bool) -> None:
+    wanted = "bfloat16" if able else "float32"
+    assert compose("eagle", EagleRun, KEYS).dtype == wanted
+    assert compose("evaluate", EvaluateConfig, ["target=tiny", "out=x"]).dtype == wanted
+    assert str(api.load_target("tiny").dtype) == f"torch.{wanted}"
+    for given in ("bfloat16", "float32"):
+        assert compose("eagle", EagleRun, [*KEYS, f"dtype={given}"]).dtype == given
+
+
+def test_through_hydras_own_command_line_too(able: bool) -> None:
+    found = []
+
+    @entry("evaluate", EvaluateConfig)
+    def main(cfg: EvaluateConfig) -> None:
+        found.append(cfg.dtype)
+
+    with pytest.raises(SystemExit) as end:
+        main(["--multirun", "target=tiny", "out=x", "dtype=auto,float16"])
+    assert end.value.code == 0 and found == ["bfloat16" if able else "float32", "float16"]
+
+
+def test_a_gpu_computes_bfloat16(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compose("validate", DryRunConfig, KEYS).dtype == "bfloat16", "planned for GPUs"
+    assert arithmetic.dtype_on("cuda:1") == "bfloat16"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_cpu = "bfloat16" if able else "float32"
+    assert (arithmetic.dtype_on(None), arithmetic.dtype_on("cpu")) == ("bfloat16", on_cpu)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert arithmetic.dtype_on("") == on_cpu
+
+
+def test_a_mistake_beside_it_is_named_as_ever() -> None:
+    with pytest.raises(UserError, match="no such key"):
+        compose("eagle", EagleRun, [*KEYS, "stepz=1"])
+    with pytest.raises(UserError, match="dtype"):
+        compose("eagle", EagleRun, [*KEYS, "dtype=fp16"])
+
+
+def test_a_mistake_costs_no_torch() -> None:
+    code = (
+        "import sys\nfrom outrider.conf.schema import compose\n"
+        "from outrider.scripts.scoring.config import EvaluateConfig\n"
+        "try: compose('evaluate', EvaluateConfig, ['targt=x'])\n"
+        "except Exception as e: print(e)\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=files.ROOT, capture_output=True, text=True, check=True
+    )
+    assert "no such key" in done.stdout and done.stdout.strip().endswith("False")
+
+
+def test_who_asks_for_bfloat16_without_instructions_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(load, "_SAID", set())
+    monkeypatch.setattr(load, "bfloat16_on_cpu", lambda: False)
+    for _ in range(2):
+        with pytest.raises(UserError):
+            load.load_target(TargetConfig(kind="local", path="nowhere"), "bfloat16", "cpu")
+    said = capsys.readouterr().err
+    assert said.count("dtype=auto") == 1
