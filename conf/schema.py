@@ -41,7 +41,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from outrider.conf import arithmetic, packages
+from outrider.conf import packages
 from outrider.conf.errors import CheckFailed, Interrupted, UserError
 from outrider.conf.typed import (
     convert,
@@ -91,7 +91,7 @@ def compose(
     if cfg is None:
         raise_all(problems)
         raise AssertionError("a failed composition names its problem")
-    asked = placeholder(cfg)
+    asked = placeholder(cfg, schema)
     try:
         value, more = convert(cfg, exact(schema, cfg))
     except UserError as error:
@@ -101,20 +101,19 @@ def compose(
     return settled(value) if asked else value
 
 
-def placeholder(cfg: DictConfig) -> bool:
-    """Whether `cfg` says dtype=auto; it then says a dtype of which all else may be checked."""
-    if cfg.get("dtype") != arithmetic.AUTO:
+def placeholder(cfg: DictConfig, schema: type) -> bool:
+    """Whether `cfg` says dtype=auto, where its schema has a method `auto` that knows what this
+    is; it then says a dtype with which all else may be checked."""
+    if cfg.get("dtype") != "auto" or not hasattr(schema, "auto"):
         return False
     OmegaConf.update(cfg, "dtype", "bfloat16")
     return True
 
 
 def settled(value: T) -> T:
-    """A configuration with dtype=auto for this machine. A schema with `elsewhere` plans for GPUs
-    that are not here. Last of all, for it imports torch."""
-    device = "cuda" if getattr(value, "elsewhere", False) else getattr(value, "device", None)
-    found: Any = dataclasses.replace(value, dtype=arithmetic.dtype_on(device))  # type: ignore[type-var]
-    return typing.cast(T, found)
+    """A configuration with what is automatic in it. Last of all: that may load torch."""
+    known: Any = value
+    return typing.cast(T, dataclasses.replace(known, **known.auto()))
 
 
 def exact(schema: type[T], cfg: DictConfig) -> type[T]:
@@ -167,7 +166,7 @@ def _run(
     codes: list[int] = []
 
     def job(cfg: DictConfig) -> None:
-        asked = placeholder(cfg)
+        asked = placeholder(cfg, schema)
 
         def run() -> int:
             value: Any = to_typed(cfg, exact(schema, cfg))

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.conf.arithmetic import AUTO, dtype_on
 from outrider.conf.errors import UserError
 from outrider.conf.schema import CONF
 from outrider.conf.typed import from_json, nearest, raise_all
@@ -33,6 +32,8 @@ from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Generation, Request
 from outrider.decode.live import Fresh, LiveBatch, LiveLimits, Seat
 from outrider.decode.models import load as loading
+from outrider.decode.models.arithmetic import dtype_on
+from outrider.decode.models.config import AUTO
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads import resolve_drafter

@@ -33,7 +33,7 @@ from outrider.conf.rules import (
     one_of,
 )
 from outrider.conf.typed import default
-from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.config import HeadConfig
 from outrider.heads.eagle.config import EagleConfig
@@ -272,7 +272,7 @@ class EvalConfig(EvalKeys):
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(AutoDtype):
     """A training run."""
 
     # the frozen target
@@ -453,7 +453,7 @@ def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
 
 
 @dataclass(frozen=True)
-class CacheConfig:
+class CacheConfig(AutoDtype):
     """Keys of scripts/cache_features.py."""
 
     # the frozen target

@@ -11,8 +11,19 @@ from outrider.conf.rules import OneOrMore, Seed, Share, one_of
 from outrider.decode.models.quantize import KINDS, NONE
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+AUTO = "auto"  # of these the machine's own; no configuration that a command is given says it
 SERVED_PASSES = 20_000  # of a target that is served: what half an hour of answers takes
 MIN_VOCAB = 260  # of a tiny target: 256 bytes and the special tokens
+
+
+class AutoDtype:
+    """Keys of which one is `dtype`, with a default of "auto"."""
+
+    def auto(self) -> dict[str, str]:
+        """What the keys that say "auto" are on this machine."""
+        from outrider.decode.models.arithmetic import dtype_on
+
+        return {"dtype": dtype_on(getattr(self, "device", None))}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.conf.arithmetic import bfloat16_on_cpu
 from outrider.conf.errors import UserError, first_line
 from outrider.conf.typed import faults
 from outrider.decode.models import memory, packed, quantize, tiny
@@ -61,8 +60,7 @@ def load_target(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UserError("device: cuda asked for, but torch sees no GPU; use device=cpu")
-    if kind == torch.bfloat16 and place.type == "cpu" and cfg.kind != "tiny":
-        _warn_of_bfloat16()
+    _warn_of_bfloat16(cfg, kind, place)
     tokenizer = load_tokenizer(cfg)
     if cfg.kind == "tiny":
         model = tiny_from(cfg)
@@ -101,8 +99,13 @@ def load_target(
     return target
 
 
-def _warn_of_bfloat16() -> None:
-    if not bfloat16_on_cpu() and "dtype" not in _SAID and os.environ.get("RANK", "0") == "0":
+def _warn_of_bfloat16(cfg: TargetConfig, kind: torch.dtype, place: torch.device) -> None:
+    """Say once that a CPU is slow at it."""
+    from outrider.decode.models.arithmetic import bfloat16_on_cpu
+
+    slow = str(kind) == "torch.bfloat16" and place.type == "cpu" and not bfloat16_on_cpu()
+    first = "dtype" not in _SAID and os.environ.get("RANK", "0") == "0"
+    if slow and first and cfg.kind != "tiny":
         _SAID.add("dtype")
         print(
             "dtype: this processor has no instructions for bfloat16; float32, which dtype=auto "

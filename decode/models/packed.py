@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from outrider.conf.arithmetic import bfloat16_on_cpu
+from outrider.decode.models.arithmetic import bfloat16_on_cpu
 
 Place = tuple[nn.Module, str]  # a module and the name of a child
 

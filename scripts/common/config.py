@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from outrider.conf.rules import NotNegative, OneOrMore, Seed, one_of
-from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.scripts.common.sampling_keys import SamplingKeys
 
 
 @dataclass(frozen=True)
-class ChatConfig(SamplingKeys):
+class ChatConfig(SamplingKeys, AutoDtype):
     """Keys of scripts/chat.py."""
 
     # the model to talk to

@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from outrider.conf.rules import Device, NotEmpty, OneOrMore, Seed
+from outrider.decode.models.config import AutoDtype
 
 
 @dataclass(frozen=True)
-class FirstConfig:
+class FirstConfig(AutoDtype):
     """Keys of scripts/doctor.py first_gpu."""
 
     # cpu, cuda or cuda:N; empty = what is there

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from outrider.conf.errors import UserError
 from outrider.conf.rules import Inside, NotEmpty, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
-from outrider.decode.models.config import TargetConfig
+from outrider.decode.models.config import AutoDtype, TargetConfig
 from outrider.heads.config import HeadConfig, LoraKeys
 from outrider.heads.formats import FORMATS
 from outrider.heads.limits import Count, CountOrZero
@@ -41,7 +41,7 @@ class FitHead:
 
 
 @dataclass(frozen=True)
-class FitConfig:
+class FitConfig(AutoDtype):
     """Keys of scripts/fit.py."""
 
     # folder of the fit: head/ (the better of the two), fit.json and every stage

@@ -29,7 +29,7 @@ from outrider.conf.rules import Filled, NotEmpty, NotNegative, OneOrMore, one_of
 from outrider.conf.schema import entry
 from outrider.decode import stats
 from outrider.decode.engine import Cycle, Generation, Request, generate
-from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
 from outrider.decode.sampling import Sampling
@@ -47,7 +47,7 @@ from outrider.scripts.scoring.suites import SuiteConfig, load_suite
 
 
 @dataclass(frozen=True)
-class ProtocolConfig:
+class ProtocolConfig(AutoDtype):
     """Keys of scripts/lab/vllm_protocol.py."""
 
     # folder of report.json

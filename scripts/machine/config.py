@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outrider.conf.rules import Device
+from outrider.decode.models.config import AutoDtype
 
 
 @dataclass(frozen=True)
-class DoctorConfig:
+class DoctorConfig(AutoDtype):
     """Keys of scripts/doctor.py."""
 
     # cpu, cuda or cuda:N that runs would use; empty = what is there

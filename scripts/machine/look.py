@@ -19,8 +19,8 @@ import yaml
 from filelock import FileLock, Timeout
 from packaging.requirements import Requirement
 
-from outrider.conf.arithmetic import bfloat16_on_cpu
 from outrider.conf.errors import UserError, first_line
+from outrider.decode.models.arithmetic import bfloat16_on_cpu
 from outrider.decode.models.identity import cache_root
 from outrider.decode.models.memory import available
 from outrider.scripts.common import files

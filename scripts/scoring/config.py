@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
-from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
 from outrider.scripts.scoring.suites import SuiteConfig
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(PenaltyKeys):
+class EvaluateConfig(PenaltyKeys, AutoDtype):
     """Keys of scripts/evaluate.py."""
 
     # folder for report.json, report.html, outputs.jsonl and figures/

@@ -9,12 +9,12 @@ from typing import Annotated
 from annotated_types import Interval
 
 from outrider.conf.rules import Filled, OneOrMore, ZeroOrMore, one_of
-from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.scripts.common.sampling_keys import Verify
 
 
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(AutoDtype):
     """Keys of scripts/serve.py."""
 
     # the model that is served

@@ -23,7 +23,7 @@ from outrider.conf.rules import (
     ZeroOrMore,
     one_of,
 )
-from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 
 REGIONS = ("US", "GB", "DE", "FR")  # whose telephone numbers are known without being told
 
@@ -45,7 +45,7 @@ FORMAT = 1  # raise when the same settings would give other rows
 
 
 @dataclass(frozen=True)
-class SynthesizeConfig:
+class SynthesizeConfig(AutoDtype):
     """Keys of scripts/synthesize.py."""
 
     # JSONL file to write or to continue

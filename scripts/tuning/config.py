@@ -8,12 +8,12 @@ from typing import Annotated
 from annotated_types import Ge
 
 from outrider.conf.rules import OneOrMore, Seed
-from outrider.decode.models.config import TargetConfig
+from outrider.decode.models.config import AutoDtype, TargetConfig
 from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
 
 
 @dataclass(frozen=True)
-class TuneConfig(PenaltyKeys):
+class TuneConfig(PenaltyKeys, AutoDtype):
     """Keys of scripts/tune.py."""
 
     # ngram, a run folder, a head folder, hub:OWNER/NAME[@REVISION] or a smaller model;

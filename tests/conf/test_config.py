@@ -44,7 +44,7 @@ def problems_of(name: str, overrides: list[str]) -> list[str]:
     """Everything wrong with a command line except that required values are missing."""
     cfg, problems = _compose(name, ENTRIES[name], overrides, CONF)
     if cfg is not None:
-        placeholder(cfg)
+        placeholder(cfg, ENTRIES[name])
         problems = problems + convert(cfg, ENTRIES[name])[1]
     return [p for p in problems if "is required" not in p and "empty" not in p]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Interval
 
@@ -15,8 +15,6 @@ from outrider.train.config import ValidateConfig
 class DryRunConfig(ValidateConfig):
     """Keys of scripts/validate.py dry_run=true: those of a run of any kind of head, and"""
 
-    # dtype=auto is a GPU's
-    elsewhere: ClassVar[bool] = True
     # count the run on fake tensors from the target's config alone: no weights, no data, no GPU
     dry_run: bool = True
     # how many GPUs
@@ -45,3 +43,7 @@ class DryRunConfig(ValidateConfig):
     margin: BelowOne = 0.0
     # JSON file with the result
     out: NotEmpty = "reports/dry-run.json"
+
+    def auto(self) -> dict[str, str]:
+        """Of GPUs that are not here."""
+        return {"dtype": "bfloat16"}

@@ -9,13 +9,13 @@ from annotated_types import Ge, Interval
 
 from outrider.conf.recipes import RECIPES
 from outrider.conf.rules import Filled, NotEmpty, OneOrMore, Seed, one_of
-from outrider.decode.models.config import DTYPES, TargetConfig
+from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 
 Tokens = Annotated[float, Interval(ge=1, lt=1e15)]
 
 
 @dataclass(frozen=True)
-class ForecastConfig:
+class ForecastConfig(AutoDtype):
     """Keys of scripts/extra/forecast.py."""
 
     # folder for forecast.json and the pilots; with check=, for truth.json

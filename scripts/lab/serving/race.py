@@ -22,6 +22,7 @@ from outrider.conf.errors import UserError
 from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, one_of
 from outrider.conf.schema import entry
 from outrider.conf.typed import raise_all
+from outrider.decode.models.config import AutoDtype
 from outrider.heads.interop import gguf_write
 from outrider.heads.names import NONE
 from outrider.scripts import evaluate
@@ -40,10 +41,11 @@ from outrider.scripts.scoring.names import wrong_drafter
 
 
 @dataclass(frozen=True)
-class RaceConfig(shared.EngineKeys):
+class RaceConfig(shared.EngineKeys, AutoDtype):
     """Keys of scripts/lab/engines.py race."""
 
     usual: ClassVar[tuple[str, ...]] = (NONE, "runs/eagle3_portable")
+    device: ClassVar[str] = "cpu"  # where the servers run
     # run folders or head folders to export and serve; none: a server without a draft; [] = none
     # and the usual one, or the demo's
     drafters: list[str]
@@ -139,7 +141,7 @@ def main(cfg: RaceConfig) -> int:
             max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature,
             dtype=cfg.dtype,
-            device="cpu",  # where the servers run
+            device=cfg.device,
             batch_size=cfg.batch_size,
             seed=cfg.seed,
             parity=0,

@@ -1,17 +1,15 @@
-"""Which numbers a machine computes with: `dtype=auto`."""
+"""Which numbers a machine computes with: what `dtype=auto` is."""
 
 from __future__ import annotations
 
 import os
 
-AUTO = "auto"
+import torch
 
 
 def bfloat16_on_cpu() -> bool:
     """Whether this processor has instructions for bfloat16 and this build of torch uses them.
     Without them a bfloat16 product takes torch two to eight times as long as a float32 one."""
-    import torch
-
     library = torch.ops.mkldnn
     return (
         torch.backends.mkldnn.is_available()
@@ -23,8 +21,6 @@ def bfloat16_on_cpu() -> bool:
 def dtype_on(device: str | None) -> str:
     """What `dtype=auto` is on a device: bfloat16, but float32 on a CPU without instructions for
     it. device: as the key of that name; nothing: the GPU when there is one, else the CPU."""
-    import torch
-
     if not device:
         cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from outrider import api
-from outrider.conf import arithmetic
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose, entry
-from outrider.decode.models import load
+from outrider.decode.models import arithmetic, load
 from outrider.decode.models.config import TargetConfig
 from outrider.scripts.common import files
 from outrider.scripts.extra.cluster.config import DryRunConfig
@@ -85,7 +84,7 @@ def test_who_asks_for_bfloat16_without_instructions_is_told_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(load, "_SAID", set())
-    monkeypatch.setattr(load, "bfloat16_on_cpu", lambda: False)
+    monkeypatch.setattr(arithmetic, "bfloat16_on_cpu", lambda: False)
     for _ in range(2):
         with pytest.raises(UserError):
             load.load_target(TargetConfig(kind="local", path="nowhere"), "bfloat16", "cpu")
