@@ -26,6 +26,7 @@ from outrider.scripts.proofs.uniformity import SMALLEST, Test, independence, ove
 
 ALPHA = 1e-3
 FEWEST = 400  # judged tokens below which nothing is decided in favour of a server
+WIDEST = 1.0  # so is nothing where a temperature off by more than this share might pass
 
 
 def strata(known: Places) -> dict[str, np.ndarray]:
@@ -187,7 +188,7 @@ def judged(
     why = ""
     if rejected:
         why = _by_batch(levels, found[0]) if differs else _why(known, found[0], heats, alpha, seed)
-    few = len(known.own) < FEWEST
+    few = len(known.own) < FEWEST or not min((h.error for h in heats), default=0) <= WIDEST
     verdict = "rejected" if rejected else "undecided" if few else "passed"
     many = max(levels, default=1)
     batch = "not tested" if len(levels) < 2 else "no sign of it"
@@ -270,9 +271,11 @@ def _line(
     if verdict == "rejected":
         return f"NOT as asked: {why} ({lead})"
     got = " and ".join(f"{h.likely:.2f} ({h.low:.2f} to {h.high:.2f})" for h in heats)
+    error = max((heat.error for heat in heats), default=math.inf)
+    if verdict == "undecided" and len(known.own) >= FEWEST:
+        return f"undecided: {lead}; they leave no choice: a temperature twice as high might pass"
     if verdict == "undecided":
         return f"undecided: {lead}, {len(known.own)} of them judged; {FEWEST} are needed"
-    error = max((heat.error for heat in heats), default=math.inf)
     return (
         f"as asked: {lead}; measured temperature {got}, p = {p:.2g}; a temperature off by "
         f"{error:.0%} would be found"

@@ -12,6 +12,7 @@ before it is believed; what a server does not tell is None.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 from dataclasses import dataclass, field, replace
@@ -153,15 +154,17 @@ class Endpoint:
 
         Raises UserError where the server gives none.
         """
+        if start >= len(ids):
+            return []
         if self.kind == LLAMACPP:
             return [
                 await self._distribution_llamacpp(ids[:at], top) for at in range(start, len(ids))
             ]
         if self.kind == SGLANG:
             body = token_forms.sglang_scores(ids, start, top)
-            read = token_forms.read_sglang_scores(ids, start)
-            rows = await self._post("/generate", body, read, f"top_logprobs_num={top}")
-            return [_sound(row) for row in rows]
+            scores = token_forms.read_sglang_scores(ids, start)
+            read = lambda reply: [_sound(row) for row in scores(reply)]
+            return await self._post("/generate", body, read, f"top_logprobs_num={top}")
         if self.kind == OTHER:
             return [await self.next_distribution(ids[:at], top) for at in range(start, len(ids))]
         body = {
@@ -327,7 +330,9 @@ def _read_openai(reply: Any) -> Reply:
     if not isinstance(text, str) or not (tokens is None or token_forms.is_ids(tokens)):
         raise Again("an answer of another form")
     rows = None if tokens is None else token_forms.read_rows(choice, tokens)
-    return Reply(tokens, text, reason == "stop", rows=rows)
+    with contextlib.suppress(AnswerRefused):  # then they stand for nothing told
+        return Reply(tokens, text, reason == "stop", rows=rows and [_sound(row) for row in rows])
+    return Reply(tokens, text, reason == "stop")
 
 
 def _read_n_probs(reply: Any) -> dict[int, float]:
@@ -355,9 +360,12 @@ def _read_prompt_logprobs(ids: list[int], start: int) -> Any:
 
 
 def _sound(distribution: dict[int, float]) -> dict[int, float]:
-    """Log-probabilities that are some: finite or -inf, with a sum of at most one."""
+    """Log-probabilities that are some: finite or -inf, with a sum of at most one and more than
+    nothing, of ids that a token may have."""
+    if not token_forms.is_ids([*distribution]):
+        raise AnswerRefused("log-probabilities of token ids that are none")
     values = list(distribution.values())
     total = sum(math.exp(v) for v in values if v > -math.inf) if values else math.nan
-    if not values or any(math.isnan(v) or v > CLOSE for v in values) or not total <= 1 + 1e-3:
+    if not values or any(math.isnan(v) or v > CLOSE for v in values) or not 0 < total <= 1 + 1e-3:
         raise AnswerRefused(f"log-probabilities that are none (they sum to {total:.4g})")
     return distribution

@@ -11,6 +11,8 @@ model. A server that can tell one place at a time alone is taken at its word abo
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,6 +38,7 @@ COOLER = 0.6  # the second temperature, in the first one
 LIMIT = 25  # tokens of an answer
 PROMPTS = 8  # asked again and again: a cache shows
 JUDGING = 4.0  # seconds that are left for the tests
+COUNTING = 2.0  # seconds for a page of counters
 SEEDS = 1 << 31
 STEP, CLOSE = 8, 0.25  # places between two that are scored again; nats by which those may differ
 
@@ -116,15 +119,22 @@ def _kinds(plan: QuickPlan) -> list[_Kind]:
 async def _ask(
     plan: QuickPlan, began: float, on_progress: OnProgress
 ) -> tuple[_Collected, dict[str, Any]]:
-    collected = _Collected()
-    async with Endpoint(plan.address) as server:
-        before = await server.metrics()
-        left = plan.seconds - JUDGING - (time.monotonic() - began)
+    collected, end = _Collected(), began + plan.seconds - JUDGING
+    async with contextlib.AsyncExitStack() as stack:
+        server = Endpoint(plan.address)
         try:
-            await asyncio.wait_for(_waves(server, plan, collected, on_progress), max(left, 0.1))
+            await asyncio.wait_for(stack.enter_async_context(server), _left(end))
+        except TimeoutError:
+            raise UserError(
+                f"seconds: {plan.seconds:g} went by before {server.root} had told its model; look "
+                "into the server's log"
+            ) from None
+        before = await _metrics(server)
+        try:
+            await asyncio.wait_for(_waves(server, plan, collected, on_progress), _left(end))
         except TimeoutError:
             collected.late = True
-        found = rise(before, await server.metrics(), ("draft_tokens",))
+        found = rise(before, await _metrics(server), ("draft_tokens",))
     if not collected.answers:
         raise UserError(
             f"seconds: {plan.seconds:g} went by without one whole answer of {server.root}; give "
@@ -133,6 +143,17 @@ async def _ask(
     drafted = None if found.rose is None else found.rose["draft_tokens"]
     about = {"url": plan.address.url, "kind": server.kind, "model": server.model}
     return collected, about | {"drafted": drafted}
+
+
+def _left(end: float) -> float:
+    return max(end - time.monotonic(), 0.1)
+
+
+async def _metrics(server: Endpoint) -> str | None:
+    """The server's counters, where it tells them soon."""
+    with contextlib.suppress(TimeoutError):
+        return await asyncio.wait_for(server.metrics(), COUNTING)
+    return None
 
 
 async def _waves(
@@ -162,12 +183,13 @@ async def _waves(
         ]
         replies = await asyncio.gather(*map(server.answer, some, requests))
         for prompt, reply in zip(some, replies, strict=True):
-            tokens = _tokens(server, reply, collected)
+            tokens = _tokens(server, reply, limit, collected)
             rows = await _rows(server, prompt, tokens, reply, collected)
-            collected.answers.append(
-                JudgedAnswer(prompt, tokens, rows, kind.temperature, kind.top_k, kind.level, wave)
-            )
+            some_rows = [*map(_likeliest, rows, tokens)]
+            how = (kind.temperature, kind.top_k, kind.level, wave)
+            collected.answers.append(JudgedAnswer(prompt, tokens, some_rows, *how))
             kind.have += max(len(tokens), 1)
+        _refuse_silence(server, collected)
         number, wave = number + kind.level, wave + 1
         on_progress(sum(k.have for k in kinds), plan.tokens, "tokens")
 
@@ -190,12 +212,34 @@ async def _rows(
     return given
 
 
-def _tokens(server: Endpoint, reply: Reply, collected: _Collected) -> list[int]:
-    """Of an answer. Raises UserError where it holds text alone."""
+def _likeliest(row: dict[int, float], token: int) -> dict[int, float]:
+    """Of a place, and the answer's own token: a server may send thousands."""
+    if len(row) <= BEST + 1:
+        return row
+    best = heapq.nsmallest(BEST, row, key=lambda t: (-row[t], t))
+    return {t: row[t] for t in (*best, token) if t in row}
+
+
+def _refuse_silence(server: Endpoint, collected: _Collected) -> None:
+    """Raises UserError where nothing but empty answers came so far."""
+    count = len(collected.answers)
+    if count >= PROMPTS and not any(answer.tokens for answer in collected.answers):
+        raise UserError(
+            f"url: {server.root}: asked {count} answers; all came back empty; give other prompts, "
+            "or look for a limit or stop word of the server's own"
+        )
+
+
+def _tokens(server: Endpoint, reply: Reply, limit: int, collected: _Collected) -> list[int]:
+    """Of an answer. Raises UserError where it holds text alone, or more than `limit`."""
     if reply.tokens is None:
         raise UserError(
             f"url: {server.root}: asked return_token_ids; the answer holds text alone, which more "
             f"than one sequence of tokens can spell; {SERVE}"
+        )
+    if len(reply.tokens) > limit:
+        raise UserError(
+            f"url: {server.root}: asked {limit} tokens; {len(reply.tokens)} came back; {SERVE}"
         )
     collected.notes.update(reply.ignored)
     collected.ended += reply.stopped

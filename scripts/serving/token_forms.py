@@ -16,6 +16,7 @@ SGLANG_COUNTS = {
     "accepted": "spec_accept_token_num",
     "drafts": "spec_verify_ct",
 }
+MOST_IDS = 1 << 31  # an id beyond is no token's
 MARK = "token_id:"  # a token by its id, where return_tokens_as_token_ids is taken
 # Said, since a model's own defaults would stand in for them.
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -43,7 +44,7 @@ class ServerRequest:
 def is_ids(value: Any) -> bool:
     """Whether it is a list of token ids."""
     return isinstance(value, list) and all(
-        isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < MOST_IDS for i in value
     )
 
 

@@ -21,6 +21,9 @@ VOCAB, LIMIT, BEST, PROMPTS = 120, 25, 20, 8
 OWNERS = {"llama.cpp": "llamacpp", "vllm": "vllm", "sglang": "sglang", "other": "somebody"}
 # (random numbers, log-probabilities [V], temperature, top_k, place, requests at a time) -> token
 Draw = Callable[[np.random.Generator, np.ndarray, float, int, int, int], int]
+# (who answers, what was asked or None for a GET, the answer) -> the answer, bytes as they are, or
+# None where it has answered itself
+Twist = Callable[[BaseHTTPRequestHandler, dict[str, Any] | None, Any], Any]
 
 
 def table() -> np.ndarray:
@@ -46,17 +49,22 @@ def sound(
 
 @contextlib.contextmanager
 def spoken(
-    kind: str, draw: Draw = sound, wait: float = 0.0, by_text: bool = False, lie: float = 0.0
+    kind: str,
+    draw: Draw = sound,
+    wait: float = 0.0,
+    by_text: bool = False,
+    lie: float = 0.0,
+    twist: Twist = lambda who, body, value: value,
 ) -> Iterator[str]:
     """Its address while the block runs. kind: a key of OWNERS. wait: seconds of every answer.
     by_text: tokens of log-probabilities are named by text. lie: nats by which those that come
-    with an answer are off."""
+    with an answer are off. twist: what becomes of every answer."""
 
     class Bound(_Handler):
         pass
 
     Bound.kind, Bound.draw_, Bound.wait, Bound.by_text = kind, staticmethod(draw), wait, by_text
-    Bound.lie = lie
+    Bound.lie, Bound.twist = lie, staticmethod(twist)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Bound)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -74,12 +82,13 @@ def _best(last: int) -> list[tuple[int, float]]:
 class _Handler(BaseHTTPRequestHandler):
     kind, wait, by_text, lie = "", 0.0, False, 0.0
     draw_: Draw
+    twist: Twist
 
     def log_message(self, *_: Any) -> None:
         """Nothing."""
 
     def _send(self, value: Any, status: int = 200) -> None:
-        body = json.dumps(value).encode()
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         with contextlib.suppress(OSError):  # whoever asked has gone
@@ -87,21 +96,28 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            return self._send({"data": [{"id": "m", "owned_by": OWNERS[self.kind]}]})
-        return self._send({}, 404)
+        models = {"data": [{"id": "m", "owned_by": OWNERS[self.kind]}]}
+        there = self.path == "/v1/models"
+        value = type(self).twist(self, None, models if there else {})
+        if value is not None:
+            self._send(value, 200 if there else 404)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        value = type(self).twist(self, body, self._answered(body))
+        if value is not None:
+            self._send(value)
+
+    def _answered(self, body: dict[str, Any]) -> Any:
         if self.path == "/tokenize":
             key = "content" if self.kind == "llama.cpp" else "prompt"
-            return self._send({"tokens": self._ids(body[key])})
+            return {"tokens": self._ids(body[key])}
         if self.path == "/generate":
-            return self._send(self._sglang(body))
+            return self._sglang(body)
         ids = body["prompt"] if isinstance(body["prompt"], list) else self._ids(body["prompt"])
         if self.path == "/completion":
-            return self._send(self._llamacpp(body, ids))
-        return self._send(self._openai(body, ids))
+            return self._llamacpp(body, ids)
+        return self._openai(body, ids)
 
     def _ids(self, text: str) -> list[int]:
         return [b % VOCAB for b in text.encode()]
