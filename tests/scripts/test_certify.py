@@ -64,6 +64,7 @@ from outrider.scripts.proofs.sampled import (
     sampling_layer,
     texts_of,
 )
+from outrider.scripts.reports import certificate_page
 
 TREE = TreeShape.of([(0,), (1,), (0, 0)])
 ONE = Sampling(1.0)
@@ -527,6 +528,26 @@ def test_a_control_too_faint_at_a_low_temperature_is_tried_at_one(
 
 CAUGHT = {"name": "x", "layer": "greedy", "rejected": True}
 POWER = {"tokens": 5000, "min_detectable": 0.05, "cycles_with_a_draft": 500}
+
+
+def test_console_and_card_say_which_biases_are_surely_found() -> None:
+    """Those of the families that they name; a keyed one, a watermark, needs more tokens."""
+    families = dict.fromkeys(("another temperature", "ids, hashed"), {})
+    paper: dict[str, Any] = {
+        "verdict": "lossless",
+        "reasons": [],
+        "layers": [],
+        "negative_controls": [],
+        "server": {"url": "http://127.0.0.1:9", "kind": "vllm"},
+        "power": {**POWER, "alpha": 1e-4, "families": families},
+    }
+    table = certificate_page.table(paper)
+    (line,) = [row[-1] for row in table.rows if row[0] == "power"]
+    assert line.startswith("smallest bias of 2 families that is surely found: 0.050")
+    assert "watermark" in line and "needs more" in line
+    assert table.notes[-1] == "families: another temperature; ids, hashed"
+    card = dict(certificate_page._cards(paper))["5.0%"]
+    assert "each of the 2 families below" in card and "watermark" in card
 
 
 def test_verdict_has_three_values() -> None:
