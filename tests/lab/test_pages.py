@@ -16,8 +16,9 @@ from outrider.scripts.reports.block import Block
 WRITTEN: dict[Block, Callable[[], str]] = {
     **readme.PAGES,
     reliability.BLOCK: lambda: reliability.table(reliability.read(reliability.RESULTS)).markdown(),
-    lossless_page.BLOCK: lambda: lossless_page.render(
-        json.loads(lossless_page.RESULTS.read_text())
+    lossless_page.BLOCK: lambda: lossless_page.render(lossless_page.figures()),
+    lossless_page.PLACE_BLOCK: lambda: lossless_page.places(
+        json.loads(lossless_page.PLACES.read_text())
     ),
     cluster.BLOCK: lambda: cluster.page(json.loads(cluster.RESULT.read_text())),
     gate_page.BLOCK: lambda: gate_page.render(json.loads(gate_page.RESULTS.read_text())),

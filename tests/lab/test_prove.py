@@ -84,3 +84,23 @@ def test_a_certificate_is_slimmed_and_shown(tmp_path: Path) -> None:
         "p = 1.0e-09 after 900 | – | undecided: few drafts |"
     )
     assert line in lossless_page.render({"certificates": known}).splitlines()
+
+
+def test_a_bias_counts_as_found_where_every_seed_finds_it() -> None:
+    run = {
+        "tokens": 20_000,
+        "p": 1e-9,
+        "rejected": True,
+        "by": "x",
+        "share_of_places": 0.1,
+        "total_variation_there": 0.2,
+        "mean_total_variation": 0.02,
+    }
+    doubtful = run | {"seeds": {"first": 1, "p": [1e-9, 0.4], "rejected": 1}}
+    more = run | {"tokens": 90_000, "p": 0.0}
+    said = lossless_page.places({"a": run, "b": doubtful, "c": doubtful, "c, more tokens": more})
+    lines = said.splitlines()
+    assert lines[2].endswith("| 1e-09 after 20,000 | 20,000 | x |")
+    assert lines[3].endswith("| 1e-09 after 20,000 | more than were drawn | x |")
+    assert "1e-09 after 20,000; below 1e-300 after 90,000 | 90,000 |" in lines[4]
+    assert "*B* under seeds 1 to 2, 20,000 tokens each: 1 of 2 rejected" in said

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from outrider.decode.engine import Request, generate
 from outrider.decode.records import Cycle, Generation
+from outrider.decode.sampling import Sampling
 from outrider.scripts.lab.proofs import placed
 from outrider.scripts.proofs.sampled import GROUPS, _cycles, _depths, _groups
 
@@ -47,6 +50,33 @@ def test_a_rule_is_as_wrong_as_it_says(name: str) -> None:
 def test_a_rule_that_is_never_wrong_is_the_engine_s_own() -> None:
     bench, never = placed.Bench(), placed.PlacedRule(lambda row: False, placed.best)
     assert bench.judged(never, 300)["p"] == bench.judged("traversal", 300)["p"]
+
+
+def test_a_watermark_of_two_tokens_knows_both() -> None:
+    """The same token before it, another one before that: another half of the ids."""
+    p, rows = torch.full((64,), 1 / 64), [placed.RequestState(0, last=5, earlier=e) for e in (7, 8)]
+    one, other = (placed.watermark(4.0, tokens=2)(row, p, p) for row in rows)
+    assert not torch.equal(one, other)
+    one, other = (placed.watermark(4.0)(row, p, p) for row in rows)
+    assert torch.equal(one, other)
+
+
+def test_the_two_tokens_before_a_draft_are_known() -> None:
+    """They are those that end the answer so far, whether they were drafted or drawn."""
+    seen: dict[int, list[tuple[int, int, int]]] = {}
+
+    def never(row: placed.RequestState) -> bool:
+        seen.setdefault(row.number, []).append((row.tokens, row.earlier, row.last))
+        return False
+
+    bench, rule = placed.Bench(), placed.PlacedRule(never, placed.best)
+    requests = [Request(prompt, 24, id=i) for i, prompt in enumerate(bench.prompts[:4])]
+    how = Sampling(1.0)
+    run = generate(bench.target, bench.drafter, requests, how, batch_size=4, verify=rule)
+    known = [(g.token_ids, row) for i, g in enumerate(run.generations) for row in seen[i]]
+    later = [(ids[n - 2 : n], pair) for ids, (n, *pair) in known if n >= 2]
+    assert len(later) > 20 and any(ids[n - 2] != ids[n - 1] for ids, (n, *_) in known if n >= 2)
+    assert all(ids == pair for ids, pair in later)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""The table of figures in docs/lossless.md, rendered from docs/results/lossless.json; a test
-compares the two.
+"""The tables of docs/lossless.md, rendered from docs/results/lossless.json, sound-seeds.json and
+places.json; a test compares them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from outrider.scripts.reports.table import Table
 
 RESULTS = files.ROOT / "docs" / "results" / "lossless.json"
 BLOCK = Block.of("docs/lossless.md", "figures", "scripts/lab/prove.py")
+SOUND = files.ROOT / "docs" / "results" / "sound-seeds.json"
+PLACES = files.ROOT / "docs" / "results" / "places.json"
+PLACE_BLOCK = Block.of("docs/lossless.md", "places", "scripts/lab/proofs/placed.py")
+MORE = ", more tokens"  # ends the name of a bias that is drawn again with more tokens
 DOUBTFUL = 12  # tests of a certificate that the results keep
 
 
@@ -72,7 +76,60 @@ def _in_todays_words(value: Any) -> Any:
 
 def refresh() -> None:
     """Put the committed figures into the page. Raises ValueError where a line is missing."""
-    BLOCK.write(render(json.loads(RESULTS.read_text())))
+    BLOCK.write(render(figures()))
+    PLACE_BLOCK.write(places(json.loads(PLACES.read_text())))
+
+
+def figures() -> dict[str, Any]:
+    """What the tables show: the exact layers and certificates, and the sound seeds."""
+    return json.loads(RESULTS.read_text()) | {"sound": json.loads(SOUND.read_text())}
+
+
+def places(known: dict[str, Any]) -> str:
+    """Biases at one kind of place or by a key, and how many tokens find them; below, the other
+    seeds."""
+    rows, again = [], []
+    for name, first in known.items():
+        if name.endswith(MORE):
+            continue
+        runs = [first, known[name + MORE]] if name + MORE in known else [first]
+        tried = "; ".join(f"{_p(run)} after {run['tokens']:,}" for run in runs)
+        found = next((f"{r['tokens']:,}" for r in runs if _always(r)), "more than were drawn")
+        last = next((run for run in runs if run["rejected"]), runs[-1])
+        rows.append(
+            [
+                name,
+                f"{first['share_of_places']:.1%}",
+                f"{first['total_variation_there']:.2g}",
+                f"{first['mean_total_variation']:.2g}",
+                tried,
+                found,
+                last["by"] if last["rejected"] else "–",
+            ]
+        )
+        again += [_again(name, run) for run in runs if "seeds" in run]
+    head = ("biased at", "places", "bias there", "bias of all", "p", "tokens that find it", "by")
+    return "\n\n".join([Table(head, rows, words=(0, 4, -1)).markdown(), *again]) + "\n"
+
+
+def _always(run: dict[str, Any]) -> bool:
+    """Whether the run was rejected, and where it was drawn under other seeds every one of them."""
+    seeds = run.get("seeds", {"p": [], "rejected": 0})
+    return bool(run["rejected"] and seeds["rejected"] == len(seeds["p"]))
+
+
+def _p(run: dict[str, Any]) -> str:
+    return f"{run['p']:.1g}" if run["p"] else "below 1e-300"
+
+
+def _again(name: str, first: dict[str, Any]) -> str:
+    """What the case came to under seeds that nothing was made on."""
+    said, p = first["seeds"], first["seeds"]["p"]
+    which = f"seeds {said['first']} to {said['first'] + len(p) - 1}"
+    return (
+        f"*{name[0].upper()}{name[1:]}* under {which}, {first['tokens']:,} tokens each: "
+        f"{said['rejected']} of {len(p)} rejected, the largest p {max(p):.1g}."
+    )
 
 
 # section -> what, how much, found
@@ -98,9 +155,10 @@ SHOWN = {
         "{rejected} rejected at alpha = {alpha:g}",
     ),
     "sound": (
-        "sound decoder, the same layer",
+        "the engine's own rule, the same layer",
         "{seeds} seeds, {tokens:,} tokens each",
-        "{rejected} rejected at alpha = {alpha:g}, smallest p = {smallest_p:.2g}",
+        "{rejected} rejected at alpha = {alpha:g}, smallest p = {smallest:.2g}; p-values "
+        "uniform in {uniform} of {tests} tests",
     ),
 }
 
@@ -109,7 +167,10 @@ def _rows(known: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """The first table, section by section."""
     for name, message in SHOWN.items():
         if name in known:
-            yield tuple(cell.format(**known[name]) for cell in message)
+            row = known[name]
+            if name == "sound":
+                row = row | {"seeds": len(row["p"]), "uniform": row["tests"] - len(row["odd"])}
+            yield tuple(cell.format(**row) for cell in message)
             if name == "enumeration":
                 yield "traversal against rejection", "the same worlds", _less(known[name])
     for r in known["greedy"]["rows"] if "greedy" in known else ():
