@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from outrider.scripts.common.files import ROOT
-from outrider.scripts.lab.pages import cluster, lossless_page, readme, reliability
+from outrider.scripts.lab.pages import cluster, lossless_page, readme, reliability, sampled_versions
 from outrider.scripts.lab.rl import gate_page
 from outrider.scripts.reports.block import Block
 
@@ -20,6 +20,7 @@ WRITTEN: dict[Block, Callable[[], str]] = {
     lossless_page.PLACE_BLOCK: lambda: lossless_page.places(
         json.loads(lossless_page.PLACES.read_text())
     ),
+    sampled_versions.BLOCK: lambda: sampled_versions.render(sampled_versions.read()),
     cluster.BLOCK: lambda: cluster.page(json.loads(cluster.RESULT.read_text())),
     gate_page.BLOCK: lambda: gate_page.render(json.loads(gate_page.RESULTS.read_text())),
 }
