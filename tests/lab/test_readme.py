@@ -116,7 +116,7 @@ def test_there_are_commands() -> None:
 
 def test_paths_exist() -> None:
     linked = re.findall(r"\]\(([^)#]+)\)", TEXT)
-    named = re.findall(r"^\| `(\w+/)`", TEXT, re.M)
+    named = re.findall(r"^\| `(\w+/)`", (DOCS / "AGENTS.md").read_text(), re.M)
     assert linked and len(named) == 7
     for path in [*linked, *named]:
         assert path.startswith("https://github.com/") or (files.ROOT / path).exists(), path
@@ -140,7 +140,7 @@ def slug(title: str) -> str:
 
 
 def test_the_readme_is_short() -> None:
-    assert TEXT.count("\n") <= 150
+    assert TEXT.count("\n") <= 120
 
 
 def test_the_tables_say_what_was_tuned_and_served() -> None:

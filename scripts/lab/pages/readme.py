@@ -17,13 +17,14 @@ from typing import Any
 from outrider.heads.warm import BEFORE
 from outrider.scripts.common import files
 from outrider.scripts.extra.forecasting import table as forecast_table
+from outrider.scripts.lab import vllm_protocol
 from outrider.scripts.lab.pages import matched, rehearsed, serves
 from outrider.scripts.lab.serving import case as engine_case
 from outrider.scripts.lab.serving import llamacpp_cases, steps
 from outrider.scripts.lab.serving import sampled as engine_sampled
 from outrider.scripts.reports import fit_table, score_table, tune_table
 from outrider.scripts.reports.block import Block
-from outrider.scripts.reports.table import Table, change, interval
+from outrider.scripts.reports.table import Table, interval
 from outrider.scripts.scoring.names import SERVER
 
 RESULTS = files.ROOT / "docs" / "results"
@@ -40,6 +41,7 @@ FIT = Block.of("docs/fit.md", "fits", BY)
 FORGOTTEN = Block.of("docs/fit.md", "matrix", BY)
 FORETOLD = Block.of("docs/fit.md", "forecasts", BY)
 PATH = Block.of("docs/path.md", "path", BY)
+PROTOCOL = Block.of("docs/others.md", "protocol", BY)
 DROPPED = ("per_prompt", "acceptance_by_rank")
 # file in docs/results without its ending -> folder under reports/
 COPIED = {
@@ -110,18 +112,18 @@ def front() -> str:
     generate = rows["hf_generate"]["tokens_per_second"]
     paces = {name: cell["speedup"]["mean"] for name, cell in best["by_category"].items()}
     slowest = min(paces, key=lambda name: paces[name])
-    lines = [
-        f"**`{best['label']}`, its head trained for {seconds / 60:.0f} minutes of one CPU core, "
-        f"commits {best['accepted_length']['mean']:.2f} tokens a pass and writes "
-        f"{best['tokens_per_second'] / generate:.2f} times as fast as transformers' `generate`** "
-        f"on two cores ({interval(best['speedup'], 2, '×')} our own plain decoding; "
-        f"{report['settings']['num_prompts']} prompts of {len(paces)} categories that nothing was "
-        f"trained or tuned on, T = 0, bfloat16; the slowest is {slowest}, {paces[slowest]:.2f}×). "
-        "In float32 "
-        f"{found['equal']} of {found['checked']} answers are equal token by token. `kill -9` at "
-        f"random moments of training: {kill}.",
-        "",
-    ]
+    told = (
+        f"**A head trained for {seconds / 60:.0f} minutes of one CPU core makes "
+        f"{report['target']['name']} write {best['speedup']['mean']:.2f} times as fast: "
+        f"{best['accepted_length']['mean']:.2f} tokens a pass instead of 1** "
+        f"(`{best['label']}` against our own plain decoding, 95 % interval "
+        f"{best['speedup']['low']:.2f} to {best['speedup']['high']:.2f}, "
+        f"{report['environment']['threads']} cores; {report['settings']['num_prompts']} prompts "
+        f"of {len(paces)} categories that nothing was trained or tuned on, T = 0, "
+        f"{report['settings']['dtype']}; the slowest is {slowest}, {paces[slowest]:.2f}×). In float32 {found['equal']} of "
+        f"{found['checked']} answers are equal token by token. `kill -9` at random moments of "
+        f"training: {kill}."
+    )
     head = "drafter", "tokens a pass", "× plain decoding", "× `generate`", "same tokens, float32"
     cells = [
         [
@@ -134,8 +136,8 @@ def front() -> str:
         for label, row in rows.items()
         if not label.endswith("(defaults)") and not _drafting_server(row)
     ]
-    more = " ".join(filter(None, [fastest(report), leaders(), fitted()]))
-    return "\n".join([*lines, Table(head, cells).markdown(), "", more])
+    more = " ".join(filter(None, [fastest(report), fitted()]))
+    return "\n".join([told, "", Table(head, cells).markdown(), "", more])
 
 
 def _drafting_server(row: dict[str, Any]) -> bool:
@@ -163,30 +165,6 @@ def fastest(report: dict[str, Any]) -> str:
     )
 
 
-def leaders() -> str:
-    """Which head is accepted most on equal terms, in a sentence."""
-    if not (RESULTS / "matched.json").exists():
-        return ""
-    report = read("matched")
-    message = []
-    for shape in matched.SHAPES:
-        scores = {
-            name: head["scores"]["0"][shape]
-            for name, head in report["heads"].items()
-            if shape in head["scores"]["0"]
-        }
-        best = max(scores, key=lambda name: scores[name]["accepted_length"]["mean"])
-        cell = f"`{best}@{shape}` ({scores[best]['accepted_length']['mean']:.2f} tokens a pass"
-        if best != matched.REFERENCE:
-            cell += f", {change(scores[best]['against'])} to `{matched.REFERENCE}`"
-        message.append(f"{cell})")
-    return (
-        f"Of {len(report['heads'])} heads with the same conversations and the same arithmetic "
-        f"{' and '.join(message)} are accepted most "
-        "([table](docs/results.md#all-heads-on-the-same-data-and-arithmetic))."
-    )
-
-
 def fitted() -> str:
     """What fitting whole heads to traffic of the README's target brought, in a sentence; of each
     traffic its shortest fit."""
@@ -200,20 +178,18 @@ def fitted() -> str:
         return ""
     reports.sort(key=lambda report: -report["budget"]["minutes"])
     reports = [*{report["settings"]["train"]: report for report in reports}.values()]
-    message = []
-    for report in sorted(reports, key=lambda report: -report["gain"]["mean"]):
-        before, after = (row["accepted_length"]["mean"] for row in report["later"]["drafters"][:2])
-        gain = {key: 100 * (report["gain"][key] - 1) for key in ("mean", "low", "high")}
-        message.append(
-            f"{report['name']} {before:.2f} → {after:.2f}, {gain['mean']:+.0f} % "
-            f"[{gain['low']:+.0f}, {gain['high']:+.0f}]"
-        )
+    gains = sorted(reports, key=lambda report: report["gain"]["mean"])
+    least, most = (
+        f"{gain['mean'] - 1:+.0%} [{gain['low'] - 1:+.0%}, {gain['high'] - 1:+.0%}] ({one['name']})"
+        for one in (gains[0], gains[-1])
+        for gain in [one["gain"]]
+    )
     minutes = {f"{report['budget']['minutes']:g}" for report in reports}
     prompts = {str(report["settings"]["prompts"]) for report in reports}
     return (
         f"`outrider fit`, {' or '.join(sorted(minutes))} minutes for each of {len(reports)} "
-        f"made-up traffics: accepted length on {' or '.join(sorted(prompts))} later questions "
-        f"{'; '.join(message)}. What it does to other questions stands [beside it](docs/fit.md)."
+        f"made-up traffics, moves accepted length on {' or '.join(sorted(prompts))} later "
+        f"questions by {least} to {most} ([fit](docs/fit.md))."
     )
 
 
@@ -320,6 +296,17 @@ def forgotten() -> str:
     return f"{fit_table.matrix(found).markdown()}\n\n`{found['command']}` ({made(found)})"
 
 
+def counted_as_vllm() -> str:
+    """Our drafters as vLLM's own script counts accepted length, in docs/others.md."""
+    name = "vllm-protocol"
+    if not (RESULTS / f"{name}.json").exists():
+        return ""
+    report = read(name)
+    table = vllm_protocol.table(report)
+    where = f"{made(report)}, [JSON](results/{name}.json)"
+    return f"{table.title} ({where})\n\n{table.markdown()}"
+
+
 def foretold() -> str:
     """A frozen forecast and what came, in docs/fit.md."""
     name = "forecast-nine-truth"
@@ -343,6 +330,7 @@ PAGES = {
     VERSIONS: serves.versions,
     SPEEDS: lambda: serves.speeds(RESULTS),
     PATH: lambda: rehearsed.table(RESULTS),
+    PROTOCOL: counted_as_vllm,
 }
 
 
@@ -357,6 +345,9 @@ def main() -> int:
     domains = files.ROOT / "reports" / "domains" / "report.json"
     if domains.exists():
         files.write_json(RESULTS / "domains.json", fit_table.forgotten(domains))
+    counted = files.ROOT / "reports" / "vllm_protocol" / "report.json"
+    if counted.exists():
+        files.write_json(RESULTS / "vllm-protocol.json", json.loads(counted.read_text()))
     spent = files.ROOT / "reports" / "demo" / "spent.json"
     if full and spent.exists():
         files.write_json(RESULTS / "demo-spent.json", json.loads(spent.read_text()))
