@@ -120,9 +120,9 @@ def front() -> str:
         f"{best['speedup']['low']:.2f} to {best['speedup']['high']:.2f}, "
         f"{report['environment']['threads']} cores; {report['settings']['num_prompts']} prompts "
         f"of {len(paces)} categories that nothing was trained or tuned on, T = 0, "
-        f"{report['settings']['dtype']}; the slowest is {slowest}, {paces[slowest]:.2f}×). In float32 {found['equal']} of "
-        f"{found['checked']} answers are equal token by token. `kill -9` at random moments of "
-        f"training: {kill}."
+        f"{report['settings']['dtype']}; the slowest is {slowest}, {paces[slowest]:.2f}×). "
+        f"In float32 {found['equal']} of {found['checked']} answers are equal token by token. "
+        f"`kill -9` at random moments of training: {kill}."
     )
     head = "drafter", "tokens a pass", "× plain decoding", "× `generate`", "same tokens, float32"
     cells = [
