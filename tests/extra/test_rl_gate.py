@@ -92,6 +92,34 @@ def test_only_ranks_see_a_sharpening_that_keeps_the_mean_surprise(world: simulat
     assert asked(world, make, 40_000, ranks=False)
 
 
+def test_every_batch_of_a_simulation_says_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long rollout of a table ends among nearly certain tokens, which tell of no rule."""
+    seen: list[np.ndarray] = []
+
+    def said_no(world: simulated.World, rollouts: Any, *kind: Any) -> tuple[dict, str]:
+        seen.append(world.entropy[rollouts[0]].mean((1, 2)))
+        return {}, ""
+
+    monkeypatch.setattr(gate_power, "said_no", said_no)
+    gate_power.judged(simulated.drafted, gate_power.Size(2, 16, 40, 1))
+    first, last = np.mean(seen, 0)[:8].mean(), np.mean(seen, 0)[-8:].mean()
+    assert last == pytest.approx(first, rel=0.2)
+
+
+def test_a_drift_says_how_many_tokens_would_do() -> None:
+    """A temperature off by a tenth, which the gate names within 40,000; of a sound engine nothing."""
+    wrong = gate_power.drifted(gate_power.cooled(0.9), chunks=1, rows=2048)
+    assert wrong["tokens"] == 2048 * 64 and 1_000 < wrong["extrapolated"] < 40_000
+    sound = gate_power.drifted(gate_power.SOUND["plain"], chunks=1, rows=2048)
+    assert sound["extrapolated"] is None and abs(sound["z"]) < 5
+
+
+def test_an_engine_that_goes_wrong_halfway_is_sound_before(world: simulated.World) -> None:
+    before, tokens = gate_power.late(world, 800, gate_power.LENGTH, 0)
+    rare = world.p[before, tokens] <= np.minimum(0.09, 0.3 * np.exp(-world.entropy))[before]
+    assert rare[:400].mean() > 1.5 * rare[400:].mean()
+
+
 def test_rounding_is_tolerated_and_measured(world: simulated.World) -> None:
     """The same drift is named without a tolerance and forgiven with one that covers it."""
     make = gate_power.cooled(0.985)

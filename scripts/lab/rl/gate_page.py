@@ -23,9 +23,17 @@ def render(known: dict[str, Any]) -> str:
     sound = Table(("sound engine", "alpha", *kinds), [*_sound(known)], words=(0,))
     columns = ("said no, of how many", "tokens, half of them", "tokens, nine in ten", "by")
     wrong = Table(("engine", *columns), [*_wrong(known)], words=(0, 4))
+    head = (
+        "engine",
+        "tokens looked at",
+        "off there, standard deviations",
+        "by",
+        "tokens (extrapolated)",
+    )
+    drift = Table(head, [*_drift(known)], words=(0, 3))
     names = ("GRPO by TRL", "steps", "tokens", "p", "verdict", "by")
     grpo = Table(names, [*_grpo(known)], words=(0, 4, 5))
-    tables = (table.markdown() for table in (sound, wrong, grpo) if table.rows)
+    tables = (table.markdown() for table in (sound, wrong, drift, grpo) if table.rows)
     return "\n\n".join(tables) + "\n"
 
 
@@ -56,6 +64,15 @@ def _wrong(known: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _tokens(count: int | None, most: int) -> str:
     return f"more than {most:,}" if count is None else f"{count:,}"
+
+
+def _drift(known: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name, row in known.get("drift", NONE)["rules"].items():
+        needed = row["extrapolated"]
+        words = f"more than {row['tokens']:,}"
+        if needed is not None:
+            words = f"about {float(f'{needed:.2g}'):,.0f}"
+        yield name, f"{row['tokens']:,}", f"{row['z']:+.1f}", row["by"], words
 
 
 def _grpo(known: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -1,9 +1,11 @@
 """How often the gate calls a sound engine wrong, and after how many tokens it names a wrong one.
 
     python scripts/lab/rl/gate_power.py sound wrong weak   # simulated policies, minutes each
+    python scripts/lab/rl/gate_power.py drift              # how far the weak rules drift at all
     python scripts/lab/rl/gate_power.py rounding           # SmolLM2 in bfloat16 beside float32
 
-The gate is asked after every batch, as a trainer would. Each section is merged into
+The gate is asked after every batch, as a trainer would; every rollout begins anew, for a long one
+ends among nearly certain tokens that say nothing of any rule. Each section is merged into
 docs/results/rl-gate.json.
 """
 
@@ -39,6 +41,7 @@ from outrider.scripts.lab.rl.simulated import (
 OUT = files.ROOT / "docs/results/rl-gate.json"
 ALPHA, MANY = 1e-3, 0.1  # the default, and one at which so many sound seeds must show some
 LENGTH = 64  # tokens of a rollout
+DRIFT = 8  # times half a million tokens that a drift is taken from
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class Size:
     together: int
 
 
-SIZE, LARGE = Size(200, 8, 40, 200), Size(20, 64, 122, 4)
-Make = Callable[[World, int, int, int], Rollouts]  # of rows side by side, tokens, seed
+SIZE, LARGE = Size(200, 8, 40, 50), Size(20, 64, 122, 2)
+# of rollouts side by side, those of the first batch first; tokens; seed
+Make = Callable[[World, int, int, int], Rollouts]
 
 
 def table(change: Callable[[World], np.ndarray]) -> Make:
@@ -104,15 +108,15 @@ def opposed(world: World, many: int, length: int, seed: int) -> Rollouts:
 def first_greedy(world: World, many: int, length: int, seed: int) -> Rollouts:
     """The first token of every rollout is the best one."""
     tables = np.stack([world.p, np.eye(VOCAB)[world.p.argmax(-1)]])
-    return plain(tables, many, length, seed, lambda place, rows: int(place % LENGTH == 0))
+    return plain(tables, many, length, seed, lambda place, rows: int(place == 0))
 
 
 def late(world: World, many: int, length: int, seed: int) -> Rollouts:
     """Sound at first; typical acceptance in the second half of the run."""
     early, wrong = (
-        drafted(world, many, length // 2, seed, keep) for keep in (None, typical(world))
+        drafted(world, many // 2, length, seed, keep) for keep in (None, typical(world))
     )
-    return tuple(np.concatenate(pair, 1) for pair in zip(early, wrong, strict=True))  # type: ignore[return-value]
+    return tuple(np.concatenate(pair) for pair in zip(early, wrong, strict=True))  # type: ignore[return-value]
 
 
 def swapped(world: World) -> np.ndarray:
@@ -174,11 +178,10 @@ WEAK: dict[str, Make] = {
 def said_no(
     world: World, rollouts: Rollouts, tolerance: float, ranks: bool
 ) -> tuple[dict[float, int], str]:
-    """Tokens at which a gate said no to [B, T] tokens, batch by batch, at ALPHA (which ends
-    it) and at MANY, where it did, and the stream that spoke loudest then."""
+    """Tokens at which a gate said no to batches [N, B, T] of rollouts, batch by batch, at ALPHA
+    (which ends it) and at MANY, where it did, and the stream that spoke loudest then."""
     gate, found = Gate(ALPHA, tolerance), dict[float, int]()
-    for a in range(0, rollouts[0].shape[1], LENGTH):
-        before, tokens = (part[:, a : a + LENGTH] for part in rollouts)
+    for before, tokens in zip(*rollouts, strict=True):
         verdict = gate.add(**world.columns(before, tokens, ranks))
         for alpha in (MANY, ALPHA):
             if verdict.p <= alpha:
@@ -198,11 +201,12 @@ def judged(make: Make, size: Size) -> dict[str, Any]:
     }
     found: dict[str, list[tuple[dict[float, int], str]]] = {name: [] for name in kinds}
     for start in range(0, size.seeds, size.together):
-        before, tokens = make(world, size.together * size.rows, size.batches * LENGTH, start)
+        shape = size.batches, size.together, size.rows, LENGTH
+        drawn = make(world, size.batches * size.together * size.rows, LENGTH, start)
+        before, tokens = (part.reshape(shape) for part in drawn)
         for i in range(size.together):
-            own = slice(i * size.rows, (i + 1) * size.rows)
             for name, kind in kinds.items():
-                found[name].append(said_no(world, (before[own], tokens[own]), *kind))
+                found[name].append(said_no(world, (before[:, i], tokens[:, i]), *kind))
     gates = {name: _summary(said, size.seeds) for name, said in found.items()}
     tokens_each = size.batches * size.rows * LENGTH
     return {"seeds": size.seeds, "tokens": tokens_each, "alpha": ALPHA, "gates": gates}
@@ -218,6 +222,22 @@ def _summary(said: list[tuple[dict[float, int], str]], seeds: int) -> dict[str, 
         "tokens_for_nine_in_ten": counts[int(0.9 * seeds)],
         "by": max(set(names), key=names.count) if names else None,
     }
+
+
+def drifted(make: Make, chunks: int = DRIFT, rows: int = 8192) -> dict[str, Any]:
+    """How many tokens would name a rule, by the stream that drifts most over a few million. z:
+    how many standard deviations its sum is off after `tokens`, which grows with the root of their
+    number; a bet names about 5. extrapolated: None where z is not beyond 5."""
+    world, gate = World.drawn(0), Gate(ALPHA, 0.0)
+    for seed in range(chunks):
+        before, tokens = make(world, rows, LENGTH, 1000 + seed)
+        gate.add(**world.columns(before, tokens, ranks=True))
+    _, total, variance = gate.bets.sums
+    z = total / np.sqrt(np.maximum(variance, 1e-12))
+    at = int(np.abs(z).argmax())
+    needed = int(25 * gate.tokens / z[at] ** 2) if abs(z[at]) > 5 else None
+    found = {"tokens": gate.tokens, "by": gate.bets.names[at], "z": float(z[at])}
+    return found | {"extrapolated": needed}
 
 
 def rounding() -> dict[str, Any]:
@@ -278,6 +298,9 @@ def main(names: Sequence[str]) -> None:
         if name == "rounding":
             found = {**rounding(), **files.origin()}
             files.write_json(OUT, _known() | {name: found})
+        elif name == "drift":
+            rules = {rule: drifted(make) for rule, make in WEAK.items()}
+            files.write_json(OUT, _known() | {name: {"rules": rules, **files.origin()}})
         elif name == "sound":
             simulated("sound", SOUND, SIZE)
         elif name == "wrong":
