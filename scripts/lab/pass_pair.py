@@ -2,9 +2,10 @@
 by turns, and every bit of the logits compared.
 
     git worktree add ../before COMMIT && python scripts/lab/pass_pair.py ../before
+    python scripts/lab/pass_pair.py . bfloat16,float32   # the other's numbers, and those here
 
-Writes docs/results/pass-pair.json, in CPU seconds of one thread. Layers that are not compiled yet
-are compiled first, which is not counted.
+Writes docs/results/pass-pair.json, or pass-numbers.json, in CPU seconds of one thread. Layers
+that are not compiled yet are compiled first, which is not counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +33,15 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree
 
-TOKENS, CONTEXT, TAPS = (1, 8), 200, (2, 15, 27)
+TOKENS, CONTEXT, TAPS = (1, 2, 4, 8, 16), 200, (2, 15, 27)
 DECODED, ROUNDS, REPEATS = 16, 9, 3
 
 
 class Passes:
-    """SmolLM2 in bfloat16 behind CONTEXT tokens."""
+    """SmolLM2 behind CONTEXT tokens."""
 
-    def __init__(self) -> None:
-        self.target = load_target(TargetConfig(kind="smollm2"), "bfloat16", "cpu")
+    def __init__(self, dtype: str) -> None:
+        self.target = load_target(TargetConfig(kind="smollm2"), dtype, "cpu")
         self.target.expected_passes = 1 << 20  # so that it pays to compile
         rng = torch.Generator().manual_seed(0)
         self.ids = torch.randint(5, 40000, (CONTEXT + 32,), generator=rng)
@@ -74,7 +76,7 @@ class Passes:
 def serve() -> None:
     """Answer each line on stdin, a number of tokens (0: decode, -1: peak memory in bytes)."""
     torch.set_num_threads(1)
-    passes = Passes()
+    passes = Passes(os.environ["DTYPE"])
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         if (tokens := int(line)) < 0:
@@ -86,12 +88,12 @@ def serve() -> None:
             print(json.dumps(passes.decode()), flush=True)
 
 
-def compared(other: str) -> list[dict[str, Any]]:
-    """Every case: medians of both and the ratio there / here of ROUNDS rounds; low and high leave
-    out one round on either side."""
+def compared(other: str, dtypes: Sequence[str]) -> list[dict[str, Any]]:
+    """Every case, in these dtypes there and here: medians of both and the ratio there / here of
+    ROUNDS rounds; low and high leave out one round on either side."""
 
-    def start(checkout: str) -> Any:
-        env = {**os.environ, "CHECKOUT": checkout, "PYTHONPATH": checkout}
+    def start(checkout: str, dtype: str) -> Any:
+        env = {**os.environ, "CHECKOUT": checkout, "PYTHONPATH": checkout, "DTYPE": dtype}
         pipe = subprocess.PIPE
         return subprocess.Popen(
             [sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=env
@@ -103,7 +105,8 @@ def compared(other: str) -> list[dict[str, Any]]:
             process.stdin.flush()
         return json.loads(process.stdout.readline())
 
-    both = [start(other), start(str(Path(__file__).resolve().parents[2]))]
+    here = str(Path(__file__).resolve().parents[2])
+    both = [start(checkout, dtype) for checkout, dtype in zip((other, here), dtypes, strict=True)]
     for process in both:
         said(process)
     found: list[dict[str, Any]] = []
@@ -114,9 +117,9 @@ def compared(other: str) -> list[dict[str, Any]]:
                 taken[k].append(said(both[k], tokens))
         pairs = list(zip(*(side[1:] for side in taken), strict=True))
         ratios = sorted(there[0] / here[0] for there, here in pairs)
-        there, here = (1000 * statistics.median(one[0] for one in side[1:]) for side in taken)
+        before, now = (1000 * statistics.median(one[0] for one in side[1:]) for side in taken)
         row = {"case": f"{tokens} tokens" if tokens else "a step of plain decoding"}
-        row |= {"there_ms": there, "here_ms": here, "ratio": statistics.median(ratios)}
+        row |= {"there_ms": before, "here_ms": now, "ratio": statistics.median(ratios)}
         row |= {"low": ratios[1], "high": ratios[-2]}
         found.append({**row, "same_bits": all(a[1:] == b[1:] for a, b in pairs)})
         print(json.dumps(found[-1]), flush=True)
@@ -130,5 +133,10 @@ if __name__ == "__main__":
     else:
         from outrider.scripts.common import files
 
-        report = {**files.origin(), "rows": compared(os.path.abspath(sys.argv[1]))}
-        Path("docs/results/pass-pair.json").write_text(json.dumps(report, indent=1) + "\n")
+        numbers = sys.argv[2].split(",") if len(sys.argv) > 2 else ["bfloat16"] * 2
+        name = "pass-numbers" if len(sys.argv) > 2 else "pass-pair"
+        rows = compared(os.path.abspath(sys.argv[1]), numbers)
+        files.write_json(
+            files.ROOT / f"docs/results/{name}.json",
+            {**files.origin(), "dtypes": numbers, "rows": rows},
+        )
