@@ -142,7 +142,8 @@ class PackingScorer(Scorer):
     def _compile(self, state: DecodingForm) -> None:
         """Take compiled layers where they give the flat pass's bits."""
         flat = state.flat
-        if not self.compiles or not state.places or state.compiled_exact is False:
+        may = self.compiles and self.dtype == torch.bfloat16
+        if not may or not state.places or state.compiled_exact is False:
             return
         to_come = self.expected_passes * self.num_layers
         found = compiled.compiled_pass(flat, to_come)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -39,20 +39,17 @@ TAKEN: dict[str, dict[str, Any]] = {
 }
 
 
-class StandIn(packed.Product):
-    """A product without oneDNN's kernels."""
+class StandIn:
+    """A kernel where oneDNN has none."""
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        self.sizes = [weight.shape[0] for weight in weights]
-        self.shape = sum(self.sizes), weights[0].shape[1]
-        self.weight, self.bias = torch.cat(list(weights)), None
-        self._input, self._parts = None, {}
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.bias)
 
-    def dense(self, number: int) -> Tensor:
-        return self.weight.split(self.sizes)[number].clone()
+    def dense(self) -> Tensor:
+        return self.weight
 
 
 @pytest.fixture
@@ -63,8 +60,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> bool:
     if packed.available():
         return True
     monkeypatch.setattr(packed, "takes", lambda dtype, device: dtype == torch.bfloat16)
-    monkeypatch.setattr(packed, "Product", StandIn)
-    monkeypatch.setattr(compiled, "Product", StandIn)
+    monkeypatch.setattr(packed, "Ordered", StandIn)
     of_graph = compiled.GraphProduct
     monkeypatch.setattr(of_graph, "forward", lambda self, x: linear(x, self.weight))
     return False
