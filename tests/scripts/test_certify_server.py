@@ -113,7 +113,7 @@ def test_a_plain_server_needs_top_k(prompts, tmp_path, capsys) -> None:
 
 def test_a_killed_run_goes_on(target, draft, prompts, tmp_path, monkeypatch) -> None:
     whole = asking.Endpoint.answer
-    left = 14  # of 23 or so
+    left = 18
 
     async def answer(self, ids, ask):
         nonlocal left
