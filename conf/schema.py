@@ -28,6 +28,7 @@ import tempfile
 import traceback
 import typing
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +42,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from outrider.conf import packages
+from outrider.conf import argv, packages, usage
 from outrider.conf.errors import CheckFailed, Interrupted, UserError
 from outrider.conf.typed import (
     convert,
@@ -58,7 +59,7 @@ from outrider.conf.typed import (
     wrong_kind,
 )
 
-__all__ = ["CONF", "compose", "entry", "to_typed"]
+__all__ = ["CONF", "compose", "entry", "refused", "to_typed"]
 
 CONF = Path(__file__).resolve().parent
 QUIET = (
@@ -87,6 +88,14 @@ def compose(
     """The typed configuration of a command line. Raises UserError that lists every problem at
     once.
     """
+    value, asked = _checked(config_name, schema, overrides, conf_dir)
+    return settled(value) if asked else value
+
+
+def _checked(
+    config_name: str, schema: type[T], overrides: Sequence[str], conf_dir: Path
+) -> tuple[T, bool]:
+    """(the configuration, whether its dtype is still to be settled), as `compose` raises."""
     cfg, problems = _compose(config_name, schema, overrides, conf_dir)
     if cfg is None:
         raise_all(problems)
@@ -98,7 +107,7 @@ def compose(
         raise_all([*problems, str(error)])
     refused = {line.partition("=")[0] for line in problems}  # what was given is not missing as well
     raise_all(problems + [m for m in more if m.partition(": is required")[0] not in refused])
-    return settled(value) if asked else value
+    return value, asked
 
 
 def placeholder(cfg: DictConfig, schema: type) -> bool:
@@ -158,11 +167,26 @@ def entry(
     return decorate
 
 
+def refused(name: str, schema: type, words: Sequence[str], conf_dir: Path = CONF) -> int:
+    """2, with the command's own line on stderr, where it would refuse the words; else 0. Nothing is
+    run and no framework is loaded, so that a mistake costs no more than reading it."""
+
+    def check() -> int:
+        if any(word.startswith("-") for word in words):
+            raise_all(dashed(words, schema, conf_dir))
+        else:
+            _checked(name, schema, words, conf_dir)
+        return 0
+
+    return _guarded(check, schema)
+
+
 def _run(
     main: Callable[[Any], Any], name: str, schema: type, conf_dir: Path, args: list[str]
 ) -> int:
     if not any(a.startswith("-") for a in args):
         return main(compose(name, schema, args, conf_dir)) or 0
+    raise_all(dashed(args, schema, conf_dir))
     codes: list[int] = []
 
     def job(cfg: DictConfig) -> None:
@@ -239,11 +263,11 @@ def _compose(
     problems: list[str] = []
     good: list[str] = []
     parser = OverridesParser.create()
-    for text in overrides:
+    for text in argv.joined(overrides):
         try:
             parsed = parser.parse_override(text)
         except HydraException:
-            problems.append(f"{text}: cannot be read as KEY=VALUE; quote it: \"key='a value'\"")
+            problems.append(_unreadable(text, schema, conf_dir))
             continue
         key = parsed.key_or_group
         options = group_options(conf_dir, key)
@@ -270,6 +294,33 @@ def _compose(
         return _composed(conf_dir, name, good), problems
     except (HydraException, *UNREADABLE) as error:
         return None, [*problems, _readable(error, conf_dir)]
+
+
+def _unreadable(text: str, schema: type, conf_dir: Path) -> str:
+    """What is said of a word that is no KEY=VALUE."""
+    if "=" in text:
+        return f"{text}: cannot be read as KEY=VALUE; quote it: \"key='a value'\""
+    if text in keys(schema) or group_options(conf_dir, text):
+        return f"{text}: has no value; write {text}=VALUE, without spaces around ="
+    chosen = [group for group in _groups(conf_dir) if text in group_options(conf_dir, group)]
+    said = f"did you mean {chosen[0]}={text}?" if chosen else f"write KEY={text}, or quote a list"
+    return f"{text}: is no KEY=VALUE; {said}"
+
+
+def dashed(args: Sequence[str], schema: type, conf_dir: Path = CONF) -> list[str]:
+    """A line for each word that is written --key value, or is a flag that nobody knows."""
+    found = []
+    for i, flag in enumerate(args):
+        if not flag.startswith("-") or flag.partition("=")[0] in argv.FLAGS:
+            continue
+        key, value = argv.undashed(flag, args[i + 1 : i + 2])
+        if not (knows(schema, key) or group_options(conf_dir, key)):
+            near = nearest(key, keys(schema))
+            said = f"no such key; {near}"
+        else:
+            said = f"keys have no dashes; write {key}={value or 'VALUE'}"
+        found.append(f"{flag}: {said}")
+    return found
 
 
 def _composed(conf_dir: Path, name: str, overrides: list[str]) -> DictConfig:
@@ -367,9 +418,12 @@ def help_text(
     more: str = "",
     conf_dir: Path = CONF,
     words: Sequence[str] = (),
+    spoken: Callable[[str], str] = str,
 ) -> str:
-    """What `--help` says of a command: its words, its groups, its keys with their defaults. words:
-    the command line, whose choices of groups hold. Raises UserError for one that is none."""
+    """What `--help` says of a command: its words, what must be given, its groups, its keys with
+    their defaults, as wide as the terminal. words: the command line, whose choices of groups hold.
+    spoken: how the commands in its words are written. Raises UserError for a choice that is
+    none."""
     chosen = [word for word in words if group_options(conf_dir, word.partition("=")[0])]
     composed, problems = _compose(name, schema, chosen, conf_dir)
     if composed is None:
@@ -383,18 +437,16 @@ def help_text(
         typing.cast(DictConfig, OmegaConf.load(conf_dir / f"{name}.yaml")).get("defaults") or []
     )
     groups = sorted(str(key) for item in defaults if isinstance(item, DictConfig) for key in item)
-    lines = [doc.strip(), ""]
-    if more:
-        lines += [more, ""]
-    if groups:
-        lines += ["Groups (GROUP=OPTION):"]
-        lines += [f"  {g}={'|'.join(sorted(options_here(conf_dir, g, schema)))}" for g in groups]
-        lines += [""]
-    lines += ["Keys (KEY=VALUE, here with their defaults):", *_rows(chosen_schema, here)]
-    return "\n".join(lines)
+    options = {group: sorted(options_here(conf_dir, group, schema)) for group in groups}
+    columns = usage.width()
+    parts = [usage.prose(spoken(text.strip()), columns) for text in (doc, more) if text]
+    rows = [replace(row, about=spoken(row.about)) for row in _rows(chosen_schema, here)]
+    kind = str((here.get("target") or {}).get("kind", ""))
+    tables = usage.tables(rows, options, kind, columns)
+    return "\n\n".join([*parts, "\n".join(tables)])
 
 
-def _rows(schema: type, here: dict[str, Any], prefix: str = "") -> list[str]:
+def _rows(schema: type, here: dict[str, Any], prefix: str = "") -> list[usage.HelpRow]:
     rows, about, hints = [], docs(schema), typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         nested = nested_schema(hints[field.name])
@@ -404,8 +456,8 @@ def _rows(schema: type, here: dict[str, Any], prefix: str = "") -> list[str]:
         key = prefix + key_of(field.name)
         value = here.get(key_of(field.name), default(field))  # the YAML files win over the schema
         needed = value is dataclasses.MISSING or value == "???"
-        shown = "(required)" if needed else f"={_shown(value)}"
-        rows.append(f"  {key}{shown}  {about.get(field.name, '')}".rstrip())
+        shown = None if needed else _shown(value)
+        rows.append(usage.HelpRow(key, shown, about.get(field.name, "")))
     return rows
 
 

@@ -350,6 +350,9 @@ WORDS = {
     "dataclass_type": ("{shown} is not a mapping {{..}}", "{{KEY: VALUE}}"),
 }
 WRONG_TYPE = ("_type", "finite_number")
+# What other tools call a dtype. Where a key takes none of what is meant, its default is told.
+ALSO = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+ALSO |= {"float": "float32", "fp64": "float64", "double": "float64"}
 
 
 def _summary(errors: list[ErrorDetails], schema: type, prefix: str) -> list[str]:
@@ -402,4 +405,8 @@ def _filled(error: ErrorDetails, usual: Any) -> tuple[str, str]:
     found["usually"] = f" ({common} is usual)" if isinstance(common, int | float) else ""
     found |= {"shown": SHORT.repr(error["input"]), "usual": common or "VALUE"}
     what, fix = WORDS.get(error["type"], (error["msg"], "VALUE"))
+    meant = ALSO.get(error["input"]) if isinstance(error["input"], str) else None
+    if meant and error["type"] == "literal_error":
+        taken = meant in found["expected"].split(", ")
+        what, fix = what.removesuffix("; choose one"), meant if taken else str(found["usual"])
     return what.format(**found), fix.format(**found)

@@ -12,6 +12,7 @@ from outrider.conf.rules import BelowOne, NotNegative, one_of
 from outrider.heads.limits import Count, CountOrZero, Draw, Layers, Nodes, Shape, TokenId, Width
 
 Mask = Literal["token", "argmax", "all"]
+SILU = "silu"  # the activation that engines know
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,10 @@ class LoraKeys:
 
 
 def _activation(value: str) -> str:
-    """The rule that a text is one of transformers' activations, which are looked up when asked."""
+    """The rule that a text is one of transformers' activations, which are looked up for others than
+    the usual one."""
+    if value == SILU:
+        return value
     from transformers.activations import ACT2FN
 
     return str(one_of(ACT2FN).func(value))  # type: ignore[call-arg]
@@ -81,7 +85,7 @@ class LayerKeys:
     # where it has experts
     intermediate_size: Count | None = None
     # activation of the draft layers' MLP, whatever the target's is: engines know silu alone
-    hidden_act: Annotated[str, AfterValidator(_activation)] = "silu"
+    hidden_act: Annotated[str, AfterValidator(_activation)] = SILU
 
 
 @dataclass(frozen=True)

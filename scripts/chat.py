@@ -2,8 +2,7 @@
 and tokens/s.
 
     python scripts/chat.py target=smollm2 drafter=runs/demo/medusa@tree
-    echo "What is the capital of France?" | python scripts/chat.py target=smollm2 drafter=ngram
-    temperature=0
+    echo "What is the capital of France?" | python scripts/chat.py drafter=ngram temperature=0
 
 Ctrl-C stops an answer, Ctrl-D or /exit leaves, /reset forgets the conversation. With piped
 input every line is a turn.

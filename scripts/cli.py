@@ -6,8 +6,9 @@ name, from any folder.
     outrider ls heads
 
 A verb is a file: the process becomes `python FILE KEY=VALUE ...`, so keys, errors and exit
-codes are the file's own, and nothing here reads a key. `VERB --help` is made of the file's first
-words and of its keys (KEYS below), whose modules import neither torch nor transformers.
+codes are the file's own. `VERB --help` is made of the file's first words and of its keys (KEYS
+below), whose modules import neither torch nor transformers; by the same keys a command line with a
+mistake is refused here already, in the file's words, before anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,6 +91,9 @@ HANDED_ON = {
 }
 COMPLETION = 'Completion: eval "$(_OUTRIDER_COMPLETE=bash_source outrider)", also zsh_ and fish_'
 HELP = frozenset({"-h", "--help"})
+# "accelerate launch train/head.py head=eagle3" and "python scripts/check.py" in a file's words
+TRAINED = re.compile(r"accelerate launch train/head\.py head=\w+")
+NAMED = re.compile(r"(?:python |accelerate launch )?scripts/(\w+)\.py")
 RAW = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
@@ -119,15 +126,29 @@ def trainers() -> dict[str, Verb]:
 
 
 def options(group: str) -> dict[str, str]:
-    """The files of a folder of conf/, also of packages', with their first comment for people."""
+    """The files of a folder of conf/, also of packages', with their first sentence for people."""
     found = {}
     for name, path in sorted(packages.options(CONF, group).items()):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        said = (line[1:].strip() for line in lines if line.startswith("#"))
-        found[name] = next((line for line in said if not line.startswith(MARKS)), "")
+        found[name] = _sentences(lines)
         if any(line.startswith("licence: ") for line in lines) and "tried: true" not in lines:
             found[name] += " (not tried on the real set)"
     return found
+
+
+def _sentences(lines: Sequence[str]) -> str:
+    """The first comment for people, as long as its first line and to the end of a sentence."""
+    said: list[str] = []
+    for line in lines:
+        if line.startswith("#") and not line[1:].strip().startswith(MARKS):
+            said.append(line[1:].strip())
+        elif said:
+            break
+    text = " ".join(said)
+    ends = [stop.end() for stop in re.finditer(r"\.(?= [A-Z]|$)", text)]
+    first = len(said[0]) if said else 0
+    within = [end for end in ends if end <= first]
+    return text[: max(within) if within else min(ends, default=len(text))]
 
 
 def trainer(name: str) -> tuple[Verb, list[str]] | None:
@@ -144,11 +165,20 @@ def own_words(file: Path) -> str:
     return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")), clean=False) or ""
 
 
-def help_of(verb: str, words: Sequence[str]) -> str:
-    """What `VERB WORDS --help` says. verb: the name of its file. Raises UserError where a part
-    that it is handed on to is not installed."""
-    from outrider.conf.schema import help_text
+@dataclass(frozen=True)
+class Entry:
+    """What a command line is for. file: the one that speaks; config: its file in conf/; schema: of
+    its keys; words: those that it reads."""
 
+    file: Path
+    config: str
+    schema: type
+    words: list[str]
+
+
+def entry_of(verb: str, words: Sequence[str]) -> Entry:
+    """What `VERB WORDS` is for. verb: the name of its file. Raises UserError where a part that it
+    is handed on to is not installed."""
     given = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
     known = (w for v, w in HANDED_ON if v == verb and w in given)
     word = next((w for w in known if given[w] != "false"), "")
@@ -156,19 +186,63 @@ def help_of(verb: str, words: Sequence[str]) -> str:
     file, keys, config = HANDED_ON.get((verb, word), (f"{folder}/{verb}.py", verb, verb))
     if not (ROOT / file).exists():
         raise UserError(f"{word}: needs {file}, which is not installed")
-    module, _, name = KEYS[keys].partition(":")
-    schema = getattr(importlib.import_module(module), name)
-    return help_text(own_words(ROOT / file), config, schema, words=words)
+    place, _, name = KEYS[keys].partition(":")
+    module = importlib.import_module(place)
+    left = [*words[1:]] if words and words[0] == word else [*words]
+    if hasattr(module, "keyed"):  # words that need no key there, keys that need no word
+        left = module.keyed(left)
+    if keys == "validate":  # which takes dry_run=false
+        left = [w for w in left if w.lstrip("+").partition("=")[0] != "dry_run"]
+    return Entry(ROOT / file, config, getattr(module, name), left)
 
 
-def help_of_training(name: str, words: Sequence[str]) -> str:
-    """What `train/NAME.py WORDS --help` says."""
+def help_of(verb: str, words: Sequence[str]) -> str:
+    """What `VERB WORDS --help` says. verb: the name of its file. Raises UserError where a part
+    that it is handed on to is not installed."""
     from outrider.conf.schema import help_text
+
+    at = entry_of(verb, words)
+    said = own_words(at.file)
+    return help_text(said, at.config, at.schema, words=words, spoken=as_typed)
+
+
+def training(name: str, words: Sequence[str]) -> Entry:
+    """What `train/NAME.py WORDS` is for."""
     from outrider.train.config import ENTRIES, HeadRun
-    from outrider.train.launcher import SAME
 
     schema: type = dict(ENTRIES.values()).get(name, HeadRun)
-    return help_text(own_words(ROOT / "train" / f"{name}.py"), name, schema, SAME, words=words)
+    return Entry(ROOT / "train" / f"{name}.py", name, schema, [*words])
+
+
+def help_of_training(name: str, words: Sequence[str], typed: str = "") -> str:
+    """What `train/NAME.py WORDS --help` says. typed: the head that was asked for by name."""
+    from outrider.conf.schema import help_text
+    from outrider.train.launcher import SAME
+
+    at = training(name, words)
+
+    def spoken(text: str) -> str:
+        return as_typed(text, typed)
+
+    said = own_words(at.file)
+    return help_text(said, at.config, at.schema, SAME, words=words, spoken=spoken)
+
+
+def as_typed(text: str, head: str = "") -> str:
+    """A text about commands, each as `outrider` spells it. head: the word behind `train` in place
+    of head.py and its key."""
+    found = TRAINED.sub(rf"outrider train {head or 'HEAD'}", text)
+    found = re.sub(r"accelerate launch train/(\w+)\.py", r"outrider train \1", found)
+    return NAMED.sub(lambda file: f"outrider {NAMES.get(file[1], file[1])}", found)
+
+
+def refuse(at: Entry) -> None:
+    """End the process with code 2 and the line of the file itself where it would refuse the
+    words."""
+    from outrider.conf.schema import refused
+
+    if code := refused(at.config, at.schema, at.words):
+        raise SystemExit(code)
 
 
 def _runnable(folder: Path) -> dict[str, Verb]:
@@ -250,9 +324,12 @@ def _keys(path: Path) -> list[str]:
 
 def _command(name: str, verb: Verb) -> click.Command:
     def run(words: tuple[str, ...]) -> NoReturn:
-        if HELP & {*words} and verb.file.stem in KEYS:
+        known = verb.file.stem in KEYS
+        if HELP & {*words} and known:
             click.echo(help_of(verb.file.stem, words))
             raise SystemExit(0)
+        if known:
+            refuse(entry_of(verb.file.stem, words))
         become([sys.executable, str(verb.file), *words])
 
     return click.Command(
@@ -312,8 +389,10 @@ class Train(Verbs):
 
         def run(launch: int, words: tuple[str, ...]) -> NoReturn:
             if HELP & {*words}:
-                click.echo(help_of_training(verb.file.stem, [*head, *words]))
+                click.echo(help_of_training(verb.file.stem, [*head, *words], cmd_name))
                 raise SystemExit(0)
+            if not head or (CONF / "head" / f"{cmd_name}.yaml").exists():  # a package's is heavy
+                refuse(training(verb.file.stem, [*head, *words]))
             become(launched(verb, launch, [*head, *words]))
 
         about = options("head").get(cmd_name) or verb.about
@@ -334,9 +413,10 @@ class Train(Verbs):
         )
 
 
-@click.command(
-    "ls", help="What there is to name: heads, targets, recipes, suites, prompts, formats."
-)
+LISTED = "What there is to name: heads, targets, recipes, suites, prompts, formats."
+
+
+@click.command("ls", help=LISTED, short_help=LISTED)
 @click.argument("kind", required=False)
 def ls(kind: str | None) -> None:
     """Print what `kind` may name, or all kinds."""
@@ -349,9 +429,42 @@ def ls(kind: str | None) -> None:
         if kind is None:
             click.echo(f"{name} ({requested}):")
         indent = "  " if kind is None else ""
-        wide = max(map(len, rows), default=0)
-        for row, about in rows.items():
-            click.echo(f"{indent}{row:{wide}}  {about}".rstrip())
+        for line in _two_columns(rows, indent):
+            click.echo(line)
+
+
+def _two_columns(rows: dict[str, str], indent: str) -> Iterator[str]:
+    """Names and words, wrapped where a person reads; for a program a name is a line."""
+    wide = max(map(len, rows), default=0)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    for name, about in rows.items():
+        first, later = f"{indent}{name:{wide}}  ", " " * (len(indent) + wide + 2)
+        room = max(columns - len(later), 30)
+        said = textwrap.wrap(about, room, break_long_words=False, break_on_hyphens=False)
+        yield f"{first}{said[0] if said else ''}".rstrip()
+        yield from (later + line for line in said[1:])
+
+
+def version() -> str:
+    """The version of this clone with its commit, and of what a bug report needs."""
+    from outrider.conf.commit import commit
+
+    metadata = importlib.import_module("importlib.metadata")
+    written = ROOT / "pyproject.toml"
+    found = re.search(r'^version = "(.+)"', written.read_text(), re.M) if written.exists() else None
+    made = commit()
+    others = {"torch", "transformers"} & {*metadata.packages_distributions()}
+    parts = [f"outrider {found[1] if found else metadata.version('outrider')}"]
+    parts[0] += f" ({made})" if made else ""
+    parts += [f"Python {sys.version.split()[0]}"]
+    parts += [f"{name} {metadata.version(name)}" for name in sorted(others)]
+    return ", ".join(parts)
+
+
+def _show_version(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
+    if asked:
+        click.echo(version())
+        raise SystemExit(0)
 
 
 def application() -> click.Group:
@@ -365,9 +478,25 @@ def application() -> click.Group:
         commands={name: _command(name, verb) for name, verb in found.items()},
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
+    group.params.append(
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_version,
+            help="Show the version and exit.",
+        )
+    )
     about = "Train a head: `outrider train NAME KEY=VALUE ... [--launch PROCESSES]`."
     group.add_command(
-        Train("head", name="train", help=about, context_settings=group.context_settings)
+        Train(
+            "head",
+            name="train",
+            help=about,
+            short_help=about,
+            context_settings=group.context_settings,
+        )
     )
     group.add_command(ls)
     return group

@@ -41,7 +41,7 @@ from outrider.heads.interop.served import formats
 from outrider.heads.names import HUB
 from outrider.scripts import export
 from outrider.scripts.publishing import measured, upload
-from outrider.scripts.publishing.config import AUTO, NONE, REPOSITORY, PushConfig
+from outrider.scripts.publishing.config import AUTO, NONE, REPOSITORY, PushConfig, keyed
 from outrider.scripts.publishing.form import Form
 from outrider.scripts.publishing.page import Published, page
 from outrider.scripts.publishing.places import without_places
@@ -241,12 +241,7 @@ def named_in_lines(cfg: PushConfig, folder: Path, base: str) -> dict[str, str]:
 
 def command(argv: Sequence[str] | None = None) -> None:
     """`push.py RUN OWNER/NAME KEY=VALUE ...`; the first two may also be written as keys."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    bare = [word for word in words if "=" not in word and not word.startswith("-")][:2]
-    for key, word in zip(("run", "repository"), bare, strict=False):
-        quoted = word.replace("\\", "\\\\").replace("'", "\\'")
-        words[words.index(word)] = f"{key}='{quoted}'"
-    main(words)
+    main(keyed(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

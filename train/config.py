@@ -17,7 +17,10 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
 from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
+from outrider.conf import packages
 from outrider.conf.errors import UserError
 from outrider.conf.rules import (
     AboveZero,
@@ -32,7 +35,7 @@ from outrider.conf.rules import (
     ZeroOrMore,
     one_of,
 )
-from outrider.conf.typed import default
+from outrider.conf.typed import ALSO, default
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.config import HeadConfig
@@ -101,6 +104,14 @@ REPLANNED = {
 
 
 MOST_PROFILED = 100  # steps of a window of the profiler: a trace of more opens nowhere
+
+
+def _summed(value: str) -> str:
+    """The rule of a dtype in which losses are sums."""
+    if ALSO.get(value, value) == "float16":
+        why = f"{value} overflows, since losses are sums and nothing scales them; choose bfloat16"
+        raise PydanticCustomError("value_error", "", {"error": why})
+    return str(one_of(DTYPES).func(value))  # type: ignore[call-arg]
 
 
 def profile_problems(window: list[int]) -> list[str]:
@@ -305,7 +316,7 @@ class TrainConfig(AutoDtype):
     micro_tokens: ZeroOrMore = 0
     # dtype of the target and of the matmuls; master weights are float32: auto (bfloat16, but
     # float32 on a CPU without instructions for it), bfloat16, float32, float64
-    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    dtype: Annotated[str, AfterValidator(_summed)] = "bfloat16"
     # cpu, cuda, cuda:N (one process), or empty for what is there
     device: Device = ""
     # spread the target's layers over the ranks (FSDP2), for targets that do not fit on one
@@ -343,11 +354,6 @@ class TrainConfig(AutoDtype):
             found.append("steps: is required; set steps=N, or epochs=E")
         if self.steps and self.epochs:
             found.append(f"steps: {self.steps} beside epochs={self.epochs:g}; set the other to 0")
-        if self.dtype == "float16":
-            found.append(
-                "dtype: float16 overflows, since losses are sums and nothing scales them; choose "
-                "bfloat16"
-            )
         return found + profile_problems(self.profile)
 
 
@@ -482,9 +488,7 @@ class CacheConfig(AutoDtype):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        from outrider.heads.registry import kinds
-
-        known = kinds()
+        known = sorted({*ENTRIES, *(one.kind for one in packages.packaged())})
         return [
             f"heads: {name!r} is none of {', '.join(known)}; choose one"
             for name in self.heads

@@ -27,6 +27,7 @@ PREPARED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 SHAPES = 64  # docs/internals/experiments.md says what other numbers cost and hold
 # What `--help` says of every training script.
 SAME = """\
+Several GPUs: `outrider train NAME ... --launch N`, which is `accelerate launch --num_processes N`.
 The same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or plain
 text (data=text); data.path=[FILE,FILE] takes several. Exit codes: 0 done, 1 training and decoding
 disagree (parity gate), 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM, SIGUSR1 or

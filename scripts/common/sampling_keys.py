@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval
 
-from outrider.conf.errors import UserError
 from outrider.conf.rules import AboveZero, BelowOne, NotNegative, ZeroOrMore
 
 if TYPE_CHECKING:
     from outrider.decode.sampling import Sampling
 
+COLDEST = 1e-37  # of a temperature above 0: what decode.sampling.Sampling takes beyond the ranges
 Verify = Literal["traversal", "rejection"]  # the names in decode.verify.RULES
 
 
@@ -37,10 +37,8 @@ class SamplingKeys:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        try:
-            self.sampling()
-        except UserError as error:
-            return [str(error)]
+        if 0 < self.temperature < COLDEST:
+            return [f"temperature={self.temperature}: must be 0 (greedy) or at least {COLDEST}"]
         return []
 
 

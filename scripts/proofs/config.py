@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Interval
 
+from outrider.conf.errors import UserError
 from outrider.conf.rules import (
     AboveZero,
     AtATime,
@@ -108,6 +109,16 @@ class CertifyConfig(PenaltyKeys):
 
         return replace(super().sampling(), processors=named_processors(self.processors))
 
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = super().validate()
+        if self.processors:
+            try:
+                self.sampling()
+            except UserError as error:
+                found.append(str(error))
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyServerConfig(SamplingKeys):
@@ -162,12 +173,14 @@ class CertifyServerConfig(SamplingKeys):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        from outrider.scripts.serving.asking import MOST_TOP
-
         found = super().validate()
         if len(set(self.at_a_time)) != len(self.at_a_time):
             found.append(f"at_a_time: {self.at_a_time} names one twice; name each once")
-        if self.plain != "weights" and self.temperature and not 0 < self.top_k <= MOST_TOP:
+        if self.plain == "weights" or not self.temperature:
+            return found
+        from outrider.scripts.serving.asking import MOST_TOP
+
+        if not 0 < self.top_k <= MOST_TOP:
             found.append(
                 f"top_k: {self.top_k}; a plain server tells the {MOST_TOP} best of a "
                 "distribution only: set "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -12,6 +13,17 @@ from outrider.heads.formats import FORMATS
 
 AUTO, NONE = "auto", "none"
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+
+
+def keyed(words: Sequence[str]) -> list[str]:
+    """The words of a command line, the first two without a key as those of `run` and
+    `repository`."""
+    found = list(words)
+    bare = [word for word in words if "=" not in word and not word.startswith("-")][:2]
+    for key, word in zip(("run", "repository"), bare, strict=False):
+        quoted = word.replace("\\", "\\\\").replace("'", "\\'")
+        found[found.index(word)] = f"{key}='{quoted}'"
+    return found
 
 
 @dataclass(frozen=True)

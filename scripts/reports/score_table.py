@@ -7,7 +7,7 @@ from typing import Any
 
 from outrider.decode.timing import part_of
 from outrider.scripts.reports.table import Columns, Table, interval, number
-from outrider.scripts.scoring import names
+from outrider.scripts.scoring.addresses import SERVER
 
 Row = dict[str, Any]
 
@@ -252,7 +252,7 @@ def notes(report: dict[str, Any]) -> list[str]:
             "hf_ rows are transformers' own loops: their cycles are read off the target's passes, "
             "verify ms is the pass alone, and a dash stands where nothing can be seen from outside."
         )
-    if any(names.SERVER.fullmatch(r["name"]) for r in report["drafters"]):
+    if any(SERVER.fullmatch(r["name"]) for r in report["drafters"]):
         lines.append(
             "NAME@URL rows are running servers: decoding is what an answer takes longer than its "
             "first token, accepted length comes from their own totals; a dash: it tells none."

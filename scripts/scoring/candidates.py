@@ -17,7 +17,8 @@ from outrider.heads import head_in, kinds
 from outrider.heads.checkpoint import CARD, read_card
 from outrider.heads.folders import is_plain
 from outrider.heads.names import members, split
-from outrider.scripts.scoring.names import ASSISTED, GENERATE, LOOKUP, SERVER
+from outrider.scripts.scoring.addresses import SERVER
+from outrider.scripts.scoring.names import ASSISTED, GENERATE, LOOKUP
 
 WITHOUT_SHAPE = ("none", "ngram", GENERATE, LOOKUP)
 

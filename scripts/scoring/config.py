@@ -8,6 +8,7 @@ from typing import Annotated
 from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
+from outrider.scripts.scoring.addresses import SERVER, wrong_address
 from outrider.scripts.scoring.suites import SuiteConfig
 
 
@@ -68,17 +69,15 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix", at every temperature."""
-        from outrider.scripts.scoring.names import SERVER, label, wrong_address
-
         every = {self.temperature, *self.temperatures}
         found = [line for t in every for line in PenaltyKeys.validate(replace(self, temperature=t))]
         for key in ("drafters", "candidates"):
             wrong = (wrong_address(name) for name in getattr(self, key))
             found += [f"{key}: {line}" for line in wrong if line]
-            served = [name for name in getattr(self, key) if SERVER.fullmatch(name)]
+            served = [one for name in getattr(self, key) if (one := SERVER.fullmatch(name))]
             if served and self.repetition_penalty != 1:
                 found.append(
-                    f"{key}: {label(served[0])} is a server, which is asked without "
+                    f"{key}: {served[0][1]} is a server, which is asked without "
                     f"repetition_penalty={self.repetition_penalty:g}; leave one of them out"
                 )
         return found

@@ -19,6 +19,7 @@ from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.names import DraftSpec, parse
 from outrider.scripts.common.clock import clock
 from outrider.scripts.scoring import names
+from outrider.scripts.scoring.addresses import SERVER
 from outrider.scripts.scoring.assisted import Assisted, assistants
 from outrider.scripts.scoring.contest import ContestSettings, System
 from outrider.scripts.scoring.memory import own_elements
@@ -80,7 +81,7 @@ def _systems(
         return _assisted(spec, target, None)
     if spec.startswith(f"{names.ASSISTED}@"):
         return _with_assistant(spec, target)
-    if (server := names.SERVER.fullmatch(spec)) is not None:
+    if (server := SERVER.fullmatch(spec)) is not None:
         return [_server(spec, ServedSystem(target, *server.groups()))]
     requested = parse(spec)
     cards = [_card(part) for part in requested.each]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -54,10 +55,12 @@ class ExportConfig:
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        from outrider.heads.interop import gguf_write
+        found: list[str] = []
+        known: Iterable[str] = DTYPES
+        if self.format == "gguf" and self.dtype is not None:
+            from outrider.heads.interop import gguf_write
 
-        found = []
-        known = gguf_write.DTYPES if self.format == "gguf" else DTYPES
+            known = gguf_write.DTYPES
         if self.dtype is not None and self.dtype not in known:
             found.append(
                 f"dtype: {self.dtype} is none of {', '.join(known)}, which format={self.format} "

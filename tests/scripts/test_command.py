@@ -72,6 +72,7 @@ print(json.dumps([texts, [name for name in {heavy!r} if name in sys.modules]]))
 def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     requested = [[verb] for verb in {**cli.verbs(), **cli.extras()}] + [
         ["train", name] for name in cli.trainers()
     ]
@@ -93,7 +94,7 @@ def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
     assert all("Keys (KEY=VALUE" in text for text in texts.values())
     assert not [words for words, text in texts.items() if "type: ignore" in text]
     further = set(keys(DryRunConfig)) - set(keys(ValidateConfig)) - {"dry_run"}
-    plain = texts["validate"].partition("takes\nfurther keys, ")[2].partition("\n\n")[0]
+    plain = " ".join(parted(texts["validate"].partition("That takes")[2].partition("\n\n")[0]))
     assert further == set(re.findall(r"\b([a-z_]+)[,.]", plain.partition("means: ")[2]))
 
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -107,7 +108,15 @@ def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
         else:
             file = {**cli.verbs(), **cli.extras()}[verb].file
         assert executed([str(file), *more, "--help"]) == 0
-        assert capsys.readouterr().out == text, words
+        head = words.split()[1] if verb == "train" else ""
+        own = cli.as_typed(capsys.readouterr().out, head)
+        assert parted(own) == parted(text), words
+        assert not re.search(r"(python|accelerate launch) (scripts|train)/", text), words
+
+
+def parted(text: str) -> list[str]:
+    """The words of a help, wherever a line ends."""
+    return re.findall(r"[^\s\\]+", text)
 
 
 def executed(words: list[str]) -> int:
@@ -183,17 +192,18 @@ def test_words_reach_the_file_as_they_are(
 ) -> None:
     keys = ["target=tiny", "drafters=[none,ngram]", "out=a b", "--multirun", "--cfg", "job"]
     assert call(["evaluate", *keys], monkeypatch) == 0
-    assert call(["import", "from=x"], monkeypatch) == 0
+    assert call(["import", "from=x", "out=y"], monkeypatch) == 0
     assert call(["train", "eagle1", "steps=1", "--cfg", "job"], monkeypatch) == 0
-    assert call(["train", "medusa", "steps=1", "--launch", "8"], monkeypatch) == 0
+    sound = ["data.path=x", "out_dir=y", "steps=1"]
+    assert call(["train", "medusa", *sound, "--launch", "8"], monkeypatch) == 0
     python, train = sys.executable, ROOT / "train"
     assert taken[0] == [python, str(ROOT / "scripts/evaluate.py"), *keys]
-    assert taken[1] == [python, str(ROOT / "scripts/import_head.py"), "from=x"]
+    assert taken[1] == [python, str(ROOT / "scripts/import_head.py"), "from=x", "out=y"]
     assert taken[2] == [python, str(train / "head.py"), "head=eagle1", "steps=1", "--cfg", "job"]
     launcher, rest = taken[3][1], taken[3][2:]
     assert Path(launcher).name == "accelerate" and Path(launcher).exists()
     assert rest[:3] == ["launch", "--num_processes", "8"]
-    assert rest[-2:] == [str(train / "medusa.py"), "steps=1"]
+    assert rest[-4:] == [str(train / "medusa.py"), *sound]
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +264,120 @@ def test_a_mistake_in_a_key_is_the_script_s_own(tmp_path: Path) -> None:
     done = said(["validate", "target=tiny", "data.path=x", "stepz=1"], tmp_path)
     assert done.returncode == 2 and "stepz: no such key; did you mean steps?" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+MISTAKES = {
+    "evaluate targt=smollm2": "targt: no such key; did you mean target?",
+    "evaluate out=x --target smollm2": "--target: keys have no dashes; write target=smollm2",
+    "evaluate out=x --max-new-tokens=8": "--max-new-tokens=8: keys have no dashes; write max_new",
+    "evaluate out=x --drafter ngram": "--drafter: no such key; did you mean drafters?",
+    "evaluate out=x smollm2": "smollm2: is no KEY=VALUE; did you mean target=smollm2?",
+    "evaluate out=x temperature=-1": "temperature: -1 is below 0",
+    "tune drafter=ngram out=x dtype=fp61": "dtype: 'fp61' is none of",
+    "certify drafter=ngram out=x tokens=many": "tokens: 'many' is not a whole number",
+    "certify url=http://h:1 quick=true tokens=0": "tokens: 0 is below 1",
+    "train eagle3 data.path=x out_dir=y steps=9 dtype=fp16": "dtype: fp16 overflows",
+    "train medusa data.path=x out_dir=y": "steps: is required; set steps=N",
+    "validate data.path=x stepz=1": "stepz: no such key; did you mean steps?",
+    "serve port=99999": "port: 99999 is not below 65536",
+    "chat drafterr=ngram": "drafterr: no such key; did you mean drafter?",
+    "push runs/eagle3 OWNER/NAME licence=mit": "licence: no such key; did you mean license?",
+    "tune engine expectd=x": "expectd: no such key; did you mean expected?",
+    "export drafter=x out=y format=gguff": "format: 'gguff' is none of",
+}
+REFUSED = """
+import contextlib, io, json, os, sys
+sys.path.insert(0, {root!r})
+from outrider.scripts import cli
+os.execv = lambda *_: sys.exit("became the file")
+lines = []
+for words in {requested!r}:
+    sys.argv = ["outrider", *words.split()]
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            cli.main()
+        except SystemExit as end:
+            lines.append([str(end.code), err.getvalue()])
+print(json.dumps([lines, [name for name in {heavy!r} if name in sys.modules]]))
+"""
+
+
+def refused(requested: list[str], folder: Path) -> list[list[str]]:
+    """[exit code, stderr] of command lines, in a process that has loaded nothing heavy at its
+    end."""
+    code = REFUSED.format(root=str(ROOT), requested=requested, heavy=HEAVY)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines, heavy = json.loads(done.stdout)
+    assert not heavy
+    return typing.cast(list[list[str]], lines)
+
+
+def test_a_mistake_is_told_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    found = refused(list(MISTAKES), tmp_path)
+    for (words, said), (code, err) in zip(MISTAKES.items(), found, strict=True):
+        assert code == "2" and said in err and err.startswith("error: "), (words, err)
+
+
+def test_a_sound_command_line_becomes_its_file_and_loads_nothing_before(tmp_path: Path) -> None:
+    sound = [
+        "evaluate target=tiny out=x drafters=[none, ngram]",
+        "evaluate target=tiny out=x --multirun seed=1,2",
+        "tune target=tiny drafter=ngram out=x",
+        "certify target=tiny drafter=ngram out=x",
+        "certify target=tiny url=http://h:1 out=x",
+        "certify url=http://h:1 quick=true",
+        "fit target=tiny logs=x start=y out=z",
+        "validate target=tiny data.path=x steps=3 dry_run=false",
+        "validate experiment=qwen3_8b_eagle3 dry_run=true gpus=8 gpu=h100-80gb",
+        "cache_features target=tiny data.path=x out=y",
+        "export target=tiny drafter=x format=vllm out=y",
+        "check url=http://h:1 expected=x",
+        "serve target=tiny",
+        "chat target=tiny",
+        "import from=x out=y",
+        "push x OWNER/NAME",
+        "synthesize target=tiny out=x",
+        "demo",
+        "doctor",
+        "doctor first_gpu",
+        "tune engine expected=x costs=y out=z",
+        *(f"train {name} target=tiny data.path=x out_dir=y steps=3" for name in OURS),
+    ]
+    for words, (code, err) in zip(sound, refused(sound, tmp_path), strict=True):
+        assert code == "became the file" and not err, (words, code, err)
+
+
+OURS = ("medusa", "eagle3", "dspark", "hydra_heads", "p_eagle")
+
+
+def test_the_examples_are_spelled_as_the_command_was(tmp_path: Path) -> None:
+    shown = said(["train", "eagle3", "--help"], tmp_path).stdout
+    assert "outrider train eagle3 target=smollm2" in shown and "head=eagle3 " not in shown
+    assert shown.index("\n  out_dir  ") < shown.index("\n  steps=0  "), "required keys first"
+    narrow = said(["train", "eagle3", "--help"], tmp_path, COLUMNS="60").stdout
+    formula = [line for line in narrow.splitlines() if line.startswith("    ") and "sum" in line]
+    wide = [line for line in narrow.splitlines() if len(line) > 60 and line not in formula]
+    assert not [line for line in wide if not line.lstrip().startswith("w <-")]
+
+
+def test_version_names_the_clone(tmp_path: Path) -> None:
+    done = said(["--version"], tmp_path)
+    assert re.match(r"outrider \d+\.\d+\.\d+ \([0-9a-f]{12}\+?\), Python 3\.", done.stdout)
+    assert done.returncode == 0 and done.stderr.endswith("[]")
+
+
+def test_ls_says_whole_sentences() -> None:
+    recipes = cli.options("experiment")
+    assert recipes["gemma3_12b_eagle3"].endswith("draft vocabulary pay most.")
+    assert "Cai et al. 2024" in recipes["mistral_7b_medusa"]
+    assert all(text.endswith(".") for name, text in recipes.items() if "smollm2" not in name)
+    cut = ("none in the", " a", " the", " of", " and", ",", ":", ";")
+    assert not [
+        n for f, _ in cli.FOLDERS.values() for n, t in cli.options(f).items() if t.endswith(cut)
+    ]
 
 
 def test_ls_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,8 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts import evaluate
-from outrider.scripts.scoring import candidates, names
+from outrider.scripts.scoring import candidates
+from outrider.scripts.scoring.addresses import wrong_address
 from outrider.scripts.scoring.served import ServedSystem, risen
 from outrider.scripts.serving.asking import (
     LLAMACPP,
@@ -227,7 +228,7 @@ def test_what_a_server_does_not_tell_is_not_claimed(tmp_path: Path) -> None:
 
 
 def test_names_of_servers_are_no_folders() -> None:
-    assert names.wrong_address("x@http://h:1/v1") == names.wrong_address("runs/a@chain") == ""
-    assert names.wrong_address("x@http://h:port") and names.wrong_address("x@http://:80/v1")
+    assert wrong_address("x@http://h:1/v1") == wrong_address("runs/a@chain") == ""
+    assert wrong_address("x@http://h:port") and wrong_address("x@http://:80/v1")
     name = "vllm+eagle@http://127.0.0.1:8000/v1"
     assert candidates.expand([name], "runs", True) == ([name], [])

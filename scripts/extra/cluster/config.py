@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -9,6 +10,14 @@ from annotated_types import Interval
 
 from outrider.conf.rules import AboveZero, BelowOne, NotEmpty, NotNegative, OneOrMore, ZeroOrMore
 from outrider.train.config import ValidateConfig
+
+DATA = "data.path="  # the keys demand it, a dry run does without
+
+
+def keyed(words: Sequence[str]) -> list[str]:
+    """The words of a command line, with data that are not there where none are named."""
+    given = any(word.lstrip("+").startswith(DATA) for word in words)
+    return [*words, *([] if given else [DATA + "not-there"])]
 
 
 @dataclass(frozen=True)

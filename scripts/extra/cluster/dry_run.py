@@ -19,11 +19,9 @@ from pathlib import Path
 from outrider.conf.commit import commit
 from outrider.conf.schema import entry
 from outrider.scripts.common import files
-from outrider.scripts.extra.cluster.config import DryRunConfig
+from outrider.scripts.extra.cluster.config import DryRunConfig, keyed
 from outrider.scripts.extra.cluster.plan import plan
 from outrider.scripts.extra.cluster.table import table
-
-DATA = "data.path="  # the keys demand it, a dry run does without
 
 
 @entry("validate", DryRunConfig)
@@ -42,5 +40,4 @@ def main(cfg: DryRunConfig) -> int:
 
 def command(argv: Sequence[str]) -> None:
     """The command line, with or without data."""
-    given = any(arg.lstrip("+").startswith(DATA) for arg in argv)
-    main([*argv, *([] if given else [DATA + "not-there"])])
+    main(keyed(argv))
