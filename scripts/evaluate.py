@@ -2,7 +2,7 @@
 
     python scripts/evaluate.py target=smollm2 \\
         'drafters=[none,ngram,runs/medusa@chain,runs/medusa@tree]' prompts=FILE \\
-        temperature=0 max_new_tokens=128 dtype=bfloat16 batch_size=1 seed=0 \\
+        temperature=0 max_new_tokens=128 batch_size=1 seed=0 \\
         out=reports/medusa
 
 Writes OUT/report.json, OUT/report.html (one file with its plots), OUT/outputs.jsonl and
