@@ -6,8 +6,8 @@ numbers: SmolLM2's linear layers take half the time for one token and three quar
 (docs/tuning.md).
 
 float32, on a CPU without such instructions: weights that came from a 16-bit checkpoint are kept
-in 16 bits, exactly, and FBGEMM multiplies them in float32. A product over few tokens reads half
-the bytes.
+in 16 bits, and FBGEMM multiplies them in float32. A product over few tokens reads half the
+bytes.
 
 Layers that read the same tensor (q, k and v; gate and up) become one product. Only plain layers
 are packed: frozen, neither quantised nor sharded nor hooked. The original goes while its packed
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from outrider.decode.models.arithmetic import bfloat16_on_cpu
 
+LEAST = 2.0**-25  # half of float16's smallest number
 Place = tuple[nn.Module, str]  # a module and the name of a child
 
 
@@ -75,11 +76,14 @@ class Ordered:
 
 
 class Halves:
-    """A float32 weight [O, I] whose values float16 holds, in FBGEMM's order; the arithmetic is
-    float32's. weight: FBGEMM's handle, no tensor."""
+    """A float32 weight [O, I] that `packs`, in FBGEMM's order and in float16; the arithmetic is
+    float32's. weight: FBGEMM's handle, no tensor. odd: where float16 does not hold a value, and
+    the value."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.shape = weight.shape
+        self.shape, flat = weight.shape, weight.flatten()
+        places = (flat.half().float() != flat).nonzero().flatten()
+        self.odd = places, flat[places]
         self.weight = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
         self.bias = bias
 
@@ -90,14 +94,18 @@ class Halves:
     def dense(self) -> Tensor:
         """The weight as it was, a copy."""
         weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self.weight)[0]
-        return weight.float()
+        flat = weight.float().flatten()
+        places, values = self.odd
+        flat[places] = values
+        return flat.view(self.shape)
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether a kernel takes `weight` and keeps its values: bfloat16, or float32 whose every
-    value float16 holds."""
+    """Whether a kernel takes `weight`: bfloat16, or float32 that came from 16 bits. Of the latter
+    float16 holds every value but those below 2^-17, which it may round by 2^-25: less than what
+    float32 rounds in a sum of such products."""
     if weight.dtype == torch.float32:
-        return torch.equal(weight.half().float(), weight)
+        return bool(((weight.half().float() - weight).abs() <= LEAST).all())
     return weight.dtype == torch.bfloat16
 
 
