@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -111,6 +112,16 @@ def test_a_plain_server_needs_top_k(prompts, tmp_path, capsys) -> None:
     assert code == 2 and "top_k: 0; a plain server" in capsys.readouterr().err
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT as Python starts with it: asyncio takes it over from no other handler, and a test
+    before this one may have left one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_killed_run_goes_on(target, draft, prompts, tmp_path, monkeypatch) -> None:
     whole = asking.Endpoint.answer
     left = 18
