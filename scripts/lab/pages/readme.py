@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from outrider.heads.names import NGRAM
 from outrider.heads.warm import BEFORE
 from outrider.scripts.common import files
 from outrider.scripts.extra.forecasting import table as forecast_table
@@ -112,8 +113,9 @@ def front() -> str:
     generate = rows["hf_generate"]["tokens_per_second"]
     paces = {name: cell["speedup"]["mean"] for name, cell in best["by_category"].items()}
     slowest = min(paces, key=lambda name: paces[name])
+    beside = ", n-grams beside it," if best["label"].endswith(f"+{NGRAM}") else ""
     told = (
-        f"**A head trained for {seconds / 60:.0f} minutes of one CPU core makes "
+        f"**A head trained for {seconds / 60:.0f} minutes of one CPU core{beside} makes "
         f"{report['target']['name']} write {best['speedup']['mean']:.2f} times as fast: "
         f"{best['accepted_length']['mean']:.2f} tokens a pass instead of 1** "
         f"(`{best['label']}` against our own plain decoding, 95 % interval "
@@ -300,7 +302,7 @@ def counted_as_vllm() -> str:
     """Our drafters as vLLM's own script counts accepted length, in docs/others.md."""
     name = "vllm-protocol"
     if not (RESULTS / f"{name}.json").exists():
-        return ""
+        return "Not measured yet."
     report = read(name)
     table = vllm_protocol.table(report)
     where = f"{made(report)}, [JSON](results/{name}.json)"
