@@ -231,12 +231,13 @@ def hangs(where: Callable[[Any, dict[str, Any] | None], bool]) -> Twist:
     ids=["models", "answers", "scores", "metrics"],
 )
 def test_a_server_that_hangs(where, code: int, said: str, prompts, tmp_path, capsys) -> None:
-    """No longer than it was given, and a moment to judge and to leave."""
+    """No longer than it was given, and a moment to judge and to leave. Of the 10 seconds 4 are
+    for the tests and 2 for the counters: 4 for the answers, also of a busy machine."""
     began = time.monotonic()
-    keys = ("seconds=6", "tokens=64", "retries=2")
+    keys = ("seconds=10", "tokens=64", "retries=2")
     found, _, line = run("vllm", hangs(where), prompts, tmp_path, capsys, *keys)
     assert found == code and said in line
-    assert time.monotonic() - began < 14
+    assert time.monotonic() - began < 18
 
 
 def test_answers_longer_than_asked(prompts, tmp_path, capsys) -> None:

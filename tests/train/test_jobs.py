@@ -11,6 +11,12 @@ from outrider.train.launcher import SAME
 from tests.helpers.training import chats, overrides
 
 
+def words(text: str) -> list[str]:
+    """Without the backslashes and the breaks of a help that is as wide as the terminal."""
+    return text.replace(" \\\n", " ").split()
+
+
+@pytest.mark.parametrize("columns", [60, 100])
 @pytest.mark.parametrize(
     "name, key",
     [
@@ -22,17 +28,22 @@ from tests.helpers.training import chats, overrides
     ],
 )
 def test_every_script_says_what_it_trains_and_its_keys(
-    name: str, key: str, capsys: pytest.CaptureFixture[str]
+    name: str,
+    key: str,
+    columns: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     script = importlib.import_module(f"outrider.train.{name}")
     with pytest.raises(SystemExit) as end:
         script.main(["--help"])
     said = capsys.readouterr().out
     assert end.value.code == 0
-    words = " ".join(said.split())  # the help is as wide as the terminal
-    about = " ".join((script.__doc__ or "-").split())
-    assert words.startswith(about) and f"train/{name}.py" in said
-    assert SAME in said and f"\n  {key}=" in said and "\n  epochs=" in said
+    about = words(script.__doc__ or "-")
+    assert words(said)[: len(about)] == about and f"train/{name}.py" in said
+    assert " ".join(words(SAME)) in " ".join(words(said))
+    assert f"\n  {key}=" in said and "\n  epochs=" in said
     assert script.main.config_name == name and script.main.schema.__name__.endswith("Run")
 
 
