@@ -54,7 +54,7 @@ def headline(report: dict[str, Any]) -> str:
     if not chosen["pays"]:
         return f"{_label(report)} is not faster here: plain decoding is faster"
     best = f"{_label(report)} drafts best as {chosen['name']}"
-    if not report["plain_pass_ms"]["steady"]:
+    if chosen["name"] in tune_table.in_doubt(report):
         return f"{best}, on a machine too busy to time"
     return f"{best}: {chosen['speedup']['mean'] or 0.0:.2f}× plain decoding"
 

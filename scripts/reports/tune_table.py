@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.scripts.reports.score_table import distribution_of, requested, unsteady
+from outrider.scripts.reports.score_table import busy, distribution_of, requested, unsteady
 from outrider.scripts.reports.table import Columns, Table, interval, number, percent
 
 HEADER = ("settings", "accepted length", "predicted", "tokens/s", "predicted", "error", "speedup")
@@ -35,6 +35,12 @@ def _line(row: dict[str, Any], measured: dict[str, Any]) -> list[str]:
     ]
 
 
+def in_doubt(report: dict[str, Any]) -> list[str]:
+    """The names of measured settings whose speed is in doubt (score_table.unsteady)."""
+    rows = [(row["name"], row["measured"]["speedup"]) for row in report["rows"]]
+    return unsteady(report["plain_pass_ms"], rows)
+
+
 def sentences(report: dict[str, Any]) -> list[str]:
     """What a reader of the table must know."""
     chosen, batch = report["chosen"], str(report["settings"]["batch_size"])
@@ -60,7 +66,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
     )
     pace = report["plain_pass_ms"]
     if not pace["steady"]:
-        lines.append(f"{unsteady(pace)}, so choose again on a quiet one.")
+        lines.append(busy(pace, in_doubt(report), "Choose again on a quiet machine."))
     return lines + [str(n) for n in report["notes"]]
 
 

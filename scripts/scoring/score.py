@@ -21,9 +21,9 @@ from outrider.decode.engine import Cycle
 from outrider.scripts.scoring.breakdown import breakdown
 from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
 
-# 90th over 10th percentile of the time of a plain pass; a quiet machine stays below 1.2.
 REPORTED = ("trained_for", "weights_sha256", "hub")  # of a system's facts, where they are known
-UNSTEADY = 1.5
+# 90th over 10th percentile of the time of a plain pass; a quiet machine stays below 1.2.
+UNLIKE = 1.5
 
 
 class Scores:
@@ -293,8 +293,9 @@ class Scores:
         }
 
     def steadiness(self) -> dict[str, Any]:
-        """Milliseconds per target pass of `none` by timed unit. Unsteady: something else was
-        using the machine, and speeds mean little however they are interleaved."""
+        """Milliseconds per target pass of `none` by timed unit. Not steady: the 90th percentile
+        is above 1.5 times the 10th, so something else was using the machine. Which speeds that
+        puts in doubt, their intervals say (scripts/reports/score_table.py: unsteady)."""
         spent = []
         for timed_runs in self.timed_runs["none"].values():
             passes = sum(timed_run.timing.cycles for timed_run in timed_runs)
@@ -306,7 +307,7 @@ class Scores:
         if not spent:
             return {"low": None, "median": None, "high": None, "steady": True}
         low, median, high = np.percentile(spent, [10, 50, 90]).tolist()
-        return {"low": low, "median": median, "high": high, "steady": high <= UNSTEADY * low}
+        return {"low": low, "median": median, "high": high, "steady": high <= UNLIKE * low}
 
     def pairs(self) -> list[dict[str, Any]]:
         """Paired differences of accepted length between drafters that draft, and speed ratios

@@ -352,9 +352,33 @@ def test_a_busy_machine_is_not_believed(report: dict[str, Any], contest: Contest
         "steady": True,
     }
     contest.timed_runs[0].timing.total_s += 30.0
-    report["plain_pass_ms"] = Scores(contest, [system("none", 0), system("fast", 2)]).steadiness()
+    systems = [system("none", 0), system("fast", 2)]
+    scores = Scores(contest, systems)
+    report["plain_pass_ms"], report["drafters"][1] = scores.steadiness(), scores.row(systems[1])
     assert not report["plain_pass_ms"]["steady"] and "too busy" in page.headline(report)[0]
-    assert any(line.startswith("UNSTEADY") for line in score_table.notes(report))
+    (line,) = [line for line in score_table.notes(report) if line.startswith("UNSTEADY")]
+    assert (
+        "fast" in line
+        and "more than 30 % of them: fast. Do not" in line
+        and "1500 to 5500 ms" in line
+    )
+
+
+def test_unlike_plain_passes_alone_put_no_speed_in_doubt(report: dict[str, Any]) -> None:
+    """Rows take turns, so their ratio may hold where plain passes took unlike times; and prompts
+    make an interval wide on an idle machine too."""
+    busy = {"low": 18.0, "median": 20.0, "high": 30.0, "steady": False}
+    fast, steady = report["drafters"][1], report["plain_pass_ms"]
+    for pace, width, warned in ((busy, 0.29, False), (steady, 0.9, False), (busy, 0.31, True)):
+        report["plain_pass_ms"] = pace
+        fast["speedup"] = {"mean": 2.0, "low": 2.0 - width, "high": 2.0 + width}
+        lines = score_table.notes(report)
+        assert any(line.startswith("UNSTEADY") for line in lines) == warned
+        assert ("too busy" in page.headline(report)[0]) == warned
+        assert any("18 to 30 ms" in line for line in lines) == (pace is busy)
+        assert (("2.00×", "decoding speed, fast") in page.cards(report)) == (not warned)
+    fast["speedup"] = {"mean": 2.0, "low": None, "high": None}
+    assert not score_table.in_doubt(report), "one prompt has no interval"
 
 
 def test_the_table_in_markdown(report: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.tuned import DECODE
 from outrider.scripts import tune
-from outrider.scripts.reports import tuning_plots
+from outrider.scripts.reports import tune_page, tune_table, tuning_plots
 from outrider.scripts.tuning import cost
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
@@ -175,3 +175,24 @@ def test_drawn_trees_are_measured_where_nothing_can_be_replayed(
     left = json.loads((head / DECODE).read_text())
     drafter: Any = resolve_drafter(f"{head}@tree", target)
     assert left["tree"]["nodes"] == drafter.max_nodes and drafter.form.drawn
+
+
+def test_a_choice_is_in_doubt_where_its_own_speed_is() -> None:
+    """Plain passes of unlike times put no speed in doubt whose interval is narrow."""
+
+    def row(name: str, span: float) -> dict[str, Any]:
+        speed = {"mean": 1.5, "low": 1.5 - span / 2, "high": 1.5 + span / 2}
+        return {"name": name, "measured": {"speedup": speed}}
+
+    report = {
+        "drafter": "ngram",
+        "plain_pass_ms": {"low": 18.0, "high": 30.0, "steady": False},
+        "rows": [row("chain:2", 0.2), row("chain:4", 0.6)],
+        "chosen": {"name": "chain:2", "pays": True, "speedup": {"mean": 1.5}},
+    }
+    assert tune_table.in_doubt(report) == ["chain:4"]
+    assert tune_page.headline(report).endswith("1.50× plain decoding")
+    report["chosen"] |= {"name": "chain:4"}
+    assert tune_page.headline(report).endswith("too busy to time")
+    report["plain_pass_ms"] |= {"steady": True}
+    assert tune_table.in_doubt(report) == []
