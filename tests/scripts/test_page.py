@@ -78,10 +78,58 @@ class Visit:
         assert self.page.text_content("#error") == ""
         return str(self.page.text_content("#verdict"))
 
+    def answered(self, *answers: dict[str, Any], drafter: str = "ngram") -> None:
+        """From now on the server names one drafter and gives these answers: of the model alone,
+        then of the drafter. An answer: its `speculation`; drafted: a bool for every token."""
+        model = {"id": "toy", "max_model_len": 512, "drafters": [drafter, "none"]}
+        self.page.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
+        texts = [stream(**one) for one in answers]
+
+        def reply(route: Any) -> None:
+            alone = route.request.post_data_json["drafter"] == "none"
+            route.fulfill(body=texts[0 if alone else 1], content_type="text/event-stream")
+
+        self.page.route("**/v1/chat/completions", reply)
+        self.page.reload()
+        self.until("document.querySelector('#drafter').options.length === 1")
+
+    def tops(self, *ids: str) -> list[float]:
+        """Where elements begin, in pixels from the top of the window."""
+        top = "document.getElementById('{}').getBoundingClientRect().top"
+        return [self.page.evaluate(top.format(one)) for one in ids]
+
+    def widths(self, *ids: str) -> list[float]:
+        width = "document.getElementById('{}').getBoundingClientRect().width"
+        return [self.page.evaluate(width.format(one)) for one in ids]
+
     def shot(self, name: str) -> None:
         """A picture, where pictures are wanted."""
         if SHOTS:
             self.page.screenshot(path=str(Path(SHOTS) / f"{name}.png"), full_page=True)
+
+
+def stream(drafted: str, seconds: float, proposed: int, word: str = " tide") -> str:
+    """A streamed answer: a token for every letter of `drafted`, d where it was accepted from the
+    draft. proposed: draft tokens in all."""
+    tokens = [{"id": i, "text": word, "drafted": one == "d"} for i, one in enumerate(drafted)]
+    accepted = drafted.count("d")
+    speculation = {
+        "drafted": proposed,
+        "accepted": accepted,
+        "cycles": len(drafted) - accepted - 1,
+        "tried_by_position": [proposed],
+        "accepted_by_position": [accepted],
+        "seconds": seconds,
+    }
+    said = [{"choices": [{"tokens": tokens}]}, {"choices": [], "speculation": speculation}]
+    return "".join(f"data: {json.dumps(one)}\n\n" for one in said) + "data: [DONE]\n\n"
+
+
+ALONE = {"drafted": "o" * 40, "seconds": 4.0, "proposed": 0}
+TWICE = {"drafted": "o" + "od" * 19 + "o", "seconds": 2.5, "proposed": 38}
+LONG_NAME = (
+    "runs/demo-of-something/eagle3_with_a_long_name@chain:2+runs/another/medusa@tree:4+ngram"
+)
 
 
 def test_both_columns_end_with_the_same_tokens(running: Running, browser: Any) -> None:
@@ -141,6 +189,59 @@ def test_dark_narrow_and_by_keyboard(running: Running, browser: Any) -> None:
         ".every(one => one.labels.length || one.textContent.trim())"
     )
     assert named and not visit.said
+
+
+@pytest.mark.parametrize("width, height", [(390, 664), (360, 640)])
+def test_a_phone_shows_the_speeds_without_scrolling(
+    running: Running, browser: Any, width: int, height: int
+) -> None:
+    visit = Visit(browser, running.url)
+    visit.page.set_viewport_size({"width": width, "height": height})
+    visit.answered(ALONE, TWICE, drafter=LONG_NAME)
+    visit.ask("Why tides?")
+    assert visit.page.evaluate("window.scrollY") == 0
+    visible = visit.page.locator("#speeds li").evaluate_all(
+        "all => all.map(one => one.getBoundingClientRect().bottom <= innerHeight)"
+    )
+    assert visible == [True, True]
+    assert visit.page.locator("#speeds li").all_text_contents() == [
+        f"With {LONG_NAME}16.0 tokens/s",
+        "The model alone10.0 tokens/s",
+    ]
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert len(set(visit.widths("form", "plain-card", "draft-card", "speeds", "drafter"))) == 1
+    visit.shot(f"phone-{width}")
+
+
+def test_the_faster_one_comes_first(running: Running, browser: Any) -> None:
+    visit = Visit(browser, running.url)
+    visit.page.set_viewport_size({"width": 390, "height": 800})
+    for seconds, first in ((2.5, "draft"), (5.0, "plain"), (2.5, "draft")):
+        visit.answered(ALONE, {**TWICE, "seconds": seconds})
+        visit.ask("Why tides?")
+        plain, draft = visit.tops("plain-card", "draft-card")
+        assert (draft < plain) == (first == "draft")
+        top = visit.page.locator("#speeds li").first.text_content()
+        assert top.startswith("With" if first == "draft" else "The model alone")
+
+
+def test_the_verdict_claims_no_speed_that_the_draft_did_not_bring(
+    running: Running, browser: Any
+) -> None:
+    visit = Visit(browser, running.url)
+    nothing = {"drafted": "o" * 40, "seconds": 3.125}
+    one = {"drafted": "o" * 38 + "do", "seconds": 3.125, "proposed": 30}
+    for draft, words in (
+        ({**nothing, "proposed": 0}, "nothing was drafted, so there is no gain to time"),
+        ({**nothing, "proposed": 30}, "no draft token was accepted, so there is no gain to time"),
+        (one, "1.03 tokens a pass bring at most 1.03× the speed; other work blurred the clock"),
+        (TWICE, "1.60× the speed on this one answer"),
+        ({**TWICE, "seconds": 4.4}, "0.91× the speed on this one answer"),
+    ):
+        visit.answered(ALONE, draft)
+        assert visit.ask("Why tides?") == f"✓ same tokens; {words}"
+        assert "1.28" not in visit.page.text_content("#verdict")
+        assert visit.ask("Why tides?", temperature=0.7).startswith(words[0].upper() + words[1:])
 
 
 def test_stop_frees_both_rows_and_a_refusal_is_shown(running: Running, browser: Any) -> None:
