@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Interval, MinLen
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
@@ -54,3 +54,15 @@ def _device(value: str) -> str:
 
 
 Device = Annotated[str, AfterValidator(_device)]
+
+
+def _wandb(value: Any) -> Any:
+    """Some commands took true and false here, and YAML reads a bare `off` as false."""
+    if not isinstance(value, bool):
+        return value
+    now = "online" if value else "off"
+    why = f"{str(value).lower()} is none of off, online, offline; set wandb={now}"
+    raise PydanticCustomError("value_error", "", {"error": why})
+
+
+Wandb = Annotated[Literal["off", "online", "offline"], BeforeValidator(_wandb)]

@@ -86,6 +86,7 @@ ELSEWHERE = (
     "parity",
     "breakdown",
     "wandb",
+    "wandb_project",
     "quiet",
 )
 MEASURED = ("decode", "heads", "scripts/scoring")  # code that answers and times depend on
@@ -195,8 +196,8 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
     for name, found in parity.items():
         print("\n".join([f"{name}: {found.lines()[0]}", *found.lines()[1:]]))
     print(f"report: {out / 'report.html'}")
-    if cfg.wandb:
-        to_wandb(joined(reports), out, "evaluate")
+    if cfg.wandb != "off":
+        to_wandb(joined(reports), out, "evaluate", cfg.wandb, cfg.wandb_project)
     failed = [name for name, found in parity.items() if not found.passed]
     return DISAGREES if failed else SKIPPED if any(r["skipped"] for r in reports) else 0, memo
 

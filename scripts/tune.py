@@ -84,8 +84,8 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
         console.print(
             f"{draft.source} has no folder to write to; ask for it as {name}", highlight=False
         )
-    if cfg.wandb:
-        to_wandb(report, out, "tune")
+    if cfg.wandb != "off":
+        to_wandb(report, out, "tune", cfg.wandb, cfg.wandb_project)
     console.print(f"report: {out / 'tune.html'}", highlight=False)
 
 

@@ -295,7 +295,7 @@ fit(run_config({data!r}, {out!r}, "wandb=offline"), HEADS["medusa"])
 REPORTED = """
 from pathlib import Path
 from outrider.scripts.reports.wandb_log import to_wandb
-to_wandb({{"settings": {{}}, "rows": [{{"name": {data!r}, "x": 1}}]}}, Path({out!r}), "evaluate")
+to_wandb({{"settings": {{}}, "rows": [{{"name": "a", "x": 1}}]}}, Path({out!r}), "evaluate", "offline", "p")
 """
 
 

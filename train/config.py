@@ -32,6 +32,7 @@ from outrider.conf.rules import (
     OneOrMore,
     Seed,
     Share,
+    Wandb,
     ZeroOrMore,
     one_of,
 )
@@ -343,7 +344,7 @@ class TrainConfig(AutoDtype):
     # where metrics go beside metrics.jsonl: wandb, tensorboard, mlflow, trackio
     trackers: list[Annotated[str, one_of(TRACKERS)]] = field(default_factory=list)
     # off, online or offline: wandb in one of its modes, and no error where it is not installed
-    wandb: Literal["off", "online", "offline"] = "off"
+    wandb: Wandb = "off"
     # project of wandb and trackio, experiment of mlflow
     wandb_project: str = "outrider"
 

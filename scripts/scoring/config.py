@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
+from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, Wandb, ZeroOrMore, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
 from outrider.scripts.scoring.addresses import SERVER, wrong_address
@@ -62,8 +62,11 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
     # waited for at every part; they enter no speed. 0 = none; without a GPU the run's own
     # timers tell
     breakdown: ZeroOrMore = 4
-    # log table and figures to Weights & Biases
-    wandb: bool = False
+    # off, online or offline: table, answers and figures to wandb in one of its modes, and no
+    # error where it is not installed
+    wandb: Wandb = "off"
+    # project of wandb
+    wandb_project: str = "outrider"
     # no progress bar
     quiet: bool = False
 

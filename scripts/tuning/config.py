@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from outrider.conf.rules import OneOrMore, Seed, one_of
+from outrider.conf.rules import OneOrMore, Seed, Wandb, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
 
@@ -50,8 +50,11 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     confirm: OneOrMore = 4
     # write the choice into the head's folder
     write: bool = True
-    # log figures and table to Weights & Biases
-    wandb: bool = False
+    # off, online or offline: table and figures to wandb in one of its modes, and no
+    # error where it is not installed
+    wandb: Wandb = "off"
+    # project of wandb
+    wandb_project: str = "outrider"
     # rule of verification
     verify: Verify = "traversal"
     # addresses all random numbers

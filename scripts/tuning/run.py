@@ -247,7 +247,9 @@ def _made_with(tuning: Tuning) -> dict[str, Any]:
         "kind": head.kind if head else "ngram",
         "target": asdict(target.identity) if target.identity else {"name": "unknown"},
         "settings": {
-            **{k: v for k, v in asdict(cfg).items() if k not in ("quiet", "wandb")},
+            **{
+                k: v for k, v in asdict(cfg).items() if k not in ("quiet", "wandb", "wandb_project")
+            },
             "num_prompts": len(tuning.prompts),
             "prompts_sha256": files.sha256(Path(cfg.prompts)),
         },
