@@ -36,11 +36,11 @@ from outrider.decode.models.arithmetic import dtype_on
 from outrider.decode.models.config import AUTO
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+from outrider.decode.text import Stream
 from outrider.heads import resolve_drafter
 from outrider.heads.names import NONE
 from outrider.scripts import cli
 from outrider.scripts.common.prompts import question_ids
-from outrider.scripts.common.talk import Stream
 
 __all__ = ["Answer", "Piece", "generate", "load_drafter", "load_target", "train"]
 

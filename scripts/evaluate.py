@@ -50,7 +50,7 @@ from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
 from outrider.scripts.reports import score_table
-from outrider.scripts.reports.wandb_log import to_wandb
+from outrider.scripts.reports.wandb_log import answer_rows, to_wandb
 from outrider.scripts.scoring import candidates, contest
 from outrider.scripts.scoring.breakdown import again
 from outrider.scripts.scoring.config import EvaluateConfig
@@ -197,7 +197,8 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
         print("\n".join([f"{name}: {found.lines()[0]}", *found.lines()[1:]]))
     print(f"report: {out / 'report.html'}")
     if cfg.wandb != "off":
-        to_wandb(joined(reports), out, "evaluate", cfg.wandb, cfg.wandb_project)
+        answers = answer_rows(outputs[0], reports[0], target.tokenizer)
+        to_wandb(joined(reports), out, "evaluate", cfg.wandb, cfg.wandb_project, answers)
     failed = [name for name, found in parity.items() if not found.passed]
     return DISAGREES if failed else SKIPPED if any(r["skipped"] for r in reports) else 0, memo
 

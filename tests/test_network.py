@@ -186,6 +186,7 @@ class FakeWandb(types.ModuleType):
     def __init__(self, fails: str = "") -> None:
         super().__init__("wandb")
         self.fails, self.lines, self.finished = fails, list[Any](), False
+        self.config = dict[str, Any]()
 
     def init(self, **keys: Any) -> FakeWandb:
         if self.fails == "init":
@@ -256,7 +257,7 @@ def test_wandb_makes_no_difference_to_a_run(
         assert (
             fake.finished
             and fake.keys["mode"] == mode
-            and [s for s, v in fake.lines if "loss" in v] == [2, 4, 6]
+            and [s for s, v in fake.lines if "train/loss" in v] == [2, 4, 6]
         )
     elif how == "itself":
         assert list((tmp_path / "on" / "run" / "wandb").glob("offline-run-*/run-*.wandb"))

@@ -17,11 +17,14 @@ from outrider.decode.target import Target
 from outrider.heads.base import Head
 from outrider.heads.names import DraftSpec
 from outrider.heads.parity import PassLimits
+from outrider.train.coloured import Drafts, rows_of
 from outrider.train.config import EvalConfig
 from outrider.train.facts import is_no_memory
 from outrider.train.saving import requested_anywhere
 from outrider.train.signals import Stop
 from outrider.train.texts.batches import JoinedRows, held_out_batches
+
+SHOWN = 4  # answers of an evaluation
 
 
 class _Requested(Exception):
@@ -41,6 +44,7 @@ def decoded_acceptance(
     accelerator: Accelerator,
     stop: Stop | None = None,
     room: PassLimits | None = None,
+    shown: list[list[Any]] | None = None,
 ) -> dict[str, Any] | None:
     """Accepted length (bonus token counted) and acceptance by position on held-out prompts; {}
     without any.
@@ -51,6 +55,7 @@ def decoded_acceptance(
     stop: a signal ends the decoding, and the result is None on every rank; the ranks of a
         sharded target ask each other at every answer that grew.
     room: of a pass of the calibration.
+    shown: takes a row of train.coloured.COLUMNS for each of this rank's first SHOWN answers.
     Raises NoRoom on every rank when some rank ran out of memory.
     """
     chosen = rows.held.nonzero()[: cfg.prompts, 0].tolist()
@@ -73,11 +78,15 @@ def decoded_acceptance(
         calibrated(head, target, rows, cfg, room or PassLimits())
         drafter = head.drafter(target, DraftSpec(shape=cfg.shape))
         shape = drafter.shape
+        if shown is not None:
+            drafter = kept = Drafts(drafter)
         sampling = Sampling(temperature=cfg.temperature)
         run = generate(
             target, drafter, mine, sampling, batch_size=cfg.batch_size, seed=seed, on_tokens=check
         )
         decoded = [*run.generations]
+        if shown is not None:
+            shown += rows_of(run.generations[:SHOWN], kept, target.tokenizer, head.kind)
     except _Requested as requested:
         decoded = [requested]
     except (RuntimeError, MemoryError) as error:

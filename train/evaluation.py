@@ -32,6 +32,7 @@ def evaluate(run: Run) -> int:
     if not state.step or state.evaluated == state.step:
         return 0
     start = time.perf_counter()
+    shown: list[list[Any]] | None = [] if log.shows else None
     run.head.eval()
     try:
         found = decoded_acceptance(
@@ -43,6 +44,7 @@ def evaluate(run: Run) -> int:
             run.accelerator,
             run.stop,
             run.room,
+            shown,
         )
         if found == {}:
             log.say(
@@ -74,6 +76,7 @@ def evaluate(run: Run) -> int:
     curve.draw(run.out, run.main)
     if found["accepted_length"] > state.best.get("accepted_length", -math.inf):
         state.best = _keep(run, found)
+    log.evaluated(state.step, state.best, shown or [])
     return requested
 
 

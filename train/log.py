@@ -64,6 +64,17 @@ class Log:
         for tracker in self.trackers:
             tracker.log(step, values)
 
+    @property
+    def shows(self) -> bool:
+        """Whether somebody shows answers in colours."""
+        return any(tracker.shows for tracker in self.trackers)
+
+    def evaluated(self, step: int, best: dict[str, float], answers: list[list[Any]]) -> None:
+        """What a tracker takes of an evaluation beside its line of metrics. answers: rows of
+        train.coloured.COLUMNS."""
+        for tracker in self.trackers:
+            tracker.evaluated(step, best, answers)
+
     def _flush(self) -> None:
         """Append the lines that wait. A disk that refuses loses none: they wait for the next
         call, and no half of one stays in the file."""

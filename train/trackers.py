@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from outrider.conf.errors import UserError, first_line
+from outrider.train.coloured import COLUMNS
 from outrider.train.config import TrainConfig, flat
 
 PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}  # any of them; else the name itself
 OFFLINE = ("offline", "disabled", "dryrun")  # modes of wandb in which nobody is asked
+# Of a line of metrics: what says how fast, or with what, a step was made.
+SPEED = re.compile(
+    r"(tokens|supervised)_per_second|tflops_|mfu$|share_|(gpu_)?(peak_)?memory_|(\w+_)?seconds$"
+)
+# Keys of an evaluation that say nothing above a chart of their own.
+NAMED = {"low": "accepted_length_low", "high": "accepted_length_high", "tokens": "decoded_tokens"}
 TAG = "outrider"  # of a run in MLflow: the identity by which a resumed run finds it
 
 
@@ -70,13 +78,30 @@ class Tracker:
             self._try("not used", lambda: self._tracker.store_init_configuration(settings))
         return self._live
 
+    @property
+    def shows(self) -> bool:
+        """Whether it takes answers in colours, and a best value for all of the run."""
+        return self._live and self.name == "wandb"
+
     def log(self, step: int, values: dict[str, Any]) -> None:
         """A line of metrics."""
-        if self.name != "wandb":  # the others take numbers, and stumble over the rest
-            kept = {k: v for k, v in values.items() if isinstance(v, int | float)}
-            values = {k: v for k, v in kept.items() if not isinstance(v, bool)}
-        if values:
-            self._try("given up", lambda: self._tracker.log(values, step=step))
+        if values.get("event") == "start":
+            if self.shows:
+                about = {"started": {k: v for k, v in values.items() if k != "event"}}
+                self._try("given up", lambda: self._tracker.store_init_configuration(about))
+            return
+        if numbers := grouped(values):
+            self._try("given up", lambda: self._tracker.log(numbers, step=step))
+
+    def evaluated(self, step: int, best: dict[str, float], answers: list[list[Any]]) -> None:
+        """After the line of an evaluation. best: {step, accepted_length} of the run. answers: rows
+        of train.coloured.COLUMNS."""
+        if not self.shows:
+            return
+        summary = {f"best_{key}": value for key, value in best.items()}
+        self._try("given up", lambda: self._tracker.tracker.summary.update(summary))
+        if answers:
+            self._try("given up", lambda: self._tracker.log(answer_table(answers), step=step))
 
     def finish(self) -> None:
         """Close it; the run itself is done and saved."""
@@ -91,6 +116,41 @@ class Tracker:
         except Exception as error:  # network, account, folder: none of them may stop a run
             self._live = False
             self._say(f"{self.name}: {what} ({first_line(error)}); metrics.jsonl has everything")
+
+
+def grouped(values: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a line of metrics by names that a tracker sorts into groups: train/, eval/
+    and speed/."""
+    event = values.get("event")
+    if event == "parity":
+        lengths = {name: length["mean"] for name, length in values["accepted_length"].items()}
+        numbers = {"passed": int(values["passed"]), **lengths}
+        return {f"eval/parity_{name}": number for name, number in numbers.items()}
+    found: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if SPEED.match(key):
+            found[f"speed/{f'{event}_' if key == 'seconds' else ''}{key}"] = value
+        elif event == "eval" and not key.endswith("_seen"):
+            found[f"eval/{NAMED.get(key, key)}"] = value
+        else:
+            found[f"train/{key}"] = value
+    for place, share in enumerate(values.get("unconditional", ()), 1):
+        found[f"eval/acceptance_at_{place}"] = share
+    return found
+
+
+def answer_table(answers: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Rows of train.coloured.COLUMNS as wandb's table `eval/answers`."""
+    import wandb
+
+    place = COLUMNS.index("answer")
+    rows = [
+        [wandb.Html(cell, inject=False) if i == place else cell for i, cell in enumerate(row)]
+        for row in answers
+    ]
+    return {"eval/answers": wandb.Table(columns=[*COLUMNS], data=rows)}
 
 
 def started(

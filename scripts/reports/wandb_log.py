@@ -1,39 +1,126 @@
-"""A report's figures and headline numbers to Weights & Biases, only when asked for: `wandb=` means
-what it means to a training run (train/trackers.py)."""
+"""A report to wandb, only when asked for: tables of scores and of answers in colours, figures, and
+numbers under the names train/, eval/ and speed/. `wandb=` means what it means to a training run
+(train/trackers.py)."""
 
 from __future__ import annotations
 
+import itertools
 import numbers
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import first_line
-from outrider.train.trackers import no_reports
+from outrider.train import coloured
+from outrider.train.trackers import answer_table, no_reports
+
+PROMPTS = 8  # whose answers are shown
+# First parts of a row's keys. All others are of evaluation.
+TRAINING = ("training", "parameters", "bytes")
+SPEEDS = (
+    *("tokens_per_second", "tokens_per_second_interval", "speedup", "end_to_end", "break_even"),
+    *("draft_ms", "draft_ms_interval", "verify_ms", "verify_ms_interval", "target_ms"),
+    *("target_passes", "prefill_seconds", "ms_per_token", "breakdown", "peak_bytes"),
+)
+SCORES = {
+    "drafter": ("label",),
+    "accepted length": ("accepted_length", "mean"),
+    "low": ("accepted_length", "low"),
+    "high": ("accepted_length", "high"),
+    "tokens/s": ("tokens_per_second",),
+    "speedup": ("speedup", "mean"),
+    "end to end": ("end_to_end", "speedup", "mean"),
+}
 
 
-def to_wandb(report: dict[str, Any], out: Path, job: str, mode: str, project: str) -> None:
-    """Log every scalar of the report's rows, and the PNGs under OUT/figures.
+def to_wandb(
+    report: dict[str, Any],
+    out: Path,
+    job: str,
+    mode: str,
+    project: str,
+    answers: Sequence[list[Any]] = (),
+) -> None:
+    """Log a report and the PNGs under OUT/figures.
 
-    mode: "online" or "offline". Trouble with wandb (not installed, no account, no network) costs a
-    line on stderr and no more: the report is written by then.
+    mode: "online" or "offline". answers: rows of train.coloured.COLUMNS. Trouble with wandb (not
+    installed, no account, no network) costs a line on stderr and no more: the report is written by
+    then.
     """
     no_reports(mode)
     try:
         import wandb
 
-        _log(wandb, report, out, job, mode, project)
+        about = {"job_type": job, "config": report["settings"], "dir": str(out), "mode": mode}
+        with wandb.init(project=project, **about) as run:
+            run.summary.update(summary(report))
+            charts = sorted((out / "figures").glob("*.png"))
+            drawn = {f"figures/{path.stem}": wandb.Image(str(path)) for path in charts}
+            scores = [[_at(row, keys) for keys in SCORES.values()] for row in scored(report)]
+            table = {"eval/drafters": wandb.Table(columns=[*SCORES], data=scores)} if scores else {}
+            run.log({**drawn, **table, **(answer_table(answers) if answers else {})})
     except Exception as error:  # as in train.trackers.Tracker
         print(f"wandb: not used ({first_line(error)}); the report is in {out}", file=sys.stderr)
 
 
-def _log(wandb: Any, report: dict[str, Any], out: Path, job: str, mode: str, project: str) -> None:
-    rows = report.get("drafters") or report.get("rows") or []
-    about = {"job_type": job, "config": report["settings"], "dir": str(out), "mode": mode}
-    with wandb.init(project=project, **about) as run:
-        for row in rows:
-            run.summary.update({f"{row['name']}/{k}": v for k, v in flat(row).items()})
-        run.log({p.stem: wandb.Image(str(p)) for p in sorted((out / "figures").glob("*.png"))})
+def scored(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an evaluation's report."""
+    return [row for row in report.get("drafters") or [] if "accepted_length" in row]
+
+
+def summary(report: dict[str, Any]) -> dict[str, Any]:
+    """Every number of the rows by GROUP/DRAFTER/KEY, and who accepted most."""
+    found: dict[str, Any] = {}
+    for row in report.get("drafters") or report.get("rows") or []:
+        for key, value in flat(row.get("measured", row)).items():
+            found[f"{group(key)}/{row['name']}/{key}"] = value
+    drafting = [
+        (row["accepted_length"]["mean"], row["name"])
+        for row in scored(report)
+        if row["shape"] != "none" and row["accepted_length"]["mean"] is not None
+    ]
+    if drafting:
+        found["best_accepted_length"], found["best_drafter"] = max(drafting)
+    return found
+
+
+def group(key: str) -> str:
+    """Of a dotted key of a row."""
+    first = key.partition(".")[0]
+    return "speed" if first in SPEEDS else "train" if first in TRAINING else "eval"
+
+
+def answer_rows(
+    outputs: Sequence[dict[str, Any]], report: dict[str, Any], tokenizer: Any
+) -> list[list[Any]]:
+    """Rows of train.coloured.COLUMNS, prompt by prompt, of all who drafted. outputs: lines of
+    outputs.jsonl."""
+    rows = {row["name"]: row for row in scored(report)}
+    shown = [line for line in outputs if any(line["proposed"])]
+    turns = {(line["prompt_id"], line["turn"]): i for i, line in reversed([*enumerate(shown)])}
+    chosen = set(itertools.islice(dict.fromkeys(line["prompt_id"] for line in shown), PROMPTS))
+    shown = [line for line in shown if line["prompt_id"] in chosen]
+    shown.sort(key=lambda line: turns[line["prompt_id"], line["turn"]])
+    return [
+        coloured.row(
+            rows[line["drafter"]]["label"],
+            line["prompt_ids"],
+            first,
+            cycles,
+            line["finish"],
+            tokenizer,
+            [part["name"] for part in rows[line["drafter"]].get("by_drafter", ())],
+        )
+        for line, (first, cycles) in zip(shown, coloured.lines_of(shown), strict=True)
+    ]
+
+
+def _at(row: dict[str, Any], keys: Sequence[str]) -> Any:
+    found: Any = row
+    for key in keys:
+        found = found[key]
+    return found
 
 
 def flat(value: dict[str, Any], prefix: str = "") -> dict[str, float]:

@@ -329,8 +329,9 @@ class Scores:
 
 
 def output_lines(contest: Contest) -> list[dict[str, Any]]:
-    """The lines of outputs.jsonl. cut, loop: places in `cycles` of those that are counted
-    apart.
+    """The lines of outputs.jsonl. drafted: accepted draft tokens, the first ones of what each of
+    `cycles` committed. by: of a union, who proposed each of them, bit k for its k-th drafter. cut,
+    loop: places in `cycles` of those that are counted apart.
     """
     lines = []
     for a in contest.answers:
@@ -339,6 +340,8 @@ def output_lines(contest: Contest) -> list[dict[str, Any]]:
         # Tokens that each cycle committed: fewer than accepted + 1 where a stop token or the
         # limit cut it.
         starts = [*(c.start for c in g.cycles), len(g.token_ids)]
+        drafted = [sum(g.from_draft[start:end]) for start, end in itertools.pairwise(starts)]
+        by = [b for c, n in zip(g.cycles, drafted, strict=True) for b in c.drafters[:n]]
         lines.append(
             {
                 "drafter": a.drafter,
@@ -349,6 +352,8 @@ def output_lines(contest: Contest) -> list[dict[str, Any]]:
                 "token_ids": g.token_ids,
                 "cycles": [end - start for start, end in itertools.pairwise(starts)],
                 "proposed": [c.proposed for c in g.cycles],
+                "drafted": drafted,
+                **({"by": by} if by else {}),
                 "cut": [i for i, c in enumerate(g.cycles) if c.cut],
                 "loop": [i for i, c in enumerate(g.cycles) if not c.cut and looping[c.start]],
                 "finish": g.finish,

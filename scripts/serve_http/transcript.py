@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.decode.live import Fresh, TokenDistribution
-from outrider.scripts.common.talk import Stream
+from outrider.decode.text import Stream
 
 
 @dataclass(frozen=True)

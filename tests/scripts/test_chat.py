@@ -12,9 +12,10 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.decode.sampling import Sampling
 from outrider.decode.stats import accepted_length, split
+from outrider.decode.text import Stream
 from outrider.heads.names import DraftSpec
 from outrider.scripts import chat
-from outrider.scripts.common.talk import AnswerTally, Stream
+from outrider.scripts.common.talk import AnswerTally
 from tests.helpers.commands import code_of
 
 

@@ -1,6 +1,4 @@
-"""What a report takes from a drafter's folder, the figures drawn of it, and the numbers sent
-to wandb.
-"""
+"""What a report takes from a drafter's folder, and the figures drawn of it."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ from typing import Any
 
 from outrider.heads.names import DraftSpec
 from outrider.scripts.reports import plots, tuning_plots
-from outrider.scripts.reports.wandb_log import flat
 from outrider.scripts.scoring import extras
 from outrider.scripts.scoring.contest import System
 
@@ -89,7 +86,3 @@ def test_only_panels_with_something_to_show_are_drawn() -> None:
         svg = plots.svg(plots.figure(draw, one), name)
         assert svg.startswith("<svg") and "<metadata" not in svg and words
         assert "var(--ink)" in svg and "#1d2433" not in svg, "figures follow the page's theme"
-
-
-def test_numbers_for_wandb_have_dotted_names() -> None:
-    assert flat({"a": 1, "b": {"c": 2.5, "d": None, "e": True}, "f": "x"}) == {"a": 1.0, "b.c": 2.5}

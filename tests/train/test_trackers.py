@@ -89,12 +89,16 @@ def test_all_of_them_get_the_numbers_of_a_run_and_of_its_resumption(
     for name in NAMES:
         first, second = fakes[name]
         assert first.ended and second.ended
-        assert [s for s, v in first.lines if "loss" in v] == [2, 4]
-        assert [s for s, v in second.lines if "loss" in v] == [6]
+        assert [s for s, v in first.lines if "train/loss" in v] == [2, 4]
+        assert [s for s, v in second.lines if "train/loss" in v] == [6]
         numbers = [v for _, values in first.lines for v in values.values()]
-        assert name == "wandb" or all(type(v) in (int, float) for v in numbers)
-        assert second.settings is None
-        assert (first.settings is not None) == (name in ("tensorboard", "mlflow"))
+        assert all(type(v) in (int, float) for v in numbers)
+        assert {key.partition("/")[0] for _, line in first.lines for key in line} == {
+            "train",
+            "speed",
+        }
+        assert (second.settings is None) == (name != "wandb")
+        assert (first.settings is None) == (name == "trackio")
     board, flow, trackio, wandb = (fakes[name] for name in NAMES)
     assert board[0].keys["logging_dir"] == str(out) and board[0].keys["purge_step"] is None
     assert board[1].keys["purge_step"] == 5
@@ -104,6 +108,7 @@ def test_all_of_them_get_the_numbers_of_a_run_and_of_its_resumption(
     )
     assert trackio[0].keys["name"] == trackio[1].keys["name"]
     assert wandb[0].keys["id"] == wandb[1].keys["id"] and wandb[0].keys["resume"] == "allow"
+    assert list(wandb[1].settings) == ["started"], "the facts of the start that came last"
     assert wandb[0].keys["mode"] is None and wandb[0].keys["config"]["steps"] == 4
     assert plain.is_dir()
 
@@ -122,7 +127,9 @@ def test_trouble_costs_that_tracker_alone(
     said = capfd.readouterr().err
     assert said.count("mlflow: ") == 1 and "metrics.jsonl has everything" in said
     assert "and more" not in said and "Traceback" not in said
-    assert fakes["trackio"][0].ended and [s for s, v in fakes["trackio"][0].lines if "loss" in v]
+    assert fakes["trackio"][0].ended and [
+        s for s, v in fakes["trackio"][0].lines if "train/loss" in v
+    ]
     assert (out / "head" / "head.json").exists()
 
 
