@@ -10,7 +10,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from outrider.decode.engine import Generation, Request, generate
+from outrider.decode.drafters import Drafter
+from outrider.decode.engine import Generation, OnTokens, Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.stats import acceptance_by_position, accepted_length, split
 from outrider.decode.target import Target
@@ -18,7 +19,7 @@ from outrider.heads.base import Head
 from outrider.heads.names import DraftSpec
 from outrider.heads.parity import PassLimits
 from outrider.train.coloured import Drafts, rows_of
-from outrider.train.config import EvalConfig
+from outrider.train.config import EvalConfig, TrainConfig
 from outrider.train.facts import is_no_memory
 from outrider.train.saving import requested_anywhere
 from outrider.train.signals import Stop
@@ -39,8 +40,7 @@ def decoded_acceptance(
     head: Head,
     target: Target,
     rows: JoinedRows,
-    cfg: EvalConfig,
-    seed: int,
+    cfg: TrainConfig,
     accelerator: Accelerator,
     stop: Stop | None = None,
     room: PassLimits | None = None,
@@ -58,10 +58,11 @@ def decoded_acceptance(
     shown: takes a row of train.coloured.COLUMNS for each of this rank's first SHOWN answers.
     Raises NoRoom on every rank when some rank ran out of memory.
     """
-    chosen = rows.held.nonzero()[: cfg.prompts, 0].tolist()
+    keys = cfg.eval
+    chosen = rows.held.nonzero()[: keys.prompts, 0].tolist()
     if not chosen:
         return {}
-    requests = [Request(rows.prompt(row), cfg.max_new_tokens, id=row) for row in chosen]
+    requests = [Request(rows.prompt(row), keys.max_new_tokens, id=row) for row in chosen]
     # The ranks of a sharded target only run it together.
     alone = accelerator.num_processes == 1 or target.sharded
     mine = requests if alone else requests[accelerator.process_index :: accelerator.num_processes]
@@ -75,18 +76,10 @@ def decoded_acceptance(
     shape = ""
     decoded: list[Generation | _Requested | NoRoom]
     try:
-        calibrated(head, target, rows, cfg, room or PassLimits())
-        drafter = head.drafter(target, DraftSpec(shape=cfg.shape))
+        calibrated(head, target, rows, keys, room or PassLimits())
+        drafter = head.drafter(target, DraftSpec(shape=keys.shape))
         shape = drafter.shape
-        if shown is not None:
-            drafter = kept = Drafts(drafter)
-        sampling = Sampling(temperature=cfg.temperature)
-        run = generate(
-            target, drafter, mine, sampling, batch_size=cfg.batch_size, seed=seed, on_tokens=check
-        )
-        decoded = [*run.generations]
-        if shown is not None:
-            shown += rows_of(run.generations[:SHOWN], kept, target.tokenizer, head.kind)
+        decoded = [*_answers(target, drafter, mine, cfg, check, shown)]
     except _Requested as requested:
         decoded = [requested]
     except (RuntimeError, MemoryError) as error:
@@ -100,6 +93,30 @@ def decoded_acceptance(
     if len(every) < len(requests):
         return None
     return figures(every, shape)
+
+
+def _answers(
+    target: Target,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    cfg: TrainConfig,
+    check: OnTokens,
+    shown: list[list[Any]] | None,
+) -> list[Generation]:
+    """What the target answers. shown: as in decoded_acceptance."""
+    drafts = None if shown is None else Drafts(drafter)
+    found = generate(
+        target,
+        drafts or drafter,
+        requests,
+        Sampling(temperature=cfg.eval.temperature),
+        batch_size=cfg.eval.batch_size,
+        seed=cfg.seed,
+        on_tokens=check,
+    ).generations
+    if shown is not None and drafts is not None:
+        shown += rows_of(found[:SHOWN], drafts, target.tokenizer, cfg.head.kind)
+    return found
 
 
 def calibrated(
