@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.decode.drafters import Drafter
 from outrider.decode.records import Generation
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
@@ -54,7 +55,7 @@ class Drafts(Wrapped):
     """Does what `inner` does and keeps all drafts of each request, in the order in which they
     begin: `kept[request][cycle]`."""
 
-    def __init__(self, drafter: Any) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         super().__init__(drafter)
         self._live = list[int]()
         self.kept = list[list[Draft]]()
@@ -85,24 +86,25 @@ def refused(draft: Draft, accepted: Sequence[int]) -> list[int]:
 
 
 def cycles_of(generation: Generation, drafts: Sequence[Draft] = ()) -> list[ShownCycle]:
-    """The cycles of an answer. drafts: what was proposed in each, where that was kept."""
-    out = generation
+    """The cycles of an answer. drafts: what was proposed in each, where that was kept (a request
+    that is read again, decode.models.rope, begins twice)."""
+    out, known = generation, len(drafts) == len(generation.cycles)
     ends = [*(cycle.start for cycle in out.cycles[1:]), len(out.token_ids)]
     found = []
     for i, (cycle, end) in enumerate(zip(out.cycles, ends, strict=True)):
         tokens, count = out.token_ids[cycle.start : end], sum(out.from_draft[cycle.start : end])
-        rest = refused(drafts[i], tokens[:count]) if i < len(drafts) else []
+        rest = refused(drafts[i], tokens[:count]) if known else []
         found.append(ShownCycle(tokens, count, cycle.proposed, cycle.drafters[:count], rest))
     return found
 
 
 def rows_of(
-    generations: Sequence[Generation], drafts: Drafts, tokenizer: Any, drafter: str
+    generations: Sequence[Generation], drafts: Drafts, tokenizer: Any, name: str
 ) -> list[list[Any]]:
     """Rows of COLUMNS for the first answers that `drafts` has seen begin."""
     return [
         row(
-            drafter,
+            name,
             found.prompt_ids,
             found.token_ids[: found.cycles[0].start] if found.cycles else found.token_ids,
             cycles_of(found, kept),
@@ -114,7 +116,7 @@ def rows_of(
 
 
 def row(
-    drafter: str,
+    name: str,
     prompt_ids: Sequence[int],
     first: Sequence[int],
     cycles: Sequence[ShownCycle],
@@ -126,9 +128,9 @@ def row(
     a union's drafters."""
     committed = sum(len(cycle.tokens) for cycle in cycles)
     return [
-        drafter,
+        name,
         question(prompt_ids, tokenizer),
-        as_html(first, cycles, [*parts] or [drafter], tokenizer),
+        as_html(first, cycles, [*parts] or [name], tokenizer),
         round(committed / len(cycles), 3) if cycles else None,
         len(first) + committed,
         sum(cycle.proposed for cycle in cycles),
