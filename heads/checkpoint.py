@@ -30,11 +30,11 @@ from outrider.decode.models.identity import Identity, sha256_file
 from outrider.decode.target import Target
 from outrider.heads import lora, vocab, words
 from outrider.heads.base import Head
+from outrider.heads.names import CARD as CARD
 from outrider.heads.saved import differing
 
 H = TypeVar("H", bound=Head)
 FORMAT = 1
-CARD = "head.json"
 # A head's own; an ordinary transformers folder's; peft's, on a frozen head.
 WEIGHTS = ("head.safetensors", "model.safetensors", lora.WEIGHTS)
 AGAIN = "restore it or train the head again"

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.conf.errors import UserError
+from outrider.decode.cost import Price
 from outrider.decode.drafters import Drafter, NGram, NoDraft
 from outrider.decode.ngram import DEPTH
-from outrider.decode.price import Price
 from outrider.decode.target import Target
 from outrider.decode.union import Union
 from outrider.decode.wrapped import Adaptive, Alert, Monitor
 from outrider.heads import names, tuned
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import read_card, trained_for
-from outrider.heads.folders import find_head, is_plain
+from outrider.heads.folders import find_head, head_folder, is_plain
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import load_head
 from outrider.heads.small_lm.plain import plain_folder, plain_model
@@ -164,17 +164,6 @@ def watched(drafter: Drafter, spec: str, draft: DraftSpec) -> Monitor:
 
     monitor.on_alert = summary
     return monitor
-
-
-def head_folder(draft: DraftSpec) -> Path | None:
-    """The folder of the head that `draft` asks for; None where it asks for no head: none,
-    ngram, a plain model.
-
-    Raises UserError for a folder that holds none of these.
-    """
-    if draft.source in (names.NONE, names.NGRAM):
-        return None
-    return None if is_plain(draft.source) else find_head(draft.source)
 
 
 def settings_folder(draft: DraftSpec) -> Path | None:

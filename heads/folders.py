@@ -8,8 +8,7 @@ from pathlib import Path
 
 from outrider.conf.errors import UserError
 from outrider.heads import hub
-from outrider.heads.checkpoint import CARD
-from outrider.heads.names import HUB
+from outrider.heads.names import CARD, HUB, NGRAM, NONE, DraftSpec
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Folders of this tool, also where they are not made yet
@@ -68,6 +67,17 @@ def find_head(path: str) -> Path:
         f"drafters: {path}: neither none, ngram nor an existing folder; {near}give a run folder, "
         "a head folder, or a model with the target's tokenizer"
     )
+
+
+def head_folder(draft: DraftSpec) -> Path | None:
+    """The folder of the head that `draft` asks for; None where it asks for no head: none,
+    ngram, a plain model.
+
+    Raises UserError for a folder that holds none of these.
+    """
+    if draft.source in (NONE, NGRAM):
+        return None
+    return None if is_plain(draft.source) else find_head(draft.source)
 
 
 def _near(path: str) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.conf.errors import UserError
-from outrider.decode.price import FREE, Price
+from outrider.decode.cost import FREE, Price
 
 NONE, NGRAM = "none", "ngram"
 SHAPES = ("chain", "tree")
@@ -36,6 +36,7 @@ SIZED_SHAPE = re.compile(r"(chain|tree)(?::([1-9]\d{0,2}))?")
 NGRAM_DEPTH = re.compile(r"[1-9]\d?")
 JOIN = "+"
 HUB = "hub:"  # before the repository of a head
+CARD = "head.json"  # of a head's folder, what it is
 
 
 @dataclass(frozen=True)

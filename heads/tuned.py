@@ -18,8 +18,8 @@ from annotated_types import Interval, MaxLen
 
 from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
+from outrider.decode.cost import FREE, Price
 from outrider.decode.models.identity import sha256_weights
-from outrider.decode.price import FREE, Price
 from outrider.decode.tree import TreeShape
 from outrider.heads.checkpoint import CARD
 from outrider.heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH, Levels, Nodes, Width

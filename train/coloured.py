@@ -2,14 +2,15 @@
 target refused.
 
 An answer is its prefill's token and then cycle by cycle the accepted draft tokens and one of the
-target's own. Where the draft went on, what hung behind the last accepted token was refused.
+target's own. What hung behind the last accepted token was refused; of a tree that may be nothing,
+though other branches went further.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -37,18 +38,20 @@ Draft = list[tuple[int, int]]  # (token, node above) of every node; -1 stands fo
 class ShownCycle:
     """tokens: what a verification committed, of which the first `drafted` were accepted. by: of a
     union, who proposed each of them, bit k for its k-th drafter. proposed: levels. refused: what
-    was drafted in place of the token behind them, where that is known."""
+    was drafted in place of the token behind them; None: not known."""
 
     tokens: list[int]
     drafted: int
     proposed: int
     by: tuple[int, ...] = ()
-    refused: list[int] = field(default_factory=list)
+    refused: list[int] | None = None
 
     @property
     def corrected(self) -> bool:
-        """Whether a token of the target's own stands where a draft went on."""
-        return self.drafted < min(self.proposed, len(self.tokens))
+        """Whether a token of the target's own stands where a draft went on, as far as that is
+        known."""
+        went_on = self.drafted < self.proposed if self.refused is None else bool(self.refused)
+        return went_on and self.drafted < len(self.tokens)
 
 
 class Drafts(Wrapped):
@@ -93,7 +96,7 @@ def cycles_of(generation: Generation, drafts: Sequence[Draft] = ()) -> list[Show
     found = []
     for i, (cycle, end) in enumerate(zip(out.cycles, ends, strict=True)):
         tokens, count = out.token_ids[cycle.start : end], sum(out.from_draft[cycle.start : end])
-        rest = refused(drafts[i], tokens[:count]) if known else []
+        rest = refused(drafts[i], tokens[:count]) if known else None
         found.append(ShownCycle(tokens, count, cycle.proposed, cycle.drafters[:count], rest))
     return found
 
@@ -102,22 +105,23 @@ def rows_of(
     generations: Sequence[Generation], drafts: Drafts, tokenizer: Any, name: str
 ) -> list[list[Any]]:
     """Rows of COLUMNS for the first answers that `drafts` has seen begin."""
+    asked = questions([found.prompt_ids for found in generations], tokenizer)
     return [
         row(
             name,
-            found.prompt_ids,
+            question,
             found.token_ids[: found.cycles[0].start] if found.cycles else found.token_ids,
             cycles_of(found, kept),
             found.finish,
             tokenizer,
         )
-        for found, kept in zip(generations, drafts.kept, strict=False)
+        for question, found, kept in zip(asked, generations, drafts.kept, strict=False)
     ]
 
 
 def row(
     name: str,
-    prompt_ids: Sequence[int],
+    question: str,
     first: Sequence[int],
     cycles: Sequence[ShownCycle],
     finish: str,
@@ -129,7 +133,7 @@ def row(
     committed = sum(len(cycle.tokens) for cycle in cycles)
     return [
         name,
-        question(prompt_ids, tokenizer),
+        question,
         as_html(first, cycles, [*parts] or [name], tokenizer),
         round(committed / len(cycles), 3) if cycles else None,
         len(first) + committed,
@@ -140,10 +144,22 @@ def row(
     ]
 
 
-def question(prompt_ids: Sequence[int], tokenizer: Any) -> str:
-    """The end of a prompt."""
-    text = str(tokenizer.decode(list(prompt_ids), skip_special_tokens=True)).strip()
-    return text if len(text) <= LONGEST else f"… {text[-LONGEST:]}"
+def questions(prompts: Sequence[Sequence[int]], tokenizer: Any) -> list[str]:
+    """The end of each prompt, without what all begin and end with: a template's words."""
+    known = {tuple(prompt) for prompt in prompts}
+    before = _shared(known) if len(known) > 1 else 0
+    behind = _shared({one[before:][::-1] for one in known}) if len(known) > 1 else 0
+    found = []
+    for prompt in prompts:
+        ids = list(prompt)[before : len(prompt) - behind]
+        text = str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
+        found.append(text if len(text) <= LONGEST else f"… {text[-LONGEST:].lstrip()}")
+    return found
+
+
+def _shared(rows: Iterable[Sequence[int]]) -> int:
+    """Tokens that all rows begin with."""
+    return next((i for i, column in enumerate(zip(*rows, strict=False)) if len({*column}) > 1), 0)
 
 
 def as_html(
@@ -184,9 +200,10 @@ def _who(bits: int, names: Sequence[str]) -> str:
 
 
 def _struck(cycle: ShownCycle, tokenizer: Any) -> str:
-    """The likeliest refused token, the others in its title; a mark where none is known."""
-    words = [_escaped(str(tokenizer.decode([token]))) for token in dict.fromkeys(cycle.refused)]
-    title = f"refused: {', '.join(words)}" if words else "a drafted token was refused here"
+    """The first refused token, the others in its title; a mark where they are not known."""
+    tokens = dict.fromkeys(cycle.refused or ())
+    words = [_escaped(str(tokenizer.decode([token]))) for token in tokens]
+    title = f"refused: {', '.join(words)}" if words else "the draft went further, in vain"
     return f'<del style="color:{REFUSED}" title="{title}">{words[0] if words else "×"}</del>'
 
 

@@ -102,17 +102,20 @@ def answer_rows(
     chosen = set(itertools.islice(dict.fromkeys(line["prompt_id"] for line in shown), PROMPTS))
     shown = [line for line in shown if line["prompt_id"] in chosen]
     shown.sort(key=lambda line: turns[line["prompt_id"], line["turn"]])
+    asked = coloured.questions([line["prompt_ids"] for line in shown], tokenizer)
     return [
         coloured.row(
             rows[line["drafter"]]["label"],
-            line["prompt_ids"],
+            question,
             first,
             cycles,
             line["finish"],
             tokenizer,
             [part["name"] for part in rows[line["drafter"]].get("by_drafter", ())],
         )
-        for line, (first, cycles) in zip(shown, coloured.lines_of(shown), strict=True)
+        for line, question, (first, cycles) in zip(
+            shown, asked, coloured.lines_of(shown), strict=True
+        )
     ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from outrider.conf.errors import UserError
-from outrider.heads import head_folder
+from outrider.heads.folders import head_folder
 from outrider.heads.names import JOIN, members, parse, split
 from outrider.scripts.scoring.addresses import SERVER, wrong_address
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.decode import stats
+from outrider.decode.cost import Price
 from outrider.decode.drafters import Drafter, NGram
 from outrider.decode.engine import Request, generate
-from outrider.decode.price import Price
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads import drafting_head, settings_folder

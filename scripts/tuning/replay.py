@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.decode.cost import FREE, Price
 from outrider.decode.drafters import Drafter
-from outrider.decode.price import FREE, Price
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from outrider.decode.price import Price
+from outrider.decode.cost import Price
 from outrider.heads import shapes
 from outrider.heads.shapes import Path
 from outrider.heads.tuned import DraftSettings

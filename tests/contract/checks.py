@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from outrider.conf.typed import faults
+from outrider.decode.cost import Price
 from outrider.decode.drafters import NGram, NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.models import packed
-from outrider.decode.price import Price
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree
 from outrider.decode.union import Union

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.decode import grow, waits
+from outrider.decode.cost import Price
 from outrider.decode.engine import Request, generate
 from outrider.decode.grow import Form
-from outrider.decode.price import Growth, Price, awaited
+from outrider.decode.price import Growth, awaited
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree, TreeShape

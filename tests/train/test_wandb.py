@@ -15,7 +15,7 @@ from outrider.decode.records import Cycle, Generation
 from outrider.scripts import evaluate
 from outrider.scripts.reports.wandb_log import flat, summary
 from outrider.train import coloured
-from outrider.train.coloured import ShownCycle, as_html, cycles_of, refused
+from outrider.train.coloured import ShownCycle, as_html, cycles_of, questions, refused
 from outrider.train.trackers import grouped
 from tests.helpers.commands import code_of
 from tests.helpers.training import TINY, chats, run, tiny_target
@@ -83,7 +83,7 @@ def test_answers_of_an_evaluation_are_a_table_in_colours(trained: Path, seen: Lo
             assert row["drafter"] == "medusa" and row["prompt"]
             assert text.count('title="medusa"') == row["accepted"] <= row["drafted"]
             assert text.count("<del") == row["refused_passes"] > 0
-            assert "a drafted token was refused here" not in text
+            assert "in vain" not in text, "what was refused is known"
             assert "<script" not in text and "http" not in text
     assert sum(row["accepted"] for row in seen.table(60, "eval/answers"))
 
@@ -115,7 +115,7 @@ def test_an_evaluation_shows_scores_answers_and_the_best(trained: Path) -> None:
     assert len(answers) == 3 * 2 and "<b>" in answers[0]["prompt"]
     assert len({row["prompt"] for row in answers[:2]}) == 1, "who answered the same stands together"
     authors = {who for row in answers for who in re.findall(r'title="([^"]*)"', row["answer"])}
-    assert {"ngram", "a drafted token was refused here"} <= authors
+    assert {"ngram", "the draft went further, in vain"} <= authors
 
 
 def test_trouble_with_wandb_costs_a_report_one_line(
@@ -158,6 +158,20 @@ def test_what_hangs_behind_the_accepted_path_was_refused() -> None:
     first, last = cycles_of(out, [draft, draft])
     assert first == ShownCycle([6, 4], 1, 2, (2,), [9]) and first.corrected
     assert last == ShownCycle([5, 7], 2, 2, (1, 3), []) and not last.corrected
+    first, _ = cycles_of(out)
+    assert first.refused is None and first.corrected, "one draft token of two, no draft is known"
+    out = Generation([1], [2, 6, 9, 4], [Cycle(3, 2, (0, 0), False, 1)], [False, True, True, False])
+    (leaf,) = cycles_of(out, [[*draft, (3, 2)]])
+    assert leaf.refused == [] and not leaf.corrected, "only another branch went further"
+
+
+def test_prompts_are_shown_without_what_all_have() -> None:
+    tokenizer = tiny_target().tokenizer
+    ids = [tokenizer.encode(f"system? {text} go", add_special_tokens=False) for text in "ab"]
+    assert questions([*ids, ids[0]], tokenizer) == ["a", "b", "a"]
+    assert questions(ids[:1], tokenizer) == ["system? a go"]
+    long = tokenizer.encode("x" * 400, add_special_tokens=False)
+    assert questions([long], tokenizer) == ["… " + "x" * coloured.LONGEST]
 
 
 def test_an_answer_names_who_drafted_and_escapes_what_was_written() -> None:

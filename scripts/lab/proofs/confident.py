@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from outrider.decode import grow
+from outrider.decode.cost import Price
 from outrider.decode.grow import Form, Nodes
-from outrider.decode.price import Price
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree, TreeShape

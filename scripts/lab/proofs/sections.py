@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from outrider.conf.rules import SEEDS
+from outrider.decode.cost import Price
 from outrider.decode.drafters import DraftModel, NoDraft
 from outrider.decode.grow import Form
-from outrider.decode.price import Price
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import TreeShape
 from outrider.decode.verify import RULES, walk
