@@ -5,11 +5,12 @@
         temperature=0 max_new_tokens=128 batch_size=1 seed=0 \\
         out=reports/medusa
 
-Writes OUT/report.json, OUT/report.html (one file with its plots), OUT/outputs.jsonl and
-OUT/figures/*.png, and prints the table and the ranking. Among the drafters may stand outside
-references, which take turns with ours: hf_generate, hf_assisted@DIR (`assistant_model=` with
-the same draft and K, and a second row with transformers' defaults), hf_prompt_lookup (two
-rows alike) and NAME@http://HOST:PORT, a running server that takes token ids (vLLM, llama.cpp,
+Writes OUT/report.json, OUT/report.html (one file with its plots; it begins with one prompt and
+its answer), OUT/outputs.jsonl and OUT/figures/*.png, and prints the table and the ranking. Among
+the drafters may stand outside references, which take turns with ours: hf_generate,
+hf_assisted@DIR (`assistant_model=` with the same draft and K, and a second row with
+transformers' defaults), hf_prompt_lookup (two rows alike) and NAME@http://HOST:PORT, a running
+server that takes token ids (vLLM, llama.cpp,
 scripts/serve.py). `candidates=[...]` takes folders, folders of folders, repositories and families,
 and tries each as chain and tree. `temperatures=[0,1]` and `batch_sizes=[1,4]` measure several
 settings at once. suite=NAME asks a published set in place of prompts (mtbench, gsm8k,
@@ -57,6 +58,7 @@ from outrider.scripts.scoring.config import EvaluateConfig
 from outrider.scripts.scoring.extras import batches, extras, stops_paying
 from outrider.scripts.scoring.names import wrong_drafter
 from outrider.scripts.scoring.parity import gates
+from outrider.scripts.scoring.race import race
 from outrider.scripts.scoring.same_tokens import lossless
 from outrider.scripts.scoring.score import Scores, output_lines
 from outrider.scripts.scoring.served import dead
@@ -317,6 +319,8 @@ def measure(
     if target.device.type != "cpu":
         again(report["drafters"], target, prompts[: cfg.breakdown], systems, settings)
     report["ranking"] = candidates.ranking(report)
+    questions = {prompt.id: prompt.turns[0] for prompt in prompts}
+    report["race"] = race(report, measured, systems, questions, target.tokenizer)
     report |= extras(systems)
     return report, output_lines(measured)
 

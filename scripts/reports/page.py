@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from outrider.scripts.reports import plots, score_table, tuning_plots
+from outrider.scripts.reports import plots, race, score_table, tuning_plots
 from outrider.scripts.reports.rendering import (
     Drawing,
     about_environment,
@@ -31,6 +31,7 @@ def page(report: dict[str, Any]) -> str:
         report=report,
         head=head,
         sub=sub,
+        race=race.drawn(report),
         cards=cards(report),
         scores=marked(report),
         ranking=score_table.ranking(report) if len(report.get("ranking") or []) > 1 else None,

@@ -125,7 +125,13 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
         )
     second = {line["drafter"]: line["prompt_ids"] for line in lines if line["turn"] == 1}
     assert second["none"] == second["ngram"] == second["hf_generate"], "history comes from none"
-    assert (out / "report.html").read_text().startswith("<!doctype html>")
+    raced = report["race"]
+    assert raced["drafter"] == "ngram"
+    assert [lane["name"] for lane in raced["lanes"]] == ["none", "ngram", "hf_generate"]
+    for lane in raced["lanes"]:
+        assert sum(map(len, lane["passes"])) == lane["tokens"] - 1 and lane["seconds"] > 0
+    text = (out / "report.html").read_text()
+    assert text.startswith("<!doctype html>") and "One prompt, side by side" in text
     assert {p.stem for p in (out / "figures").glob("*.png")} == set(plots.PANELS)
     assert "ngram" in capsys.readouterr().out
     assert not list(out.rglob(".tmp-*"))
