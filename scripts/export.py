@@ -11,6 +11,12 @@ must answer and accept: scripts/check.py) and outrider.json (hashes of everythin
 exported folder is read again by an independent reader and must draft what the head drafts,
 token by token and logit by logit, on real prompts; otherwise it is removed and the exit code
 is 2; one that is stopped leaves nothing. docs/serving.md tells how to serve and what to look at.
+
+    python scripts/export.py target=smollm2 features=runs/features data.path=FILE \\
+        out=exports/features
+
+With `features` it writes what scripts/cache_features.py stored for the training program of
+speculators. features=FOLDER --help says more.
 """
 
 from __future__ import annotations
@@ -30,13 +36,12 @@ from outrider.decode.models.load import DTYPES, load_target, torch_dtype
 from outrider.decode.target import Target
 from outrider.heads import find_head, load_head, tuned
 from outrider.heads.base import Head
-from outrider.heads.checkpoint import read_card, recover
+from outrider.heads.checkpoint import read_card
 from outrider.heads.folders import is_plain
 from outrider.heads.interop import (
     LAYOUTS,
     MANIFEST,
     Facts,
-    exported,
     find_layout,
     served,
 )
@@ -49,7 +54,7 @@ from outrider.scripts.serving import contract, costs, draft_speeds, gguf_export,
 from outrider.scripts.serving import draft as export_draft
 from outrider.scripts.serving.check import ExportCheck, check_export, comparable
 from outrider.scripts.serving.config import ExportConfig
-from outrider.scripts.serving.stage import check_room, sweep, writing
+from outrider.scripts.serving.stage import check_room, free_place, writing
 
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
 
@@ -189,33 +194,6 @@ def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Target:
         ) from None
 
 
-def free_place(out: Path, overwrite: bool) -> Path:
-    """`out`, if it may be written. Raises UserError for a folder that exists, unless it is an
-    export to be replaced.
-    """
-    if not out.parent.exists() or out.parent.is_dir():
-        recover(out)
-        sweep(out.parent)
-    if not out.exists() and not out.is_symlink():
-        return out
-    if not out.is_dir():
-        raise UserError(f"out: {out} is a file; give a folder")
-    if not any(out.iterdir()):
-        return out
-    if not overwrite:
-        raise UserError(
-            f"out: {out} exists; set overwrite=true to replace it as a whole, or give "
-            "another folder"
-        )
-    if exported(out) is None:
-        raise UserError(
-            f"out: {out} holds files that are no export (no {MANIFEST}); overwrite=true "
-            "would delete them "
-            "all: give another folder"
-        )
-    return out
-
-
 def check_prompts(cfg: ExportConfig, target: Target) -> list[Any]:
     """Token ids of the prompts, the ends of long ones, spread over the file."""
     import torch
@@ -286,4 +264,9 @@ def said(out: Path, cfg: ExportConfig, tokens: int) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    if any(word.startswith("features=") for word in sys.argv[1:]):
+        from outrider.scripts.serving import export_features
+
+        export_features.main()
+    else:
+        main()

@@ -47,6 +47,7 @@ from outrider.scripts.publishing.page import Published, page
 from outrider.scripts.publishing.places import without_places
 from outrider.scripts.serving.card import run_record
 from outrider.scripts.serving.config import ExportConfig
+from outrider.scripts.serving.stage import free_place
 
 BASES = {target.name: target.repository for target in TARGETS.values()}
 FOR_VLLM = ("vllm", "deepspec", "transformers")  # of format=auto, the first that takes the kind
@@ -81,7 +82,7 @@ def main(cfg: PushConfig) -> int:
 def written(cfg: PushConfig, form: Form) -> None:
     """Leave in cfg.out what would go up. Raises UserError as scripts/export.py does of its
     out."""
-    with staged(export.free_place(Path(cfg.out).expanduser(), cfg.overwrite)) as stage:
+    with staged(free_place(Path(cfg.out).expanduser(), cfg.overwrite)) as stage:
         form.write(stage)
     print(f"{cfg.out}: {size(form.bytes)} in {len(form.files)} files; nothing was pushed")
 

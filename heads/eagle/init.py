@@ -44,16 +44,22 @@ def norm_weight(norm: Any, target: Target) -> Tensor:
     return ((norm(x[None]) - norm(-x[None])) / 2 * x)[0].float()
 
 
+def final_norm(target: Target) -> Tensor | None:
+    """The factor [D] of the target's last norm; None where no known name leads to it."""
+    names = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
+    norm = next(
+        (n for name in names if (n := getattr(backbone(target), name, None)) is not None), None
+    )
+    return norm_weight(norm, target) if isinstance(norm, nn.Module) else None
+
+
 @torch.no_grad()
 def start_norm(final: RMSNorm, rows: Tensor, target: Target) -> None:
     """The final norm starts as the target's, shrunk until random outputs give logits of spread
     SPREAD under an LM head of `rows` [Vd, D]: at full size a fresh head is sure of random
     tokens (SmolLM2: a cross-entropy of 17 where guessing gives 9) and unlearns that first."""
-    names = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-    norm = next(
-        (n for name in names if (n := getattr(backbone(target), name, None)) is not None), None
-    )
-    if isinstance(norm, nn.Module):
-        final.weight.copy_(norm_weight(norm, target))
+    weight = final_norm(target)
+    if weight is not None:
+        final.weight.copy_(weight)
     spread = (rows * final.weight).square().sum(1).mean().sqrt()
     final.weight.mul_((SPREAD / spread).clamp(max=1.0))

@@ -51,6 +51,7 @@ NORMS = {
     "norm_before_residual": "norm_before_residual",
 }
 
+AUTOMODEL = "LlamaEagle3DraftModel"
 
 MASK = (
     "head.mask_token: -1; engines take the mask's embedding from the target's table: train with "
@@ -173,8 +174,12 @@ class Eagle3Vllm(HeadLayout[Eagle3Head]):
         return tuple(given)
 
     def described(self, foreign: Foreign) -> dict[str, Any]:
-        """The LlamaConfig's keys."""
-        return foreign.config
+        """The LlamaConfig's keys. Automodel leaves the number of the target's layers there, and
+        builds one."""
+        config = foreign.config
+        if config.get("architectures") == [AUTOMODEL] and not config.get("parallel_drafting"):
+            return {**config, "num_hidden_layers": 1}
+        return config
 
     def renamed(self, foreign: Foreign) -> dict[str, Tensor]:
         """The tensors by this layout's names."""

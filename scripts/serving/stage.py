@@ -11,6 +11,7 @@ from pathlib import Path
 from outrider.conf.disk import size
 from outrider.conf.errors import UserError
 from outrider.heads.checkpoint import recover, staged
+from outrider.heads.interop import MANIFEST, exported
 
 MARK = ".outrider-export"  # held by the process that writes the folder
 STAGE = ".tmp-"  # of heads.checkpoint.staged
@@ -40,6 +41,33 @@ def sweep(folder: Path) -> None:
             out = folder / mark.parent.name.removeprefix(STAGE)
             recover(out)
             (out / MARK).unlink(missing_ok=True)
+
+
+def free_place(out: Path, overwrite: bool) -> Path:
+    """`out`, if it may be written. Raises UserError for a folder that exists, unless it is an
+    export to be replaced.
+    """
+    if not out.parent.exists() or out.parent.is_dir():
+        recover(out)
+        sweep(out.parent)
+    if not out.exists() and not out.is_symlink():
+        return out
+    if not out.is_dir():
+        raise UserError(f"out: {out} is a file; give a folder")
+    if not any(out.iterdir()):
+        return out
+    if not overwrite:
+        raise UserError(
+            f"out: {out} exists; set overwrite=true to replace it as a whole, or give "
+            "another folder"
+        )
+    if exported(out) is None:
+        raise UserError(
+            f"out: {out} holds files that are no export (no {MANIFEST}); overwrite=true "
+            "would delete them "
+            "all: give another folder"
+        )
+    return out
 
 
 def check_room(out: Path, needed: int, fix: str) -> None:

@@ -1,0 +1,212 @@
+"""The race of the trainers as tables: docs/results/trainer-race.json, which
+scripts/lab/trainer_race.py writes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from outrider.decode.stats import ratio_interval
+from outrider.scripts.reports.table import Table
+
+OURS = "outrider"
+RESAMPLES = 2000
+
+
+def line(row: dict[str, Any]) -> str:
+    """What an entry has done, in one line."""
+    if row["ended"]:
+        return f"{row['entry']}: stopped at step {row['steps']}: {row['ended']}"
+    held = row["marks"][-1]["held_out"]["loss_token"] if row["marks"] else []
+    return (
+        f"{row['entry']}: {row['steps']} steps, {speed(row):,.0f} tokens per CPU second, "
+        f"{row['peak_memory_mb']:,} MB, held-out cross-entropy {' '.join(f'{v:.3f}' for v in held)}"
+    )
+
+
+def speed(row: dict[str, Any]) -> float:
+    """Tokens per CPU second."""
+    tokens, seconds = (sum(turn[i] for turn in row["turns"]) for i in (0, 1))
+    return float(tokens / seconds) if seconds else 0.0
+
+
+def rows_of(groups: Sequence[Sequence[dict[str, Any]]], name: str) -> list[dict[str, Any]]:
+    """What an entry did in every group that it got through."""
+    found = [row for rows in groups for row in rows if row["entry"] == name]
+    return [row for row in found if row["marks"] and not row["ended"]]
+
+
+def names(groups: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+    """The entries, as they stand."""
+    return list(dict.fromkeys(row["entry"] for rows in groups for row in rows))
+
+
+def speed_ratio(
+    groups: Sequence[Sequence[dict[str, Any]]], name: str, base: str
+) -> tuple[float, float, float]:
+    """Tokens per CPU second of `name` over those of `base`: mean, and 95 % of resampled turns."""
+    found = []
+    for entry in (name, base):
+        turns = np.array([turn for row in rows_of(groups, entry) for turn in row["turns"]], float)
+        turns = turns[turns[:, 1] > 0]
+        pick = np.random.default_rng(0).integers(0, len(turns), (RESAMPLES, len(turns)))
+        sums = np.concatenate([turns.sum(0)[None], turns[pick].sum(1)])
+        found.append(sums[:, 0] / sums[:, 1])
+    ratio = found[0] / found[1]
+    low, high = np.percentile(ratio[1:], [2.5, 97.5])
+    return float(ratio[0]), float(low), float(high)
+
+
+def cycles_of(report: dict[str, Any], group: str, name: str, shape: str) -> np.ndarray:
+    """[prompts, 2]: tokens and cycles of a prompt, over all seeds."""
+    found = [
+        [(sum(cycles), len(cycles)) for cycles in each["cycles"][shape]]
+        for each in report["decoded"]
+        if each["group"] == group and each["entry"] == name
+    ]
+    return np.array(found, float).sum(0)
+
+
+def accepted(report: dict[str, Any], group: str, name: str, shape: str) -> str:
+    """Accepted length over all seeds, 95 % over prompts."""
+    table = cycles_of(report, group, name, shape)
+    found = ratio_interval(table[:, 0].tolist(), table[:, 1].tolist())
+    return f"{found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]"
+
+
+def difference(
+    report: dict[str, Any], group: str, pair: tuple[str, str], shape: str
+) -> tuple[float, float, float]:
+    """Accepted length of the first of a pair minus that of the second; prompts are resampled
+    together."""
+    first, second = (cycles_of(report, group, name, shape) for name in pair)
+    pick = np.random.default_rng(0).integers(0, len(first), (RESAMPLES, len(first)))
+    sums = [np.concatenate([t.sum(0)[None], t[pick].sum(1)]) for t in (first, second)]
+    apart = sums[0][:, 0] / sums[0][:, 1] - sums[1][:, 0] / sums[1][:, 1]
+    low, high = np.percentile(apart[1:], [2.5, 97.5])
+    return float(apart[0]), float(low), float(high)
+
+
+def bracket(found: Sequence[float], digits: int = 3, sign: str = "+") -> str:
+    """mean [low, high]."""
+    mean, low, high = (f"{value:{sign}.{digits}f}" for value in found)
+    return f"{mean} [{low}, {high}]"
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """The mean of the seeds and their range."""
+    mean = statistics.fmean(values)
+    return f"{mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def held(rows: Sequence[dict[str, Any]], key: str, mark: int = -1) -> str:
+    """A figure of the held-out rows at every step of the test, the mean of the seeds."""
+    table = [row["marks"][mark]["held_out"][key] for row in rows]
+    digits = 1 if key.startswith("top1") else 3
+    scale = 100 if key.startswith("top1") else 1
+    return " / ".join(f"{scale * statistics.fmean(c):.{digits}f}" for c in zip(*table, strict=True))
+
+
+def at_tokens(row: dict[str, Any], tokens: float, key: str = "loss_token") -> float:
+    """The first step's held-out figure when so many tokens had been read, between marks."""
+    marks = row["marks"]
+    return float(
+        np.interp(tokens, [m["tokens"] for m in marks], [m["held_out"][key][0] for m in marks])
+    )
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    """Speed, learning and acceptance; then single keys; then who stopped."""
+    race = report["race"]
+    through = [name for name in names(race) if rows_of(race, name)]
+    found = [speed_table(report, through), learning_table(report, through)]
+    found.append(acceptance_table(report, through, "race"))
+    if report["variants"]:
+        some = [name for name in names(report["variants"]) if rows_of(report["variants"], name)]
+        found.append(variants_table(report, some))
+    stopped = [row for rows in (*report["sweep"], *race, *report["variants"]) for row in rows]
+    if any(row["ended"] for row in stopped):
+        found.append(stopped_table([row for row in stopped if row["ended"]]))
+    return found
+
+
+def speed_table(report: dict[str, Any], through: Sequence[str]) -> Table:
+    """Programs and what they cost."""
+    race, cells = report["race"], []
+    for name in through:
+        rows = rows_of(race, name)
+        ratio = "–" if name == OURS else bracket(speed_ratio(race, OURS, name), 2, "")
+        cells.append(
+            [
+                rows[0]["program"],
+                f"{rows[0]['trained_parameters']:,}",
+                f"{report['best_rates'][name]:g}",
+                spread([speed(row) for row in rows], 0),
+                ratio,
+                spread([row["peak_memory_mb"] for row in rows], 0),
+            ]
+        )
+    head = ["program", "trained parameters", "learning rate", "tokens per CPU second"]
+    return Table([*head, "ours is faster by", "peak memory, MB"], cells, title="Cost")
+
+
+def learning_table(report: dict[str, Any], through: Sequence[str]) -> Table:
+    """Held-out figures at equal CPU seconds and at equal tokens."""
+    race = report["race"]
+    least = min(row["marks"][-1]["tokens"] for name in through for row in rows_of(race, name))
+    cells = []
+    for name in through:
+        rows = rows_of(race, name)
+        cells.append(
+            [
+                name,
+                spread([row["marks"][-1]["tokens"] for row in rows], 0),
+                held(rows, "loss_token"),
+                held(rows, "loss_all"),
+                held(rows, "top1_token"),
+                spread([at_tokens(row, least) for row in rows]),
+            ]
+        )
+    minutes = report["settings"]["minutes"]
+    head = ["entry", "tokens read", "cross-entropy by step", "the same over all places"]
+    head += ["best token right, %", f"cross-entropy, step 1, at {least:,} tokens"]
+    return Table(head, cells, title=f"Held-out rows after {minutes:g} CPU minutes")
+
+
+def acceptance_table(report: dict[str, Any], through: Sequence[str], group: str) -> Table:
+    """Accepted lengths, and what ours has more."""
+    cells = []
+    for name in through:
+        pair = (OURS, name)
+        more = [
+            "–" if name == OURS else bracket(difference(report, group, pair, shape))
+            for shape in ("chain", "tree")
+        ]
+        lengths = [accepted(report, group, name, shape) for shape in ("chain", "tree")]
+        cells.append([name, lengths[0], more[0], lengths[1], more[1]])
+    head = ["entry", "chain of 3", "ours has more by", "tree of 16", "ours has more by"]
+    return Table(head, cells, title="Accepted length on unseen prompts, T = 0")
+
+
+def variants_table(report: dict[str, Any], some: Sequence[str]) -> Table:
+    """Ours with single keys of others, against ours in the same minutes."""
+    cells = []
+    for name in some:
+        rows = rows_of(report["variants"], name)
+        changed = "; ".join(rows[0]["changes"]) or "as it is"
+        apart = (
+            "–" if name == OURS else bracket(difference(report, "variants", (name, OURS), "chain"))
+        )
+        cells.append([changed, held(rows, "loss_token"), held(rows, "top1_token"), apart])
+    head = ["ours with", "cross-entropy by step", "best token right, %", "accepted length, chain"]
+    minutes = report["settings"]["variant_minutes"]
+    return Table(head, cells, title=f"Single keys, {minutes:g} CPU minutes each")
+
+
+def stopped_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Who did not get through, where, with what message."""
+    cells = [[row["entry"], f"{row['rate']:g}", str(row["steps"]), row["ended"]] for row in rows]
+    return Table(["entry", "learning rate", "step", "message"], cells, title="Stopped")

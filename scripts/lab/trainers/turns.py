@@ -1,0 +1,224 @@
+"""Programs that train by turns on a shared machine: the one that has used the least CPU goes on,
+the others stand still, so that a machine that slows down slows all of them.
+
+A program's clock are its own CPU seconds since its first step; imports and compiling do not count,
+saving its heads does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.scripts.common import files
+from outrider.scripts.common.progress import OnProgress
+from outrider.scripts.lab.trainers.entries import Entry
+
+TICKS = os.sysconf("SC_CLK_TCK")
+POLL = 0.25  # seconds
+PATIENCE = 600.0  # CPU seconds before a first step
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The newest head that was saved when a program had used `seconds`. tokens: read by it;
+    made: CPU seconds when its step was done."""
+
+    seconds: float
+    step: int
+    tokens: int
+    made: float
+
+    def json(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "core_seconds": self.seconds,
+            "step": self.step,
+            "tokens": self.tokens,
+            "made": round(self.made, 1),
+        }
+
+
+@dataclass
+class Racer:
+    """A program that runs. turns: (tokens, CPU seconds) of each of its turns. seen: (step, CPU
+    seconds) as it was looked at. ended: why it stopped before the others, "" if it did not."""
+
+    entry: Entry
+    folder: Path
+    process: subprocess.Popen[bytes]
+    first: float | None = None
+    used: float = 0.0
+    peak: int = 0
+    turns: list[tuple[int, float]] = field(default_factory=list)
+    seen: list[tuple[int, float]] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    ended: str = ""
+    looked: tuple[int, float] = (0, 0.0)
+
+    def look(self) -> None:
+        """What it has done and used so far."""
+        cpu, memory = usage(self.process.pid)
+        self.peak = max(self.peak, memory)
+        code = self.process.poll()
+        if code is not None:
+            self.ended = f"ended with exit code {code}; {last_line(self.folder / 'log')}"
+            return
+        curve = self.entry.curve(self.folder)
+        if not curve:
+            if cpu > PATIENCE:
+                self.ended = f"no step in {PATIENCE:.0f} CPU seconds"
+            return
+        if self.first is None:
+            self.first, self.looked = cpu, (curve[-1][1], 0.0)
+        self.used = cpu - self.first
+        self.seen.append((curve[-1][0], self.used))
+
+    def turn_ends(self) -> None:
+        """Count what was done in this turn."""
+        curve = self.entry.curve(self.folder)
+        if self.first is None or not curve:
+            return
+        tokens, used = self.looked
+        self.turns.append((curve[-1][1] - tokens, self.used - used))
+        self.looked = (curve[-1][1], self.used)
+
+    def mark(self, seconds: float) -> None:
+        """Keep the newest saved head as that of `seconds`."""
+        saved = self.entry.heads(self.folder)
+        if not saved:
+            return
+        step = max(saved)
+        shutil.copytree(saved[step], self.folder / "marks" / f"{seconds:g}", dirs_exist_ok=True)
+        tokens = dict(self.entry.curve(self.folder)).get(step, 0)
+        made = next((cpu for at, cpu in self.seen if at >= step), self.used)
+        self.marks.append(Mark(seconds, step, tokens, made))
+
+    def json(self) -> dict[str, Any]:
+        """For the report."""
+        curve = self.entry.curve(self.folder)
+        return {
+            "entry": self.entry.name,
+            **(self.entry.facts(self.folder) if curve else {}),
+            "core_seconds": round(self.used, 1),
+            "steps": curve[-1][0] if curve else 0,
+            "tokens": curve[-1][1] if curve else 0,
+            "turns": [[tokens, round(used, 2)] for tokens, used in self.turns],
+            "peak_memory_mb": self.peak // 1024,
+            "marks": [mark.json() for mark in self.marks],
+            "ended": self.ended,
+        }
+
+
+@dataclass(frozen=True)
+class Rules:
+    """seconds: CPU seconds of each program. marks: when its head is kept. turn: wall seconds of a
+    turn. together: programs that go on at a time."""
+
+    seconds: float
+    marks: Sequence[float]
+    turn: float
+    together: int
+
+
+def race(
+    entries: Sequence[Entry],
+    commands: Sequence[Sequence[str]],
+    folders: Sequence[Path],
+    rules: Rules,
+    on_progress: OnProgress,
+) -> list[dict[str, Any]]:
+    """Run all commands by turns until each has used its seconds or ended by itself. What each
+    wrote stays in its folder; none is left running, whatever stops this."""
+    racers: list[Racer] = []
+    try:
+        for entry, command, folder in zip(entries, commands, folders, strict=True):
+            racers.append(Racer(entry, folder, started(command, folder)))
+        while running := [r for r in racers if not r.ended and r.used < rules.seconds]:
+            chosen = sorted(running, key=lambda r: usage(r.process.pid)[0])[: rules.together]
+            take_turn(chosen, rules)
+            for racer in chosen:
+                for seconds in rules.marks[len(racer.marks) :]:
+                    if racer.used < seconds or racer.ended:
+                        break
+                    racer.mark(seconds)
+            done = sum(min(r.used, rules.seconds) if not r.ended else rules.seconds for r in racers)
+            on_progress(int(done), int(rules.seconds * len(racers)), "CPU seconds")
+        return [racer.json() for racer in racers]
+    finally:
+        for racer in racers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(racer.process.pid, signal.SIGKILL)
+            racer.process.wait()
+
+
+def take_turn(chosen: Sequence[Racer], rules: Rules) -> None:
+    """Let them go on for a turn, or until one has used what is left of its seconds."""
+    for racer in chosen:
+        send(racer, signal.SIGCONT)
+    end = time.monotonic() + rules.turn
+    while time.monotonic() < end:
+        time.sleep(POLL)
+        for racer in chosen:
+            racer.look()
+        if any(racer.ended or racer.used >= rules.seconds for racer in chosen):
+            break
+    for racer in chosen:
+        send(racer, signal.SIGSTOP)
+        if not racer.ended:
+            racer.look()
+        racer.turn_ends()
+
+
+def send(racer: Racer, number: int) -> None:
+    """A signal to a program and what it started."""
+    if racer.process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(racer.process.pid, number)
+
+
+def started(command: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+    """The program, standing still. It ends with this process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+    def with_parent() -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+    with open(folder / "log", "ab") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=files.ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=with_parent,
+        )
+    os.killpg(process.pid, signal.SIGSTOP)
+    return process
+
+
+def usage(process: int) -> tuple[float, int]:
+    """(CPU seconds, largest resident memory in KiB) of a process; zeros where it is gone."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0.0, 0
+    peak = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")), "0")
+    return (int(text[11]) + int(text[12])) / TICKS, int(peak)
+
+
+def last_line(log: Path) -> str:
+    """What a program said last, or that it said nothing."""
+    text = log.read_text(errors="replace").strip() if log.exists() else ""
+    return text.splitlines()[-1].strip()[:200] if text else "it said nothing"
