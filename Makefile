@@ -9,6 +9,7 @@ OLD := .venv-old/bin/python
 OLD_TRANSFORMERS := 5.19.0
 ENGINES := .venv-engines/bin/python
 SPECULATORS := .venv-speculators/bin/python
+RACE := .venv-race/bin/python
 LLAMACPP := .venv-llamacpp/bin/python
 NATIVE := .venv-llamacpp-native
 export PYTHONWARNINGS ?= ignore::SyntaxWarning
@@ -16,7 +17,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # OpenMP threads that wait by spinning cost a factor of ten and more where other work shares the cores.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo heads qwen25 test slow readme lint test-old engines rehearsal clean help
+.PHONY: demo heads qwen25 test slow readme lint test-old engines race rehearsal clean help
 
 help:
 	@echo "make demo [FAST=1] [BLOCK=1]  data, Medusa and EAGLE-3 heads (and DSpark), score tables at T = 0 and T = 1, report"
@@ -26,6 +27,7 @@ help:
 	@echo "make slow [MINUTES=20]  the slow tests; those that need it most, by tests/slow.json"
 	@echo "make readme         the README's tables from the demo's reports"
 	@echo "make engines [ONLY=llamacpp|vllm]  exported heads served by llama.cpp and by vLLM on the CPU, to docs/results"
+	@echo "make race DATA=CHATS PROMPTS=UNSEEN  our trainer beside speculators and Automodel, to docs/results/trainer-race.json"
 	@echo "make rehearsal      the commands of docs/path.md, with a small model and llama.cpp, to docs/results/rehearsal.json"
 	@echo "make lint | test-old | clean"
 
@@ -93,6 +95,17 @@ test-old: .venv-old/.installed
 	@$(SPECULATORS) -m pip uninstall -qq -y torchvision torchaudio
 	@touch $@
 
+# The trainers that ours is raced against, on the CPU build of torch, whose index must be among pip's (PIP_EXTRA_INDEX_URL).
+.venv-race/.installed:
+	@test -x $(RACE) || $(PYTHON) -m venv .venv-race
+	@echo "installing speculators 0.9.0 and nemo-automodel 0.7.0 into .venv-race (1.5 GB)"
+	@$(RACE) -m pip install $(PIP_FLAGS) torch==2.13.0 transformers==5.19.0
+	@$(RACE) -m pip freeze | grep -E '^(torch|transformers)==' > .venv-race/constraints.txt
+	@$(RACE) -m pip install $(PIP_FLAGS) -c .venv-race/constraints.txt speculators==0.9.0
+	@$(RACE) -m pip install $(PIP_FLAGS) --no-deps nemo-automodel==0.7.0
+	@$(RACE) -m pip uninstall -qq -y torchvision torchaudio
+	@touch $@
+
 # One wheel of 34 MB with llama.cpp's whole server, prebuilt for Linux; no compiler, no GPU.
 .venv-llamacpp/.installed:
 	@test -x $(LLAMACPP) || $(PYTHON) -m venv .venv-llamacpp
@@ -133,10 +146,16 @@ engines: .venv .venv-llamacpp/.installed .venv-engines/.installed .venv-speculat
 	@$(PY) scripts/lab/engines.py
 endif
 
+# Our trainer beside two others, on DATA (chats) and unseen PROMPTS; goes on where it was stopped.
+race: .venv .venv-race/.installed
+	@test -n "$(DATA)" -a -n "$(PROMPTS)" || { echo "error: race: make race DATA=CHATS.jsonl PROMPTS=UNSEEN.jsonl"; exit 2; }
+	@$(PY) scripts/cache_features.py target=smollm2 'data.path="$(DATA)"' out=runs/race-features 'heads=[eagle3]' store=bfloat16
+	@$(PY) scripts/lab/trainer_race.py 'chats="$(DATA)"' features=runs/race-features 'prompts="$(PROMPTS)"'
+
 # docs/path.md from its first command to its last. Goes on where it was stopped; remove runs/rehearsal to begin again.
 rehearsal: .venv .venv-llamacpp/.installed
 	@$(PY) scripts/lab/rehearsal.py
 
 clean:
-	@rm -rf .venv .venv-old .venv-engines .venv-speculators .venv-llamacpp $(NATIVE) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .venv-old .venv-engines .venv-speculators .venv-race .venv-llamacpp $(NATIVE) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Trainers beside each other: the same rows, the same shape of head, the same CPU seconds.
 
-    make race                    # environment, features, everything; some hours of one core
+    make race DATA=CHATS.jsonl PROMPTS=UNSEEN.jsonl
     python scripts/lab/trainer_race.py chats=CHATS.jsonl features=runs/features \\
         prompts=UNSEEN.jsonl
 
@@ -15,6 +15,7 @@ on unseen prompts; those of the first seed also by speculators' own validation. 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,12 @@ class TrainerRaceConfig:
     # python of the environment with the peers
     peers: NotEmpty = ".venv-race/bin/python"
 
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        if OURS in self.entries:
+            return []
+        return [f"entries: the others are compared with {OURS}; name it too"]
+
 
 class TrainerRace:
     """The race: what has been run so far stands in OUT."""
@@ -177,6 +184,7 @@ class TrainerRace:
         ]
         decoded = self.memo.each("decoded", heads, lambda head: self.decoded(*head))
         theirs = self.memo.each("theirs", [0], lambda _: self.their_scores(race[0]))
+        profiles = self.memo.each("profile", [0], lambda _: self.profiled())
         return {
             "format": 1,
             "commit": files.commit(),
@@ -194,6 +202,7 @@ class TrainerRace:
             "variants": variants,
             "decoded": decoded,
             "their_validation": theirs[0],
+            "their_profile": profiles[0],
         }
 
     def swept(self, rate: float) -> list[dict[str, Any]]:
@@ -208,7 +217,7 @@ class TrainerRace:
         best: dict[str, float] = {}
         for each in self.entries:
             found = [
-                (row["marks"][-1]["held_out"]["loss_token"][0], rate)
+                (page.first_loss(row), rate)
                 for rate, rows in zip(self.cfg.rates, sweep, strict=True)
                 for row in rows
                 if row["entry"] == each.name and row["marks"]
@@ -276,21 +285,38 @@ class TrainerRace:
         if "speculators" not in self.cfg.entries:
             return []
         names = [row["entry"] for row in first if row["marks"]]
-        folders = [self.exported(name) for name in names]
-        folder = self.out / "theirs"
+        found = self.asked("validated", {"validate": [self.exported(name) for name in names]})
+        if "error" in found:
+            return [found]
+        values = found["validated"]
+        return [{"entry": n, **value} for n, value in zip(names, values, strict=True)]
+
+    def profiled(self) -> dict[str, Any]:
+        """The share of speculators' step that attention takes; {} where it does not take part."""
+        if "speculators" not in self.cfg.entries:
+            return {}
+        found = self.asked("profile", {"profile": True})
+        return dict(found.get("profile", found))
+
+    def asked(self, name: str, more: dict[str, Any]) -> dict[str, Any]:
+        """What speculators' program leaves in NAME.json with these settings, by its name; else its
+        last words as "error"."""
+        folder = self.out / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         peer = next(each for each in self.entries if each.name == "speculators")
         command = peer.command(self.work, folder, self.cfg.rates[0], 0)
-        settings = {**json.loads((folder / "settings.json").read_text()), "validate": folders}
-        files.write_json(folder / "settings.json", settings)
+        settings = json.loads((folder / "settings.json").read_text())
+        files.write_json(folder / "settings.json", settings | more)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with open(folder / "log", "ab") as log:
-            subprocess.run(command, cwd=files.ROOT, stdout=log, stderr=log, check=False)
-        found = folder / "validated.json"
+            subprocess.run(
+                command, cwd=files.ROOT, env=environment, stdout=log, stderr=log, check=False
+            )
+        found = folder / f"{name}.json"
         if not found.exists():
-            return [{"error": turns.last_line(folder / "log")}]
-        values = json.loads(found.read_text())
-        return [{"entry": n, **value} for n, value in zip(names, values, strict=True)]
+            return {"error": turns.last_line(folder / "log")}
+        return {name: json.loads(found.read_text())}
 
     def exported(self, name: str) -> str:
         """The last head of an entry in speculators' format; its own checkpoint as it is."""

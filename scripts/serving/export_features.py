@@ -152,8 +152,9 @@ def write_states(
 
 def write_rows(folder: Path, rows: JoinedRows, order: list[int]) -> None:
     """The rows as a data set of Hugging Face's library."""
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
 
+    disable_progress_bars()  # a moment's work, after a bar of our own
     columns: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
     for row in order:
         part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))

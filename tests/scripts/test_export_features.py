@@ -86,6 +86,10 @@ def test_every_row_is_there_and_the_last_state_comes_out_again(
         last = found["hidden_states"][:, -1].float()
         normed = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + 1e-6) * weight
         torch.testing.assert_close(normed, states[:, -1].float(), rtol=2e-4, atol=2e-4)
+    weight = torch.linspace(0.5, 2.0, target.hidden_size)
+    export_features.write_states(tmp_path / "again", store, rows, order[:1], weight)
+    last = load_file(tmp_path / "again" / "hs_0.safetensors")["hidden_states"][:, -1]
+    torch.testing.assert_close(last * weight, store.row(order[0], store.taps)[:, -1])
     train = int((~rows.held).sum())
     assert int(len(order) * ratio(rows)) == train and f"{ratio(rows):.6f}" in said
     assert int(len(order) * float(f"{ratio(rows):.6f}")) == train

@@ -154,6 +154,18 @@ def test_published_layouts_import_and_load(target, tmp_path: Path, name: str) ->
         assert head.taps == (2, 4, 5) and head.ids().numel() == VD
 
 
+def test_automodel_leaves_the_target_s_number_of_layers(target, tmp_path: Path) -> None:
+    source = published(tmp_path / "in", "eagle3")
+    config = json.loads((source / "config.json").read_text())
+    config |= {"num_hidden_layers": 8, "architectures": ["LlamaEagle3DraftModel"]}
+    (source / "config.json").write_text(json.dumps(config))
+    assert run(f"from={source}", f"out={tmp_path / 'out'}", "probe=false") == 0
+    assert len(load_head(tmp_path / "out", target).net.layers) == 1
+    config["parallel_drafting"] = True
+    (source / "config.json").write_text(json.dumps(config))
+    assert run(f"from={source}", f"out={tmp_path / 'two'}", "probe=false") == 2
+
+
 # -- what the file itself shows
 
 

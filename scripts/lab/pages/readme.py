@@ -19,7 +19,7 @@ from outrider.heads.warm import BEFORE
 from outrider.scripts.common import files
 from outrider.scripts.extra.forecasting import table as forecast_table
 from outrider.scripts.lab import vllm_protocol
-from outrider.scripts.lab.pages import matched, rehearsed, serves
+from outrider.scripts.lab.pages import matched, rehearsed, serves, trainers
 from outrider.scripts.lab.serving import case as engine_case
 from outrider.scripts.lab.serving import llamacpp_cases, steps
 from outrider.scripts.lab.serving import sampled as engine_sampled
@@ -43,6 +43,7 @@ FORGOTTEN = Block.of("docs/fit.md", "matrix", BY)
 FORETOLD = Block.of("docs/fit.md", "forecasts", BY)
 PATH = Block.of("docs/path.md", "path", BY)
 PROTOCOL = Block.of("docs/others.md", "protocol", BY)
+RACE = Block.of("docs/race.md", "race", BY)
 DROPPED = ("per_prompt", "acceptance_by_rank")
 # file in docs/results without its ending -> folder under reports/
 COPIED = {
@@ -309,6 +310,13 @@ def counted_as_vllm() -> str:
     return f"{table.title} ({where})\n\n{table.markdown()}"
 
 
+def raced() -> str:
+    """The trainers beside each other."""
+    if not (RESULTS / "trainer-race.json").exists():
+        return "Not measured yet."
+    return trainers.text(read("trainer-race"))
+
+
 def foretold() -> str:
     """A frozen forecast and what came, in docs/fit.md."""
     name = "forecast-nine-truth"
@@ -333,6 +341,7 @@ PAGES = {
     SPEEDS: lambda: serves.speeds(RESULTS),
     PATH: lambda: rehearsed.table(RESULTS),
     PROTOCOL: counted_as_vllm,
+    RACE: raced,
 }
 
 

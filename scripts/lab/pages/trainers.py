@@ -3,6 +3,8 @@ scripts/lab/trainer_race.py writes."""
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +27,13 @@ def line(row: dict[str, Any]) -> str:
         f"{row['entry']}: {row['steps']} steps, {speed(row):,.0f} tokens per CPU second, "
         f"{row['peak_memory_mb']:,} MB, held-out cross-entropy {' '.join(f'{v:.3f}' for v in held)}"
     )
+
+
+def first_loss(row: dict[str, Any]) -> float:
+    """Held-out cross-entropy of the last head at the first step; infinite where it is no
+    number."""
+    found = float(row["marks"][-1]["held_out"]["loss_token"][0])
+    return found if math.isfinite(found) else math.inf
 
 
 def speed(row: dict[str, Any]) -> float:
@@ -119,13 +128,14 @@ def at_tokens(row: dict[str, Any], tokens: float, key: str = "loss_token") -> fl
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    """Speed, learning and acceptance; then single keys; then who stopped."""
-    race = report["race"]
+    """Cost, learning, acceptance, the peer's own validation; then single keys; then who stopped."""
+    race, found = report["race"], []
     through = [name for name in names(race) if rows_of(race, name)]
-    found = [speed_table(report, through), learning_table(report, through)]
-    found.append(acceptance_table(report, through, "race"))
-    if report["variants"]:
-        some = [name for name in names(report["variants"]) if rows_of(report["variants"], name)]
+    if through:
+        found += [speed_table(report, through), learning_table(report, through)]
+        found += [acceptance_table(report, through), their_table(report)]
+    some = [name for name in names(report["variants"]) if rows_of(report["variants"], name)]
+    if some:
         found.append(variants_table(report, some))
     stopped = [row for rows in (*report["sweep"], *race, *report["variants"]) for row in rows]
     if any(row["ended"] for row in stopped):
@@ -133,12 +143,42 @@ def tables(report: dict[str, Any]) -> list[Table]:
     return found
 
 
+def text(report: dict[str, Any]) -> str:
+    """The tables for a page, and where they come from."""
+    parts = []
+    for table in tables(report):
+        parts += [f"### {table.title}", "", table.markdown(), ""]
+    profile = report.get("their_profile") or {}
+    if "attention" in profile:
+        parts += [
+            f"Of speculators' step attention takes {100 * profile['attention']:.0f} % of the CPU "
+            f"time ({profile['steps']} steps, torch's profiler).",
+            "",
+        ]
+    versions = {
+        f"{name} {version}"
+        for row in report["race"][0]
+        for name, version in row.get("versions", {}).items()
+    }
+    data = report["data"]
+    parts.append(
+        f"{data['rows']:,} rows of {data['tokens']:,} tokens, {data['held_out']} of them held out; "
+        f"{len(report['settings']['seeds'])} seeds (figures with a range: mean, least and most; "
+        "brackets: 95 %, turns or prompts resampled); "
+        f"{report['settings']['num_prompts']} unseen prompts of "
+        f"{report['settings']['answer_tokens']} tokens; {', '.join(sorted(versions))}; "
+        f"{report['processor']}; commit {report['commit'][:8]}; peak memory counts mapped files."
+    )
+    return "\n".join(parts)
+
+
 def speed_table(report: dict[str, Any], through: Sequence[str]) -> Table:
     """Programs and what they cost."""
     race, cells = report["race"], []
     for name in through:
         rows = rows_of(race, name)
-        ratio = "–" if name == OURS else bracket(speed_ratio(race, OURS, name), 2, "")
+        alone = name == OURS or OURS not in through
+        ratio = "–" if alone else bracket(speed_ratio(race, OURS, name), 2, "")
         cells.append(
             [
                 rows[0]["program"],
@@ -176,19 +216,37 @@ def learning_table(report: dict[str, Any], through: Sequence[str]) -> Table:
     return Table(head, cells, title=f"Held-out rows after {minutes:g} CPU minutes")
 
 
-def acceptance_table(report: dict[str, Any], through: Sequence[str], group: str) -> Table:
+def acceptance_table(report: dict[str, Any], through: Sequence[str]) -> Table:
     """Accepted lengths, and what ours has more."""
     cells = []
     for name in through:
         pair = (OURS, name)
+        alone = name == OURS or OURS not in through
         more = [
-            "–" if name == OURS else bracket(difference(report, group, pair, shape))
+            "–" if alone else bracket(difference(report, "race", pair, shape))
             for shape in ("chain", "tree")
         ]
-        lengths = [accepted(report, group, name, shape) for shape in ("chain", "tree")]
+        lengths = [accepted(report, "race", name, shape) for shape in ("chain", "tree")]
         cells.append([name, lengths[0], more[0], lengths[1], more[1]])
     head = ["entry", "chain of 3", "ours has more by", "tree of 16", "ours has more by"]
     return Table(head, cells, title="Accepted length on unseen prompts, T = 0")
+
+
+def their_table(report: dict[str, Any]) -> Table:
+    """speculators' own validation: its KL, and how often the draft's best token is the target's,
+    at each step given that all before it were."""
+    cells = []
+    for row in report["their_validation"]:
+        if "error" in row:
+            cells.append([row["error"], "–", "–"])
+            continue
+        steps = sorted(key for key in row if key.startswith("cond_acc_"))
+        losses = sorted(key for key in row if re.fullmatch(r"loss_\d+_epoch", key))
+        right = " / ".join(f"{100 * row[key]:.1f}" for key in steps)
+        cells.append([row["entry"], " / ".join(f"{row[key]:.3f}" for key in losses), right])
+    seed = report["settings"]["seeds"][0]
+    head = ["entry", "KL by step, later ones weighed less", "best token is the target's, %"]
+    return Table(head, cells, title=f"The same by speculators' own validation, seed {seed}")
 
 
 def variants_table(report: dict[str, Any], some: Sequence[str]) -> Table:

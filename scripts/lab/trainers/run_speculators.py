@@ -7,7 +7,8 @@ What is changed is the device, for the program knows GPUs alone, and that the LM
 as all entries of the race train it: CHANGES says each. SETTINGS: see scripts/lab/trainers/entries.
 Appends {"step", "tokens"} of every step to OUT/curve.jsonl, saves OUT/heads/step-N every so many
 steps, and writes OUT/facts.json. With "validate", a list of folders, it trains nothing: each
-head's figures by its own validation go to OUT/validated.json.
+head's figures by its own validation go to OUT/validated.json; with "profile" it trains a few
+steps, and the share of their CPU time that attention takes goes to OUT/profile.json.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ CHANGES = [
     "betas of AdamW as in the other entries",
 ]
 KEPT = 2  # saved heads
+PROFILED = 2, 6  # first step that is measured, and the one after the last
 
 
 def main(place: str) -> None:
@@ -46,6 +48,8 @@ def main(place: str) -> None:
     on_cpu(trainer.Trainer, out, settings["save_every"])
     if "validate" in settings:
         only_validate(trainer.Trainer, [Path(folder) for folder in settings["validate"]], out)
+    elif settings.get("profile"):
+        only_profile(trainer.Trainer, out)
     adamw = torch.optim.AdamW
     betas = {"betas": tuple(settings["betas"])}
     optimizers.torch.optim.AdamW = lambda *args, **keys: adamw(*args, **{**keys, **betas})
@@ -155,6 +159,39 @@ def only_validate(kind: Any, folders: list[Path], out: Path) -> None:
         (out / "validated.json").write_text(json.dumps(found))
 
     kind.run_training = run_training
+
+
+def only_profile(kind: Any, out: Path) -> None:
+    """Let the trainer `kind` end after a few steps, of which the last ones are measured."""
+    from torch.profiler import ProfilerActivity, profile
+
+    epoch, profiler = kind.train_epoch, profile(activities=[ProfilerActivity.CPU])
+
+    def train_epoch(self: Any, number: int, **keys: Any) -> Any:
+        forward = self.model.forward
+
+        def measured(*args: Any, **batch: Any) -> Any:
+            if self.global_step == PROFILED[0]:
+                profiler.start()
+            if self.global_step == PROFILED[1]:
+                profiler.stop()
+                found = {e.key: e.self_cpu_time_total for e in profiler.key_averages()}
+                total = sum(found.values())
+                attention = sum(time for key, time in found.items() if "attention" in key)
+                top = sorted(found, key=lambda key: -found[key])[:10]
+                paper = {
+                    "attention": attention / total,
+                    "steps": PROFILED[1] - PROFILED[0],
+                    "largest": {key: found[key] / total for key in top},
+                }
+                (out / "profile.json").write_text(json.dumps(paper))
+                raise SystemExit(0)
+            return forward(*args, **batch)
+
+        self.model.forward = measured
+        return epoch(self, number, **keys)
+
+    kind.train_epoch = train_epoch
 
 
 def save(model: Any, folder: Path, step: int) -> None:

@@ -26,6 +26,8 @@ from outrider.scripts.lab.trainers.entries import Entry
 TICKS = os.sysconf("SC_CLK_TCK")
 POLL = 0.25  # seconds
 PATIENCE = 600.0  # CPU seconds before a first step
+IDLE = 120.0  # wall seconds of its turns in which a program does next to nothing
+BUSY = 0.05  # CPU seconds per wall second that are more than that
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Racer:
     marks: list[Mark] = field(default_factory=list)
     ended: str = ""
     looked: tuple[int, float] = (0, 0.0)
+    idle: float = 0.0
 
     def look(self) -> None:
         """What it has done and used so far."""
@@ -83,8 +86,13 @@ class Racer:
         self.used = cpu - self.first
         self.seen.append((curve[-1][0], self.used))
 
-    def turn_ends(self) -> None:
-        """Count what was done in this turn."""
+    def turn_ends(self, wall: float, before: float) -> None:
+        """Count what was done in this turn of so many wall seconds, at whose start it had used
+        `before` CPU seconds."""
+        cpu, _ = usage(self.process.pid)
+        self.idle = 0.0 if cpu - before > BUSY * wall else self.idle + wall
+        if self.idle >= IDLE and not self.ended:
+            self.ended = f"did nothing for {IDLE:.0f} seconds; {last_line(self.folder / 'log')}"
         curve = self.entry.curve(self.folder)
         if self.first is None or not curve:
             return
@@ -163,20 +171,22 @@ def race(
 
 def take_turn(chosen: Sequence[Racer], rules: Rules) -> None:
     """Let them go on for a turn, or until one has used what is left of its seconds."""
+    before = [usage(racer.process.pid)[0] for racer in chosen]
     for racer in chosen:
         send(racer, signal.SIGCONT)
-    end = time.monotonic() + rules.turn
-    while time.monotonic() < end:
+    start = time.monotonic()
+    while time.monotonic() < start + rules.turn:
         time.sleep(POLL)
         for racer in chosen:
             racer.look()
         if any(racer.ended or racer.used >= rules.seconds for racer in chosen):
             break
-    for racer in chosen:
+    wall = time.monotonic() - start
+    for racer, used in zip(chosen, before, strict=True):
         send(racer, signal.SIGSTOP)
         if not racer.ended:
             racer.look()
-        racer.turn_ends()
+        racer.turn_ends(wall, used)
 
 
 def send(racer: Racer, number: int) -> None:
