@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.heads.names import NONE
 from outrider.scripts.reports import plots
+from outrider.scripts.scoring import names as scored
 
 OWN, SEVERAL = "var(--faint)", "var(--ink)"  # colours of tokens that no one drafter proposed
 FAR = 10_000  # units of a strip from the start to the end of the slowest row
@@ -79,7 +80,7 @@ class Names:
     def label(self, who: int, lane: Found) -> str:
         """Who proposed a token."""
         name = _single(who, lane)
-        return "several drafters" if name is None else self.labels.get(name, name)
+        return "several drafters" if name is None else self.labels.get(name) or scored.label(name)
 
 
 def _single(who: int, lane: Found) -> str | None:

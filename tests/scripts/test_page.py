@@ -7,9 +7,7 @@ Needs Debian's chromium and the extra `page` (Playwright, with no browser of its
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -22,10 +20,8 @@ import pytest
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.scripts.serve_http import app
 from outrider.scripts.serve_http.worker import WorkerLimits
+from tests.helpers.browser import chromium, shot
 from tests.helpers.own_server import Running, serving
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-SHOTS = os.environ.get("OUTRIDER_SCREENSHOTS", "")  # a folder for whoever wants to look
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +33,8 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium on this machine (apt-get install chromium)")
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="no Playwright (pip install -e '.[page]')"
-    )
-    with playwright.sync_playwright() as driver:
-        one = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as one:
         yield one
-        one.close()
 
 
 class Visit:
@@ -104,8 +93,7 @@ class Visit:
 
     def shot(self, name: str) -> None:
         """A picture, where pictures are wanted."""
-        if SHOTS:
-            self.page.screenshot(path=str(Path(SHOTS) / f"{name}.png"), full_page=True)
+        shot(self.page, name)
 
 
 def stream(drafted: str, seconds: float, proposed: int, word: str = " tide") -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from outrider.scripts.reports import race as picture
 from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
 from outrider.scripts.scoring.race import race
 from outrider.scripts.scoring.score import Scores
+from tests.helpers.browser import chromium, shot
 
 BOTH = "fast+ngram"
 QUESTIONS = {"a": "Why <tides>?", "b": "Why rain?", "c": "Why?"}
@@ -249,3 +252,53 @@ def test_a_crowd_is_cut_to_the_fastest_and_plain_decoding(measured: Contest) -> 
     assert one is not None and len(one.lanes) == picture.MOST
     assert one.lanes[-1].label == "n4" and one.lanes[2].label == "plain decoding"
     assert "7 slower rows stand in the table alone." in one.notes
+
+
+def test_a_member_without_a_row_has_a_short_name_and_a_colour(measured: Contest) -> None:
+    report = reported(measured)
+    for lane in report["race"]["lanes"]:
+        lane["drafters"] = [
+            name.replace("ngram", "/srv/runs/a@chain:2") for name in lane["drafters"]
+        ]
+    one = picture.drawn(report)
+    assert one is not None
+    assert [words for _, words in one.counts][1] == "3 accepted from a@chain:2"
+    assert len({color for color, _ in one.counts}) == 4
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as one:
+        yield one
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_the_race_in_a_browser(
+    measured: Contest, browser: Any, tmp_path: Path, theme: str, width: int
+) -> None:
+    report = reported(measured)
+    report["drafters"][1]["label"] = "a_name_without_a_place_to_break_it_that_is_long@chain:2"
+    (tmp_path / "report.html").write_text(page.page(report))
+    visit = browser.new_page(viewport={"width": width, "height": 740}, color_scheme=theme)
+    said: list[str] = []
+    visit.on("console", lambda message: said.append(message.text))
+    visit.goto((tmp_path / "report.html").as_uri())
+    assert visit.evaluate("document.documentElement.scrollWidth") <= width
+    ends = visit.locator(".race li").evaluate_all(
+        "all => all.map(one => one.getBoundingClientRect().bottom)"
+    )
+    assert len(ends) == 3 and max(ends) <= 740, "all speeds stand on the first screen"
+    strip = visit.get_by_role("img", name=re.compile(r"fast\+ngram: 8 tokens in 3.00 s"))
+    assert strip.count() == 1 and strip.bounding_box()["width"] > 0.7 * (min(width, 1120) - 100)
+    assert visit.get_by_role("region", name=f"Answer with {BOTH}").inner_text() == "abcdefghi"
+    visit.keyboard.press("Tab")
+    assert visit.evaluate("document.activeElement.className") == "answer"
+    names = visit.locator(".panel td:first-child:not(.facts td)").evaluate_all(
+        "all => all.map(one => one.getBoundingClientRect().width)"
+    )
+    assert width > 600 or max(names) <= width / 2, (
+        "the column of names stands still and must not hide the others"
+    )
+    shot(visit, f"report-{theme}-{width}")
+    assert not said
