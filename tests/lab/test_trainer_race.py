@@ -63,6 +63,7 @@ def test_all_get_the_same_cpu_seconds_and_their_heads_are_kept(tmp_path: Path) -
     some = {"slow": (10, 1 << 20, ""), "fast": (30, 1 << 20, "")}
     found = {row["entry"]: row for row in raced(tmp_path, some)}
     for name, row in found.items():
+        assert 0 < row["peak_own_memory_mb"] <= row["peak_memory_mb"]
         assert not row["ended"] and 1.0 <= row["core_seconds"] < 2.0
         assert [mark["core_seconds"] for mark in row["marks"]] == [0.5, 1.0]
         for mark in row["marks"]:
@@ -159,7 +160,8 @@ def row(name: str, seed: int, loss: float, pace: float, **more: Any) -> dict[str
         "steps": 60,
         "tokens": int(pace * 60),
         "turns": [[pace * 10, 10.0]] * 6,
-        "peak_memory_mb": 1000,
+        "peak_memory_mb": 1500,
+        "peak_own_memory_mb": 1000,
         "marks": marks,
         "ended": "",
         "rate": 1e-3,

@@ -53,7 +53,8 @@ class Mark:
 @dataclass
 class Racer:
     """A program that runs. turns: (tokens, CPU seconds) of each of its turns. seen: (step, CPU
-    seconds) as it was looked at. ended: why it stopped before the others, "" if it did not."""
+    seconds) as it was looked at. peak: KiB of resident memory at most; own: of it what no file
+    backs, at most, as it was looked at. ended: why it stopped before the others, "" if it did not."""
 
     entry: Entry
     folder: Path
@@ -61,6 +62,7 @@ class Racer:
     first: float | None = None
     used: float = 0.0
     peak: int = 0
+    own: int = 0
     turns: list[tuple[int, float]] = field(default_factory=list)
     seen: list[tuple[int, float]] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -70,8 +72,8 @@ class Racer:
 
     def look(self) -> None:
         """What it has done and used so far."""
-        cpu, memory = usage(self.process.pid)
-        self.peak = max(self.peak, memory)
+        cpu, peak, own = usage(self.process.pid)
+        self.peak, self.own = max(self.peak, peak), max(self.own, own)
         code = self.process.poll()
         if code is not None:
             self.ended = f"ended with exit code {code}; {last_line(self.folder / 'log')}"
@@ -89,7 +91,7 @@ class Racer:
     def turn_ends(self, wall: float, before: float) -> None:
         """Count what was done in this turn of so many wall seconds, at whose start it had used
         `before` CPU seconds."""
-        cpu, _ = usage(self.process.pid)
+        cpu, _, _ = usage(self.process.pid)
         self.idle = 0.0 if cpu - before > BUSY * wall else self.idle + wall
         if self.idle >= IDLE and not self.ended:
             self.ended = f"did nothing for {IDLE:.0f} seconds; {last_line(self.folder / 'log')}"
@@ -122,6 +124,7 @@ class Racer:
             "tokens": curve[-1][1] if curve else 0,
             "turns": [[tokens, round(used, 2)] for tokens, used in self.turns],
             "peak_memory_mb": self.peak // 1024,
+            "peak_own_memory_mb": self.own // 1024,
             "marks": [mark.json() for mark in self.marks],
             "ended": self.ended,
         }
@@ -217,15 +220,17 @@ def started(command: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def usage(process: int) -> tuple[float, int]:
-    """(CPU seconds, largest resident memory in KiB) of a process; zeros where it is gone."""
+def usage(process: int) -> tuple[float, int, int]:
+    """(CPU seconds; KiB of resident memory: the most so far, and what no file backs now) of a
+    process; zeros where it is gone."""
     try:
-        text = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        status = Path(f"/proc/{process}/status").read_text()
+        spent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        status = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
-        return 0.0, 0
-    peak = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")), "0")
-    return (int(text[11]) + int(text[12])) / TICKS, int(peak)
+        return 0.0, 0, 0
+    sizes = {line.partition(":")[0]: line.split()[1] for line in status if line.endswith(" kB")}
+    peak, own = (int(sizes.get(name, 0)) for name in ("VmHWM", "RssAnon"))
+    return (int(spent[11]) + int(spent[12])) / TICKS, peak, own
 
 
 def last_line(log: Path) -> str:
