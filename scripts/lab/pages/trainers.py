@@ -23,9 +23,10 @@ def line(row: dict[str, Any]) -> str:
     if row["ended"]:
         return f"{row['entry']}: stopped at step {row['steps']}: {row['ended']}"
     held = row["marks"][-1]["held_out"]["loss_token"] if row["marks"] else []
+    losses = " ".join(f"{value:.3f}" for value in held)
     return (
         f"{row['entry']}: {row['steps']} steps, {speed(row):,.0f} tokens per CPU second, "
-        f"{row['peak_own_memory_mb']:,} MB, held-out cross-entropy {' '.join(f'{v:.3f}' for v in held)}"
+        f"{row['peak_own_memory_mb']:,} MB, held-out cross-entropy {losses}"
     )
 
 

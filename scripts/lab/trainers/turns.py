@@ -54,7 +54,8 @@ class Mark:
 class Racer:
     """A program that runs. turns: (tokens, CPU seconds) of each of its turns. seen: (step, CPU
     seconds) as it was looked at. peak: KiB of resident memory at most; own: of it what no file
-    backs, at most, as it was looked at. ended: why it stopped before the others, "" if it did not."""
+    backs, at most, as it was looked at. ended: why it stopped before the others, "" if it did
+    not."""
 
     entry: Entry
     folder: Path
