@@ -181,7 +181,8 @@ def scoring(budget: DemoBudget, temperature: int, block: bool, heads: list[Path]
 @entry("demo", DemoConfig)
 def main(cfg: DemoConfig) -> int:
     """Run the steps that are not done yet."""
-    os.chdir(files.ROOT)
+    if files.in_clone():  # an installed package is no place to write to
+        os.chdir(files.ROOT)
     console = Console()
     started = time.perf_counter()
     todo = steps(FAST if cfg.fast else FULL, cfg.fast, cfg.block)

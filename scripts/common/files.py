@@ -46,6 +46,11 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
+def in_clone() -> bool:
+    """Whether this code lies in a clone of the repository, not in an installed package."""
+    return (ROOT / "pyproject.toml").is_file()
+
+
 def here(path: Path) -> Path:
     """`path`, ~ being the home folder; where it is relative and not found, the repository's file
     of that name, so that the prompts that come with it are found from any folder."""

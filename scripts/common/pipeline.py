@@ -43,7 +43,12 @@ class Command:
 
     @property
     def line(self) -> str:
-        """As the user would type it."""
+        """As the user would type it: without a clone there are no scripts, but `outrider`."""
+        if not files.in_clone():
+            script = Path(self.argv[0])
+            verb = ["train", script.stem] if script.parts[0] == "train" else [script.stem]
+            ranks = ["--launch", str(self.processes)] if self.processes > 1 else []
+            return shlex.join(["outrider", *verb, *self.argv[1:], *ranks])
         launch = ["accelerate", "launch", *self.ranks] if self.processes > 1 else ["python"]
         return shlex.join([*launch, *self.argv])
 

@@ -1,0 +1,47 @@
+"""Commands of a job as a user would type them, in a clone and without one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from outrider.scripts import demo
+from outrider.scripts.common import files
+from outrider.scripts.common.pipeline import Command
+
+
+def test_without_a_clone_there_are_no_scripts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    score = Command("scores", ["scripts/evaluate.py", "target=tiny"], [], tmp_path)
+    train = Command("learns", ["train/eagle.py", "steps=1"], [], tmp_path, processes=2)
+    assert score.line == "python scripts/evaluate.py target=tiny"
+    assert train.line.startswith("accelerate launch ")
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+    assert score.line == "outrider evaluate target=tiny"
+    assert train.line == "outrider train eagle steps=1 --launch 2"
+
+
+@pytest.mark.parametrize("clone", [True, False])
+def test_the_demo_writes_where_a_user_finds_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clone: bool
+) -> None:
+    root, here = tmp_path / "root", tmp_path / "here"
+    root.mkdir()
+    here.mkdir()
+    if clone:
+        (root / "pyproject.toml").touch()
+    monkeypatch.setattr(files, "ROOT", root)
+    monkeypatch.chdir(here)
+    seen: list[str] = []
+
+    def stop(*_: object) -> None:
+        seen.append(os.getcwd())
+        raise SystemExit(7)
+
+    monkeypatch.setattr(demo, "swap", stop)
+    with pytest.raises(SystemExit):
+        demo.main(["fast=true"])
+    assert seen == [str(root if clone else here)]
