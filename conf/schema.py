@@ -78,6 +78,7 @@ DISK = {
     errno.ENOTDIR: "a part of this path is a file: choose another folder",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
+RECIPES = "experiment"  # the group of them
 UNREADABLE = (OSError, UnicodeError, YAMLError, OmegaConfBaseException)  # of a file of options
 T = TypeVar("T")
 
@@ -108,6 +109,14 @@ def _checked(
     refused = {line.partition("=")[0] for line in problems}  # what was given is not missing as well
     raise_all(problems + [m for m in more if m.partition(": is required")[0] not in refused])
     return value, asked
+
+
+def present(value: T) -> T:
+    """A configuration whose files and folders are there. Raises UserError for those that are not,
+    as its method `absent` names them: before torch is loaded, and a model for nothing."""
+    known: Any = value
+    raise_all(known.absent() if hasattr(known, "absent") else [])
+    return value
 
 
 def placeholder(cfg: DictConfig, schema: type) -> bool:
@@ -175,7 +184,7 @@ def refused(name: str, schema: type, words: Sequence[str], conf_dir: Path = CONF
         if any(word.startswith("-") for word in words):
             raise_all(dashed(words, schema, conf_dir))
         else:
-            _checked(name, schema, words, conf_dir)
+            present(_checked(name, schema, words, conf_dir)[0])
         return 0
 
     return _guarded(check, schema)
@@ -185,7 +194,9 @@ def _run(
     main: Callable[[Any], Any], name: str, schema: type, conf_dir: Path, args: list[str]
 ) -> int:
     if not any(a.startswith("-") for a in args):
-        return main(compose(name, schema, args, conf_dir)) or 0
+        checked: tuple[Any, bool] = _checked(name, schema, args, conf_dir)
+        value = present(checked[0])
+        return main(settled(value) if checked[1] else value) or 0
     raise_all(dashed(args, schema, conf_dir))
     codes: list[int] = []
 
@@ -193,7 +204,7 @@ def _run(
         asked = placeholder(cfg, schema)
 
         def run() -> int:
-            value: Any = to_typed(cfg, exact(schema, cfg))
+            value: Any = present(to_typed(cfg, exact(schema, cfg)))
             return main(settled(value) if asked else value) or 0
 
         codes.append(_guarded(run, schema))
@@ -375,6 +386,24 @@ def options_here(conf_dir: Path, group: str, schema: type) -> set[str]:
     return {name for name, path in options.items() if _kind_fits(path, nested)}
 
 
+def _head_of(recipe: str, known: dict[str, Path]) -> str:
+    """The head that a recipe chooses, itself or by the one that it begins from; "" where it leaves
+    that open, or cannot be read."""
+    try:
+        found = OmegaConf.load(known[recipe])
+    except UNREADABLE:
+        return ""
+    given = (found.get("defaults") or []) if isinstance(found, DictConfig) else []
+    key, heads = f"override /{packages.GROUP}", [""]
+    for item in given:
+        if isinstance(item, DictConfig):
+            heads += [str(item[key])] if key in item else []
+        elif item in known:
+            others = {name: path for name, path in known.items() if name != recipe}
+            heads.append(_head_of(item, others) if item in others else "")
+    return next(filter(None, reversed(heads)), "")
+
+
 def _kind_fits(option: Path, nested: type) -> bool:
     try:
         found = OmegaConf.load(option)
@@ -438,6 +467,12 @@ def help_text(
     )
     groups = sorted(str(key) for item in defaults if isinstance(item, DictConfig) for key in item)
     options = {group: sorted(options_here(conf_dir, group, schema)) for group in groups}
+    if RECIPES in options:
+        heads = {word.partition("=")[2] for word in chosen if word.startswith(f"{packages.GROUP}=")}
+        heads = heads or options_here(conf_dir, packages.GROUP, schema)
+        recipes = group_options(conf_dir, RECIPES)
+        options[RECIPES] = [n for n in options[RECIPES] if _head_of(n, recipes) in {*heads, ""}]
+    options = {group: names for group, names in options.items() if names}
     columns = usage.width()
     parts = [usage.prose(spoken(text.strip()), columns) for text in (doc, more) if text]
     rows = [replace(row, about=spoken(row.about)) for row in _rows(chosen_schema, here)]

@@ -69,6 +69,17 @@ def find_head(path: str) -> Path:
     )
 
 
+def no_head(path: str) -> list[str]:
+    """What is said where no head lies at `path`, for who starts from one; [] for "", and for the
+    hub, which is not asked."""
+    if not path or path.startswith(HUB) or head_in(path) is not None:
+        return []
+    return [
+        f"{path}: no head there (no {CARD}, head/, best/ or checkpoints/); give a run folder or a "
+        "head folder"
+    ]
+
+
 def head_folder(draft: DraftSpec) -> Path | None:
     """The folder of the head that `draft` asks for; None where it asks for no head: none,
     ngram, a plain model.

@@ -27,12 +27,13 @@ launcher.set_memory()
 
 from outrider.conf.schema import entry
 from outrider.train.config import BlockRun
-from outrider.train.loop import fit
 
 
 @entry("block", BlockRun, more=launcher.SAME)
 def main(cfg: BlockRun) -> None:
     """Train."""
+    from outrider.train.loop import fit  # loads torch: a mistake in a key is told before
+
     fit(cfg)
 
 

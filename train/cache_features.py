@@ -24,6 +24,12 @@ from pathlib import Path
 # train/ stands first and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from outrider.train import launcher
+from outrider.train.config import CacheConfig
+
+if __name__ == "__main__":
+    launcher.refuse("cache_features", CacheConfig)
+
 from accelerate import PartialState
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,8 +37,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from outrider.conf.errors import Interrupted
 from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
-from outrider.train import launcher
-from outrider.train.config import CacheConfig
 from outrider.train.signals import CODES, Stop
 from outrider.train.stored.features import MANIFEST
 from outrider.train.stored.writer import FeatureWriter

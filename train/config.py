@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
@@ -22,6 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from outrider.conf import packages
 from outrider.conf.errors import UserError
+from outrider.conf.paths import no_file, no_folder
 from outrider.conf.rules import (
     AboveZero,
     BelowOne,
@@ -41,6 +43,7 @@ from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.config import HeadConfig
 from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.folders import no_head
 from outrider.heads.parallel.config import HydraHeadsConfig, MedusaConfig
 from outrider.heads.small_lm.config import SmallLMConfig
 
@@ -221,6 +224,19 @@ class DataConfig(RowsConfig):
             found.append("streaming: needs data.cache=true, where the tokens are kept")
         return found
 
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        found = []
+        if self.kind != "hub":
+            fix = f"give a {'JSONL' if self.kind == 'jsonl' else 'text'} file"
+            found += [line for path in self.paths for line in no_file("path", path, fix)]
+        if isinstance(self.held_out, str) and not Path(self.held_out).expanduser().is_file():
+            found.append(f"held_out: {self.held_out} is neither a file nor a share of the rows")
+        if self.features:
+            fix = "give one that scripts/cache_features.py wrote, or leave it out"
+            found += no_folder("features", self.features, fix)
+        return found
+
     @property
     def paths(self) -> list[str]:
         """data.path as a list, never empty."""
@@ -357,6 +373,11 @@ class TrainConfig(AutoDtype):
             found.append(f"steps: {self.steps} beside epochs={self.epochs:g}; set the other to 0")
         return found + profile_problems(self.profile)
 
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        found = [f"data.{line}" for line in self.data.absent()]
+        return found + [f"start: {line}" for line in no_head(self.start)]
+
 
 @dataclass(frozen=True)
 class MedusaRun(TrainConfig):
@@ -486,6 +507,10 @@ class CacheConfig(AutoDtype):
     shard_mb: OneOrMore = 256
     # cpu, cuda, or empty for what is there
     device: str = ""
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return [f"data.{line}" for line in self.data.absent()]
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""

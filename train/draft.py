@@ -29,12 +29,13 @@ launcher.set_memory()
 
 from outrider.conf.schema import entry
 from outrider.train.config import DraftRun
-from outrider.train.loop import fit
 
 
 @entry("draft", DraftRun, more=launcher.SAME)
 def main(cfg: DraftRun) -> None:
     """Train."""
+    from outrider.train.loop import fit  # loads torch: a mistake in a key is told before
+
     fit(cfg)
 
 

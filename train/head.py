@@ -27,12 +27,13 @@ launcher.set_memory()
 
 from outrider.conf.schema import entry
 from outrider.train.config import HeadRun
-from outrider.train.loop import fit
 
 
 @entry("head", HeadRun, more=launcher.SAME)
 def main(cfg: HeadRun) -> None:
     """Train."""
+    from outrider.train.loop import fit  # loads torch: a mistake in a key is told before
+
     fit(cfg)
 
 

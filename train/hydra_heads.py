@@ -28,12 +28,13 @@ launcher.set_memory()
 
 from outrider.conf.schema import entry
 from outrider.train.config import HydraHeadsRun
-from outrider.train.loop import fit
 
 
 @entry("hydra_heads", HydraHeadsRun, more=launcher.SAME)
 def main(cfg: HydraHeadsRun) -> None:
     """Train."""
+    from outrider.train.loop import fit  # loads torch: a mistake in a key is told before
+
     fit(cfg)
 
 

@@ -65,6 +65,18 @@ def run(command: Callable[[], None]) -> None:
         raise
 
 
+def refuse(name: str, schema: type) -> None:
+    """End the process with code 2 and the command's own line where its words have a mistake.
+    Called by a file before its imports load torch. name, schema: as for conf.schema.entry."""
+    from outrider.conf.schema import refused
+
+    def ended() -> None:
+        if not {"-h", "--help"} & {*sys.argv} and (code := refused(name, schema, sys.argv[1:])):
+            raise SystemExit(code)
+
+    run(ended)
+
+
 def follow() -> None:
     """Get a SIGTERM when the launcher dies of one."""
     if waiting_launcher():

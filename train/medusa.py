@@ -26,12 +26,13 @@ launcher.set_memory()
 
 from outrider.conf.schema import entry
 from outrider.train.config import MedusaRun
-from outrider.train.loop import fit
 
 
 @entry("medusa", MedusaRun, more=launcher.SAME)
 def main(cfg: MedusaRun) -> None:
     """Train."""
+    from outrider.train.loop import fit  # loads torch: a mistake in a key is told before
+
     fit(cfg)
 
 

@@ -24,6 +24,12 @@ from typing import Any
 # train/ stands first and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from outrider.train import launcher
+from outrider.train.config import ValidateConfig as ValidateConfig
+
+if __name__ == "__main__":
+    launcher.refuse("validate", ValidateConfig)
+
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -38,7 +44,6 @@ from outrider.heads.batch import hash_u63
 from outrider.train import checks
 from outrider.train.begin import first_head, prepared
 from outrider.train.config import TrainConfig
-from outrider.train.config import ValidateConfig as ValidateConfig
 from outrider.train.launch_keys import device_of
 from outrider.train.resolve import adapts, resolve, whole
 

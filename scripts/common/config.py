@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from outrider.conf.rules import NotNegative, OneOrMore, Seed, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
+from outrider.scripts.common.absent import no_drafters
 from outrider.scripts.common.sampling_keys import SamplingKeys
 
 
@@ -32,6 +33,10 @@ class ChatConfig(SamplingKeys, AutoDtype):
     seed: Seed = 0
     # system message; empty: the chat template's own
     system: str = ""
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return no_drafters([self.drafter])
 
 
 @dataclass(frozen=True)

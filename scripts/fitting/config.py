@@ -11,16 +11,20 @@ from annotated_types import Ge, Interval
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from outrider.conf.errors import UserError
+from outrider.conf.paths import neither, no_file
 from outrider.conf.rules import Inside, NotEmpty, NotNegative, OneOrMore, Seed, ZeroOrMore, one_of
 from outrider.decode.models.config import AutoDtype, TargetConfig
 from outrider.heads.config import HeadConfig, LoraKeys
+from outrider.heads.folders import no_head
 from outrider.heads.formats import FORMATS
 from outrider.heads.limits import Count, CountOrZero
+from outrider.scripts.common.absent import no_prompts
 from outrider.scripts.synthesis.config import Mask
 from outrider.train.config import EvalKeys, OptimConfig, RowsConfig, entry_of, is_logistics
 
 # Keys under whose other values a folder goes on: where things lie, how fast, and what is told.
 LOGISTICS = ("out", "quiet", "device", "accelerate", "processes", "micro_batch", "micro_tokens")
+LOGS = "give request and response logs in JSONL, or a folder of them"
 # What a recipe says of how long a run is and when it is saved: `minutes` decide that here.
 DECIDED = ("steps", "epochs", "save_every", "log_every")
 
@@ -127,6 +131,18 @@ class FitConfig(AutoDtype):
     seed: Seed = 0
     # no progress bars
     quiet: bool = False
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        logs = [self.logs] if isinstance(self.logs, str) else self.logs
+        chats = {"train": self.train, "later": self.later}
+        fix = "give a JSONL file of chats"
+        return [
+            *[line for path in filter(None, logs) for line in neither("logs", path, LOGS)],
+            *[line for key, path in chats.items() if path for line in no_file(key, path, fix)],
+            *[f"start: {line}" for line in no_head(self.start)],
+            *(no_prompts(self.general, "general") if self.general_prompts else []),
+        ]
 
     def validate(self) -> list[str]:
         """Exactly one source of text, as "key: value; rule; fix"."""

@@ -19,6 +19,7 @@ from outrider.conf.rules import (
     ZeroOrMore,
 )
 from outrider.decode.models.config import TargetConfig
+from outrider.scripts.common.absent import no_drafters, no_prompts
 from outrider.scripts.common.sampling_keys import PenaltyKeys, SamplingKeys, Verify
 
 if TYPE_CHECKING:
@@ -83,6 +84,10 @@ class CertifyConfig(PenaltyKeys):
     seed: Seed = 0
     # no progress bar
     quiet: bool = False
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return no_drafters([self.drafter]) + no_prompts(self.prompts)
 
     def plan(self) -> certificate.CertificatePlan:
         """What the layers do."""
@@ -171,6 +176,10 @@ class CertifyServerConfig(SamplingKeys):
     # no progress bar
     quiet: bool = False
 
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return no_drafters(filter(None, [self.drafter])) + no_prompts(self.prompts)
+
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         found = super().validate()
@@ -238,6 +247,10 @@ class CertifyQuickConfig:
     seed: Seed = 0
     # no progress bar
     quiet: bool = False
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return no_prompts(self.prompts)
 
     def plan(self, prompts: list[str], address: Address) -> QuickPlan:
         """What is asked and how it is judged."""

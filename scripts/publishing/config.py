@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from outrider.conf.paths import no_folder
 from outrider.conf.rules import NotEmpty, OneOrMore, one_of
 from outrider.decode.models.config import TargetConfig
 from outrider.heads.formats import FORMATS
@@ -69,6 +70,10 @@ class PushConfig:
     out: str = ""
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return no_folder("run", self.run, "give a run folder, a head folder or an exported folder")
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""

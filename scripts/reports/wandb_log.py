@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import first_line
+from outrider.scripts.scoring.names import label
 from outrider.train import coloured
 from outrider.train.trackers import answer_table, no_reports
 
@@ -74,7 +75,7 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for row in report.get("drafters") or report.get("rows") or []:
         for key, value in flat(row.get("measured", row)).items():
-            found[f"{group(key)}/{row['name']}/{key}"] = value
+            found[f"{group(key)}/{row.get('label', row['name'])}/{key}"] = value
     drafting = [
         (row["accepted_length"]["mean"], row["name"])
         for row in scored(report)
@@ -111,7 +112,7 @@ def answer_rows(
             cycles,
             line["finish"],
             tokenizer,
-            [part["name"] for part in rows[line["drafter"]].get("by_drafter", ())],
+            [label(part["name"]) for part in rows[line["drafter"]].get("by_drafter", ())],
         )
         for line, question, (first, cycles) in zip(
             shown, asked, coloured.lines_of(shown), strict=True

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, Wandb, ZeroOrMore, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
+from outrider.scripts.common.absent import no_drafters, no_prompts
 from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
 from outrider.scripts.scoring.addresses import SERVER, wrong_address
 from outrider.scripts.scoring.suites import SuiteConfig
@@ -69,6 +70,13 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
     wandb_project: str = "outrider"
     # no progress bar
     quiet: bool = False
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return [
+            *no_drafters(self.drafters, "drafters"),
+            *([] if self.suite else no_prompts(self.prompts)),
+        ]
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix", at every temperature."""

@@ -10,6 +10,7 @@ from annotated_types import Interval
 
 from outrider.conf.rules import Filled, OneOrMore, ZeroOrMore, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
+from outrider.scripts.common.absent import no_drafters
 from outrider.scripts.common.sampling_keys import Verify
 
 
@@ -53,6 +54,10 @@ class ServeConfig(AutoDtype):
     device: str | None = None
     # rule of verification: traversal or rejection
     verify: Verify = "traversal"
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return no_drafters(self.drafters, "drafters")
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""

@@ -6,13 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from outrider.conf.paths import neither, no_folder
 from outrider.conf.rules import AboveZero, NotEmpty, OneOrMore, ZeroOrMore, one_of
 from outrider.decode.models.config import DTYPES, TargetConfig
 from outrider.heads.formats import FORMATS
+from outrider.heads.names import HUB
+from outrider.scripts.common.absent import no_drafters, no_prompts
 from outrider.train.config import DataConfig
 
 AS_WRITTEN = "as_written"
 READABLE = ("auto", *(f for f in FORMATS if f not in ("transformers", "gguf")))
+PUBLISHED = "give the folder of a published head (config.json and its weights)"
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class ExportConfig:
     costs: str = ""
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return no_drafters([self.drafter]) + no_prompts(self.prompts)
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
@@ -112,6 +120,10 @@ class CheckConfig:
     # JSON to write; empty = none
     out: str = ""
 
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return neither("expected", self.expected, "give the exported folder, or its expected.json")
+
 
 @dataclass(frozen=True)
 class ImportConfig:
@@ -141,3 +153,10 @@ class ImportConfig:
     device: str | None = None
     # replace a head in `out`, as a whole
     overwrite: bool = False
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return [
+            *([] if self.from_.startswith(HUB) else no_folder("from", self.from_, PUBLISHED)),
+            *no_prompts(self.prompts),
+        ]

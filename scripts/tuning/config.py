@@ -9,6 +9,7 @@ from annotated_types import Ge
 
 from outrider.conf.rules import OneOrMore, Seed, Wandb, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
+from outrider.scripts.common.absent import no_drafters, no_prompts
 from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
 
 
@@ -61,3 +62,7 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     seed: Seed = 0
     # no progress bar
     quiet: bool = False
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return no_drafters([self.drafter]) + no_prompts(self.prompts)

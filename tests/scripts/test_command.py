@@ -192,13 +192,13 @@ def test_words_reach_the_file_as_they_are(
 ) -> None:
     keys = ["target=tiny", "drafters=[none,ngram]", "out=a b", "--multirun", "--cfg", "job"]
     assert call(["evaluate", *keys], monkeypatch) == 0
-    assert call(["import", "from=x", "out=y"], monkeypatch) == 0
+    assert call(["import", "from=.", "out=y"], monkeypatch) == 0
     assert call(["train", "eagle1", "steps=1", "--cfg", "job"], monkeypatch) == 0
-    sound = ["data.path=x", "out_dir=y", "steps=1"]
+    sound = [f"data.path={__file__}", "out_dir=y", "steps=1"]
     assert call(["train", "medusa", *sound, "--launch", "8"], monkeypatch) == 0
     python, train = sys.executable, ROOT / "train"
     assert taken[0] == [python, str(ROOT / "scripts/evaluate.py"), *keys]
-    assert taken[1] == [python, str(ROOT / "scripts/import_head.py"), "from=x", "out=y"]
+    assert taken[1] == [python, str(ROOT / "scripts/import_head.py"), "from=.", "out=y"]
     assert taken[2] == [python, str(train / "head.py"), "head=eagle1", "steps=1", "--cfg", "job"]
     launcher, rest = taken[3][1], taken[3][2:]
     assert Path(launcher).name == "accelerate" and Path(launcher).exists()
@@ -284,6 +284,32 @@ MISTAKES = {
     "push runs/eagle3 OWNER/NAME licence=mit": "licence: no such key; did you mean license?",
     "tune engine expectd=x": "expectd: no such key; did you mean expected?",
     "export drafter=x out=y format=gguff": "format: 'gguff' is none of",
+    "train eagle3 data.path=no.jsonl out_dir=y steps=9": "data.path: no such file no.jsonl; give a",
+    "train medusa data.path=[no.jsonl,x] out_dir=y steps=9": "data.path: no such file no.jsonl",
+    "train medusa data=text data.path=no.txt out_dir=y steps=9": "no.txt; give a text file",
+    "train eagle3 data.path=HERE data.held_out=no out_dir=y steps=9": "data.held_out: no is neither",
+    "train eagle3 data.path=HERE data.features=no out_dir=y steps=9": "data.features: no such folder",
+    "train eagle3 data.path=HERE start=no out_dir=y steps=9": "start: no: no head there",
+    "validate target=tiny data.path=no.jsonl steps=3": "data.path: no such file no.jsonl",
+    "cache_features target=tiny data.path=no.jsonl out=y": "data.path: no such file no.jsonl",
+    "fit target=tiny logs=no.jsonl out=z": "logs: no such file or folder no.jsonl; give",
+    "fit target=tiny train=no.jsonl later=HERE out=z": "train: no such file no.jsonl; give",
+    "fit target=tiny logs=HERE start=runs/no out=z": "start: runs/no: no head there",
+    "evaluate out=x prompts=no.jsonl": "prompts: no such file no.jsonl; give a JSONL file",
+    "evaluate out=x drafters=[none,runs/no]": "drafters: runs/no: neither none, ngram nor an exist",
+    "evaluate out=x drafters=[ngrm]": "drafters: ngrm: neither none, ngram nor an existing folder; did",
+    "evaluate out=x drafters=[ngram@tre]": "drafters: ngram@tre: ngram has no shape 'tre'; did you",
+    "tune drafter=runs/no out=x": "drafter: runs/no: neither none, ngram nor an existing folder",
+    "tune drafter=ngram out=x prompts=no.jsonl": "prompts: no such file no.jsonl",
+    "certify drafter=runs/no out=x": "drafter: runs/no: neither none, ngram nor an existing folder",
+    "certify url=http://h:1 out=x prompts=no.jsonl": "prompts: no such file no.jsonl",
+    "certify url=http://h:1 quick=true prompts=no.jsonl": "prompts: no such file no.jsonl",
+    "export drafter=runs/no format=vllm out=y": "drafter: runs/no: neither none, ngram nor an exist",
+    "check url=http://h:1 expected=exports/no": "expected: no such file or folder exports/no; give",
+    "import from=no out=y": "from: no such folder no; give the folder of a published head",
+    "push runs/no OWNER/NAME": "run: no such folder runs/no; give a run folder",
+    "serve drafters=[runs/no]": "drafters: runs/no: neither none, ngram nor an existing folder",
+    "chat drafter=runs/no": "drafter: runs/no: neither none, ngram nor an existing folder",
 }
 REFUSED = """
 import contextlib, io, json, os, sys
@@ -316,12 +342,58 @@ def refused(requested: list[str], folder: Path) -> list[list[str]]:
 
 
 def test_a_mistake_is_told_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "HERE").touch()
     found = refused(list(MISTAKES), tmp_path)
     for (words, said), (code, err) in zip(MISTAKES.items(), found, strict=True):
         assert code == "2" and said in err and err.startswith("error: "), (words, err)
+        assert err.count("\n") == 1 or " problems in the configuration" in err, (words, err)
+    assert {path.name for path in tmp_path.iterdir()} == {"HERE"}
+
+
+DIRECTLY = {
+    "train/medusa.py targt=smollm2": "targt: no such key; did you mean target?",
+    "train/eagle.py data.path=x out_dir=y": "steps: is required; set steps=N",
+    "train/block.py data.path=x out_dir=y steps=1 head=medusa": "head=medusa: another command",
+    "train/draft.py data.path=no.jsonl out_dir=y steps=1 head.from_target_layers=2": "data.path: no such file no.jsonl",
+    "train/hydra_heads.py data.path=x out_dir=y steps=1 wandb=true": "set wandb=online",
+    "train/head.py head=eagle3 data.path=x out_dir=y steps=1 dtype=fp16": "dtype: fp16 overflows",
+    "train/validate.py data.path=x stepz=1": "stepz: no such key; did you mean steps?",
+    "train/cache_features.py target=tiny data.path=no.jsonl out=y": "data.path: no such file",
+}
+RUN_DIRECTLY = """
+import contextlib, io, json, runpy, sys
+path, lines = [*sys.path], []
+for words in {requested!r}:
+    sys.argv = words.split()
+    sys.path[:] = ["", *path]
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            runpy.run_path({root!r} + "/" + sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            lines.append([str(end.code), err.getvalue()])
+print(json.dumps([lines, [name for name in {heavy!r} if name in sys.modules]]))
+"""
+
+
+def test_a_training_script_run_as_a_file_names_a_mistake_before_anything_heavy_is_loaded(
+    tmp_path: Path,
+) -> None:
+    code = RUN_DIRECTLY.format(root=str(ROOT), requested=list(DIRECTLY), heavy=HEAVY)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines, heavy = json.loads(done.stdout)
+    for (words, said), (end, err) in zip(DIRECTLY.items(), lines, strict=True):
+        assert end == "2" and said in err and err.startswith("error: "), (words, err)
+    assert not heavy and not list(tmp_path.iterdir())
 
 
 def test_a_sound_command_line_becomes_its_file_and_loads_nothing_before(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    for folder in ("head", "export"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "head.json").touch()
     sound = [
         "evaluate target=tiny out=x drafters=[none, ngram]",
         "evaluate target=tiny out=x --multirun seed=1,2",
@@ -329,16 +401,16 @@ def test_a_sound_command_line_becomes_its_file_and_loads_nothing_before(tmp_path
         "certify target=tiny drafter=ngram out=x",
         "certify target=tiny url=http://h:1 out=x",
         "certify url=http://h:1 quick=true",
-        "fit target=tiny logs=x start=y out=z",
+        "fit target=tiny logs=x start=head out=z",
         "validate target=tiny data.path=x steps=3 dry_run=false",
         "validate experiment=qwen3_8b_eagle3 dry_run=true gpus=8 gpu=h100-80gb",
         "cache_features target=tiny data.path=x out=y",
-        "export target=tiny drafter=x format=vllm out=y",
-        "check url=http://h:1 expected=x",
+        "export target=tiny drafter=head format=vllm out=y",
+        "check url=http://h:1 expected=export",
         "serve target=tiny",
         "chat target=tiny",
-        "import from=x out=y",
-        "push x OWNER/NAME",
+        "import from=head out=y",
+        "push head OWNER/NAME",
         "synthesize target=tiny out=x",
         "demo",
         "doctor",
@@ -361,6 +433,22 @@ def test_the_examples_are_spelled_as_the_command_was(tmp_path: Path) -> None:
     formula = [line for line in narrow.splitlines() if line.startswith("    ") and "sum" in line]
     wide = [line for line in narrow.splitlines() if len(line) > 60 and line not in formula]
     assert not [line for line in wide if not line.lstrip().startswith("w <-")]
+
+
+def test_help_offers_the_recipes_of_the_head_that_is_trained(tmp_path: Path) -> None:
+    def offered(*words: str) -> set[str]:
+        shown = said([*words, "--help"], tmp_path).stdout
+        listed = re.search(r"\n  experiment=((?:\w+(?:\|\s*)?)+)", shown)
+        assert listed is not None, shown
+        return {*re.findall(r"\w+", listed[1])}
+
+    every = set(cli.options("experiment"))
+    eagle3 = {name for name in every if "eagle3" in name}
+    assert offered("train", "eagle3") == eagle3
+    assert offered("train", "eagle") == eagle3 | {name for name in every if "eagle1" in name}
+    medusa = offered("train", "medusa")
+    assert {"mistral_7b_medusa", "smollm2_demo"} <= medusa and not medusa & eagle3
+    assert offered("validate") == every
 
 
 def test_version_names_the_clone(tmp_path: Path) -> None:

@@ -109,13 +109,13 @@ def test_an_evaluation_shows_scores_answers_and_the_best(trained: Path) -> None:
     best = max(row["accepted length"] for row in scores)
     assert seen.summary["best_accepted_length"] == best
     assert seen.summary["best_drafter"] in (union, f"{trained}@chain")
-    name = f"speed/{trained}@chain/tokens_per_second"
-    assert seen.summary[name] == pytest.approx(scores[2]["tokens/s"])
+    assert seen.summary["speed/run@chain/tokens_per_second"] == pytest.approx(scores[2]["tokens/s"])
     answers = seen.table(step, "eval/answers")
     assert len(answers) == 3 * 2 and "<b>" in answers[0]["prompt"]
     assert len({row["prompt"] for row in answers[:2]}) == 1, "who answered the same stands together"
     authors = {who for row in answers for who in re.findall(r'title="([^"]*)"', row["answer"])}
     assert {"ngram", "the draft went further, in vain"} <= authors
+    assert not any(str(trained) in who for who in authors)
 
 
 def test_trouble_with_wandb_costs_a_report_one_line(

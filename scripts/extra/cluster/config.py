@@ -53,6 +53,10 @@ class DryRunConfig(ValidateConfig):
     # JSON file with the result
     out: NotEmpty = "reports/dry-run.json"
 
+    def absent(self) -> list[str]:
+        """Nothing: a dry run needs no file."""
+        return []
+
     def auto(self) -> dict[str, str]:
         """Of GPUs that are not here."""
         return {"dtype": "bfloat16"}
