@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
-from outrider.conf.paths import no_folder
 from outrider.conf.rules import NotEmpty, OneOrMore, one_of
 from outrider.decode.models.config import TargetConfig
 from outrider.heads.formats import FORMATS
+from outrider.scripts.common.absent import no_drafters
 
 AUTO, NONE = "auto", "none"
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -73,7 +74,8 @@ class PushConfig:
 
     def absent(self) -> list[str]:
         """What is named and not there, as "key: value; fix"."""
-        return no_folder("run", self.run, "give a run folder, a head folder or an exported folder")
+        there = Path(self.run).expanduser().is_dir()  # an exported folder holds no head of ours
+        return [] if there else no_drafters([self.run], "run")
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""

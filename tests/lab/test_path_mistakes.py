@@ -99,7 +99,12 @@ TABLE = (
         "^tokenizer_from: no.gguf",
     ),
     Mistake("D5", f"{CHECK} url=http://127.0.0.1:9 expected=expected.json", "^url: "),
-    Mistake("D5", f"{CHECK} url=URL expected=nowhere", "^expected: nowhere", "server"),
+    Mistake(
+        "D5",
+        f"{CHECK} url=URL expected=nowhere",
+        "^expected: no such file or folder nowhere",
+        "server",
+    ),
     Mistake("D5", f"{CHECK} url=URL expected=chats.jsonl", "export the head again", "server"),
     Mistake("D5", f"{CHECK} url=URL expected=expected.json", "^url: ", "server of none"),
     Mistake(

@@ -307,7 +307,7 @@ MISTAKES = {
     "export drafter=runs/no format=vllm out=y": "drafter: runs/no: neither none, ngram nor an exist",
     "check url=http://h:1 expected=exports/no": "expected: no such file or folder exports/no; give",
     "import from=no out=y": "from: no such folder no; give the folder of a published head",
-    "push runs/no OWNER/NAME": "run: no such folder runs/no; give a run folder",
+    "push runs/no OWNER/NAME": "run: runs/no: neither none, ngram nor an existing folder",
     "serve drafters=[runs/no]": "drafters: runs/no: neither none, ngram nor an existing folder",
     "chat drafter=runs/no": "drafter: runs/no: neither none, ngram nor an existing folder",
 }
