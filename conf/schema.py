@@ -363,6 +363,8 @@ def group_options(conf_dir: Path, group: str) -> dict[str, Path]:
 def _choice(conf_dir: Path, schema: type, group: str, name: str) -> str:
     """What is wrong with an option of a group, "" if nothing."""
     options, fitting = group_options(conf_dir, group), options_here(conf_dir, group, schema)
+    if group == RECIPES and name in options:
+        return _strange_recipe(name, options, options_here(conf_dir, packages.GROUP, schema))
     if name in fitting:
         return ""
     if name in options:
@@ -373,6 +375,16 @@ def _choice(conf_dir: Path, schema: type, group: str, name: str) -> str:
     except UserError as error:
         missing = str(error)
     return missing or f"{group}={name}: no such option; {nearest(name, fitting)}"
+
+
+def _strange_recipe(name: str, recipes: dict[str, Path], heads: set[str]) -> str:
+    """What is wrong with a recipe where only some heads are trained, "" if nothing."""
+    head = _head_of(name, recipes)
+    if not head or head in heads:
+        return ""
+    fitting = [other for other in recipes if _head_of(other, recipes) in heads]
+    near = nearest(name, fitting) if fitting else "there is none for this one: leave it out"
+    return f"{RECIPES}={name}: is a recipe of head={head}, which another command takes; {near}"
 
 
 def options_here(conf_dir: Path, group: str, schema: type) -> set[str]:
