@@ -45,6 +45,11 @@ from outrider.train.config import DataConfig
 from outrider.train.stored.features import FeatureStore, identity_of, read_manifest
 from outrider.train.texts.batches import JoinedRows, load_rows
 
+# keys that change nothing of what is trained, of the variants alone, of the decoded answers alone
+FREE = ("report", "together", "turn", "peers")
+VARIED = ("variants", "variant_seeds", "variant_minutes")
+DECODED = ("prompts", "num_prompts", "answer_tokens")
+
 
 @dataclass(frozen=True)
 class TrainerRaceConfig:
@@ -117,9 +122,11 @@ class TrainerRace:
         self.work = self._work()
         self.scorer = self._scorer()
         self.entries = entries(cfg.entries, Path(cfg.peers).absolute())
-        keys = asdict(cfg)
-        kept = {k: v for k, v in keys.items() if k not in ("report", "together", "turn", "peers")}
-        self.memo = Memo(self.out / "done", kept)
+        keys = {k: v for k, v in asdict(cfg).items() if k not in FREE}
+        raced = {k: v for k, v in keys.items() if k not in (*VARIED, *DECODED)}
+        self.memo = Memo(self.out / "done", raced)  # what is asked for later leaves the race alone
+        self.varied_memo = Memo(self.out / "varied", raced | {k: keys[k] for k in VARIED})
+        self.scores = Memo(self.out / "scores", keys)
 
     def _rows(self) -> JoinedRows:
         target = self.target
@@ -169,7 +176,7 @@ class TrainerRace:
         race = self.memo.each("race", cfg.seeds, lambda seed: self.raced(seed, best))
         variants = []
         if cfg.variants:
-            variants = self.memo.each(
+            variants = self.varied_memo.each(
                 "variants", cfg.variant_seeds, lambda seed: self.varied(seed, best[OURS])
             )
         heads = [
@@ -182,9 +189,9 @@ class TrainerRace:
             for row in found
             if row["marks"]
         ]
-        decoded = self.memo.each("decoded", heads, lambda head: self.decoded(*head))
-        theirs = self.memo.each("theirs", [0], lambda _: self.their_scores(race[0]))
-        profiles = self.memo.each("profile", [0], lambda _: self.profiled())
+        decoded = self.scores.each("decoded", heads, lambda head: self.decoded(*head))
+        theirs = self.scores.each("theirs", [0], lambda _: self.their_scores(race[0]))
+        profiles = self.scores.each("profile", [0], lambda _: self.profiled())
         return {
             "format": 1,
             "commit": files.commit(),
