@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -196,7 +199,25 @@ def main(cfg: DemoConfig) -> int:
         f"({time.perf_counter() - started:.0f} s)",
         highlight=False,
     )
+    report = json.loads((REPORTS / "t0" / "report.json").read_text())
+    console.print(
+        "\n".join(["go on with", *next_commands(report)]), highlight=False, soft_wrap=True
+    )
     return 0
+
+
+def next_commands(report: dict[str, Any]) -> list[str]:
+    """Chat, page and export of the fastest row of `report` that has a head of ours, as one types
+    them: the export takes the EAGLE-3 head, which every engine serves."""
+    trained = [row for row in report["drafters"] if str(row["name"]).startswith(f"{RUNS}/")]
+    best = max(trained, key=lambda row: row["speedup"]["mean"])["name"]
+    command = "outrider" if shutil.which("outrider") else ".venv/bin/outrider"
+    lines = [
+        ["chat", "target=smollm2", f"drafter={best}"],
+        ["serve", "target=smollm2", f"drafters=[{best}]"],
+        ["export", "target=smollm2", f"drafter={RUNS}/eagle3", "format=vllm", "out=exports/demo"],
+    ]
+    return [f"  {command} {shlex.join(words)}" for words in lines]
 
 
 def again(command: Command) -> None:

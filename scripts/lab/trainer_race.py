@@ -28,10 +28,12 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from outrider.conf.errors import UserError, resumable
+from outrider.conf.paths import no_file, no_folder
 from outrider.conf.rules import AboveZero, Filled, NotEmpty, OneOrMore, ZeroOrMore, one_of
 from outrider.conf.schema import entry
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.scripts.common import files
+from outrider.scripts.common.absent import no_prompts
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import OnProgress, Steps, by_name, columns
 from outrider.scripts.common.prompts import load_prompts, spread
@@ -103,6 +105,15 @@ class TrainerRaceConfig:
     answer_tokens: OneOrMore = 48
     # python of the environment with the peers
     peers: NotEmpty = ".venv-race/bin/python"
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return [
+            *no_file("chats", self.chats, "give conversations in JSONL"),
+            *no_folder("features", self.features, "scripts/cache_features.py writes one"),
+            *no_prompts(self.prompts),
+            *no_file("peers", self.peers, "make .venv-race/.installed, or name another python"),
+        ]
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""

@@ -102,6 +102,12 @@ class ExportFeaturesConfig:
     # replace an earlier export in `out`, as a whole
     overwrite: bool = False
 
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        fix = "scripts/cache_features.py writes one"
+        found = no_folder("features", self.features, fix)
+        return found + [f"data.{line}" for line in self.data.absent()]
+
 
 @dataclass(frozen=True)
 class CheckConfig:

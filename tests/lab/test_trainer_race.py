@@ -215,7 +215,10 @@ def test_a_loss_that_is_no_number_wins_nothing() -> None:
     assert page.first_loss(row("a", 0, float("nan"), 1)) > page.first_loss(row("b", 0, 9.0, 1))
 
 
-def test_ours_must_take_part() -> None:
-    words = ["chats=a", "features=b", "prompts=c", "entries=[speculators]"]
+def test_what_is_not_there_and_that_ours_must_take_part() -> None:
+    words = ["chats=a", "features=b", "prompts=c"]
+    named = compose("trainer_race", TrainerRaceConfig, words).absent()
+    assert [line.partition(":")[0] for line in named][:3] == ["chats", "features", "prompts"]
+    words.append("entries=[speculators]")
     with pytest.raises(UserError, match="entries: the others are compared with outrider"):
         compose("trainer_race", TrainerRaceConfig, words)

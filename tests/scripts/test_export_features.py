@@ -112,6 +112,14 @@ def test_what_it_cannot_read_is_refused_and_leaves_nothing(tmp_path: Path) -> No
     assert end.value.code == 2 and not out.exists()
 
 
+def test_what_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    words = target_keys(chats(tmp_path / "data.jsonl"), "features=nowhere", "out=out")
+    cfg = compose("export_features", ExportFeaturesConfig, words)
+    assert cfg.absent() == [
+        "features: no such folder nowhere; scripts/cache_features.py writes one"
+    ]
+
+
 def test_a_norm_that_cannot_be_divided_by(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(**SHAPE)
     with torch.no_grad():

@@ -24,6 +24,19 @@ def test_without_a_clone_there_are_no_scripts(
     assert train.line == "outrider train eagle steps=1 --launch 2"
 
 
+def test_the_demo_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"none": 1.0, "ngram": 1.5, "runs/demo/medusa@tree:4": 1.2}
+    rows["runs/demo/eagle3@chain:2+ngram"] = 1.3
+    report = {"drafters": [{"name": k, "speedup": {"mean": v}} for k, v in rows.items()]}
+    monkeypatch.setattr(demo.shutil, "which", lambda name: None)
+    assert demo.next_commands(report) == [
+        "  .venv/bin/outrider chat target=smollm2 drafter=runs/demo/eagle3@chain:2+ngram",
+        "  .venv/bin/outrider serve target=smollm2 'drafters=[runs/demo/eagle3@chain:2+ngram]'",
+        "  .venv/bin/outrider export target=smollm2 drafter=runs/demo/eagle3 format=vllm "
+        "out=exports/demo",
+    ]
+
+
 @pytest.mark.parametrize("clone", [True, False])
 def test_the_demo_writes_where_a_user_finds_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clone: bool
