@@ -40,7 +40,9 @@ def main(place: str) -> None:
     weights = load_file(Path(settings["target"]) / "model.safetensors")
     table = weights["model.embed_tokens.weight"].float()
     output = weights.get("lm_head.weight", table).float()
-    ids = torch.from_numpy(np.load(data / f"d2t-{size}.npy")) + torch.arange(size)
+    ids = torch.from_numpy(np.load(data / f"d2t-{size}.npy", allow_pickle=False)) + torch.arange(
+        size
+    )
     draft = made(settings, table, ids)
     inside = torch.zeros(table.shape[0], dtype=torch.bool)
     inside[ids] = True
