@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,7 @@ from outrider.train.texts.batches import JoinedRows, load_rows
 # keys that change nothing of what is trained, of the variants alone, of the decoded answers alone
 FREE = ("report", "together", "turn", "peers")
 VARIED = ("variants", "variant_seeds", "variant_minutes")
+PLACES = ("chats", "features", "prompts", "out", "report", "peers")
 DECODED = ("prompts", "num_prompts", "answer_tokens")
 
 
@@ -208,7 +210,8 @@ class TrainerRace:
             "commit": files.commit(),
             "processor": files.processor(),
             **files.origin("cpu"),
-            "settings": asdict(cfg),
+            "command": without_folders(files.command()),
+            "settings": {k: v for k, v in asdict(cfg).items() if k not in PLACES},
             "data": {
                 "rows": self.rows_read.held.numel(),
                 "held_out": int(self.rows_read.held.sum()),
@@ -358,6 +361,15 @@ class TrainerRace:
         command = [sys.executable, f"scripts/{name}.py", "target=smollm2", *keys]
         if subprocess.run(command, cwd=files.ROOT, check=False).returncode:
             raise UserError(f"{name}: failed on {keys[0]}; see above")
+
+
+def without_folders(command: str) -> str:
+    """A command with the names alone of the paths that it gives."""
+    words = [word.partition("=") for word in shlex.split(command)]
+    return shlex.join(
+        f"{key}{sign}{Path(value).name}" if key in PLACES else f"{key}{sign}{value}"
+        for key, sign, value in words
+    )
 
 
 @entry("trainer_race", TrainerRaceConfig)

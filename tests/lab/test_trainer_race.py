@@ -15,7 +15,7 @@ from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.scripts.common.progress import silent
 from outrider.scripts.lab.pages import trainers as page
-from outrider.scripts.lab.trainer_race import TrainerRaceConfig
+from outrider.scripts.lab.trainer_race import TrainerRaceConfig, without_folders
 from outrider.scripts.lab.trainers import turns
 from outrider.scripts.lab.trainers.entries import NAMES, OURS, Entry, Work, entries
 from outrider.scripts.lab.trainers.turns import Rules, race
@@ -209,6 +209,13 @@ def test_who_stopped_is_listed_and_the_tables_do_without(tmp_path: Path) -> None
     assert "peer 1" not in shown
     alone = report([[row(OURS, 0, 4.0, 200, ended="no disk", marks=[]), row("peer", 0, 5.0, 100)]])
     assert "| peer 1 |" in page.tables(alone)[0].markdown()
+
+
+def test_the_report_names_no_folder_of_a_machine() -> None:
+    given = "python scripts/lab/trainer_race.py chats=/home/a/c.jsonl minutes=6 'out=/tmp/a b'"
+    assert without_folders(given) == (
+        "python scripts/lab/trainer_race.py chats=c.jsonl minutes=6 'out=a b'"
+    )
 
 
 def test_a_loss_that_is_no_number_wins_nothing() -> None:
