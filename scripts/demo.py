@@ -200,9 +200,8 @@ def main(cfg: DemoConfig) -> int:
         highlight=False,
     )
     report = json.loads((REPORTS / "t0" / "report.json").read_text())
-    console.print(
-        "\n".join(["go on with", *next_commands(report)]), highlight=False, soft_wrap=True
-    )
+    # Not by rich, which would take [..] for its own.
+    print("go on with", *next_commands(report), sep="\n")
     return 0
 
 
