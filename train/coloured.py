@@ -20,6 +20,7 @@ from outrider.decode.drafters import Drafter
 from outrider.decode.records import Generation
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
+from outrider.decode.stats import passes
 from outrider.decode.text import Stream
 from outrider.decode.tree import DraftTree
 from outrider.decode.wrapped import Wrapped
@@ -92,9 +93,8 @@ def cycles_of(generation: Generation, drafts: Sequence[Draft] = ()) -> list[Show
     """The cycles of an answer. drafts: what was proposed in each, where that was kept (a request
     that is read again, decode.models.rope, begins twice)."""
     out, known = generation, len(drafts) == len(generation.cycles)
-    ends = [*(cycle.start for cycle in out.cycles[1:]), len(out.token_ids)]
     found = []
-    for i, (cycle, end) in enumerate(zip(out.cycles, ends, strict=True)):
+    for i, (cycle, end) in enumerate(passes(out)):
         tokens, count = out.token_ids[cycle.start : end], sum(out.from_draft[cycle.start : end])
         rest = refused(drafts[i], tokens[:count]) if known else None
         found.append(ShownCycle(tokens, count, cycle.proposed, cycle.drafters[:count], rest))

@@ -99,13 +99,12 @@ def _ordinary(row: dict[str, Any], first: Answers) -> str | None:
 
 def _passes(generation: Generation) -> list[list[int]]:
     """What each pass committed, see `race`."""
-    ends = [*(cycle.start for cycle in generation.cycles[1:]), len(generation.token_ids)]
     return [
         [
             (cycle.drafters[i] if cycle.drafters else 1) if i < cycle.accepted else OWN
             for i in range(end - cycle.start)
         ]
-        for cycle, end in zip(generation.cycles, ends, strict=True)
+        for cycle, end in stats.passes(generation)
     ]
 
 

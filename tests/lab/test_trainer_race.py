@@ -36,7 +36,7 @@ for step in range(1, 1 << 30):
     while time.process_time() < end:
         pass
     with (out / "curve.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step, "tokens": step * tokens}) + "\\n")
+        file.write(json.dumps({"step": step, "tokens": step * tokens, "at": time.time()}) + "\\n")
     head = out / "heads" / f"step-{step}"
     head.mkdir(parents=True)
     (head / "weights").write_text(str(step))
@@ -76,6 +76,11 @@ def test_all_get_the_same_cpu_seconds_and_their_heads_are_kept(tmp_path: Path) -
             "what was done before the clock began does not count"
         )
         assert seconds == pytest.approx(row["core_seconds"], abs=0.1)
+    times = [
+        [json.loads(line)["at"] for line in (tmp_path / name / "curve.jsonl").open()]
+        for name in some
+    ]
+    assert max(each[0] for each in times) < min(each[-1] for each in times), "by turns"
     ratio = page.speed(found["fast"]) / page.speed(found["slow"])
     assert 2.0 < ratio < 4.5, "three times the tokens a step"
 

@@ -37,6 +37,20 @@ def test_the_demo_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_its_last_lines_keep_their_brackets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    report = {"drafters": [{"name": "runs/demo/eagle3", "speedup": {"mean": 1.2}}]}
+    files.write_json(tmp_path / "reports/demo/t0/report.json", report)
+    monkeypatch.setattr(demo.Pipeline, "run", lambda *_: None)
+    monkeypatch.setattr(demo, "where_it_went", lambda *_: demo.Table((), []))
+    with pytest.raises(SystemExit) as end:
+        demo.main(["fast=true"])
+    assert end.value.code == 0 and "'drafters=[runs/demo/eagle3]'" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("clone", [True, False])
 def test_the_demo_writes_where_a_user_finds_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clone: bool
