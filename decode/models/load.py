@@ -57,9 +57,7 @@ def load_target(
 
     _check(cfg)
     kind = torch_dtype(dtype)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("device: cuda asked for, but torch sees no GPU; use device=cpu")
+    place = _place(device)
     _warn_of_bfloat16(cfg, kind, place)
     tokenizer = load_tokenizer(cfg)
     if cfg.kind == "tiny":
@@ -97,6 +95,19 @@ def load_target(
     target.relatives, target.packs_weights = cfg.allow_other, cfg.pack == "auto"
     target.compiles = cfg.compile == "auto"
     return target
+
+
+def _place(device: str | torch.device | None) -> torch.device:
+    """Where the target runs."""
+    import torch
+
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("device: cuda asked for, but torch sees no GPU; use device=cpu")
+    # cuDNN's attention makes a plan of some 40 ms for every new length, and a context that grows
+    # has a new one at every pass; flash and plain attention have none.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return place
 
 
 def _warn_of_bfloat16(cfg: TargetConfig, kind: torch.dtype, place: torch.device) -> None:

@@ -20,7 +20,7 @@ Shape letters: I inputs, O outputs of a layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from outrider.decode.models.arithmetic import bfloat16_on_cpu
 
 LEAST = 2.0**-25  # half of float16's smallest number
+PIECE = 1 << 18  # values of a weight looked at together: they stay in the processor's cache
 Place = tuple[nn.Module, str]  # a module and the name of a child
 
 
@@ -82,7 +83,8 @@ class Halves:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.shape, flat = weight.shape, weight.flatten()
-        places = (flat.half().float() != flat).nonzero().flatten()
+        found = [(held != piece).nonzero()[:, 0] + at for at, piece, held in in_halves(flat)]
+        places = torch.cat(found)
         self.odd = places, flat[places]
         self.weight = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
         self.bias = bias
@@ -105,8 +107,17 @@ def packs(weight: Tensor) -> bool:
     float16 holds every value but those below 2^-17, which it may round by 2^-25: less than what
     float32 rounds in a sum of such products."""
     if weight.dtype == torch.float32:
-        return bool(((weight.half().float() - weight).abs() <= LEAST).all())
+        pieces = in_halves(weight.flatten())
+        return all(bool(((held - piece).abs() <= LEAST).all()) for _, piece, held in pieces)
     return weight.dtype == torch.bfloat16
+
+
+def in_halves(flat: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Piece by piece of a float32 weight [N]: where it begins, its values, and what float16 holds
+    of them."""
+    for at in range(0, len(flat), PIECE):
+        piece = flat[at : at + PIECE]
+        yield at, piece, piece.half().float()
 
 
 class Product:

@@ -221,6 +221,21 @@ def test_builds_weights_and_draft_tokens_are_entries_of_a_race() -> None:
     found = [(label, how.weights, how.draft_tokens) for _, label, how in race.entries(cfg)]
     assert found[:4] == [(f"llamacpp_native-{w}", w, k) for w in both for k in (2, 4)]
     assert [(label, k) for label, _, k in found[4:]] == [("vllm", 2), ("vllm", 4)]
+    others = ["float16", "there/q4_k_m.gguf"]
+    cfg = race.RaceConfig(drafters=[], servers=["llamacpp"], weights=others, draft_tokens=[2])
+    assert [(label, how.weights) for _, label, how in race.entries(cfg)] == [
+        ("llamacpp-float16", others[0]),
+        ("llamacpp-q4_k_m", others[1]),
+    ]
+
+
+def test_weights_of_a_race_are_numbers_or_a_file_that_is_there(tmp_path: Path) -> None:
+    assert race.wrong_weights("float16") == ""
+    assert race.wrong_weights("int3").startswith("is int3; give float32, bfloat16, float16")
+    file = tmp_path / "q4_k_m.gguf"
+    assert f"no such file {file}" in race.wrong_weights(str(file))
+    file.touch()
+    assert race.wrong_weights(str(file)) == ""
 
 
 def raced(tmp_path: Path, *keys: str) -> int:

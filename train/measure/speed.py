@@ -5,7 +5,7 @@ over time and over the device's peak.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -59,17 +59,26 @@ def _names(known: str, name: str) -> bool:
     return at >= 0 and not name[at + len(known) :][:1].isalnum() and not name[:at][-1:].isalnum()
 
 
+def _shared(q: Tensor, kept: Tensor) -> Sequence[int]:
+    """The shape of keys or values as each query head reads them."""
+    return kept.shape[0], q.shape[1], *kept.shape[2:]
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
+    return int(sdpa_flop_count(q.shape, _shared(q, k), _shared(q, v)))
 
 
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
+    return int(sdpa_backward_flop_count(grad.shape, q.shape, _shared(q, k), _shared(q, v)))
 
 
-OWN: dict[Any, Any] = {  # attention on CPUs, which torch's counter leaves out
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+# Attention: torch's counter leaves that of CPUs out, and its formula of 2.11 refuses fewer heads
+# of keys than of queries.
+KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+OWN: dict[Any, Any] = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{behind}"): formula
+    for kernel in KERNELS
+    for behind, formula in (("", _forward), ("_backward", _backward))
 }
 
 
@@ -78,8 +87,7 @@ class Counter(TorchDispatchMode):
     operations apart, such as the gradient of SiLU, which then round differently.)
 
     failed: "" or, where a formula raised, why the total is worth nothing; what is computed
-    goes on. Formulas differ by torch's version: that of 2.11 refuses attention with fewer
-    heads of keys than of queries."""
+    goes on. Formulas differ by torch's version."""
 
     supports_higher_order_operators = True
 

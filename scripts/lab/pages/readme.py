@@ -14,12 +14,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from outrider.heads.names import NGRAM
+from outrider.heads.names import NGRAM, NONE
 from outrider.heads.warm import BEFORE
 from outrider.scripts.common import files
 from outrider.scripts.extra.forecasting import table as forecast_table
 from outrider.scripts.lab import vllm_protocol
-from outrider.scripts.lab.pages import matched, rehearsed, serves, trainers
+from outrider.scripts.lab.pages import gpu, matched, rehearsed, serves, trainers, two_targets
 from outrider.scripts.lab.serving import case as engine_case
 from outrider.scripts.lab.serving import llamacpp_cases, steps
 from outrider.scripts.lab.serving import sampled as engine_sampled
@@ -44,6 +44,7 @@ FORETOLD = Block.of("docs/fit.md", "forecasts", BY)
 PATH = Block.of("docs/path.md", "path", BY)
 PROTOCOL = Block.of("docs/others.md", "protocol", BY)
 RACE = Block.of("docs/race.md", "race", BY)
+GPU = Block.of("docs/scaling.md", "gpu", BY)
 DROPPED = ("per_prompt", "acceptance_by_rank")
 # file in docs/results without its ending -> folder under reports/
 COPIED = {
@@ -56,6 +57,10 @@ COPIED = {
     "unseen-b8": "unseen/b8",
     "union-t0": "union/t0",
     "union-t1": "union/t1",
+    "gpu-t0": "gpu/t0",
+    "gpu-t1": "gpu/t1",
+    "targets-smollm2": "avx2/smollm2",
+    "targets-qwen25": "avx2/qwen",
 }
 # tables of accepted lengths by category: file -> heading
 BY_CATEGORY = {
@@ -72,6 +77,10 @@ SHOWN = {
     "demo-t0": "What `make demo` shows (its JSON says at which commit)",
     "demo-t1": "What `make demo` shows at T = 1",
     "recipes-t0": "Recipes, trained longer",
+    "targets-smollm2": "SmolLM2 with a head from a GPU, on a CPU without bfloat16",
+    "targets-qwen25": "Qwen2.5-Coder-1.5B, on the same CPU",
+    "gpu-t0": "On a GPU, where a small target waits for its launches",
+    "gpu-t1": "The same at T = 1",
 }
 
 
@@ -140,7 +149,28 @@ def front() -> str:
         if not label.endswith("(defaults)") and not _drafting_server(row)
     ]
     more = " ".join(filter(None, [fastest(report), fitted()]))
-    return "\n".join([told, "", Table(head, cells).markdown(), "", more])
+    return "\n".join([told, "", Table(head, cells).markdown(), "", more, "", larger()])
+
+
+def larger() -> str:
+    """The same of the larger target, in a few sentences; nothing where it was not raced."""
+    report = dict(known("targets-qwen25")).get("targets-qwen25")
+    if report is None:
+        return ""
+    ours = {one["name"] for one in report["ranking"]}
+    rows = [row for row in report["drafters"] if row["name"] in ours and row["label"] != NONE]
+    best = max(rows, key=lambda row: row["speedup"]["mean"])
+    training = next(row["training"] for row in rows if row["training"])
+    gpu = read("first_gpu")["environment"]["gpu"]
+    return (
+        f"**{report['target']['name']}, eleven times the size, writes "
+        f"{interval(best['speedup'], 2, '×')} as fast** with a head that read "
+        f"{training['tokens_seen'] / 1e6:.1f} million tokens in {training['train_seconds']:.0f} "
+        f"seconds of one {gpu} (`{best['label']}`, {best['accepted_length']['mean']:.2f} tokens a "
+        f"pass, {report['settings']['num_prompts']} unseen prompts, T = 0, "
+        f"{report['settings']['dtype']}, {report['environment']['threads']} cores of a CPU without "
+        f"bfloat16; [both targets](docs/results.md#targets-beside-each-other)). {fastest(report)}"
+    ).rstrip()
 
 
 def _drafting_server(row: dict[str, Any]) -> bool:
@@ -218,12 +248,21 @@ def results() -> str:
         where = f"{made(report)}, [JSON](results/{name}.json)"
         by = score_table.by_category if name in BY_CATEGORY else score_table.table
         blocks += [f"## {headings[name]}", "", *_shown(by(report), where), ""]
+    blocks = [*together(), *blocks]
     blocks += level()
     for _, report in known("engines"):
         table = engine_case.table(report)
         heading = f"## Exported heads, {table.title}"
         blocks += [heading, "", "`make engines`", "", table.markdown(), ""]
     return "\n".join(blocks)
+
+
+def together() -> list[str]:
+    """The targets beside each other."""
+    table = two_targets.table(dict(known(*two_targets.TARGETS.values())))
+    if not table.rows:
+        return []
+    return ["## Targets beside each other", "", table.markdown(), "", " ".join(table.notes), ""]
 
 
 def _shown(table: Table, where: str) -> list[str]:
@@ -342,6 +381,7 @@ PAGES = {
     PATH: lambda: rehearsed.table(RESULTS),
     PROTOCOL: counted_as_vllm,
     RACE: raced,
+    GPU: lambda: gpu.text(RESULTS),
 }
 
 

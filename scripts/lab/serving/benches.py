@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from outrider.heads import load_head
-from outrider.heads.interop import exported
+from outrider.heads.interop import exported, gguf_write
 from outrider.heads.names import NGRAM, NONE
 from outrider.scripts.extra.llamacpp import server as llamacpp_server
 from outrider.scripts.lab.serving import llamacpp, llamacpp_cases, shared, vllm, vllm_server
@@ -40,7 +40,8 @@ ENGINES = {
 class Serving:
     """How a server runs. draft_tokens: of a cycle. slots: requests at a time. context: tokens of
     each. exact: float32 throughout, sums in the order of plain code; else as the engine is
-    fast: llama.cpp in `weights`, vLLM in bfloat16, compiled where it can be."""
+    fast: llama.cpp in `weights` or with the target of the GGUF file that it names, vLLM in
+    bfloat16, compiled where it can be."""
 
     draft_tokens: int
     slots: int = 1
@@ -88,8 +89,9 @@ class LlamaCppBench:
     def __init__(self, stage: shared.Stage, python: Path, how: Serving) -> None:
         self.stage, self.python, self.how = stage, python, how
         self.version = ""
-        self.dtype = "float32" if how.exact else how.weights
-        self.target = llamacpp.target_file(stage, self.dtype)
+        weights = "float32" if how.exact else how.weights
+        self.target = llamacpp.target_file(stage, weights)
+        self.dtype = weights if weights in gguf_write.DTYPES else "float16"  # of drafts
 
     def refusal(self, found: shared.Found, mode: str) -> str | None:
         if found.kind != NONE and found.kind not in llamacpp_cases.METHODS:

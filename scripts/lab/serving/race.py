@@ -1,8 +1,9 @@
 """`engines.py race`: our engine, transformers and real servers in one table, on the same prompts
 and in turns. llama.cpp and vLLM (bfloat16) run as they are fast by default, without a draft and
 with each of `drafters` at each of `draft_tokens`; `systems` are what scripts/evaluate.py scores
-beside them. servers=[llamacpp,llamacpp_native] races the wheel and a build for this CPU. Which
-number of draft tokens pays where, `engines.py steps` measures.
+beside them. servers=[llamacpp,llamacpp_native] races the wheel and a build for this CPU,
+weights=[float16,FILE.gguf] the target as we export it and as somebody else did. Which number of
+draft tokens pays where, `engines.py steps` measures.
 
 A llama.cpp head must be one that llama.cpp knows (recipe eagle3_portable); what an engine cannot
 serve is named and left out there.
@@ -19,7 +20,7 @@ from typing import Annotated, ClassVar
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, one_of
+from outrider.conf.rules import Filled, NotEmpty, NotNegative, OneOrMore, Seed, one_of
 from outrider.conf.schema import entry
 from outrider.conf.typed import raise_all
 from outrider.decode.models.config import AutoDtype
@@ -38,6 +39,7 @@ from outrider.scripts.lab.serving.benches import (
     drafters,
 )
 from outrider.scripts.scoring.names import wrong_drafter
+from outrider.scripts.serving import gguf_export
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,8 @@ class RaceConfig(shared.EngineKeys, AutoDtype):
     servers: Filled[Annotated[str, one_of(ENGINES)]] = field(
         default_factory=lambda: [LLAMACPP, VLLM]
     )
-    # numbers of llama.cpp's files
-    weights: Filled[Annotated[str, one_of(gguf_write.DTYPES)]] = field(
-        default_factory=lambda: ["float16"]
-    )
+    # numbers of llama.cpp's files: float32, bfloat16, float16, q8_0; or a GGUF file of the target
+    weights: Filled[NotEmpty] = field(default_factory=lambda: ["float16"])
     # folder of the report
     out: str = "reports/race"
     # folder for exports
@@ -79,12 +79,22 @@ class RaceConfig(shared.EngineKeys, AutoDtype):
     engine: str = ""
 
 
+def wrong_weights(name: str) -> str:
+    """Why llama.cpp cannot take the target so; "" when it can."""
+    if name in gguf_write.DTYPES:
+        return ""
+    if Path(name).suffix != Path(gguf_export.TARGET).suffix:
+        return f"is {name}; give {', '.join(gguf_write.DTYPES)} or a GGUF file of the target"
+    return "" if Path(name).is_file() else f"no such file {name}; export the target to it first"
+
+
 def entries(cfg: RaceConfig) -> Iterator[tuple[str, str, Serving]]:
     """(engine, its name in the table before the drafter's, how it runs) for every type of weights
     and number of draft tokens."""
     for server in cfg.servers:
         for weights in cfg.weights[:1] if server == VLLM else cfg.weights:
-            label = server if server == VLLM or len(cfg.weights) == 1 else f"{server}-{weights}"
+            alone = server == VLLM or len(cfg.weights) == 1
+            label = server if alone else f"{server}-{Path(weights).stem}"
             how = Serving(0, cfg.batch_size, cfg.context, cfg.threads, False, weights)
             yield from ((server, label, replace(how, draft_tokens=k)) for k in cfg.draft_tokens)
 
@@ -118,7 +128,12 @@ def started(
 @entry("engines_race", RaceConfig)
 def main(cfg: RaceConfig) -> int:
     """Export, start every server, score all of them, stop them."""
-    raise_all([f"systems: {line}" for name in cfg.systems if (line := wrong_drafter(name))])
+    raise_all(
+        [
+            *(f"systems: {line}" for name in cfg.systems if (line := wrong_drafter(name))),
+            *(f"weights: {line}" for name in cfg.weights if (line := wrong_weights(name))),
+        ]
+    )
     pythons = {
         name: shared.environment(cfg.engine or ENGINES[name][2], ENGINES[name][3])
         for name in cfg.servers

@@ -27,14 +27,19 @@ class TreeRow:
         self.tokens: list[int] = tree.tokens[row].tolist()
         self.parents: list[int] = tree.parents[row].tolist()
         self.tree, self.row = tree, row
-        self.index = torch.tensor([row])
+        self.device = distribution.logits.device
+        self.index = self.number(row)
+
+    def number(self, value: int) -> Tensor:
+        """[1] int64 where the distributions lie."""
+        return torch.tensor([value], device=self.device)
 
     def kids(self, slot: int) -> list[int]:
         return [i for i in range(self.size) if self.parents[i] == slot - 1]
 
     def p(self, slot: int) -> Tensor:
         """The target's distribution [V] float64 at a slot."""
-        support = self.distribution.at(self.index, torch.tensor([slot]))
+        support = self.distribution.at(self.index, self.number(slot))
         return support.dense(self.distribution.vocab_size)[0].to(torch.float64)
 
     def raw(self, slot: int) -> Tensor:
@@ -48,9 +53,8 @@ class TreeRow:
         """The distribution [V] that `node` was drawn from, without the siblings that are
         removed."""
         if not self.sampled(node):
-            return torch.nn.functional.one_hot(
-                torch.tensor(self.tokens[node]), self.distribution.vocab_size
-            ).double()
+            token = self.number(self.tokens[node])[0]
+            return torch.nn.functional.one_hot(token, self.distribution.vocab_size).double()
         proposal = self.tree.proposal
         assert proposal is not None
         q = proposal.probs[self.row, proposal.row[self.row, node]].to(torch.float64)[None]
@@ -60,11 +64,11 @@ class TreeRow:
         return q / q.sum()
 
     def accept(self, probability: float | Tensor, node: int) -> bool:
-        p = torch.as_tensor(probability, dtype=torch.float64).reshape(1).clamp(0, 1)
-        return bool(self.rng.accept(p, self.index, torch.tensor([node])))
+        p = torch.as_tensor(probability, dtype=torch.float64, device=self.device)
+        return bool(self.rng.accept(p.reshape(1).clamp(0, 1), self.index, self.number(node)))
 
     def draw(self, weights: Tensor, slot: int) -> int:
-        return int(self.rng.draw(weights[None], self.index, torch.tensor([slot - 1])))
+        return int(self.rng.draw(weights[None], self.index, self.number(slot - 1)))
 
 
 def by_row(rule: Callable[[TreeRow], Path]) -> Rule:
@@ -78,7 +82,8 @@ def by_row(rule: Callable[[TreeRow], Path]) -> Rule:
             nodes, token = rule(TreeRow(tree, distribution, rng, b))
             path[b, : len(nodes)] = torch.tensor(nodes, dtype=torch.int64)
             length[b], bonus[b] = len(nodes), token
-        return Verdict(path, length, bonus)
+        device = distribution.logits.device
+        return Verdict(path.to(device), length.to(device), bonus.to(device))
 
     verify.__name__ = rule.__name__
     return verify
