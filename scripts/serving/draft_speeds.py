@@ -15,7 +15,8 @@ from outrider.heads.interop.engines import WORDS
 from outrider.scripts.common import files
 
 RESULTS = files.ROOT / "docs" / "results"
-RACE = "unseen-t0"  # servers beside our own drafters, on the same prompts
+# servers beside our own drafters, on the same prompts
+RACES = ("unseen-t0", "qwen25-k2-t0", "qwen25-t0")
 SETTINGS = ("engine-settings", "engine-forecast")  # by draft tokens and requests at a time
 PLAIN = "llamacpp"
 # a server with a draft: its label without one, the kind of head, K
@@ -24,12 +25,14 @@ LABEL = re.compile(rf"({PLAIN}[\w-]*)-({'|'.join(WORDS)})(?:-k(\d+))?")
 
 @dataclass(frozen=True)
 class DraftSpeed:
-    """One measured row. source: its file in docs/results. drafter: kind of head. server: build
+    """One measured row. source: its file in docs/results. target: its name. drafter: kind of
+    head. server: build
     and weights as the file names them. machine: processor and threads. draft_tokens: K, 0
     where the file does not say. requests: decoded at a time. length: accepted, the bonus
     token counted. times: speed against the same server without it."""
 
     source: str
+    target: str
     drafter: str
     server: str
     machine: str
@@ -55,14 +58,23 @@ def _machine(report: dict[str, Any]) -> str:
 
 
 def _raced(results: Path) -> Iterator[DraftSpeed]:
-    report = _read(results / f"{RACE}.json")
-    rows = {row["label"]: row for row in report.get("drafters", [])}
-    for label, row in rows.items():
-        found = LABEL.fullmatch(label)
-        if found and found[1] in rows:
-            times = row["tokens_per_second"] / rows[found[1]]["tokens_per_second"]
-            length, depth = row["accepted_length"]["mean"], int(found[3] or 0)
-            yield DraftSpeed(RACE, found[2], found[1], _machine(report), depth, 1, length, times)
+    for name in RACES:
+        report = _read(results / f"{name}.json")
+        rows = {row["label"]: row for row in report.get("drafters", [])}
+        for label, row in rows.items():
+            found = LABEL.fullmatch(label)
+            if found and found[1] in rows:
+                yield DraftSpeed(
+                    name,
+                    report["target"]["name"],
+                    found[2],
+                    found[1],
+                    _machine(report),
+                    int(found[3] or 0),
+                    1,
+                    row["accepted_length"]["mean"],
+                    row["tokens_per_second"] / rows[found[1]]["tokens_per_second"],
+                )
 
 
 def _by_settings(results: Path) -> Iterator[DraftSpeed]:
@@ -71,6 +83,7 @@ def _by_settings(results: Path) -> Iterator[DraftSpeed]:
         for case in report.get("cases", []):
             yield DraftSpeed(
                 name,
+                report["target"]["name"],
                 report["settings"]["kind"],
                 f"{PLAIN}-{report['settings']['dtype']}",
                 _machine(report),
@@ -90,9 +103,12 @@ def summary(results: Path = RESULTS) -> str:
     sources = ", ".join(dict.fromkeys(f"docs/results/{row.source}.json" for row in found))
     drafters = " or ".join(sorted({WORDS[row.drafter] for row in found}))
     slower = sum(row.times < 1 for row in found)
+    best = max(found, key=lambda row: row.times)
+    depth = f", {best.draft_tokens} draft tokens" if best.draft_tokens else ""
     return (
         f"measured in llama.cpp here, on CPUs: with {drafters} {min(times):.2f} to "
         f"{max(times):.2f} times the speed of the same server without a draft, slower in {slower} "
-        f"of {len(found)} settings (accepted length {min(lengths):.2f} to {max(lengths):.2f}; "
+        f"of {len(found)} settings (accepted length {min(lengths):.2f} to {max(lengths):.2f}; the "
+        f"fastest: {best.target}{depth}; "
         f"{sources}); time both on your machine before you serve it"
     )

@@ -22,7 +22,7 @@ def test_the_fastest_of_a_kind_is_shown_and_what_is_missing_is_named() -> None:
     server = row("llamacpp", 20.0, f"llamacpp@{SERVED}")
     drafted = row("llamacpp-eagle3-k2", 25.0, f"llamacpp-eagle3-k2@{SERVED}")
     small["drafters"] += [server, drafted, row("hf_generate", 7.0)]
-    whole = two_targets.table({"targets-smollm2": small})
+    whole = two_targets.table({"unseen-t0": small})
     assert whole.head[1].startswith("SmolLM2-135M") and len(whole.head) == 4
     text = whole.markdown()
     assert "| EAGLE-3 | 1.50 [1.40, 1.60] | 15.0 | 1.50× [1.36, 1.67] |" in text
@@ -36,12 +36,13 @@ def test_the_fastest_of_a_kind_is_shown_and_what_is_missing_is_named() -> None:
 
 def test_targets_stand_beside_each_other_whatever_report_has_a_row() -> None:
     small = {"drafters": [row("none", 10.0), row("ngram", 12.0)]}
-    large = [row("none", 5.0), row("eagle3@chain", 8.0), row("eagle3@tree", 9.0)]
-    large += [row("llamacpp-q4_k_m", 11.0, f"llamacpp-q4_k_m@{SERVED}")]
-    known: dict[str, Any] = {"targets-smollm2": small, "targets-qwen25": {"drafters": large}}
+    bf16 = [row("none", 5.0), row("eagle3@chain", 8.0), row("eagle3@tree", 9.0)]
+    q4 = [row("none", 5.5), row("llamacpp-q4_k_m", 11.0, f"llamacpp-q4_k_m@{SERVED}")]
+    known: dict[str, Any] = {"unseen-t0": small}
+    known |= {"qwen25-k2-t0": {"drafters": bf16}, "qwen25-t0": {"drafters": q4}}
     whole = two_targets.table(known)
     lines = {cells[0]: cells for cells in whole.rows}
-    assert lines["plain decoding"][2::3] == ["10.0", "5.0"]
+    assert lines["plain decoding"][2::3] == ["10.0", "5.0"], "the preferred report's"
     assert lines["EAGLE-3"][1:4] == ["–", "–", "–"] and lines["EAGLE-3"][5] == "9.0"
     assert lines["llama.cpp, Q4_K_M"][5] == "11.0"
     assert "EAGLE-3 on SmolLM2-135M" in whole.notes[-1]

@@ -343,8 +343,13 @@ def test_each_server_is_measured_against_itself_without_a_draft(tmp_path: Path) 
     length = {"accepted_length": {"mean": 1.5}}
     rows = [{"label": k, "tokens_per_second": v, **length} for k, v in paces.items()]
     env = {"processor": "a CPU", "threads": 2}
-    report = {"environment": env, "drafters": rows}
+    report = {"environment": env, "drafters": rows, "target": {"name": "small"}}
     (tmp_path / "unseen-t0.json").write_text(json.dumps(report))
+    large = {**report, "target": {"name": "large"}, "drafters": rows[1:3]}
+    (tmp_path / "qwen25-t0.json").write_text(json.dumps(large))
+    assert [r.target for r in draft_speeds.speeds(tmp_path)] == ["small", "small", "large"]
+    assert "the fastest: small, 4 draft tokens; " in draft_speeds.summary(tmp_path)
+    (tmp_path / "qwen25-t0.json").unlink()
     found = [(r.server, r.drafter, r.draft_tokens, r.times) for r in draft_speeds.speeds(tmp_path)]
     assert found == [
         ("llamacpp", "eagle3", 0, 0.8),

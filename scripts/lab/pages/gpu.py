@@ -16,7 +16,7 @@ KERNELS = {
     "training-time test, 3 steps, packed": "attention of training-time test, with gradients",
 }
 # reports whose heads were trained there -> the target
-TRAINED = {"gpu-t0": "SmolLM2-135M", "targets-qwen25": "Qwen2.5-Coder-1.5B"}
+TRAINED = {"gpu-t0": "SmolLM2-135M", "qwen25-t0": "Qwen2.5-Coder-1.5B"}
 
 
 def text(results: Path) -> str:

@@ -75,11 +75,12 @@ def speeds(results: Path) -> str:
     for row in found:
         source = f"[{row.source}](results/{row.source}.json)"
         drafter, depth = engines.WORDS[row.drafter], str(row.draft_tokens or "–")
-        key = source, drafter, f"`{row.server}`", row.machine, depth
+        key = source, row.target, drafter, f"`{row.server}`", row.machine, depth
         cells.setdefault(key, {})[row.requests] = f"{row.times:.2f}× ({row.length:.2f})"
     rows = [[*key, *(times.get(count, "–") for count in counts)] for key, times in cells.items()]
-    head = "figures", "draft", "server", "machine", "K", *(f"{count} at a time" for count in counts)
-    return Table(head, rows, words=range(4)).markdown()
+    more = (f"{count} at a time" for count in counts)
+    head = "figures", "target", "draft", "server", "machine", "K", *more
+    return Table(head, rows, words=range(5)).markdown()
 
 
 def table(results: Path) -> Table:
