@@ -98,15 +98,16 @@ def load_target(
 
 
 def _place(device: str | torch.device | None) -> torch.device:
-    """Where the target runs."""
+    """Where the target runs. On a GPU, cuDNN's attention is switched off for this process."""
     import torch
 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UserError("device: cuda asked for, but torch sees no GPU; use device=cpu")
-    # cuDNN's attention makes a plan of some 40 ms for every new length, and a context that grows
-    # has a new one at every pass; flash and plain attention have none.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    if place.type == "cuda":
+        # It makes a plan of some 40 ms for every new length, and a context that grows has a new one
+        # at every pass; flash and plain attention need none.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return place
 
 

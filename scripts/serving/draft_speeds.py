@@ -65,15 +65,15 @@ def _raced(results: Path) -> Iterator[DraftSpeed]:
             found = LABEL.fullmatch(label)
             if found and found[1] in rows:
                 yield DraftSpeed(
-                    name,
-                    report["target"]["name"],
-                    found[2],
-                    found[1],
-                    _machine(report),
-                    int(found[3] or 0),
-                    1,
-                    row["accepted_length"]["mean"],
-                    row["tokens_per_second"] / rows[found[1]]["tokens_per_second"],
+                    source=name,
+                    target=report["target"]["name"],
+                    drafter=found[2],
+                    server=found[1],
+                    machine=_machine(report),
+                    draft_tokens=int(found[3] or 0),
+                    requests=1,
+                    length=row["accepted_length"]["mean"],
+                    times=row["tokens_per_second"] / rows[found[1]]["tokens_per_second"],
                 )
 
 
@@ -82,15 +82,15 @@ def _by_settings(results: Path) -> Iterator[DraftSpeed]:
         report = _read(results / f"{name}.json")
         for case in report.get("cases", []):
             yield DraftSpeed(
-                name,
-                report["target"]["name"],
-                report["settings"]["kind"],
-                f"{PLAIN}-{report['settings']['dtype']}",
-                _machine(report),
-                case["draft_tokens"],
-                case["batch"],
-                case["accepted_length"]["measured"],
-                case["measured"],
+                source=name,
+                target=report["target"]["name"],
+                drafter=report["settings"]["kind"],
+                server=f"{PLAIN}-{report['settings']['dtype']}",
+                machine=_machine(report),
+                draft_tokens=case["draft_tokens"],
+                requests=case["batch"],
+                length=case["accepted_length"]["measured"],
+                times=case["measured"],
             )
 
 

@@ -34,7 +34,8 @@ kernels = pytest.mark.skipif(not packed.available(), reason="no bfloat16 kernels
 
 @pytest.fixture
 def halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor without instructions for bfloat16."""
+    """A processor without instructions for bfloat16; weights in several pieces."""
+    monkeypatch.setattr(packed, "PIECE", 20)
     if not packed.halves_available():
         pytest.skip("no FBGEMM here")
     monkeypatch.setattr(packed, "bfloat16_on_cpu", lambda: False)

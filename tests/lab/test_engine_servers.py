@@ -227,6 +227,10 @@ def test_builds_weights_and_draft_tokens_are_entries_of_a_race() -> None:
         ("llamacpp-float16", others[0]),
         ("llamacpp-q4_k_m", others[1]),
     ]
+    cfg = race.RaceConfig(drafters=[], servers=["llamacpp"], weights=others[1:], draft_tokens=[2])
+    assert [label for _, label, _ in race.entries(cfg)] == ["llamacpp-q4_k_m"], "never hidden"
+    assert race.alike(others) == []
+    assert "called target" in race.alike(["a/target.gguf", "b/target.gguf"])[0]
 
 
 def test_weights_of_a_race_are_numbers_or_a_file_that_is_there(tmp_path: Path) -> None:

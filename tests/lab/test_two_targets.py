@@ -14,11 +14,19 @@ def row(label: str, speed: float, name: str = "") -> dict[str, Any]:
     return {**found, "speedup": ratio, "accepted_length": length}
 
 
+ABOUT: dict[str, Any] = {
+    "created": "2026-11-23T12:07:23+00:00",
+    "environment": {"processor": "a CPU"},
+    "settings": {"dtype": "bfloat16", "num_prompts": 72},
+}
 SERVED = "http://127.0.0.1:1"
 
 
 def test_the_fastest_of_a_kind_is_shown_and_what_is_missing_is_named() -> None:
-    small = {"drafters": [row("none", 10.0), row("eagle3", 15.0), row("eagle3+ngram", 17.0)]}
+    small = {
+        "drafters": [row("none", 10.0), row("eagle3", 15.0), row("eagle3+ngram", 17.0)],
+        **ABOUT,
+    }
     server = row("llamacpp", 20.0, f"llamacpp@{SERVED}")
     drafted = row("llamacpp-eagle3-k2", 25.0, f"llamacpp-eagle3-k2@{SERVED}")
     small["drafters"] += [server, drafted, row("hf_generate", 7.0)]
@@ -29,17 +37,18 @@ def test_the_fastest_of_a_kind_is_shown_and_what_is_missing_is_named() -> None:
     assert "| llama.cpp, 16 bits | – | 20.0 |" in text
     assert "| llama.cpp, 16 bits, with the head | 1.50 [1.40, 1.60] | 25.0 |" in text
     assert "Q4_K_M" not in text, "no row without a figure"
+    assert "SmolLM2-135M in bfloat16, 72 prompts, a CPU, 2026-11-23" in whole.notes[0]
     missing = whole.notes[-1]
     assert "not measured: n-gram on SmolLM2-135M, llama.cpp, Q4_K_M on SmolLM2-135M" in missing
     assert missing.endswith("all of Qwen2.5-Coder-1.5B")
 
 
 def test_targets_stand_beside_each_other_whatever_report_has_a_row() -> None:
-    small = {"drafters": [row("none", 10.0), row("ngram", 12.0)]}
+    small = {"drafters": [row("none", 10.0), row("ngram", 12.0)], **ABOUT}
     bf16 = [row("none", 5.0), row("eagle3@chain", 8.0), row("eagle3@tree", 9.0)]
     q4 = [row("none", 5.5), row("llamacpp-q4_k_m", 11.0, f"llamacpp-q4_k_m@{SERVED}")]
     known: dict[str, Any] = {"unseen-t0": small}
-    known |= {"qwen25-k2-t0": {"drafters": bf16}, "qwen25-t0": {"drafters": q4}}
+    known |= {"qwen25-k2-t0": {"drafters": bf16, **ABOUT}, "qwen25-t0": {"drafters": q4, **ABOUT}}
     whole = two_targets.table(known)
     lines = {cells[0]: cells for cells in whole.rows}
     assert lines["plain decoding"][2::3] == ["10.0", "5.0"], "the preferred report's"

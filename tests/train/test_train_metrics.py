@@ -85,6 +85,22 @@ def test_attention_on_a_cpu_counts_as_on_a_gpu(kv_heads: int) -> None:
     assert flops.total == forward + 5 * forward // 2  # five backward
 
 
+def test_documents_side_by_side_count_by_query_heads() -> None:
+    """What the training-time test calls on a GPU: 4 heads of queries, 2 of keys, 2 documents."""
+    query, cuts = torch.empty(10, 4, 8), torch.tensor([0, 4, 10])
+    pair = [torch.empty(10, 2, 8) for _ in range(2)]
+    forward = 2 * 2 * 4 * (4 * 4 + 6 * 6) * 8
+    found = speed.operations(
+        torch.ops.aten._flash_attention_forward, (query, *pair, cuts, cuts, 6, 6), {}, None
+    )
+    assert found == forward
+    behind = query, query[..., 0], cuts, cuts, 6, 6  # out, logarithms of sums
+    found = speed.operations(
+        torch.ops.aten._flash_attention_backward, (query, query, *pair, *behind), {}, None
+    )
+    assert found == 5 * forward // 2
+
+
 @pytest.mark.parametrize(
     "name, peak",
     [

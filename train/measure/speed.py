@@ -59,27 +59,41 @@ def _names(known: str, name: str) -> bool:
     return at >= 0 and not name[at + len(known) :][:1].isalnum() and not name[:at][-1:].isalnum()
 
 
-def _shared(q: Tensor, kept: Tensor) -> Sequence[int]:
-    """The shape of keys or values as each query head reads them."""
-    return kept.shape[0], q.shape[1], *kept.shape[2:]
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q.shape, _shared(q, k), _shared(q, v)))
+    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
 
 
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, q.shape, _shared(q, k), _shared(q, v)))
+    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
 
 
-# Attention: torch's counter leaves that of CPUs out, and its formula of 2.11 refuses fewer heads
-# of keys than of queries.
-KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-OWN: dict[Any, Any] = {
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{behind}"): formula
-    for kernel in KERNELS
-    for behind, formula in (("", _forward), ("_backward", _backward))
+OWN: dict[Any, Any] = {  # attention on CPUs, which torch's counter leaves out
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
 }
+
+
+def operations(name: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating point operations of a call of the packet `name`; 0 for what nobody counts."""
+    if "attention" in str(name):
+        args = _per_query_head(args, 1 if str(name).endswith("_backward") else 0)
+    if formula := OWN.get(name):
+        return int(formula(*args, **kwargs))
+    if name in flop_registry:
+        return int(cast(Any, flop_registry[name])(*args, **kwargs, out_val=out))
+    return 0
+
+
+def _per_query_head(args: Sequence[Any], at: int) -> Sequence[Any]:
+    """Arguments of attention whose query is the one at `at`, keys and values behind it, all with
+    their heads in dimension 1: torch 2.11 refuses to count fewer heads of keys than of queries,
+    so keys and values take the shape that every query head reads, without numbers."""
+    query, *pair = args[at : at + 3]
+    shapes = [(kept.shape[0], query.shape[1], *kept.shape[2:]) for kept in pair]
+    spread = (
+        kept.new_empty(shape, device="meta") for kept, shape in zip(pair, shapes, strict=True)
+    )
+    return *args[: at + 1], *spread, *args[at + 3 :]
 
 
 class Counter(TorchDispatchMode):
@@ -101,11 +115,7 @@ class Counter(TorchDispatchMode):
         out = func(*args, **kwargs)
         name = getattr(func, "_overloadpacket", func)
         try:
-            if formula := OWN.get(name):
-                self.total += formula(*args, **kwargs)
-            elif name in flop_registry:
-                formula = cast(Any, flop_registry[name])
-                self.total += formula(*args, **kwargs, out_val=out)
+            self.total += operations(name, args, kwargs, out)
         except Exception as error:
             self.failed = self.failed or (
                 f"torch {torch.__version__} cannot count the operations of {name} "

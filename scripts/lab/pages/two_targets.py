@@ -39,6 +39,13 @@ def found(pattern: str, reports: Sequence[dict[str, Any]]) -> dict[str, Any] | N
     return None
 
 
+def _ran(report: dict[str, Any]) -> str:
+    """Where and in which numbers a report was made."""
+    settings, machine = report["settings"], report["environment"]["processor"]
+    day = report["created"][:10]
+    return f"in {settings['dtype']}, {settings['num_prompts']} prompts, {machine}, {day}"
+
+
 def _length(row: dict[str, Any]) -> str:
     return interval(row["accepted_length"]) if row["accepted_length"]["mean"] else "–"
 
@@ -73,7 +80,8 @@ def table(known: Mapping[str, dict[str, Any]]) -> Table:
             lines.append([what, *(cell for row in rows.values() for cell in _cells(row))])
     notes = [
         "of drafters and servers that ran in several ways the fastest; every speed against plain "
-        "decoding of the same run; prompts, machine and commit stand in each target's JSON"
+        "decoding of the same run; tokens/s of two targets come from different machines: "
+        + ", ".join(f"{name} {_ran(reports[0])}" for name, reports in by_target.items())
     ]
     missing += [f"all of {name}" for name in TARGETS if name not in by_target]
     notes += [f"not measured: {', '.join(missing)}"] if missing else []

@@ -11,7 +11,7 @@ serve is named and left out there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -88,13 +88,20 @@ def wrong_weights(name: str) -> str:
     return "" if Path(name).is_file() else f"no such file {name}; export the target to it first"
 
 
+def alike(weights: Sequence[str]) -> list[str]:
+    """Which of `weights` would stand in the table under one name."""
+    names = [Path(one).stem for one in weights]
+    twice = dict.fromkeys(name for name in names if names.count(name) > 1)
+    return [f"two of them would be called {name}; rename a file" for name in twice]
+
+
 def entries(cfg: RaceConfig) -> Iterator[tuple[str, str, Serving]]:
     """(engine, its name in the table before the drafter's, how it runs) for every type of weights
     and number of draft tokens."""
     for server in cfg.servers:
         for weights in cfg.weights[:1] if server == VLLM else cfg.weights:
-            alone = server == VLLM or len(cfg.weights) == 1
-            label = server if alone else f"{server}-{Path(weights).stem}"
+            usual = len(cfg.weights) == 1 and weights in gguf_write.DTYPES
+            label = server if server == VLLM or usual else f"{server}-{Path(weights).stem}"
             how = Serving(0, cfg.batch_size, cfg.context, cfg.threads, False, weights)
             yield from ((server, label, replace(how, draft_tokens=k)) for k in cfg.draft_tokens)
 
@@ -132,6 +139,7 @@ def main(cfg: RaceConfig) -> int:
         [
             *(f"systems: {line}" for name in cfg.systems if (line := wrong_drafter(name))),
             *(f"weights: {line}" for name in cfg.weights if (line := wrong_weights(name))),
+            *(f"weights: {line}" for line in alike(cfg.weights)),
         ]
     )
     pythons = {
