@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -41,7 +40,15 @@ from outrider.scripts.common.prompts import load_prompts, spread
 from outrider.scripts.common.spelling import spelled
 from outrider.scripts.lab.pages import trainers as page
 from outrider.scripts.lab.trainers import turns
-from outrider.scripts.lab.trainers.entries import NAMES, OURS, VARIANTS, Entry, Work, entries
+from outrider.scripts.lab.trainers.entries import (
+    NAMES,
+    OURS,
+    VARIANTS,
+    Entry,
+    Work,
+    entries,
+    without_folders,
+)
 from outrider.scripts.lab.trainers.scored import SHAPES, Scorer, loaded
 from outrider.scripts.serving.export_features import ratio
 from outrider.train.config import DataConfig
@@ -139,7 +146,9 @@ class TrainerRace:
         raced = {k: v for k, v in keys.items() if k not in (*VARIED, *DECODED)}
         self.memo = Memo(self.out / "done", raced)  # what is asked for later leaves the race alone
         self.varied_memo = Memo(self.out / "varied", raced | {k: keys[k] for k in VARIED})
-        self.scores = Memo(self.out / "scores", keys)
+        plain = {k: v for k, v in keys.items() if k not in VARIED}
+        self.scores = Memo(self.out / "scores", plain)
+        self.varied_scores = Memo(self.out / "varied_scores", keys)
 
     def _rows(self) -> JoinedRows:
         target = self.target
@@ -192,17 +201,10 @@ class TrainerRace:
             variants = self.varied_memo.each(
                 "variants", cfg.variant_seeds, lambda seed: self.varied(seed, best[OURS])
             )
-        heads = [
-            (group, seed, row["entry"])
-            for group, seeds, rows in (
-                ("race", cfg.seeds, race),
-                ("variants", cfg.variant_seeds, variants),
-            )
-            for seed, found in zip(seeds, rows, strict=False)
-            for row in found
-            if row["marks"]
-        ]
+        heads = kept("race", cfg.seeds, race)
         decoded = self.scores.each("decoded", heads, lambda head: self.decoded(*head))
+        heads = kept("variants", cfg.variant_seeds, variants)
+        decoded += self.varied_scores.each("decoded", heads, lambda head: self.decoded(*head))
         theirs = self.scores.each("theirs", [0], lambda _: self.their_scores(race[0]))
         profiles = self.scores.each("profile", [0], lambda _: self.profiled())
         return {
@@ -210,7 +212,7 @@ class TrainerRace:
             "commit": files.commit(),
             "processor": files.processor(),
             **files.origin("cpu"),
-            "command": without_folders(files.command()),
+            "command": without_folders(files.command(), PLACES),
             "settings": {k: v for k, v in asdict(cfg).items() if k not in PLACES},
             "data": {
                 "rows": self.rows_read.held.numel(),
@@ -256,7 +258,9 @@ class TrainerRace:
         names = [OURS, *self.cfg.variants]
         some = entries(names, Path(self.cfg.peers))
         seconds = 60 * self.cfg.variant_minutes
-        return self.group(f"variants-{seed}", some, dict.fromkeys(names, rate), seed, seconds, 1)
+        return self.group(
+            f"variants-{seed}", some, dict.fromkeys(names, rate), seed, seconds, self.cfg.marks
+        )
 
     def group(
         self,
@@ -363,13 +367,16 @@ class TrainerRace:
             raise UserError(f"{name}: failed on {keys[0]}; see above")
 
 
-def without_folders(command: str) -> str:
-    """A command with the names alone of the paths that it gives."""
-    words = [word.partition("=") for word in shlex.split(command)]
-    return shlex.join(
-        f"{key}{sign}{Path(value).name}" if key in PLACES else f"{key}{sign}{value}"
-        for key, sign, value in words
-    )
+def kept(
+    group: str, seeds: Sequence[int], rows: Sequence[list[dict[str, Any]]]
+) -> list[tuple[str, int, str]]:
+    """(group, seed, entry) of what left a head."""
+    return [
+        (group, seed, row["entry"])
+        for seed, found in zip(seeds, rows, strict=False)
+        for row in found
+        if row["marks"]
+    ]
 
 
 @entry("trainer_race", TrainerRaceConfig)

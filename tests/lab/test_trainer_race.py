@@ -15,9 +15,9 @@ from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.scripts.common.progress import silent
 from outrider.scripts.lab.pages import trainers as page
-from outrider.scripts.lab.trainer_race import TrainerRaceConfig, without_folders
+from outrider.scripts.lab.trainer_race import PLACES, TrainerRaceConfig
 from outrider.scripts.lab.trainers import turns
-from outrider.scripts.lab.trainers.entries import NAMES, OURS, Entry, Work, entries
+from outrider.scripts.lab.trainers.entries import NAMES, OURS, Entry, Work, entries, without_folders
 from outrider.scripts.lab.trainers.turns import Rules, race
 
 PROGRAM = """
@@ -218,7 +218,7 @@ def test_who_stopped_is_listed_and_the_tables_do_without(tmp_path: Path) -> None
 
 def test_the_report_names_no_folder_of_a_machine() -> None:
     given = "python scripts/lab/trainer_race.py chats=/home/a/c.jsonl minutes=6 'out=/tmp/a b'"
-    assert without_folders(given) == (
+    assert without_folders(given, PLACES) == (
         "python scripts/lab/trainer_race.py chats=c.jsonl minutes=6 'out=a b'"
     )
 
@@ -234,3 +234,53 @@ def test_what_is_not_there_and_that_ours_must_take_part() -> None:
     words.append("entries=[speculators]")
     with pytest.raises(UserError, match="entries: the others are compared with outrider"):
         compose("trainer_race", TrainerRaceConfig, words)
+
+
+def test_single_keys_stand_beside_ours_at_equal_minutes_and_equal_tokens() -> None:
+    found = report([[row(OURS, s, 4.0, 200) for s in (0,)]])
+    changed = row("muon", 0, 5.0, 100, changes=["muon"])
+    later = {**changed["marks"][0]["held_out"], "loss_token": [3.0] * 3}
+    changed["marks"][1]["held_out"] = later
+    ours = row(OURS, 0, 4.0, 200)
+    ours["marks"][1]["held_out"] = later
+    found["variants"] = [[ours, changed]]
+    found["settings"]["variant_seeds"] = [0]
+    cycles = {name: [[2 if name == "muon" else 1] * 5] * 4 for name in (OURS, "muon")}
+    found["decoded"] += [
+        {"group": "variants", "seed": 0, "entry": name, "cycles": {"chain": c, "tree": c}}
+        for name, c in cycles.items()
+    ]
+    shown = page.tables(found)[-1].markdown()
+    assert "| step 1, at 6,000 tokens |" in shown, "of the one that has read least"
+    assert "| as it is | – | 3.000 / 3.000 / 3.000 | 4.000 (4.000 to 4.000) | – | – |" in shown
+    assert "| muon | 0.50 [0.50, 0.50] | 3.000 / 3.000 / 3.000 | 3.000 (3.000 to 3.000) |" in shown
+    assert shown.count("+1.000 [+1.000, +1.000]") == 2
+
+
+def test_another_checkout_stands_beside_this_one() -> None:
+    both = [
+        row(page.BEFORE, 0, 1.0, 100, peak_own_memory_mb=2000),
+        row(OURS, 0, 1.0, 150, peak_own_memory_mb=1000),
+    ]
+    gone = [both[0], row(OURS, 0, 1.0, 1, ended="ended with exit code 2; no such key")]
+    heads = {"medusa": both, "eagle1": gone}
+    commits = {page.BEFORE: "abc", OURS: "def"}
+    shown = page.pair_table({"heads": heads, "commits": commits}).markdown()
+    assert "| medusa | 100 | 150 | 1.50 [1.50, 1.50] | 2,000 | 1,000 | 0.50 |" in shown
+    assert "| eagle1 | outrider: ended with exit code 2; no such key | – |" in shown
+    assert page.pair_line("eagle1", gone) == (
+        "eagle1, outrider: stopped: ended with exit code 2; no such key"
+    )
+
+
+def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name / "outrider").mkdir(parents=True)
+        (tmp_path / name / "outrider" / "__init__.py").write_text(f"WHO = {name!r}\n")
+    script = tmp_path / "who.py"
+    script.write_text("import os, outrider; print(outrider.WHO, os.getcwd())\n")
+    folder = tmp_path / "there"
+    entry = Entry("before", "toy", Path(sys.executable), root=folder)
+    rules = Rules(1.0, [], 0.4, 1)
+    (found,) = race([entry], [[sys.executable, str(script)]], [folder], rules, silent)
+    assert f"there {folder}" in found["ended"]

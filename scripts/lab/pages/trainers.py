@@ -15,6 +15,7 @@ from outrider.decode.stats import ratio_interval
 from outrider.scripts.reports.table import Table
 
 OURS = "outrider"
+BEFORE = "before"  # a checkout of ours that is compared with this one
 RESAMPLES = 2000
 
 
@@ -57,10 +58,17 @@ def names(groups: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
 def speed_ratio(
     groups: Sequence[Sequence[dict[str, Any]]], name: str, base: str
 ) -> tuple[float, float, float]:
-    """Tokens per CPU second of `name` over those of `base`: mean, and 95 % of resampled turns."""
+    """Tokens per CPU second of `name` over those of `base`: see pace_ratio."""
+    return pace_ratio(rows_of(groups, name), rows_of(groups, base))
+
+
+def pace_ratio(
+    rows: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]
+) -> tuple[float, float, float]:
+    """Tokens per CPU second of `rows` over those of `base`: mean, and 95 % of resampled turns."""
     found = []
-    for entry in (name, base):
-        turns = np.array([turn for row in rows_of(groups, entry) for turn in row["turns"]], float)
+    for some in (rows, base):
+        turns = np.array([turn for row in some for turn in row["turns"]], float)
         turns = turns[turns[:, 1] > 0]
         pick = np.random.default_rng(0).integers(0, len(turns), (RESAMPLES, len(turns)))
         sums = np.concatenate([turns.sum(0)[None], turns[pick].sum(1)])
@@ -257,21 +265,66 @@ def their_table(report: dict[str, Any]) -> Table:
 
 
 def variants_table(report: dict[str, Any], some: Sequence[str]) -> Table:
-    """Ours with single keys of others, against ours in the same minutes."""
+    """Ours with single keys of others, against ours in the same minutes and at equal tokens."""
+    groups = report["variants"]
+    least = min(row["marks"][-1]["tokens"] for name in some for row in rows_of(groups, name))
     cells = []
     for name in some:
-        rows = rows_of(report["variants"], name)
+        rows = rows_of(groups, name)
+        pair = (name, OURS)
+        alone = name == OURS or OURS not in some
+        apart = [
+            "–" if alone else bracket(difference(report, "variants", pair, shape))
+            for shape in ("chain", "tree")
+        ]
+        speed = "–" if alone else bracket(speed_ratio(groups, *pair), 2, "")
         changed = "; ".join(rows[0]["changes"]) or "as it is"
-        apart = (
-            "–" if name == OURS else bracket(difference(report, "variants", (name, OURS), "chain"))
-        )
-        cells.append([changed, held(rows, "loss_token"), held(rows, "top1_token"), apart])
-    head = ["ours with", "cross-entropy by step", "best token right, %", "accepted length, chain"]
+        losses = [held(rows, "loss_token"), spread([at_tokens(row, least) for row in rows])]
+        cells.append([changed, speed, *losses, *apart])
+    head = ["ours with", "tokens per CPU second", "cross-entropy by step"]
+    head += [f"step 1, at {least:,} tokens", "accepted length, chain of 3", "tree of 16"]
     minutes = report["settings"]["variant_minutes"]
-    return Table(head, cells, title=f"Single keys, {minutes:g} CPU minutes each")
+    seeds = len(report["settings"]["variant_seeds"])
+    title = f"Ours with single keys of others, {minutes:g} CPU minutes each, {seeds} seeds"
+    return Table(head, cells, title=title)
 
 
 def stopped_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Who did not get through, where, with what message."""
     cells = [[row["entry"], f"{row['rate']:g}", str(row["steps"]), row["ended"]] for row in rows]
     return Table(["entry", "learning rate", "step", "message"], cells, title="Stopped")
+
+
+def pair_line(head: str, rows: Sequence[dict[str, Any]]) -> str:
+    """What two checkouts did with a head, in one line."""
+    if stopped := [row for row in rows if row["ended"]]:
+        return "; ".join(f"{head}, {row['entry']}: stopped: {row['ended']}" for row in stopped)
+    paces = ", ".join(f"{row['entry']} {speed(row):,.0f}" for row in rows)
+    return f"{head}: tokens per CPU second: {paces}"
+
+
+def pair_table(report: dict[str, Any]) -> Table:
+    """Every head's training in two checkouts: docs/results/train-pair.json, which
+    scripts/lab/train_pair.py writes."""
+    cells = []
+    for head, rows in report["heads"].items():
+        by_name = {row["entry"]: row for row in rows}
+        if stopped := [row for row in rows if row["ended"]]:
+            words = "; ".join(f"{row['entry']}: {row['ended']}" for row in stopped)
+            cells.append([head, words, *5 * ["–"]])
+            continue
+        before, here = by_name[BEFORE], by_name[OURS]
+        memory = [row["peak_own_memory_mb"] for row in (before, here)]
+        cells.append(
+            [
+                head,
+                f"{speed(before):,.0f}",
+                f"{speed(here):,.0f}",
+                bracket(pace_ratio([here], [before]), 2, ""),
+                *(f"{value:,}" for value in memory),
+                f"{memory[1] / memory[0]:.2f}",
+            ]
+        )
+    head_row = ["head", "before: tokens per CPU second", "now", "ratio"]
+    title = f"Ours at {report['commits'][BEFORE]} and at {report['commits'][OURS]}"
+    return Table([*head_row, "before: memory, MB", "now", "ratio"], cells, title=title)

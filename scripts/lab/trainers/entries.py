@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,13 +54,15 @@ class Work:
 @dataclass(frozen=True)
 class Entry:
     """A program with its keys. name: in the table. python: that runs it. more: keys of ours
-    that differ from the entry it is compared with; changed: said of them in a few words."""
+    that differ from the entry it is compared with; changed: said of them in a few words. root:
+    the checkout that it runs in."""
 
     name: str
     program: str
     python: Path
     more: Sequence[str] = ()
     changed: str = ""
+    root: Path = files.ROOT
 
     def command(self, work: Work, folder: Path, rate: float, seed: int) -> list[str]:
         """The command line that trains into `folder`."""
@@ -160,6 +163,15 @@ def entries(names: Sequence[str], peers: Path) -> list[Entry]:
     return [known[name] for name in names]
 
 
+def without_folders(command: str, keys: Sequence[str]) -> str:
+    """A command with the names alone of the paths that these keys of it give."""
+    words = [word.partition("=") for word in shlex.split(command)]
+    return shlex.join(
+        f"{key}{sign}{Path(value).name}" if key in keys else f"{key}{sign}{value}"
+        for key, sign, value in words
+    )
+
+
 @dataclass(frozen=True)
 class Variant:
     """Ours with some keys of a peer's."""
@@ -178,6 +190,11 @@ VARIANTS = {
     for variant in (
         Variant("weight_decay", "weight decay 0.01", ("optim.weight_decay=0.01",)),
         Variant("beta2", "second beta of AdamW 0.999", ("optim.beta2=0.999",)),
+        Variant(
+            "adamw",
+            "weight decay 0.01, second beta 0.999",
+            ("optim.weight_decay=0.01", "optim.beta2=0.999"),
+        ),
         Variant("mask_all", "every position supervised", ("head.loss.mask=all",)),
         Variant("no_decay", "steps weigh the same", ("head.step_decay=1.0",)),
     )

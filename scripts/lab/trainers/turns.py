@@ -154,7 +154,7 @@ def race(
     racers: list[Racer] = []
     try:
         for entry, command, folder in zip(entries, commands, folders, strict=True):
-            racers.append(Racer(entry, folder, started(command, folder)))
+            racers.append(Racer(entry, folder, started(command, folder, entry.root)))
         while running := [r for r in racers if not r.ended and r.used < rules.seconds]:
             chosen = sorted(running, key=lambda r: usage(r.process.pid)[0])[: rules.together]
             take_turn(chosen, rules)
@@ -200,9 +200,11 @@ def send(racer: Racer, number: int) -> None:
             os.killpg(racer.process.pid, number)
 
 
-def started(command: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
-    """The program, standing still. It ends with this process."""
+def started(command: Sequence[str], folder: Path, root: Path) -> subprocess.Popen[bytes]:
+    """The program, standing still, in the checkout `root`. It ends with this process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if root != files.ROOT:
+        environment["PYTHONPATH"] = str(root)  # before the package that is installed
 
     def with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -210,7 +212,7 @@ def started(command: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
     with open(folder / "log", "ab") as log:
         process = subprocess.Popen(
             command,
-            cwd=files.ROOT,
+            cwd=root,
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
