@@ -15,12 +15,15 @@ from pathlib import Path
 import pytest
 
 from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.decode.models.identity import sha256_weights
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.target import Target
 from outrider.scripts.extra.llamacpp import process
 from outrider.scripts.extra.llamacpp import server as llamacpp
 from outrider.scripts.extra.llamacpp.process import Program
-from outrider.scripts.lab.serving import race, sampled, vllm_server
+from outrider.scripts.lab.serving import llamacpp as llamacpp_files
+from outrider.scripts.lab.serving import race, sampled, shared, vllm_server
 from tests.helpers.speculating_server import serving
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}
@@ -312,3 +315,28 @@ def test_answers_to_other_prompts_or_of_another_target_are_not_gone_on_from(
     for more in ([], ["num_prompts=1"], ["target.seed=1"], []):
         assert certify(tmp_path, "drafters=[none]", *more) == 2
     assert len(set(keys)) == 3 and keys[0] == keys[3]
+
+
+def test_a_large_target_is_not_held_while_its_exports_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    keys = ["target=local", f"target.path={folder}", f"work={tmp_path}", "drafters=[none]"]
+    stage = shared.Stage(compose("engines_race", race.RaceConfig, keys))
+    made: list[str] = []
+    monkeypatch.setattr(stage, "export", lambda name, *keys: made.append(name))
+    manifest = {"target": {"weights_sha256": sha256_weights(folder)}}
+    monkeypatch.setattr(llamacpp_files, "exported", lambda folder: manifest)
+
+    def load(*_: object) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(shared, "load_target", load)
+    assert llamacpp_files.target_file(stage, "float16").parent == tmp_path / "target-float16"
+    assert not made, "it is the export of these weights"
+    manifest["target"]["weights_sha256"] = "of others"
+    llamacpp_files.target_file(stage, "float16")
+    assert made == ["target-float16"]

@@ -59,6 +59,11 @@ COPIED = {
     "union-t1": "union/t1",
     "gpu-t0": "gpu/t0",
     "gpu-t1": "gpu/t1",
+    "avx2-t0": "avx2/smollm2",
+    "avx2-t1": "avx2/smollm2-t1",
+    "avx2-b4": "avx2/smollm2-b4",
+    "avx2-b8": "avx2/smollm2-b8",
+    "avx2-fit": "avx2/fit",
     "qwen25-t0": "avx2/qwen",
     "qwen25-k2-t0": "avx2/qwen-k2",
 }
@@ -74,6 +79,11 @@ SHOWN = {
     "unseen-fp32": "The same in float32 (beside other work: no times)",
     "unseen-b4": "The same, four at a time",
     "unseen-b8": "The same, eight at a time",
+    "avx2-t0": "On a CPU without bfloat16: the 72 prompts with the head that every engine serves",
+    "avx2-t1": "On a CPU without bfloat16, T = 1",
+    "avx2-b4": "On a CPU without bfloat16, four at a time",
+    "avx2-b8": "On a CPU without bfloat16, eight at a time",
+    "avx2-fit": "On a CPU without bfloat16: a head fitted to its traffic, on later questions",
     "demo-t0": "What `make demo` shows (its JSON says at which commit)",
     "demo-t1": "What `make demo` shows at T = 1",
     "recipes-t0": "Recipes, trained longer",
@@ -387,7 +397,12 @@ def raced() -> str:
     """The trainers beside each other."""
     if not (RESULTS / "trainer-race.json").exists():
         return "Not measured yet."
-    return trainers.text(read("trainer-race"))
+    parts = [trainers.text(read("trainer-race"))]
+    for name, report in known("train-pair"):
+        table = trainers.pair_table(report)
+        where = f"`{report['command']}`; {made(report)}, [JSON](results/{name}.json)"
+        parts += ["", f"### {table.title}", "", where, "", table.markdown()]
+    return "\n".join(parts)
 
 
 def foretold() -> str:

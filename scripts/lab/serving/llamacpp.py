@@ -103,8 +103,8 @@ def target_file(stage: shared.Stage, name: str) -> Path:
     """The target's GGUF in the numbers that `name` says, or the file that it names."""
     if name not in gguf_write.DTYPES:
         return Path(name).expanduser().resolve()
-    folder, identity = f"target-{name}", stage.target.identity
-    said, sha256 = exported(stage.work / folder), identity and identity.weights_sha256
-    if said is None or (said.get("target") or {}).get("weights_sha256") != sha256:
+    folder = f"target-{name}"
+    said = exported(stage.work / folder)
+    if said is None or (said.get("target") or {}).get("weights_sha256") != stage.weights_sha256:
         stage.export(folder, "drafter=none", "format=gguf", f"dtype={name}", "num_prompts=2")
     return stage.work / folder / gguf_export.TARGET

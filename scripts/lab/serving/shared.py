@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 from outrider.conf.errors import UserError, last_line
 from outrider.conf.rules import OneOrMore
-from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.models.identity import sha256_weights
+from outrider.decode.models.load import TargetConfig, load_target, source_folder
 from outrider.decode.target import Target
 from outrider.heads import find_head, head_in
 from outrider.heads.checkpoint import read_card
@@ -106,15 +107,34 @@ class Found:
 
 
 class Stage:
-    """One run: the target, the prompts, our own answers, the drafters and what is missing."""
+    """One run: the target, the prompts, our own answers, the drafters and what is missing. The
+    target is loaded where it is first asked for: exports load it again, in a process of theirs,
+    and a large one does not fit twice."""
 
     def __init__(self, cfg: EngineKeys) -> None:
         self.cfg = replace(cfg, drafters=served(cfg))
         self.work = Path(cfg.work).resolve()
         self.work.mkdir(parents=True, exist_ok=True)
-        self.target: Target = load_target(cfg.target, "float32", "cpu")
-        self.ids = prompt_ids(self.target, cfg.prompts, cfg.num_prompts)
+        self.prompts = spread(load_prompts(cfg.prompts), cfg.num_prompts)
         self.missing: list[dict[str, str]] = []
+
+    @functools.cached_property
+    def target(self) -> Target:
+        """The target in float32."""
+        return load_target(self.cfg.target, "float32", "cpu")
+
+    @functools.cached_property
+    def weights_sha256(self) -> str:
+        """Of the target's weights; one of files is not loaded for it."""
+        if self.cfg.target.kind != "tiny":
+            return sha256_weights(source_folder(self.cfg.target))
+        assert self.target.identity is not None
+        return self.target.identity.weights_sha256
+
+    @functools.cached_property
+    def ids(self) -> list[list[int]]:
+        """Token ids of the prompts' first turns."""
+        return [question_ids(self.target.tokenizer, one.turns[0]) for one in self.prompts]
 
     @functools.cached_property
     def runs(self) -> engine_case.Runs:
@@ -208,12 +228,6 @@ def name_of(card: dict[str, Any]) -> str:
     if config.get("parallel"):
         return "p_eagle"
     return f"{kind}_causal" if config.get("causal") else kind
-
-
-def prompt_ids(target: Target, path: str, count: int) -> list[list[int]]:
-    """Token ids of `count` prompts of a file, spread evenly over it."""
-    some = spread(load_prompts(path), count)
-    return [question_ids(target.tokenizer, p.turns[0]) for p in some]
 
 
 def call(command: list[str], log: Path) -> None:
