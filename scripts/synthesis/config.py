@@ -178,12 +178,17 @@ class SynthesizeConfig(AutoDtype):
             return []
         if self.backend != "local":
             return ["domain: only with backend=local; leave it out"]
-        from outrider.scripts.synthesis.domains import domains
+        from outrider.scripts.synthesis.domains import domains, questions
 
         known = domains()
-        if self.domain in known:
+        if self.domain not in known:
+            return [f"domain: {self.domain!r} is none of {', '.join(known)}"]
+        most = len(questions(self.domain, self.seed))
+        if self.num_conversations <= most:
             return []
-        return [f"domain: {self.domain!r} is none of {', '.join(known)}"]
+        return [
+            f"num_conversations: domain={self.domain} has {most} questions; ask for at most so many"
+        ]
 
     def _server_problems(self) -> list[str]:
         if self.backend == "local":
