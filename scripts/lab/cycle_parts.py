@@ -4,7 +4,7 @@ drafting grows with the target, and a prediction for one that is too large for t
 
     python scripts/lab/cycle_parts.py target=smollm2 out=docs/results/cycle-parts-smollm2.json
     python scripts/lab/cycle_parts.py shape=llama31_8b out=docs/results/cycle-parts-llama31_8b.json
-    python -m outrider.scripts.lab.pages.cycle_parts
+    make readme
 
 CPU seconds of one thread, in rounds over all K. Costs hang neither on the weights nor on what is
 accepted, so the drafter is an EAGLE-3 head without training. A target with its first `layers`
@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -30,11 +30,11 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 import torch
 from torch import Tensor, nn
 
-from outrider.conf.rules import Filled, NotEmpty, NotNegative, OneOrMore, ZeroOrMore
+from outrider.conf.rules import Filled, NotEmpty, NotNegative, OneOrMore, ZeroOrMore, one_of
 from outrider.conf.schema import entry
 from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Engine, Request
-from outrider.decode.models.config import TargetConfig
+from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.decode.models.load import load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class CyclePartsConfig:
+class CyclePartsConfig(AutoDtype):
     """Keys of scripts/lab/cycle_parts.py."""
 
     # JSON to write
@@ -81,20 +81,23 @@ class CyclePartsConfig:
     context: OneOrMore = 256
     # of the head
     draft_vocab: OneOrMore = 8192
+    # number format of the target; auto: bfloat16, but float32 with weights of 16 bits on a CPU
+    # without instructions for it
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # of work before it stops; 0 = to the end
     minutes: NotNegative = 0.0
 
 
-def shaped(shape: str, layers: int) -> Target:
-    """A target of a shape with so many layers, in bfloat16, whose weights mean nothing."""
+def shaped(shape: str, layers: int, dtype: str) -> Target:
+    """A target of a shape with so many layers, whose weights of 16 bits mean nothing."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**SHAPES[shape] | {"num_hidden_layers": layers})
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).bfloat16()
+        model = LlamaForCausalLM(config).to(getattr(torch, dtype))
     model.to_empty(device="cpu")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
-    block = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).mul(0.02)
+    block = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).mul(0.02).bfloat16()
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
             nn.init.ones_(weight)
@@ -107,6 +110,7 @@ def shaped(shape: str, layers: int) -> Target:
 
 def first_layers(target: Target, count: int) -> Target:
     """The same model with its first `count` layers."""
+    target.unpack_weights()  # the next one packs its own
     model = target.model
     model.model.layers = nn.ModuleList(list(model.model.layers)[:count])
     model.config.num_hidden_layers = count
@@ -116,7 +120,10 @@ def first_layers(target: Target, count: int) -> Target:
 def depths(cfg: CyclePartsConfig) -> Iterator[Target]:
     """The target with all its layers, then with ever fewer; each takes the one before with it."""
     few = sorted(set(cfg.layers), reverse=True)
-    target = shaped(cfg.shape, few[0]) if cfg.shape else load_target(cfg.target, "bfloat16", "cpu")
+    if cfg.shape:
+        target = shaped(cfg.shape, few[0], cfg.dtype)
+    else:
+        target = load_target(cfg.target, cfg.dtype, "cpu")
     yield target
     for count in few:
         if count < target.num_layers:

@@ -102,14 +102,19 @@ def test_a_wrong_prediction_widens_the_interval() -> None:
     assert page.miss([small]) == pytest.approx(1 - 2.5 / 2.9, rel=0.01)
 
 
-def test_a_shape_alone_makes_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_shape_alone_makes_a_target(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {**cycle_parts.SHAPES["llama31_8b"], "hidden_size": 64, "intermediate_size": 96}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
     monkeypatch.setitem(cycle_parts.SHAPES, "llama31_8b", small)
-    cfg = cycle_parts.CyclePartsConfig("out", shape="llama31_8b", layers=[1, 2], context=8)
+    cfg = cycle_parts.CyclePartsConfig(
+        "out", shape="llama31_8b", layers=[1, 2], context=8, dtype=dtype
+    )
     seen = []
     for target in cycle_parts.depths(cfg):
-        parts = cycle_parts.Cycles(cfg, target).parts(2)
-        assert parts["target"] > 0
-        seen.append(target.num_layers)
-    assert seen == [2, 1]
+        cycles = cycle_parts.Cycles(cfg, target)
+        assert cycles.parts(2)["target"] > 0 and str(target.dtype) == f"torch.{dtype}"
+        seen.append((target.num_layers, len(cycles.products), bool(target.packing.places)))
+    (two, of_two, packed), (one, of_one, again) = seen
+    assert (two, one) == (2, 1) and packed == again, "each depth packs its own"
+    assert of_two - of_one == of_one - 1, "the LM head beside equal layers"

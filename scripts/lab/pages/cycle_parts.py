@@ -146,7 +146,11 @@ COLUMNS: Columns = [
 
 def table(reports: Sequence[dict[str, Any]]) -> Table:
     """CPU milliseconds of a cycle by part, on every target."""
-    title = "CPU milliseconds of a cycle by part, one thread, bfloat16, a chain of so many tokens"
+    dtypes = sorted({report["settings"].get("dtype", "bfloat16") for report in reports})
+    title = (
+        f"CPU milliseconds of a cycle by part, one thread, {' or '.join(dtypes)}, a chain of so "
+        "many tokens"
+    )
     return Table.of(COLUMNS, rows(reports), title=title)
 
 

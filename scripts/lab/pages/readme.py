@@ -19,7 +19,15 @@ from outrider.heads.warm import BEFORE
 from outrider.scripts.common import files
 from outrider.scripts.extra.forecasting import table as forecast_table
 from outrider.scripts.lab import vllm_protocol
-from outrider.scripts.lab.pages import gpu, matched, rehearsed, serves, trainers, two_targets
+from outrider.scripts.lab.pages import (
+    cycle_parts,
+    gpu,
+    matched,
+    rehearsed,
+    serves,
+    trainers,
+    two_targets,
+)
 from outrider.scripts.lab.serving import case as engine_case
 from outrider.scripts.lab.serving import llamacpp_cases, steps
 from outrider.scripts.lab.serving import sampled as engine_sampled
@@ -285,7 +293,7 @@ def results() -> str:
         where = f"{made(report)}, [JSON](results/{name}.json)"
         by = score_table.by_category if name in BY_CATEGORY else score_table.table
         blocks += [f"## {headings[name]}", "", *_shown(by(report), where), ""]
-    blocks = [*together(), *blocks]
+    blocks = [*together(), *by_part(), *blocks]
     blocks += level()
     for _, report in known("engines"):
         table = engine_case.table(report)
@@ -305,6 +313,37 @@ def together() -> list[str]:
         table.markdown(),
         "",
         f"{'; '.join(table.notes)}.",
+        "",
+    ]
+
+
+# reports with a chain of a trained head -> what its acceptance is called
+CHAINS = {"avx2-t0": "SmolLM2's head", "qwen25-t0": "Qwen2.5-Coder's head"}
+
+
+def by_part() -> list[str]:
+    """What a cycle costs on every target, and what that says of larger ones."""
+    reports = cycle_parts.read(RESULTS)
+    if not reports:
+        return []
+    heads = {}
+    for name, report in known(*CHAINS):
+        chains = [row for row in report["drafters"] if row["label"] == "eagle3@chain"]
+        for row in chains[:1]:
+            places = row["acceptance_by_position"]
+            heads[f"{CHAINS[name]}, unseen prompts"] = [one["unconditional"] for one in places]
+    table, gains = cycle_parts.table(reports), cycle_parts.gains(reports, heads)
+    made_by = "; ".join(f"{report['target']}: {made(report)}" for report in reports)
+    return [
+        "## Does the gain grow with the target?",
+        "",
+        f"{table.title} (`scripts/lab/cycle_parts.py`; {made_by})",
+        "",
+        table.markdown(),
+        "",
+        f"{gains.title.capitalize()}; {'; '.join(gains.notes)}:",
+        "",
+        gains.markdown(),
         "",
     ]
 
