@@ -14,8 +14,6 @@ LLAMACPP := .venv-llamacpp/bin/python
 NATIVE := .venv-llamacpp-native
 export PYTHONWARNINGS ?= ignore::SyntaxWarning
 export TOKENIZERS_PARALLELISM ?= false
-# OpenMP threads that wait by spinning cost a factor of ten and more where other work shares the cores.
-export GOMP_SPINCOUNT ?= 1000
 
 .PHONY: demo heads qwen25 test slow readme lint test-old engines race rehearsal clean help
 

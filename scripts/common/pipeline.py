@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.conf import threads
 from outrider.conf.errors import Interrupted, UserError
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo, sha256
@@ -129,8 +130,7 @@ class Pipeline:
 
     def _call(self, command: Command) -> int:
         """Exit code of a command that has done its work."""
-        # Waiting threads that spin starve each other on shared cores.
-        env = {"GOMP_SPINCOUNT": "1000", **os.environ}
+        env = {**os.environ, **threads.waiting(os.environ, command.processes)}
         script = files.here(Path(command.argv[0]))  # a job may run from any folder
         launch = []
         if command.processes > 1:

@@ -29,6 +29,7 @@ if __name__ == "__main__":  # else scripts/fitting comes first and shadows libra
 
 import yaml
 
+from outrider.conf import threads
 from outrider.conf.errors import CheckFailed, Interrupted, UserError, first_line
 from outrider.conf.typed import from_json
 from outrider.scripts.common import files
@@ -94,7 +95,7 @@ def launched(run: TrainConfig, cfg: FitConfig) -> None:
     argv = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     argv += ["--config_file", str(files.here(Path(cfg.accelerate)))]
     argv += ["--num_processes", str(cfg.processes)] if cfg.processes else []
-    env = {"GOMP_SPINCOUNT": "1000", **os.environ}
+    env = {**os.environ, **threads.waiting(os.environ, processes=2)}
     argv += [__file__, str(plan)]
     with (
         subprocess.Popen(

@@ -26,6 +26,7 @@ from typing import Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from outrider.conf import threads
 from outrider.conf.errors import CheckFailed
 from outrider.conf.rules import OneOrMore
 from outrider.conf.schema import entry
@@ -108,7 +109,7 @@ def environment(work: Path, hub_url: str) -> dict[str, str]:
     mine = {
         "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", "")))),
         "ACCELERATE_USE_CPU": "true",
-        "GOMP_SPINCOUNT": "1000",
+        **threads.SLEEPY,
         "HF_ENDPOINT": hub_url,
         "HF_TOKEN": "write-rehearsal",
         "HF_HUB_DISABLE_XET": "1",
