@@ -18,7 +18,7 @@ from outrider.conf.errors import first_line
 from outrider.decode import attention
 from outrider.decode.cache import TreeCache
 from outrider.decode.masks import FULL
-from outrider.decode.models import compiled, packed
+from outrider.decode.models import compiled, packed, pieces
 from outrider.decode.models.flat import FlatPass, flat_pass
 from outrider.decode.probe import TOLERANCE, difference
 from outrider.decode.probed import Probe
@@ -140,16 +140,20 @@ class PackingScorer(Scorer):
         state.flat = found if state.exact else None
 
     def _compile(self, state: DecodingForm) -> None:
-        """Take compiled layers where they give the flat pass's bits."""
+        """Take compiled layers where they give the flat pass's bits: whole ones, or in float32
+        the pieces between their products."""
         flat = state.flat
-        may = self.compiles and self.dtype == torch.bfloat16
-        if not may or not state.places or state.compiled_exact is False:
+        if not self.compiles or not state.places or state.compiled_exact is False:
             return
         to_come = self.expected_passes * self.num_layers
-        found = compiled.compiled_pass(flat, to_come)
+        found: FlatPass | None
+        if self.dtype == torch.bfloat16:
+            found, pays = compiled.compiled_pass(flat, to_come), compiled.PAYS
+        else:
+            found, pays = pieces.pieced_pass(flat, to_come), pieces.PAYS
         if found is None:
             # What failed is not tried again at every packing; what is gone may come back.
-            state.compiled_exact = False if to_come >= compiled.PAYS else None
+            state.compiled_exact = False if to_come >= pays else None
             return
         if state.compiled_exact is None:
             wanted = self._passes()

@@ -51,7 +51,7 @@ PAYS = 300_000  # layers still to be run
 LONGEST_S = 600.0
 ROOT = 0  # whose files everybody trusts
 PARTS = ("qkv", "out", "up", "down")
-# Libraries: those of older code are never taken again. A target has one, and a drafter on it.
+# Libraries: those of older code are never taken again. A target has one or three, a drafter one.
 KEPT = 16
 WIDEST = 8192  # of a norm: beyond, torch adds squares in another order
 # What compiling, loading and a library of another torch may raise.
@@ -62,11 +62,16 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    """What a layer's code depends on. heads: H, Hkv, hd. products: of each of PARTS the outputs of
-    its layers, its inputs, and whether it has a bias. module: compiles it, started as a program."""
+class CodeShape:
+    """What the code of a library depends on. module: compiles it, started as a program."""
 
     module: ClassVar[str] = __name__
+
+
+@dataclass(frozen=True)
+class LayerShape(CodeShape):
+    """Of a layer. heads: H, Hkv, hd. products: of each of PARTS the outputs of its layers, its
+    inputs, and whether it has a bias."""
 
     width: int
     heads: Sequence[int]
@@ -108,15 +113,9 @@ class CompiledPass(FlatPass):
         taps: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
         """See FlatPass."""
-        rows, new = x.shape[:2]
-        groups = self.heads[0] // self.heads[1]
-        if mask is None and new == 1:
-            mask = x.new_zeros(1, 1, groups, cached[0][0].shape[2])
-        if mask is not None:
-            tiles = groups * new // mask.shape[2]
-            mask = mask.repeat(1, 1, tiles, 1) if tiles > 1 else mask
-            mask = mask.expand(rows, -1, -1, -1).contiguous()
-            cos, sin = (each.expand(rows, -1, -1).contiguous() for each in (cos, sin))
+        if mask is not None or x.shape[1] == 1:
+            mask = whole_mask(self.heads, x, cached, mask)
+            cos, sin = (each.expand(len(x), -1, -1).contiguous() for each in (cos, sin))
         return super().stack(x.contiguous(), cos, sin, cached, slots, mask, taps)
 
     def layer(
@@ -132,6 +131,23 @@ class CompiledPass(FlatPass):
         if mask is None or not x.numel():
             return super().layer(number, x, turn, cached, slots, mask)
         return self.runs[number]([x, *turn, *cached, slots, mask])[0]
+
+
+def whole_mask(
+    heads: Sequence[int],
+    x: Tensor,
+    cached: Sequence[tuple[Tensor, Tensor]],
+    mask: Tensor | None,
+) -> Tensor:
+    """[B, 1, G * T, S]: a row of its own for every query of every row. None: one token, which
+    sees all."""
+    rows, new = x.shape[:2]
+    groups = heads[0] // heads[1]
+    if mask is None:
+        mask = x.new_zeros(1, 1, groups, cached[0][0].shape[2])
+    tiles = groups * new // mask.shape[2]
+    mask = mask.repeat(1, 1, tiles, 1) if tiles > 1 else mask
+    return mask.expand(rows, -1, -1, -1).contiguous()
 
 
 def compiled_pass(flat: FlatPass | None, layers_to_come: int) -> CompiledPass | None:
@@ -150,7 +166,7 @@ def compiled_pass(flat: FlatPass | None, layers_to_come: int) -> CompiledPass | 
     return None
 
 
-def library(shape: LayerShape, pays: bool) -> Path | None:
+def library(shape: CodeShape, pays: bool) -> Path | None:
     """The library of `shape` from the cache folder, or compiled now where that pays. Raises what
     `stored` and `compile_layer` raise."""
     path = stored(shape)
@@ -169,7 +185,7 @@ def folder() -> Path:
     return cache_root() / "compiled"
 
 
-def stored(shape: LayerShape) -> Path | None:
+def stored(shape: CodeShape) -> Path | None:
     """The library of `shape` for this machine, torch and code. Raises ValueError for one that is
     damaged, or that somebody else could have put there: it is code that runs here."""
     for path in sorted(folder().glob(f"{key(shape)}-*.so")):
@@ -184,7 +200,7 @@ def stored(shape: LayerShape) -> Path | None:
     return None
 
 
-def key(shape: LayerShape) -> str:
+def key(shape: CodeShape) -> str:
     """Of all that a library depends on."""
     modules = flat_module, attention, sys.modules[__name__], sys.modules[shape.module]
     code = [Path(str(module.__file__)).read_bytes() for module in modules]
@@ -207,7 +223,7 @@ def processor() -> str:
     return "\n".join(sorted({one for one in lines if one.startswith(("model name", "flags"))}))
 
 
-def compile_layer(shape: LayerShape) -> Path:
+def compile_layer(shape: CodeShape) -> Path:
     """Compile `shape` and keep it; one process of all does it, the others wait. Raises OSError,
     RuntimeError and ValueError."""
     compiler = os.environ.get("CXX") or "g++"
@@ -230,7 +246,7 @@ def compile_layer(shape: LayerShape) -> Path:
     return path
 
 
-def compile_in(work: Path, shape: LayerShape, compiler: str) -> Path:
+def compile_in(work: Path, shape: CodeShape, compiler: str) -> Path:
     """The library of `shape`, in the folder `work`. Raises OSError and RuntimeError."""
     out = work / "layer.so"
     env = {**os.environ, "CXX": compiler, "OMP_NUM_THREADS": "1"}
@@ -279,6 +295,8 @@ def weights(layer: FlatLayer) -> dict[str, Tensor]:
 def loaded(path: Path, weights: Mapping[str, Tensor]) -> Run:
     """The library `path` over these weights, which stay the caller's. Raises as `load`."""
     runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+    if not weights:
+        return runner.run  # type: ignore[no-any-return]
     names = runner.get_constant_names_to_original_fqns()
     given = {name: weights[of] for name, of in names.items()}
     runner.update_constant_buffer(given, False, True, True)
@@ -382,7 +400,7 @@ def export(layer: nn.Module, inputs: tuple[Any, ...], varying: Sequence[Any], ou
     import torch._inductor
 
     def sizes(varying: Sequence[Any]) -> Any:
-        if isinstance(varying[0], int):
+        if not varying or isinstance(varying[0], int):
             return dict.fromkeys(varying, torch.export.Dim.AUTO)
         return tuple(map(sizes, varying))
 

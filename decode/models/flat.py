@@ -138,16 +138,20 @@ class FlatPass:
     ) -> tuple[Tensor, list[Tensor]]:
         """As __call__, of embeddings x [B, T, D] and rotations cos, sin [B or 1, T, hd]; reads no
         value of a tensor on the host."""
-        half = self.heads[2] // 2
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)  # the sign of a rotated half
-        seen = {}
+        turn, seen = self.turn(cos, sin), {}
         for number, pair in zip(range(len(self.layers)), cached, strict=True):
             if number in taps:
                 seen[number] = x
-            x = self.layer(number, x, (cos, sin), pair, slots, mask)
+            x = self.layer(number, x, turn, pair, slots, mask)
         x = seen[len(self.layers)] = self._norm(x, self.norm)
         return x, [seen[tap] for tap in taps]
+
+    def turn(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotations [B or 1, T, hd] as layers take them: for all heads, the first half of sin
+        negated, which is the sign of a rotated half."""
+        half = self.heads[2] // 2
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
     def layer(
         self,
@@ -174,19 +178,32 @@ class FlatPass:
         mask: Tensor | None,
     ) -> Tensor:
         """[B, T, D] that the attention of `layer` adds, of what it reads; else as `layer`."""
-        (cos, sin), (rows, new) = turn, x.shape[:2]
+        return layer.out(self.mixed(layer.attn, layer.qkv(x), turn, cached, slots, mask))
+
+    def mixed(
+        self,
+        attn: nn.Module,
+        qkv: Tensor,
+        turn: tuple[Tensor, Tensor],
+        cached: tuple[Tensor, Tensor],
+        slots: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """[B, T, H * hd] that attention makes of queries, keys and values [B, T, (H + 2 Hkv) *
+        hd]; else as `layer`."""
+        (cos, sin), (rows, new) = turn, qkv.shape[:2]
         query_heads, kv_heads, size = self.heads
         half, turns = size // 2, query_heads + kv_heads
         wide = [turns * size, kv_heads * size]
-        both, value = layer.qkv(x).split(wide, -1)
+        both, value = qkv.split(wide, -1)
         both = both.view(rows, new, turns, size).transpose(1, 2)
         turned = torch.cat((both[..., half:], both[..., :half]), -1)
         both = (both * cos).add_(turned.mul_(sin))
         value = value.view(rows, new, kv_heads, size).transpose(1, 2)
         self.write(cached, slots, both[:, query_heads:], value)
         query = both[:, :query_heads]
-        mixed = tree_attention(layer.attn, query, *cached, mask, scaling=self.scale)[0]
-        return layer.out(mixed.view(rows, new, query_heads * size))
+        mixed = tree_attention(attn, query, *cached, mask, scaling=self.scale)[0]
+        return mixed.view(rows, new, query_heads * size)
 
     def write(
         self, cached: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor

@@ -73,10 +73,9 @@ def test_a_table_in_markdown_says_which_columns_are_words() -> None:
 
 def test_the_file_of_another_target_is_made_again(tmp_path: Path) -> None:
     made: list[str] = []
-    identity = SimpleNamespace(weights_sha256="new")
     stage: Any = SimpleNamespace(
         work=tmp_path,
-        target=SimpleNamespace(identity=identity),
+        weights_sha256="new",
         export=lambda name, *keys: made.append(name),
     )
     (tmp_path / "target-float32").mkdir()
