@@ -73,7 +73,7 @@ COPIED = {
     "avx2-b8": "avx2/smollm2-b8",
     "avx2-fit": "avx2/fit",
     "qwen25-t0": "avx2/qwen",
-    "qwen25-k2-t0": "avx2/qwen-k2",
+    "qwen25-k2-t0": "avx2/qwen-spin",
 }
 # tables of accepted lengths by category: file -> heading
 BY_CATEGORY = {
@@ -95,8 +95,8 @@ SHOWN = {
     "demo-t0": "What `make demo` shows (its JSON says at which commit)",
     "demo-t1": "What `make demo` shows at T = 1",
     "recipes-t0": "Recipes, trained longer",
-    "qwen25-k2-t0": "Qwen2.5-Coder-1.5B, on a CPU without bfloat16, chains of two",
-    "qwen25-t0": "The same with chains of five, n-grams, and Qwen's own Q4_K_M file",
+    "qwen25-k2-t0": "Qwen2.5-Coder-1.5B, on a CPU without bfloat16",
+    "qwen25-t0": "The same with chains of five and Qwen's own Q4_K_M file, waiting threads asleep",
     "gpu-t0": "On a GPU, where a small target waits for its launches",
     "gpu-t1": "The same at T = 1",
 }
@@ -183,10 +183,11 @@ def larger() -> str:
     servers = [row for row in report["drafters"] if SERVER.fullmatch(row["name"])]
     plain = next(row for row in servers if not _drafting_server(row))
     drafted = max(filter(_drafting_server, servers), key=_pace)
+    beside = ", n-grams beside it," if NGRAM in best["label"] else ""
     return (
-        f"**On {report['target']['name']} a head makes our decoding "
+        f"**On {report['target']['name']} a head{beside} makes our decoding "
         f"{interval(best['speedup'], 2, '×')} as fast and llama.cpp "
-        f"{interval(against(report, drafted, plain), 2, '×')} as fast as itself** "
+        f"{interval(against(report, drafted, plain), 2, '×')} as fast as itself (the head alone)** "
         f"(`{best['label']}`, {best['accepted_length']['mean']:.2f} tokens a pass, "
         f"{report['settings']['num_prompts']} unseen prompts of {len(best['by_category'])} "
         f"categories, T = 0, 16-bit weights, {report['environment']['threads']} cores without "

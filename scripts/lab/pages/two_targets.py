@@ -14,9 +14,9 @@ from outrider.scripts.scoring.names import SERVER
 # What is compared -> labels of its rows in reports; of several the fastest is taken.
 ROWS = {
     "plain decoding": r"none",
-    "n-gram": r"ngram",
+    "n-gram": r"ngram(@\d+)?",
     "EAGLE-3": r"eagle3[\w@:]*",
-    "EAGLE-3 and n-gram together": r"eagle3[\w@:]*\+ngram",
+    "EAGLE-3 and n-gram together": r"eagle3[\w@:]*\+ngram(@\d+)?",
     "`generate` of transformers": r"hf_generate",
     "llama.cpp, 16 bits": r"llamacpp(_native)?(-b?float16)?",
     "llama.cpp, 16 bits, with the head": r"llamacpp(_native)?(-b?float16)?-eagle3\w*(-k\d+)?",
