@@ -8,9 +8,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def commit(*paths: str, root: Path = ROOT) -> str | None:
-    """The commit of the checkout `root`, that which this code lies in, "+" appended when tracked
-    files (those of `paths`, git pathspecs, or any) were changed; None outside git."""
+def commit(*paths: str, root: Path | None = None) -> str | None:
+    """The commit of the checkout `root`, else of that which this code lies in, "+" appended when
+    tracked files (those of `paths`, git pathspecs, or any) were changed; None outside git."""
+    root = root or ROOT
     try:
         head = _git(root, "rev-parse", "--short=12", "HEAD")
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *paths)

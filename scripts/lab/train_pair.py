@@ -24,7 +24,7 @@ from outrider.conf.commit import commit
 from outrider.conf.errors import resumable
 from outrider.conf.paths import no_file
 from outrider.conf.recipes import RECIPES
-from outrider.conf.rules import AboveZero, NotEmpty, OneOrMore, ZeroOrMore, one_of
+from outrider.conf.rules import AboveZero, NotEmpty, OneOrMore, Seed, one_of
 from outrider.conf.schema import entry
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
@@ -66,7 +66,7 @@ class TrainPairConfig:
     # rows of a step
     batch_size: OneOrMore = 4
     # of the order of the rows
-    seed: ZeroOrMore = 0
+    seed: Seed = 0
 
     def absent(self) -> list[str]:
         """What is named and not there, as "key: value; fix"."""
