@@ -89,7 +89,7 @@ class PiecedPass(FlatPass):
         if (mask is None and x.shape[1] > 1) or not x.numel():
             return super().stack(x, cos, sin, cached, slots, mask, taps)
         mask = whole_mask(self.heads, x, cached, mask)
-        turn = self.turn(*(each.expand(len(x), -1, -1) for each in (cos, sin)))
+        turn = self.turn(*(each.expand(len(x), -1, -1).contiguous() for each in (cos, sin)))
         behind = [*turn, slots, mask]
         join, attend, gate = self.runs
         following = [*(layer.before for layer in self.layers[1:]), self.norm]

@@ -63,8 +63,9 @@ def uncompiled(flat: FlatPass | None, layers: int, wrong: float = 1.0) -> Pieced
             found = module(*inputs)
             assert all(one.is_contiguous() for one in inputs if one.dim() == 3)
             if shape.kind == "attend":
-                cos, mask = inputs[3], inputs[6]
-                assert len(cos) == len(mask) == len(inputs[0]) and mask.is_contiguous()
+                cos, sin, _, mask = inputs[3:]
+                assert len(cos) == len(sin) == len(mask) == len(inputs[0])
+                assert all(one.is_contiguous() for one in (cos, sin, mask)), "read as they lie"
             outputs: Sequence[torch.Tensor] = found if isinstance(found, tuple) else (found,)
             return [one * wrong if shape.kind == "gate" else one for one in outputs]
 
@@ -88,6 +89,25 @@ def test_pieces_give_the_bits_of_the_flat_pass(
         found = passes(target, seed, guidance)
         target.packing.flat = flat_of(target)
         assert all(map(torch.equal, found, passes(target, seed, guidance)))
+
+
+def test_rows_at_the_same_place_have_rotations_of_their_own() -> None:
+    target = target_of()
+    flat = flat_of(target)
+    fast = uncompiled(flat, 0)
+    ids, slots = torch.tensor([[5, 6], [7, 8]]), torch.arange(2)
+    mask = torch.zeros(1, 1, 2, 9)
+
+    def states(run: FlatPass) -> torch.Tensor:
+        _, kv_heads, size = run.heads
+        cached = [
+            (torch.zeros(2, kv_heads, 9, size), torch.zeros(2, kv_heads, 9, size))
+            for _ in run.layers
+        ]
+        return run(ids, torch.arange(2)[None], cached, slots, mask)[0]
+
+    with torch.no_grad():
+        assert torch.equal(states(fast), states(flat))
 
 
 def test_pieces_that_give_other_bits_are_refused(
