@@ -96,6 +96,7 @@ SHOWN = {
     "demo-t1": "What `make demo` shows at T = 1",
     "recipes-t0": "Recipes, trained longer",
     "qwen25-k2-t0": "Qwen2.5-Coder-1.5B, on a CPU without bfloat16",
+    "qwen25-asleep-t0": "The same before, waiting threads asleep",
     "qwen25-t0": "The same with chains of five and Qwen's own Q4_K_M file, waiting threads asleep",
     "gpu-t0": "On a GPU, where a small target waits for its launches",
     "gpu-t1": "The same at T = 1",
