@@ -35,7 +35,8 @@ class LayeredDrafter(CachedNet, Drafting):
         own = getattr(self.net, "lm_head", None) is not None
         self.net.lm_head = None  # a copy of what is read below
         proj = head.projection(target).detach().to(self.dtype)
-        self.proj = Unembedding(proj, pack_net(self.net, target), own or head.ids() is not None)
+        pack_net(self.net, target)
+        self.proj = Unembedding(proj, target, own or head.ids() is not None)
         self.width = min(form.width, self.proj.size)
         self.embed = functools.partial(head.embed, target)
         self.most_rows = 0  # that are read at once behind the committed ones, whatever is drafted

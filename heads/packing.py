@@ -1,9 +1,15 @@
-"""Drafters' weights in the order of the CPU's kernels (decode/models/packed.py)."""
+"""Drafters' weights in the order of the CPU's kernels (decode/models/packed.py).
+
+Where the target's float32 weights came from 16 bits and are kept so, a drafter's are rounded to 16
+bits as well: a level of a draft reads half the bytes. A drafter may round: what it draws from is
+what is verified.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,10 +24,12 @@ JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class Unembedding:
     """Draft logits of hidden states: x W^T. weight: [Vd, D], own: nobody else's tensor."""
 
-    def __init__(self, weight: Tensor, packs: bool, own: bool) -> None:
+    def __init__(self, weight: Tensor, target: Target, own: bool) -> None:
         self.size, self.width = weight.shape
-        packs = packs and own and packed.packs(weight)
-        self.weight = packed.Product([weight], [None]) if packs else weight
+        self.weight: Tensor | packed.Product = weight
+        if own and packs(target):
+            weight = rounded(weight, target)
+            self.weight = packed.Product([weight], [None]) if packed.packs(weight) else weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """[.., D] -> [.., Vd]."""
@@ -30,11 +38,29 @@ class Unembedding:
         return functional.linear(x, self.weight)
 
 
-def pack_net(net: Any, target: Target) -> bool:
-    """Pack the frozen draft layers `net`, in the target's dtype, where decoding may; whether it
-    may."""
-    if not (target.packs_weights and packed.takes(target.dtype, target.device)):
-        return False
-    places = packed.plain_linears(net, (nn.Linear, Linear))
-    packed.pack(packed.named_together(places, JOINT), net)
-    return True
+def packs(target: Target) -> bool:
+    """Whether drafters of `target` are packed where they can be."""
+    return target.packs_weights and packed.takes(target.dtype, target.device)
+
+
+def rounded(weight: Tensor, target: Target) -> Tensor:
+    """A drafter's weight as it is packed: in float32 what float16 holds of it, where the target's
+    own came from 16 bits; else, or where it is too large for them, as it is."""
+    if weight.dtype != torch.float32:
+        return weight
+    known = target.embedding_weight
+    some_rows = known[:: 1 + len(known) // 256]
+    found = weight.half().float() if packed.packs(some_rows) else weight
+    return found if found.isfinite().all() else weight
+
+
+@torch.no_grad()
+def pack_net(net: Any, target: Target) -> None:
+    """Pack the frozen draft layers `net`, a copy in the target's dtype, where decoding may."""
+    if not packs(target):
+        return
+    kinds = nn.Linear, Linear
+    for layer in net.modules():
+        if type(layer) in kinds:
+            layer.weight.data = rounded(layer.weight.data, target)
+    packed.pack(packed.named_together(packed.plain_linears(net, kinds), JOINT), net)

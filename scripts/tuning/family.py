@@ -139,7 +139,8 @@ class DrafterFamily:
 
     def drawn_at_a_price(self) -> list[DraftSettings]:
         """Drawn trees that the drafter's own confidence cuts, to be measured beside the others."""
-        large = [one for one in self.drawn() if (one.nodes or 0) <= search.MOST_PRICED][-1:]
+        most = search.PRICED_NODES[-1]
+        large = [one for one in self.drawn() if (one.nodes or 0) <= most][-1:]
         return [replace(one, price=price) for one in large for price in DRAWN_PRICES]
 
     def default(self) -> DraftSettings:
@@ -286,10 +287,9 @@ class DrafterFamily:
         if "tree" not in self.kinds or self.drawn_tree:
             return []
         b, most = self.bounds, self._dynamic()
-        nodes = min(b.nodes, search.MOST_PRICED)
         widths = sorted({min(width, b.width) for width in (1, 4, b.width)})
         found = texts[CONFIDENT if self.parallel else "tree"]
-        return search.priced_trees(pricing, found, most.depth or 1, nodes, widths)
+        return search.priced_trees(pricing, found, most.depth or 1, b.nodes, widths)
 
     def acceptance(self, texts: dict[str, list[Text]]) -> dict[str, Any]:
         """Acceptance by position and rank at every position of the texts: what the search went

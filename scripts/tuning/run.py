@@ -31,7 +31,7 @@ from outrider.scripts.tuning.latency import Bench, curves_of
 from outrider.scripts.tuning.replay import Text
 from outrider.scripts.tuning.search import Candidate, Pricing
 
-CURVE_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CURVE_NODES = (1, 2, 3, 4, 5, 6, 8, 11, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CURVE_CYCLES = 8
 FIT_TOKENS = 16
 Texts = dict[str, list[Text]]  # of every drafter that was recorded

@@ -261,20 +261,24 @@ def dynamic_trees(
 # Prices that are tried, in kept tokens: of a node, and of a level.
 NODE_PRICES = (0.02, 0.04, 0.06, 0.09, 0.13, 0.2)
 LEVEL_PRICES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7)
-MOST_PRICED = 32  # nodes of a tree with a price, which hardly ever come together
+# Most nodes of a tree with a price that are tried. 32 hardly ever come together; fewer pay where a
+# pass costs a step more from some number of tokens on, as with kernels that take six rows at once.
+PRICED_NODES = (3, 5, 8, 11, 16, 32)
 
 
 def priced_trees(
-    pricing: Pricing, texts: Sequence[Text], depth: int, nodes: int, widths: Sequence[int]
+    pricing: Pricing, texts: Sequence[Text], depth: int, most: int, widths: Sequence[int]
 ) -> list[Candidate]:
-    """Trees that the drafter's own confidence grows, for every price and beam width."""
+    """Trees of up to `most` nodes that the drafter's own confidence grows, for every price and
+    beam width."""
     beams, out = replay.Beams(texts), []
     for width in widths:
-        most = min(nodes, width + (depth - 1) * width**2)
+        whole = min(most, width + (depth - 1) * width**2)
         for price in itertools.starmap(Price, itertools.product(NODE_PRICES, LEVEL_PRICES)):
-            kept, levels = beams.of(depth, most, width, price)
-            settings = DraftSettings("tree", depth=depth, nodes=most, width=width, price=price)
-            out.append(pricing.of(settings, replay.walks(texts, kept, depth, levels)))
+            for nodes in sorted({min(whole, n) for n in PRICED_NODES}):
+                kept, levels = beams.of(depth, nodes, width, price)
+                settings = DraftSettings("tree", depth, nodes, width, price=price)
+                out.append(pricing.of(settings, replay.walks(texts, kept, depth, levels)))
     return out
 
 

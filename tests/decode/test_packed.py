@@ -361,3 +361,36 @@ def test_decoding_in_16_bits_of_float32_gives_the_same_tokens() -> None:
     target.packs_weights = False
     target.unpack_weights()
     assert generate(target, NoDraft(), requests, Sampling(0.0)).generations[0].token_ids == now
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("from_16", [True, False])
+def test_drafters_round_their_weights_where_those_of_the_target_came_from_16_bits(
+    from_16: bool,
+) -> None:
+    target = load_target(TargetConfig(kind="tiny"), "float32", "cpu")
+    if from_16:
+        target.model.bfloat16().float()
+    assert not target.embedding_weight[0].any(), "the first values say nothing"
+    counts = torch.arange(target.vocab_size) + 1
+    head = HEADS["eagle3"].for_target(target, EagleConfig(draft_vocab=64), counts)
+    head.net.layers[0].mlp.down_proj.weight.data[0, 0] = 70_000.0  # more than float16 holds
+    trained = weights(head.net)
+    runs = []
+    for packs in (True, False):
+        target.packs_weights = packs
+        drafter = head.drafter(target, DraftSpec(shape="chain", depth=3))
+        layer = drafter.net.layers[0]
+        for part, packable in (
+            (layer.self_attn.q_proj, True),
+            (layer.mlp.gate_proj, True),
+            (drafter.net.fc, True),
+            (layer.mlp.down_proj, False),
+        ):
+            assert (type(part) is packed.PackedLinear) == (packs and packable and from_16)
+        assert isinstance(drafter.proj.weight, packed.Product) == (packs and from_16)
+        run = generate(target, drafter, [Request([5, 6, 7], 24)], Sampling(0.0))
+        runs.append(run.generations[0].token_ids)
+    assert runs[0] == runs[1]
+    after = weights(head.net)
+    assert all(torch.equal(trained[name], after[name]) for name in trained), "the head's own"

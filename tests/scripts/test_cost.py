@@ -208,6 +208,25 @@ def test_dynamic_trees_replay_exactly_for_fewer_nodes_and_levels(
     assert len(accepted) > 1, "nothing was ever accepted: the test compares zeros"
 
 
+def test_trees_at_a_price_stop_where_a_pass_becomes_dear(target: Target, other: Target) -> None:
+    """A kernel that takes six rows at once: behind the last token five more cost next to nothing,
+    a sixth as much as a pass."""
+    texts = texts_of(target, DraftModel(other, Form.tree(4, 40)))
+    steps = Curve({1: [(0.0, 10.0), (5.0, 10.5), (6.0, 20.0), (11.0, 20.5), (12.0, 30.0)]})
+    best = []
+    for pass_ms in (steps, flat(10, 0.02)):
+        model = dataclasses.replace(
+            MODEL,
+            target=pass_ms,
+            propose={"tree": {1: LinearCost(cost.PROPOSE, (0.1, 0.1, 0, 0))}},
+            observe={"tree": {1: LinearCost(cost.OBSERVE, (0.1, 0.0))}},
+            extra={"tree": 0.0},
+        )
+        found = search.priced_trees(search.Pricing(model, 1), texts, 4, 40, (4,))
+        best.append(search.best_prices(found)[0].settings)
+    assert (best[0].nodes or 99) <= 5 < (best[1].nodes or 0)
+
+
 def test_trees_at_a_price_replay_exactly(target: Target, other: Target) -> None:
     """Accepted tokens, nodes and levels of every cycle, for prices of nodes and of levels."""
     texts = texts_of(target, DraftModel(other, Form.tree(4, 40)))
