@@ -174,15 +174,17 @@ class PackingScorer(Scorer):
 
     def _passes(self) -> list[Tensor]:
         """Logits and all hidden states of a prefill, a tree and a single token behind it; of one
-        row, and of two of other lengths."""
+        row, of two that stand at the same place and of two that do not."""
         taps, few = range(self.num_layers + 1), min(5, self.context_length // 2)
         ids = torch.arange(3, 3 + 2 * few, device=self.device).remainder(self.vocab_size)
+        one, other, shorter = ids[:few], ids[few : 2 * few], ids[1:few]
         steps = []
-        for rows in (1, 2)[: 1 if few < 2 else 2]:
+        for prompts in ([one], [one, other], [one, shorter])[: 2 if few < 2 else 3]:
+            rows = len(prompts)
             tokens = ids[None, few + 1 :].repeat(rows, 1)
             tree = DraftTree.chain(tokens, torch.tensor([few - 1] * rows, device=self.device))
             cache = super().new_cache(rows, few, tree.width)
-            steps.append(self.prefill(cache, [ids[:few], ids[1:few]][:rows], taps))
+            steps.append(self.prefill(cache, prompts, taps))
             for draft in (tree, DraftTree.empty(rows, self.device)):
                 steps.append(self.score(cache, ids[few : few + 1].repeat(rows), draft, taps))
         return [part for step in steps for part in (step.logits, step.feats) if part is not None]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,22 @@ def test_rows_at_the_same_place_have_rotations_of_their_own() -> None:
         assert torch.equal(states(fast), states(flat))
 
 
+@pytest.mark.parametrize("where", ["everywhere", "two rows at the same place"])
 def test_pieces_that_give_other_bits_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        pieces, "pieced_pass", lambda flat, layers: uncompiled(flat, layers, 1.0001)
-    )
+    def pieced(flat: FlatPass | None, layers: int) -> PiecedPass:
+        fast = uncompiled(flat, layers, 1.0001 if where == "everywhere" else 1.0)
+        join, attend, gate = fast.runs
+
+        def attend_wrong(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            cos = inputs[3]
+            together = len(cos) == 2 and torch.equal(cos[0], cos[1])
+            return [one * 1.0001 if together else one for one in attend(inputs)]
+
+        return fast if where == "everywhere" else replace(fast, runs=(join, attend_wrong, gate))
+
+    monkeypatch.setattr(pieces, "pieced_pass", pieced)
     falls_back(capsys, "round otherwise", target=target_of())
 
 

@@ -243,14 +243,17 @@ def test_single_keys_stand_beside_ours_at_equal_minutes_and_equal_tokens() -> No
     changed["marks"][1]["held_out"] = later
     ours = row(OURS, 0, 4.0, 200)
     ours["marks"][1]["held_out"] = later
-    found["variants"] = [[ours, changed]]
+    slow = row("slow", 0, 9.0, 1, steps=7, core_seconds=60.4, marks=[])
+    found["variants"] = [[ours, changed, slow]]
     found["settings"]["variant_seeds"] = [0]
     cycles = {name: [[2 if name == "muon" else 1] * 5] * 4 for name in (OURS, "muon")}
     found["decoded"] += [
         {"group": "variants", "seed": 0, "entry": name, "cycles": {"chain": c, "tree": c}}
         for name, c in cycles.items()
     ]
-    shown = page.tables(found)[-1].markdown()
+    *_, table, stopped = page.tables(found)
+    assert "| slow | 0.001 | 7 | saved no head in 60 CPU seconds |" in stopped.markdown()
+    shown = table.markdown()
     assert "| step 1, at 6,000 tokens |" in shown, "of the one that has read least"
     assert "| as it is | – | 3.000 / 3.000 / 3.000 | 4.000 (4.000 to 4.000) | – | – |" in shown
     assert "| muon | 0.50 [0.50, 0.50] | 3.000 / 3.000 / 3.000 | 3.000 (3.000 to 3.000) |" in shown

@@ -146,9 +146,9 @@ def tables(report: dict[str, Any]) -> list[Table]:
     some = [name for name in names(report["variants"]) if rows_of(report["variants"], name)]
     if some:
         found.append(variants_table(report, some))
-    stopped = [row for rows in (*report["sweep"], *race, *report["variants"]) for row in rows]
-    if any(row["ended"] for row in stopped):
-        found.append(stopped_table([row for row in stopped if row["ended"]]))
+    every = [row for rows in (*report["sweep"], *race, *report["variants"]) for row in rows]
+    if stopped := [row for row in every if row["ended"] or not row["marks"]]:
+        found.append(stopped_table(stopped))
     return found
 
 
@@ -291,7 +291,15 @@ def variants_table(report: dict[str, Any], some: Sequence[str]) -> Table:
 
 def stopped_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Who did not get through, where, with what message."""
-    cells = [[row["entry"], f"{row['rate']:g}", str(row["steps"]), row["ended"]] for row in rows]
+    cells = [
+        [
+            row["entry"],
+            f"{row['rate']:g}",
+            str(row["steps"]),
+            row["ended"] or f"saved no head in {row['core_seconds']:.0f} CPU seconds",
+        ]
+        for row in rows
+    ]
     return Table(["entry", "learning rate", "step", "message"], cells, title="Stopped")
 
 
