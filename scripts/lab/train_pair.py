@@ -38,7 +38,7 @@ from outrider.train.config import ENTRIES
 HEADS = {
     **RECIPES,
     "eagle1": ("eagle1", ["head=eagle1"]),
-    "small_lm": ("small_lm", []),
+    "small_lm": ("small_lm", ["head.from_target_layers=2"]),
 }
 PLACES = ("before", "chats", "out", "report")
 
