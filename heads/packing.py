@@ -28,7 +28,7 @@ class Unembedding:
         self.size, self.width = weight.shape
         self.weight: Tensor | packed.Product = weight
         if own and packs(target):
-            weight = rounded(weight, target)
+            weight = rounded(weight) if rounds(target) else weight
             self.weight = packed.Product([weight], [None]) if packed.packs(weight) else weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -43,14 +43,16 @@ def packs(target: Target) -> bool:
     return target.packs_weights and packed.takes(target.dtype, target.device)
 
 
-def rounded(weight: Tensor, target: Target) -> Tensor:
-    """A drafter's weight as it is packed: in float32 what float16 holds of it, where the target's
-    own came from 16 bits; else, or where it is too large for them, as it is."""
-    if weight.dtype != torch.float32:
-        return weight
+def rounds(target: Target) -> bool:
+    """Whether drafters' weights are rounded to 16 bits first: the target's float32 weights came
+    from so many, by a look at some rows of its embeddings."""
     known = target.embedding_weight
-    some_rows = known[:: 1 + len(known) // 256]
-    found = weight.half().float() if packed.packs(some_rows) else weight
+    return target.dtype == torch.float32 and packed.packs(known[:: 1 + len(known) // 256])
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """What float16 holds of a float32 weight; the weight itself where it is too large for that."""
+    found = weight.half().float()
     return found if found.isfinite().all() else weight
 
 
@@ -60,7 +62,7 @@ def pack_net(net: Any, target: Target) -> None:
     if not packs(target):
         return
     kinds = nn.Linear, Linear
-    for layer in net.modules():
+    for layer in net.modules() if rounds(target) else ():
         if type(layer) in kinds:
-            layer.weight.data = rounded(layer.weight.data, target)
+            layer.weight.data = rounded(layer.weight.data)
     packed.pack(packed.named_together(packed.plain_linears(net, kinds), JOINT), net)
