@@ -389,6 +389,7 @@ def test_drafters_round_their_weights_where_those_of_the_target_came_from_16_bit
         ):
             assert (type(part) is packed.PackedLinear) == (packs and packable and from_16)
         assert isinstance(drafter.proj.weight, packed.Product) == (packs and from_16)
+        assert torch.equal(layer.mlp.down_proj.weight, trained["layers.0.mlp.down_proj.weight"])
         run = generate(target, drafter, [Request([5, 6, 7], 24)], Sampling(0.0))
         runs.append(run.generations[0].token_ids)
     assert runs[0] == runs[1]
