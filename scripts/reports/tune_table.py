@@ -64,10 +64,17 @@ def sentences(report: dict[str, Any]) -> list[str]:
         "Predictions are set to the pace at which plain decoding ran while measuring "
         f"({report['pace']:.2f} of the latency curve's); brackets: 95 % bootstrap over prompts."
     )
+    lines += [_of_batch(one) for one in report.get("batches", ())]
     pace = report["plain_pass_ms"]
     if not pace["steady"]:
         lines.append(busy(pace, in_doubt(report), "Choose again on a quiet machine."))
     return lines + [str(n) for n in report["notes"]]
+
+
+def _of_batch(one: dict[str, Any]) -> str:
+    pays = "" if one["pays"] else "; plain decoding is faster, so @adaptive drafts nothing"
+    speed = interval(one["speedup"], 2, "×")
+    return f"{one['batch_size']} rows together: {one['name']} is best, {speed}{pays}."
 
 
 def _errors(run: dict[str, Any]) -> str:

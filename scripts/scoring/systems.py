@@ -30,20 +30,24 @@ Skipped = dict[str, str]
 
 
 def systems_of(
-    specs: Sequence[str], target: Target, fresh: Callable[[], Target] | None = None
+    specs: Sequence[str],
+    target: Target,
+    fresh: Callable[[], Target] | None = None,
+    rows: int = 1,
 ) -> tuple[list[System], list[Skipped]]:
     """(rows that load, [{name, reason}] of those that do not). `none` is put in front when it
     is not listed.
 
     fresh: loads the target once more, for heads that were trained with it (Medusa-2): each of
-    those gets a target and a `none` of its own. Without it they tune `target` itself.
+    those gets a target and a `none` of its own. Without it they tune `target` itself. rows: of the
+    target that are decoded together.
     """
     systems: list[System] = []
     skipped: list[Skipped] = []
     tuned: dict[str, tuple[str, Target]] = {}
     for spec in [*([] if "none" in specs else ["none"]), *specs]:
         try:
-            found = _systems(spec, target, fresh, tuned)
+            found = _systems(spec, target, fresh, tuned, rows)
         except UserError as error:
             skipped.append({"name": spec, "reason": str(error)})
             continue
@@ -68,6 +72,7 @@ def _systems(
     target: Target,
     fresh: Callable[[], Target] | None,
     tuned: dict[str, tuple[str, Target]],
+    rows: int,
 ) -> list[System]:
     if wrong := names.wrong_drafter(spec):
         raise UserError(f"drafters: {wrong}")
@@ -94,7 +99,7 @@ def _systems(
             resolve_drafter(spec, copy)  # merges its adapter; raises before the group exists
             tuned[sha] = (copy.identity.name if copy.identity else copy.tuning, copy)
         group, mine = tuned[sha]
-    system = drafting(spec, resolve_drafter(spec, mine), mine)
+    system = drafting(spec, resolve_drafter(spec, mine, rows), mine)
     system.draft, system.files = requested, _files(requested)
     if not requested.parts:
         system.facts |= training(cards[0])

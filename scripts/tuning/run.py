@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,14 +15,14 @@ from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
 from outrider.decode.target import Target
 from outrider.heads import hub
-from outrider.heads.tuned import DraftSettings, Tuned, card_sha256
+from outrider.heads.tuned import BatchSettings, DraftSettings, Tuned, card_sha256
 from outrider.scripts.common import files
 from outrider.scripts.common.progress import Steps, by_name, named
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids, spread
 from outrider.scripts.scoring import contest
 from outrider.scripts.scoring.score import Scores, plain
 from outrider.scripts.scoring.systems import drafting, systems_of
-from outrider.scripts.tuning import search
+from outrider.scripts.tuning import batches, search
 from outrider.scripts.tuning.config import TuneConfig
 from outrider.scripts.tuning.cost import CostModel, CycleShape
 from outrider.scripts.tuning.family import Bounds, DrafterFamily
@@ -50,6 +49,7 @@ class Tuning:
             raise UserError("prompts: the file holds a single prompt; give at least two")
         self.ids = [question_ids(target.tokenizer, p.turns[0]) for p in self.prompts]
         self.batches = sorted({cfg.batch_size, *cfg.curve_batches})
+        self.other_batches = tuple(b for b in self.batches if b != cfg.batch_size)
 
     def model(self) -> tuple[CostModel, list[dict[str, Any]]]:
         """The fitted cost model, and the raw samples of the loop's curves."""
@@ -61,12 +61,11 @@ class Tuning:
         nodes = [n for n in CURVE_NODES if n < biggest] + [biggest]
         few = [n for n in (1, 4, 8, 16, 32, 64) if n < biggest] + [biggest]
         rounds = cfg.curve_rounds
-        more = [b for b in self.batches if b != cfg.batch_size]
         curve = named(self.on_progress, "latency curve")
         samples = bench.loop(nodes, [cfg.batch_size], rounds, CURVE_CYCLES, curve)
-        if more:
+        if self.other_batches:
             others = named(self.on_progress, "other batches")
-            samples += bench.loop(few, more, 2, CURVE_CYCLES // 2, others)
+            samples += bench.loop(few, self.other_batches, 2, CURVE_CYCLES // 2, others)
         probes = self.family.probes()
         drafting = named(self.on_progress, "drafter's latency")
         fits = bench.drafters(probes, self.batches, FIT_TOKENS, drafting)
@@ -76,24 +75,35 @@ class Tuning:
         extra = bench.extra_per_level(first, probes, FIT_TOKENS, cfg.batch_size, levels)
         return dataclasses.replace(first, extra=extra), samples
 
-    def measure(self, settings: dict[str, DraftSettings]) -> dict[str, Any]:
-        """name -> what interleaved decoding gave, plain decoding under "none" among them."""
+    def measure(self, settings: dict[str, DraftSettings], batch: int) -> Measured:
+        """What interleaved decoding of `batch` rows together gave."""
         cfg = self.cfg
         systems, _ = systems_of(["none"], self.target)
         systems += [
             drafting(name, self.family.drafter(one), self.target) for name, one in settings.items()
         ]
         plan = contest.ContestSettings(
-            self.sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify
+            self.sampling, cfg.max_new_tokens, batch, cfg.seed, cfg.verify
         )
-        total, done = -(-len(self.prompts) // cfg.batch_size) * len(systems), itertools.count(1)
-        counted = lambda: self.on_progress(next(done), total, "confirming")
+        total, done = -(-len(self.prompts) // batch) * len(systems), itertools.count(1)
+        stage = "confirming" if batch == cfg.batch_size else f"{batch} rows"
+        counted = lambda: self.on_progress(next(done), total, stage)
         for system in systems:
             system.run = _then(system.run, counted)
         first = [Prompt(p.id, p.category, p.turns[:1]) for p in self.prompts]
         found = contest.run_contest(self.target, first, systems, plan, quiet=True)
-        self.scores = Scores(found, systems, cfg.seed)
-        return {system.name: self.scores.row(system) for system in systems}
+        scores = Scores(found, systems, cfg.seed)
+        return Measured(batch, scores, {system.name: scores.row(system) for system in systems})
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured with `batch` rows together. rows: of every name, plain decoding under
+    "none" among them."""
+
+    batch: int
+    scores: Scores
+    rows: dict[str, Any]
 
     def rows_together(self) -> float:
         """Rows that ran together on average: the last chunk may be smaller, and rows finish at
@@ -105,7 +115,7 @@ class Tuning:
         ]
         passes = sum(timed_run.timing.cycles for timed_run in timed_runs)
         tokens = sum(timed_run.tokens - len(timed_run.prompts) for timed_run in timed_runs)
-        return tokens / passes if passes else float(self.cfg.batch_size)
+        return tokens / passes if passes else float(self.batch)
 
 
 def _then(run: Any, after: Callable[[], None]) -> Any:
@@ -151,10 +161,11 @@ class Choice:
     proposed: set[str]
 
     @classmethod
-    def of(cls, cfg: TuneConfig, family: DrafterFamily, model: CostModel, texts: Texts) -> Choice:
+    def of(cls, tuning: Tuning, model: CostModel, texts: Texts) -> Choice:
         """Search, and pick the few that are worth measuring. Raises UserError where nothing
         can be searched."""
-        pricing = Pricing(model, cfg.batch_size)
+        cfg, family = tuning.cfg, tuning.family
+        pricing = Pricing(model, cfg.batch_size, tuning.other_batches)
         found, priced = family.candidates(pricing, texts), family.confident(pricing, texts)
         # Proposed unseen: nothing predicts what they accept.
         drawn = [*family.drawn(), *family.drawn_at_a_price()]
@@ -187,7 +198,7 @@ class Choice:
             expected = self.model.predict(batch, CycleShape.of(one), one.shape, length)
         return {
             "name": name,
-            "settings": listed(one),
+            "settings": batches.listed(one),
             "kind": one.shape,
             "proposed": name in self.proposed,
             "default": one == self.default,
@@ -201,9 +212,10 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
     family, along = tuning.family, named(tuning.on_progress, "drafting along")
     texts = family.record(tuning.ids, cfg.max_new_tokens, cfg.seed, along)
     model, samples = tuning.model()
-    choice = Choice.of(cfg, family, model, texts)
-    rows = tuning.measure(choice.systems)
-    plain_rate = 1000 * tuning.rows_together() / model.plain(cfg.batch_size)
+    choice = Choice.of(tuning, model, texts)
+    measured = tuning.measure(choice.systems, cfg.batch_size)
+    rows = measured.rows
+    plain_rate = 1000 * measured.rows_together() / model.plain(cfg.batch_size)
     pace = rows["none"]["tokens_per_second"] / plain_rate
     table = [choice.row(name, rows[name], cfg.batch_size, pace) for name in choice.systems]
     chosen = max((r for r in table if r["proposed"] or r["default"]), key=_pace)
@@ -222,18 +234,26 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
         "rows": table,
         "none": {k: rows["none"][k] for k in ("tokens_per_second", "ms_per_token", "target_ms")},
         "pace": pace,
-        "plain_pass_ms": tuning.scores.steadiness(),
+        "plain_pass_ms": measured.scores.steadiness(),
         "chosen": {
             "name": chosen["name"],
             "settings": chosen["settings"],
-            "break_even": _break_even(rows, chosen["name"]),
+            "break_even": batches.break_even(rows, chosen["name"]),
             "speedup": speedup,
             "pays": (speedup["mean"] or 0) > 1,
         },
         "per_shape": per_shape(table, choice.found),
+        "batches": [of_batch(tuning, choice, chosen["name"], b) for b in tuning.other_batches],
     }
     parts = {name: rows[name]["ms_per_token"] for name in ("none", chosen["name"])}
     return {**plain(report), "breakdown": parts}
+
+
+def of_batch(tuning: Tuning, choice: Choice, chosen: str, batch: int) -> dict[str, Any]:
+    """What is best for `batch` rows, measured: an entry of the report's `batches`."""
+    known = batches.proposed([*choice.found, *choice.priced], choice.systems[chosen], batch)
+    settings = {str(one): one for one in known}
+    return batches.judged(batch, settings, tuning.measure(settings, batch).rows)
 
 
 def _made_with(tuning: Tuning) -> dict[str, Any]:
@@ -262,24 +282,11 @@ def _pace(row: dict[str, Any]) -> float:
     return float(row["measured"]["tokens_per_second"])
 
 
-def listed(one: DraftSettings) -> dict[str, Any]:
-    """Settings as JSON has them: lists in place of tuples."""
-    return json.loads(json.dumps(one.to_json()))  # type: ignore[no-any-return]
-
-
-def _break_even(rows: dict[str, Any], name: str) -> float:
-    """Measured: how many tokens a cycle must commit to cost no more per token than plain
-    decoding.
-    """
-    per_cycle = {n: rows[n]["draft_ms"] + rows[n]["verify_ms"] for n in ("none", name)}
-    return max(per_cycle[name] / per_cycle["none"], 1.0) if per_cycle["none"] else 1.0
-
-
 def curves(
     model: CostModel,
     found: Sequence[Candidate],
     chosen: Candidate | None,
-    batches: Sequence[int],
+    sizes: Sequence[int],
 ) -> dict[str, Any]:
     """Predicted speedup against K, against nodes (the best of each), and against batch size."""
 
@@ -296,7 +303,7 @@ def curves(
     if chosen is not None:
         tau = chosen.expected["accepted_length"]
         out["batch"] = [
-            {"batch_size": b, **model.predict(b, chosen.shape, chosen.kind, tau)} for b in batches
+            {"batch_size": b, **model.predict(b, chosen.shape, chosen.kind, tau)} for b in sizes
         ]
     return out
 
@@ -315,7 +322,7 @@ def per_shape(table: Sequence[dict[str, Any]], found: Sequence[Candidate]) -> di
             out[kind] = max(rows, key=_pace)["settings"]
         elif guesses:
             best = max(guesses, key=lambda c: c.expected["tokens_per_second"])
-            out[kind] = listed(best.settings)
+            out[kind] = batches.listed(best.settings)
     return out
 
 
@@ -353,4 +360,14 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
         chosen["pays"],
         evidence,
         get("adaptive"),
+        s["batch_size"],
+        tuple(
+            BatchSettings(
+                one["batch_size"],
+                from_json(one["settings"], DraftSettings)[0],
+                one["break_even"],
+                one["pays"],
+            )
+            for one in report["batches"]
+        ),
     )

@@ -132,6 +132,53 @@ def test_adaptive_drafts_at_the_price_that_was_tuned(medusa: Path, target: Targe
         assert found.generations[0].token_ids == text
 
 
+def test_settings_are_of_the_number_of_rows(
+    medusa: Path, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the largest number that was measured and is not above it; @adaptive drafts nothing where
+    nothing paid, and says so; a size that is named stays."""
+    run, chain = str(medusa), {"shape": "chain", "depth": 1}
+    priced = {**TREE.to_json(), "price": {"node": 0.3}}
+    four = {"batch_size": 4, "best": chain, "break_even": 1.9, "pays": False}
+    eight = {"batch_size": 8, "best": priced, "break_even": 1.5, "pays": True}
+    leave(medusa, batches=[eight, four])
+    for rows, nodes, even in ((1, 3, 1.25), (3, 3, 1.25), (4, 1, 1.9), (7, 1, 1.9), (8, 3, 1.5)):
+        assert resolve_drafter(run, target, rows).max_nodes == nodes
+        assert requested(run, rows).break_even == even
+    assert resolve_drafter(f"{run}@chain:3", target, 4).max_nodes == 3
+    assert requested(f"{run}@adaptive", 64).price == Price(0.3)
+    capsys.readouterr()
+    for spec in (f"{run}@adaptive", f"{run}@adaptive+ngram", f"{run}@tree:4@adaptive"):
+        drafter = resolve_drafter(spec, target, 4)
+        assert isinstance(drafter, NoDraft) and drafter.name == spec
+        said = capsys.readouterr().err
+        assert said.startswith(f"note: {spec}: ") and "for 4 rows" in said and "\n" not in said[:-1]
+        assert not isinstance(resolve_drafter(spec, target, 8), NoDraft)
+    assert not capsys.readouterr().err
+    leave(medusa, batch_size=4)
+    assert resolve_drafter(run, target, 1).max_nodes == 3
+    leave(medusa, pays=False)
+    assert isinstance(resolve_drafter(f"{run}@adaptive", target), NoDraft)
+    assert "for 1 row," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [{"batch_size": 1, "best": {"shape": "chain"}}],
+        [{"batch_size": 2, "best": {"shape": "chain"}}] * 2,
+        [{"batch_size": 0, "best": {"shape": "chain"}}],
+        [{"batch_size": 2}],
+        [{"batch_size": 2, "best": {"shape": "chain"}, "break_even": 0.5}],
+        {"2": {"shape": "chain"}},
+    ],
+)
+def test_damaged_settings_of_rows_are_refused(medusa: Path, batches: Any) -> None:
+    leave(medusa, batches=batches)
+    with pytest.raises(UserError, match=r"decode\.json: batches.*run scripts/tune\.py again"):
+        requested(str(medusa))
+
+
 def test_a_shape_that_was_not_tuned_stays_as_it_was(medusa: Path, target: Target) -> None:
     leave(medusa, chain=None)
     assert resolve_drafter(f"{medusa}@chain", target).max_nodes == 3

@@ -19,6 +19,8 @@ from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.tuned import DECODE
 from outrider.scripts import tune
 from outrider.scripts.reports import tune_page, tune_table, tuning_plots
+from outrider.scripts.scoring import contest
+from outrider.scripts.scoring.systems import systems_of
 from outrider.scripts.tuning import cost
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
@@ -88,6 +90,51 @@ def test_the_choice_is_written_and_obeyed(
     assert "written:" in capsys.readouterr().out and not list(tmp_path.rglob(".tmp-*"))
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_other_numbers_of_rows_get_settings_of_their_own(
+    tmp_path: Path,
+    target: Target,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: int,
+) -> None:
+    """Measured beside plain decoding with so many rows together, and obeyed by `evaluate`."""
+    pictures.left_out(monkeypatch)
+    together: list[int] = []
+    real = contest.run_contest
+
+    def counted(of: Target, prompts: Any, systems: Any, plan: Any, **keys: Any) -> Any:
+        together.append(plan.batch_size)
+        return real(of, prompts, systems, plan, **keys)
+
+    monkeypatch.setattr(contest, "run_contest", counted)
+    cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=2, nodes=6, width=2)
+    folder = tmp_path / "head"
+    save_head(HEADS["eagle3"].for_target(target, cfg), folder, target.identity)
+    keys = [f"drafter={folder}", f"out={tmp_path}/out", f"temperature={temperature}"]
+    keys.append(f"decode={'sample' if temperature else 'greedy'}")
+    assert run(*keys, "curve_batches=[1,2,3]") == 0
+    assert together == [1, 2, 3]
+    report = json.loads((tmp_path / "out" / "tune.json").read_text())
+    left = json.loads((folder / DECODE).read_text())
+    assert left["batch_size"] == 1 and [one["batch_size"] for one in left["batches"]] == [2, 3]
+    text = capsys.readouterr().out
+    for one, mine in zip(report["batches"], left["batches"], strict=True):
+        paces = {row["name"]: row["tokens_per_second"] for row in one["measured"]}
+        assert paces[one["name"]] == max(paces.values())
+        assert one["pays"] == (one["speedup"]["mean"] > 1) and one["break_even"] >= 1
+        assert mine == {
+            "batch_size": one["batch_size"],
+            "best": one["settings"],
+            "break_even": one["break_even"],
+            "pays": one["pays"],
+        }
+        assert f"{one['batch_size']} rows together: {one['name']} is best" in " ".join(text.split())
+    (systems,) = [systems_of([str(folder)], target, rows=2)[0][1:]]
+    best = left["batches"][0]["best"]
+    assert systems[0].depth == best["depth"]
+
+
 @pytest.mark.parametrize("kind, temperature", [("eagle3", 0), ("eagle3", 1), ("medusa", 0)])
 def test_prices_are_searched_and_left_for_adaptive(
     tmp_path: Path,
@@ -114,6 +161,7 @@ def test_prices_are_searched_and_left_for_adaptive(
     assert left["adaptive"] in [r["settings"] for r in priced]
     assert "price" not in left["tree"] and set(left["adaptive"]["price"]) == {"node", "level"}
     assert report["searched"] >= (0 if temperature else 36)
+    (folder / DECODE).write_text(json.dumps(left | {"pays": True}))  # a head that learned nothing
     drafter: Any = resolve_drafter(f"{folder}@adaptive", target)
     assert drafter.form.price == Price(**left["adaptive"]["price"])
     fixed: Any = resolve_drafter(f"{folder}@tree", target)
