@@ -34,11 +34,6 @@ class Price:
         """Whether everything pays."""
         return self.node <= 0 and self.level <= 0
 
-    @property
-    def never(self) -> bool:
-        """Whether nothing pays: no chance is as large as what a node must bring."""
-        return self.node > 1
-
     def __str__(self) -> str:
         return f"{self.node:.3g} a node, {self.level:.3g} a level"
 
@@ -81,4 +76,3 @@ class Price:
 
 
 FREE = Price()
-NEVER = Price(node=math.inf)

@@ -13,7 +13,7 @@ from outrider.decode.drafters import Drafter, NGram, NoDraft
 from outrider.decode.ngram import DEPTH
 from outrider.decode.target import Target
 from outrider.decode.union import Union
-from outrider.decode.wrapped import Adaptive, Alert, Monitor
+from outrider.decode.wrapped import Adaptive, Alert, Monitor, UpToRows
 from outrider.heads import names, tuned
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import read_card, trained_for
@@ -23,7 +23,7 @@ from outrider.heads.registry import load_head
 from outrider.heads.small_lm.plain import plain_folder, plain_model
 
 
-def resolve_drafter(spec: str, target: Target, rows: int = 1) -> Drafter:
+def resolve_drafter(spec: str, target: Target) -> Drafter:
     """A drafter by name (heads.names): "none", "ngram", a run folder, a head folder, or any
     smaller model with the target's tokenizer (a transformers folder or a Hugging Face
     repository). "A+B" joins the drafts of several (decode.union): where T > 0 the first that is
@@ -37,30 +37,37 @@ def resolve_drafter(spec: str, target: Target, rows: int = 1) -> Drafter:
     head.tree_draw was fixed); "@fixed" takes the most probable ones instead. "@adaptive"
     behind any of them but "none" chooses the size of the draft at every step: at the price that
     scripts/tune.py has left, by the confidence of the moment (decode.price), else as deep as the
-    acceptance of the row so far (decode.wrapped); where nothing paid when it was tuned, nothing is
-    drafted. rows: how many are decoded together; settings hang on it. The drafter's name is `spec`.
-    Raises UserError for anything else, for a tree on a target that takes chains only, for a head
-    of another target, and for a model with another tokenizer.
+    acceptance of the row so far (decode.wrapped), and drafts nothing where more rows are decoded
+    together than it paid for when it was tuned. The drafter's name is `spec`. Raises UserError
+    for anything else, for a tree on a target that takes chains only, for a head of another target,
+    and for a model with another tokenizer.
     """
-    draft = requested(spec, rows)
+    draft = requested(spec)
     drafter = _union(draft, spec, target) if draft.parts else _single(draft, spec, target)
-    prices = [part.price for part in draft.each]
-    if draft.adaptive and all(price.never for price in prices):
-        drafter = NoDraft()
-        print(f"note: {spec}: {_loses(rows)}", file=sys.stderr)
-    elif draft.adaptive and all(price.nothing for price in prices):
+    if draft.adaptive and all(part.price.nothing for part in draft.each):
         drafter = Adaptive(drafter)
+    paying = [part.pays_up_to for part in draft.each if part.pays_up_to is not None]
+    if draft.adaptive and paying:
+        drafter = up_to_rows(drafter, spec, max(paying))
     if draft.watch != names.NO_WATCH:
         drafter = watched(drafter, spec, draft)
     drafter.name = spec
     return drafter
 
 
-def _loses(rows: int) -> str:
-    return (
-        f"drafting did not pay when it was tuned for {rows} {'row' if rows == 1 else 'rows'}, so "
-        "nothing is drafted; leave out @adaptive to see what it accepts"
-    )
+def up_to_rows(drafter: Drafter, spec: str, most: int) -> UpToRows:
+    """`drafter` where no more rows than `most` are decoded together, and nothing where more are,
+    which is said on stderr."""
+
+    def said(rows: int) -> None:
+        tuned = f"paid up to {most} rows together" if most else "paid with no number of rows"
+        print(
+            f"note: {spec}: nothing is drafted for {rows} {'row' if rows == 1 else 'rows'}: when "
+            f"it was tuned drafting {tuned}; leave out @adaptive to draft all the same",
+            file=sys.stderr,
+        )
+
+    return UpToRows(drafter, most, said)
 
 
 def _single(draft: DraftSpec, spec: str, target: Target) -> Drafter:
@@ -99,17 +106,16 @@ def _union(draft: DraftSpec, spec: str, target: Target) -> Union:
     return Union(parts)
 
 
-def requested(spec: str, rows: int = 1) -> DraftSpec:
-    """What a drafter's name asks for, with what scripts/tune.py has left for it where so many rows
-    are decoded together.
+def requested(spec: str) -> DraftSpec:
+    """What a drafter's name asks for, with what scripts/tune.py has left for it.
 
     Raises UserError for a name that is none, and for a file of settings that is damaged or
     another head's.
     """
     draft = names.parse(spec)
     if not draft.parts:
-        return _settled(draft, rows)
-    parts = [_settled(replace(part, adaptive=draft.adaptive), rows) for part in draft.parts]
+        return _settled(draft)
+    parts = [_settled(replace(part, adaptive=draft.adaptive)) for part in draft.parts]
     # They share one pass, so what one has found a node to cost is what it costs an n-gram's.
     node = max(part.price.node for part in parts)
     parts = [
@@ -118,11 +124,11 @@ def requested(spec: str, rows: int = 1) -> DraftSpec:
     return replace(draft, parts=tuple(parts))
 
 
-def _settled(draft: DraftSpec, rows: int) -> DraftSpec:
+def _settled(draft: DraftSpec) -> DraftSpec:
     """`draft` of one source, and what scripts/tune.py has left for it."""
     folder = settings_folder(draft)
     left = None if folder is None else tuned.read(folder)
-    return draft if left is None else left.at(rows).draft(draft)
+    return draft if left is None else left.draft(draft)
 
 
 def drafting_head(source: str, target: Target) -> Head:

@@ -49,7 +49,8 @@ class DraftSpec:
     or "fallback" (decodes plainly there). width: nodes that a dynamic tree expands per level.
     paths: ranks of a static tree's nodes. price: what nodes and levels must bring
     (decode.price). break_even: accepted length (tokens per cycle) below which drafting is
-    slower than plain decoding. None: as the drafter itself has it, or not known. parts: the
+    slower than plain decoding. pays_up_to: rows decoded together up to which @adaptive drafts.
+    None: as the drafter itself has it, or not known. parts: the
     drafters of a union, whose names joined are its source; () for a single one.
     """
 
@@ -64,6 +65,7 @@ class DraftSpec:
     paths: tuple[tuple[int, ...], ...] | None = None
     price: Price = FREE
     break_even: float | None = None
+    pays_up_to: int | None = None
     parts: tuple[DraftSpec, ...] = ()
 
     @property

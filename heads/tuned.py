@@ -18,7 +18,7 @@ from annotated_types import Interval, MaxLen
 
 from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
-from outrider.decode.cost import FREE, NEVER, Price
+from outrider.decode.cost import FREE, Price
 from outrider.decode.models.identity import sha256_weights
 from outrider.decode.tree import TreeShape
 from outrider.heads.checkpoint import CARD
@@ -30,9 +30,6 @@ FORMAT = 1
 SHAPES = ("best", "chain", "tree", "adaptive")
 Rank = Annotated[int, Interval(ge=0, lt=MOST_WIDTH)]
 Ranks = Annotated[tuple[Rank, ...], MaxLen(MOST_DEPTH)]
-MOST_BATCHES = 64
-BatchSize = Annotated[int, Interval(ge=1, lt=1e6)]
-BreakEven = Annotated[float, Interval(ge=1, lt=1e6)] | None
 
 
 @dataclass(frozen=True)
@@ -89,38 +86,23 @@ class DraftSettings:
 
 
 @dataclass(frozen=True)
-class BatchSettings:
-    """What is best where `batch_size` rows are decoded together. break_even, pays: as `Tuned` has
-    them."""
-
-    batch_size: BatchSize
-    best: DraftSettings
-    break_even: BreakEven = None
-    pays: bool = True
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields, the settings as they are written everywhere."""
-        return {**vars(self), "best": self.best.to_json()}
-
-
-@dataclass(frozen=True)
 class Tuned:
-    """What tuning chose for one head and `batch_size` rows. best: the fastest of all shapes.
-    adaptive: the best one that has a price. break_even: accepted length (tokens per cycle) below
-    which drafting with `best` is slower than plain decoding. pays: whether it was faster when
-    measured. batches: other numbers of rows. evidence: where and how it was measured, for people.
+    """What tuning chose for one head. best: the fastest of all shapes. adaptive: the best one
+    that has a price. break_even: accepted length (tokens per cycle) below which drafting with
+    `best` is slower than plain decoding. pays: whether it was faster when measured. pays_up_to:
+    the largest number of rows decoded together at which `adaptive` (without one: `best`) was.
+    evidence: where and how it was measured, for people.
     """
 
     card_sha256: str
     best: DraftSettings
     chain: DraftSettings | None = None
     tree: DraftSettings | None = None
-    break_even: BreakEven = None
+    break_even: Annotated[float, Interval(ge=1, lt=1e6)] | None = None
     pays: bool = True
     evidence: dict[str, Any] = field(default_factory=dict)
     adaptive: DraftSettings | None = None
-    batch_size: BatchSize = 1
-    batches: Annotated[tuple[BatchSettings, ...], MaxLen(MOST_BATCHES)] = ()
+    pays_up_to: Annotated[int, Interval(ge=0, lt=1e6)] | None = None
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule"."""
@@ -128,9 +110,6 @@ class Tuned:
         found = [f"{k}: holds settings of a {s.shape}" for k, s in of_shape if s and s.shape != k]
         if self.adaptive is not None and self.adaptive.price is None:
             found.append("adaptive: holds settings without a price")
-        sizes = [self.batch_size, *(one.batch_size for one in self.batches)]
-        if len(set(sizes)) < len(sizes):
-            found.append(f"batches: {sizes} name a number of rows twice")
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -142,36 +121,16 @@ class Tuned:
             **shapes,
             "break_even": self.break_even,
             "pays": self.pays,
-            "batch_size": self.batch_size,
-            "batches": [one.to_json() for one in self.batches],
+            "pays_up_to": self.pays_up_to,
             "evidence": self.evidence,
         }
 
-    def at(self, rows: int) -> Tuned:
-        """The choice where so many rows are decoded together: that of the largest number of rows
-        that was measured and is not above it, else of the smallest."""
-        own = BatchSettings(self.batch_size, self.best, self.break_even, self.pays)
-        sizes = sorted([own, *self.batches], key=lambda one: one.batch_size)
-        fitting = [one for one in sizes if one.batch_size <= rows] or sizes[:1]
-        found = fitting[-1]
-        if found is own:
-            return self
-        best = found.best
-        return dataclasses.replace(
-            self,
-            best=best,
-            break_even=found.break_even,
-            pays=found.pays,
-            adaptive=best if best.price else None,
-        )
-
     def draft(self, requested: DraftSpec) -> DraftSpec:
         """`requested` with the tuned size of its shape ("" = the best one), where it names no size
-        itself and there is one, and with the break-even. Where @adaptive is asked for: in the
-        best shape with a price, or at that price where a size of that shape is named, and at a
-        price that nothing is worth where drafting lost."""
-        if requested.adaptive and not self.pays:
-            return dataclasses.replace(requested, price=NEVER, break_even=self.break_even)
+        itself and there is one, with the break-even and the rows up to which it pays. Where
+        @adaptive is asked for: in the best shape with a price, or at that price where a size of
+        that shape is named."""
+        requested = dataclasses.replace(requested, pays_up_to=self.pays_up_to)
         known = dataclasses.replace(requested, break_even=self.break_even)
         own, sized = self.adaptive, requested.depth is not None or requested.nodes is not None
         if requested.adaptive and own is not None and requested.shape in ("", own.shape):

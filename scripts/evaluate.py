@@ -230,7 +230,7 @@ def entered(
     more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
     names = list(dict.fromkeys([*cfg.drafters, *more]))
     systems, skipped = systems_of(
-        names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device), cfg.batch_size
+        names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device)
     )
     raise_all([one["reason"] for one in skipped if one["name"] in cfg.drafters])
     left_out: dict[str, dict[str, str]] = {}

@@ -30,24 +30,20 @@ Skipped = dict[str, str]
 
 
 def systems_of(
-    specs: Sequence[str],
-    target: Target,
-    fresh: Callable[[], Target] | None = None,
-    rows: int = 1,
+    specs: Sequence[str], target: Target, fresh: Callable[[], Target] | None = None
 ) -> tuple[list[System], list[Skipped]]:
     """(rows that load, [{name, reason}] of those that do not). `none` is put in front when it
     is not listed.
 
     fresh: loads the target once more, for heads that were trained with it (Medusa-2): each of
-    those gets a target and a `none` of its own. Without it they tune `target` itself. rows: of the
-    target that are decoded together.
+    those gets a target and a `none` of its own. Without it they tune `target` itself.
     """
     systems: list[System] = []
     skipped: list[Skipped] = []
     tuned: dict[str, tuple[str, Target]] = {}
     for spec in [*([] if "none" in specs else ["none"]), *specs]:
         try:
-            found = _systems(spec, target, fresh, tuned, rows)
+            found = _systems(spec, target, fresh, tuned)
         except UserError as error:
             skipped.append({"name": spec, "reason": str(error)})
             continue
@@ -72,7 +68,6 @@ def _systems(
     target: Target,
     fresh: Callable[[], Target] | None,
     tuned: dict[str, tuple[str, Target]],
-    rows: int,
 ) -> list[System]:
     if wrong := names.wrong_drafter(spec):
         raise UserError(f"drafters: {wrong}")
@@ -99,7 +94,7 @@ def _systems(
             resolve_drafter(spec, copy)  # merges its adapter; raises before the group exists
             tuned[sha] = (copy.identity.name if copy.identity else copy.tuning, copy)
         group, mine = tuned[sha]
-    system = drafting(spec, resolve_drafter(spec, mine, rows), mine)
+    system = drafting(spec, resolve_drafter(spec, mine), mine)
     system.draft, system.files = requested, _files(requested)
     if not requested.parts:
         system.facts |= training(cards[0])

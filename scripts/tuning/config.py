@@ -37,7 +37,7 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     device: str | None = None
     # prompts that are decoded together: what the choice is made for
     batch_size: OneOrMore = 1
-    # further numbers of rows; each gets settings of its own
+    # further numbers of rows; with which of them drafting pays is measured
     curve_batches: list[OneOrMore] = field(default_factory=lambda: [1, 2, 4, 8])
     # repetitions of every point of the latency curve
     curve_rounds: OneOrMore = 5

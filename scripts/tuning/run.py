@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,14 +16,14 @@ from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
 from outrider.decode.target import Target
 from outrider.heads import hub
-from outrider.heads.tuned import BatchSettings, DraftSettings, Tuned, card_sha256
+from outrider.heads.tuned import DraftSettings, Tuned, card_sha256
 from outrider.scripts.common import files
 from outrider.scripts.common.progress import Steps, by_name, named
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids, spread
 from outrider.scripts.scoring import contest
 from outrider.scripts.scoring.score import Scores, plain
 from outrider.scripts.scoring.systems import drafting, systems_of
-from outrider.scripts.tuning import batches, search
+from outrider.scripts.tuning import search
 from outrider.scripts.tuning.config import TuneConfig
 from outrider.scripts.tuning.cost import CostModel, CycleShape
 from outrider.scripts.tuning.family import Bounds, DrafterFamily
@@ -49,7 +50,6 @@ class Tuning:
             raise UserError("prompts: the file holds a single prompt; give at least two")
         self.ids = [question_ids(target.tokenizer, p.turns[0]) for p in self.prompts]
         self.batches = sorted({cfg.batch_size, *cfg.curve_batches})
-        self.other_batches = tuple(b for b in self.batches if b != cfg.batch_size)
 
     def model(self) -> tuple[CostModel, list[dict[str, Any]]]:
         """The fitted cost model, and the raw samples of the loop's curves."""
@@ -61,11 +61,12 @@ class Tuning:
         nodes = [n for n in CURVE_NODES if n < biggest] + [biggest]
         few = [n for n in (1, 4, 8, 16, 32, 64) if n < biggest] + [biggest]
         rounds = cfg.curve_rounds
+        more = [b for b in self.batches if b != cfg.batch_size]
         curve = named(self.on_progress, "latency curve")
         samples = bench.loop(nodes, [cfg.batch_size], rounds, CURVE_CYCLES, curve)
-        if self.other_batches:
+        if more:
             others = named(self.on_progress, "other batches")
-            samples += bench.loop(few, self.other_batches, 2, CURVE_CYCLES // 2, others)
+            samples += bench.loop(few, more, 2, CURVE_CYCLES // 2, others)
         probes = self.family.probes()
         drafting = named(self.on_progress, "drafter's latency")
         fits = bench.drafters(probes, self.batches, FIT_TOKENS, drafting)
@@ -86,7 +87,7 @@ class Tuning:
             self.sampling, cfg.max_new_tokens, batch, cfg.seed, cfg.verify
         )
         total, done = -(-len(self.prompts) // batch) * len(systems), itertools.count(1)
-        stage = "confirming" if batch == cfg.batch_size else f"{batch} rows"
+        stage = "confirming" if batch == cfg.batch_size else f"{batch} rows together"
         counted = lambda: self.on_progress(next(done), total, stage)
         for system in systems:
             system.run = _then(system.run, counted)
@@ -161,11 +162,10 @@ class Choice:
     proposed: set[str]
 
     @classmethod
-    def of(cls, tuning: Tuning, model: CostModel, texts: Texts) -> Choice:
+    def of(cls, cfg: TuneConfig, family: DrafterFamily, model: CostModel, texts: Texts) -> Choice:
         """Search, and pick the few that are worth measuring. Raises UserError where nothing
         can be searched."""
-        cfg, family = tuning.cfg, tuning.family
-        pricing = Pricing(model, cfg.batch_size, tuning.other_batches)
+        pricing = Pricing(model, cfg.batch_size)
         found, priced = family.candidates(pricing, texts), family.confident(pricing, texts)
         # Proposed unseen: nothing predicts what they accept.
         drawn = [*family.drawn(), *family.drawn_at_a_price()]
@@ -198,7 +198,7 @@ class Choice:
             expected = self.model.predict(batch, CycleShape.of(one), one.shape, length)
         return {
             "name": name,
-            "settings": batches.listed(one),
+            "settings": listed(one),
             "kind": one.shape,
             "proposed": name in self.proposed,
             "default": one == self.default,
@@ -212,7 +212,7 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
     family, along = tuning.family, named(tuning.on_progress, "drafting along")
     texts = family.record(tuning.ids, cfg.max_new_tokens, cfg.seed, along)
     model, samples = tuning.model()
-    choice = Choice.of(tuning, model, texts)
+    choice = Choice.of(cfg, family, model, texts)
     measured = tuning.measure(choice.systems, cfg.batch_size)
     rows = measured.rows
     plain_rate = 1000 * measured.rows_together() / model.plain(cfg.batch_size)
@@ -221,6 +221,7 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
     chosen = max((r for r in table if r["proposed"] or r["default"]), key=_pace)
     speedup = chosen["measured"]["speedup"]
     best = choice.candidate(choice.systems[chosen["name"]])
+    shapes = per_shape(table, choice.found)
     report = {
         **_made_with(tuning),
         "latency": {
@@ -238,22 +239,39 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
         "chosen": {
             "name": chosen["name"],
             "settings": chosen["settings"],
-            "break_even": batches.break_even(rows, chosen["name"]),
+            "break_even": _break_even(rows, chosen["name"]),
             "speedup": speedup,
             "pays": (speedup["mean"] or 0) > 1,
         },
-        "per_shape": per_shape(table, choice.found),
-        "batches": [of_batch(tuning, choice, chosen["name"], b) for b in tuning.other_batches],
+        "per_shape": shapes,
+        "batches": by_rows(tuning, table, shapes.get("adaptive", chosen["settings"])),
     }
     parts = {name: rows[name]["ms_per_token"] for name in ("none", chosen["name"])}
     return {**plain(report), "breakdown": parts}
 
 
-def of_batch(tuning: Tuning, choice: Choice, chosen: str, batch: int) -> dict[str, Any]:
-    """What is best for `batch` rows, measured: an entry of the report's `batches`."""
-    known = batches.proposed([*choice.found, *choice.priced], choice.systems[chosen], batch)
-    settings = {str(one): one for one in known}
-    return batches.judged(batch, settings, tuning.measure(settings, batch).rows)
+def by_rows(
+    tuning: Tuning, table: Sequence[dict[str, Any]], settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The report's `batches`: with how many rows together drafting with `settings`, which `table`
+    holds for those of the choice, is faster than plain decoding. Numbers that the prompts do not
+    fill are left out."""
+    cfg, one = tuning.cfg, from_json(settings, DraftSettings)[0]
+    row = next(row for row in table if row["settings"] == settings)
+    found = {cfg.batch_size: row["measured"]}
+    for batch in tuning.batches:
+        if batch != cfg.batch_size and batch <= len(tuning.prompts):
+            found[batch] = tuning.measure({row["name"]: one}, batch).rows[row["name"]]
+    message = ("speedup", "accepted_length", "tokens_per_second")
+    return [
+        {
+            "batch_size": batch,
+            "name": row["name"],
+            **{key: measured[key] for key in message},
+            "pays": (measured["speedup"]["mean"] or 0) > 1,
+        }
+        for batch, measured in sorted(found.items())
+    ]
 
 
 def _made_with(tuning: Tuning) -> dict[str, Any]:
@@ -282,11 +300,24 @@ def _pace(row: dict[str, Any]) -> float:
     return float(row["measured"]["tokens_per_second"])
 
 
+def listed(one: DraftSettings) -> dict[str, Any]:
+    """Settings as JSON has them: lists in place of tuples."""
+    return json.loads(json.dumps(one.to_json()))  # type: ignore[no-any-return]
+
+
+def _break_even(rows: dict[str, Any], name: str) -> float:
+    """Measured: how many tokens a cycle must commit to cost no more per token than plain
+    decoding.
+    """
+    per_cycle = {n: rows[n]["draft_ms"] + rows[n]["verify_ms"] for n in ("none", name)}
+    return max(per_cycle[name] / per_cycle["none"], 1.0) if per_cycle["none"] else 1.0
+
+
 def curves(
     model: CostModel,
     found: Sequence[Candidate],
     chosen: Candidate | None,
-    sizes: Sequence[int],
+    batches: Sequence[int],
 ) -> dict[str, Any]:
     """Predicted speedup against K, against nodes (the best of each), and against batch size."""
 
@@ -303,7 +334,7 @@ def curves(
     if chosen is not None:
         tau = chosen.expected["accepted_length"]
         out["batch"] = [
-            {"batch_size": b, **model.predict(b, chosen.shape, chosen.kind, tau)} for b in sizes
+            {"batch_size": b, **model.predict(b, chosen.shape, chosen.kind, tau)} for b in batches
         ]
     return out
 
@@ -322,7 +353,7 @@ def per_shape(table: Sequence[dict[str, Any]], found: Sequence[Candidate]) -> di
             out[kind] = max(rows, key=_pace)["settings"]
         elif guesses:
             best = max(guesses, key=lambda c: c.expected["tokens_per_second"])
-            out[kind] = batches.listed(best.settings)
+            out[kind] = listed(best.settings)
     return out
 
 
@@ -342,6 +373,7 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
         "environment": report["environment"],
         "curves": report["curves"],
         "latency": report["latency"]["fit"],
+        "batches": report["batches"],
         "rows": [
             {
                 k: r[k]
@@ -360,14 +392,5 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
         chosen["pays"],
         evidence,
         get("adaptive"),
-        s["batch_size"],
-        tuple(
-            BatchSettings(
-                one["batch_size"],
-                from_json(one["settings"], DraftSettings)[0],
-                one["break_even"],
-                one["pays"],
-            )
-            for one in report["batches"]
-        ),
+        max((one["batch_size"] for one in report["batches"] if one["pays"]), default=0),
     )

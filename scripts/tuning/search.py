@@ -30,12 +30,10 @@ PRIOR = 60.0  # recorded positions that the head's own calibration (or independe
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with what is expected of it. shape: a full draft. speedups: over plain decoding,
-    for other numbers of rows."""
+    """A setting with what is expected of it. shape: a full draft."""
 
     settings: DraftSettings
     expected: dict[str, Any] = field(hash=False)
-    speedups: dict[int, float] = field(default_factory=dict, hash=False)
 
     @property
     def kind(self) -> str:
@@ -121,29 +119,15 @@ def _plain_passes(cycles: Sequence[Sequence[ReplayedCycle]], batch: int) -> Coun
 
 @dataclass(frozen=True)
 class Pricing:
-    """What settings are priced by, for `batch` rows together, and for `others`."""
+    """What settings are priced by, for `batch` rows together."""
 
     model: CostModel
     batch: int
-    others: tuple[int, ...] = ()
 
     def of(self, settings: DraftSettings, cycles: Sequence[Sequence[ReplayedCycle]]) -> Candidate:
         """Settings with what is expected of their replayed cycles."""
-        shape, kind = CycleShape.of(settings), settings.shape
-        return self._priced(settings, lambda rows: evaluate(self.model, rows, shape, kind, cycles))
-
-    def at_length(self, settings: DraftSettings, accepted_length: float) -> Candidate:
-        """Settings with what is expected of them at a known accepted length."""
-        shape, kind = CycleShape.of(settings), settings.shape
-        return self._priced(
-            settings, lambda rows: self.model.predict(rows, shape, kind, accepted_length)
-        )
-
-    def _priced(
-        self, settings: DraftSettings, expected: Callable[[int], dict[str, Any]]
-    ) -> Candidate:
-        speedups = {rows: expected(rows)["speedup"] for rows in self.others}
-        return Candidate(settings, expected(self.batch), speedups)
+        shape = CycleShape.of(settings)
+        return Candidate(settings, evaluate(self.model, self.batch, shape, settings.shape, cycles))
 
 
 # -- chains, n-grams
@@ -170,7 +154,8 @@ def sampled_chains(pricing: Pricing, unconditional: Sequence[float]) -> list[Can
     out = []
     for k in range(1, len(unconditional) + 1):
         length = length_of_chain(unconditional, k)
-        out.append(pricing.at_length(DraftSettings("chain", depth=k), length))
+        expected = pricing.model.predict(pricing.batch, CycleShape(k, k), "chain", length)
+        out.append(Candidate(DraftSettings("chain", depth=k), expected))
     return out
 
 

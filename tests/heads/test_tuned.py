@@ -15,6 +15,7 @@ from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
+from outrider.decode.live import LiveBatch, LiveLimits
 from outrider.decode.price import Price
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -132,50 +133,58 @@ def test_adaptive_drafts_at_the_price_that_was_tuned(medusa: Path, target: Targe
         assert found.generations[0].token_ids == text
 
 
-def test_settings_are_of_the_number_of_rows(
+def test_adaptive_drafts_nothing_for_more_rows_than_it_pays_for(
     medusa: Path, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the largest number that was measured and is not above it; @adaptive drafts nothing where
-    nothing paid, and says so; a size that is named stays."""
-    run, chain = str(medusa), {"shape": "chain", "depth": 1}
-    priced = {**TREE.to_json(), "price": {"node": 0.3}}
-    four = {"batch_size": 4, "best": chain, "break_even": 1.9, "pays": False}
-    eight = {"batch_size": 8, "best": priced, "break_even": 1.5, "pays": True}
-    leave(medusa, batches=[eight, four])
-    for rows, nodes, even in ((1, 3, 1.25), (3, 3, 1.25), (4, 1, 1.9), (7, 1, 1.9), (8, 3, 1.5)):
-        assert resolve_drafter(run, target, rows).max_nodes == nodes
-        assert requested(run, rows).break_even == even
-    assert resolve_drafter(f"{run}@chain:3", target, 4).max_nodes == 3
-    assert requested(f"{run}@adaptive", 64).price == Price(0.3)
-    capsys.readouterr()
+    """And says so once; other names draft as ever, and a run of fewer rows drafts again."""
+    run = str(medusa)
+    leave(medusa, pays_up_to=2, adaptive={**TREE.to_json(), "price": {"node": 1e-9}})
+
+    def proposed(spec: str, rows: int, drafter: Any = None) -> int:
+        drafter = drafter or resolve_drafter(spec, target)
+        requests = [Request([5 + i, 6, 7, 5 + i, 6, 7], 12, id=i) for i in range(rows)]
+        found = generate(target, drafter, requests, Sampling(), batch_size=rows, eos_ids=())
+        assert [g.token_ids for g in found.generations] == [
+            generate(target, NoDraft(), [r], Sampling(), eos_ids=()).generations[0].token_ids
+            for r in requests
+        ]
+        return sum(c.proposed for g in found.generations for c in g.cycles)
+
     for spec in (f"{run}@adaptive", f"{run}@adaptive+ngram", f"{run}@tree:4@adaptive"):
-        drafter = resolve_drafter(spec, target, 4)
-        assert isinstance(drafter, NoDraft) and drafter.name == spec
+        drafter = resolve_drafter(spec, target)
+        assert drafter.max_nodes and drafter.name == spec
+        assert proposed(spec, 2, drafter) and not capsys.readouterr().err
+        assert not proposed(spec, 3, drafter)
         said = capsys.readouterr().err
-        assert said.startswith(f"note: {spec}: ") and "for 4 rows" in said and "\n" not in said[:-1]
-        assert not isinstance(resolve_drafter(spec, target, 8), NoDraft)
-    assert not capsys.readouterr().err
-    leave(medusa, batch_size=4)
-    assert resolve_drafter(run, target, 1).max_nodes == 3
-    leave(medusa, pays=False)
-    assert isinstance(resolve_drafter(f"{run}@adaptive", target), NoDraft)
-    assert "for 1 row," in capsys.readouterr().err
+        assert said.startswith(f"note: {spec}: nothing is drafted for 3 rows") and "2 rows" in said
+        assert said.count("\n") == 1
+        assert proposed(spec, 1, drafter) and not proposed(spec, 4, drafter)
+        assert not capsys.readouterr().err
+    assert proposed(run, 3) and proposed(f"{run}@chain", 3) and proposed(f"{run}+ngram", 3)
+    leave(medusa, pays_up_to=0)
+    assert not proposed(f"{run}@adaptive", 1)
+    assert "for 1 row: when it was tuned drafting paid with no number" in capsys.readouterr().err
+    leave(medusa, pays_up_to=1)
+    watched = resolve_drafter(f"{run}@adaptive@fallback", target)
+    assert not proposed("", 2, watched) and proposed("", 1, watched)
 
 
-@pytest.mark.parametrize(
-    "batches",
-    [
-        [{"batch_size": 1, "best": {"shape": "chain"}}],
-        [{"batch_size": 2, "best": {"shape": "chain"}}] * 2,
-        [{"batch_size": 0, "best": {"shape": "chain"}}],
-        [{"batch_size": 2}],
-        [{"batch_size": 2, "best": {"shape": "chain"}, "break_even": 0.5}],
-        {"2": {"shape": "chain"}},
-    ],
-)
-def test_damaged_settings_of_rows_are_refused(medusa: Path, batches: Any) -> None:
-    leave(medusa, batches=batches)
-    with pytest.raises(UserError, match=r"decode\.json: batches.*run scripts/tune\.py again"):
+def test_an_answer_of_many_rows_is_watched_as_it_joins(medusa: Path, target: Target) -> None:
+    """The rows that a live batch may hold count, not those that are there."""
+    leave(medusa, pays_up_to=2)
+    for rows, drafts in ((2, True), (3, False)):
+        drafter = resolve_drafter(f"{medusa}@adaptive", target)
+        batch = LiveBatch(target, drafter, Sampling(), LiveLimits(rows, 32))
+        seat = batch.join(Request([5, 6, 7], 12), lambda fresh: None)
+        while batch.busy:
+            batch.step()
+        assert any(c.proposed for c in seat.generation.cycles) == drafts
+
+
+@pytest.mark.parametrize("rows", [-1, 1.5, "2", True, 1e7])
+def test_rows_of_a_foreign_file_are_checked(medusa: Path, rows: Any) -> None:
+    leave(medusa, pays_up_to=rows)
+    with pytest.raises(UserError, match=r"decode\.json: pays_up_to.*run scripts/tune\.py again"):
         requested(str(medusa))
 
 

@@ -19,9 +19,8 @@ from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.tuned import DECODE
 from outrider.scripts import tune
 from outrider.scripts.reports import tune_page, tune_table, tuning_plots
-from outrider.scripts.scoring import contest
-from outrider.scripts.scoring.systems import systems_of
 from outrider.scripts.tuning import cost
+from outrider.scripts.tuning import run as tune_run
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
 from tests.helpers.training import TINY, tiny_target
@@ -90,49 +89,48 @@ def test_the_choice_is_written_and_obeyed(
     assert "written:" in capsys.readouterr().out and not list(tmp_path.rglob(".tmp-*"))
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_other_numbers_of_rows_get_settings_of_their_own(
+@pytest.mark.parametrize(
+    "temperature, speeds, most",
+    [(0, {2: 1.3, 4: 0.9}, 2), (1, {2: 0.9, 4: 0.8}, 1), (0, {2: 0.9, 4: 1.1}, 4)],
+)
+def test_with_how_many_rows_drafting_pays_is_measured(
     tmp_path: Path,
     target: Target,
     capsys: Any,
     monkeypatch: pytest.MonkeyPatch,
     temperature: int,
+    speeds: dict[int, float],
+    most: int,
 ) -> None:
-    """Measured beside plain decoding with so many rows together, and obeyed by `evaluate`."""
+    """With what @adaptive drafts, with every number of rows that the prompts fill."""
     pictures.left_out(monkeypatch)
-    together: list[int] = []
-    real = contest.run_contest
+    asked: list[tuple[int, list[str]]] = []
+    real = tune_run.Tuning.measure
 
-    def counted(of: Target, prompts: Any, systems: Any, plan: Any, **keys: Any) -> Any:
-        together.append(plan.batch_size)
-        return real(of, prompts, systems, plan, **keys)
+    def measure(self: Any, settings: Any, batch: int) -> Any:
+        asked.append((batch, list(settings)))
+        found = real(self, settings, batch)
+        for row in found.rows.values():
+            row["speedup"] = {"mean": {1: 1.2, **speeds}[batch], "low": None, "high": None}
+        return found
 
-    monkeypatch.setattr(contest, "run_contest", counted)
+    monkeypatch.setattr(tune_run.Tuning, "measure", measure)
     cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=2, nodes=6, width=2)
     folder = tmp_path / "head"
     save_head(HEADS["eagle3"].for_target(target, cfg), folder, target.identity)
     keys = [f"drafter={folder}", f"out={tmp_path}/out", f"temperature={temperature}"]
     keys.append(f"decode={'sample' if temperature else 'greedy'}")
-    assert run(*keys, "curve_batches=[1,2,3]") == 0
-    assert together == [1, 2, 3]
-    report = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert run(*keys, "num_prompts=5", "curve_batches=[1,2,4,8]") == 0
+    assert [batch for batch, _ in asked] == [1, 2, 4]
     left = json.loads((folder / DECODE).read_text())
-    assert left["batch_size"] == 1 and [one["batch_size"] for one in left["batches"]] == [2, 3]
-    text = capsys.readouterr().out
-    for one, mine in zip(report["batches"], left["batches"], strict=True):
-        paces = {row["name"]: row["tokens_per_second"] for row in one["measured"]}
-        assert paces[one["name"]] == max(paces.values())
-        assert one["pays"] == (one["speedup"]["mean"] > 1) and one["break_even"] >= 1
-        assert mine == {
-            "batch_size": one["batch_size"],
-            "best": one["settings"],
-            "break_even": one["break_even"],
-            "pays": one["pays"],
-        }
-        assert f"{one['batch_size']} rows together: {one['name']} is best" in " ".join(text.split())
-    (systems,) = [systems_of([str(folder)], target, rows=2)[0][1:]]
-    best = left["batches"][0]["best"]
-    assert systems[0].depth == best["depth"]
+    report = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert left["pays_up_to"] == most and left["evidence"]["batches"] == report["batches"]
+    assert [one["batch_size"] for one in report["batches"]] == [1, 2, 4]
+    names = {one["name"] for one in report["batches"]}
+    (row,) = [row for row in report["rows"] if {row["name"]} == names]
+    assert row["settings"] == left.get("adaptive", left["best"])
+    assert all(settings == [row["name"]] for batch, settings in asked[1:])
+    assert f"4: {speeds[4]:.2f}" in capsys.readouterr().out.replace("\n", " ")
 
 
 @pytest.mark.parametrize("kind, temperature", [("eagle3", 0), ("eagle3", 1), ("medusa", 0)])
@@ -161,7 +159,6 @@ def test_prices_are_searched_and_left_for_adaptive(
     assert left["adaptive"] in [r["settings"] for r in priced]
     assert "price" not in left["tree"] and set(left["adaptive"]["price"]) == {"node", "level"}
     assert report["searched"] >= (0 if temperature else 36)
-    (folder / DECODE).write_text(json.dumps(left | {"pays": True}))  # a head that learned nothing
     drafter: Any = resolve_drafter(f"{folder}@adaptive", target)
     assert drafter.form.price == Price(**left["adaptive"]["price"])
     fixed: Any = resolve_drafter(f"{folder}@tree", target)
