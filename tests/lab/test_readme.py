@@ -160,12 +160,12 @@ def test_a_page_without_its_lines_is_named() -> None:
 @pytest.mark.parametrize("block", [True, False])
 def test_the_demo_calls_real_commands(fast: bool, block: bool) -> None:
     steps = demo.steps(demo.FAST if fast else demo.FULL, fast, block)
-    assert [s.leaves.parts[0] for s in steps] == ["runs"] * (4 + block) + ["reports"] * 2
+    assert [s.leaves.parts[0] for s in steps] == ["runs"] * (5 + block) + ["reports"] * 3
     for step in steps:
         check(step.argv)
-    message = [any("dspark@" in word for word in step.argv) for step in steps[-2:]]
-    assert message == [block, block], "both tables show the block head"
-    shared = len(steps) - 2 - block
+    message = [any("dspark@" in word for word in step.argv) for step in steps[-3:]]
+    assert message == [block] * 3, "all tables show the block head"
+    shared = len(steps) - 3 - block
     plain = demo.steps(demo.FAST if fast else demo.FULL, fast)
     assert steps[:shared] == plain[:shared], "a block head is added to a demo that is there"
 

@@ -58,6 +58,7 @@ DROPPED = ("per_prompt", "acceptance_by_rank")
 COPIED = {
     "demo-t0": "demo/t0",
     "demo-t1": "demo/t1",
+    "demo-unlike": "demo/unlike",
     "unseen-t0": "unseen/t0",
     "unseen-t1": "unseen/t1",
     "unseen-fp32": "unseen/fp32",
