@@ -322,6 +322,9 @@ class Engine:
             kept = set(keep)
             again = [row for b, row in enumerate(self.rows) if b not in kept and not row.done]
             self.queue.extendleft(reversed(again))
+            # The last rows come into the places that are free: no other one is copied.
+            last = [b for b in keep if b >= len(keep)]
+            keep = [b if b in kept else last.pop() for b in range(len(keep))]
             cache.select(keep)
             self.drafter.select(keep)
             self.rows = [self.rows[b] for b in keep]

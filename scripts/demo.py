@@ -192,8 +192,8 @@ def scores(budget: DemoBudget, block: bool, heads: list[Path]) -> list[Command]:
     few = f"num_prompts={budget.prompts * 2 // 3}"
     return [
         score("scores at T = 0", "t0", at_zero, like, "temperature=0", "parity=2"),
-        score("scores at T = 1", "t1", at_one, like, "temperature=1", few),
-        score("scores on questions unlike the data", "unlike", unlike, "temperature=0", few),
+        score("scores at T = 1", "t1", at_one, like, "temperature=1", few, "parity=0"),
+        score("scores on questions unlike the data", "unlike", unlike, few, "parity=0"),
     ]
 
 

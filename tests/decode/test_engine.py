@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.decode import waits
+from outrider.decode.cache import TreeCache
 from outrider.decode.drafters import Drafter, DraftModel, NGram, NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.grow import Form
@@ -405,3 +406,25 @@ def test_what_a_rule_spends_on_distributions_is_counted_as_distribution(target: 
 
     timing = generate(target, Tree(), requests(2), Sampling(), eos_ids=(), verify=slow).timing
     assert timing.distribution_s >= 100 * timing.cycles > 0
+
+
+def test_the_last_rows_take_the_places_that_become_free(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the others nothing is copied, and answers stay those of each alone."""
+    kept: list[list[int]] = []
+    real = TreeCache.select
+
+    def select(self: TreeCache, rows: list[int]) -> None:
+        kept.append(rows)
+        real(self, rows)
+
+    asked = [Request([5 + i, 6, 7, 5 + i], n, id=i) for i, n in enumerate((9, 2, 9, 4, 9, 9))]
+    alone = [generate(target, NGram(), [r], Sampling(), eos_ids=()) for r in asked]
+    monkeypatch.setattr(TreeCache, "select", select)
+    run = generate(target, NGram(), asked, Sampling(), batch_size=6, eos_ids=())
+    assert [g.token_ids for g in run.generations] == [a.generations[0].token_ids for a in alone]
+    assert kept[0] == [0, 5, 2, 3, 4], "row 1 was done first"
+    for rows in kept:
+        moved = [b for i, b in enumerate(rows) if i != b]
+        assert all(b >= len(rows) for b in moved)
