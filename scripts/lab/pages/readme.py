@@ -72,6 +72,8 @@ COPIED = {
     "avx2-t1": "avx2/smollm2-t1",
     "avx2-b4": "avx2/smollm2-b4",
     "avx2-b8": "avx2/smollm2-b8",
+    "avx2-rows-b4": "avx2/smollm2-rows",
+    "avx2-rows-b8": "avx2/smollm2-rows/t0-b8",
     "avx2-fit": "avx2/fit",
     "qwen25-t0": "avx2/qwen",
     "qwen25-k2-t0": "avx2/qwen-spin",
@@ -91,11 +93,14 @@ SHOWN = {
     "avx2-t0": "On a CPU without bfloat16: the 72 prompts with the head that every engine serves",
     "avx2-drafts32-t0": "The same before, drafters in float32",
     "avx2-t1": "On a CPU without bfloat16, T = 1",
-    "avx2-b4": "On a CPU without bfloat16, four at a time",
-    "avx2-b8": "On a CPU without bfloat16, eight at a time",
+    "avx2-rows-b4": "On a CPU without bfloat16, four at a time",
+    "avx2-rows-b8": "On a CPU without bfloat16, eight at a time",
+    "avx2-b4": "The same before `@adaptive` counted rows, four at a time",
+    "avx2-b8": "The same before `@adaptive` counted rows, eight at a time",
     "avx2-fit": "On a CPU without bfloat16: a head fitted to its traffic, on later questions",
-    "demo-t0": "What `make demo` shows (its JSON says at which commit)",
+    "demo-t0": "What `make demo` shows: questions like its data (its JSON says at which commit)",
     "demo-t1": "What `make demo` shows at T = 1",
+    "demo-unlike": "What `make demo` shows on questions unlike its data",
     "recipes-t0": "Recipes, trained longer",
     "qwen25-k2-t0": "Qwen2.5-Coder-1.5B, on a CPU without bfloat16",
     "qwen25-asleep-t0": "The same before, waiting threads asleep",
@@ -116,7 +121,8 @@ def slim(report: dict[str, Any]) -> dict[str, Any]:
     for row in kept["drafters"]:
         if row["lossless"]:
             row["lossless"] = {k: v for k, v in row["lossless"].items() if k != "differences"}
-    return {**kept, "skipped_turns": []}
+    # Other settings of the same run have files of their own.
+    return {**kept, "skipped_turns": [], "others": []}
 
 
 def read(name: str) -> dict[str, Any]:
