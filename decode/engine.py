@@ -51,7 +51,6 @@ OnTokens = Callable[[int, list[int], list[bool]], None]
 Rule = Callable[[DraftTree, Distribution, Coins], Verdict]
 CoinSource = Callable[[int, Tensor, Tensor], Rng]
 Clock = Callable[[], float]
-
 P = ParamSpec("P")
 
 
