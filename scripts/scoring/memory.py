@@ -11,6 +11,9 @@ from outrider.decode.drafters import Drafter
 from outrider.decode.models.packed import Halves, PackedLinear
 from outrider.decode.target import Target
 
+# How far to look: a drafter may lie in another one, that in a union, that in another one again.
+DEEPEST = 10
+
 
 def own_elements(drafter: Drafter, target: Target) -> tuple[int, int]:
     """(elements, bytes) of the floating-point weights that a drafter keeps and its target does
@@ -20,7 +23,7 @@ def own_elements(drafter: Drafter, target: Target) -> tuple[int, int]:
         for p in [*target.model.parameters(), *target.model.buffers()]
     }
     found: dict[int, Tensor] = {}
-    _walk(drafter, found, set(), 4)
+    _walk(drafter, found, set(), DEEPEST)
     mine = [t for pointer, t in found.items() if pointer not in theirs]
     return sum(t.numel() for t in mine), sum(t.numel() * t.element_size() for t in mine)
 

@@ -25,6 +25,7 @@ from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.names import DraftSpec
 from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
+from outrider.scripts.scoring.memory import own_elements
 from tests.helpers.training import tiny_target
 
 TREE = DraftSettings("tree", depth=2, nodes=3, paths=((0,), (1,), (0, 0)))
@@ -179,6 +180,19 @@ def test_an_answer_of_many_rows_is_watched_as_it_joins(medusa: Path, target: Tar
         while batch.busy:
             batch.step()
         assert any(c.proposed for c in seat.generation.cycles) == drafts
+
+
+def test_what_a_drafter_weighs_hangs_not_on_what_lies_around_it(
+    tmp_path: Path, target: Target
+) -> None:
+    cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=3, nodes=6, width=2)
+    save_head(HEADS["eagle3"].for_target(target, cfg), tmp_path / "head", target.identity)
+    run = str(tmp_path / "head")
+    leave(Path(run), pays_up_to=2, best={"shape": "chain", "depth": 2}, tree=None)
+    alone = own_elements(resolve_drafter(run, target), target)
+    assert alone[0] > 1000
+    for spec in (f"{run}@adaptive", f"{run}+ngram", f"{run}@adaptive+ngram", f"{run}@fallback"):
+        assert own_elements(resolve_drafter(spec, target), target) == alone, spec
 
 
 @pytest.mark.parametrize("rows", [-1, 1.5, "2", True, 1e7])
