@@ -496,7 +496,9 @@ def main() -> int:
         files.write_json(RESULTS / "domains.json", fit_table.forgotten(domains))
     counted = files.ROOT / "reports" / "vllm_protocol" / "report.json"
     if counted.exists():
-        files.write_json(RESULTS / "vllm-protocol.json", json.loads(counted.read_text()))
+        report = json.loads(counted.read_text())
+        report["target"].pop("path", None)
+        files.write_json(RESULTS / "vllm-protocol.json", report)
     spent = files.ROOT / "reports" / "demo" / "spent.json"
     if full and spent.exists():
         files.write_json(RESULTS / "demo-spent.json", json.loads(spent.read_text()))
