@@ -60,10 +60,11 @@ def up_to_rows(drafter: Drafter, spec: str, most: int) -> UpToRows:
     which is said on stderr."""
 
     def said(rows: int) -> None:
-        tuned = f"paid up to {most} rows together" if most else "paid with no number of rows"
+        why = "when it was tuned drafting paid for no number of rows"
+        if most:
+            why = f"{rows} rows are decoded together, and drafting paid up to {most} when tuned"
         print(
-            f"note: {spec}: nothing is drafted for {rows} {'row' if rows == 1 else 'rows'}: when "
-            f"it was tuned drafting {tuned}; leave out @adaptive to draft all the same",
+            f"note: {spec}: nothing is drafted: {why}; leave out @adaptive to draft nevertheless",
             file=sys.stderr,
         )
 

@@ -150,7 +150,7 @@ def _turns(chat: Conversation) -> Iterator[str]:
             chat.console.print("\nCtrl-D or /exit leaves", style="dim")
             continue
         line = line.strip()
-        if line == "/exit":
+        if line in ("/exit", "/quit"):
             return
         if line == "/reset":
             chat.reset()

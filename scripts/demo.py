@@ -36,7 +36,7 @@ from outrider.scripts.common import files
 from outrider.scripts.common.config import DemoConfig
 from outrider.scripts.common.pipeline import Command, Pipeline
 from outrider.scripts.reports import score_table
-from outrider.scripts.reports.table import Table
+from outrider.scripts.reports.table import Table, interval, number
 
 RUNS, REPORTS = Path("runs/demo"), Path("reports/demo")
 # Short drafts: a drafted token costs 6 to 12 % of a plain pass, and on a processor without
@@ -191,9 +191,9 @@ def scores(budget: DemoBudget, block: bool, heads: list[Path]) -> list[Command]:
     like = f"prompts={QUESTIONS}"
     few = f"num_prompts={budget.prompts * 2 // 3}"
     return [
-        score("scores at T = 0", "t0", at_zero, like, "temperature=0", "parity=2"),
-        score("scores at T = 1", "t1", at_one, like, "temperature=1", few, "parity=0"),
         score("scores on questions unlike the data", "unlike", unlike, few, "parity=0"),
+        score("scores at T = 1", "t1", at_one, like, "temperature=1", few, "parity=0"),
+        score("scores at T = 0", "t0", at_zero, like, "temperature=0", "parity=2"),
     ]
 
 
@@ -213,10 +213,31 @@ def main(cfg: DemoConfig) -> int:
     pages = [str(step.leaves.with_name("report.html")) for step in todo if scored(step)]
     spent = f"{time.perf_counter() - started:.0f} s"
     console.print(f"open {', '.join(pages)}   ({spent})", highlight=False, soft_wrap=True)
-    report = json.loads((REPORTS / "t0" / "report.json").read_text())
+    report, other = (
+        json.loads((REPORTS / name / "report.json").read_text()) for name in ("t0", "unlike")
+    )
+    what_it_brought(report, other).show()
     # Not by rich, which would take [..] for its own.
     print("go on with", *next_commands(report), sep="\n")
     return 0
+
+
+def what_it_brought(like: dict[str, Any], unlike: dict[str, Any]) -> Table:
+    """The last screen: n-grams, which learned nothing, beside the trained head, alone and with
+    them, of the reports on questions like the data and on others."""
+    shown = {NGRAM: "n-grams, untrained", f"{EAGLE}:2": "EAGLE-3 head", UNION: "both together"}
+    rows = []
+    for what, report in (("like its data", like), ("unlike it", unlike)):
+        found = {row["name"]: row for row in report["drafters"]}
+        cells = [
+            f"{number(found[name]['accepted_length']['mean'])} · "
+            f"{interval(found[name]['speedup'], 2, '×')}"
+            for name in shown
+        ]
+        rows.append([what, *cells])
+    header = ("questions", *shown.values())
+    notes = ["tokens a pass, where plain decoding has 1, and its speed in plain decoding's; T = 0"]
+    return Table(header, rows, "what training brought", notes)
 
 
 def next_commands(report: dict[str, Any]) -> list[str]:

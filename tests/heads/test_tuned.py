@@ -157,14 +157,14 @@ def test_adaptive_drafts_nothing_for_more_rows_than_it_pays_for(
         assert proposed(spec, 2, drafter) and not capsys.readouterr().err
         assert not proposed(spec, 3, drafter)
         said = capsys.readouterr().err
-        assert said.startswith(f"note: {spec}: nothing is drafted for 3 rows") and "2 rows" in said
+        assert said.startswith(f"note: {spec}: nothing is drafted: 3 rows") and "up to 2" in said
         assert said.count("\n") == 1
         assert proposed(spec, 1, drafter) and not proposed(spec, 4, drafter)
         assert not capsys.readouterr().err
     assert proposed(run, 3) and proposed(f"{run}@chain", 3) and proposed(f"{run}+ngram", 3)
     leave(medusa, pays_up_to=0)
     assert not proposed(f"{run}@adaptive", 1)
-    assert "for 1 row: when it was tuned drafting paid with no number" in capsys.readouterr().err
+    assert "when it was tuned drafting paid for no number of rows" in capsys.readouterr().err
     leave(medusa, pays_up_to=1)
     watched = resolve_drafter(f"{run}@adaptive@fallback", target)
     assert not proposed("", 2, watched) and proposed("", 1, watched)

@@ -42,13 +42,21 @@ def test_its_last_lines_keep_their_brackets(
 ) -> None:
     monkeypatch.setattr(files, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    report = {"drafters": [{"name": "runs/demo/eagle3", "speedup": {"mean": 1.2}}]}
-    files.write_json(tmp_path / "reports/demo/t0/report.json", report)
+    row = {"accepted_length": {"mean": 1.5}, "speedup": {"mean": 1.2, "low": 1.1, "high": 1.3}}
+    names = [demo.NGRAM, f"{demo.EAGLE}:2", demo.UNION]
+    for name, best in (("t0", 1.4), ("unlike", 0.9)):
+        rows = [{**row, "name": name} for name in names]
+        rows[-1] = {**rows[-1], "speedup": {"mean": best, "low": best - 0.1, "high": best + 0.1}}
+        files.write_json(tmp_path / f"reports/demo/{name}/report.json", {"drafters": rows})
     monkeypatch.setattr(demo.Pipeline, "run", lambda *_: None)
     monkeypatch.setattr(demo, "where_it_went", lambda *_: demo.Table((), []))
     with pytest.raises(SystemExit) as end:
         demo.main(["fast=true"])
-    assert end.value.code == 0 and "'drafters=[runs/demo/eagle3]'" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and "'drafters=[runs/demo/eagle3@chain:2+ngram@3]'" in said
+    like, unlike = (line for line in said.splitlines() if "1.50 · " in line)
+    assert "like its data" in like and "1.50 · 1.40× [1.30, 1.50]" in like
+    assert "unlike it" in unlike and "1.50 · 0.90× [0.80, 1.00]" in unlike
 
 
 @pytest.mark.parametrize("clone", [True, False])
