@@ -332,9 +332,10 @@ def test_quick_start_without_network_and_without_wandb(
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
     ).stdout.split(b"\0")
-    for name in (n.decode() for n in names if n and (ROOT / n.decode()).is_file()):
+    for name in (n.decode() for n in names if n and os.path.lexists(ROOT / n.decode())):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, copy / name)
+        # Links as links: without them the package would be found in this clone, and written to.
+        shutil.copyfile(ROOT / name, copy / name, follow_symlinks=False)
     env = {**os.environ, guard.ABSENT: "wandb", "OUTRIDER_CACHE": str(cache_root())}
     inside = 'ip link set lo up 2>/dev/null || true; exec "$@"'
     command = [
