@@ -151,11 +151,11 @@ class UpToRows(Wrapped):
     ) -> None:
         super().__init__(drafter)
         self.whole, self.most, self.on_rest = drafter, most, on_rest
-        self.name, self.max_nodes, self.max_depth = (
-            drafter.name,
-            drafter.max_nodes,
-            drafter.max_depth,
-        )
+        self.name = drafter.name
+        # Of the whole also while it rests: caches are made by it, and a certificate asks whether
+        # there is something that could have drafted.
+        self.max_nodes = drafter.max_nodes
+        self.max_depth = drafter.max_depth
 
     def reset(self, rows: int, max_len: int) -> None:
         """See Drafter."""
