@@ -35,6 +35,27 @@ T = TypeVar("T")
 SHORT = reprlib.Repr()  # how a wrong value is shown: the line stays a line
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
 TOOLS = re.compile(r"# (type: ignore|noqa)")  # a comment for tools, no doc line
+# Names that other trainers and engines have for a key of ours.
+HABITS = {
+    "learning_rate": "optim.lr",
+    "lr_scheduler_type": "optim.schedule",
+    "warmup_ratio": "optim.warmup",
+    "max_grad_norm": "optim.clip",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "output_dir": "out_dir",
+    "per_device_train_batch_size": "batch_size",
+    "save_steps": "save_every",
+    "eval_steps": "eval.every",
+    "torch_dtype": "dtype",
+    "model": "target",
+    "max_tokens": "max_new_tokens",
+    "max_model_len": "data.max_length",
+    "speculative_model": "drafter",
+    "num_samples": "num_prompts",
+}
 INVALID = object()  # stands for a value that could not be read; its problem is on the list
 
 
@@ -125,9 +146,15 @@ def knows(schema: type, key: str) -> bool:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """The one-line message about a key that does not exist, with the nearest one that does."""
+    """The one-line message about a key that does not exist, with the one that was meant: another
+    tool's name for it, a key of that very name in another group, or the nearest one.
+    """
     known = list(known)
-    group = key.rpartition(".")[0]
+    group, _, name = key.rpartition(".")
+    namesakes = [k for k in known if k.rpartition(".")[2] == name]
+    habit = HABITS.get(name)
+    if habit in known or namesakes:
+        return f"{key}: no such key; did you mean {habit if habit in known else namesakes[0]}?"
     inside = [k for k in known if group and k.startswith(group + ".")]
     return f"{key}: no such key; {nearest(key, inside or known)}"
 

@@ -105,6 +105,16 @@ class Parity:
             "problems": self.problems,
         }
 
+    def line(self) -> str:
+        """A gate that passed, for people who read of many."""
+        lengths = ", ".join(
+            f"{found.mean:.3f} {name.replace('_', '-')}" for name, found in self.lengths.items()
+        )
+        return (
+            f"parity passed: accepted length {lengths} (chain of {self.depth}, T = 0, "
+            f"{self.prompts} prompts, {self.cycles} cycles)"
+        )
+
     def lines(self) -> list[str]:
         """The table for people."""
         if not (self.cycles or self.problems):

@@ -196,7 +196,9 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
         score_table.ranking(report).show()
         print("\n".join(shares(report)), end="\n" if shares(report) else "")
     for name, found in parity.items():
-        print("\n".join([f"{name}: {found.lines()[0]}", *found.lines()[1:]]))
+        # What passed is said in a line; what failed, or could not be compared, at length.
+        lines = [found.line()] if found.passed and found.cycles else found.lines()
+        print("\n".join([f"{name}: {lines[0]}", *lines[1:]]))
     print(f"report: {out / 'report.html'}")
     if cfg.wandb != "off":
         answers = answer_rows(outputs[0], reports[0], target.tokenizer)

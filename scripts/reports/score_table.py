@@ -223,8 +223,14 @@ def ranking(report: dict[str, Any]) -> Table:
         ("speedup", lambda r: interval(r["speedup"], 2, "×")),
         (cells_of, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–"),
     ]
-    named = {"title": f"ranking, {title(report)}", "words": (0, -1), "prose": (cells_of,)}
-    return Table.of(columns, report["ranking"], **named)
+    return Table.of(
+        columns,
+        report["ranking"],
+        title=f"ranking, {title(report)}",
+        notes=["a rank is 1 and how many drafters are faster beyond chance (95 %, paired)"],
+        words=(0, -1),
+        prose=(cells_of,),
+    )
 
 
 def notes(report: dict[str, Any]) -> list[str]:
@@ -237,6 +243,11 @@ def notes(report: dict[str, Any]) -> list[str]:
         f"that lie in no loop; brackets: 95 % bootstrap over {resampled}; speedup: against none in "
         "the same interleaved run, decoding alone."
     ]
+    if any(len(row["acceptance_by_position"]) > 1 for row in report["drafters"]):
+        lines.append(
+            "accepted at d: of the cycles that proposed depth d and accepted d - 1, the share that "
+            "accepted d."
+        )
     lines += _warnings(report)
     for row in report["drafters"]:
         lines += _doubts(row, report["target"])

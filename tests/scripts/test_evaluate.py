@@ -133,7 +133,9 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
     text = (out / "report.html").read_text()
     assert text.startswith("<!doctype html>") and "One prompt, side by side" in text
     assert {p.stem for p in (out / "figures").glob("*.png")} == set(plots.PANELS)
-    assert "ngram" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    for words in ("ngram", "accepted at d: of the cycles", "a rank is 1 and how many drafters"):
+        assert words in shown
     assert not list(out.rglob(".tmp-*"))
 
 
