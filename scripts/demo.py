@@ -272,13 +272,17 @@ def where_it_went(job: Pipeline, todo: list[Command]) -> Table:
     about = {"command": files.command(), "environment": files.environment("cpu")}
     files.write_json(REPORTS / "spent.json", {**about, "steps": lines})
     rows, keys = [], ("seconds", "cpu_seconds")
+    largest = max(row["peak_bytes"] for row in spent.values())
     spent["all"] = {key: sum(row[key] for row in spent.values()) for key in keys}
+    spent["all"]["peak_bytes"] = largest
     whole = spent["all"]["cpu_seconds"]
     for title, row in spent.items():
         seconds, cpu = (row[key] for key in keys)
         share = f"{cpu / whole:.0%}" if whole else "–"
-        rows.append([title, f"{seconds:.0f}", f"{cpu:.0f}", share])
-    return Table(("where the time went", "seconds", "of the processors", "share"), rows)
+        memory = f"{row['peak_bytes'] / 2**30:.1f}"
+        rows.append([title, f"{seconds:.0f}", f"{cpu:.0f}", share, memory])
+    head = ("where the time went", "seconds", "of the processors", "share", "GiB, largest so far")
+    return Table(head, rows)
 
 
 def swap(budget: str) -> None:

@@ -197,8 +197,8 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
         print("\n".join(shares(report)), end="\n" if shares(report) else "")
     for name, found in parity.items():
         # What passed is said in a line; what failed, or could not be compared, at length.
-        lines = [found.line()] if found.passed and found.cycles else found.lines()
-        print("\n".join([f"{name}: {lines[0]}", *lines[1:]]))
+        said = [found.line()] if found.passed and found.cycles else found.lines()
+        print("\n".join([f"{name}: {said[0]}", *said[1:]]))
     print(f"report: {out / 'report.html'}")
     if cfg.wandb != "off":
         answers = answer_rows(outputs[0], reports[0], target.tokenizer)

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.scripts import demo
 from outrider.scripts.common import files
-from outrider.scripts.common.pipeline import Command
+from outrider.scripts.common.pipeline import Command, Pipeline
 
 
 def test_without_a_clone_there_are_no_scripts(
@@ -80,3 +80,20 @@ def test_the_demo_writes_where_a_user_finds_it(
     with pytest.raises(SystemExit):
         demo.main(["fast=true"])
     assert seen == [str(root if clone else here)]
+
+
+def test_a_step_keeps_its_seconds_and_its_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script, left = tmp_path / "big.py", tmp_path / "left"
+    script.write_text(f"open({str(left)!r}, 'w').write(str(len(b'x' * 600_000_000)))\n")
+    step = Command("it is big", [str(script)], [], left)
+    job = Pipeline("demo", tmp_path)
+    job.run([step])
+    spent = job.spent(step)
+    assert spent["seconds"] > 0 and spent["cpu_seconds"] > 0 and spent["peak_bytes"] > 6e8
+    monkeypatch.setattr(demo, "REPORTS", tmp_path)
+    shown = demo.where_it_went(job, [step])
+    gib = f"{spent['peak_bytes'] / 2**30:.1f}"
+    assert [row[0] for row in shown.rows] == ["it is big", "all"]
+    assert [row[-1] for row in shown.rows] == [gib, gib]
