@@ -18,7 +18,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: demo heads qwen25 test slow readme lint test-old engines race rehearsal clean help
 
 help:
-	@echo "make demo [FAST=1] [BLOCK=1]  data, Medusa and EAGLE-3 heads (and DSpark), score tables at T = 0 and T = 1, report"
+	@echo "make demo [FAST=1] [BLOCK=1]  data, Hydra heads and EAGLE-3 (and DSpark), score tables at T = 0 and T = 1, report"
 	@echo "make heads [DATA=FILE]  one head of every recipe on the same conversations"
 	@echo "make qwen25 [MINUTES=50]  an EAGLE-3 head for Qwen2.5-Coder-1.5B, from its data to llama.cpp; many hours, in pieces"
 	@echo "make test           lint, types, fast tests"

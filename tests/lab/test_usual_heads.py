@@ -15,7 +15,7 @@ from tests.helpers.commands import code_of
 
 USUAL = [
     (engines.llamacpp.main, [], ["runs/demo/eagle3"]),
-    (engines.vllm.main, ["speculators=README.md"], ["runs/demo/medusa", "runs/demo/eagle3"]),
+    (engines.vllm.main, ["speculators=README.md"], ["runs/demo/eagle3"]),
     (engines.sampled.main, [], ["none", "runs/demo/eagle3"]),
     (engines.race.main, [], ["none", "runs/demo/eagle3"]),
 ]
@@ -25,7 +25,7 @@ USUAL = [
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which `make demo` has just run, and what an engine's run goes on to load."""
     monkeypatch.chdir(tmp_path)
-    for name in ("medusa", "eagle3"):
+    for name in ("hydra_heads", "eagle3"):
         (tmp_path / "runs/demo" / name / "head").mkdir(parents=True)
         (tmp_path / "runs/demo" / name / "head/head.json").write_text("{}")
     monkeypatch.setattr(shared, "environment", lambda *_: Path("python"))

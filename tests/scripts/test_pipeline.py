@@ -25,7 +25,7 @@ def test_without_a_clone_there_are_no_scripts(
 
 
 def test_the_demo_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {"none": 1.0, "ngram": 1.5, "runs/demo/medusa@tree:4": 1.2}
+    rows = {"none": 1.0, "ngram": 1.5, "runs/demo/hydra_heads@chain:2": 1.2}
     rows["runs/demo/eagle3@chain:2+ngram"] = 1.3
     report = {"drafters": [{"name": k, "speedup": {"mean": v}} for k, v in rows.items()]}
     monkeypatch.setattr(demo.shutil, "which", lambda name: None)
@@ -43,7 +43,7 @@ def test_its_last_lines_keep_their_brackets(
     monkeypatch.setattr(files, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     row = {"accepted_length": {"mean": 1.5}, "speedup": {"mean": 1.2, "low": 1.1, "high": 1.3}}
-    names = [demo.NGRAM, f"{demo.EAGLE}:2", demo.UNION]
+    names = [demo.NGRAM, f"{demo.HYDRA_HEADS}:2", demo.UNION]
     for name, best in (("t0", 1.4), ("unlike", 0.9)):
         rows = [{**row, "name": name} for name in names]
         rows[-1] = {**rows[-1], "speedup": {"mean": best, "low": best - 0.1, "high": best + 0.1}}
@@ -53,7 +53,7 @@ def test_its_last_lines_keep_their_brackets(
     with pytest.raises(SystemExit) as end:
         demo.main(["fast=true"])
     said = capsys.readouterr().out
-    assert end.value.code == 0 and "'drafters=[runs/demo/eagle3@chain:2+ngram@3]'" in said
+    assert end.value.code == 0 and "'drafters=[runs/demo/hydra_heads@chain:2+ngram@3]'" in said
     like, unlike = (line for line in said.splitlines() if "1.50 · " in line)
     assert "like its data" in like and "1.50 · 1.40× [1.30, 1.50]" in like
     assert "unlike it" in unlike and "1.50 · 0.90× [0.80, 1.00]" in unlike

@@ -432,14 +432,15 @@ def forgotten() -> str:
 
 
 def counted_as_vllm() -> str:
-    """Our drafters as vLLM's own script counts accepted length, in docs/others.md."""
-    name = "vllm-protocol"
-    if not (RESULTS / f"{name}.json").exists():
-        return "Not measured yet."
-    report = read(name)
-    table = vllm_protocol.table(report)
-    where = f"{made(report)}, [JSON](results/{name}.json)"
-    return f"{table.title} ({where})\n\n{table.markdown()}"
+    """Our drafters as vLLM's own script counts accepted length, in docs/others.md: a table for
+    every target that was measured so."""
+    tables = []
+    for path in sorted(RESULTS.glob("vllm-protocol*.json"), key=lambda path: path.stem):
+        report = read(path.stem)
+        table = vllm_protocol.table(report)
+        where = f"{made(report)}, [JSON](results/{path.name})"
+        tables.append(f"{table.title} ({where})\n\n{table.markdown()}")
+    return "\n\n".join(tables) or "Not measured yet."
 
 
 def raced() -> str:
@@ -494,11 +495,11 @@ def main() -> int:
     domains = files.ROOT / "reports" / "domains" / "report.json"
     if domains.exists():
         files.write_json(RESULTS / "domains.json", fit_table.forgotten(domains))
-    counted = files.ROOT / "reports" / "vllm_protocol" / "report.json"
-    if counted.exists():
-        report = json.loads(counted.read_text())
+    for source in (files.ROOT / "reports").glob("vllm_protocol*/report.json"):
+        report = json.loads(source.read_text())
         report["target"].pop("path", None)
-        files.write_json(RESULTS / "vllm-protocol.json", report)
+        name = source.parent.name.replace("_", "-")
+        files.write_json(RESULTS / f"{name}.json", report)
     spent = files.ROOT / "reports" / "demo" / "spent.json"
     if full and spent.exists():
         files.write_json(RESULTS / "demo-spent.json", json.loads(spent.read_text()))

@@ -32,7 +32,7 @@ class EnginesConfig(shared.EngineKeys):
     """Keys of scripts/lab/engines.py."""
 
     usual: ClassVar[tuple[str, ...]] = (
-        "runs/demo/medusa",
+        "runs/medusa",
         "runs/eagle1",
         "runs/eagle3",
         "runs/draft",
