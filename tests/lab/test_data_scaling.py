@@ -14,6 +14,7 @@ from outrider.scripts import evaluate
 from outrider.scripts.common.pipeline import Command, Pipeline
 from outrider.scripts.extra.forecasting import curves
 from outrider.scripts.lab import data_scaling
+from outrider.scripts.lab.pages import reused
 from outrider.train import cache_features, eagle
 from tests.helpers.chats import chats
 
@@ -105,3 +106,25 @@ def test_the_prediction_is_frozen_before_the_last_head_is_trained(
     (out / "predicted.json").write_text(json.dumps(frozen))
     with pytest.raises(UserError, match="was changed since it was frozen"):
         data_scaling.kept(out / "predicted.json", frozen["points"], dict)
+
+
+def test_the_page_shows_what_was_read_and_the_miss(tmp_path: Path) -> None:
+    def head(unique: float, passes: int, mean: float) -> dict[str, Any]:
+        found = {**point(unique, passes), "mean": mean, "low": mean - 0.05, "high": mean + 0.05}
+        return {**found, "passes": passes, "share": unique / 160e3}
+
+    report = {
+        "points": [head(80e3, 2, 1.25), head(40e3, 4, 1.2)],
+        "prediction": {"mean": 1.5, "low": 1.4, "high": 1.6},
+        "measured": head(160e3, 8, 1.3),
+        "inside": False,
+        "reuse": 5.17,
+    }
+    (tmp_path / "data-scaling.json").write_text(json.dumps(report))
+    lines = reused.text(tmp_path, "a machine").splitlines()
+    assert lines[2:5] == [
+        "| 40,000 | 4 | 160,000 | 1.20 [1.15, 1.25] |  |",
+        "| 80,000 | 2 | 160,000 | 1.25 [1.20, 1.30] |  |",
+        "| 160,000 | 8 | 1,280,000 | 1.30 [1.25, 1.35] | 1.50 [1.40, 1.60] |",
+    ]
+    assert "worth 5.2 first ones" in lines[-1] and "outside the interval (a machine" in lines[-1]

@@ -24,6 +24,7 @@ from outrider.scripts.lab.pages import (
     gpu,
     matched,
     rehearsed,
+    reused,
     serves,
     trainers,
     two_targets,
@@ -53,6 +54,7 @@ PATH = Block.of("docs/path.md", "path", BY)
 PROTOCOL = Block.of("docs/others.md", "protocol", BY)
 RACE = Block.of("docs/race.md", "race", BY)
 GPU = Block.of("docs/scaling.md", "gpu", BY)
+REUSED = Block.of("docs/data.md", "passes", BY)
 DROPPED = ("per_prompt", "acceptance_by_rank")
 # file in docs/results without its ending -> folder under reports/
 COPIED = {
@@ -443,6 +445,14 @@ def counted_as_vllm() -> str:
     return "\n\n".join(tables) or "Not measured yet."
 
 
+def more_passes() -> str:
+    """More conversations or more passes, in docs/data.md."""
+    name = "data-scaling"
+    if not (RESULTS / f"{name}.json").exists():
+        return "Not measured yet."
+    return reused.text(RESULTS, made(read(name)))
+
+
 def raced() -> str:
     """The trainers beside each other."""
     if not (RESULTS / "trainer-race.json").exists():
@@ -481,6 +491,7 @@ PAGES = {
     PROTOCOL: counted_as_vllm,
     RACE: raced,
     GPU: lambda: gpu.text(RESULTS),
+    REUSED: more_passes,
 }
 
 
