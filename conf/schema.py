@@ -326,8 +326,7 @@ def dashed(args: Sequence[str], schema: type, conf_dir: Path = CONF) -> list[str
             continue
         key, value = argv.undashed(flag, args[i + 1 : i + 2])
         if not (knows(schema, key) or group_options(conf_dir, key)):
-            near = nearest(key, keys(schema))
-            said = f"no such key; {near}"
+            said = unknown_key(key, keys(schema)).removeprefix(f"{key}: ")
         else:
             said = f"keys have no dashes; write {key}={value or 'VALUE'}"
         found.append(f"{flag}: {said}")

@@ -35,26 +35,27 @@ T = TypeVar("T")
 SHORT = reprlib.Repr()  # how a wrong value is shown: the line stays a line
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
 TOOLS = re.compile(r"# (type: ignore|noqa)")  # a comment for tools, no doc line
-# Names that other trainers and engines have for a key of ours.
-HABITS = {
-    "learning_rate": "optim.lr",
-    "lr_scheduler_type": "optim.schedule",
-    "warmup_ratio": "optim.warmup",
-    "max_grad_norm": "optim.clip",
-    "max_steps": "steps",
-    "num_steps": "steps",
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "output_dir": "out_dir",
-    "per_device_train_batch_size": "batch_size",
-    "save_steps": "save_every",
-    "eval_steps": "eval.every",
-    "torch_dtype": "dtype",
-    "model": "target",
-    "max_tokens": "max_new_tokens",
-    "max_model_len": "data.max_length",
-    "speculative_model": "drafter",
-    "num_samples": "num_prompts",
+# Names that other trainers and engines have for a key: ours, of which a command has one at most.
+HABITS: dict[str, tuple[str, ...]] = {
+    "learning_rate": ("optim.lr",),
+    "lr_scheduler_type": ("optim.schedule",),
+    "warmup_ratio": ("optim.warmup",),
+    "warmup_steps": ("optim.warmup",),  # a share of the steps
+    "max_grad_norm": ("optim.clip",),
+    "max_steps": ("steps",),
+    "num_steps": ("steps",),
+    "num_epochs": ("epochs",),
+    "num_train_epochs": ("epochs",),
+    "output_dir": ("out_dir", "out"),
+    "per_device_train_batch_size": ("micro_batch",),  # batch_size is that of all processes
+    "save_steps": ("save_every",),
+    "eval_steps": ("eval.every",),
+    "torch_dtype": ("dtype",),
+    "model": ("target",),
+    "model_name_or_path": ("target.name",),
+    "max_tokens": ("max_new_tokens",),
+    "speculative_model": ("drafter", "drafters"),
+    "num_samples": ("num_prompts",),
 }
 INVALID = object()  # stands for a value that could not be read; its problem is on the list
 
@@ -147,16 +148,15 @@ def knows(schema: type, key: str) -> bool:
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """The one-line message about a key that does not exist, with the one that was meant: another
-    tool's name for it, a key of that very name in another group, or the nearest one.
+    tool's name for it, that very name without a group, or the nearest one.
     """
     known = list(known)
     group, _, name = key.rpartition(".")
-    namesakes = [k for k in known if k.rpartition(".")[2] == name]
-    habit = HABITS.get(name)
-    if habit in known or namesakes:
-        return f"{key}: no such key; did you mean {habit if habit in known else namesakes[0]}?"
+    habits = (*HABITS.get(f"{group}_{name}" if group else name, ()), *([name] if group else []))
+    meant = next((k for k in habits if k in known), None)
     inside = [k for k in known if group and k.startswith(group + ".")]
-    return f"{key}: no such key; {nearest(key, inside or known)}"
+    said = f"did you mean {meant}?" if meant else nearest(key, inside or known)
+    return f"{key}: no such key; {said}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

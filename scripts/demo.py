@@ -8,7 +8,7 @@ and T = 1, and on others that are unlike the data.
     make demo BLOCK=1    # a DSpark head as well, with or without FAST=1
 
 Each step prints its command. Stop it at any time: the same command goes on where it stopped,
-and a finished step is not done again. Leaves data.jsonl, questions.jsonl, features (0.5 GB),
+and a finished step is not done again. Leaves data.jsonl, questions.jsonl, features (1 GB),
 hydra_heads and eagle3 in runs/demo, reports/demo/t0, t1 and unlike, and in
 reports/demo/spent.json where the time went. The work of the other budget is kept aside in
 runs/demo-full or runs/demo-fast and comes back with it.
@@ -22,7 +22,7 @@ import shlex
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class DemoBudget:
     draft_vocab: int
     steps: int
     eagle_steps: int
+    block_steps: int
     batch: int
     prompts: int
     tokens: int
@@ -68,6 +69,7 @@ FULL = DemoBudget(
     draft_vocab=3072,
     steps=130,
     eagle_steps=140,
+    block_steps=280,
     batch=16,
     prompts=48,
     tokens=48,
@@ -78,6 +80,7 @@ FAST = DemoBudget(
     draft_vocab=384,
     steps=20,
     eagle_steps=10,
+    block_steps=10,
     batch=8,
     prompts=8,
     tokens=24,
@@ -105,7 +108,7 @@ def steps(budget: DemoBudget, fast: bool, block: bool = False) -> list[Command]:
     data = synthesize(DATA, 0, budget.conversations, budget.answer_tokens)
     # Their answers are of no use: every drafter is asked for its own.
     questions = synthesize(QUESTIONS, 1, budget.prompts, 8)
-    # All heads see every conversation some ten times: the target reads it once for all of them.
+    # All heads see every conversation some five times: the target reads it once for all of them.
     store = [
         "scripts/cache_features.py",
         *TEXT,
@@ -167,7 +170,7 @@ def trainings(budget: DemoBudget, fast: bool) -> dict[str, tuple[str, list[str]]
         ),
         "dspark": (
             "a DSpark head learns",
-            train("dspark", "train/block.py", budget.eagle_steps, *dspark),
+            train("dspark", "train/block.py", budget.block_steps, *dspark),
         ),
     }
 
@@ -207,9 +210,10 @@ def main(cfg: DemoConfig) -> int:
         os.chdir(files.ROOT)
     console = Console()
     started = time.perf_counter()
-    todo = steps(FAST if cfg.fast else FULL, cfg.fast, cfg.block)
+    budget = FAST if cfg.fast else FULL
+    todo = steps(budget, cfg.fast, cfg.block)
     with files.sole_folder(RUNS):
-        swap("fast" if cfg.fast else "full")
+        swap("fast" if cfg.fast else "full", budget)
         job = Pipeline("demo", RUNS)
         job.run(todo, again)
         where_it_went(job, todo).show()
@@ -226,9 +230,14 @@ def main(cfg: DemoConfig) -> int:
 
 
 def what_it_brought(like: dict[str, Any], unlike: dict[str, Any]) -> Table:
-    """The last screen: n-grams, which learned nothing, beside the trained head, alone and with
+    """The last screen: n-grams, which learned nothing, beside the trained heads, alone and with
     them, of the reports on questions like the data and on others."""
-    shown = {NGRAM: "n-grams, untrained", f"{HYDRA_HEADS}:2": "Hydra heads", UNION: "both together"}
+    shown = {
+        NGRAM: "n-grams, untrained",
+        f"{EAGLE}:2": "EAGLE-3 head",
+        f"{HYDRA_HEADS}:2": "Hydra heads",
+        UNION: "Hydra heads and n-grams",
+    }
     rows = []
     for what, report in (("like its data", like), ("unlike it", unlike)):
         found = {row["name"]: row for row in report["drafters"]}
@@ -239,7 +248,10 @@ def what_it_brought(like: dict[str, Any], unlike: dict[str, Any]) -> Table:
         ]
         rows.append([what, *cells])
     header = ("questions", *shown.values())
-    notes = ["tokens a pass, where plain decoding has 1, and its speed in plain decoding's; T = 0"]
+    notes = [
+        "tokens a pass, where plain decoding has 1, and its speed in plain decoding's; T = 0",
+        "EAGLE-3 is what other engines load; Hydra heads learn more in so few minutes",
+    ]
     return Table(header, rows, "what training brought", notes)
 
 
@@ -282,23 +294,40 @@ def where_it_went(job: Pipeline, todo: list[Command]) -> Table:
     for title, row in spent.items():
         seconds, cpu = (row[key] for key in keys)
         share = f"{cpu / whole:.0%}" if whole else "–"
-        memory = f"{row['peak_bytes'] / 2**30:.1f}"
+        memory = f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "–"
         rows.append([title, f"{seconds:.0f}", f"{cpu:.0f}", share, memory])
-    head = ("where the time went", "seconds", "of the processors", "share", "GiB, largest so far")
-    return Table(head, rows)
+    head = ("where the time went", "seconds", "of the processors", "share", "largest, GiB")
+    notes = [
+        "largest: of this step and of those before it in the same sitting, the largest process"
+    ]
+    return Table(head, rows, notes=notes)
 
 
-def swap(budget: str) -> None:
-    """Make runs/demo and reports/demo those of `budget`; the other budget's are set aside."""
-    mark = RUNS / "budget"
-    old = mark.read_text().strip() if mark.exists() else budget
-    if old != budget:
+def swap(name: str, budget: DemoBudget) -> None:
+    """Make runs/demo and reports/demo those of the budget `name`; the other budget's are set
+    aside, and so is what a demo with other figures left under this name: its files could not be
+    gone on with."""
+    mark, figures = RUNS / "budget", RUNS / "budget.json"
+    old = mark.read_text().strip() if mark.exists() else name
+    if old != name:
+        move(f"-{old}")
         for folder in (RUNS, REPORTS):
-            if folder.exists():
-                folder.rename(f"{folder}-{old}")
-            if (aside := Path(f"{folder}-{budget}")).exists():
+            if (aside := Path(f"{folder}-{name}")).exists():
                 aside.rename(folder)
-    files.write_text(mark, budget + "\n")
+    made = json.loads(figures.read_text()) if figures.exists() else None
+    if (RUNS / "steps").exists() and made != asdict(budget):
+        number = next(n for n in range(1, 10**6) if not Path(f"{RUNS}-{name}-before-{n}").exists())
+        move(f"-{name}-before-{number}")
+        print(f"note: {RUNS} is of an earlier demo; set aside as {RUNS}-{name}-before-{number}")
+    files.write_json(figures, asdict(budget))
+    files.write_text(mark, name + "\n")
+
+
+def move(ending: str) -> None:
+    """Rename runs/demo and reports/demo."""
+    for folder in (RUNS, REPORTS):
+        if folder.exists():
+            folder.rename(f"{folder}{ending}")
 
 
 if __name__ == "__main__":

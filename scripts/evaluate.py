@@ -197,7 +197,8 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
         print("\n".join(shares(report)), end="\n" if shares(report) else "")
     for name, found in parity.items():
         # What passed is said in a line; what failed, or could not be compared, at length.
-        said = [found.line()] if found.passed and found.cycles else found.lines()
+        compared = found.passed and "teacher_forced" in found.lengths
+        said = [found.line()] if compared else found.lines()
         print("\n".join([f"{name}: {said[0]}", *said[1:]]))
     print(f"report: {out / 'report.html'}")
     if cfg.wandb != "off":

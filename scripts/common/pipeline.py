@@ -119,8 +119,8 @@ class Pipeline:
 
     def spent(self, command: Command) -> dict[str, float]:
         """Seconds of a command and of the processors in its processes, over all its runs; one
-        that was stopped counts. peak_bytes: resident memory of the largest process of the job
-        that had ended by then."""
+        that was stopped counts. peak_bytes: resident memory of the largest process that had
+        ended by then of those that a sitting started, 0 where nobody knows it."""
         return _spent(self._memo(command))
 
     def _memo(self, command: Command) -> Memo:
@@ -179,7 +179,7 @@ def _value(memo: Memo) -> list[Any]:
 def _spent(memo: Memo) -> dict[str, float]:
     rows = memo.lines("runs")
     seconds = {key: round(sum(r[key] for r in rows), 3) for key in ("seconds", "cpu_seconds")}
-    return {**seconds, "peak_bytes": max((r.get("peak_bytes", 0) for r in rows), default=0)}
+    return {**seconds, "peak_bytes": max((r.get("peak_bytes") or 0 for r in rows), default=0)}
 
 
 @contextlib.contextmanager
@@ -192,7 +192,8 @@ def _timed(memo: Memo) -> Iterator[dict[str, Any]]:
     finally:
         row["seconds"] = time.perf_counter() - began
         row["cpu_seconds"] = _processors() - before
-        row["peak_bytes"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        unit = 1 if sys.platform == "darwin" else 1024
+        row["peak_bytes"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
         memo.add("runs", row)
 
 

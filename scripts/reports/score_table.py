@@ -227,7 +227,7 @@ def ranking(report: dict[str, Any]) -> Table:
         columns,
         report["ranking"],
         title=f"ranking, {title(report)}",
-        notes=["a rank is 1 and how many drafters are faster beyond chance (95 %, paired)"],
+        notes=["a rank is 1 + how many of these rows are faster beyond chance (95 %, paired)"],
         words=(0, -1),
         prose=(cells_of,),
     )
@@ -243,7 +243,7 @@ def notes(report: dict[str, Any]) -> list[str]:
         f"that lie in no loop; brackets: 95 % bootstrap over {resampled}; speedup: against none in "
         "the same interleaved run, decoding alone."
     ]
-    if any(len(row["acceptance_by_position"]) > 1 for row in report["drafters"]):
+    if any(row["acceptance_by_position"] for row in report["drafters"]):
         lines.append(
             "accepted at d: of the cycles that proposed depth d and accepted d - 1, the share that "
             "accepted d."

@@ -134,7 +134,7 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
     assert text.startswith("<!doctype html>") and "One prompt, side by side" in text
     assert {p.stem for p in (out / "figures").glob("*.png")} == set(plots.PANELS)
     shown = capsys.readouterr().out
-    for words in ("ngram", "accepted at d: of the cycles", "a rank is 1 and how many drafters"):
+    for words in ("ngram", "accepted at d: of the cycles", "a rank is 1 + how many of these rows"):
         assert words in shown
     assert not list(out.rglob(".tmp-*"))
 

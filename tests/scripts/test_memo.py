@@ -134,7 +134,7 @@ def test_a_command_runs_once_for_what_it_is_and_reads(
 def test_seconds_of_stopped_runs_count(tmp_path: Path) -> None:
     work = "sum(range(3 * 10**6))\n" + COUNT
     pipeline, command = job(tmp_path, f"{work}\nif open(sys.argv[1]).read() == 'x': sys.exit(130)")
-    assert pipeline.spent(command) == {"seconds": 0, "cpu_seconds": 0}
+    assert pipeline.spent(command) == {"seconds": 0, "cpu_seconds": 0, "peak_bytes": 0}
     with pytest.raises(Interrupted, match="job: stopped; the same command goes on"):
         pipeline.run([command])
     once = pipeline.spent(command)

@@ -43,7 +43,7 @@ def test_its_last_lines_keep_their_brackets(
     monkeypatch.setattr(files, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     row = {"accepted_length": {"mean": 1.5}, "speedup": {"mean": 1.2, "low": 1.1, "high": 1.3}}
-    names = [demo.NGRAM, f"{demo.HYDRA_HEADS}:2", demo.UNION]
+    names = [demo.NGRAM, f"{demo.EAGLE}:2", f"{demo.HYDRA_HEADS}:2", demo.UNION]
     for name, best in (("t0", 1.4), ("unlike", 0.9)):
         rows = [{**row, "name": name} for name in names]
         rows[-1] = {**rows[-1], "speedup": {"mean": best, "low": best - 0.1, "high": best + 0.1}}
@@ -89,11 +89,38 @@ def test_a_step_keeps_its_seconds_and_its_memory(
     script.write_text(f"open({str(left)!r}, 'w').write(str(len(b'x' * 600_000_000)))\n")
     step = Command("it is big", [str(script)], [], left)
     job = Pipeline("demo", tmp_path)
+    assert job.spent(step)["peak_bytes"] == 0
     job.run([step])
     spent = job.spent(step)
-    assert spent["seconds"] > 0 and spent["cpu_seconds"] > 0 and spent["peak_bytes"] > 6e8
+    assert spent["seconds"] > 0 and spent["cpu_seconds"] > 0 and 6e8 < spent["peak_bytes"] < 1e12
     monkeypatch.setattr(demo, "REPORTS", tmp_path)
     shown = demo.where_it_went(job, [step])
     gib = f"{spent['peak_bytes'] / 2**30:.1f}"
     assert [row[0] for row in shown.rows] == ["it is big", "all"]
     assert [row[-1] for row in shown.rows] == [gib, gib]
+
+
+def test_what_an_earlier_demo_left_is_set_aside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    earlier = demo.RUNS / "steps"
+    earlier.mkdir(parents=True)
+    (demo.RUNS / "budget").write_text("full\n")
+    (demo.RUNS / "questions.jsonl").write_text("24 of them")
+    demo.swap("full", demo.FULL)
+    kept = Path(f"{demo.RUNS}-full-before-1")
+    assert (kept / "questions.jsonl").read_text() == "24 of them"
+    assert "of an earlier demo; set aside as runs/demo-full-before-1" in capsys.readouterr().out
+    assert not earlier.exists() and (demo.RUNS / "budget").read_text() == "full\n"
+
+    earlier.mkdir()
+    demo.swap("full", demo.FULL)
+    assert earlier.exists(), "the same demo goes on"
+    demo.swap("fast", demo.FAST)
+    assert not earlier.exists() and Path(f"{demo.RUNS}-full/steps").exists()
+    demo.swap("full", demo.FULL)
+    assert earlier.exists() and not capsys.readouterr().out
+    earlier.with_name("budget.json").write_text('{"conversations": 288}')
+    demo.swap("full", demo.FULL)
+    assert Path(f"{demo.RUNS}-full-before-2/steps").exists() and not earlier.exists()

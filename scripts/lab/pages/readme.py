@@ -80,6 +80,11 @@ COPIED = {
     "qwen25-t0": "avx2/qwen",
     "qwen25-k2-t0": "avx2/qwen-spin",
 }
+# the same for reports that count as vLLM does
+COUNTED = {
+    "vllm-protocol": "vllm_protocol",
+    "vllm-protocol-qwen25": "vllm_protocol_qwen25",
+}
 # tables of accepted lengths by category: file -> heading
 BY_CATEGORY = {
     "union-t0": "Accepted length of a union of drafters, by category",
@@ -437,10 +442,9 @@ def counted_as_vllm() -> str:
     """Our drafters as vLLM's own script counts accepted length, in docs/others.md: a table for
     every target that was measured so."""
     tables = []
-    for path in sorted(RESULTS.glob("vllm-protocol*.json"), key=lambda path: path.stem):
-        report = read(path.stem)
+    for name, report in known(*COUNTED):
         table = vllm_protocol.table(report)
-        where = f"{made(report)}, [JSON](results/{path.name})"
+        where = f"{made(report)}, [JSON](results/{name}.json)"
         tables.append(f"{table.title} ({where})\n\n{table.markdown()}")
     return "\n\n".join(tables) or "Not measured yet."
 
@@ -506,11 +510,12 @@ def main() -> int:
     domains = files.ROOT / "reports" / "domains" / "report.json"
     if domains.exists():
         files.write_json(RESULTS / "domains.json", fit_table.forgotten(domains))
-    for source in (files.ROOT / "reports").glob("vllm_protocol*/report.json"):
-        report = json.loads(source.read_text())
-        report["target"].pop("path", None)
-        name = source.parent.name.replace("_", "-")
-        files.write_json(RESULTS / f"{name}.json", report)
+    for name, folder in COUNTED.items():
+        source = files.ROOT / "reports" / folder / "report.json"
+        if source.exists():
+            report = json.loads(source.read_text())
+            report["target"].pop("path", None)
+            files.write_json(RESULTS / f"{name}.json", report)
     spent = files.ROOT / "reports" / "demo" / "spent.json"
     if full and spent.exists():
         files.write_json(RESULTS / "demo-spent.json", json.loads(spent.read_text()))
