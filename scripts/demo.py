@@ -2,7 +2,7 @@
 learn from it, all are scored: on questions of the same kind that nothing learned from, at T = 0
 and T = 1, and on others that are unlike the data.
 
-    make demo            # some 50 minutes of one CPU core
+    make demo            # some 55 minutes of one CPU core
     # the same steps with tiny budgets, a few minutes; the figures mean little
     make demo FAST=1
     make demo BLOCK=1    # a DSpark head as well, with or without FAST=1
