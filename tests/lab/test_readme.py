@@ -192,19 +192,6 @@ def test_the_demo_tells_where_its_time_went(
     assert found["steps"]["x"]["command"] == f"python {script}"
 
 
-def test_the_work_of_another_budget_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    head = demo.RUNS / "head"
-    demo.swap("full")
-    head.write_text("h")
-    demo.swap("fast")
-    assert not head.exists()
-    demo.swap("full")
-    assert head.read_text() == "h"
-
-
 def test_the_fastest_row_and_the_ratio_between_ours_and_a_server_are_said() -> None:
     def said(server: float, *, ours_first: bool) -> str:
         ratio = {"mean": 1.6 / server, "low": 1.5 / server, "high": 2.0 / server}
