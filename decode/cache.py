@@ -13,6 +13,7 @@ head size, D path length.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -26,13 +27,17 @@ LayerShape = tuple[int, int, int]  # Hkv, key size, value size
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers asks about a layer when it builds masks of its own (prefill, chains)."""
+    """What transformers asks about a layer when it builds masks of its own (prefill, chains).
+
+    It knows its cache by a weak reference: in a cycle the buffers, gigabytes of them, would
+    stay until Python looks for cycles, which numbers of objects decide and not their bytes."""
 
     is_sliding = False
 
     def __init__(self, cache: TreeCache, index: int):
         super().__init__()
-        self.cache, self.index, self.is_initialized = cache, index, True
+        self.cache = weakref.proxy(cache)
+        self.index, self.is_initialized = index, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the buffers exist before the first pass."""
