@@ -36,8 +36,7 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, cache: TreeCache, index: int):
         super().__init__()
-        self.cache = weakref.proxy(cache)
-        self.index, self.is_initialized = index, True
+        self.cache, self.index, self.is_initialized = weakref.proxy(cache), index, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the buffers exist before the first pass."""
@@ -79,12 +78,8 @@ class TreeCache(Cache):
         device: torch.device,
         guidance: float | None = None,
     ):
-        self.max_rows, self.max_len, self.max_nodes, self.guidance = (
-            max_rows,
-            max_len,
-            max_nodes,
-            guidance,
-        )
+        self.max_rows, self.max_len = max_rows, max_len
+        self.max_nodes, self.guidance = max_nodes, guidance
         self.device = device
         self.width = 1 if guidance is None else 2  # physical rows per live row
         self.slots = max_len + max_nodes + 1

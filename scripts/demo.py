@@ -22,6 +22,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,9 @@ def steps(budget: DemoBudget, fast: bool, block: bool = False) -> list[Command]:
             f"max_new_tokens={tokens}",
         ]
 
+    # Something to see before the long steps.
+    short = ["num_prompts=6", "max_new_tokens=32"]
+    first = score("n-grams, which need no training, race", "first", ["none", NGRAM], short)
     data = synthesize(DATA, 0, budget.conversations, budget.answer_tokens)
     # Their answers are of no use: every drafter is asked for its own.
     questions = synthesize(QUESTIONS, 1, budget.prompts, 8)
@@ -121,6 +125,7 @@ def steps(budget: DemoBudget, fast: bool, block: bool = False) -> list[Command]:
     written = FEATURES / "manifest.json"
     heads = {name: RUNS / name / "head" / "head.json" for name in runs}
     return [
+        first,
         Command("the target writes conversations", data, [], DATA),
         Command("the target asks questions that nothing learns from", questions, [], QUESTIONS),
         Command("the target reads them, once for all heads", store, [DATA], written),
@@ -183,24 +188,27 @@ def scores(budget: DemoBudget, block: bool, heads: list[Path]) -> list[Command]:
     short = [f"{HYDRA_HEADS}:1", f"{EAGLE}:1"]
     at_one = ["none", NGRAM, *short, f"{HYDRA_HEADS}:1+{NGRAM}", *more]
 
-    def score(title: str, name: str, drafters: list[str], *keys: str) -> Command:
-        words = [
-            "scripts/evaluate.py",
-            "target=smollm2",
-            f"drafters=[{','.join(drafters)}]",
-            f"out={REPORTS}/{name}",
-            f"max_new_tokens={budget.tokens}",
-            *keys,
-        ]
-        return Command(title, words, [*heads, QUESTIONS], REPORTS / name / "report.json")
-
     like = f"prompts={QUESTIONS}"
     few = f"num_prompts={budget.prompts // 2}"
-    return [
-        score("scores on questions unlike the data", "unlike", at_zero, few, "parity=0"),
-        score("scores at T = 1", "t1", at_one, like, "temperature=1", few, "parity=0"),
-        score("scores at T = 0", "t0", at_zero, like, "temperature=0", "parity=2"),
+    told = [
+        ("scores on questions unlike the data", "unlike", at_zero, [few, "parity=0"]),
+        ("scores at T = 1", "t1", at_one, [like, "temperature=1", few, "parity=0"]),
+        ("scores at T = 0", "t0", at_zero, [like, "temperature=0", "parity=2"]),
     ]
+    return [
+        score(title, name, drafters, [f"max_new_tokens={budget.tokens}", *keys], heads)
+        for title, name, drafters, keys in told
+    ]
+
+
+def score(
+    title: str, name: str, drafters: list[str], keys: list[str], heads: Sequence[Path] = ()
+) -> Command:
+    """A table of drafters, in a folder of that name."""
+    words = ["scripts/evaluate.py", "target=smollm2", f"drafters=[{','.join(drafters)}]"]
+    words += [f"out={REPORTS}/{name}", *keys]
+    reads = [*heads, QUESTIONS] if heads else []
+    return Command(title, words, reads, REPORTS / name / "report.json")
 
 
 @entry("demo", DemoConfig)
@@ -217,7 +225,7 @@ def main(cfg: DemoConfig) -> int:
         job = Pipeline("demo", RUNS)
         job.run(todo, again)
         where_it_went(job, todo).show()
-    pages = [str(step.leaves.with_name("report.html")) for step in todo if scored(step)]
+    pages = [str(step.leaves.with_name("report.html")) for step in todo[1:] if scored(step)]
     spent = f"{time.perf_counter() - started:.0f} s"
     console.print(f"open {', '.join(pages)}   ({spent})", highlight=False, soft_wrap=True)
     report, other = (

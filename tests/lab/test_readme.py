@@ -160,7 +160,8 @@ def test_a_page_without_its_lines_is_named() -> None:
 @pytest.mark.parametrize("block", [True, False])
 def test_the_demo_calls_real_commands(fast: bool, block: bool) -> None:
     steps = demo.steps(demo.FAST if fast else demo.FULL, fast, block)
-    assert [s.leaves.parts[0] for s in steps] == ["runs"] * (5 + block) + ["reports"] * 3
+    places = ["reports", *["runs"] * (5 + block), *["reports"] * 3]
+    assert [step.leaves.parts[0] for step in steps] == places
     for step in steps:
         check(step.argv)
     message = [any("dspark@" in word for word in step.argv) for step in steps[-3:]]
