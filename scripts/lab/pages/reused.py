@@ -16,7 +16,7 @@ def text(results: Path, made: str) -> str:
     """The block of the page. made: where the figures were made."""
     report = json.loads((results / NAME).read_text(encoding="utf-8"))
     said, found = report["prediction"], report["measured"]
-    points = sorted(report["points"], key=lambda point: (point["unique_tokens"], point["passes"]))
+    points = sorted(report["points"], key=lambda point: (point["share"], point["passes"]))
     rows = [[*_read(point), interval(point), ""] for point in points]
     rows.append([*_read(found), interval(found), interval(said)])
     lengths = ("accepted length (95 %)", "foretold (90 %)")
