@@ -324,18 +324,22 @@ def swap(name: str, budget: DemoBudget) -> None:
                 aside.rename(folder)
     made = json.loads(figures.read_text()) if figures.exists() else None
     if (RUNS / "steps").exists() and made != asdict(budget):
-        number = next(n for n in range(1, 10**6) if not Path(f"{RUNS}-{name}-before-{n}").exists())
-        move(f"-{name}-before-{number}")
-        print(f"note: {RUNS} is of an earlier demo; set aside as {RUNS}-{name}-before-{number}")
+        kept = move(f"-{name}-before")
+        print(f"note: {RUNS} is of an earlier demo; set aside as {kept}")
     files.write_json(figures, asdict(budget))
     files.write_text(mark, name + "\n")
 
 
-def move(ending: str) -> None:
-    """Rename runs/demo and reports/demo."""
-    for folder in (RUNS, REPORTS):
+def move(ending: str) -> str:
+    """Rename runs/demo and reports/demo, with a number behind `ending` where that is taken. What
+    runs/demo is called now."""
+    endings = (ending, *(f"{ending}-{number}" for number in range(1, 10**6)))
+    both = (RUNS, REPORTS)
+    free = next(e for e in endings if not any(Path(f"{folder}{e}").exists() for folder in both))
+    for folder in both:
         if folder.exists():
-            folder.rename(f"{folder}{ending}")
+            folder.rename(f"{folder}{free}")
+    return f"{RUNS}{free}"
 
 
 if __name__ == "__main__":

@@ -109,9 +109,9 @@ def test_what_an_earlier_demo_left_is_set_aside(
     (demo.RUNS / "budget").write_text("full\n")
     (demo.RUNS / "questions.jsonl").write_text("24 of them")
     demo.swap("full", demo.FULL)
-    kept = Path(f"{demo.RUNS}-full-before-1")
+    kept = Path(f"{demo.RUNS}-full-before")
     assert (kept / "questions.jsonl").read_text() == "24 of them"
-    assert "of an earlier demo; set aside as runs/demo-full-before-1" in capsys.readouterr().out
+    assert "of an earlier demo; set aside as runs/demo-full-before" in capsys.readouterr().out
     assert not earlier.exists() and (demo.RUNS / "budget").read_text() == "full\n"
 
     earlier.mkdir()
@@ -123,4 +123,8 @@ def test_what_an_earlier_demo_left_is_set_aside(
     assert earlier.exists() and not capsys.readouterr().out
     earlier.with_name("budget.json").write_text('{"conversations": 288}')
     demo.swap("full", demo.FULL)
-    assert Path(f"{demo.RUNS}-full-before-2/steps").exists() and not earlier.exists()
+    assert Path(f"{demo.RUNS}-full-before-1/steps").exists() and not earlier.exists()
+    demo.swap("fast", demo.FAST)
+    Path(f"{demo.RUNS}-fast/by_hand").mkdir(parents=True)
+    demo.swap("full", demo.FULL)
+    assert Path(f"{demo.RUNS}-fast-1").exists(), "nothing is overwritten"
