@@ -107,8 +107,8 @@ def steps(budget: DemoBudget, fast: bool, block: bool = False) -> list[Command]:
         ]
 
     # Something to see before the long steps.
-    short = ["num_prompts=6", "max_new_tokens=32"]
-    first = score("n-grams, which need no training, race", "first", ["none", NGRAM], short)
+    few = ["num_prompts=6", "max_new_tokens=32"]
+    first = score("n-grams, which need no training, race", "first", ["none", NGRAM], few)
     data = synthesize(DATA, 0, budget.conversations, budget.answer_tokens)
     # Their answers are of no use: every drafter is asked for its own.
     questions = synthesize(QUESTIONS, 1, budget.prompts, 8)
@@ -190,14 +190,14 @@ def scores(budget: DemoBudget, block: bool, heads: list[Path]) -> list[Command]:
 
     like = f"prompts={QUESTIONS}"
     few = f"num_prompts={budget.prompts // 2}"
-    told = [
+    tables = [
         ("scores on questions unlike the data", "unlike", at_zero, [few, "parity=0"]),
         ("scores at T = 1", "t1", at_one, [like, "temperature=1", few, "parity=0"]),
         ("scores at T = 0", "t0", at_zero, [like, "temperature=0", "parity=2"]),
     ]
     return [
         score(title, name, drafters, [f"max_new_tokens={budget.tokens}", *keys], heads)
-        for title, name, drafters, keys in told
+        for title, name, drafters, keys in tables
     ]
 
 
@@ -295,9 +295,9 @@ def where_it_went(job: Pipeline, todo: list[Command]) -> Table:
     about = {"command": files.command(), "environment": files.environment("cpu")}
     files.write_json(REPORTS / "spent.json", {**about, "steps": lines})
     rows, keys = [], ("seconds", "cpu_seconds")
-    largest = max(row["peak_bytes"] for row in spent.values())
-    spent["all"] = {key: sum(row[key] for row in spent.values()) for key in keys}
-    spent["all"]["peak_bytes"] = largest
+    everything: dict[str, float] = {key: sum(row[key] for row in spent.values()) for key in keys}
+    everything["peak_bytes"] = max(row["peak_bytes"] for row in spent.values())
+    spent["all"] = everything
     whole = spent["all"]["cpu_seconds"]
     for title, row in spent.items():
         seconds, cpu = (row[key] for key in keys)

@@ -108,7 +108,7 @@ def test_the_prediction_is_frozen_before_the_last_head_is_trained(
         data_scaling.kept(out / "predicted.json", frozen["points"], dict)
 
 
-def test_the_page_shows_what_was_read_and_the_miss(tmp_path: Path) -> None:
+def test_the_page_shows_what_was_read_and_the_miss() -> None:
     def head(unique: float, passes: int, mean: float) -> dict[str, Any]:
         found = {**point(unique, passes), "mean": mean, "low": mean - 0.05, "high": mean + 0.05}
         return {**found, "passes": passes, "share": unique / 160e3}
@@ -120,8 +120,7 @@ def test_the_page_shows_what_was_read_and_the_miss(tmp_path: Path) -> None:
         "inside": False,
         "reuse": 5.17,
     }
-    (tmp_path / "data-scaling.json").write_text(json.dumps(report))
-    lines = reused.text(tmp_path, "a machine").splitlines()
+    lines = reused.text(report, "a machine").splitlines()
     assert lines[2:5] == [
         "| 40,000 | 4 | 160,000 | 1.20 [1.15, 1.25] |  |",
         "| 80,000 | 2 | 160,000 | 1.25 [1.20, 1.30] |  |",

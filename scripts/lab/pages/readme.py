@@ -451,10 +451,9 @@ def counted_as_vllm() -> str:
 
 def more_passes() -> str:
     """More conversations or more passes, in docs/data.md."""
-    name = "data-scaling"
-    if not (RESULTS / f"{name}.json").exists():
-        return "Not measured yet."
-    return reused.text(RESULTS, made(read(name)))
+    for name, report in known("data-scaling"):
+        return reused.text(report, f"{made(report)}, [JSON](results/{name}.json)")
+    return "Not measured yet."
 
 
 def raced() -> str:

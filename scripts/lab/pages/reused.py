@@ -3,32 +3,27 @@ scripts/lab/data_scaling.py), for docs/data.md."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from outrider.scripts.reports.table import Table, interval
 
-NAME = "data-scaling.json"
 
-
-def text(results: Path, made: str) -> str:
-    """The block of the page. made: where the figures were made."""
-    report = json.loads((results / NAME).read_text(encoding="utf-8"))
+def text(report: dict[str, Any], where: str) -> str:
+    """The block of the page. where: on which machine, and the file."""
     said, found = report["prediction"], report["measured"]
     points = sorted(report["points"], key=lambda point: (point["share"], point["passes"]))
     rows = [[*_read(point), interval(point), ""] for point in points]
     rows.append([*_read(found), interval(found), interval(said)])
     lengths = ("accepted length (95 %)", "foretold (90 %)")
     head = ("tokens of the text", "passes", "tokens read", *lengths)
-    where = "inside" if report["inside"] else "outside"
+    lies = "inside" if report["inside"] else "outside"
     return "\n".join(
         [
             Table(head, rows, words=()).markdown(),
             "",
             f"All further passes together are worth {report['reuse']:.2g} first ones at most, by "
-            f"the fit. The last head was foretold, and frozen, before it was trained: {where} the "
-            f"interval ({made}, [JSON](results/{NAME})).",
+            f"the fit. The last head was foretold, and frozen, before it was trained: {lies} the "
+            f"interval ({where}).",
         ]
     )
 
