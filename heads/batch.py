@@ -19,8 +19,10 @@ class Movable:
     """A dataclass that holds tensors and goes to a device as a whole."""
 
     def to(self, device: torch.device) -> Self:
-        """The same on `device`."""
-        return moved(self, lambda t: t.to(device, non_blocking=True))  # type: ignore[no-any-return]
+        """The same on `device`. A copy to the host is waited for: torch would give out its tensor
+        before the values are there."""
+        ahead = device.type != "cpu"
+        return moved(self, lambda t: t.to(device, non_blocking=ahead))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,15 @@ def test_host_reads_are_answered_and_counted() -> None:
         assert not ghost.reads and sum(ghost.launches.values()) == 3
 
 
+def test_a_copy_to_the_host_that_nobody_waits_for_is_found() -> None:
+    with phantom() as ghost:
+        there = torch.ones(3, device=ghost.device)
+        there.cpu(), there.to("cpu"), torch.ones(3).to(ghost.device, non_blocking=True)
+        assert not ghost.races
+        there.to("cpu", non_blocking=True)
+        assert sum(ghost.races.values()) == 1
+
+
 def test_memory_follows_storages() -> None:
     with phantom() as ghost:
         a = torch.empty(1 << 20, device=ghost.device)
@@ -222,6 +231,7 @@ def test_calibration_and_gate_run_to_their_end(kind: str, probe: Any, imagined: 
         head.calibrate([batch], target)
         found = parity.check(head, target, [[5, 6, 7], [5, 6, 7, 8]], 10, batch_size=2)
         assert found.prompts == 2
+        assert not ghost.races, "the host reads what is still under way"
 
 
 # Decoding

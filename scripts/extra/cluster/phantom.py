@@ -152,8 +152,8 @@ class Phantom(TorchDispatchMode):
 
     launches, flops, traffic (bytes), seconds: by part; seconds by `cost`, of an
     operation with its FLOPs and bytes. reads: (file:line, operation) -> host reads. waits:
-    (file:line) -> copies to the device that wait. live, peak: bytes by part, now and at the
-    moment of the most."""
+    (file:line) -> copies to the device that wait. races: (file:line) -> copies to the host that
+    nobody waits for. live, peak: bytes by part, now and at the moment of the most."""
 
     def __init__(self, device: torch.device, fakes: FakeTensorMode, cost: Cost) -> None:
         super().__init__()
@@ -166,6 +166,7 @@ class Phantom(TorchDispatchMode):
         self.seconds: dict[str, float] = defaultdict(float)
         self.reads: Counter[tuple[str, str]] = Counter()
         self.waits: Counter[str] = Counter()
+        self.races: Counter[str] = Counter()
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._held = self._most = 0
@@ -200,7 +201,8 @@ class Phantom(TorchDispatchMode):
                 amount[key] += (now - was.get(key, 0)) * times
 
     def _counters(self) -> tuple[Any, ...]:
-        return self.launches, self.flops, self.traffic, self.seconds, self.reads, self.waits
+        moved = self.waits, self.races
+        return self.launches, self.flops, self.traffic, self.seconds, self.reads, *moved
 
     @property
     def most(self) -> int:
@@ -271,6 +273,8 @@ class Phantom(TorchDispatchMode):
             return
         if source.device.type == self.device.type and out.device.type == "cpu":
             self._read("copy")
+            if kwargs.get("non_blocking"):
+                self.races[_where()] += 1
         there = source.device.type == "cpu" and out.device.type == self.device.type
         if there and not kwargs.get("non_blocking"):
             self.waits[_where()] += 1
