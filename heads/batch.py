@@ -19,8 +19,7 @@ class Movable:
     """A dataclass that holds tensors and goes to a device as a whole."""
 
     def to(self, device: torch.device) -> Self:
-        """The same on `device`. A copy to the host is waited for: torch would give out its tensor
-        before the values are there."""
+        """The same on `device`. A copy to the host is waited for: torch gives it out unfilled."""
         ahead = device.type != "cpu"
         return moved(self, lambda t: t.to(device, non_blocking=ahead))  # type: ignore[no-any-return]
 
@@ -33,14 +32,12 @@ class Batch(Movable):
     ids: [B, T] int64 tokens, 0 in the padding. mask: [B, T] bool, real tokens.
     loss_mask: [B, T] bool, token t is supervised (assistant text): what counts is the mask of
         the *predicted* token.
-    sample_ids: [B] int64, number of the row in the data set; names rows in errors and keys
-        feature noise. Packed: one for each document, row by row.
+    sample_ids: [B] int64, always on the CPU: number of the row in the data set; names rows in
+        errors and keys feature noise. Packed: one for each document, row by row.
     position: [B, T] int64, packed: place of a token in its document; the padding counts from 0
         as one more. None: t.
     plan: what a head's `plan` found out about the batch, None: nobody has asked.
     documents: what `spans` says, known to the host; None: not known yet.
-
-    sample_ids stays on the CPU, wherever the batch goes.
     """
 
     ids: Tensor

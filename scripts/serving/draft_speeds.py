@@ -16,7 +16,7 @@ from outrider.scripts.common import files
 
 RESULTS = files.ROOT / "docs" / "results"
 # servers beside our own drafters, on the same prompts
-RACES = ("unseen-t0", "avx2-t0", "qwen25-k2-t0", "qwen25-t0")
+RACES = ("unseen-t0", "avx2-t0", "qwen25-more-t0", "qwen25-t0")
 SETTINGS = ("engine-settings", "engine-forecast")  # by draft tokens and requests at a time
 PLAIN = "llamacpp"
 # a server with a draft: its label without one, the kind of head, K

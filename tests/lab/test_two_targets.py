@@ -48,7 +48,7 @@ def test_targets_stand_beside_each_other_whatever_report_has_a_row() -> None:
     bf16 = [row("none", 5.0), row("eagle3@chain", 8.0), row("eagle3@tree", 9.0)]
     q4 = [row("none", 5.5), row("llamacpp-q4_k_m", 11.0, f"llamacpp-q4_k_m@{SERVED}")]
     known: dict[str, Any] = {"unseen-t0": small}
-    known |= {"qwen25-k2-t0": {"drafters": bf16, **ABOUT}, "qwen25-t0": {"drafters": q4, **ABOUT}}
+    known |= {"qwen25-more-t0": {"drafters": bf16, **ABOUT}, "qwen25-t0": {"drafters": q4, **ABOUT}}
     whole = two_targets.table(known)
     lines = {cells[0]: cells for cells in whole.rows}
     assert lines["plain decoding"][2::3] == ["10.0", "5.0"], "the preferred report's"

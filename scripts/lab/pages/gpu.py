@@ -15,8 +15,13 @@ KERNELS = {
     "training-time test, 0 steps, packed": "attention of a target's packed rows, with gradients",
     "training-time test, 3 steps, packed": "attention of training-time test, with gradients",
 }
-# reports whose heads were trained there -> the target
-TRAINED = {"gpu-t0": "SmolLM2-135M", "qwen25-t0": "Qwen2.5-Coder-1.5B"}
+# reports whose heads were trained there -> the target, and what else the GPU did
+TRAINED = {
+    "gpu-t0": ("SmolLM2-135M", ", beside other work"),
+    "qwen25-gpu-t0": ("Qwen2.5-Coder-1.5B", ""),
+}
+SHAPE = "the shape of a 1B model"
+SIZES = (1, 25)  # tokens of a pass that are shown
 
 
 def text(results: Path) -> str:
@@ -51,10 +56,11 @@ def _kernels(first: dict[str, Any]) -> Iterator[Sequence[str]]:
 def _training(first: dict[str, Any]) -> Iterator[Sequence[str]]:
     """The run of `first_gpu` and its memory."""
     run, memory = first["training"], first["memory"]
+    rate = f", {run['tflops_per_device']:.0f} TFLOP/s" if run.get("tflops_per_device") else ""
     yield (
-        "training EAGLE-3, seven steps, on the shape of a 1B model with random weights",
-        f"{run['tokens_per_second']:,.0f} tokens/s ({run['share_target']:.0%} of the time the "
-        f"target, {run['share_head']:.0%} the head)",
+        f"training EAGLE-3, seven steps, on {SHAPE} with random weights",
+        f"{run['tokens_per_second']:,.0f} tokens/s{rate} ({run['share_target']:.0%} of the time "
+        f"the target, {run['share_head']:.0%} the head)",
     )
     yield (
         "its peak of memory, predicted and measured",
@@ -63,14 +69,14 @@ def _training(first: dict[str, Any]) -> Iterator[Sequence[str]]:
 
 
 def _trained(results: Path) -> Iterator[Sequence[str]]:
-    """Real heads that learned there, beside other work of the same GPU."""
-    for name, target in TRAINED.items():
+    """Real heads that learned there."""
+    for name, (target, beside) in TRAINED.items():
         report = _read(results, name)
         found = [row["training"] for row in (report or {}).get("drafters", ()) if row["training"]]
         if found:
             read, seconds = found[0]["tokens_seen"], found[0]["train_seconds"]
             yield (
-                f"training an EAGLE-3 head of {target}, beside other work",
+                f"training an EAGLE-3 head of {target}{beside}",
                 f"{read / 1e6:.1f} million tokens in {seconds:.0f} s, {read / seconds:,.0f} a "
                 "second",
             )
@@ -78,12 +84,30 @@ def _trained(results: Path) -> Iterator[Sequence[str]]:
 
 def _passes(results: Path) -> Iterator[Sequence[str]]:
     """What calls the kernels of a pass, on the clock."""
-    found = _read(results, "gpu-passes")
-    for shape, row in (found or {}).get("milliseconds", {}).items():
-        rows, tokens = shape.split("x")
-        if rows == "1" and tokens in ("1", "25"):
+    by_model = {
+        "SmolLM2-135M": _of_smollm2(_read(results, "gpu-passes") or {}),
+        SHAPE: _of_first(_read(results, "first_gpu") or {}),
+    }
+    for model, by_tokens in by_model.items():
+        for tokens, (modules, flat, graph) in by_tokens.items():
             yield (
-                f"a pass of SmolLM2-135M over {tokens} token{'s' * (tokens != '1')}",
-                f"{row['modules_no_cache']:.1f} ms by modules, {row['flat']:.1f} as one function, "
-                f"{row['graph']:.1f} replayed as a CUDA graph",
+                f"a pass of {model} over {tokens} token{'s' * (tokens != 1)}",
+                f"{modules:.1f} ms by modules, {flat:.1f} as one function, {graph:.1f} replayed "
+                "as a CUDA graph",
             )
+
+
+def _of_smollm2(found: dict[str, Any]) -> dict[int, tuple[float, float, float]]:
+    """Tokens of one row -> milliseconds by modules, as one function, as a graph."""
+    known = found.get("milliseconds", {})
+    rows = {tokens: known[f"1x{tokens}"] for tokens in SIZES if f"1x{tokens}" in known}
+    return {
+        tokens: (row["modules_no_cache"], row["flat"], row["graph"]) for tokens, row in rows.items()
+    }
+
+
+def _of_first(found: dict[str, Any]) -> dict[int, tuple[float, float, float]]:
+    """The same of the step `passes` of `first_gpu`."""
+    known = found.get("passes", {})
+    rows = {tokens: known[f"{tokens} tokens"] for tokens in SIZES if f"{tokens} tokens" in known}
+    return {tokens: (row["modules"], row["flat"], row["graph"]) for tokens, row in rows.items()}

@@ -79,6 +79,9 @@ COPIED = {
     "avx2-fit": "avx2/fit",
     "qwen25-t0": "avx2/qwen",
     "qwen25-k2-t0": "avx2/qwen-spin",
+    "qwen25-more-t0": "avx2/qwen-more",
+    "qwen25-fp32": "qwen25/fp32",
+    "qwen25-gpu-t0": "gpu/qwen25/t0",
 }
 # the same for reports that count as vLLM does
 COUNTED = {
@@ -109,11 +112,14 @@ SHOWN = {
     "demo-t1": "What `make demo` shows at T = 1",
     "demo-unlike": "What `make demo` shows on questions unlike its data",
     "recipes-t0": "Recipes, trained longer",
-    "qwen25-k2-t0": "Qwen2.5-Coder-1.5B, on a CPU without bfloat16",
-    "qwen25-asleep-t0": "The same before, waiting threads asleep",
+    "qwen25-more-t0": "Qwen2.5-Coder-1.5B, on a CPU without bfloat16",
+    "qwen25-k2-t0": "The same before, with a head that had read a third of the text",
+    "qwen25-asleep-t0": "The same before that, waiting threads asleep",
     "qwen25-t0": "The same with chains of five and Qwen's own Q4_K_M file, waiting threads asleep",
     "gpu-t0": "On a GPU, where a small target waits for its launches",
     "gpu-t1": "The same at T = 1",
+    "qwen25-gpu-t0": "Qwen2.5-Coder-1.5B on a GPU",
+    "qwen25-fp32": "The same in float32, eight at a time (beside other work: no times)",
 }
 
 
@@ -188,7 +194,7 @@ def front() -> str:
 
 def larger() -> str:
     """The same of the larger target, in a few sentences; nothing where it was not raced."""
-    report = dict(known("qwen25-k2-t0")).get("qwen25-k2-t0")
+    report = dict(known("qwen25-more-t0")).get("qwen25-more-t0")
     if report is None:
         return ""
     ours = {one["name"] for one in report["ranking"]}
@@ -335,7 +341,7 @@ def together() -> list[str]:
 
 
 # reports with a chain of a trained head -> what its acceptance is called
-CHAINS = {"avx2-t0": "SmolLM2's head", "qwen25-t0": "Qwen2.5-Coder's head"}
+CHAINS = {"avx2-t0": "SmolLM2's head", "qwen25-gpu-t0": "Qwen2.5-Coder's head"}
 
 
 def by_part() -> list[str]:
