@@ -229,8 +229,8 @@ def on_gpu() -> str:
     best = max(report["drafters"], key=lambda row: row["speedup"]["mean"])
     gain, length = interval(best["speedup"], 2, "×"), best["accepted_length"]["mean"]
     return (
-        f" On one {report['environment']['gpu']}, in {report['settings']['dtype']}, `{best['label']}` "
-        f"is {gain} our plain decoding, {length:.2f} tokens a pass."
+        f" On one {report['environment']['gpu']}, in {report['settings']['dtype']}, "
+        f"`{best['label']}` is {gain} our plain decoding, {length:.2f} tokens a pass."
     )
 
 
