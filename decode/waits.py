@@ -27,4 +27,4 @@ def sent(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:
         return found
     if device.type == "cuda" and found.device.type == "cpu":
         found = found.pin_memory()
-    return found.to(device, non_blocking=True)
+    return found.to(device, non_blocking=device.type != "cpu")

@@ -236,11 +236,17 @@ def check(
             found.every_place = _every_place(tables, generations, depth)
         found.lengths[name] = stats.accepted_length(clean[1])
         decoding = head if name == "free_running" or again is None else again
-        distance = _distribution_distance(head, decoding, target, requests, room, batch_size)
+        distance, lost = _distribution_distance(head, decoding, target, requests, room, batch_size)
         found.distance = distance if name == "free_running" else found.distance
         found.problems += _verdict(
             name, clean, distance, _contradictions(tables, generations), target
         )
+        blind = _blind(tables, generations)
+        if blind or lost:
+            found.problems.append(
+                f"the training pass gave nothing for {blind} cycles and {lost} drafted tokens of "
+                f"{_who(name)}, so they were not compared"
+            )
     return found
 
 
@@ -327,7 +333,8 @@ def _judged(
             prompt, text = texts[len(out)]
             part = slice(len(prompt), len(prompt) + len(text))
             out.append(Forced(*(t[b, part].cpu() for t in (tables.hit, tables.sure, tables.seen))))
-    return out if any(bool(t.seen.any()) for t in out) else None
+    passes = type(head).forced is not Head.forced
+    return out if passes or any(bool(t.seen.any()) for t in out) else None
 
 
 def _replay(table: Forced, generation: Generation, depth: int) -> list[Cycle]:
@@ -354,6 +361,17 @@ def _contradictions(tables: list[Forced], generations: list[Generation]) -> tupl
     return compared, wrong
 
 
+def _blind(tables: list[Forced], generations: list[Generation]) -> int:
+    """Whole cycles of which the training pass has not looked at every place that was decided:
+    the accepted tokens and the one behind them."""
+    return sum(
+        not bool(table.seen[cycle.start, : min(cycle.accepted + 1, cycle.proposed)].all())
+        for table, generation in zip(tables, generations, strict=True)
+        for cycle in generation.cycles
+        if not cycle.cut
+    )
+
+
 @torch.no_grad()
 def _distribution_distance(
     head: Head,
@@ -362,10 +380,11 @@ def _distribution_distance(
     requests: list[Request],
     room: PassLimits,
     batch_size: int,
-) -> list[list[float]]:
+) -> tuple[list[list[float]], int]:
     """Per level [mean, largest] total variation between the distributions that the drafter of
     `decoding` draws from at T = 1 and those of the training pass of `head` over the drawn
-    tokens; [] when the drafter states none."""
+    tokens, [] when the drafter states none; and how many of these the training pass did not
+    give."""
     witness = _Witness(decoding.drafter(target, DraftSpec(shape="chain")))
     depth = witness.max_depth
     # Some rows leave earlier, so that the state of the others is moved.
@@ -395,7 +414,8 @@ def _distribution_distance(
                     distributions[part[b]][level].double(), witness.vocab, target.vocab_size
                 )
                 found[level].append(float((p - q).abs().sum()) / 2)
-    return [[sum(d) / len(d), max(d)] for d in found if d]
+    lost = len(rows) * depth - sum(map(len, found))
+    return [[sum(d) / len(d), max(d)] for d in found if d], lost
 
 
 def _spread(distribution: Tensor, ids: Tensor | None, size: int) -> Tensor:
@@ -407,6 +427,11 @@ def _spread(distribution: Tensor, ids: Tensor | None, size: int) -> Tensor:
     )
 
 
+def _who(name: str) -> str:
+    """Whose drafts the engine's run `name` has."""
+    return "the drafter" if name == "free_running" else "the saved and reloaded head"
+
+
 def _verdict(
     name: str,
     clean: list[list[list[Cycle]]],
@@ -415,7 +440,7 @@ def _verdict(
     target: Target,
 ) -> list[str]:
     """Why the gate fails for the engine's run `name`."""
-    who = "the drafter" if name == "free_running" else "the saved and reloaded head"
+    who = _who(name)
     wide = target.dtype in (torch.float32, torch.float64)
     problems = []
     most = min(DISTRIBUTION, RISE * distance[0][0] + 0.01) if distance else DISTRIBUTION

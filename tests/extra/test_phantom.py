@@ -135,7 +135,12 @@ def test_a_copy_to_the_host_that_nobody_waits_for_is_found() -> None:
         there.cpu(), there.to("cpu"), torch.ones(3).to(ghost.device, non_blocking=True)
         assert not ghost.races
         there.to("cpu", non_blocking=True)
+        torch.ones(3).copy_(there)
         assert sum(ghost.races.values()) == 1
+        torch.ones(3).copy_(there, non_blocking=True)
+        with torch.inference_mode():
+            there.to("cpu", torch.float64, non_blocking=True)
+        assert sum(ghost.races.values()) == 3
 
 
 def test_memory_follows_storages() -> None:
@@ -209,6 +214,7 @@ def test_a_step_of_training(kind: str) -> None:
         ghost.restart()
         gradients = [p.grad for p in head.parameters() if p.grad is not None]
         assert {g.device.type for g in gradients} == {NAME}
+        assert not ghost.races
         norm = torch.nn.utils.get_total_norm(gradients).to(ghost.device)
         packed = torch.cat([t.double().reshape(-1) for t in out.stats.values()])
         torch.cat([packed, norm.double()[None]]).tolist()
@@ -302,7 +308,7 @@ def decode(kind: str, shape: str, temperature: float, probe: Any, price: Price =
         launches = statistics.median_high(launched)
         print(f"{kind} {shape}, T = {temperature}: {launches} launches a cycle")
         print(*ghost.list_reads(), sep="\n")
-        assert launches > 10
+        assert launches > 10 and not ghost.races
         bar = PREFILL + (CYCLE + (kind == "ngram")) * cycles + PROMPTS.get(kind, 0)
         assert sum(ghost.reads.values()) <= bar, ghost.list_reads()
         return launches

@@ -266,6 +266,20 @@ def test_without_a_training_pass_the_reload_is_judged(
     assert found.passed and set(found.lengths) == {"free_running", "reloaded"}
 
 
+@pytest.mark.parametrize("every", [3, 1000])
+def test_places_that_the_training_pass_has_lost_are_no_agreement(
+    every: int, target: Target, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A busy GPU once handed out masks that were not copied yet; what they leave out agrees."""
+    whole = Batch.supervised
+    monkeypatch.setattr(
+        Batch, "supervised", lambda self, past: whole(self, past)[every - 1 :: every]
+    )
+    found = run(head_of(target, **EAGLES[0]), target, tmp_path / "head")
+    assert not found.passed
+    assert "the training pass gave nothing for" in " ".join(found.problems), found.problems
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Iterator[Path]:
     yield chats(tmp_path / "chats.jsonl")

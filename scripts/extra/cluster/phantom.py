@@ -246,7 +246,9 @@ class Phantom(TorchDispatchMode):
             return self._answer(func, args, kwargs)
         # In inference mode torch does not take `to` apart before it comes here.
         if packet in (aten._to_copy, aten.to) and isinstance(out, Tensor):
-            self._copied(args[0], out, kwargs)
+            self._copied(args[0], out, _ahead(func, args, kwargs))
+        if packet is aten.copy_ and _ahead(func, args, kwargs):
+            self._raced(args[1], args[0])
         self._shadow(func, args, kwargs, out)
         fresh = [t for t in _tensors(out) if self._track(t)]
         if here or fresh:
@@ -268,15 +270,21 @@ class Phantom(TorchDispatchMode):
         if self.device.type != "cpu":
             self.reads[_where(), str(what).removeprefix("aten.")] += 1
 
-    def _copied(self, source: Any, out: Tensor, kwargs: Any) -> None:
+    def _raced(self, source: Any, out: Tensor) -> None:
+        """A copy that nobody waits for: towards the host it may be read before it is there."""
+        there = isinstance(source, Tensor) and source.device.type == self.device.type
+        if there and out.device.type == "cpu" != self.device.type:
+            self.races[_where()] += 1
+
+    def _copied(self, source: Any, out: Tensor, ahead: bool) -> None:
         if not isinstance(source, Tensor) or self.device.type == "cpu":
             return
         if source.device.type == self.device.type and out.device.type == "cpu":
             self._read("copy")
-            if kwargs.get("non_blocking"):
-                self.races[_where()] += 1
+            if ahead:
+                self._raced(source, out)
         there = source.device.type == "cpu" and out.device.type == self.device.type
-        if there and not kwargs.get("non_blocking"):
+        if there and not ahead:
             self.waits[_where()] += 1
 
     def _whole_indices(self, args: Any, here: bool) -> Any:
@@ -498,6 +506,13 @@ def _looked_at(packet: Any, args: Any, kwargs: Mapping[str, Any]) -> float:
     longest = args[8 if packet in FLASH_BACK else 5]
     near = min(int(before) + 1, longest) / longest
     return near - near**2 / 2
+
+
+def _ahead(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a copy is asked for that nobody waits for, by its place or by its name."""
+    names = [argument.name for argument in func._schema.arguments]
+    place = names.index("non_blocking") if "non_blocking" in names else len(args)
+    return bool(args[place] if place < len(args) else kwargs.get("non_blocking"))
 
 
 def _causal(packet: Any, args: Any) -> bool:

@@ -113,7 +113,7 @@ SHOWN = {
     "demo-unlike": "What `make demo` shows on questions unlike its data",
     "recipes-t0": "Recipes, trained longer",
     "qwen25-more-t0": "Qwen2.5-Coder-1.5B, on a CPU without bfloat16",
-    "qwen25-k2-t0": "The same before, with a head that had read a third of the text",
+    "qwen25-k2-t0": "The same before, with a head that had read 7.2 million tokens",
     "qwen25-asleep-t0": "The same before that, waiting threads asleep",
     "qwen25-t0": "The same with chains of five and Qwen's own Q4_K_M file, waiting threads asleep",
     "gpu-t0": "On a GPU, where a small target waits for its launches",
@@ -228,9 +228,12 @@ def on_gpu() -> str:
         return ""
     best = max(report["drafters"], key=lambda row: row["speedup"]["mean"])
     gain, length = interval(best["speedup"], 2, "×"), best["accepted_length"]["mean"]
+    pace = report["plain_pass_ms"]
+    doubt = f" (a plain pass took {pace['low']:.0f} to {pace['high']:.0f} ms)"
+    doubt = "" if pace["steady"] else doubt
     return (
         f" On one {report['environment']['gpu']}, in {report['settings']['dtype']}, "
-        f"`{best['label']}` is {gain} our plain decoding, {length:.2f} tokens a pass."
+        f"`{best['label']}` is {gain} our plain decoding{doubt}, {length:.2f} tokens a pass."
     )
 
 
@@ -309,9 +312,12 @@ def fitted() -> str:
 
 def made(report: dict[str, Any]) -> str:
     """The machine and the commit of a report."""
-    env = report["environment"]
+    env, pace = report["environment"], report.get("plain_pass_ms")
     machine = env.get("gpu") or env["processor"]
-    return f"{machine}, {env['threads']} threads, commit `{env['commit']}`"
+    doubt = ""
+    if isinstance(pace, dict) and not pace["steady"]:
+        doubt = f"; unsteady: a plain pass took {pace['low']:.0f} to {pace['high']:.0f} ms"
+    return f"{machine}, {env['threads']} threads, commit `{env['commit']}`{doubt}"
 
 
 def known(*names: str) -> Iterator[tuple[str, dict[str, Any]]]:
