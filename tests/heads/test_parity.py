@@ -280,6 +280,7 @@ def test_places_that_the_training_pass_has_lost_are_no_agreement(
     assert not found.passed
     told = re.search(r"gave nothing for (\d+) cycles and (\d+) drafted", " ".join(found.problems))
     assert told and all(int(number) > 0 for number in told.groups()), found.problems
+    assert every == 3 or int(told[1]) >= found.cycles, "no cycle was looked at"
 
 
 @pytest.fixture
