@@ -241,12 +241,7 @@ def check(
         found.problems += _verdict(
             name, clean, distance, _contradictions(tables, generations), target
         )
-        blind = _blind(tables, generations)
-        if blind or lost:
-            found.problems.append(
-                f"the training pass gave nothing for {blind} cycles and {lost} drafted tokens of "
-                f"{_who(name)}, so they were not compared"
-            )
+        found.problems += _uncompared(name, _blind(tables, generations), lost)
     return found
 
 
@@ -370,6 +365,16 @@ def _blind(tables: list[Forced], generations: list[Generation]) -> int:
         for cycle in generation.cycles
         if not cycle.cut
     )
+
+
+def _uncompared(name: str, blind: int, lost: int) -> list[str]:
+    """What is wrong where the training pass said nothing of some cycles and drafted tokens."""
+    if not blind + lost:
+        return []
+    return [
+        f"the training pass gave nothing for {blind} cycles and {lost} drafted tokens of "
+        f"{_who(name)}, so they were not compared"
+    ]
 
 
 @torch.no_grad()
