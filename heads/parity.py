@@ -225,10 +225,7 @@ def check(
             found.lengths[name] = stats.accepted_length([stats.split(g).clean for g in generations])
             found.problems += ["the reloaded head drafts other tokens"] * (name == "reloaded")
             continue
-        replayed = [
-            replace(g, cycles=_replay(t, g, depth))
-            for t, g in zip(tables, generations, strict=True)
-        ]
+        replayed = _replayed(tables, generations, depth)
         clean = [[stats.split(g).clean for g in side] for side in (replayed, generations)]
         if name == "free_running":
             found.cycles = sum(map(len, clean[1]))
@@ -330,6 +327,14 @@ def _judged(
             out.append(Forced(*(t[b, part].cpu() for t in (tables.hit, tables.sure, tables.seen))))
     passes = type(head).forced is not Head.forced
     return out if passes or any(bool(t.seen.any()) for t in out) else None
+
+
+def _replayed(
+    tables: Sequence[Forced], generations: Sequence[Generation], depth: int
+) -> list[Generation]:
+    """The answers with the cycles that the training pass makes of them."""
+    both = zip(tables, generations, strict=True)
+    return [replace(one, cycles=_replay(table, one, depth)) for table, one in both]
 
 
 def _replay(table: Forced, generation: Generation, depth: int) -> list[Cycle]:
