@@ -318,6 +318,8 @@ def _judged(
 ) -> list[Forced] | None:
     """Per text the tables [n, S], row k: the draft that follows after k generated tokens; None
     when the head has no teacher-forced pass."""
+    if type(head).forced is Head.forced:
+        return None
     out: list[Forced] = []
     for _, batch in _batches([([*p, *t], len(p)) for p, t in texts], target, room):
         tables = judge(head, batch, target, depth)
@@ -325,8 +327,7 @@ def _judged(
             prompt, text = texts[len(out)]
             part = slice(len(prompt), len(prompt) + len(text))
             out.append(Forced(*(t[b, part].cpu() for t in (tables.hit, tables.sure, tables.seen))))
-    passes = type(head).forced is not Head.forced
-    return out if passes or any(bool(t.seen.any()) for t in out) else None
+    return out
 
 
 def _replayed(
