@@ -86,8 +86,7 @@ def several(reports: Sequence[Report]) -> Table:
         for i, name in enumerate(report["bytes"]):
             row = report["later"]["drafters"][i]
             general = report["general"]["drafters"][i] if report["general"] else None
-            settings = report["settings"]
-            rank = settings.get("head", settings)["lora"]["rank"]  # earlier fits had no `head`
+            rank = lora_rank(report)
             kind = f"{name}, LoRA {rank}" if rank and i == 1 else name
             cells = [report["name"], kind, f"{report['budget']['minutes'] if i else 0:g}"]
             cells.append(interval(row["accepted_length"]))
@@ -95,6 +94,12 @@ def several(reports: Sequence[Report]) -> Table:
             cells.append(change(general["against_before"]) if i and general else "")
             rows.append([*cells, f"{report['bytes'][name]:,}"])
     return Table(head, rows, words=(0, 1))
+
+
+def lora_rank(report: Report) -> int:
+    """Rank of the LoRA that a fit trained; 0 = all weights learned."""
+    settings = report["settings"]
+    return int(settings.get("head", settings)["lora"]["rank"])  # earlier fits had no `head`
 
 
 def page(reports: Sequence[Report]) -> str:

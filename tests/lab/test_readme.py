@@ -213,3 +213,25 @@ def test_the_fastest_row_and_the_ratio_between_ours_and_a_server_are_said() -> N
         )
         assert "row is `l`: `mine` writes 0.80× [0.75, 1.00]" in said(2.0, ours_first=ours_first)
     assert readme.fastest({"drafters": [], "ranking": [], "pairs": []}) == ""
+
+
+def test_a_fit_of_the_larger_target_is_told_where_it_was_raced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    fit = {"budget": {"minutes": 56.0}, "environment": {"threads": 2}}
+    (tmp_path / "fit-qwen25-sql.json").write_text(json.dumps(fit))
+    assert readme.fitted_larger() == ""
+    rows = [
+        {
+            "label": label,
+            "tokens_per_second": pace,
+            "speedup": {"mean": pace / 5, "low": pace / 6, "high": pace / 4},
+            "accepted_length": {"mean": 3.9},
+        }
+        for label, pace in (("fit_sql@chain:4", 10.0), ("fit_sql@chain:5", 12.0), ("mine", 20.0))
+    ]
+    report = {"drafters": rows, "settings": {"num_prompts": 24}}
+    (tmp_path / "qwen25-fit-t0.json").write_text(json.dumps(report))
+    assert "56 minutes of 2 cores, makes that 2.40× [2.00, 3.00] on 24" in readme.fitted_larger()
+    assert "3.90 tokens a pass (`fit_sql@chain:5`)" in readme.fitted_larger()

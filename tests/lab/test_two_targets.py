@@ -39,7 +39,8 @@ def test_the_fastest_of_a_kind_is_shown_and_what_is_missing_is_named() -> None:
     assert "Q4_K_M" not in text, "no row without a figure"
     assert "SmolLM2-135M in bfloat16, 72 prompts, a CPU, 2026-11-23" in whole.notes[0]
     missing = whole.notes[-1]
-    assert "not measured: n-gram on SmolLM2-135M, llama.cpp, Q4_K_M on SmolLM2-135M" in missing
+    assert "not measured: n-gram on SmolLM2-135M, EAGLE-3 fitted to SQL on SmolLM2" in missing
+    assert "to SQL on SmolLM2-135M, llama.cpp, Q4_K_M on SmolLM2-135M" in missing
     assert missing.endswith("all of Qwen2.5-Coder-1.5B")
 
 
@@ -56,3 +57,17 @@ def test_targets_stand_beside_each_other_whatever_report_has_a_row() -> None:
     assert lines["llama.cpp, Q4_K_M"][5] == "11.0"
     assert "EAGLE-3 on SmolLM2-135M" in whole.notes[-1]
     assert "n-gram on Qwen2.5-Coder-1.5B" in whole.notes[-1]
+
+
+def test_a_fitted_head_stands_in_its_own_row() -> None:
+    later = {"drafters": [row("none", 5.0), row("fit_sql@chain:5", 11.0)], **ABOUT}
+    later["drafters"] += [row("fit_sql@chain:2+ngram@3", 12.0), row("eagle3@chain:5", 7.0)]
+    known: dict[str, Any] = {"qwen25-fit-t0": later}
+    known["qwen25-more-t0"] = {"drafters": [row("none", 5.0), row("eagle3", 8.0)], **ABOUT}
+    whole = two_targets.table(known)
+    lines = {cells[0]: cells for cells in whole.rows}
+    assert lines["EAGLE-3 fitted to SQL"][2] == "12.0", "the fastest"
+    assert lines["EAGLE-3"][2] == "8.0", "of questions that nothing was fitted to"
+    assert "later questions in SQL" in "; ".join(whole.notes)
+    del known["qwen25-fit-t0"]
+    assert "later questions in SQL" not in "; ".join(two_targets.table(known).notes)

@@ -11,12 +11,14 @@ from typing import Any
 from outrider.scripts.reports.table import Table, interval, number
 from outrider.scripts.scoring.names import SERVER
 
+FITTED = "EAGLE-3 fitted to SQL"
 # What is compared -> labels of its rows in reports; of several the fastest is taken.
 ROWS = {
     "plain decoding": r"none",
     "n-gram": r"ngram(@\d+)?",
     "EAGLE-3": r"eagle3[\w@:]*",
     "EAGLE-3 and n-gram together": r"eagle3[\w@:]*\+ngram(@\d+)?",
+    FITTED: r"fit_sql[\w@:]*(\+ngram(@\d+)?)?",
     "`generate` of transformers": r"hf_generate",
     "llama.cpp, 16 bits": r"llamacpp(_native)?(-b?float16)?",
     "llama.cpp, 16 bits, with the head": r"llamacpp(_native)?(-b?float16)?-eagle3\w*(-k\d+)?",
@@ -25,8 +27,8 @@ ROWS = {
 }
 # name in the table -> reports of docs/results, those that are preferred first
 TARGETS = {
-    "SmolLM2-135M": ("avx2-t0", "avx2-drafts32-t0", "unseen-t0"),
-    "Qwen2.5-Coder-1.5B": ("qwen25-more-t0", "qwen25-t0"),
+    "SmolLM2-135M": ("avx2-t0", "avx2-drafts32-t0", "unseen-t0", "avx2-fit"),
+    "Qwen2.5-Coder-1.5B": ("qwen25-more-t0", "qwen25-t0", "qwen25-fit-t0"),
 }
 
 
@@ -83,6 +85,8 @@ def table(known: Mapping[str, dict[str, Any]]) -> Table:
         "decoding of the same run; tokens/s of two targets come from different runs: "
         + ", ".join(f"{name} {_ran(reports[0])}" for name, reports in by_target.items())
     ]
+    if any(cells[0] == FITTED for cells in lines):
+        notes += ["a fitted head, and plain decoding beside it, answered later questions in SQL"]
     missing += [f"all of {name}" for name in TARGETS if name not in by_target]
     notes += [f"not measured: {', '.join(missing)}"] if missing else []
     return Table(head, lines, "targets beside each other", notes)
