@@ -219,19 +219,35 @@ def test_a_fit_of_the_larger_target_is_told_where_it_was_raced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    fit = {"budget": {"minutes": 56.0}, "environment": {"threads": 2}}
+    fit = {"seconds": {"training": 2520.0}, "environment": {"threads": 2}}
     (tmp_path / "fit-qwen25-sql.json").write_text(json.dumps(fit))
     assert readme.fitted_larger() == ""
+    best, served = "runs/fit_sql@chain:5", "l@http://127.0.0.1:1"
+    known = (
+        ("runs/fit_sql@chain:4", "fit_sql@chain:4", 10.0, 3.6),
+        (best, "fit_sql@chain:5", 12.0, 3.9),
+        ("mine", "mine", 20.0, 3.0),
+        (served, "llamacpp", 5.0, 1.0),
+        (f"{served}1", "llamacpp-eagle3", 11.0, 3.5),
+    )
     rows = [
         {
+            "name": name,
             "label": label,
             "tokens_per_second": pace,
             "speedup": {"mean": pace / 5, "low": pace / 6, "high": pace / 4},
-            "accepted_length": {"mean": 3.9},
+            "accepted_length": {"mean": length},
         }
-        for label, pace in (("fit_sql@chain:4", 10.0), ("fit_sql@chain:5", 12.0), ("mine", 20.0))
+        for name, label, pace, length in known
     ]
-    report = {"drafters": rows, "settings": {"num_prompts": 24}}
+    ratio = {"mean": 0.5, "low": 0.4, "high": 0.8}
+    pairs = [
+        {"a": served, "b": best, "speed_ratio": ratio},
+        {"a": best, "b": f"{served}1", "speed_ratio": {"mean": 1.1, "low": 1.0, "high": 1.2}},
+    ]
+    report = {"drafters": rows, "settings": {"num_prompts": 24}, "pairs": pairs}
     (tmp_path / "qwen25-fit-t0.json").write_text(json.dumps(report))
-    assert "56 minutes of 2 cores, makes that 2.40× [2.00, 3.00] on 24" in readme.fitted_larger()
-    assert "3.90 tokens a pass (`fit_sql@chain:5`)" in readme.fitted_larger()
+    told = readme.fitted_larger()
+    assert "42 minutes of 2 cores, makes that 2.40× [2.00, 3.00] on 24" in told
+    assert "(3.90 tokens a pass, `fit_sql@chain:5`), 2.00× [1.25, 2.50] llama.cpp without" in told
+    assert told.endswith("1.10× [1.00, 1.20] it with the same head.")

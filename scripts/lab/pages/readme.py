@@ -114,10 +114,10 @@ SHOWN = {
     "demo-unlike": "What `make demo` shows on questions unlike its data",
     "recipes-t0": "Recipes, trained longer",
     "qwen25-more-t0": "Qwen2.5-Coder-1.5B, on a CPU without bfloat16",
-    "qwen25-fit-t0": "The same after a fit to SQL, on later questions",
     "qwen25-k2-t0": "The same before, with a head that had read 7.2 million tokens",
     "qwen25-asleep-t0": "The same before that, waiting threads asleep",
     "qwen25-t0": "The same with chains of five and Qwen's own Q4_K_M file, waiting threads asleep",
+    "qwen25-fit-t0": "Qwen2.5-Coder-1.5B after a fit to SQL, on later questions",
     "gpu-t0": "On a GPU, where a small target waits for its launches",
     "gpu-t1": "The same at T = 1",
     "qwen25-gpu-t0": "Qwen2.5-Coder-1.5B on a GPU",
@@ -230,12 +230,17 @@ def fitted_larger() -> str:
         return ""
     report, fit = found["qwen25-fit-t0"], found["fit-qwen25-sql"]
     best = max((row for row in report["drafters"] if row["label"].startswith("fit")), key=_pace)
-    threads = fit["environment"]["threads"]
+    servers = [row for row in report["drafters"] if SERVER.fullmatch(row["name"])]
+    plain = next(row for row in servers if not _drafting_server(row))
+    drafted = max(filter(_drafting_server, servers), key=_pace)
+    threads, minutes = fit["environment"]["threads"], fit["seconds"]["training"] / 60
     return (
-        f" `outrider fit` on SQL, {fit['budget']['minutes']:g} minutes of {threads} "
+        f" `outrider fit` on SQL, {minutes:.0f} minutes of {threads} "
         f"core{'s' if threads > 1 else ''}, makes that {interval(best['speedup'], 2, '×')} on "
-        f"{report['settings']['num_prompts']} later questions, "
-        f"{best['accepted_length']['mean']:.2f} tokens a pass (`{best['label']}`)."
+        f"{report['settings']['num_prompts']} later questions "
+        f"({best['accepted_length']['mean']:.2f} tokens a pass, `{best['label']}`), "
+        f"{interval(against(report, best, plain), 2, '×')} llama.cpp without a draft and "
+        f"{interval(against(report, best, drafted), 2, '×')} it with the same head."
     )
 
 
