@@ -227,6 +227,7 @@ def test_a_fit_of_the_larger_target_is_told_where_it_was_raced(
         ("runs/fit_sql@chain:4", "fit_sql@chain:4", 10.0, 3.6),
         (best, "fit_sql@chain:5", 12.0, 3.9),
         ("mine", "mine", 20.0, 3.0),
+        ("runs/eagle3@chain:2", "eagle3@chain:2", 7.5, 2.0),
         (served, "llamacpp", 5.0, 1.0),
         (f"{served}1", "llamacpp-eagle3", 11.0, 3.5),
     )
@@ -248,6 +249,6 @@ def test_a_fit_of_the_larger_target_is_told_where_it_was_raced(
     report = {"drafters": rows, "settings": {"num_prompts": 24}, "pairs": pairs}
     (tmp_path / "qwen25-fit-t0.json").write_text(json.dumps(report))
     told = readme.fitted_larger()
-    assert "42 minutes of 2 cores, makes that 2.40× [2.00, 3.00] on 24" in told
+    assert "42 minutes of 2 cores, brings ours from 1.50× [1.25, 1.88] to 2.40× [2.00" in told
     assert "(3.90 tokens a pass, `fit_sql@chain:5`), 2.00× [1.25, 2.50] llama.cpp without" in told
     assert told.endswith("1.10× [1.00, 1.20] it with the same head.")

@@ -230,14 +230,16 @@ def fitted_larger() -> str:
         return ""
     report, fit = found["qwen25-fit-t0"], found["fit-qwen25-sql"]
     best = max((row for row in report["drafters"] if row["label"].startswith("fit")), key=_pace)
+    before = max((r for r in report["drafters"] if r["label"].startswith("eagle3")), key=_pace)
     servers = [row for row in report["drafters"] if SERVER.fullmatch(row["name"])]
     plain = next(row for row in servers if not _drafting_server(row))
     drafted = max(filter(_drafting_server, servers), key=_pace)
     threads, minutes = fit["environment"]["threads"], fit["seconds"]["training"] / 60
     return (
         f" `outrider fit` on SQL, {minutes:.0f} minutes of {threads} "
-        f"core{'s' if threads > 1 else ''}, makes that {interval(best['speedup'], 2, '×')} on "
-        f"{report['settings']['num_prompts']} later questions "
+        f"core{'s' if threads > 1 else ''}, brings ours from {interval(before['speedup'], 2, '×')} "
+        f"to {interval(best['speedup'], 2, '×')} on {report['settings']['num_prompts']} later "
+        "questions of that kind "
         f"({best['accepted_length']['mean']:.2f} tokens a pass, `{best['label']}`), "
         f"{interval(against(report, best, plain), 2, '×')} llama.cpp without a draft and "
         f"{interval(against(report, best, drafted), 2, '×')} it with the same head."
