@@ -25,8 +25,10 @@ from torch import Tensor
 
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import DecodedRun, Generation, Request, Rule, generate
-from outrider.decode.sampling import Sampling
+from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
+from outrider.decode.verify import Coins, Verdict
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import OnProgress, silent
 from outrider.scripts.proofs import directions, passes, pit, uniformity
@@ -174,8 +176,10 @@ def sampling_layer(
         if stop is not None and rows and stop(gather(rows, tally)):
             break
         done = sum(row["size"] for row in rows)
-        on_progress(done, how.tokens)
-        row, tally = _chunk(plain, target, drafter, prompts, how, rows, tally)
+        # Within a chunk, more than will be kept may be drawn: the last token is said when it is.
+        drawn = lambda count, done=done: on_progress(min(done + count, how.tokens - 1), how.tokens)
+        drawn(0)
+        row, tally = _chunk(plain, target, drafter, prompts, how, rows, tally, drawn)
         rows.append(row)
         memo.add("sampling", row)
     on_progress(sum(row["size"] for row in rows), how.tokens)
@@ -226,15 +230,17 @@ def _chunk(
     how: Setting,
     rows: Sequence[dict[str, Any]],
     tally: directions.Tally | None,
+    drawn: Callable[[int], None],
 ) -> tuple[dict[str, Any], directions.Tally]:
-    """The next requests: what is kept of their tokens, as many as are still wanted."""
+    """The next requests: what is kept of their tokens, as many as are still wanted. drawn: told
+    how many were decoded so far."""
     number = sum(row["requests"] for row in rows)
     wanted = how.tokens - sum(row["size"] for row in rows)
     requested = [
         Request(list(prompts[(number + i) % len(prompts)]), how.max_new_tokens, id=number + i)
         for i in range(how.chunk * how.batch_size)
     ]
-    run, lines = _recorded(target, drafter, requested, how)
+    run, lines = _recorded(target, drafter, requested, how, drawn)
     key = rows[0]["key"] if rows else hashed_key([g.token_ids for g in run.generations])
     tally = tally or directions.Tally(bank_of(target, key), GROUPS)
     judge = _Judge(how, key, tally, np.random.default_rng([how.seed, 20240601, number]))
@@ -270,10 +276,22 @@ def _chunk(
 
 
 def _recorded(
-    target: Target, drafter: Drafter, requested: list[Request], how: Setting
+    target: Target,
+    drafter: Drafter,
+    requested: list[Request],
+    how: Setting,
+    drawn: Callable[[int], None],
 ) -> tuple[DecodedRun, list[list[Emitted]]]:
     """A run, and where each of its tokens came from."""
-    seen = Recorder(how.verify, requested)
+    seen, count = Recorder(how.verify, requested), 0
+
+    def verify(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
+        nonlocal count
+        verdict = seen(tree, distribution, rng)
+        count += sum(len(line) for line in seen.calls[-1].tokens)
+        drawn(count)
+        return verdict
+
     run = generate(
         target,
         drafter,
@@ -281,7 +299,7 @@ def _recorded(
         how.sampling,
         batch_size=how.batch_size,
         seed=how.seed,
-        verify=seen,
+        verify=verify,
         guidance=how.guidance,
         coins=seen.coins,
     )

@@ -316,6 +316,24 @@ def test_distribution_of_the_guided_loop_is_exact(rule: str) -> None:
         assert found.error <= 1e-9 and unguided.outputs == found.outputs
 
 
+def test_a_sample_tells_how_far_it_is_before_it_is_saved(world: Any, tmp_path: Path) -> None:
+    plain, own, prompts = world
+    told: list[tuple[int, int]] = []
+    memo = Memo(tmp_path / "p", {"a": 1})
+
+    def on_progress(done: int, total: int, _: str = "") -> None:
+        if not memo.lines("sampling"):
+            told.append((done, total))
+
+    how = Setting(ONE, 1500, 12, 16)
+    sampling_layer(plain, plain.target, own, prompts, how, on_progress=on_progress, memo=memo)
+    counts = [done for done, _ in told]
+    first = memo.lines("sampling")[0]["size"]
+    assert {total for _, total in told} == {1500}
+    assert len(counts) > 5 and counts[0] == 0 and counts == sorted(set(counts))
+    assert first <= counts[-1] < 1500  # a draft may end behind the last token of its answer
+
+
 def test_a_sample_goes_on_where_it_stopped(world: Any, tmp_path: Path) -> None:
     plain, own, prompts = world
     how = Setting(ONE, 1500, 12, 16)
