@@ -127,7 +127,7 @@ class Sampling:
             # of the dtype.
             scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature
         if not self.top_k and self.top_p == 1 and not self.min_p:
-            return Support(None, scores.softmax(-1))
+            return Support(None, normalised(scores))
         return _truncate(scores, self.top_k, self.top_p, self.min_p)
 
     def draft_probs(self, logits: Tensor) -> Tensor:
@@ -143,6 +143,14 @@ class Sampling:
             .support(logits)
             .dense(logits.shape[-1])
         )
+
+
+def normalised(scores: Tensor) -> Tensor:
+    """Softmax of `scores` [R, S], whose rows sum to one in their dtype. torch adds up the many
+    small terms of a large vocabulary one by one on CPUs: over 151,936 tokens in float32 a row
+    comes to between 0.999 and 1.001."""
+    probs = scores.softmax(-1)
+    return probs.div_(probs.sum(-1, keepdim=True))
 
 
 def _truncate(
@@ -175,7 +183,7 @@ def _truncate(
     reach = want  # without asking; what is behind has no mass
     if waits.free(count):
         reach = int(count.max().clamp_(min=1)) if count.numel() else 1
-    narrow = Support(ids[:, :reach], kept[:, :reach].softmax(-1))
+    narrow = Support(ids[:, :reach], normalised(kept[:, :reach]))
     rows = wide.nonzero()[:, 0]
     if not rows.numel():
         return narrow

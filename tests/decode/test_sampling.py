@@ -78,6 +78,19 @@ def test_wide_supports_and_ties_fall_back_to_all_candidates(s: Sampling) -> None
         assert torch.allclose(ours, theirs, atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("s", [Sampling(1.0), Sampling(0.7), Sampling(1.0, min_p=1e-12)])
+@pytest.mark.parametrize("tail", [1e-3, 1e-2, 5e-2, 0.5])
+def test_a_large_vocabulary_keeps_its_mass_in_float32(s: Sampling, tail: float) -> None:
+    """One likely token and a flat tail, as a separate small model of Qwen's drafts it: torch's own
+    softmax comes to between 0.999 and 1.001, and `DraftTree.validate` refuses that."""
+    logits = torch.full((2, 151_936), s.temperature * math.log(tail / 151_936))
+    logits[:, 5] = 0.0
+    exact = (logits.double() / s.temperature).softmax(-1)
+    for probs in (s.support(logits).dense(151_936), s.draft_probs(logits)):
+        assert (probs.double().sum(-1) - 1).abs().max() < 2e-6
+        assert torch.allclose(probs.double(), exact, atol=0, rtol=1e-5)
+
+
 def test_greedy_is_the_lowest_id_among_equals() -> None:
     logits = torch.zeros(1, 9)
     logits[0, [3, 6]] = 1.0

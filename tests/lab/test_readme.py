@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from outrider.conf.schema import compose
+from outrider.heads.names import NONE
 from outrider.scripts import cli, demo
 from outrider.scripts.common import files
 from outrider.scripts.lab.pages import readme
@@ -252,3 +253,52 @@ def test_a_fit_of_the_larger_target_is_told_where_it_was_raced(
     assert "42 minutes of 2 cores, brings ours from 1.50× [1.25, 1.88] to 2.40× [2.00" in told
     assert "(3.90 tokens a pass, `fit_sql@chain:5`), 2.00× [1.25, 2.50] llama.cpp without" in told
     assert told.endswith("1.10× [1.00, 1.20] it with the same head.")
+
+
+def test_the_larger_target_is_told_with_the_drafts_that_it_was_raced_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert readme.larger() == ""
+    gpu = {"environment": {"gpu": "a GPU"}}
+    (tmp_path / "first_gpu.json").write_text(json.dumps(gpu))
+    served, trained = "l@http://127.0.0.1:1", {"tokens_seen": 2e6, "train_seconds": 30.0}
+
+    def told(best: str) -> str:
+        known = ((NONE, 5.0, 1.0), ("eagle3@chain:2", 6.0, 1.5), (best, 8.0, 2.0))
+        known += (("llamacpp", 5.0, 1.0), ("llamacpp-eagle3", 10.0, 1.5))
+        rows = [
+            {
+                "name": f"{served}{label}" if label.startswith("llama") else label,
+                "label": label,
+                "tokens_per_second": pace,
+                "speedup": {"mean": pace / 5, "low": pace / 6, "high": pace / 4},
+                "accepted_length": {"mean": length},
+                "by_category": {"code": {}, "chat": {}},
+                "training": trained if label.startswith("eagle3") else None,
+            }
+            for label, pace, length in known
+        ]
+        ratio = {"mean": 1.6, "low": 1.5, "high": 1.7}
+        plain, drafted = f"{served}llamacpp", f"{served}llamacpp-eagle3"
+        report = {
+            "target": {"name": "big"},
+            "ranking": [{"name": label} for label in (NONE, "eagle3@chain:2", best)],
+            "drafters": rows,
+            "settings": {"num_prompts": 24},
+            "environment": {"threads": 2},
+            "pairs": [
+                {"a": best, "b": plain, "speed_ratio": ratio},
+                {"a": drafted, "b": plain, "speed_ratio": {"mean": 2.0, "low": 1.9, "high": 2.1}},
+            ],
+        }
+        (tmp_path / "qwen25-adaptive-t0.json").write_text(json.dumps(report))
+        return readme.larger()
+
+    priced = "with [as many drafts as pay](docs/tuning.md),"
+    both = told("eagle3@adaptive+ngram@5")
+    assert f"a head, n-grams beside it, {priced} makes our decoding 1.60× [1.33, 2.00]" in both
+    assert "llama.cpp 2.00× [1.90, 2.10] as fast as itself" in both
+    assert "Ours is 1.60× [1.50, 1.70] as fast as llama.cpp without a draft" in both
+    assert f"**On big a head, {priced} makes" in told("eagle3@adaptive")
+    assert "a head, n-grams beside it, makes" in told("eagle3@chain:2+ngram@3")

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from outrider.heads.names import NGRAM, NONE
+from outrider.heads.names import ADAPTIVE, NGRAM, NONE
 from outrider.heads.warm import BEFORE
 from outrider.scripts.common import files
 from outrider.scripts.extra.forecasting import table as forecast_table
@@ -80,6 +80,7 @@ COPIED = {
     "qwen25-t0": "avx2/qwen",
     "qwen25-k2-t0": "avx2/qwen-spin",
     "qwen25-more-t0": "avx2/qwen-more",
+    "qwen25-adaptive-t0": "avx2/qwen-adaptive",
     "qwen25-fit-t0": "avx2/qwen-fit",
     "qwen25-fp32": "qwen25/fp32",
     "qwen25-gpu-t0": "gpu/qwen25/t0",
@@ -113,9 +114,10 @@ SHOWN = {
     "demo-t1": "What `make demo` shows at T = 1",
     "demo-unlike": "What `make demo` shows on questions unlike its data",
     "recipes-t0": "Recipes, trained longer",
-    "qwen25-more-t0": "Qwen2.5-Coder-1.5B, on a CPU without bfloat16",
-    "qwen25-k2-t0": "The same before, with a head that had read 7.2 million tokens",
-    "qwen25-asleep-t0": "The same before that, waiting threads asleep",
+    "qwen25-adaptive-t0": "Qwen2.5-Coder-1.5B, on a CPU without bfloat16, drafts at a price",
+    "qwen25-more-t0": "The same before, drafts of fixed sizes",
+    "qwen25-k2-t0": "The same before that, with a head that had read 7.2 million tokens",
+    "qwen25-asleep-t0": "The same once more before, waiting threads asleep",
     "qwen25-t0": "The same with chains of five and Qwen's own Q4_K_M file, waiting threads asleep",
     "qwen25-fit-t0": "Qwen2.5-Coder-1.5B after a fit to SQL, on later questions",
     "gpu-t0": "On a GPU, where a small target waits for its launches",
@@ -196,7 +198,7 @@ def front() -> str:
 
 def larger() -> str:
     """The same of the larger target, in a few sentences; nothing where it was not raced."""
-    report = dict(known("qwen25-more-t0")).get("qwen25-more-t0")
+    report = dict(known("qwen25-adaptive-t0")).get("qwen25-adaptive-t0")
     if report is None:
         return ""
     ours = {one["name"] for one in report["ranking"]}
@@ -208,6 +210,8 @@ def larger() -> str:
     plain = next(row for row in servers if not _drafting_server(row))
     drafted = max(filter(_drafting_server, servers), key=_pace)
     beside = ", n-grams beside it," if NGRAM in best["label"] else ""
+    if ADAPTIVE in best["label"]:
+        beside = f"{beside or ','} with [as many drafts as pay](docs/tuning.md),"
     return (
         f"**On {report['target']['name']} a head{beside} makes our decoding "
         f"{interval(best['speedup'], 2, '×')} as fast and llama.cpp "

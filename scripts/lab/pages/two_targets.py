@@ -17,7 +17,7 @@ ROWS = {
     "plain decoding": r"none",
     "n-gram": r"ngram(@\d+)?",
     "EAGLE-3": r"eagle3[\w@:]*",
-    "EAGLE-3 and n-gram together": r"eagle3[\w@:]*\+ngram(@\d+)?",
+    "EAGLE-3 and n-gram together": r"eagle3[\w@:]*\+ngram[\w@]*",
     FITTED: r"fit_sql[\w@:]*(\+ngram(@\d+)?)?",
     "`generate` of transformers": r"hf_generate",
     "llama.cpp, 16 bits": r"llamacpp(_native)?(-b?float16)?",
@@ -28,7 +28,12 @@ ROWS = {
 # name in the table -> reports of docs/results, those that are preferred first
 TARGETS = {
     "SmolLM2-135M": ("avx2-t0", "avx2-drafts32-t0", "unseen-t0", "avx2-fit"),
-    "Qwen2.5-Coder-1.5B": ("qwen25-more-t0", "qwen25-t0", "qwen25-fit-t0"),
+    "Qwen2.5-Coder-1.5B": (
+        "qwen25-adaptive-t0",
+        "qwen25-more-t0",
+        "qwen25-t0",
+        "qwen25-fit-t0",
+    ),
 }
 
 
