@@ -137,12 +137,9 @@ class Sampling:
         Any draft distribution is lossless; warping it like the target's only raises acceptance.
         History is not applied.
         """
-        k = min(self.top_k, logits.shape[-1])
-        return (
-            Sampling(self.temperature, k, self.top_p, self.min_p)
-            .support(logits)
-            .dense(logits.shape[-1])
-        )
+        size = logits.shape[-1]
+        warped = Sampling(self.temperature, min(self.top_k, size), self.top_p, self.min_p)
+        return warped.support(logits).dense(size)
 
 
 def normalised(scores: Tensor) -> Tensor:
@@ -240,13 +237,8 @@ class Distribution:
     ) -> None:
         if sampling.uses_history and (history is None or lengths is None):
             raise ValueError("this distribution needs the history of its rows")
-        self.sampling, self.logits, self.tree, self.history, self.lengths = (
-            sampling,
-            logits,
-            tree,
-            history,
-            lengths,
-        )
+        self.sampling, self.logits, self.tree = sampling, logits, tree
+        self.history, self.lengths = history, lengths
         self.vocab_size = logits.shape[-1]
         self.computed, self.seconds, self.clock = 0, 0.0, clock
         none = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)

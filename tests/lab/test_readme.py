@@ -289,6 +289,7 @@ def test_the_larger_target_is_told_with_the_drafts_that_it_was_raced_with(
             "environment": {"threads": 2},
             "pairs": [
                 {"a": best, "b": plain, "speed_ratio": ratio},
+                {"a": drafted, "b": best, "speed_ratio": {"mean": 1.25, "low": 1.0, "high": 2.0}},
                 {"a": drafted, "b": plain, "speed_ratio": {"mean": 2.0, "low": 1.9, "high": 2.1}},
             ],
         }
@@ -299,6 +300,7 @@ def test_the_larger_target_is_told_with_the_drafts_that_it_was_raced_with(
     both = told("eagle3@adaptive+ngram@5")
     assert f"a head, n-grams beside it, {priced} makes our decoding 1.60× [1.33, 2.00]" in both
     assert "llama.cpp 2.00× [1.90, 2.10] as fast as itself" in both
-    assert "Ours is 1.60× [1.50, 1.70] as fast as llama.cpp without a draft" in both
+    assert "Ours is 1.60× [1.50, 1.70] as fast as llama.cpp without a draft, 0.80×" in both
+    assert "0.80× [0.50, 1.00] as fast as it with the same head; the fastest" in both
     assert f"**On big a head, {priced} makes" in told("eagle3@adaptive")
     assert "a head, n-grams beside it, makes" in told("eagle3@chain:2+ngram@3")
