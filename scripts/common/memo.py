@@ -17,16 +17,13 @@ from outrider.scripts.common import files
 from outrider.scripts.common.progress import OnProgress, silent
 
 Item = TypeVar("Item")
-KEY, BEFORE = "key", "before"  # the file of the key, and the subfolder for values of another one
 
 
 class Memo:
     """JSON values by name in `folder` (None: in memory alone), for as long as `key` stays.
 
     key: what the values depend on (settings, hashes), by name. Under another one than the
-        folder was written with, what is there is moved to its subfolder "before", for hours may
-        have gone into it and the change may have been a mistake: who goes back to that key goes
-        on with it. A third key takes its place. A line on stderr names what differs; so for a
+        folder was written with, it is emptied, and a line on stderr names what differs; so for a
         file that is damaged or not ours. resumed: there are values under this very key.
 
     One process at a time: who opens one holds the folder around it (`files.sole_folder`). Raises
@@ -41,22 +38,18 @@ class Memo:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"out: {folder} is a file, and a folder is kept there; remove it")
         stamp = {name: sha256(value) for name, value in (key or {}).items()}
-        there, old = any(folder.glob("*.jsonl")), _stamp(folder / KEY)
+        mark, there = folder / "key", any(folder.glob("*.jsonl"))
+        old = _stamp(mark)
         self.resumed = there and old == stamp
         if old == stamp:
             return
-        before = folder / BEFORE
-        self.resumed = any(before.glob("*.jsonl")) and _stamp(before / KEY) == stamp
         if there:
             known = old or {}
             apart = [n for n in {**known, **stamp} if known.get(n) != stamp.get(n)]
             apart = apart if known.keys() & stamp.keys() else ["version"]
-            what = "that waits" if self.resumed else "all is made anew, and that waits"
-            _note(f"{folder} was made with another {', '.join(apart)}; {what} in {before}")
-        if there or self.resumed:
-            _set_aside(folder, before, self.resumed)
-        if not self.resumed:
-            files.write_text(folder / KEY, json.dumps(stamp))
+            _note(f"{folder} was made with another {', '.join(apart)}; all is made anew")
+        self.clear()
+        files.write_text(mark, json.dumps(stamp))
 
     def lines(self, name: str) -> list[Any]:
         """What was added under `name` so far. A last line that a crash cut short is dropped."""
@@ -111,41 +104,15 @@ class Memo:
         """Forget everything: the result that it was for is written."""
         self.memory.clear()
         if self.folder is not None and self.folder.is_dir():
-            for folder in (self.folder / BEFORE, self.folder):
-                for file in _files(folder):
-                    file.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # something of the user's lies there
-                    folder.rmdir()
+            for file in [*self.folder.glob("*.jsonl"), self.folder / "key"]:
+                file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # something of the user's lies there
+                self.folder.rmdir()
 
 
 def sha256(value: Any) -> str:
     """Of what a value looks like as JSON; paths and the like as text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _files(folder: Path) -> list[Path]:
-    """What a memo keeps in `folder`: its key, which may be missing, and the values."""
-    return [folder / KEY, *folder.glob("*.jsonl")]
-
-
-def _set_aside(folder: Path, before: Path, back: bool) -> None:
-    """Move the values of `folder` to `before`, in the place of those there, which are moved to
-    `folder` (back) or deleted."""
-    waiting = folder / "moving"
-    waiting.mkdir(exist_ok=True)
-    for file in _files(folder):
-        if file.exists():
-            file.replace(waiting / file.name)
-    for file in _files(before):
-        if back:
-            file.replace(folder / file.name)
-        else:
-            file.unlink(missing_ok=True)
-    before.mkdir(exist_ok=True)
-    for file in _files(waiting):
-        if file.exists():
-            file.replace(before / file.name)
-    waiting.rmdir()
 
 
 def _note(what: str) -> None:
