@@ -360,8 +360,9 @@ def test_a_sample_goes_on_where_it_stopped(world: Any, tmp_path: Path) -> None:
 def test_wrong_rules_and_wrong_distributions_are_rejected(world: Any) -> None:
     typical = sample(world, ONE, verify=wrong_rules.typical_acceptance)
     assert uniformity.overall(typical.tests()) < 1e-6
-    mislaid = sample(world, ONE, Mangled(world[1], wrong_drafters.scored_unwarped))
-    assert uniformity.overall(mislaid.tests()) < 1e-6
+    for wrong in (wrong_drafters.scored_unwarped, wrong_drafters.scored_sharpened):
+        mislaid = sample(world, ONE, Mangled(world[1], wrong))
+        assert uniformity.overall(mislaid.tests()) < 1e-6, wrong.__name__
     cut, unwarped = Sampling(0.8, top_k=3), wrong_rules.bonus_unwarped
     impossible = sample(world, cut, verify=unwarped, tokens=600)
     assert impossible.outside

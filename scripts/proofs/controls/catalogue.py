@@ -183,6 +183,7 @@ def _wrong_drafts() -> list[Control]:
 
     return [
         one("warped draft scored un-warped", "several engines", CHAINS, d.scored_unwarped),
+        one("un-warped draft scored warped", "the reverse", CHAINS, d.scored_sharpened),
         one(
             "draft distribution rounded to bfloat16",
             "several engines",

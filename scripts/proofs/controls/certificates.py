@@ -163,7 +163,7 @@ def _sampling(world: World) -> list[dict[str, Any]]:
         world.memo.add(key, row)
         return row
 
-    mangled = Mangled(helper, wrong_drafters.scored_unwarped)
+    mangled = Mangled(helper, wrong_drafters.scored_sharpened)
     merges = wrong_rules.merges_neighbours(0.2)
     return [
         run("typical", "typical acceptance", helper, wrong_rules.typical_acceptance),
