@@ -17,7 +17,7 @@ from outrider.decode.drafters import Drafter, DraftModel, NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.inverse_cdf import inverse_cdf
 from outrider.decode.rng import ACCEPT, Rng
-from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.sampling import Distribution, Sampling, normalised
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
 from outrider.decode.verify import RULES
 from outrider.decode.wrapped import Wrapped
@@ -107,7 +107,7 @@ def empty_residuals(rules: Sequence[Rule], rows: int) -> float:
     generator = torch.Generator().manual_seed(3)
     for vocab in (2, 16):
         logits = torch.randn(rows, 1, vocab, generator=generator).expand(rows, 2, vocab)
-        distribution = logits[:, :1].softmax(-1)
+        distribution = normalised(logits[:, :1])
         token = distribution[:, 0].argmax(-1)
         above = torch.nextafter(distribution.amax(-1, keepdim=True), torch.tensor(2.0))
         nudged, row = (
