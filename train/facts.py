@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider.conf.errors import UserError
+from outrider.conf.errors import Interrupted, UserError
 from outrider.decode.target import Target
 from outrider.heads.base import Head
 from outrider.heads.given import vocabulary_in
@@ -129,3 +129,28 @@ def is_no_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(words in text for words in said)
     )
+
+
+def is_peer_gone(error: BaseException) -> bool:
+    """Whether an exception means that another process of the run no longer answers, in the words
+    of gloo and of NCCL."""
+    text = str(error)
+    said = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
+    return isinstance(error, RuntimeError) and (
+        "ncclRemoteError" in text or ("gloo" in text and any(words in text for words in said))
+    )
+
+
+def in_one_line(error: Exception, cfg: TrainConfig, world: int) -> UserError | Interrupted | None:
+    """An error of a library that is no bug here, in words for the user; None for any other.
+    world: number of processes."""
+    if is_no_memory(error):
+        return UserError(no_memory(cfg, world))
+    if is_peer_gone(error):
+        return Interrupted(
+            f"one of {world} processes is gone: what it said stands above, or it was killed, often "
+            "for lack of memory; the same command goes on with the last checkpoint of "
+            f"{cfg.out_dir}",
+            code=1,
+        )
+    return None

@@ -38,6 +38,7 @@ def gate(run: Run) -> None:
         return
     if run.target.sharded:
         run.accelerator.wait_for_everyone()
+    run.log.say(f"parity: training against decoding, on {cfg.parity} prompts")  # may take minutes
     found = check(
         run.head,
         run.target,

@@ -30,7 +30,7 @@ from outrider.train import state as disk
 from outrider.train.begin import begin
 from outrider.train.config import TrainConfig
 from outrider.train.evaluation import evaluate, seen
-from outrider.train.facts import is_no_memory, no_memory
+from outrider.train.facts import in_one_line
 from outrider.train.feed import Made
 from outrider.train.gate import gate
 from outrider.train.launch_keys import ending, start
@@ -51,7 +51,7 @@ def fit(cfg: TrainConfig, kind: type[Head] | None = None) -> None:
     of cfg.head.kind.
 
     Raises UserError for what the user can mend (also a non-finite loss, a full disk, too
-    little memory) and Interrupted after a signal, when everything is saved.
+    little memory) and Interrupted after a signal, when all is saved, or where a peer is gone.
     """
     check_installed(cfg)
     accelerator = start(cfg)
@@ -60,8 +60,8 @@ def fit(cfg: TrainConfig, kind: type[Head] | None = None) -> None:
         with Stop() as stop, ending(accelerator, stop), hold as lock:
             _fit(cfg, kind or head_class(cfg.head.kind), accelerator, stop, lock)
     except Exception as error:
-        if is_no_memory(error):
-            raise UserError(no_memory(cfg, accelerator.num_processes)) from error
+        if told := in_one_line(error, cfg, accelerator.num_processes):
+            raise told from error
         raise
 
 

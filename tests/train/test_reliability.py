@@ -20,6 +20,7 @@ import pytest
 from outrider.scripts.lab.pages.reliability import record
 from outrider.train import begin, curve, loop
 from outrider.train import state as disk
+from outrider.train.facts import is_peer_gone
 from outrider.train.texts.batches import BatchPlan, load_rows
 from tests.helpers import faults
 from tests.helpers.faults import Marks, at_call, finish, launcher, outcome, ranks, train, wait
@@ -416,6 +417,41 @@ def test_twenty_signals_leave_the_last_step(large: Place) -> None:
         **found,
     )
     assert found["good"] == 20, found
+
+
+# one rank dies
+# -----------------------------------------------------------------------------
+
+
+def test_who_outlives_a_killed_rank_says_so_in_one_line(place: Place) -> None:
+    out = place.fresh("orphan")
+
+    def event() -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), KILL)
+
+    said = out.with_suffix(".txt")
+    children = ranks(2, at_call(4, event, place.action(out, "save_every=1")), said)
+    assert [wait(child) for child in children] == [1, -KILL]
+    words = said.with_name(f"{said.name}.0").read_text().splitlines()
+    assert "Traceback" not in "".join(words)
+    assert words[-1].startswith("one of 2 processes is gone") and str(out) in words[-1]
+    assert place.resumed(2, out)
+
+
+@pytest.mark.parametrize(
+    ("words", "gone"),
+    [
+        ("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer", True),
+        ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9", True),
+        ("NCCL error in: X.cpp:1, remote process exited, ncclRemoteError: a call failed", True),
+        ("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 600000ms", False),
+        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False),
+    ],
+)
+def test_a_peer_that_is_gone_is_told_from_a_bug(words: str, gone: bool) -> None:
+    assert is_peer_gone(RuntimeError(words)) == gone
+    assert not is_peer_gone(ConnectionResetError(words))  # a hub, a tracker
 
 
 # restarts
