@@ -71,3 +71,17 @@ def test_a_fitted_head_stands_in_its_own_row() -> None:
     assert "later questions in SQL" in "; ".join(whole.notes)
     del known["qwen25-fit-t0"]
     assert "later questions in SQL" not in "; ".join(two_targets.table(known).notes)
+
+
+def test_a_row_of_other_prompts_is_named() -> None:
+    def report(path: str, count: int, label: str) -> dict[str, Any]:
+        settings = ABOUT["settings"] | {"prompts": {"path": path}, "num_prompts": count}
+        return ABOUT | {"settings": settings, "drafters": [row("none", 5.0), row(label, 8.0)]}
+
+    known = {"qwen25-more-t0": report("unseen", 24, "eagle3")}
+    known["qwen25-generate-t0"] = report("demo", 10, "hf_generate")
+    notes = "; ".join(two_targets.table(known).notes)
+    assert "`generate` of transformers on Qwen2.5-Coder-1.5B: 10 other prompts" in notes
+    assert notes.count("other prompts") == 1
+    known["qwen25-generate-t0"] = report("unseen", 24, "hf_generate")
+    assert "other prompts" not in "; ".join(two_targets.table(known).notes)

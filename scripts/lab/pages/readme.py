@@ -84,6 +84,7 @@ COPIED = {
     "qwen25-uncapped-t0": "avx2/qwen-adaptive",
     "qwen25-sizes-t0": "qwen-pick",
     "qwen25-fit-t0": "avx2/qwen-fit",
+    "qwen25-generate-t0": "avx2/qwen-generate",
     "qwen25-fp32": "qwen25/fp32",
     "qwen25-gpu-t0": "gpu/qwen25/t0",
 }
@@ -122,6 +123,7 @@ SHOWN = {
     "qwen25-asleep-t0": "The same once more before, waiting threads asleep",
     "qwen25-t0": "The same with chains of five and Qwen's own Q4_K_M file, waiting threads asleep",
     "qwen25-fit-t0": "Qwen2.5-Coder-1.5B after a fit to SQL, on later questions",
+    "qwen25-generate-t0": "Qwen2.5-Coder-1.5B, plain decoding beside `generate` of transformers",
     "gpu-t0": "On a GPU, where a small target waits for its launches",
     "gpu-t1": "The same at T = 1",
     "qwen25-gpu-t0": "Qwen2.5-Coder-1.5B on a GPU",

@@ -33,6 +33,7 @@ TARGETS = {
         "qwen25-more-t0",
         "qwen25-t0",
         "qwen25-fit-t0",
+        "qwen25-generate-t0",
     ),
 }
 
@@ -51,6 +52,17 @@ def _ran(report: dict[str, Any]) -> str:
     settings, machine = report["settings"], report["environment"]["processor"]
     day = report["created"][:10]
     return f"in {settings['dtype']}, {settings['num_prompts']} prompts, {machine}, {day}"
+
+
+def _other_prompts(pattern: str, reports: Sequence[dict[str, Any]]) -> str:
+    """How many prompts a row's report asked where they are not those of the first report; ""
+    where they are."""
+    for report in reports:
+        if any(re.fullmatch(pattern, row["label"]) for row in report["drafters"]):
+            asked = [one["settings"].get("prompts") for one in (report, reports[0])]
+            count = report["settings"]["num_prompts"]
+            return "" if asked[0] == asked[1] else f"{count} other prompts"
+    return ""
 
 
 def _length(row: dict[str, Any]) -> str:
@@ -90,6 +102,13 @@ def table(known: Mapping[str, dict[str, Any]]) -> Table:
         "decoding of the same run; tokens/s of two targets come from different runs: "
         + ", ".join(f"{name} {_ran(reports[0])}" for name, reports in by_target.items())
     ]
+    others = {
+        f"{what} on {name}": _other_prompts(pattern, reports)
+        for what, pattern in ROWS.items()
+        if what != FITTED
+        for name, reports in by_target.items()
+    }
+    notes += [f"{row}: {said}" for row, said in others.items() if said]
     if any(cells[0] == FITTED for cells in lines):
         notes += ["a fitted head, and plain decoding beside it, answered later questions in SQL"]
     missing += [f"all of {name}" for name in TARGETS if name not in by_target]
