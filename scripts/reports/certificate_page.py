@@ -38,11 +38,26 @@ def table(paper: dict[str, Any]) -> Table:
     if least is not None:
         families = paper["power"]["families"]
         found = f"smallest bias of {len(families)} families that is surely found: {least:.3f}"
-        rows.append(["power", "", f"{found} (total variation); {KEYED}"])
+        rows.append(["power", "", f"{found} (total variation){_missed(paper['power'])}; {KEYED}"])
     notes = [*paper["reasons"], *paper.get("notes", ())]
     if least is not None:
         notes.append(f"families: {'; '.join(families)}")
     return Table(layers.head, rows, f"{paper['verdict'].upper()}: {about}", notes, range(3))
+
+
+def never_found(power: dict[str, Any]) -> dict[str, float]:
+    """Families whose largest biases the run could miss, and how large they are: the power
+    counts them with the most that they can move (proofs/power.py)."""
+    return {
+        name: row["largest"]
+        for name, row in power.get("families", {}).items()
+        if (row.get("min_detectable") or 0.0) > row.get("largest", 1.0)  # 1: an older certificate
+    }
+
+
+def _missed(power: dict[str, Any]) -> str:
+    missed = [f"{name} (at most {most:.1%})" for name, most in never_found(power).items()]
+    return f"; not surely found at any size: {', '.join(missed)}" if missed else ""
 
 
 def _origin(paper: dict[str, Any]) -> str:
@@ -129,7 +144,7 @@ def _cards(paper: dict[str, Any]) -> list[tuple[str, str]]:
             (
                 "none" if least is None else f"{least:.1%}",
                 f"total variation found with power 0.99, each of the {len(power['families'])} "
-                f"families below; {KEYED}",
+                f"families below{_missed(power)}; {KEYED}",
             ),
             (f"{power['alpha']:g}", "false-alarm rate, all tests together"),
         ]
@@ -160,13 +175,19 @@ def _families(power: dict[str, Any]) -> Table:
     def percent(x: float | None) -> str:
         return "–" if x is None else f"{x:.0%}"
 
+    def surely(name: str, least: float | None) -> str:
+        if name in missed:
+            return f"never, at most {missed[name]:.1%}"
+        return "none" if least is None else f"{least:.1%}"
+
+    missed = never_found(power)
     shown = list(next(iter(power["families"].values()))["power_at"])
     rows = [
         [
             name,
             *(percent(row["power_at"][x]) for x in shown),
             percent(row["at_detect"]),
-            "none" if row["min_detectable"] is None else f"{row['min_detectable']:.1%}",
+            surely(name, row["min_detectable"]),
         ]
         for name, row in power["families"].items()
     ]
@@ -237,7 +258,7 @@ def _facts(paper: dict[str, Any]) -> list[tuple[str, Table]]:
 
 
 def _drawing(draw: Callable[[Axes, dict[str, Any]], None], shown: dict[str, Any]) -> Drawing:
-    figure = plots.figure(draw, shown, 3.6)
+    figure = plots.figure(draw, shown, 4.4)
     return Drawing(plots.svg(figure, draw.__name__.strip("_")), (draw.__doc__ or "").strip())
 
 
@@ -261,7 +282,7 @@ def _histogram(ax: Axes, layer: dict[str, Any]) -> None:
     ax.set_xlabel(
         "1 = as the target's distribution says; band: three standard deviations of all tokens"
     )
-    ax.legend(loc="lower left")
+    plots.legend(ax)
 
 
 def _power(ax: Axes, power: dict[str, Any]) -> None:
@@ -279,4 +300,4 @@ def _power(ax: Axes, power: dict[str, Any]) -> None:
     ax.set_ylim(0, 1.02)
     ax.set_title("Power by mean total variation of the bias")
     ax.set_xlabel("dashed: detect")
-    ax.legend(loc="lower right", fontsize=6)
+    plots.legend(ax, 2)  # inside it would hide a curve

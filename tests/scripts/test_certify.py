@@ -567,6 +567,22 @@ def test_console_and_card_say_which_biases_are_surely_found() -> None:
     assert table.notes[-1] == "families: another temperature; ids, hashed"
     card = dict(certificate_page._cards(paper))["5.0%"]
     assert "each of the 2 families below" in card and "watermark" in card
+    assert "not surely found" not in line + card
+
+
+def test_a_family_that_no_size_of_which_is_found_is_named() -> None:
+    """It counts with the most that it can move, which says nothing of being found."""
+    about = {"power_at": {"0.1": 0.0}, "at_detect": None}
+    families = {
+        "ids, hashed": {"min_detectable": 0.267, "largest": 0.264, **about},
+        "temperature": {"min_detectable": 0.055, "largest": 0.676, **about},
+    }
+    power = {**POWER, "alpha": 1e-4, "detect": 0.27, "min_detectable": 0.267, "families": families}
+    assert certificate_page.never_found(power) == {"ids, hashed": 0.264}
+    card = dict(certificate_page._cards({"power": power, "negative_controls": []}))["26.7%"]
+    assert "not surely found at any size: ids, hashed (at most 26.4%)" in card
+    last = [row[-1] for row in certificate_page._families(power).rows]
+    assert last == ["never, at most 26.4%", "5.5%"]
 
 
 def test_verdict_has_three_values() -> None:

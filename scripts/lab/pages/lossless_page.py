@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from outrider.scripts.common import files
+from outrider.scripts.reports import certificate_page
 from outrider.scripts.reports.block import Block
 from outrider.scripts.reports.table import Table
 
@@ -205,6 +206,11 @@ def _certificates(e: dict[str, Any]) -> Table:
             if c["layer"] == "sampling"
         }
         least = f"{power['min_detectable']:.1%}" if power.get("min_detectable") else "–"
+        missed = certificate_page.never_found(power)
+        if missed and power["min_detectable"] is not None:
+            families = power["families"]
+            seen = [row["min_detectable"] for name, row in families.items() if name not in missed]
+            least = f"{max(seen, default=0):.1%} ({len(seen)} of {len(families)} families)"
         cut = f", top-p {s['top_p']:g}" if s["top_p"] != 1 else ""
         words = f"T = {s['temperature']:g}{cut}, {s['dtype']}"
         verdict = ": ".join([paper["verdict"], *paper["reasons"][:1]])
