@@ -28,13 +28,18 @@ class Interrupted(Exception):
 
     code: exit code of the process, 130 after Ctrl-C, 75 where the same command should be
         started again.
+    everywhere: every process of the run says it, not rank 0 alone, which may be gone.
     """
 
     def __init__(
-        self, message: str = "interrupted; run the same command again to continue", code: int = 130
+        self,
+        message: str = "interrupted; run the same command again to continue",
+        code: int = 130,
+        everywhere: bool = False,
     ):
         super().__init__(message)
         self.code = code
+        self.everywhere = everywhere
 
 
 def first_line(error: BaseException) -> str:

@@ -243,7 +243,7 @@ def _guarded(action: Callable[[], int], schema: type | None = None) -> int:
         _say(f"failed: {failure}")
         return 1
     except Interrupted as stop:
-        _say(str(stop))
+        _say(str(stop), everywhere=stop.everywhere)
         return stop.code
     except KeyboardInterrupt:
         _say("interrupted")
@@ -259,8 +259,8 @@ def _guarded(action: Callable[[], int], schema: type | None = None) -> int:
         return 2
 
 
-def _say(text: str, stream: typing.TextIO | None = None) -> None:
-    if os.environ.get("RANK", "0") == "0":
+def _say(text: str, stream: typing.TextIO | None = None, everywhere: bool = False) -> None:
+    if everywhere or os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError) if stream is None else contextlib.nullcontext():
             print(
                 text, file=stream or sys.stderr, flush=True

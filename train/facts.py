@@ -152,5 +152,6 @@ def in_one_line(error: Exception, cfg: TrainConfig, world: int) -> UserError | I
             "for lack of memory; the same command goes on with the last checkpoint of "
             f"{cfg.out_dir}",
             code=1,
+            everywhere=True,
         )
     return None

@@ -60,8 +60,8 @@ def fit(cfg: TrainConfig, kind: type[Head] | None = None) -> None:
         with Stop() as stop, ending(accelerator, stop), hold as lock:
             _fit(cfg, kind or head_class(cfg.head.kind), accelerator, stop, lock)
     except Exception as error:
-        if told := in_one_line(error, cfg, accelerator.num_processes):
-            raise told from error
+        if explained := in_one_line(error, cfg, accelerator.num_processes):
+            raise explained from error
         raise
 
 

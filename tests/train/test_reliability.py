@@ -423,17 +423,20 @@ def test_twenty_signals_leave_the_last_step(large: Place) -> None:
 # -----------------------------------------------------------------------------
 
 
-def test_who_outlives_a_killed_rank_says_so_in_one_line(place: Place) -> None:
-    out = place.fresh("orphan")
+@pytest.mark.parametrize("hit", [0, 1])
+def test_who_outlives_a_killed_rank_says_so_in_one_line(place: Place, hit: int) -> None:
+    """Also where it is rank 0, which alone speaks otherwise, that is gone."""
+    out, left = place.fresh("orphan"), 1 - hit
 
     def event() -> None:
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] == str(hit):
             os.kill(os.getpid(), KILL)
 
     said = out.with_suffix(".txt")
     children = ranks(2, at_call(4, event, place.action(out, "save_every=1")), said)
-    assert [wait(child) for child in children] == [1, -KILL]
-    words = said.with_name(f"{said.name}.0").read_text().splitlines()
+    codes = [wait(child) for child in children]
+    assert (codes[hit], codes[left]) == (-KILL, 1)
+    words = said.with_name(f"{said.name}.{left}").read_text().splitlines()
     assert "Traceback" not in "".join(words)
     assert words[-1].startswith("one of 2 processes is gone") and str(out) in words[-1]
     assert place.resumed(2, out)

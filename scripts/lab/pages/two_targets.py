@@ -38,13 +38,22 @@ TARGETS = {
 }
 
 
+def rows_of(report: dict[str, Any], pattern: str) -> list[dict[str, Any]]:
+    """The rows of that label."""
+    return [row for row in report["drafters"] if re.fullmatch(pattern, row["label"])]
+
+
+def source(pattern: str, reports: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first report that has a row of that label."""
+    return next((report for report in reports if rows_of(report, pattern)), None)
+
+
 def found(pattern: str, reports: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The fastest row of that label in the first report that has one."""
-    for report in reports:
-        rows = [row for row in report["drafters"] if re.fullmatch(pattern, row["label"])]
-        if rows:
-            return max(rows, key=lambda row: row["tokens_per_second"] or 0.0)
-    return None
+    report = source(pattern, reports)
+    if report is None:
+        return None
+    return max(rows_of(report, pattern), key=lambda row: row["tokens_per_second"] or 0.0)
 
 
 def _ran(report: dict[str, Any]) -> str:
@@ -57,12 +66,12 @@ def _ran(report: dict[str, Any]) -> str:
 def _other_prompts(pattern: str, reports: Sequence[dict[str, Any]]) -> str:
     """How many prompts a row's report asked where they are not those of the first report; ""
     where they are."""
-    for report in reports:
-        if any(re.fullmatch(pattern, row["label"]) for row in report["drafters"]):
-            asked = [one["settings"].get("prompts") for one in (report, reports[0])]
-            count = report["settings"]["num_prompts"]
-            return "" if asked[0] == asked[1] else f"{count} other prompts"
-    return ""
+    report = source(pattern, reports)
+    if report is None:
+        return ""
+    ours, first = report["settings"], reports[0]["settings"]
+    same = ours.get("prompts") == first.get("prompts")
+    return "" if same else f"{ours['num_prompts']} other prompts"
 
 
 def _length(row: dict[str, Any]) -> str:
