@@ -15,7 +15,7 @@ level by level implements grow.LevelSource and has chains, static and dynamic tr
 otherwise implements drafters.Drafter. A model that cannot be scored is refused by probe.py, which
 asks the model, not a table of names.
 
-Not to be changed without the enumerator (scripts/lab/prove.py, tests/decode/test_verify*.py) and
+Not to be changed without the enumerator (tests/decode/test_verify*.py) and
 the golden tokens (tests/golden): verify.py, residual.py, siblings.py, sampling.py, rng.py, grow.py,
 and the order in which cache.py commits.
 """

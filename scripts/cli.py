@@ -34,8 +34,7 @@ from outrider.heads.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
-# The verbs as they are listed; those of scripts/extra come after them, those of scripts/lab are
-# run as files alone.
+# The verbs as they are listed; those of scripts/extra come after them.
 GROUPS = {
     "Data": ("synthesize", "cache_features"),
     "Train": ("train", "fit", "validate"),

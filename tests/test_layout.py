@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import functools
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,13 +91,12 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 def room_of(module: str) -> str:
     """The side of the fence in scripts/ on which a module stands."""
     part = module.split(".")[1] if "." in module else ""
-    return part if part in ("extra", "lab") else "product"
+    return part if part == "extra" else "product"
 
 
-def test_product_runs_without_extra_and_lab() -> None:
-    """What a user runs imports neither, optional parts import no laboratory; who uses an optional
-    part asks for it by name (scripts/common/extra.py)."""
-    beyond = {"product": {"extra", "lab"}, "extra": {"lab"}, "lab": set()}
+def test_product_runs_without_extra() -> None:
+    """Who uses an optional part asks for it by name (scripts/common/extra.py)."""
+    beyond = {"product": {"extra"}, "extra": set()}
     crossing = [
         f"{name} imports {other}"
         for name, others in imports().items()
@@ -241,7 +239,7 @@ def test_importing_opens_no_connection() -> None:
         "def refuse(*a): raise OSError('network at import')\n"
         "socket.socket.connect = refuse\n"
         "import outrider.conf.schema, decode.models.load, decode.engine, heads, train.config, "
-        "scripts.evaluate, scripts.lab.train_heads\n"
+        "scripts.evaluate\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -264,16 +262,3 @@ def test_the_pins_meet_the_ranges() -> None:
         "mypy",
     ):
         assert name in pins
-
-
-def test_the_tests_that_the_traps_name_are_there() -> None:
-    file, named = "", []
-    for before, name in re.findall(r"(\w+\.py)?::(\w+)", text_of(ROOT / "docs/internals/traps.md")):
-        file = before or file  # `::test` is of the file that was named last
-        named.append((file, name))
-    there = {
-        (path.name, name)
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for name in re.findall(r"def (test_\w+)\(", text_of(path))
-    }
-    assert len(named) > 80 and set(named) <= there

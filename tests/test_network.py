@@ -23,7 +23,6 @@ from outrider.decode.models.identity import cache_root
 from outrider.decode.models.packages import TARGETS, ensure
 from outrider.heads import HEADS
 from outrider.scripts.common.files import ROOT
-from outrider.scripts.lab.pages.reliability import record
 from outrider.train.loop import fit
 from outrider.train.trackers import no_reports
 from tests.helpers.training import chats, run_config
@@ -352,16 +351,4 @@ def test_quick_start_without_network_and_without_wandb(
     found = attempts.take()
     reports = [copy / "reports" / "demo" / name / "report.json" for name in ("t0", "t1")]
     met = done.returncode == 0 and not found and all(p.is_file() for p in reports)
-    where = "in a namespace without network" if alone else "under the socket guard"
-    record(
-        "network",
-        what="the quick start (`make demo FAST=1`) with wandb uninstalled and the network cut off",
-        met=met,
-        namespace=alone,
-        attempts=len(found),
-        exit_code=done.returncode,
-        result=f"{'finishes' if met else 'fails'} {where}, {len(found)} attempts to "
-        "connect beyond loopback; every "
-        "test runs under the same guard",
-    )
     assert met, (found, done.stderr[-3000:])

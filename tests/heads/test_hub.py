@@ -24,11 +24,11 @@ from outrider.heads.folders import is_plain
 from outrider.heads.given import vocabulary_in
 from outrider.heads.names import parse
 from outrider.heads.warm import Start
-from outrider.scripts.lab.hub_stand_in import HubStandIn
 from outrider.train.config import EagleRun
 from outrider.train.loop import fit
 from tests.helpers.chats import chats
 from tests.helpers.hub import at, forget, hub_on_loopback, put
+from tests.helpers.hub_stand_in import HubStandIn
 from tests.helpers.interop import DEEP, deep_target, random_head
 
 

@@ -11,8 +11,8 @@ import pytest
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
 from outrider.heads import hub
-from outrider.scripts.lab.hub_stand_in import HubStandIn
-from outrider.scripts.lab.hub_stand_in import hub as stand_in
+from tests.helpers.hub_stand_in import HubStandIn
+from tests.helpers.hub_stand_in import hub as stand_in
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from outrider.decode.sampling import Sampling
 from outrider.scripts import certify, chat, evaluate, export, synthesize, tune
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import Prompt
-from outrider.scripts.lab import prove
 from outrider.scripts.proofs.controls import certificates as certificate_controls
 from outrider.scripts.scoring import contest
 from outrider.scripts.scoring.assisted import assistants
@@ -199,7 +198,6 @@ def test_ids_of_turns_never_meet() -> None:
         (evaluate.main, ["drafters=[none]", "out=OUT", *TARGET]),
         (certify.main, ["drafter=none", "out=OUT", *TARGET]),
         (tune.command, ["drafter=ngram", "out=OUT", *TARGET]),
-        (prove.main, ["only=[enumeration]", "state=OUT", "out=OUT/x.json"]),
     ],
 )
 def test_a_second_process_is_refused(
@@ -210,7 +208,6 @@ def test_a_second_process_is_refused(
 
     for module in (certify, tune, evaluate):
         monkeypatch.setattr(module, "load_target", loaded)
-    monkeypatch.setitem(prove.SECTIONS, "enumeration", loaded)
     args = [a.replace("OUT", str(tmp_path / "out")) for a in more]
     with files.sole_writer(tmp_path / "out"):
         assert code_of(command, *args) == 2

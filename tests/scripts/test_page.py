@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,23 +133,6 @@ def test_both_columns_end_with_the_same_tokens(running: Running, browser: Any) -
     assert "two draws of one distribution differ" in verdict
     assert not visit.said and all(url.startswith(running.url) for url in visit.requested)
     visit.shot("light")
-
-
-def test_the_readmes_picture(running: Running, browser: Any, tmp_path: Path) -> None:
-    out = tmp_path / "docs" / "page.png"
-    command = [
-        sys.executable,
-        "-m",
-        "outrider.scripts.lab.pages.picture",
-        running.url,
-        str(out),
-        "abc abc",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.startswith("✓ same tokens"), done.stderr
-    assert out.read_bytes().startswith(b"\x89PNG")
-    done = subprocess.run(command[:-1], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("error: picture: give URL")
 
 
 def test_dark_narrow_and_by_keyboard(running: Running, browser: Any) -> None:

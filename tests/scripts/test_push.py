@@ -27,9 +27,9 @@ from outrider.scripts import push
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.evaluate import main as evaluate
 from outrider.scripts.import_head import main as import_head
-from outrider.scripts.lab.hub_stand_in import HubStandIn
 from outrider.scripts.publishing.places import without_places
 from tests.helpers.hub import at, forget, held, hub_on_loopback, put
+from tests.helpers.hub_stand_in import HubStandIn
 from tests.helpers.interop import DEEP, deep_target, random_head
 
 TARGET = ["target=tiny", *(f"target.{k}={v}" for k, v in DEEP.items()), "device=cpu"]

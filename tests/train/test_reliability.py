@@ -1,6 +1,5 @@
 """Kills, resumes, signals and restarts of real processes. Each campaign runs a small share in
-the fast suite; its slow test runs all of it and records the figure
-(scripts/lab/pages/reliability.py)."""
+the fast suite; its slow test runs all of it."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from outrider.scripts.lab.pages.reliability import record
 from outrider.train import begin, curve, loop
 from outrider.train import state as disk
 from outrider.train.facts import is_peer_gone
@@ -149,14 +147,6 @@ def test_killed_runs_resume_to_the_same_bits(place: Place) -> None:
 @pytest.mark.slow
 def test_fifty_killed_runs_resume_to_the_same_bits(large: Place) -> None:
     found = kills(large, 50, 1)
-    record(
-        "kill9",
-        what="`kill -9` at random moments of stepping and saving, then the same command",
-        result=f"{found['good']}/50 resume, weights and optimizer bitwise equal",
-        met=found["good"] == 50,
-        trials=50,
-        **found,
-    )
     assert found["good"] == 50, found
 
 
@@ -223,17 +213,6 @@ def test_stopped_runs_resume_to_the_same_bits(place: Place) -> None:
 def test_twenty_stops_resume_to_the_same_bits(large: Place, world: int) -> None:
     points = stops(large, world)
     good = resumes(large, world, points)
-    names = {1: "one process", 2: "two processes"}
-    record(
-        f"resume{world}",
-        what=f"stopped or killed at 20 steps (first, last, epoch edges, inside accumulation), "
-        f"{names[world]}",
-        result=f"{good}/20 bitwise equal",
-        met=good == 20,
-        trials=20,
-        good=good,
-        points=[[s, m, signal.Signals(n).name] for s, m, n in points],
-    )
     assert good == 20
 
 
@@ -304,18 +283,6 @@ def test_one_two_one_processes(large: Place) -> None:
     alone, changing = elastic(large, [1], []), elastic(large, [1, 2, 1], [9, 17])
     apart = max(abs(alone[1][k] - changing[1][k]) for k in alone[1])
     same = alone[0] == changing[0]
-    record(
-        "elastic",
-        what="1 → 2 → 1 processes in one run, against one process (fp64)",
-        result=f"{'the same rows in every step' if same else 'other rows'}, losses "
-        f"within {apart:.1e} (limit "
-        "1e-9)",
-        met=same and apart <= 1e-9,
-        steps=large.steps,
-        changes_at=[9, 17],
-        largest=apart,
-        limit=1e-9,
-    )
     assert same and apart <= 1e-9
 
 
@@ -407,15 +374,6 @@ def test_a_signal_to_one_rank_saves_and_stops_both(place: Place) -> None:
 @pytest.mark.slow
 def test_twenty_signals_leave_the_last_step(large: Place) -> None:
     found = signals(large, 20, 1)
-    record(
-        "signals",
-        what="signals at random moments to torchrun, rank 0 or rank 1 of two",
-        result=f"{found['good']}/20 both stop at one step, its checkpoint is sound, "
-        "resumed bitwise equal",
-        met=found["good"] == 20,
-        trials=20,
-        **found,
-    )
     assert found["good"] == 20, found
 
 
@@ -494,12 +452,4 @@ def test_a_killed_rank_is_restarted_and_resumes(place: Place) -> None:
 @pytest.mark.slow
 def test_ten_killed_ranks_are_restarted_and_resume(large: Place) -> None:
     good = restarts(large, 10, 1)
-    record(
-        "restarts",
-        what="one of two ranks killed at random steps under torchrun with restarts",
-        result=f"{good}/10 finish by themselves, bitwise equal",
-        met=good == 10,
-        trials=10,
-        good=good,
-    )
     assert good == 10

@@ -24,7 +24,6 @@ from safetensors import SafetensorError
 from outrider.conf.errors import UserError
 from outrider.heads import checkpoint as heads_checkpoint
 from outrider.heads import load_head
-from outrider.scripts.lab.pages.reliability import record
 from outrider.train import loop
 from outrider.train import state as disk
 from tests.helpers.faults import finish, fork, outcome, train, wait
@@ -146,20 +145,6 @@ def test_two_hundred_flips_and_every_cut_are_refused(place: Place) -> None:
             outcome(out, STEPS) == place.whole
         )
     met = (flipped, cut, resumed) == (200, every, 5)
-    record(
-        "damage",
-        what="random bit flips and truncations in checkpoints, heads and feature shards",
-        result=f"{flipped}/200 flips and {cut}/{every} truncations refused by file name, "
-        f"{resumed}/5 resumed from "
-        "the checkpoint before, bitwise equal",
-        met=met,
-        flips=200,
-        flips_refused=flipped,
-        cuts=every,
-        cuts_refused=cut,
-        files=len(place.readers),
-        resumed=resumed,
-    )
     assert met, (flipped, cut, every, resumed)
 
 
@@ -334,18 +319,6 @@ def test_a_disk_that_is_full_at_every_write_of_a_save(place: Place) -> None:
     rooms = [total * k // 8 // 4096 * 4096 for k in range(8)] if can_mount() else []
     disks = [full(place, f"disk{n}", partial(mounted, left=n)) for n in rooms]
     met = none and all(operations) and all(files) and all(disks)
-    good, every = sum([*operations, *files, *disks]), len([*operations, *files, *disks])
-    record(
-        "disk_full",
-        what="disk full at every write, sync and rename of a save (injected, file size limit"
-        + (", full file system)" if disks else ")"),
-        result=f"{good}/{every} keep the newest checkpoint sound, go on, and end bitwise "
-        "equal once space returns",
-        met=met,
-        operations=[sum(operations), len(operations)],
-        size_limits=[sum(files), len(files)],
-        full_file_systems=[sum(disks), len(disks)],
-    )
     assert met, (
         operations,
         none,

@@ -308,7 +308,6 @@ def test_many_chats_by_two_ranks_killed_in_the_middle(
     import subprocess
 
     from outrider.scripts.common.files import ROOT
-    from outrider.scripts.lab.pages.reliability import record
     from tests.helpers.training import overrides
 
     monkeypatch.undo()
@@ -366,27 +365,7 @@ def test_many_chats_by_two_ranks_killed_in_the_middle(
     (path,) = (cache / "tokens").iterdir()
     rows = tokens.mapped(path)
     assert rows is not None
-    made = (len(found) - 1) * tokenizing.CHUNK  # behind the first part
-    speed = made / max(at["killed"] - at["first part"], 0.1)
     met = chunks // 2 <= len(found) and len(rows[0]["held"]) == MANY and not again
-    record(
-        "tokenizing",
-        what=f"{MANY:,} made-up chats tokenized by two ranks on two cores, all killed in the "
-        "middle, started again",
-        met=met,
-        chats=MANY,
-        tokens=len(rows[0]["ids"]),
-        parts_kept=len(found),
-        parts=chunks,
-        rows_kept=len(found) * tokenizing.CHUNK,
-        kept_parts_made_again=len(again),
-        rows_a_second=speed,
-        seconds=at,
-        result=f"killed after row {len(found) * tokenizing.CHUNK:,}: {len(found)} of {chunks} "
-        f"parts kept, {len(again)} of them made again; {speed:,.0f} rows/s; {at['killed']:.0f} s, "
-        f"then {at['second start']:.0f} s to the end of the run, {at['full cache']:.0f} s with a "
-        "full cache",
-    )
     assert met, (at, len(found), chunks, again)
 
 
@@ -444,7 +423,6 @@ def test_start_up_with_a_full_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     import torch
 
     from outrider.scripts.common.files import ROOT
-    from outrider.scripts.lab.pages.reliability import record
 
     monkeypatch.undo()
     cache = tmp_path / "cache"
@@ -486,16 +464,4 @@ def test_start_up_with_a_full_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     hashed = sum(rank["hashed"] for rank in first)
     seconds = max(rank["cpu"] for rank in later), max(rank["cpu"] for rank in first)
     met = max(seconds) <= 1 and hashed < 1.1 * stored and max(r["hashed"] for r in later) < 1e6
-    record(
-        "full_cache",
-        what=f"start-up of two ranks with a full cache of {TOKENS / 1e6:.0f} million tokens "
-        f"({len(writer.lines):,} rows, made up), up to the first batch",
-        met=met,
-        tokens=writer.offsets[-1],
-        bytes_stored=stored,
-        ranks=found,
-        result=f"{seconds[0]:.2f} s of CPU time a rank; {seconds[1]:.2f} s where the machine has "
-        f"not read the file yet, which one rank then hashes once ({hashed / stored:.2f} times its "
-        "bytes over both ranks)",
-    )
     assert met, found

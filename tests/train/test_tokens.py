@@ -17,7 +17,6 @@ from safetensors import safe_open
 
 from outrider.conf.errors import UserError
 from outrider.scripts.common.files import ROOT
-from outrider.scripts.lab.pages.reliability import record
 from outrider.train.config import DataConfig
 from outrider.train.texts import tokens
 from outrider.train.texts.batches import BatchPlan
@@ -208,17 +207,6 @@ def test_memory_stays_bounded_while_a_data_set_streams(tmp_path: Path) -> None:
     met = (
         large["held"] - small["held"] <= (large["file"] - small["file"]) // 2
         and large["held"] <= 64 << 20
-    )
-    record(
-        "streaming",
-        what="data sets of 4 and 16 million tokens streamed from parquet, batches drawn from them",
-        met=met,
-        small=small,
-        large=large,
-        spill_tokens=tokens.SPILL,
-        result=f"{small['file'] >> 20} and {large['file'] >> 20} MiB of tokens on disk, "
-        f"{small['held'] >> 20} and "
-        f"{large['held'] >> 20} MiB of memory held",
     )
     assert met and large["tokens"] == 16_000_000, (small, large)
 

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from outrider.conf.jsonl import records
 from outrider.heads import HEADS
 from outrider.heads.losses import LossWeights
-from outrider.scripts.lab.pages.reliability import record
 from outrider.train.measure.memory import Peak, predict, widest
 from outrider.train.texts.batches import BatchPlan, load_rows
 from tests.helpers.training import chats, random_batch, run_config, tiny_target
@@ -97,14 +96,6 @@ def test_vocabulary_blocks_are_seen() -> None:
 def test_the_number_of_vocabulary_blocks() -> None:
     found = [blocks(loss, torch.float32, again) for loss in LOSSES for again in (False, True)]
     most, largest = max(seen.most for seen in found), max(seen.largest for seen in found)
-    record(
-        "memory-blocks",
-        what="[chunk, V] blocks in float32 that training an EAGLE-3 head in bfloat16 holds at once",
-        result=f"{most}, over {len(found)} kinds of loss and checkpointing",
-        met=most <= 1,
-        most=most,
-        largest_in_blocks=largest / (CHUNK * VOCAB),
-    )
     assert most <= 1 and largest <= CHUNK * VOCAB
 
 
@@ -187,16 +178,6 @@ def peak(name: str, folder: Path) -> int:
     predicted = int(message.stdout.split()[-1])
     off = predicted / measured - 1
     shutil.rmtree(folder / name)
-    record(
-        f"memory-peak-{name}",
-        what=f"peak memory of a run, predicted by `validate` before it starts: {name} "
-        "(SmolLM2, CPU)",
-        result=f"{off:+.0%} of the measured peak",
-        met=abs(off) <= 0.15,
-        bar=0.15,
-        predicted=predicted,
-        measured=measured,
-    )
     assert abs(off) <= 0.15, (predicted, measured)
     return measured
 
@@ -212,13 +193,6 @@ def test_the_predicted_peak_is_within_15_percent_of_the_measured_one(
 @pytest.mark.slow
 def test_what_activation_checkpointing_saves_is_predicted(tmp_path: Path) -> None:
     saved = peak("eagle3-7", tmp_path) - peak("eagle3-7-checkpointing", tmp_path)
-    record(
-        "memory-checkpointing",
-        what="activation checkpointing, EAGLE-3 with 7 steps (SmolLM2, CPU)",
-        result=f"{saved / 2**20:,.0f} MiB less at the peak, gradients bit for bit the same",
-        met=saved > 0,
-        saved=saved,
-    )
     assert saved > 0
 
 

@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face hub on this machine: as much of its HTTP API as
 huggingface_hub uses to publish a model and to fetch it again, over a folder.
 
-    python -m outrider.scripts.lab.hub_stand_in FOLDER port=8123 &
+    python -m tests.helpers.hub_stand_in FOLDER port=8123 &
     export HF_ENDPOINT=http://127.0.0.1:8123 HF_TOKEN=write-me HF_HUB_DISABLE_XET=1
     outrider push runs/eagle3 me/eagle3 license=apache-2.0
     outrider evaluate 'drafters=[none,hub:me/eagle3]' out=reports/eagle3
@@ -35,9 +35,6 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
-
-if __name__ == "__main__":  # else scripts/lab comes first and shadows libraries
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from outrider.conf import disk
 

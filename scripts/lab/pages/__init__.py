@@ -1,1 +1,0 @@
-"""The pages and tables of docs/, rendered from JSON."""

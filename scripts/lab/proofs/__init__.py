@@ -1,1 +1,0 @@
-"""What `prove` runs beside a certificate."""

@@ -1,1 +1,0 @@
-"""The rehearsal of docs/path.md: its commands, what stands for what, and what they left."""

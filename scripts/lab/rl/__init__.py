@@ -1,1 +1,0 @@
-"""Reinforcement learning beside a drafted engine: the gate's power by simulation, and GRPO."""
