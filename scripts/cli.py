@@ -34,21 +34,20 @@ from outrider.heads.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
-# The verbs as they are listed; those of scripts/extra come after them.
+# The verbs as they are listed.
 GROUPS = {
     "Data": ("synthesize", "cache_features"),
-    "Train": ("train", "fit", "validate"),
+    "Train": ("train", "validate"),
     "Score": ("evaluate", "tune", "certify"),
     "Serve": ("export", "check", "serve", "chat"),
     "Publish": ("push", "import"),
     "Begin": ("demo", "doctor", "ls"),
 }
-MORE = "More"
 NAMES = {"import_head": "import"}  # file -> verb, where they differ
 FOLDERS = {  # what `ls` lists: (a folder of conf/, how one of its files is asked for)
     "heads": ("head", "outrider train NAME"),
     "targets": ("target", "target=NAME"),
-    "recipes": ("experiment", "experiment=NAME of train, validate and fit"),
+    "recipes": ("experiment", "experiment=NAME of train and validate"),
     "suites": ("suite", "suite=NAME of evaluate"),
     "prompts": ("prompt_set", "prompts=NAME of synthesize"),
 }
@@ -58,13 +57,11 @@ MARKS = ("@", "dry run:")  # comments for Hydra and for the dry run
 KEYS = {
     "synthesize": "outrider.scripts.synthesis.config:SynthesizeConfig",
     "cache_features": "outrider.train.config:CacheConfig",
-    "fit": "outrider.scripts.fitting.config:FitKeys",
     "validate": "outrider.train.config:ValidateConfig",
     "evaluate": "outrider.scripts.scoring.config:EvaluateConfig",
     "tune": "outrider.scripts.tuning.config:TuneConfig",
     "certify": "outrider.scripts.proofs.config:CertifyConfig",
     "export": "outrider.scripts.serving.config:ExportConfig",
-    "export_features": "outrider.scripts.serving.config:ExportFeaturesConfig",
     "check": "outrider.scripts.serving.config:CheckConfig",
     "serve": "outrider.scripts.serve_http.config:ServeConfig",
     "chat": "outrider.scripts.common.config:ChatConfig",
@@ -72,24 +69,16 @@ KEYS = {
     "push": "outrider.scripts.publishing.config:PushConfig",
     "demo": "outrider.scripts.common.config:DemoConfig",
     "doctor": "outrider.scripts.machine.config:DoctorConfig",
-    "forecast": "outrider.scripts.extra.forecasting.config:ForecastConfig",
     "first_gpu": "outrider.scripts.extra.config:FirstConfig",
-    "tune_engine": "outrider.scripts.extra.config:TuneEngineConfig",
     "certify_server": "outrider.scripts.proofs.config:CertifyServerConfig",
     "certify_quick": "outrider.scripts.proofs.config:CertifyQuickConfig",
     "dry_run": "outrider.scripts.extra.cluster.config:DryRunConfig",
 }
 # (verb, word) -> (file that speaks, its keys in KEYS, its YAML)
 HANDED_ON = {
-    ("tune", "engine"): ("scripts/extra/engine_settings.py", "tune_engine", "tune_engine"),
     ("doctor", "first_gpu"): ("scripts/extra/first_gpu.py", "first_gpu", "first_gpu"),
     ("certify", "quick"): ("scripts/certify.py", "certify_quick", "certify_quick"),
     ("certify", "url"): ("scripts/certify.py", "certify_server", "certify_server"),
-    ("export", "features"): (
-        "scripts/serving/export_features.py",
-        "export_features",
-        "export_features",
-    ),
     ("validate", "dry_run"): ("scripts/extra/cluster/dry_run.py", "dry_run", "validate"),
     ("validate", ""): ("train/validate.py", "validate", "validate"),
     ("cache_features", ""): ("train/cache_features.py", "cache_features", "cache_features"),
@@ -113,11 +102,6 @@ class Verb:
 def verbs() -> dict[str, Verb]:
     """Every command of the product, by its verb."""
     return {NAMES.get(stem, stem): verb for stem, verb in _runnable(ROOT / "scripts").items()}
-
-
-def extras() -> dict[str, Verb]:
-    """Every command of the optional parts, by its verb."""
-    return _runnable(ROOT / "scripts" / "extra")
 
 
 def trainers() -> dict[str, Verb]:
@@ -187,8 +171,7 @@ def entry_of(verb: str, words: Sequence[str]) -> Entry:
     given = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
     known = (w for v, w in HANDED_ON if v == verb and w in given)
     word = next((w for w in known if given[w] != "false"), "")
-    folder = "scripts/extra" if verb in extras() else "scripts"
-    file, keys, config = HANDED_ON.get((verb, word), (f"{folder}/{verb}.py", verb, verb))
+    file, keys, config = HANDED_ON.get((verb, word), (f"scripts/{verb}.py", verb, verb))
     if not (ROOT / file).exists():
         raise UserError(f"{word}: needs {file}, which is not installed")
     place, _, name = KEYS[keys].partition(":")
@@ -364,14 +347,12 @@ class Verbs(click.Group):
 
 
 class Outrider(Verbs):
-    """All verbs, the product's by what they are for."""
+    """All verbs, by what they are for."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """A heading and its verbs, group by group."""
-        grouped = {name for group in GROUPS.values() for name in group}
-        left = tuple(name for name in self.list_commands(ctx) if name not in grouped)
         wide = formatter.width - 6 - max(map(len, self.commands))
-        for heading, group in {**GROUPS, MORE: left}.items():
+        for heading, group in GROUPS.items():
             with formatter.section(heading):
                 shown = ((name, self.commands[name]) for name in group if name in self.commands)
                 formatter.write_dl([(n, c.get_short_help_str(wide)) for n, c in shown])
@@ -473,13 +454,12 @@ def _show_version(ctx: click.Context, option: click.Parameter, asked: bool) -> N
 
 def application() -> click.Group:
     """The whole command."""
-    found = {**verbs(), **extras()}
     group = Outrider(
         "verb",
         name="outrider",
         help="Draft heads for speculative decoding: train, decode losslessly, score, serve.",
         epilog=COMPLETION,
-        commands={name: _command(name, verb) for name, verb in found.items()},
+        commands={name: _command(name, verb) for name, verb in verbs().items()},
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     group.params.append(

@@ -11,12 +11,6 @@ must answer and accept: scripts/check.py) and outrider.json (hashes of everythin
 exported folder is read again by an independent reader and must draft what the head drafts,
 token by token and logit by logit, on real prompts; otherwise it is removed and the exit code
 is 2; one that is stopped leaves nothing. docs/serving.md tells how to serve and what to look at.
-
-    python scripts/export.py target=smollm2 features=runs/features data.path=FILE \\
-        out=exports/features
-
-With `features` it writes what scripts/cache_features.py stored for the training program of
-speculators. features=FOLDER --help says more.
 """
 
 from __future__ import annotations
@@ -50,7 +44,7 @@ from outrider.heads.small_lm.plain import plain_model
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts, question_ids, spread
 from outrider.scripts.serving import card as export_card
-from outrider.scripts.serving import contract, costs, draft_speeds, gguf_export, notices, settings
+from outrider.scripts.serving import contract, gguf_export, notices
 from outrider.scripts.serving import draft as export_draft
 from outrider.scripts.serving.check import ExportCheck, check_export, comparable
 from outrider.scripts.serving.config import ExportConfig
@@ -137,11 +131,6 @@ def gguf(cfg: ExportConfig, about: export_card.About, target: Target, source: Pa
 def whole_model(cfg: ExportConfig, out: Path) -> int:
     """The target itself (drafter=none), or an ordinary model as its separate draft, as one
     GGUF file."""
-    if cfg.costs:
-        raise UserError(
-            f"costs: {cfg.costs}: drafter={cfg.drafter} is a whole model, whose acceptance is not "
-            "measured here; leave costs out"
-        )
     kind = gguf_kind(cfg)
     target = load_target(cfg.target, "float32", cfg.device)
     prompts = check_prompts(cfg, target)
@@ -162,8 +151,6 @@ def whole_model(cfg: ExportConfig, out: Path) -> int:
         }
         files.write_json(stage / MANIFEST, gguf_export.manifest(about, stage))
     print(f"{out}: {name}, its logits behind {found.prompts} prompts are the model's")
-    if cfg.drafter != NONE and (slower := draft_speeds.summary()):
-        print(slower)
     return 0
 
 
@@ -232,19 +219,8 @@ def finish(
     twin: the head with the exported numbers.
     """
     prompts = [ids.tolist() for ids in check_prompts(cfg, target)]
-
-    def expected(depth: int) -> dict[str, Any]:
-        chain = twin.drafter(target, DraftSpec(shape="chain"))
-        return contract.expected(target, chain, prompts, depth, cfg.max_new_tokens)
-
-    wanted = expected(about.depth)
-    if cfg.costs:
-        known = costs.load(Path(cfg.costs).expanduser())
-        plan = settings.plan(settings.rates_of(wanted), known)
-        settings.write(stage, plan, about.head.kind)
-        about = replace(about, plan=plan)
-        if about.depth != wanted["draft_tokens"]:
-            wanted = expected(about.depth)
+    chain = twin.drafter(target, DraftSpec(shape="chain"))
+    wanted = contract.expected(target, chain, prompts, about.depth, cfg.max_new_tokens)
     files.write_json(stage / contract.NAME, wanted)
     files.write_text(stage / "README.md", export_card.page(about))
     files.write_json(
@@ -258,15 +234,8 @@ def said(out: Path, cfg: ExportConfig, tokens: int) -> int:
         f"{out}: {cfg.format} export, {tokens} draft tokens equal to the head's; how to serve it: "
         f"{out / 'README.md'}"
     )
-    if cfg.format == "gguf" and (slower := draft_speeds.summary()):
-        print(slower)
     return 0
 
 
 if __name__ == "__main__":
-    if any(word.startswith("features=") for word in sys.argv[1:]):
-        from outrider.scripts.serving import export_features
-
-        export_features.main()
-    else:
-        main()
+    main()

@@ -2,19 +2,16 @@
 bring.
 
     python scripts/tune.py target=smollm2 drafter=runs/medusa out=reports/tune-medusa
-    python scripts/tune.py engine expected=exports/eagle3 costs=FILE out=reports/engine
 
 Measures the latency curves inside the decode loop, drafts once along the target's plain
 answers, searches every setting by replay, confirms the best few by interleaved measurement,
 and writes the winner into the head's folder (decode.json), where evaluate, chat and export
-read it. OUT gets tune.json, tune.html and figures/*.png. `engine` says what a serving engine
-is best told (scripts/extra/engine_settings.py).
+read it. OUT gets tune.json, tune.html and figures/*.png.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,6 @@ from outrider.heads import drafter_folder, settings_folder
 from outrider.heads.names import DraftSpec, parse
 from outrider.heads.tuned import DECODE
 from outrider.scripts.common import files
-from outrider.scripts.common.extra import extra
 from outrider.scripts.common.progress import Steps, columns
 from outrider.scripts.common.prompts import load_prompts
 from outrider.scripts.reports import tune_table
@@ -96,13 +92,5 @@ def requested_as(source: str, best: dict[str, Any]) -> str:
     return str(DraftSpec(source, "tree", nodes=best["nodes"]))
 
 
-def command(argv: Sequence[str] | None = None) -> None:
-    """`tune.py engine ...` or `tune.py KEY=VALUE ...`."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if args[:1] == ["engine"]:
-        extra("engine_settings", "engine").main(args[1:])
-    main(args)
-
-
 if __name__ == "__main__":
-    command()
+    main()

@@ -80,7 +80,7 @@ _attempts = Attempts(Path(os.environ[guard.LOG]))
 NEEDS = {
     "needs_llamacpp": (
         lambda: (ROOT / ".venv-llamacpp/bin/python").exists(),
-        "no .venv-llamacpp: make engines ONLY=llamacpp builds it",
+        "no .venv-llamacpp: `make .venv-llamacpp/.installed` builds it",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The keys of scripts/doctor.py first_gpu and scripts/tune.py engine."""
+"""The keys of scripts/doctor.py first_gpu."""
 
 from __future__ import annotations
 
@@ -43,15 +43,3 @@ class FirstConfig(AutoDtype):
             if "=" not in text or name in taken:
                 found.append(f"keys: {text!r}; give KEY=VALUE of train/eagle.py, none of {taken}")
         return found
-
-
-@dataclass(frozen=True)
-class TuneEngineConfig:
-    """Keys of scripts/tune.py engine."""
-
-    # the exported folder, or its expected.json: whose acceptance is served
-    expected: str
-    # JSON file of measured rows: concurrent requests, draft tokens, tokens or seconds
-    costs: NotEmpty
-    # folder for serving.json and sglang-adaptive.json
-    out: str

@@ -17,8 +17,6 @@ from outrider.heads.interop import Facts, engines, served
 from outrider.heads.tuned import Tuned
 from outrider.scripts.common import files
 from outrider.scripts.reports.rendering import render
-from outrider.scripts.serving import draft_speeds, settings
-from outrider.scripts.serving.settings import DraftSchedule
 from outrider.scripts.serving.stage import visible
 
 FORMAT = 1
@@ -38,7 +36,6 @@ SHOWN = ("batches", "draft vocabulary", "target", "commit")  # of the training, 
 class About:
     """All that card and manifest tell. card: of the head's folder. settings: what tune chose.
     run: what training said of itself. check: the self-check's figures. dtype: as written.
-    plan: what is faster on the engine that will serve, where its costs are known.
     """
 
     format: str
@@ -50,21 +47,17 @@ class About:
     run: dict[str, Any]
     check: dict[str, Any] = field(default_factory=dict)
     dtype: str = ""
-    plan: DraftSchedule | None = None
 
     @property
     def depth(self) -> int:
         """K of the serve command: all heads for Medusa, of a block whose rows see each other
-        what it was trained with, what is faster on the engine where that is known, what tune chose
-        for a chain, else K as trained.
+        what it was trained with, what tune chose for a chain, else K as trained.
         """
         if self.head.kind == "medusa":
             return int(self.head.cfg.heads)
         deepest = getattr(self.head, "deepest", None)
         if deepest and deepest <= self.head.levels:
             return int(self.head.levels)
-        if self.plan is not None and self.plan.draft_tokens:
-            return self.plan.draft_tokens
         chain = self.settings.chain if self.settings is not None else None
         return (
             int(chain.depth)
@@ -98,29 +91,20 @@ def serve(about: About) -> list[tuple[str, str]]:
     target, folder, kind = about.facts.name or "TARGET", str(about.out), about.head.kind
     steps = about.depth
     spec = vllm(about.head, about.out, steps)
-    adaptive = ""
-    slots = ""
-    if about.plan is not None:
-        spec |= settings.vllm(about.plan)
-        spec["num_speculative_tokens"] = steps  # Medusa drafts with every head it has
-        place = shlex.quote(f"{folder}/{settings.SGLANG_FILE}")
-        flags, table = settings.sglang(about.plan, kind, place)
-        adaptive = f" {flags[-1]}" if table else ""
-        slots = f" -np {about.plan.off_above}" if about.plan.off_above else ""
     config = shlex.quote(json.dumps(spec))
     on_vllm = f"vllm serve {shlex.quote(target)} --speculative-config {config}"
     known = engines.SGLANG.drafters.get(kind, engines.Support())
     sglang = (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} "
         f"--speculative-algorithm {known.how} --speculative-draft-model-path {shlex.quote(folder)} "
-        f"{' '.join(settings.sglang_flags(steps, kind))}{adaptive}"
+        f"{' '.join(sglang_flags(steps, kind))}"
     )
     if about.format == "gguf":
         method = engines.LLAMACPP.drafters[kind].how
         draft = shlex.quote(f"{folder}/draft.gguf")
         command = (
             f"llama-server -m TARGET.gguf -md {draft} --spec-type {method} "
-            f"--spec-draft-n-max {steps} --spec-draft-p-min 0{slots}"
+            f"--spec-draft-n-max {steps} --spec-draft-p-min 0"
         )
         return [(engines.LLAMACPP.versions(*wanted), command)]
     if about.format == "speculators":
@@ -131,6 +115,15 @@ def serve(about: About) -> list[tuple[str, str]]:
     if about.format == "sglang":
         return [(sglang_now, sglang)]
     return [(vllm_now, on_vllm)] if about.format in ("vllm", "deepspec", "medusa") else []
+
+
+def sglang_flags(draft_tokens: int, kind: str) -> list[str]:
+    """How SGLang is told to draft so many tokens. A block head is one step, whose window holds
+    the last token too."""
+    window = f"--speculative-num-draft-tokens {draft_tokens + 1}"
+    if kind in ("dflash", "dspark"):
+        return [window]
+    return [f"--speculative-num-steps {draft_tokens}", "--speculative-eagle-topk 1", window]
 
 
 def page(about: About) -> str:
@@ -148,7 +141,6 @@ def page(about: About) -> str:
         serve=serve(about),
         checked=engines.CHECKED,
         gone=served.gone(about.format, head),
-        slower=draft_speeds.summary() if about.format == "gguf" else "",
         described=described(head),
         training={k: about.run[k] for k in SHOWN if about.run.get(k)},
         steps=extra.get("step"),
@@ -206,8 +198,6 @@ def acceptance(extra: dict[str, Any], calibration: dict[str, Any]) -> list[str]:
 def decoding(about: About) -> list[str]:
     """What tune found for this head, if it ran."""
     found = about.settings
-    if about.plan is not None:
-        return settings.summary(about.plan, about.head.kind)
     if found is None:
         return ["not tuned; `python scripts/tune.py drafter=...` finds K for a machine and prompts"]
     lines = [

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from outrider.conf.paths import neither, no_folder
-from outrider.conf.rules import AboveZero, NotEmpty, OneOrMore, ZeroOrMore, one_of
+from outrider.conf.rules import AboveZero, OneOrMore, ZeroOrMore, one_of
 from outrider.decode.models.config import DTYPES, TargetConfig
 from outrider.heads.formats import FORMATS
 from outrider.heads.names import HUB
 from outrider.scripts.common.absent import no_drafters, no_prompts
-from outrider.train.config import DataConfig
 
 AS_WRITTEN = "as_written"
 READABLE = ("auto", *(f for f in FORMATS if f not in ("transformers", "gguf")))
@@ -52,9 +51,6 @@ class ExportConfig:
     num_prompts: OneOrMore = 8
     # most tokens of an answer in expected.json
     max_new_tokens: OneOrMore = 32
-    # what a step costs on the engine that will serve (measured rows, docs/serving.md):
-    # the serve command then drafts what is faster there; empty = not known
-    costs: str = ""
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
 
@@ -78,35 +74,6 @@ class ExportConfig:
         if self.tokenizer_from and self.format != "gguf":
             found.append("tokenizer_from: is for format=gguf; leave it out")
         return found
-
-
-@dataclass(frozen=True)
-class ExportFeaturesConfig:
-    """Keys of scripts/export.py with features=."""
-
-    # folder that scripts/cache_features.py wrote, with the three states that EAGLE-3 reads and
-    # the last one
-    features: NotEmpty
-    # folder to write
-    out: NotEmpty
-    # the data that the features are of
-    data: DataConfig
-    # the target that they are of
-    target: TargetConfig = field(default_factory=TargetConfig)
-    # whose trainer reads them
-    format: Literal["speculators"] = "speculators"
-    # most frequent tokens that heads of it predict
-    draft_vocab: OneOrMore = 8192
-    # in its place the vocabulary of this head: a run, a head, an export
-    draft_vocab_from: str = ""
-    # replace an earlier export in `out`, as a whole
-    overwrite: bool = False
-
-    def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
-        fix = "scripts/cache_features.py writes one"
-        found = no_folder("features", self.features, fix)
-        return found + [f"data.{line}" for line in self.data.absent()]
 
 
 @dataclass(frozen=True)

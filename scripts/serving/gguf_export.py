@@ -23,7 +23,6 @@ from outrider.heads.interop.gguf_block import block_model
 from outrider.heads.interop.gguf_write import GgufModel
 from outrider.scripts.common import files
 from outrider.scripts.reports.rendering import render
-from outrider.scripts.serving import draft_speeds
 from outrider.scripts.serving.check import TOLERANCE, ExportCheck, check_drafts, rounded
 from outrider.scripts.serving.loaders import gguf
 from outrider.scripts.serving.stage import visible
@@ -128,7 +127,7 @@ def write_model(
 def page(name: str, drafter: str, kind: Kind, check: ExportCheck) -> str:
     """README.md of a whole model."""
     facts = {"file": name, "whole": name == TARGET, "drafter": drafter, "dtype": kind.dtype}
-    return render("model.md", **facts, check=check, slower=draft_speeds.summary())
+    return render("model.md", **facts, check=check)
 
 
 def manifest(about: dict[str, Any], stage: Path) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def test_it_is_tuned(trained, prompts: Path, tmp_path: Path) -> None:
         "confirm=1",
         "quiet=true",
     )
-    assert run(tune.command, *args, *few) == 0
+    assert run(tune.main, *args, *few) == 0
     assert json.loads((tmp_path / "out/tune.json").read_text())["chosen"]["name"]
 
 

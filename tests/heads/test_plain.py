@@ -198,7 +198,7 @@ def test_it_is_tuned_like_a_head(
     ]
     try:
         assert (
-            code(tune.command, *small, f"drafter={folder}", f"out={tmp_path}/out", "temperature=1")
+            code(tune.main, *small, f"drafter={folder}", f"out={tmp_path}/out", "temperature=1")
             == 0
         )
         left = json.loads((folder / DECODE).read_text())
@@ -219,7 +219,7 @@ def test_what_is_not_there_is_said_before_the_target_is_loaded(
     for module in (certify, tune, export):
         monkeypatch.setattr(module, "load_target", loaded)
     (tmp_path / "empty").mkdir()
-    for command, more in ((certify.main, []), (tune.command, []), (export.main, ["format=vllm"])):
+    for command, more in ((certify.main, []), (tune.main, []), (export.main, ["format=vllm"])):
         assert code(command, f"drafter={tmp_path}/empty", f"out={tmp_path}/out", *more) == 2
         assert "holds no head" in capsys.readouterr().err
     for format in ("transformers", "vllm"):

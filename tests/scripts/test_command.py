@@ -73,12 +73,9 @@ def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    requested = [[verb] for verb in {**cli.verbs(), **cli.extras()}] + [
-        ["train", name] for name in cli.trainers()
-    ]
+    requested = [[verb] for verb in cli.verbs()] + [["train", name] for name in cli.trainers()]
     requested += [
         ["train", "eagle3"],
-        ["tune", "engine"],
         ["doctor", "first_gpu"],
         ["certify", "url=x"],
         ["validate", "dry_run=true"],
@@ -106,7 +103,7 @@ def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
             assert found is not None
             file, more = found[0].file, found[1]
         else:
-            file = {**cli.verbs(), **cli.extras()}[verb].file
+            file = cli.verbs()[verb].file
         assert executed([str(file), *more, "--help"]) == 0
         head = words.split()[1] if verb == "train" else ""
         own = cli.as_typed(capsys.readouterr().out, head)
@@ -145,7 +142,6 @@ def test_the_verbs_are_the_files() -> None:
     assert not {"cli", "import_head", "__init__"} & table.keys()
     grouped = [name for group in cli.GROUPS.values() for name in group]
     assert sorted(grouped) == sorted({*table, "train", "ls"}), "every verb under one heading"
-    assert {"forecast"} <= cli.extras().keys() and not cli.extras().keys() & table.keys()
     assert all(verb.about for verb in table.values()), "every file says what it is for"
     assert {"medusa", "hydra_heads", "eagle", "block", "draft", "head"} == cli.trainers().keys()
     names = click.Context(cli.application())
@@ -285,7 +281,6 @@ MISTAKES = {
     "serve port=99999": "port: 99999 is not below 65536",
     "chat drafterr=ngram": "drafterr: no such key; did you mean drafter?",
     "push runs/eagle3 OWNER/NAME licence=mit": "licence: no such key; did you mean license?",
-    "tune engine expectd=x": "expectd: no such key; did you mean expected?",
     "export drafter=x out=y format=gguff": "format: 'gguff' is none of",
     "train eagle3 data.path=no.jsonl out_dir=y steps=9": "data.path: no such file no.jsonl; give a",
     "train medusa data.path=[no.jsonl,x] out_dir=y steps=9": "data.path: no such file no.jsonl",
@@ -295,9 +290,6 @@ MISTAKES = {
     "train eagle3 data.path=HERE start=no out_dir=y steps=9": "start: no: no head there",
     "validate target=tiny data.path=no.jsonl steps=3": "data.path: no such file no.jsonl",
     "cache_features target=tiny data.path=no.jsonl out=y": "data.path: no such file no.jsonl",
-    "fit target=tiny logs=no.jsonl out=z": "logs: no such file or folder no.jsonl; give",
-    "fit target=tiny train=no.jsonl later=HERE out=z": "train: no such file no.jsonl; give",
-    "fit target=tiny logs=HERE start=runs/no out=z": "start: runs/no: no head there",
     "evaluate out=x prompts=no.jsonl": "prompts: no such file no.jsonl; give a JSONL file",
     "evaluate out=x drafters=[none,runs/no]": "drafters: runs/no: neither none, ngram nor an exist",
     "evaluate out=x drafters=[ngrm]": "drafters: ngrm: neither none, ngram nor an existing folder; did",
@@ -404,7 +396,6 @@ def test_a_sound_command_line_becomes_its_file_and_loads_nothing_before(tmp_path
         "certify target=tiny drafter=ngram out=x",
         "certify target=tiny url=http://h:1 out=x",
         "certify url=http://h:1 quick=true",
-        "fit target=tiny logs=x start=head out=z",
         "validate target=tiny data.path=x steps=3 dry_run=false",
         "validate experiment=qwen3_8b_eagle3 dry_run=true gpus=8 gpu=h100-80gb",
         "cache_features target=tiny data.path=x out=y",
@@ -418,7 +409,6 @@ def test_a_sound_command_line_becomes_its_file_and_loads_nothing_before(tmp_path
         "demo",
         "doctor",
         "doctor first_gpu",
-        "tune engine expected=x costs=y out=z",
         *(f"train {name} target=tiny data.path=x out_dir=y steps=3" for name in OURS),
     ]
     for words, (code, err) in zip(sound, refused(sound, tmp_path), strict=True):

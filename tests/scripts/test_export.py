@@ -16,7 +16,6 @@ import outrider.scripts.serving.draft
 from outrider.heads import save_head
 from outrider.heads.interop import LAYOUTS, engines
 from outrider.scripts.export import main
-from outrider.scripts.serving import draft_speeds
 from tests.helpers.interop import DEEP, deep_target, random_head
 
 
@@ -309,49 +308,3 @@ def test_a_separate_draft_is_a_plain_folder(
         run(prompts, *args, "overwrite=true") == 2
         and "nothing was written" in capsys.readouterr().err
     )
-
-
-def test_a_llamacpp_user_reads_what_was_measured_there(
-    target, prompts, tmp_path: Path, capsys
-) -> None:
-    """In the output and on the card, from the JSON of docs/results; nothing without it."""
-    source, out = saved(tmp_path, target, "eagle3"), tmp_path / "out"
-    assert run(prompts, f"drafter={source}", "format=gguf", f"out={out}") == 0
-    line = draft_speeds.summary()
-    rows = draft_speeds.speeds()
-    assert f"slower in {sum(row.times < 1 for row in rows)} of {len(rows)} settings" in line
-    assert line in capsys.readouterr().out and line in (out / "README.md").read_text()
-    race = json.loads((draft_speeds.RESULTS / "unseen-t0.json").read_text())
-    pace = {row["label"]: row["tokens_per_second"] for row in race["drafters"]}
-    assert rows[0].times == pace["llamacpp-eagle3"] / pace["llamacpp"]
-    assert draft_speeds.summary(tmp_path) == ""
-
-
-def test_each_server_is_measured_against_itself_without_a_draft(tmp_path: Path) -> None:
-    """Of a race, by build, weights and K; others' rows and drafts without their server are no
-    speed of llama.cpp."""
-    paces = {
-        "none": 50.0,
-        "llamacpp": 100.0,
-        "llamacpp-eagle3": 80.0,
-        "llamacpp_native-bfloat16": 110.0,
-        "llamacpp_native-bfloat16-eagle3-k4": 132.0,
-        "llamacpp_native-float16-eagle3-k2": 90.0,
-        "vllm": 20.0,
-        "vllm-eagle3": 30.0,
-    }
-    length = {"accepted_length": {"mean": 1.5}}
-    rows = [{"label": k, "tokens_per_second": v, **length} for k, v in paces.items()]
-    env = {"processor": "a CPU", "threads": 2}
-    report = {"environment": env, "drafters": rows, "target": {"name": "small"}}
-    (tmp_path / "unseen-t0.json").write_text(json.dumps(report))
-    large = {**report, "target": {"name": "large"}, "drafters": rows[1:3]}
-    (tmp_path / "qwen25-t0.json").write_text(json.dumps(large))
-    assert [r.target for r in draft_speeds.speeds(tmp_path)] == ["small", "small", "large"]
-    assert "the fastest: small, 4 draft tokens; " in draft_speeds.summary(tmp_path)
-    (tmp_path / "qwen25-t0.json").unlink()
-    found = [(r.server, r.drafter, r.draft_tokens, r.times) for r in draft_speeds.speeds(tmp_path)]
-    assert found == [
-        ("llamacpp", "eagle3", 0, 0.8),
-        ("llamacpp_native-bfloat16", "eagle3", 4, 1.2),
-    ]

@@ -56,7 +56,7 @@ def rows(path: Path, *texts: str) -> Path:
     [
         (evaluate.main, ["drafters=[none]"]),
         (certify.main, ["drafter=ngram"]),
-        (tune.command, ["drafter=ngram"]),
+        (tune.main, ["drafter=ngram"]),
     ],
 )
 def test_half_an_emoji_in_a_prompt(
@@ -197,7 +197,7 @@ def test_ids_of_turns_never_meet() -> None:
     [
         (evaluate.main, ["drafters=[none]", "out=OUT", *TARGET]),
         (certify.main, ["drafter=none", "out=OUT", *TARGET]),
-        (tune.command, ["drafter=ngram", "out=OUT", *TARGET]),
+        (tune.main, ["drafter=ngram", "out=OUT", *TARGET]),
     ],
 )
 def test_a_second_process_is_refused(

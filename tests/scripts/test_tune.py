@@ -56,7 +56,7 @@ def head(tmp_path: Path, target: Target) -> Path:
 
 
 def run(*overrides: str) -> int:
-    return code_of(tune.command, *SMALL, *overrides)
+    return code_of(tune.main, *SMALL, *overrides)
 
 
 def test_the_choice_is_written_and_obeyed(

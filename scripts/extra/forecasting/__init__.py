@@ -1,1 +1,0 @@
-"""What a drafter would bring, said before it is trained. `outrider forecast` is the command."""

@@ -1,1 +1,0 @@
-"""llama.cpp's server, started on loopback."""

@@ -1,2 +1,0 @@
-"""Fitting a drafter to traffic: keys, budget, training, verdict, report. scripts/fit.py is the
-command."""
