@@ -16,9 +16,10 @@ from outrider.heads import HEADS, find_head, load_head
 from outrider.heads.checkpoint import read_card
 from outrider.train.loop import fit
 from tests.golden import cases
-from tests.golden.__main__ import config
+from tests.golden.__main__ import config, losses
 
 GOLDEN: dict[str, Any] = json.loads(cases.TOKENS.read_text())
+LOSSES: dict[str, list[float]] = json.loads(cases.LOSSES.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +72,8 @@ def test_a_golden_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow
 def test_smollm2_writes_the_golden_tokens() -> None:
     assert cases.smollm2() == json.loads(cases.SMOLLM2.read_text())
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_first_steps_of_training_lose_what_they_lost(kind: str, tmp_path: Path) -> None:
+    assert losses(kind, tmp_path / "run") == pytest.approx(LOSSES[kind], abs=2e-6)

@@ -3,6 +3,7 @@ about:
 
 python -m tests.golden             # tokens.json from the committed folders
 python -m tests.golden smollm2     # smollm2.json, minutes
+python -m tests.golden losses      # losses.json: steps 1 to 20 of every kind in float64
 python -m tests.golden folders     # target/, data.jsonl, heads/*, run/: only what is not there
                                    yet
 """
@@ -13,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ RUNS: dict[str, tuple[str, type, list[str]]] = {
         ["head=eagle1", "head.depth=3", "head.nodes=6", "head.draft_vocab=0", *SMALL[1:]],
     ),
     "eagle3": ("eagle", EagleRun, ["head=eagle3", "head.depth=3", "head.nodes=6", *SMALL]),
+    "p_eagle": ("eagle", EagleRun, ["head=p_eagle", "head.nodes=6", *SMALL]),
     "small_lm": (
         "draft",
         DraftRun,
@@ -87,6 +90,14 @@ def config(kind: str, out: Path, *more: str) -> Any:
         "save_every=0",
     ]
     return compose(name, schema, [*keys, *own, *more])
+
+
+def losses(kind: str, out: Path) -> list[float]:
+    """The losses of steps 1 to 20 of a run in float64, to six decimals."""
+    keys = ["dtype=float64", "steps=20", "log_every=1", "eval.every=0"]
+    fit(config(kind, out, *keys))
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
 
 
 def make_target() -> None:
@@ -132,6 +143,10 @@ def main(what: str) -> None:
         make_folders()
     elif what == "smollm2":
         cases.SMOLLM2.write_text(cases.text_of(cases.smollm2()))
+    elif what == "losses":
+        with tempfile.TemporaryDirectory() as out:
+            found = {kind: losses(kind, Path(out) / kind) for kind in RUNS}
+        cases.LOSSES.write_text(cases.lines_of(found))
     else:
         cases.TOKENS.write_text(cases.text_of(cases.golden()))
 

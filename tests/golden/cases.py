@@ -23,6 +23,7 @@ from outrider.heads import resolve_drafter
 FOLDER = Path(__file__).resolve().parent
 TARGET, HEADS_FOLDER, RUN, DATA = (FOLDER / n for n in ("target", "heads", "run", "data.jsonl"))
 TOKENS, SMOLLM2 = FOLDER / "tokens.json", FOLDER / "smollm2.json"
+LOSSES = FOLDER / "losses.json"  # of commit 9286df1b, before the cut
 
 TEMPERATURES = (0.0, 0.3, 1.0)
 PROMPTS = (
@@ -106,3 +107,10 @@ def text_of(found: dict[str, Any]) -> str:
         )
         rows.append(f" {json.dumps(spec)}: {{\n{inner}\n }}")
     return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
+def lines_of(found: dict[str, list[float]]) -> str:
+    """JSON with a line for each kind."""
+    return (
+        "{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in found.items()) + "\n}\n"
+    )
