@@ -171,10 +171,6 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
     for line in facts.notes(target, cfg.sampling()):
         print(line, file=sys.stderr)
     systems, skipped = entered(cfg, target, bad)
-    tokens = sum(len(p.turns) for p in prompts) * len(systems) * cfg.max_new_tokens
-    # Two tokens a pass, of every row. All that is compared runs compiled, or nothing.
-    target.expected_passes = sum(tokens // (2 * at.batch_size) for at in points(cfg))
-    target.pack_weights()
     memo = kept_in(out / "unfinished", cfg, target, prompts, systems)
     parity = gates(
         systems, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet
@@ -259,7 +255,6 @@ def kept_in(
         "code": files.code_sha256(MEASURED),
         "device": str(target.device),
         "target": [asdict(cfg.target), target.identity and asdict(target.identity)],
-        "compiled": target.compiled,
         "prompts": [asdict(prompt) for prompt in prompts],
         "drafters": [[system.name, system.files] for system in systems],
     }
@@ -298,7 +293,6 @@ def measure(
             "generation_config": facts.ignored(target.model, sampling),
             "parameters": parameters(target.model),
             "packed": target.packs_weights and packed.takes(target.dtype, target.device),
-            "compiled": target.compiled,
             **({"tuning": target.tuning} if target.tuning else {}),
         },
         "settings": {

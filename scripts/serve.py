@@ -30,7 +30,6 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import entry
-from outrider.decode.models.config import SERVED_PASSES
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
 from outrider.decode.target import Target
@@ -62,8 +61,7 @@ def main(cfg: ServeConfig) -> int:
     bound = listening(cfg)
     rows = MemoryPlan(cfg.batch_size, cfg.longest or USUAL_LONGEST, PLANNED_NODES)
     target = load_target(cfg.target, cfg.dtype, cfg.device, rows)
-    target.expected_passes = SERVED_PASSES
-    target.pack_weights()  # and compile, before anybody waits for it
+    target.pack_weights()  # before anybody waits for it
     longest = longest_of(cfg, target)
     names = list(dict.fromkeys([*cfg.drafters, NONE]))
     worker = Worker(

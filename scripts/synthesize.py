@@ -136,7 +136,6 @@ def draw(cfg: SynthesizeConfig, target: Target, ledger: Ledger, signals: Signals
         known = records(ledger.path)
         writer.seen.update(fingerprint(row["messages"][0]["content"]) for row in known)
     guess = (cfg.max_question_tokens + cfg.longest) * 3 // 4
-    target.expected_passes = (cfg.conversations - ledger.rows) * guess // cfg.batch
     with Meter(cfg.conversations, signals.held, guess) as meter:
 
         def drawn(tokens: int) -> None:

@@ -22,7 +22,6 @@ from rich.console import Console
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import entry
-from outrider.decode.models.config import SERVED_PASSES
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
 from outrider.heads import drafter_folder, settings_folder
@@ -62,7 +61,6 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
         max(cfg.batch_size, *cfg.curve_batches), longest + cfg.max_new_tokens, cfg.max_nodes
     )
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
-    target.expected_passes = SERVED_PASSES  # for which a shape is looked for
     with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
         report = tune_run.run(cfg, target, progress)
     from outrider.scripts.reports import tune_page  # matplotlib is slow to import

@@ -12,7 +12,6 @@ from outrider.decode.models.quantize import KINDS, NONE
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 AUTO = "auto"  # of these the machine's own; no configuration that a command is given says it
-SERVED_PASSES = 20_000  # of a target that is served: what half an hour of answers takes
 MIN_VOCAB = 260  # of a tiny target: 256 bytes and the special tokens
 
 
@@ -52,14 +51,9 @@ class TargetConfig:
     # none, bnb-int8, bnb-nf4 (bitsandbytes), torchao-int8, torchao-int4: weights of the linear
     # layers in fewer bits
     quantize: Annotated[str, one_of([NONE, *KINDS])] = NONE
-    # auto: on a CPU, bfloat16 weights of plain linear layers lie in oneDNN's own order while
-    # decoding, and layers of Llama and Qwen2 run as one function, the same numbers sooner; none:
-    # as they were loaded
+    # auto: on a CPU with instructions for bfloat16, such weights of plain linear layers lie in
+    # oneDNN's own order while decoding, the same numbers sooner; none: as they were loaded
     pack: Literal["auto", "none"] = "auto"
-    # auto: layers that are packed and run as one function are compiled, the same numbers sooner,
-    # where more is to be decoded than the compiler takes time (C++, once; the cache folder keeps
-    # it) or it was done before; none: never
-    compile: Literal["auto", "none"] = "auto"
     # tiny: stock transformers architecture, such as llama, qwen2, gpt2, gemma2
     arch: str = "llama"
     # tiny: number of layers

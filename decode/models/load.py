@@ -93,7 +93,6 @@ def load_target(
         ) from e
     target = Target(model, tokenizer, identity=identity)
     target.relatives, target.packs_weights = cfg.allow_other, cfg.pack == "auto"
-    target.compiles = cfg.compile == "auto"
     return target
 
 

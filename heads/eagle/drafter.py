@@ -17,7 +17,6 @@ from torch import Tensor
 from outrider.decode import attention
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.target import Target
-from outrider.heads.eagle.flat import steps
 from outrider.heads.eagle.net import Eagle3Net, EagleNet
 from outrider.heads.layered import LayeredHead
 from outrider.heads.layered_drafter import LayeredDrafter
@@ -34,7 +33,6 @@ class EagleDrafter(LayeredDrafter):
         self.window = int(head.cfg.sliding_window or 0)
         super().__init__(head, target, form)
         self.net.attend(attention.NAME)
-        self.steps = steps(self.net, target, form.depth)
         self.drafted = 0  # tokens read behind the committed ones in this cycle
 
     def reset(self, rows: int, max_len: int) -> None:
@@ -88,7 +86,7 @@ class EagleDrafter(LayeredDrafter):
         positions differ.
         """
         at = places if depth is None else depth
-        return self.steps.advance(
+        return self.net.advance(
             e,
             g,
             self.turned(at),
@@ -112,7 +110,7 @@ class EagleDrafter(LayeredDrafter):
 
     def logits(self, state: Tensor) -> Tensor:
         """[.., D] -> [.., Vd]."""
-        return self.proj(self.steps.read(state))
+        return self.proj(self.net.read(state))
 
     def _extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
         """Read drafted tokens [B, W] of one level that follow the states `above` [B, W, D]:

@@ -3,10 +3,9 @@
     python scripts/doctor.py first_gpu
 
 Steps, each a part of the JSON: attention kernels beside plain operations, a short training run,
-its peak of memory beside the predictions, what a pass costs by what calls it, decoding beside
-float32. "confirmed" there names
-the predictions that this machine bears out; nothing is confirmed on a CPU, where the same
-steps show that they run.
+its peak of memory beside the predictions, decoding beside float32. "confirmed" there names the
+predictions that this machine bears out; nothing is confirmed on a CPU, where the same steps show
+that they run.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ import gc
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +29,6 @@ from outrider.conf.jsonl import records
 from outrider.conf.schema import compose, entry
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
-from outrider.decode.models.config import TargetConfig
-from outrider.decode.models.flat import flat_pass
 from outrider.decode.models.load import load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -47,8 +42,6 @@ from outrider.train.measure import memory
 from outrider.train.texts.batches import load_rows
 
 NEAR = 0.05  # a prediction within that share of what was measured is confirmed
-PASSES = (1, 8, 25)  # tokens
-WARM, TIMED = 3, 15  # calls of a pass before it is timed, and those that are
 TIES = 3.0  # times the rounding of a logit: below that two tokens are as good
 TARGETS = {
     "cpu": ("hidden=64", "layers=2", "heads=4", "kv_heads=2", "vocab=320", "context=1024"),
@@ -90,7 +83,6 @@ def main(cfg: FirstConfig) -> int:
         ("prediction", lambda: prediction_step(run_cfg)),
         ("training", lambda: training_step(keys, work / "run")),
         ("memory", lambda: memory_step(found)),
-        ("passes", lambda: passes_step(run_cfg.target, cfg.dtype, device)),
         ("decoding", lambda: decoding_step(run_cfg, work / "run", device, cfg)),
     ]
     threads = torch.get_num_threads()
@@ -248,68 +240,6 @@ def memory_step(found: dict[str, Any]) -> dict[str, Any]:
         "within": NEAR,
         "near": ratio is not None and abs(ratio - 1) <= NEAR,
     }
-
-
-@torch.no_grad()
-def passes_step(wanted: TargetConfig, dtype: str, device: str) -> dict[str, Any]:
-    """Milliseconds of a pass over a few tokens by what calls its kernels: transformers' modules
-    (without a cache), the flat pass (decode/models/flat.py), and that replayed as a CUDA graph."""
-    target = load_target(wanted, dtype, device)
-    flat = flat_pass(target.model)
-    if flat is None:
-        return {"passed": True, "problem": "the layers of this target run as modules alone"}
-    length = min(512, target.context_length)
-    kind, place = target.dtype, target.device
-    shape = 1, flat.heads[1], length, flat.heads[2]
-    cached = [
-        (torch.zeros(shape, dtype=kind, device=place), torch.zeros(shape, dtype=kind, device=place))
-        for _ in flat.layers
-    ]
-    found: dict[str, Any] = {"passed": True, "context": length}
-    for tokens in PASSES:
-        ids = torch.arange(tokens, device=place)[None] % target.vocab_size
-        slots = torch.arange(length - tokens, length, device=place)
-        rows = flat.heads[0] // flat.heads[1] * tokens
-        mask = torch.zeros(1, 1, rows, length, dtype=kind, device=place)
-        ways: dict[str, Callable[[], Any]] = {
-            "modules": partial(target.model, ids, use_cache=False),
-            "flat": partial(flat, ids, slots[None], cached, slots, mask),
-        }
-        row: dict[str, Any] = {name: _milliseconds(way, place) for name, way in ways.items()}
-        if place.type == "cuda":
-            graph, replayed = _graph(ways["flat"])
-            row["graph"] = _milliseconds(graph.replay, place)
-            row["graph_equal"] = torch.equal(replayed, ways["flat"]()[0])
-            found["passed"] &= row["graph_equal"]
-        found[f"{tokens} tokens"] = row
-    return found
-
-
-def _milliseconds(way: Callable[[], Any], place: torch.device) -> float:
-    """The median of some calls, each waited for."""
-    taken = []
-    for _ in range(WARM + TIMED):
-        start = time.perf_counter()
-        way()
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
-        taken.append(1000 * (time.perf_counter() - start))
-    return round(statistics.median(taken[WARM:]), 3)
-
-
-def _graph(way: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
-    """A CUDA graph of a flat pass and the hidden states that its replays write."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM):
-            way()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        hidden, _ = way()
-    graph.replay()
-    return graph, hidden
 
 
 def decoding_step(cfg: Any, out: Path, device: str, requested: Any) -> dict[str, Any]:

@@ -69,7 +69,6 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
         "parameters",
         "generation_config",
         "packed",
-        "compiled",
     }
     for key in (
         "temperature",
