@@ -287,6 +287,14 @@ class Scorer:
             found = found[torch.arange(len(ids), device=self.device), last][:, None]
         return self.unembed(found) if short else found, self._taps(out, taps) if taps else None
 
+    @torch.no_grad()
+    def read(self, ids: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
+        """Last hidden states [B, T, D] of a pass over ids [B, T], whose place in the cache was
+        opened."""
+        with self.rows_apart():
+            out = self.body(**self._inputs(ids, positions, mask, cache))
+        return out.last_hidden_state  # type: ignore[no-any-return]
+
     def _places(self, width: int, lengths: Tensor) -> Tensor:
         """Positions [B, width] of right-padded rows. Padding stays on its row's side of the
         switch.

@@ -1,40 +1,49 @@
 """Target: any Hugging Face causal language model, frozen, behind a few methods. It asks for no
-name: `decode/probe.py` finds out what the model can do when the first cache is made.
+name: `decode/probe.py` finds out what the model can do when the first cache is made. While it
+decodes on a CPU its linear layers may be packed (decode/models/packed.py); whoever takes the model
+has it as it was loaded.
 
 Shape letters: B rows, T tokens, D hidden size. Taps: see decode/scorer.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from outrider.decode import waits
-from outrider.decode.packing import PackingScorer
+from outrider.decode.cache import TreeCache
+from outrider.decode.models import packed
 from outrider.decode.probe import (
     TOLERANCE,
     caught,
+    difference,
     packing_error,
     probe_head,
     probe_layers,
     probe_target,
 )
 from outrider.decode.probed import LMHead, Probe
+from outrider.decode.scorer import Scorer
 
 
-class Target(PackingScorer):
+class Target(Scorer):
     """A scorer that is probed at first use: a model that can score neither trees nor chains
     (recurrent state, no K/V cache) raises UserError with the reason then.
 
     tuning: what has changed the weights since loading; the identity then says so too.
     borrowed: a head that was trained for just these weights has been loaded. sharded: its
     layers are spread over processes, which must all run it at the same time. relatives: heads
-    of other weights with the same tokenizer may draft for it.
+    of other weights with the same tokenizer may draft for it. packs_weights: whether its weights
+    may be packed; packing: what was done to it, one object of all copies.
     """
+
+    packs_weights = True
 
     def __init__(self, model: Any, tokenizer: Any = None, identity: Any = None, source: Any = None):
         super().__init__(model, tokenizer)
@@ -42,6 +51,84 @@ class Target(PackingScorer):
         self.tuning = ""
         self.borrowed = self.sharded = self.relatives = False
         self._packs: str | None = None
+        self.packing = packed.Packing()
+        self._loaded_attention = model.config._attn_implementation
+
+    @property
+    def model(self) -> Any:
+        """The transformers model with the layers that it was loaded with. Whoever decodes next
+        packs them again."""
+        self.unpack_weights()
+        return self._model
+
+    @contextlib.contextmanager
+    def as_loaded(self) -> Iterator[Any]:
+        """The model with the attention it was loaded with, for references that must not share
+        our code: the probe exchanges it for one that does not copy K/V for trees.
+        """
+        used = self._model.config._attn_implementation
+        if used == self._loaded_attention:
+            yield self.model
+            return
+        self._model.set_attn_implementation(self._loaded_attention)
+        try:
+            yield self.model
+        finally:
+            self._model.set_attn_implementation(used)
+
+    def unpack_weights(self) -> None:
+        """Bring the layers back as they were loaded."""
+        self.packing.undo()
+
+    @property
+    def packed_layers(self) -> int:
+        """How many linear layers are packed now."""
+        return len(self.packing.places)
+
+    def pack_weights(self) -> None:
+        """Make the model ready for decoding: pack its linear layers where that is wanted and this
+        device has kernels for it. The model's own logits must stay what they are; else nothing is
+        packed."""
+        state = self.packing
+        if state.places or state.refused or not self.packs_weights or self.sharded:
+            return
+        if not packed.takes(self.dtype, self.device):
+            return
+        if any(weight.requires_grad for weight in self._model.parameters()):
+            return
+        _ = self.probe(), self.head  # both ask the model as it was loaded
+        wanted = self._logits()
+        try:
+            state.pack(self._model, self.lm_head)
+            same = difference(self._logits(), wanted) <= TOLERANCE[self.dtype]
+            state.refused = not state.places or not same
+        except BaseException:
+            self.unpack_weights()
+            raise
+        if state.refused:
+            self.unpack_weights()
+
+    @torch.no_grad()
+    def _logits(self) -> Tensor:
+        """Of a short text, by a plain pass."""
+        ids = torch.arange(3, 11, device=self.device).remainder(self.vocab_size)[None]
+        with self.rows_apart():
+            out = self._model(input_ids=ids, use_cache=False, return_dict=True)
+        return out.logits  # type: ignore[no-any-return]
+
+    def new_cache(
+        self, max_rows: int, max_len: int, max_nodes: int, guidance: float | None = None
+    ) -> TreeCache:
+        """See Scorer; decoding begins here, so weights are packed."""
+        cache = super().new_cache(max_rows, max_len, max_nodes, guidance)
+        self.pack_weights()
+        return cache
+
+    def assuming(self, probe: Probe) -> Self:
+        """See Scorer; a trial runs on the model as it was loaded."""
+        other = super().assuming(probe)
+        other.packs_weights = False
+        return other
 
     def probe(self) -> Probe:
         """What the model can do; runs a few tiny passes the first time. Raises UserError for

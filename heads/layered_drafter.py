@@ -17,7 +17,6 @@ from outrider.decode.target import Target
 from outrider.heads.drafting import Drafting
 from outrider.heads.eagle.cache import CachedNet
 from outrider.heads.layered import LayeredHead
-from outrider.heads.packing import Unembedding, pack_net
 
 
 class LayeredDrafter(CachedNet, Drafting):
@@ -32,12 +31,9 @@ class LayeredDrafter(CachedNet, Drafting):
     def __init__(self, head: LayeredHead, target: Target, form: Form) -> None:
         CachedNet.__init__(self, head.net, target)
         Drafting.__init__(self, head, target, form)
-        own = getattr(self.net, "lm_head", None) is not None
         self.net.lm_head = None  # a copy of what is read below
-        proj = head.projection(target).detach().to(self.dtype)
-        pack_net(self.net, target)
-        self.proj = Unembedding(proj, target, own or head.ids() is not None)
-        self.width = min(form.width, self.proj.size)
+        self.proj = head.projection(target).detach().to(self.dtype)  # [Vd, D]
+        self.width = min(form.width, self.proj.shape[0])
         self.embed = functools.partial(head.embed, target)
         self.most_rows = 0  # that are read at once behind the committed ones, whatever is drafted
         self.reset(1, 1)

@@ -264,8 +264,7 @@ def _fits(
             plan,
             quantize.bits(cfg.quantize),
         )
-        tied = bool(getattr(config, "tie_word_embeddings", False))
-        if tied and plan.tokens and cfg.pack == "auto" and packed.takes(kind, place):
+        if plan.tokens and cfg.pack == "auto" and packed.takes(kind, place):
             twice = int(config.vocab_size) * int(config.hidden_size) * kind.itemsize
             need = replace(need, weights=need.weights + twice)
         need = replace(need, weights=need.weights // ranks)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.decode import waits
@@ -74,7 +75,7 @@ class BlockDrafter(LayeredDrafter):
         x = self.net.rows(self.embed(self.h[:count]), rows)
         h = self.net.run(x, self.turned(places), attend)
         self.state = h[:, before : before + levels]
-        self.known = self.proj(self.state)
+        self.known = F.linear(self.state, self.proj)
         return self._after(self.h[:count, None], 0)
 
     def level(self, nodes: Nodes) -> Tensor:

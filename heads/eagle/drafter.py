@@ -12,6 +12,7 @@ Shape letters: B live rows, D width, Vd draft vocabulary, W tokens read together
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.decode import attention
@@ -42,7 +43,7 @@ class EagleDrafter(LayeredDrafter):
 
     def blank(self, rows: int) -> Tensor:
         """See LayeredDrafter."""
-        return torch.zeros(rows, self.proj.width, dtype=self.dtype, device=self.device)
+        return torch.zeros(rows, self.proj.shape[1], dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
@@ -110,7 +111,7 @@ class EagleDrafter(LayeredDrafter):
 
     def logits(self, state: Tensor) -> Tensor:
         """[.., D] -> [.., Vd]."""
-        return self.proj(self.net.read(state))
+        return F.linear(self.net.read(state), self.proj)
 
     def _extend(self, tokens: Tensor, above: Tensor, seen: Tensor | None, level: int) -> Tensor:
         """Read drafted tokens [B, W] of one level that follow the states `above` [B, W, D]:

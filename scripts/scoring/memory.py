@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from outrider.decode.drafters import Drafter
-from outrider.decode.models.packed import Halves, PackedLinear
 from outrider.decode.target import Target
 
 # How far to look: a drafter may lie in another one, that in a union, that in another one again.
@@ -33,18 +31,13 @@ def _walk(value: Any, found: dict[int, Tensor], seen: set[int], depth: int) -> N
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        if value.layout == torch._mkldnn:  # type: ignore[attr-defined]  # has no storage to ask
-            found.setdefault(id(value), value)
-        elif value.is_floating_point() and value.numel():
+        if value.is_floating_point() and value.numel():
             found.setdefault(value.untyped_storage().data_ptr(), value)
-    elif isinstance(value, Halves):  # holds no tensor
-        found.setdefault(id(value), torch.empty(value.shape, dtype=torch.half, device="meta"))
     elif isinstance(value, nn.Module):
         for weight in value.parameters():
             _walk(weight, found, seen, depth)
-        for part in value.modules():
-            if isinstance(part, PackedLinear):
-                _walk(part.product, found, seen, depth)
+    elif isinstance(value, Target):  # as it was loaded: its layers may be packed
+        _walk(value.model, found, seen, depth)
     elif isinstance(value, dict):
         for item in value.values():
             _walk(item, found, seen, depth - 1)
