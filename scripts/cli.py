@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from outrider.conf import packages, threads
+from outrider.conf import packages
 from outrider.conf.errors import UserError
 from outrider.heads.formats import FORMATS
 
@@ -242,11 +242,10 @@ def _runnable(folder: Path) -> dict[str, Verb]:
     return found
 
 
-def become(words: list[str], processes: int = 1) -> NoReturn:
-    """Run a command line, which starts so many processes, in place of this process."""
+def become(words: list[str]) -> NoReturn:
+    """Run a command line in place of this process."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.environ.update(threads.waiting(os.environ, processes))
     os.execv(words[0], words)
 
 
@@ -378,7 +377,7 @@ class Train(Verbs):
                 raise SystemExit(0)
             if not head or (CONF / "head" / f"{cmd_name}.yaml").exists():  # a package's is heavy
                 refuse(training(verb.file.stem, [*head, *words]))
-            become(launched(verb, launch, [*head, *words]), launch)
+            become(launched(verb, launch, [*head, *words]))
 
         about = options("head").get(cmd_name) or verb.about
         processes = click.Option(

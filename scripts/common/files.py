@@ -22,7 +22,6 @@ from outrider.conf.disk import write_text as write_text
 from outrider.conf.errors import UserError
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
-OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -76,7 +75,6 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "gpu": gpu,
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
-        "openmp": {k: os.environ[k] for k in OPENMP if k in os.environ},
         "system": f"{platform.system()} {platform.machine()}",
         "commit": commit(),
     }

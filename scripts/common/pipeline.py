@@ -4,7 +4,6 @@ the seconds that every step took are kept."""
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import shlex
 import subprocess
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.conf import threads
 from outrider.conf.errors import Interrupted, UserError
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo, sha256
@@ -131,7 +129,6 @@ class Pipeline:
 
     def _call(self, command: Command) -> int:
         """Exit code of a command that has done its work."""
-        env = {**os.environ, **threads.waiting(os.environ, command.processes)}
         script = files.here(Path(command.argv[0]))  # a job may run from any folder
         launch = []
         if command.processes > 1:
@@ -139,7 +136,7 @@ class Pipeline:
             launch += command.ranks
         argv = [sys.executable, *launch, str(script), *command.argv[1:]]
         try:
-            code = _ended(argv, env, self.end.left())
+            code = _ended(argv, self.end.left())
         except subprocess.TimeoutExpired:
             raise self.end.stopped(75) from None
         if code in STOPPED:
@@ -156,10 +153,10 @@ class Pipeline:
         return code
 
 
-def _ended(argv: list[str], env: dict[str, str], seconds: float | None) -> int:
+def _ended(argv: list[str], seconds: float | None) -> int:
     """Exit code of a process. Raises TimeoutExpired where it had to be stopped, when it has
     saved what it had."""
-    with subprocess.Popen(argv, env=env) as process:
+    with subprocess.Popen(argv) as process:
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
