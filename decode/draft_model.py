@@ -41,7 +41,7 @@ class DraftModel:
     T = 0: its most probable tokens. T > 0: a chain or a static tree sampled from its own
     distribution under the target's settings, so that a step of a chain is accepted with probability
     1 - TV; the dynamic tree's candidates are deterministic. A row that has outgrown the draft's
-    span is decoded plainly.
+    context is decoded plainly.
     """
 
     taps: tuple[int, ...] = ()
@@ -88,7 +88,7 @@ class DraftModel:
 
     def reset(self, rows: int, max_len: int) -> None:
         """See decode.drafters.Drafter."""
-        self.limit = min(max_len, self.draft.span)
+        self.limit = min(max_len, self.draft.context_length)
         scratch = self.max_depth
         if self.shape == "tree":
             scratch = max(self.max_depth * self.form.width, len(self.form.static or ()))
@@ -97,7 +97,7 @@ class DraftModel:
         self.cache.update = functools.partial(_finite, self.cache.update)  # type: ignore[method-assign]
         # Prompts' first tokens, of rows that have observed nothing yet.
         self.first: list[Tensor] = []
-        self.blind: list[bool] = []  # rows that have outgrown the draft's span
+        self.blind: list[bool] = []  # rows that have outgrown the draft's context
         self.state = self.proj.new_zeros(0, self.proj.shape[1])
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
@@ -140,7 +140,7 @@ class DraftModel:
         counts = [0 if blind else c for blind, c in zip(self.blind, counts, strict=True)]
         while max(counts):
             # Of another drafter in a union more may have been accepted than this one drafts, and
-            # a row near the end of the span leaves no room for all of it in one pass.
+            # a row near the end of the context leaves no room for all of it in one pass.
             room = self._cache.slots - max(self._cache.lengths)
             fits = [min(c, room) for c in counts]
             self._take(tokens[:, : max(fits)], fits)
@@ -168,7 +168,7 @@ class DraftModel:
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         """See decode.drafters.Drafter."""
         lengths = zip(self.blind, self._cache.lengths, strict=True)
-        room = [0 if blind else self.draft.span + 1 - have for blind, have in lengths]
+        room = [0 if blind else self.draft.context_length + 1 - have for blind, have in lengths]
         budget = torch.minimum(budget, torch.tensor(room))
         return grow.draft(self, self.form, budget, sampling, rng)
 
@@ -204,15 +204,14 @@ class DraftModel:
         lengths, cache = self._cache.physical, self._cache
         if self.draft.support == "chain":
             ends = [length + start for length in lengths]
-            return self._alone(
-                tokens, ends, [int(end < self.draft.span) for end in ends]
-            )  # others draft deeper
+            most = self.draft.context_length  # others draft deeper
+            return self._alone(tokens, ends, [int(end < most) for end in ends])
         offset = max(lengths) + start
         even = min(lengths) == max(lengths)
         places = torch.tensor([lengths[0]] if even else lengths, device=self.device)[:, None] + (
             level - 1
         )
-        positions = places.expand(len(lengths), new).clamp(max=self.draft.span - 1)
+        positions = places.expand(len(lengths), new).clamp(max=self.draft.context_length - 1)
         mask = scratch(self.masks, lengths, seen, self.levels_read, new)
         cache.open(0, len(lengths), offset, new)
         return self._pass(tokens, positions, mask)
@@ -230,7 +229,7 @@ class DraftModel:
         positions = tree.positions() + torch.tensor(lengths, device=self.device)[:, None]
         cache.open(0, len(lengths), max(lengths), new)
         cache.pending, cache.in_place = new - 1, False
-        return self._pass(tokens, positions.clamp(max=self.draft.span - 1), mask)
+        return self._pass(tokens, positions.clamp(max=self.draft.context_length - 1), mask)
 
     def _alone(self, tokens: Tensor, ends: list[int], counts: list[int]) -> Tensor:
         """Row by row, without a mask and each at its own end: for drafts whose positions come

@@ -107,9 +107,8 @@ class Engine:
         self.rule: Rule = rule if callable(rule) else functools.partial(run_verify, rule=rule)
         self.eos = frozenset(self.target.eos_ids if self.eos_ids is None else self.eos_ids)
         self.timing, self.probs_rows = Timing(), 0
-        room = self.target.context_length, self.target.vocab_size
         self.all = [
-            _Row(i, r, Generation(list(r.prompt)), longest_answer(r, i, *room))
+            _Row(i, r, Generation(list(r.prompt)), longest_answer(r, i, self.target))
             for i, r in enumerate(self.requests)
         ]
         self.queue = deque(row for row in self.all if row.limit > 0)
@@ -140,19 +139,13 @@ class Engine:
     def _admit(self, cache: TreeCache) -> None:
         """Prefill waiting requests into free rows and draw their next token.
 
-        A request's first token belongs to no cycle. Rows that must be read again (see
-        `_retire`) wait in front and come in passes of their own: theirs are cycles without a
-        draft, and no prefill.
+        A request's first token belongs to no cycle; that of one that goes on (see
+        decode.live) is a cycle without a draft.
         """
         while self.queue and len(self.rows) < self.batch_size:
             start = self.clock()
-            again = bool(self.queue[0].out.token_ids)
-            new: list[_Row] = []
-            while self.queue and len(self.rows) + len(new) < self.batch_size:
-                if bool(self.queue[0].out.token_ids) != again:
-                    break
-                new.append(self.queue.popleft())
-            count = len(new)
+            count = min(len(self.queue), self.batch_size - len(self.rows))
+            new = [self.queue.popleft() for _ in range(count)]
             prompts = self._tensors([*row.request.prompt, *row.out.token_ids] for row in new)
             uncond = None
             if self.guidance is not None:
@@ -178,29 +171,14 @@ class Engine:
             self.drafter.observe(tokens, step.feats, lengths, slice(old, old + count))
             for row, token in zip(new, first, strict=True):
                 row.cycle += 1  # this draw had a number as well: no random number serves twice
-                if again:
+                if row.out.token_ids:
                     row.out.cycles.append(Cycle(0, 0, (), True, len(row.out.token_ids)))
                 self._emit(row, [token], [False])
             self._retire(cache)
-            if again:
-                self.timing.target_s += self.clock() - start
-                self.timing.cycles += 1
-            else:
-                self.timing.prefill_s += self.clock() - start
+            self.timing.prefill_s += self.clock() - start
 
     def _tensors(self, texts: Iterable[list[int]]) -> list[Tensor]:
         return [waits.sent(text, self.target.device) for text in texts]
-
-    def _headroom(self, row: _Row) -> int:
-        """Levels of a draft before the row, or its companion under guidance, must be read
-        again; negative: now.
-        """
-        prompts = (
-            [row.request.prompt] if self.guidance is None else [row.request.prompt, row.uncond]
-        )
-        return min(
-            self.target.headroom(len(prompt) + len(row.out.token_ids) - 1) for prompt in prompts
-        )
 
     def _cycle(self, cache: TreeCache) -> None:
         """One target pass for every live row."""
@@ -218,8 +196,7 @@ class Engine:
     def _budget(self) -> Tensor:
         """[B] levels that each row may draft, on the host: one less for the bonus token."""
         most = self.drafter.max_depth
-        levels = [min(row.remaining - 1, most, self._headroom(row)) for row in self.rows]
-        return torch.tensor(levels)
+        return torch.tensor([min(row.remaining - 1, most) for row in self.rows])
 
     @timed("draft")
     def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
@@ -312,13 +289,10 @@ class Engine:
         return count
 
     def _retire(self, cache: TreeCache) -> None:
-        """Finished rows leave. So do those whose rotary frequencies change with the next token
-        (decode.models.rope): they join the queue in front, and all their text is read again."""
-        keep = [b for b, row in enumerate(self.rows) if not row.done and self._headroom(row) >= 0]
+        """Finished rows leave."""
+        keep = [b for b, row in enumerate(self.rows) if not row.done]
         if len(keep) < len(self.rows):
             kept = set(keep)
-            again = [row for b, row in enumerate(self.rows) if b not in kept and not row.done]
-            self.queue.extendleft(reversed(again))
             # The last rows come into the places that are free: no other one is copied.
             last = [b for b in keep if b >= len(keep)]
             keep = [b if b in kept else last.pop() for b in range(len(keep))]

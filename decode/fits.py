@@ -4,6 +4,8 @@ written, and said in a line where they do not.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -13,11 +15,33 @@ from outrider.decode.records import Request
 from outrider.decode.tree import DraftTree
 
 
-def longest_answer(request: Request, index: int, context: int, vocab: int) -> int:
-    """Tokens that request number `index` may get: those it asks for, as far as the target's
-    `context` goes. vocab: tokens that the target knows.
+class Room(Protocol):
+    """What a target has room for, see decode.scorer.Scorer."""
 
-    Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary."""
+    context_length: int
+    first_range: int | None
+    vocab_size: int
+
+
+def unfit(target: Room, size: int, new: int) -> str:
+    """Why a prompt of `size` tokens cannot have an answer of `new`; empty when it can. An answer
+    may be ended by the context, but not by the end of LongRoPE's first range."""
+    if size >= target.context_length:
+        return f"has {size} tokens and the target's context holds {target.context_length}"
+    if target.first_range and size + new > target.first_range:
+        return (
+            f"has {size} tokens, and {new} new ones cross {target.first_range}, where the "
+            "target's rotary embedding changes (LongRoPE)"
+        )
+    return ""
+
+
+def longest_answer(request: Request, index: int, target: Room) -> int:
+    """Tokens that request number `index` may get: those it asks for, as far as the target's
+    context goes.
+
+    Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary, and
+    for a text that would cross LongRoPE's first range."""
     longest = max(len(request.prompt), len(request.uncond or ()))
     if not -(1 << 63) <= request.id < 1 << 63:
         raise UserError(
@@ -25,12 +49,9 @@ def longest_answer(request: Request, index: int, context: int, vocab: int) -> in
         )
     if not request.prompt:
         raise UserError(f"request {index}: the prompt is empty; give at least one token")
-    if longest >= context:
-        raise UserError(
-            f"request {index}: the prompt has {longest} tokens and the target's "
-            f"context holds {context}; "
-            f"shorten the prompt"
-        )
+    if why := unfit(target, longest, request.max_new_tokens):
+        raise UserError(f"request {index}: the prompt {why}; shorten the prompt")
+    vocab = target.vocab_size
     wrong = next(
         (t for t in (*request.prompt, *(request.uncond or ())) if not 0 <= t < vocab), None
     )
@@ -40,7 +61,7 @@ def longest_answer(request: Request, index: int, context: int, vocab: int) -> in
             f"0..{vocab - 1}; "
             "tokenize the prompt with the target's own tokenizer"
         )
-    return min(request.max_new_tokens, context - longest)
+    return min(request.max_new_tokens, target.context_length - longest)
 
 
 def check_sizes(max_rows: int, max_len: int, max_nodes: int, context: int) -> None:
@@ -101,21 +122,6 @@ def check_depth(cache: TreeCache, tree: DraftTree, context: int) -> None:
                 f"{depth} behind the last one "
                 f"exceeds the target's {context} positions; cap depth or stop this row"
             )
-
-
-def check_switch(cache: TreeCache, tree: DraftTree, switch: int) -> None:
-    """Raise ValueError when a row that was read up to `switch` tokens would go beyond them
-    (Target.headroom).
-    """
-    for row, depth in enumerate(_depths(tree)):
-        for end in cache.physical[row * cache.width : (row + 1) * cache.width]:
-            if end <= switch <= end + depth:
-                raise ValueError(
-                    f"score: row {row} holds {end} tokens, and a draft of depth "
-                    f"{depth} behind the last one "
-                    f"crosses {switch}, where the rotary embedding changes; cap "
-                    "depth and prefill the row again"
-                )
 
 
 def check_chain(tree: DraftTree, reason: str) -> None:

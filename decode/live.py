@@ -140,10 +140,7 @@ class LiveBatch(Engine):
         """
         number = self._joined
         room = self.room.longest - len(request.prompt)
-        limit = min(
-            longest_answer(request, number, self.target.context_length, self.target.vocab_size),
-            room,
-        )
+        limit = min(longest_answer(request, number, self.target), room)
         if room < 1:
             raise UserError(
                 f"prompt: {len(request.prompt)} tokens, and a row holds {self.room.longest} with "

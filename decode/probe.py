@@ -10,9 +10,8 @@ names.
    on the drafter, by less than the third question can see.
 
 What depends on the length of a text must show in a short probe: windows are made four tokens
-wide meanwhile, and the switch of a rotary embedding (decode.models.rope) comes after nine
-tokens, so that one row lies beyond two windows and the switch and one does not. A window that
-cannot be changed after loading is probed as it is, with longer texts.
+wide meanwhile, so that one row lies beyond two windows and one does not. A window that cannot be
+changed after loading is probed as it is, with longer texts.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ from outrider.decode.tree import DraftTree
 # squares). A mask that lets one wrong token in costs tens of percent in a trained model; half
 # precision costs a few.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.15}
-# While probing, in tokens: windows, the switch of a rotary embedding, the two prompts (beyond
-# and within these).
-WINDOW, SWITCH, PROMPTS = 4, 9, (10, 6)
+# While probing, in tokens: windows, the two prompts (beyond two of them and not).
+WINDOW, PROMPTS = 4, (10, 6)
 DEEPEST = 6  # tokens that the script adds to a prompt: the last token and a chain of five
 DRAFTS = 6  # that are put behind one context
 LONGEST_WINDOW = 1024  # tokens; the longest one that is probed at its own length
@@ -101,7 +99,7 @@ def probe_target(target: Scorer) -> Probe:
     """Raises UserError when neither trees nor chains can be scored, with the reason."""
     shapes = _layer_shapes(target)
     lengths = _prompt_lengths(target)
-    with _short(target):
+    with _short_windows(target):
         expected = _Expected(target, lengths)
         tile, problems = _tree_tile(expected, shapes)
         problem = "" if tile else _chain_problem(expected, shapes)
@@ -357,16 +355,6 @@ def _short_windows(target: Scorer, only: str | None = None) -> Iterator[None]:
             space[name] = value
 
 
-@contextlib.contextmanager
-def _short(target: Scorer) -> Iterator[None]:
-    """Windows of WINDOW tokens and a rotary switch after SWITCH, restored on exit."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_short_windows(target))
-        if target.rope is not None:
-            stack.enter_context(target.rope.switched_at(SWITCH))
-        yield
-
-
 class _Expected:
     """The probe's script and what plain passes over each path say, computed with the model's
     own attention.
@@ -486,8 +474,7 @@ def probe_layers(target: Scorer) -> list[nn.Module]:
     kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
     if target.takes_positions:
         kwargs["position_ids"] = torch.arange(5, device=target.device)[None]
-    with target.rows_apart():
-        listed = target.body(**kwargs, output_hidden_states=True).hidden_states
+    listed = target.body(**kwargs, output_hidden_states=True).hidden_states
     try:
         found = caught(target, stack, range(target.num_layers + 1), kwargs)
     except FAILURES:  # layers of another build
@@ -512,8 +499,7 @@ def caught(
     wanted = {tap for tap in taps if tap < scorer.num_layers}
     hooks = [layers[t].register_forward_pre_hook(reader(t), with_kwargs=True) for t in wanted]
     try:
-        with scorer.rows_apart():
-            found[scorer.num_layers] = scorer.body(**kwargs).last_hidden_state
+        found[scorer.num_layers] = scorer.body(**kwargs).last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()

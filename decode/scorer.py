@@ -10,7 +10,6 @@ in the call means another layer in 5.19 than in 5.23.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 from collections.abc import Sequence
@@ -25,8 +24,7 @@ from outrider.conf.errors import UserError
 from outrider.decode import fits, waits
 from outrider.decode.cache import TreeCache
 from outrider.decode.masks import TreeMasks
-from outrider.decode.models import facts, rope
-from outrider.decode.models.facts import UNBOUNDED
+from outrider.decode.models import facts
 from outrider.decode.probed import LMHead, Probe
 from outrider.decode.tree import DraftTree
 
@@ -53,9 +51,8 @@ class Scorer:
     vocab_size, hidden_size, num_layers, context_length (tokens; 2**31 - 1 where the model has
     no limit), eos_ids (ascending), dtype, device. support: "tree" or "chain".
 
-    switch: longest text that is rotated by the first of two sets of frequencies, None: there
-    is one set (decode.models.rope). A row that has grown to that many committed tokens must
-    leave and be prefilled again: see `headroom`.
+    first_range: longest text before the rotary frequencies of LongRoPE change, where that comes
+    before the model's last position; None elsewhere.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
@@ -64,8 +61,9 @@ class Scorer:
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
-        self.rope: rope.RowwiseRope | None = rope.rowwise(model, self.config)
-        self.context_length: int = facts.context_length(self.config, self.switch)
+        self.context_length: int = facts.context_length(self.config)
+        cut = self.context_length < facts.positions(self.config)
+        self.first_range: int | None = self.context_length if cut else None
         self.eos_ids: tuple[int, ...] = facts.eos_ids(model, tokenizer)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.body = facts.body(model)
@@ -89,23 +87,6 @@ class Scorer:
     @property
     def support(self) -> str:
         return self.probe().support
-
-    @property
-    def switch(self) -> int | None:
-        return self.rope.length if self.rope else None
-
-    @property
-    def span(self) -> int:
-        """Longest text whose committed tokens never need to be read again."""
-        return min(self.context_length, self.switch or self.context_length)
-
-    def headroom(self, length: int) -> int:
-        """Most levels of a draft behind `length` committed tokens and the last one. Negative:
-        the row has reached the switch and must be prefilled again, the last token included,
-        before anything is scored."""
-        if self.switch is None or length > self.switch:
-            return UNBOUNDED
-        return self.switch - 1 - length
 
     def probe(self) -> Probe:
         """What the model can do. Raises ValueError where nobody has found out."""
@@ -171,7 +152,7 @@ class Scorer:
         # Right padding needs no mask: a causal pass never looks right, and later passes hide
         # or overwrite these slots.
         counts = torch.tensor(lengths, device=self.device)
-        places = self._places(width, counts)
+        places = torch.arange(width, device=self.device).expand(len(rows), width)
         logits, feats = self._forward(ids, places, None, cache, taps, counts - 1)
         cache.physical += lengths
         cache.pending = None
@@ -200,8 +181,6 @@ class Scorer:
         places = tree.positions()
         if offset + n > self.context_length:
             fits.check_depth(cache, tree, self.context_length)
-        if self.switch is not None and min(cache.physical) <= self.switch:
-            fits.check_switch(cache, tree, self.switch)
         if cache.width > 1:
             ids = ids.repeat_interleave(cache.width, 0)
             places = places.repeat_interleave(cache.width, 0) if places.shape[0] > 1 else places
@@ -214,14 +193,8 @@ class Scorer:
             positions = places + offset
         else:
             positions = places + waits.sent(cache.physical, self.device)[:, None]
-        if offset + n > self.span:  # padding nodes of a tree cut by its size may stick out
-            ends = [
-                self.context_length if length > self.span else self.span
-                for length in cache.physical
-            ]
-            positions = torch.minimum(
-                positions, torch.tensor(ends, device=self.device)[:, None] - 1
-            )
+        if offset + n > self.context_length:  # padding nodes of a tree cut by its size stick out
+            positions = positions.clamp(max=self.context_length - 1)
         cache.open(0, len(cache.physical), offset, n)
         logits, feats = self._forward(ids, positions, mask, cache, taps, None)
         cache.pending, cache.in_place = tree.width, False
@@ -280,8 +253,7 @@ class Scorer:
         short = self.head.exact and (last is not None or (bool(taps) and not every))
         every |= bool(taps) and not short
         inputs, run = self._inputs(ids, positions, mask, cache), self.body if short else self._model
-        with self.rows_apart():
-            out = run(**inputs, output_hidden_states=every)
+        out = run(**inputs, output_hidden_states=every)
         found = out.last_hidden_state if short else out.logits
         if last is not None:
             found = found[torch.arange(len(ids), device=self.device), last][:, None]
@@ -291,23 +263,8 @@ class Scorer:
     def read(self, ids: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
         """Last hidden states [B, T, D] of a pass over ids [B, T], whose place in the cache was
         opened."""
-        with self.rows_apart():
-            out = self.body(**self._inputs(ids, positions, mask, cache))
+        out = self.body(**self._inputs(ids, positions, mask, cache))
         return out.last_hidden_state  # type: ignore[no-any-return]
-
-    def _places(self, width: int, lengths: Tensor) -> Tensor:
-        """Positions [B, width] of right-padded rows. Padding stays on its row's side of the
-        switch.
-        """
-        places = torch.arange(width, device=lengths.device).expand(len(lengths), width)
-        if self.switch is None:
-            return places
-        ends = torch.where(lengths > self.switch, width, self.switch)
-        return torch.minimum(places, ends[:, None] - 1)
-
-    def rows_apart(self) -> contextlib.AbstractContextManager[None]:
-        """No row's rotary frequencies depend on its neighbours within."""
-        return self.rope.applied() if self.rope else contextlib.nullcontext()
 
     def _step(self, cache: TreeCache, logits: Tensor, feats: Tensor | None) -> Step:
         if cache.guidance is None:

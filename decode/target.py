@@ -112,8 +112,7 @@ class Target(Scorer):
     def _logits(self) -> Tensor:
         """Of a short text, by a plain pass."""
         ids = torch.arange(3, 11, device=self.device).remainder(self.vocab_size)[None]
-        with self.rows_apart():
-            out = self._model(input_ids=ids, use_cache=False, return_dict=True)
+        out = self._model(input_ids=ids, use_cache=False, return_dict=True)
         return out.logits  # type: ignore[no-any-return]
 
     def new_cache(
@@ -175,14 +174,12 @@ class Target(Scorer):
         kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
         with torch.set_grad_enabled(grad):
             if self.takes_positions:
-                kwargs["position_ids"] = (
-                    self._places(ids.shape[1], mask.sum(1)) if position is None else position
-                )
+                every = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+                kwargs["position_ids"] = every if position is None else position
             several = self._wants_all(taps)
             if several and not grad and (layers := self.tapped_layers):
                 return caught(self, layers, taps, kwargs)
-            with self.rows_apart():
-                out = self.body(**kwargs, output_hidden_states=several)
+            out = self.body(**kwargs, output_hidden_states=several)
             return self._taps(out, taps)
 
     @functools.cached_property
@@ -195,11 +192,6 @@ class Target(Scorer):
         """Why this target cannot take packed documents; empty when it can. Asked of the model
         itself: without a cache transformers keeps documents apart by their positions, where
         the architecture supports it."""
-        if self.switch is not None:
-            return (
-                f"a document of more than {self.switch} tokens changes the rotation of its "
-                "whole row"
-            )
         if self._packs is None:
             error = packing_error(self, self.features)
             self._packs = ""

@@ -39,6 +39,7 @@ from torch import Tensor
 from outrider.decode import stats
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Cycle, Generation, Request, generate
+from outrider.decode.fits import unfit
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -203,7 +204,7 @@ def check(
     depth = int(head.drafter(target, DraftSpec(shape="chain")).max_depth)
     # Cycles at the end of an answer are cut: of shorter ones none would be left to compare.
     limit = max(max_new_tokens, FEWEST * (depth + 1))
-    fitting = [(i, p) for i, p in enumerate(prompts) if 0 < len(p) < target.context_length]
+    fitting = [(i, p) for i, p in enumerate(prompts) if p and not unfit(target, len(p), limit)]
     requests = [Request(p, limit, id=i) for i, p in fitting]
     found = Parity(depth, len(requests))
     if not requests:

@@ -42,6 +42,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from outrider.conf.errors import UserError, resumable
 from outrider.conf.schema import entry
 from outrider.conf.typed import raise_all
+from outrider.decode.fits import unfit
 from outrider.decode.models import facts, packed
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
@@ -167,7 +168,7 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
     longest = max(sum(len(t) // 2 + cfg.max_new_tokens for t in p.turns) for p in prompts)
     plan = MemoryPlan(max(cfg.batch_sizes or [cfg.batch_size]), longest, PLANNED_NODES)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
-    prompts = fitting(prompts, target, bad)
+    prompts = fitting(prompts, target, cfg.max_new_tokens, bad)
     for line in facts.notes(target, cfg.sampling()):
         print(line, file=sys.stderr)
     systems, skipped = entered(cfg, target, bad)
@@ -335,21 +336,20 @@ def shares(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def fitting(prompts: list[Prompt], target: Target, bad: list[dict[str, str]]) -> list[Prompt]:
-    """The prompts whose first turn fits the target's context.
+def fitting(
+    prompts: list[Prompt], target: Target, new: int, bad: list[dict[str, str]]
+) -> list[Prompt]:
+    """The prompts whose first turn fits the target's context. new: tokens of an answer.
 
     bad: takes {name, reason} of the others. Raises UserError when none fits.
     """
-    kept, room = [], target.context_length
+    kept = []
     for prompt in prompts:
-        size = len(question_ids(target.tokenizer, prompt.turns[0]))
-        if size < room:
+        why = unfit(target, len(question_ids(target.tokenizer, prompt.turns[0])), new)
+        if not why:
             kept.append(prompt)
             continue
-        reason = (
-            f"prompts: {prompt.id} has {size} tokens and the target's context holds "
-            f"{room}; shorten or remove it"
-        )
+        reason = f"prompts: {prompt.id} {why}; shorten or remove it"
         bad.append({"name": prompt.id, "reason": reason})
     if not kept:
         raise UserError(f"{bad[-1]['reason']} (and no other prompt fits)")

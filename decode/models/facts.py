@@ -92,14 +92,17 @@ def body(model: Any) -> Any:
     )
 
 
-def context_length(config: Any, switch: int | None = None) -> int:
-    """Most tokens of a text, prompt and answer. A text ends where the model's rotary
-    frequencies change (rope.switch), unless decoding can go on beyond it: `switch` then."""
+def context_length(config: Any) -> int:
+    """Most tokens of a text, prompt and answer: as many as the model has positions, and not beyond
+    the length where its rotary frequencies change (rope.first_range)."""
+    return min(positions(config), rope.first_range(config) or UNBOUNDED)
+
+
+def positions(config: Any) -> int:
+    """Tokens that a model's config has room for; UNBOUNDED where it names no number."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     given = [getattr(config, name, None) for name in names]
-    longest = next((n for n in given if isinstance(n, int) and n > 0), UNBOUNDED)
-    end = rope.switch(config)
-    return longest if end is None or switch is not None else min(longest, end)
+    return next((n for n in given if isinstance(n, int) and n > 0), UNBOUNDED)
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -167,12 +170,11 @@ def notes(target: LoadedTarget, sampling: Any) -> list[str]:
         lines.append(
             f"target: its generation_config asks for {what}, which this run does not apply{remedy}"
         )
-    longest = context_length(target.config, UNBOUNDED)
+    longest = positions(target.config)
     if target.context_length < longest:
         lines.append(
-            f"target: texts end at {target.context_length} tokens instead of {longest}: "
-            "beyond, its rotary embedding "
-            "changes, and transformers' own generate goes on with keys that were rotated otherwise"
+            f"target: texts of more than {target.context_length} tokens are refused, of {longest} "
+            "that it has positions for: beyond, its rotary embedding changes (LongRoPE)"
         )
     return lines
 

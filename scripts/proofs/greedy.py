@@ -44,16 +44,7 @@ class Plain:
     @torch.no_grad()
     def logits(self, sequences: Sequence[tuple[list[int], int]]) -> list[Tensor]:
         """For each (ids, start): logits [len(ids) - start, V] that predict ids[start:], in one
-        pass, right-padded.
-
-        Where a rotary embedding has a switch every text has passes of its own: one for the
-        places up to the switch and one for those beyond.
-        """
-        switch = self.target.switch
-        if switch is not None:
-            parts = [_sides(ids, start, switch) for ids, start in sequences]
-            if len(parts) > 1 or len(parts[0]) > 1:
-                return [torch.cat([self.logits([part])[0] for part in either]) for either in parts]
+        pass, right-padded."""
         longest = max(len(ids) for ids, _ in sequences) - 1
         first = min(start for _, start in sequences) - 1
         batch = torch.zeros(len(sequences), longest, dtype=torch.int64)
@@ -132,10 +123,7 @@ class Plain:
         worst = gap = 0.0
         for prompt in prompts:
             ids = list(prompt)
-            length = steps
-            if self.target.switch is not None and len(ids) <= self.target.switch:
-                length = min(steps, self.target.switch - len(ids) + 1)
-            stepped = self._steps(ids, length)
+            stepped = self._steps(ids, min(steps, self.target.context_length - len(ids) + 1))
             whole = self.logits([([*ids, *stepped.argmax(-1).tolist()], len(ids))])[0]
             a, b = whole.double(), stepped.double()
             worst = max(worst, float((a - b).abs().max()))
@@ -150,13 +138,6 @@ class Plain:
 def _guided(given: Tensor, free: Tensor, guidance: float) -> Tensor:
     a, b = given.float().log_softmax(-1), free.float().log_softmax(-1)
     return b + guidance * (a - b)
-
-
-def _sides(ids: list[int], start: int, switch: int) -> list[tuple[list[int], int]]:
-    """The text and start, cut in two where places on either side of `switch` are asked for."""
-    if start <= switch < len(ids) - 1:
-        return [(ids[: switch + 1], start), (ids, switch + 1)]
-    return [(ids, start)]
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timing
+from outrider.decode.fits import unfit
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.names import DraftSpec
@@ -198,7 +199,7 @@ class Talks:
                 held[p.id].append({"role": "user", "content": p.turns[turn]})
                 ids_of[group] = chat_ids(self.target.tokenizer, held[p.id])
             longest = max(map(len, ids_of.values()))
-            if longest >= self.target.context_length:
+            if unfit(self.target, longest, limit):
                 skipped.append({"prompt_id": p.id, "turn": turn, "tokens": longest})
                 continue
             live.append(p)

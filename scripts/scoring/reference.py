@@ -172,13 +172,13 @@ def hf_generate(
     A token drawn after the first is a cycle of length one, as for `none`. Random numbers come
     from torch's global generator, seeded per batch and restored afterwards: samples differ
     from our engine's, their distribution does not. Rows run one by one where their padding
-    could reach the end of the context or the switch of a rotary embedding.
+    could reach the end of the context.
     """
     timing, generations = Timing(), []
     for start in range(0, len(requests), batch_size):
         rows = requests[start : start + batch_size]
         longest = max(len(r.prompt) for r in rows) + max(r.max_new_tokens for r in rows)
-        for batch in [rows] if longest <= target.span else [[row] for row in rows]:
+        for batch in [rows] if longest <= target.context_length else [[row] for row in rows]:
             generations += _batch(target, batch, sampling, seed, timing, guidance)
     return DecodedRun(generations, timing, probs_rows=0)
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from outrider.conf.errors import UserError
 from outrider.decode.cache import TreeCache
-from outrider.decode.fits import check_depth, check_switch
+from outrider.decode.fits import check_depth
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
 from tests.helpers.archs import build
@@ -75,12 +75,6 @@ def test_the_depth_of_a_draft_is_its_deepest_node_and_no_padding() -> None:
     check_depth(cache, tree, 9)
     with pytest.raises(UserError, match="row 0 holds 5 tokens, and a draft of depth 3"):
         check_depth(cache, tree, 8)
-    with pytest.raises(ValueError, match="row 0 holds 5 tokens, and a draft of depth 3"):
-        check_switch(cache, tree, 6)
-    fill(cache, [1, 7], 3)
-    check_switch(cache, tree, 9)
-    with pytest.raises(ValueError, match="row 1 holds 7 tokens, and a draft of depth 1"):
-        check_switch(cache, tree, 8)
 
 
 def test_select_keeps_live_rows_a_prefix() -> None:

@@ -2,7 +2,7 @@
 the context.
 
 Every drafter equals transformers' `generate` token for token, alone and beside ragged
-neighbours, across the change.
+neighbours.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 from outrider.conf.errors import UserError
 from outrider.decode.drafters import Drafter, DraftModel, NGram, NoDraft
 from outrider.decode.engine import Request, generate
+from outrider.decode.models import facts
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.decode.tree import DraftTree
-from outrider.scripts.proofs.greedy import Plain
 from tests.decode.test_greedy_many import small_tree
 from tests.helpers.archs import LONGROPE, SWITCH, build
 
@@ -27,8 +26,8 @@ DOUBLE = torch.float64
 NEW = 30
 
 
-def phi(**changes: Any) -> Any:
-    return build("phi3", DOUBLE, **{**LONGROPE, **changes})
+def phi() -> Any:
+    return build("phi3", DOUBLE, **LONGROPE)
 
 
 def gpt_neo(**changes: Any) -> Any:
@@ -64,11 +63,16 @@ def written(model: Any, requested: list[list[int]], new: int, **more: Any) -> li
 
 
 def decoded(
-    target: Target, drafter: Drafter, requested: list[list[int]], batch_size: int, **more: Any
+    target: Target,
+    drafter: Drafter,
+    requested: list[list[int]],
+    batch_size: int,
+    new: int = NEW,
+    guidance: float | None = None,
 ) -> list[list[int]]:
-    requests = [Request(p, NEW, id=i) for i, p in enumerate(requested)]
-    sampling = more.pop("sampling", Sampling())
-    run = generate(target, drafter, requests, sampling, batch_size=batch_size, eos_ids=[], **more)
+    requests = [Request(p, new, id=i) for i, p in enumerate(requested)]
+    how: dict[str, Any] = {"batch_size": batch_size, "eos_ids": [], "guidance": guidance}
+    run = generate(target, drafter, requests, Sampling(), **how)
     for g in run.generations:  # every token after the first belongs to one cycle
         assert 1 + sum(c.accepted + 1 for c in g.cycles) == len(g.token_ids)
     return [g.token_ids for g in run.generations]
@@ -82,117 +86,55 @@ def drafters(target: Target, make: Callable[[], Any]) -> list[Drafter]:
 # -- rotary frequencies that change at a length
 
 
-ACROSS = (
-    20,
-    13,
-    5,
-    SWITCH,
-    SWITCH + 3,
-)  # two rows cross soon, one late, one at once, one lies beyond
-
-
-def test_texts_that_cross_the_switch_of_longrope() -> None:
-    requested = prompts(ACROSS)
-    want = written(phi(), requested, NEW)
-    target = Target(phi())
-    assert target.support == "tree" and target.switch == SWITCH
-    for drafter in drafters(target, phi):
-        for batch_size in (1, 3):
-            assert decoded(target, drafter, requested, batch_size) == want, (
-                drafter.name,
-                batch_size,
-            )
-
-
-def test_the_switch_leaves_the_model_as_it_was() -> None:
-    model, fresh = phi(), phi()
-    target = Target(model)
-    decoded(target, NoDraft(), prompts((20, 30)), 2)
-    assert model.config.to_dict() == fresh.config.to_dict()
-    assert all("forward" not in vars(module) for module in model.modules())
-
-
-@pytest.mark.slow
-def test_sampled_tokens_do_not_depend_on_neighbours_across_the_switch() -> None:
-    target = Target(phi())
-    requested = prompts(ACROSS)
-    warm = Sampling(1.0)
-    for drafter in drafters(target, lambda: phi(num_hidden_layers=1)):
-        for guidance in (None, 1.7):
-            settings = {"sampling": warm, "seed": 3, "guidance": guidance}
-            alone = decoded(target, drafter, requested, 1, **settings)
-            for batch_size in (2, 5):
-                assert decoded(target, drafter, requested, batch_size, **settings) == alone, (
-                    drafter.name,
-                    batch_size,
-                )
-
-
-@pytest.mark.slow
-def test_guided_texts_cross_the_switch() -> None:
-    """Row and companion cross at different times."""
-    requested = prompts(ACROSS)
-    target = Target(phi())
-    plain = decoded(target, NoDraft(), requested, 1, guidance=1.7)
-    for drafter in drafters(target, phi)[1:]:
-        assert decoded(target, drafter, requested, 3, guidance=1.7) == plain, drafter.name
-
-
-def test_features_do_not_depend_on_longer_neighbours() -> None:
-    target = Target(phi())
-    short, long = (torch.tensor(p) for p in prompts((9, SWITCH + 6)))
-    ids = torch.zeros(2, len(long), dtype=torch.int64)
-    ids[0, :9], ids[1] = short, long
-    mask = torch.arange(len(long)) < torch.tensor([[9], [len(long)]])
-    found = target.features(ids, mask, (1, 2))
-    for row, text in enumerate((short, long)):
-        alone = target.features(text[None], torch.ones(1, len(text), dtype=torch.bool), (1, 2))
-        torch.testing.assert_close(found[row, : len(text)], alone[0], atol=1e-12, rtol=1e-12)
-    assert "changes the rotation of its whole row" in target.packs()
-
-
-def test_scoring_beyond_the_switch_without_reading_again_is_refused() -> None:
-    target = Target(phi())
-    cache = target.new_cache(1, 40, 4)
-    target.prefill(cache, [torch.tensor(prompts((SWITCH - 2,))[0])])
-    assert target.headroom(SWITCH - 2) == 1
-    target.score(cache, torch.tensor([5]), DraftTree.chain(torch.tensor([[6]])))
-    with pytest.raises(
-        ValueError, match=f"row 0 holds {SWITCH - 2} tokens.*depth 2.*crosses {SWITCH}"
-    ):
-        target.score(cache, torch.tensor([5]), DraftTree.chain(torch.tensor([[6, 7]])))
-
-
-def test_the_certificates_plain_passes_know_the_switch() -> None:
-    """Texts on either side of the switch and across it, in one call: each place as in a pass
-    of its own.
-    """
-    target, oracle = Target(phi()), phi()
-    requested = [(ids, 3) for ids in prompts((SWITCH + 5, 9, SWITCH + 1, SWITCH + 2))]
-    requested.append((prompts((SWITCH + 9,), seed=8)[0], SWITCH + 4))
-    plain = Plain(target)
-    for at, found in plain.in_batches(requested):
-        ids, start = requested[at]
-        want = torch.stack(
-            [oracle(torch.tensor([ids[:k]])).logits[0, -1] for k in range(start, len(ids))]
-        )
-        torch.testing.assert_close(found, want, atol=1e-12, rtol=1e-12)
-    assert plain.rounding(prompts((SWITCH - 3, SWITCH + 3)))["logit"] < 1e-6
-
-
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_texts_end_at_the_switch_where_generate_reads_nothing_again(kind: str) -> None:
-    """Llama's `generate` would go on with keys rotated by other frequencies than its queries."""
-    given = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
-    longest = SWITCH if kind == "dynamic" else 128
-    if kind == "longrope":
-        given = LONGROPE["rope_parameters"]
+@pytest.mark.parametrize("arch", ["phi3", "llama"])
+def test_texts_within_the_first_range_of_longrope(arch: str) -> None:
+    """Up to its last token, alone and beside neighbours; whether transformers' own `generate` reads
+    a text again that outgrows it (Phi) or not (Llama)."""
 
     def make() -> Any:
-        return build("llama", DOUBLE, rope_parameters=given, max_position_embeddings=longest)
+        return build(arch, DOUBLE, **LONGROPE)
+
+    new = 11
+    requested = prompts((SWITCH - new, 5, 9))
+    want = written(make(), requested, new)
+    target = Target(make())
+    assert target.support == "tree" and target.context_length == SWITCH == target.first_range
+    assert facts.notes(target, Sampling()) == [
+        f"target: texts of more than {SWITCH} tokens are refused, of 128 that it has positions "
+        "for: beyond, its rotary embedding changes (LongRoPE)"
+    ]
+    for drafter in drafters(target, make):
+        for batch_size in (1, 3):
+            found = decoded(target, drafter, requested, batch_size, new)
+            assert found == want, (drafter.name, batch_size)
+    assert target.packs() == "", "documents count from 0"
+
+
+@pytest.mark.parametrize(("size", "new"), [(SWITCH - 4, 5), (SWITCH, 1), (SWITCH + 3, 1)])
+def test_a_text_that_would_cross_the_first_range_is_refused(size: int, new: int) -> None:
+    target = Target(phi())
+    with pytest.raises(UserError, match=rf"request 1: the prompt has {size} tokens.*{SWITCH}"):
+        decoded(target, NoDraft(), prompts((5, size)), 2, new)
+    with pytest.raises(UserError, match=f"exceed the target's context of {SWITCH}"):
+        target.prefill(target.new_cache(1, SWITCH, 4), [torch.zeros(SWITCH + 1, dtype=torch.int64)])
+
+
+def test_a_draft_model_that_is_outgrown_leaves_the_row_to_the_target() -> None:
+    target = Target(build("llama", DOUBLE))
+    requested = prompts((20, 5))
+    want = written(build("llama", DOUBLE), requested, NEW)
+    assert decoded(target, DraftModel(Target(phi()), 4), requested, 2) == want
+
+
+def test_texts_end_where_dynamic_frequencies_change() -> None:
+    """Llama's `generate` would go on with keys rotated by other frequencies than its queries."""
+    given = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+    def make() -> Any:
+        return build("llama", DOUBLE, rope_parameters=given, max_position_embeddings=SWITCH)
 
     target = Target(make())
-    assert target.context_length == SWITCH and target.switch is None
+    assert target.context_length == SWITCH and target.first_range is None
     requested = prompts((20, 13, 5))
     want = [
         w[: SWITCH - len(p)]

@@ -177,7 +177,7 @@ def test_a_drafter_weighs_the_same_whether_targets_are_packed_or_not(tmp_path: P
     target.tokenizer.save_pretrained(tmp_path)
     counts = torch.arange(target.vocab_size) + 1
     heads = (
-        HEADS["eagle1"].for_target(target, EagleConfig(kind="eagle1"), counts),
+        HEADS["eagle1"].for_target(target, EagleConfig(kind="eagle1", draft_vocab=0), counts),
         HEADS["eagle3"].for_target(target, EagleConfig(draft_vocab=64), counts),
         HEADS["small_lm"].for_target(target, SmallLMConfig(from_target_layers=1)),
         plain_model(str(tmp_path), target),

@@ -168,7 +168,7 @@ BY_LENGTH: dict[str, dict[str, Any]] = {
 }
 ARCHS = {**TREE, **CHAIN, **REFUSED, **BY_LENGTH}
 
-# Changes that give "phi3" the rotary embedding of Phi-3.5 and Phi-4-mini: other frequencies
+# Changes that give a model the rotary embedding of Phi-3.5 and Phi-4-mini: other frequencies
 # beyond SWITCH tokens.
 SWITCH = 24
 LONGROPE: dict[str, Any] = {
