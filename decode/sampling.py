@@ -1,7 +1,7 @@
 """The sampling setting: from logits to the distribution that verification must reproduce exactly.
 
-Order as in Hugging Face transformers: stateless logits processors, repetition penalty,
-temperature, top-k, top-p, min-p, softmax. T = 0 is a one-hot distribution. Each truncation is a
+Order as in Hugging Face transformers: repetition penalty, temperature, top-k, top-p, min-p,
+softmax. T = 0 is a one-hot distribution. Each truncation is a
 threshold on the logit, ties at the threshold stay in: so the distribution does not depend on the
 order of equal logits (in bfloat16 they are common).
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.decode import waits
-from outrider.decode.models.processors import Processor, refuse_state
 from outrider.decode.tree import DraftTree
 
 _FIRST_CANDIDATES = (
@@ -54,11 +53,7 @@ class Support:
 @dataclass(frozen=True)
 class Sampling:
     """Settings of the distribution. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and
-    repetition_penalty 1 are off.
-
-    processors: Hugging Face logits processors called as f(ids [1, T], scores [1, V]); each
-    must be stateless. Raises UserError for a value outside its range or a processor that keeps
-    state.
+    repetition_penalty 1 are off. Raises UserError for a value outside its range.
     """
 
     temperature: float = 0.0
@@ -66,7 +61,6 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
         problems = [
@@ -96,8 +90,6 @@ class Sampling:
             raise UserError("; ".join(wrong))
         # 2.0 passes above, and indexing refuses it.
         object.__setattr__(self, "top_k", int(self.top_k))
-        for processor in self.processors:
-            refuse_state(processor)
 
     @property
     def greedy(self) -> bool:
@@ -105,7 +97,7 @@ class Sampling:
 
     @property
     def uses_history(self) -> bool:
-        return self.repetition_penalty != 1 or bool(self.processors)
+        return self.repetition_penalty != 1
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raises UserError when top_k exceeds the vocabulary."""
@@ -199,7 +191,7 @@ def _truncate(
 _NO_DISTRIBUTION = (
     "row {row}, slot {number} of the draft: the target's logits hold NaN or infinity, or "
     "every token is masked "
-    "(maximum {highest}); check the weights, the dtype and the logits processors; "
+    "(maximum {highest}); check the weights and the dtype; "
     "nothing was committed"
 )
 _NO_CHANCE = (
@@ -306,19 +298,6 @@ class Distribution:
         on_path = mask[rows if mask.shape[0] > 1 else torch.zeros_like(rows), slots, 1:]
         tokens = self.tree.tokens[rows].clamp_(0, self.vocab_size - 1)  # see siblings.read
         new = torch.where(on_path, tokens, first)
-        # Foreign code knows no padding: one row at a time.
-        for processor in self.sampling.processors:
-            scores = torch.cat(
-                [
-                    processor(torch.cat([o[: int(n)], t[m]])[None], s[None])
-                    for o, n, t, m, s in zip(
-                        old, self.lengths[rows], new, on_path, scores, strict=True
-                    )
-                ]
-            )
-        penalty = self.sampling.repetition_penalty
-        if penalty != 1:
-            ids = torch.cat([old, new], 1)
-            seen = scores.gather(1, ids)
-            scores = scores.scatter(1, ids, torch.where(seen < 0, seen * penalty, seen / penalty))
-        return scores
+        penalty, ids = self.sampling.repetition_penalty, torch.cat([old, new], 1)
+        seen = scores.gather(1, ids)
+        return scores.scatter(1, ids, torch.where(seen < 0, seen * penalty, seen / penalty))

@@ -116,7 +116,7 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         head["trained_for"] = ", ".join(others)
     prompts = fitting(cfg, known, target, 1)
     plan = cfg.plan()
-    about = controls.identity(target, plan, cfg.processors)
+    about = controls.identity(target, plan)
     origin: dict[str, Any] = (
         {"from": "this run", "identity": about} if cfg.controls == "run" else {"from": "none"}
     )

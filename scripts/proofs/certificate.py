@@ -298,7 +298,7 @@ def _edges(plan: CertificatePlan, on_progress: OnProgress) -> tuple[int, float, 
 
 
 def _toy_settings(s: Sampling, vocab: int) -> Sampling:
-    """The user's settings without processors, which name tokens that a toy vocabulary lacks."""
+    """The user's settings for a toy vocabulary, without the repetition penalty."""
     return Sampling(s.temperature, min(s.top_k, vocab), s.top_p, s.min_p)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval
 
-from outrider.conf.errors import UserError
 from outrider.conf.rules import (
     AboveZero,
     AtATime,
@@ -23,7 +22,6 @@ from outrider.scripts.common.absent import no_drafters, no_prompts
 from outrider.scripts.common.sampling_keys import PenaltyKeys, SamplingKeys, Verify
 
 if TYPE_CHECKING:
-    from outrider.decode.sampling import Sampling
     from outrider.scripts.proofs import certificate
     from outrider.scripts.serving import server_certificate
     from outrider.scripts.serving.asking import Address
@@ -46,9 +44,6 @@ class CertifyConfig(PenaltyKeys):
     temperature: NotNegative = 1.0
     # classifier-free guidance, with the prompt's last token as unconditional prompt; 1 = off
     guidance_scale: AboveZero = 1.0
-    # stateless logits processors of transformers with their arguments:
-    # {NoRepeatNGramLogitsProcessor: {ngram_size: 3}}
-    processors: dict[str, Any] = field(default_factory=dict)
     # the rule under test: traversal or rejection
     verify: Verify = "traversal"
     # emitted tokens of the sampling layer; more find smaller biases; null = as many as surely
@@ -107,22 +102,6 @@ class CertifyConfig(PenaltyKeys):
             alpha=self.alpha,
             detect=self.detect,
         )
-
-    def sampling(self) -> Sampling:
-        """See SamplingKeys."""
-        from outrider.decode.models.processors import named_processors
-
-        return replace(super().sampling(), processors=named_processors(self.processors))
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = super().validate()
-        if self.processors:
-            try:
-                self.sampling()
-            except UserError as error:
-                found.append(str(error))
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)

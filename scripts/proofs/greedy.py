@@ -160,8 +160,8 @@ class Greedy:
 @dataclass
 class GreedyReading:
     """How answers are read off and judged at T = 0. tokens: of the longest answer. tolerance:
-    distance of two logits that rounding may turn. sampling: where the repetition penalty and
-    the processors come from. guidance: of classifier-free guidance, None = none."""
+    distance of two logits that rounding may turn. sampling: where the repetition penalty
+    comes from. guidance: of classifier-free guidance, None = none."""
 
     tokens: int
     batch_size: int
@@ -250,9 +250,7 @@ def _is_best(
 
 def greedy_of(sampling: Sampling) -> Sampling:
     """The same settings at T = 0, where truncation has nothing to cut."""
-    return Sampling(
-        0.0, repetition_penalty=sampling.repetition_penalty, processors=sampling.processors
-    )
+    return Sampling(0.0, repetition_penalty=sampling.repetition_penalty)
 
 
 def reference_tokens(

@@ -92,14 +92,12 @@ def distribution_of(
 def processed(
     scores: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()
 ) -> Tensor:
-    """`scores` [R, V] after processors and repetition penalty, each row by its history."""
+    """`scores` [R, V] after the repetition penalty, each row by its history."""
     if not sampling.uses_history:
         return scores
     rows = []
     for row, history in zip(scores, histories, strict=True):
         ids, row = torch.tensor([list(history)], device=scores.device), row[None].clone()
-        for processor in sampling.processors:
-            row = processor(ids, row)
         penalty, seen = sampling.repetition_penalty, ids.unique()
         row[0, seen] = torch.where(row[0, seen] < 0, row[0, seen] * penalty, row[0, seen] / penalty)
         rows.append(row)

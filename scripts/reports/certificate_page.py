@@ -71,7 +71,6 @@ def _settings(paper: dict[str, Any]) -> str:
     s = paper["settings"]
     words = [f"T = {s['temperature']:g}"]
     words += [f"{key} = {s[key]:g}" for key, off in OFF.items() if s[key] != off]
-    words += list(s["processors"])
     return ", ".join([*words, f"verify = {s['verify']}", paper["identities"]["target"]["dtype"]])
 
 

@@ -65,9 +65,9 @@ class Assisted:
         limit = room(self.target, request)
         how = settings(self.target, sampling, limit)
         if helper is None:
-            how[0].prompt_lookup_num_tokens = self.tokens or LOOKUP_TOKENS
+            how.prompt_lookup_num_tokens = self.tokens or LOOKUP_TOKENS
             if self.tokens is not None:
-                how[0].max_matching_ngram_size = LOOKUP_GRAM
+                how.max_matching_ngram_size = LOOKUP_GRAM
         seed = seed * 1_000_003 + request.id
         with self._settings(helper):
             rows, passes = generated(model, ids, torch.ones_like(ids), how, seed, timing, helper)

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -96,7 +94,7 @@ def generated(
     model: Any,
     ids: Tensor,
     mask: Tensor,
-    how: tuple[GenerationConfig, LogitsProcessorList],
+    how: GenerationConfig,
     seed: int,
     timing: Timing,
     helper: Any = None,
@@ -117,8 +115,7 @@ def generated(
         out = model.generate(
             ids,
             attention_mask=mask,
-            generation_config=how[0],
-            logits_processor=how[1],
+            generation_config=how,
             stopping_criteria=StoppingCriteriaList([watch]),
             **extra,
         )
@@ -183,9 +180,7 @@ def hf_generate(
     return DecodedRun(generations, timing, probs_rows=0)
 
 
-def settings(
-    target: Target, sampling: Sampling, max_new_tokens: int
-) -> tuple[GenerationConfig, LogitsProcessorList]:
+def settings(target: Target, sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
     """Our settings in transformers' words."""
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -193,15 +188,12 @@ def settings(
         eos_token_id=list(target.eos_ids) or None,
         pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
         use_cache=True,
+        repetition_penalty=sampling.repetition_penalty,
     )
     if sampling.temperature > 0:
         config.temperature, config.top_k = sampling.temperature, sampling.top_k
         config.top_p, config.min_p = sampling.top_p, sampling.min_p or None
-    # In our order: generate() itself would put the penalty in front of foreign processors.
-    processors = LogitsProcessorList(sampling.processors)
-    if sampling.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    return config, processors
+    return config
 
 
 def _batch(
@@ -221,7 +213,7 @@ def _batch(
         [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in batch], device=target.device
     )
     how = settings(target, sampling, limit)
-    how[0].guidance_scale = guidance
+    how.guidance_scale = guidance
     passes = timing.cycles
     with target.as_loaded() as model:
         seed = seed * 1_000_003 + batch[0].id

@@ -73,10 +73,10 @@ class ServedSystem:
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> DecodedRun:
         """Decode `requests`, all at the same time."""
-        if sampling.repetition_penalty != 1 or sampling.processors:
+        if sampling.repetition_penalty != 1:
             raise UserError(
-                f"drafters: {self.name}: a server is asked without repetition_penalty and logits "
-                "processors; leave these or the server out"
+                f"drafters: {self.name}: a server is asked without repetition_penalty; leave "
+                "that or the server out"
             )
         return asyncio.run(self._run(requests, sampling, seed))
 

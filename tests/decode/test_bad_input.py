@@ -239,24 +239,6 @@ def test_bad_logits_deep_in_a_draft(target: Target) -> None:
     refused(target, Fixed(make), UserError, ["row 1", "nan"], Sampling(1.0), poison)
 
 
-def test_a_foreign_processor_that_masks_everything(target: Target) -> None:
-    from outrider.decode.models.processors import named_processors
-
-    ban = named_processors(
-        {"SuppressTokensLogitsProcessor": {"suppress_tokens": list(range(VOCAB))}}
-    )
-    message: list[Any] = []
-    with pytest.raises(UserError, match="row 0, slot 0 of the draft: .*every token is masked"):
-        generate(
-            target,
-            NoDraft(),
-            [Request([3], 4)],
-            Sampling(1.0, processors=ban),
-            on_tokens=lambda *a: message.append(a),
-        )
-    assert message == []
-
-
 @pytest.mark.parametrize(
     ("settings", "word"),
     [

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
-    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -103,9 +102,7 @@ def test_greedy_is_the_lowest_id_among_equals() -> None:
 
 
 def test_history_follows_the_path_of_each_node() -> None:
-    """Repetition penalty and a foreign processor see prompt, committed tokens and the node's
-    own ancestors.
-    """
+    """The repetition penalty sees prompt, committed tokens and the node's own ancestors."""
     g = torch.Generator().manual_seed(0)
     tree = DraftTree(
         torch.tensor([[4, 5, 6], [7, 8, 9]]),
@@ -116,7 +113,7 @@ def test_history_follows_the_path_of_each_node() -> None:
     history, lengths = torch.tensor([[1, 2, 3], [2, 10, 0]]), torch.tensor([3, 2])
     penalty = RepetitionPenaltyLogitsProcessor(1.7)
     distribution = Distribution(
-        Sampling(1.0, repetition_penalty=1.7, processors=(NoRepeatNGramLogitsProcessor(2),)),
+        Sampling(1.0, repetition_penalty=1.7),
         logits,
         tree,
         history,
@@ -125,27 +122,9 @@ def test_history_follows_the_path_of_each_node() -> None:
     for b, paths in enumerate([[[], [4], [5], [4, 6]], [[], [7], [7, 8], [7, 8, 9]]]):
         for slot, path in enumerate(paths):
             ids = torch.tensor([history[b, : lengths[b]].tolist() + path])
-            scores = NoRepeatNGramLogitsProcessor(2)(ids, logits[b : b + 1, slot].clone())
-            want = penalty(ids, scores).softmax(-1)
+            want = penalty(ids, logits[b : b + 1, slot].clone()).softmax(-1)
             got = distribution.at(torch.tensor([b]), torch.tensor([slot])).dense(12)
             assert torch.allclose(got, want, atol=1e-12)
-
-
-class Counter:
-    """A processor that answers differently every time."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return scores + self.calls
-
-
-def test_stateful_processors_are_refused_by_name() -> None:
-    with pytest.raises(UserError, match="Counter keeps state"):
-        Sampling(processors=(Counter(),))
-    Sampling(processors=(RepetitionPenaltyLogitsProcessor(1.1),))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from outrider.decode.cache import TreeCache
 from outrider.decode.drafters import Drafter, DraftModel, NoDraft
 from outrider.decode.engine import Generation, Request, generate
 from outrider.decode.grow import Form
-from outrider.decode.models.processors import named_processors
 from outrider.decode.models.tiny import tiny_model
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
@@ -281,10 +280,9 @@ def test_emitted_tokens_are_uniform_under_the_distribution_of_plain_passes(
     assert uniformity.overall(found.tests()) > 1e-4
 
 
-def test_processors_and_guidance_belong_to_the_distribution(world: Any) -> None:
+def test_penalty_and_guidance_belong_to_the_distribution(world: Any) -> None:
     """What was emitted is uniform under the distribution with them, and not without them."""
-    known = named_processors({"NoRepeatNGramLogitsProcessor": {"ngram_size": 2}})
-    for sampling, guidance in ((Sampling(1.0, processors=known), None), (ONE, 1.5)):
+    for sampling, guidance in ((Sampling(1.0, repetition_penalty=1.3), None), (ONE, 1.5)):
         found = sample(world, sampling, guidance=guidance, tokens=1500)
         assert found.outside == 0 and uniformity.overall(found.tests()) > 1e-4
     plain, own, prompts = world
@@ -440,14 +438,9 @@ def test_greedy_layer_sees_what_goes_wrong_in_a_batch_of_one(
     assert places[len(prompts) - 1] < 12, "the last one is alone from its first token on"
 
 
-def test_greedy_layer_knows_processors_penalty_and_guidance(world: Any) -> None:
+def test_greedy_layer_knows_penalty_and_guidance(world: Any) -> None:
     plain, own, prompts = world
-    bans = named_processors({"NoRepeatNGramLogitsProcessor": {"ngram_size": 2}})
-    settings = [
-        (Sampling(1.0, repetition_penalty=1.3, processors=bans), None),
-        (ONE, 1.7),
-    ]
-    for sampling, guidance in settings:
+    for sampling, guidance in ((Sampling(1.0, repetition_penalty=1.3), None), (ONE, 1.7)):
 
         def run(target: Target, how: Sampling, scale: float | None, theirs: Any = None) -> Any:
             reading = GreedyReading(16, 4, 1e-4, sampling=how, guidance=scale)

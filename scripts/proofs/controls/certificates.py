@@ -56,7 +56,7 @@ def run(world: World) -> list[dict[str, Any]]:
     return [*_sampling(world), *_passes(world), *static, *_greedy(world)]
 
 
-def identity(target: Target, plan: CertificatePlan, processors: Any) -> dict[str, Any]:
+def identity(target: Target, plan: CertificatePlan) -> dict[str, Any]:
     """What the controls depend on. code: hash of the files under test and of the layers."""
     s, known = plan.sampling, target.identity
     return {
@@ -68,7 +68,6 @@ def identity(target: Target, plan: CertificatePlan, processors: Any) -> dict[str
         "top_p": s.top_p,
         "min_p": s.min_p,
         "repetition_penalty": s.repetition_penalty,
-        "processors": processors,
         "guidance_scale": plan.guidance,
         "verify": plan.verify,
         "code": code_sha256(),
