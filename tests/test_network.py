@@ -66,43 +66,6 @@ def test_loopback_and_unix_sockets_work(attempts: Any, tmp_path: Path) -> None:
     assert socket.getaddrinfo("localhost", 80) and not attempts.take()
 
 
-def test_what_counts_as_this_machine(guard: Any) -> None:
-    here = [
-        "127.0.0.1",
-        "127.8.8.8",
-        "::1",
-        "::1%lo",
-        "::ffff:127.0.0.1",
-        "LocalHost",
-        "",
-        None,
-        b"localhost",
-    ]
-    away = [
-        "127.0.0.1.example.org",
-        "localhost.example.org",
-        "192.0.2.1",
-        "2001:db8::1",
-        b"example.org",
-    ]
-    assert all(guard.is_local(host) for host in here) and not any(
-        guard.is_local(host) for host in away
-    )
-    for event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
-        assert guard.judge(event, (None, AWAY)) == "192.0.2.1:80"
-        assert guard.judge(event, (None, ("::1", 80, 0, 0))) is None
-        assert (
-            guard.judge(event, (None, None)) is None
-            and guard.judge(event, (None, "/run/x")) is None
-        )
-    for event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
-        assert (
-            guard.judge(event, ("example.org",)) == "example.org"
-            and guard.judge(event, ("192.0.2.1",)) is None
-        )
-    assert guard.judge("socket.bind", (None, AWAY)) is None
-
-
 SWALLOWING = f"import socket\ntry:\n  socket.create_connection({AWAY}, 1)\nexcept OSError:\n  pass\nprint('on')"
 
 
@@ -147,31 +110,6 @@ def test_a_test_that_connects_is_red_even_if_it_swallows_the_error(tmp_path: Pat
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "tried to reach the network" in done.stdout, done.stdout
     assert "2 passed, 1 error" in done.stdout or "1 failed, 1 passed" in done.stdout, done.stdout
-
-
-def test_pip_alone_is_let_through(guard: Any) -> None:
-    assert guard.is_pip(["python", "-m", "pip", "download", "x"])
-    assert not guard.is_pip(["python", "-m", "pytest", "pip"]) and not guard.is_pip(
-        ["python", "pip"]
-    )
-    assert not guard.is_pip(["python", "-m"])
-
-
-HIDDEN = """
-import importlib.util
-assert importlib.util.find_spec("wandb") is None
-try:
-    import wandb
-except ModuleNotFoundError:
-    print("absent")
-"""
-
-
-def test_a_hidden_package_looks_absent(guard: Any) -> None:
-    env = {**os.environ, guard.ABSENT: "wandb"}
-    assert subprocess.run(
-        [sys.executable, "-c", HIDDEN], env=env, stdout=subprocess.PIPE, check=True
-    ).stdout
 
 
 @pytest.fixture(scope="module")
@@ -268,9 +206,7 @@ def test_wandb_makes_no_difference_to_a_run(
     "mode, variable, quiet",
     [
         ("offline", None, True),
-        ("online", None, False),
         ("online", "offline", False),
-        (None, "offline", True),
         (None, "disabled", True),
         (None, None, False),
     ],

@@ -60,13 +60,6 @@ def test_a_gpu_computes_bfloat16(able: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert arithmetic.dtype_on("") == on_cpu
 
 
-def test_a_mistake_beside_it_is_named_as_ever() -> None:
-    with pytest.raises(UserError, match="no such key"):
-        compose("eagle", EagleRun, [*KEYS, "stepz=1"])
-    with pytest.raises(UserError, match="dtype"):
-        compose("eagle", EagleRun, [*KEYS, "dtype=fp16"])
-
-
 def test_a_mistake_costs_no_torch() -> None:
     code = (
         "import sys\nfrom outrider.conf.schema import compose\n"

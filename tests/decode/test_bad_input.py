@@ -227,18 +227,6 @@ def test_a_distribution_with_every_token_masked(target: Target) -> None:
     )
 
 
-def test_bad_logits_deep_in_a_draft(target: Target) -> None:
-    """Distributions are read lazily: a bad one is told when the walk gets there."""
-    make = tree([-1, 0, 1], [1, 2, 3], 0)
-
-    def poison(step: Step) -> None:
-        step.logits[:, 0] = -INF
-        step.logits[:, 0, 1] = 0.0  # the first candidate is certain
-        step.logits[1, 1] = NAN
-
-    refused(target, Fixed(make), UserError, ["row 1", "nan"], Sampling(1.0), poison)
-
-
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
@@ -277,33 +265,9 @@ def test_prompts_outside_the_model(target: Target) -> None:
     assert seen == []
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 2.0}, {"temperature": 1e-37}])
-def test_settings_at_the_edge_decode(target: Target, settings: dict[str, Any]) -> None:
-    run = generate(
-        target,
-        NoDraft(),
-        [Request([3], 4)],
-        Sampling(**{"temperature": 1.0, **settings}),
-        eos_ids=(),
-    )
-    assert len(run.generations[0].token_ids) == 4
-
-
 def test_ids_of_requests_are_numbers_of_64_bits(target: Target) -> None:
     for number in (1 << 63, -(1 << 63) - 1, 10**30):
         with pytest.raises(UserError, match=f"request 0: its id {number} is no 64-bit number"):
             generate(target, NoDraft(), [Request([3], 4, id=number)], Sampling(1.0))
     for number in ((1 << 63) - 1, -(1 << 63)):
         generate(target, NoDraft(), [Request([3], 2, id=number)], Sampling(1.0))
-
-
-def test_a_full_cache_commits_nothing(target: Target) -> None:
-    cache = target.new_cache(2, 6, 1)
-    target.prefill(cache, [torch.tensor([3, 4, 5, 6, 7, 8]), torch.tensor([9])])
-    before = [b.clone() for b in cache.buffers]
-    chain = DraftTree.chain(torch.ones(2, 2, dtype=torch.int64))
-    with pytest.raises(UserError, match=r"row 0 holds 6 tokens and 3 more need 9 slots of 8"):
-        target.score(cache, torch.tensor([1, 1]), chain)
-    assert cache.lengths == [6, 1] and all(
-        torch.equal(a, b) for a, b in zip(before, cache.buffers, strict=True)
-    )

@@ -16,7 +16,7 @@ from outrider.decode.fits import check_depth
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
 from tests.helpers.archs import build
-from tests.helpers.mirror import Mirror, ancestors
+from tests.helpers.mirror import Mirror
 
 DEVICE = torch.device("cpu")
 
@@ -35,20 +35,6 @@ def fill(cache: TreeCache, lengths: list[int], nodes: int) -> None:
     for buffer in cache.buffers:
         rows, slots = torch.arange(buffer.shape[1]), torch.arange(cache.slots)
         buffer.copy_((100.0 * rows[:, None] + slots)[None, :, None, :, None].expand_as(buffer))
-
-
-def test_update_returns_views_of_the_buffers() -> None:
-    cache = small()
-    cache.physical = [2, 2]
-    cache.open(0, 2, 2, 1)
-    keys, values = cache.update(torch.ones(2, 1, 1, 2), torch.full((2, 1, 1, 4), 2.0), 2)
-    assert keys.shape == (2, 1, 3, 2) and values.shape == (2, 1, 3, 4)
-    bases = {buffer.untyped_storage().data_ptr() for buffer in cache.buffers}
-    assert (
-        keys.untyped_storage().data_ptr() in bases and values.untyped_storage().data_ptr() in bases
-    )
-    assert float(keys[:, :, 2].min()) == 1 and float(values[:, :, 2].min()) == 2
-    assert cache.get_seq_length() == 2 and cache.get_mask_sizes(1, 0) == (3, 0)
 
 
 def test_commit_moves_ragged_paths_to_the_end_of_each_row() -> None:
@@ -236,7 +222,3 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
     max_examples=25, stateful_step_count=12, deadline=None, derandomize=True
 )
-
-
-def test_ancestors_reads_root_first() -> None:
-    assert ancestors([-1, 0, 1, 1], 3) == [0, 1, 3]

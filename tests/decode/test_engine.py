@@ -18,10 +18,9 @@ from outrider.decode.engine import Request, generate
 from outrider.decode.grow import Form
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.rng import Rng
-from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
-from outrider.decode.verify import Verdict, verify
 
 
 class Tree(NoDraft):
@@ -98,21 +97,6 @@ def test_tokens_do_not_depend_on_batch_size_or_position(
         assert alone == [g.token_ids for g in back[::-1]], drafter.name
     if not sampling.greedy:
         assert alone != tokens(target, drafter, sampling, seed=4, verify=rule)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)])
-def test_tokens_do_not_depend_on_the_batch_in_float32(sampling: Sampling) -> None:
-    """There sums of a batch may differ in the last bits; no draw of these texts is near enough
-    to an edge to care.
-    """
-    target = load_target(TargetConfig(kind="tiny"), torch.float32)
-    other = load_target(TargetConfig(kind="tiny", layers=1, seed=5), torch.float32)
-    for drafter in [NoDraft(), *drafters(target, other)]:
-        alone = tokens(target, drafter, sampling, batch_size=1, seed=3)
-        back = generate(
-            target, drafter, requests()[::-1], sampling, batch_size=4, seed=3
-        ).generations
-        assert alone == [g.token_ids for g in back[::-1]], drafter.name
 
 
 def test_perfect_drafter_accepts_everything(target: Target) -> None:
@@ -241,11 +225,6 @@ def test_nothing_reads_global_random_state(target: Target) -> None:
     assert first == tokens(target, DraftModel(target, 3), Sampling(1.0))
 
 
-def test_empty_prompt(target: Target) -> None:
-    with pytest.raises(UserError, match="request 1: the prompt is empty"):
-        generate(target, NoDraft(), [Request([1], 2), Request([], 2)], Sampling())
-
-
 def test_ngram_takes_the_longest_and_latest_match() -> None:
     drafter = NGram(depth=3)
     drafter.reset(1, 64)
@@ -370,23 +349,6 @@ def test_padding_of_a_drawn_tree_may_hold_anything(
         assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("above", [-2, 99])
-def test_parents_that_are_none_are_named_on_an_accelerator_too(
-    above: int, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The layout of such a tree follows from its parents, and is asked for before the pass."""
-    monkeypatch.setattr(waits, "free", lambda tensor: False)
-
-    class Orphans(Tree):
-        def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-            parents = torch.tensor([[-1, above]]).repeat(self.rows, 1)
-            tokens = torch.tensor([[5, 6]]).repeat(self.rows, 1)
-            return DraftTree(tokens, parents, budget.clamp(max=2))
-
-    with pytest.raises(ValueError, match=f"row 0, node 1: parent {above} must be"):
-        generate(target, Orphans(), requests(2), Sampling(), batch_size=2, eos_ids=())
-
-
 def test_a_cycle_tells_how_deep_each_row_drafted(target: Target) -> None:
     """Rows near their limit draft less than their neighbours: padding is no draft."""
     requested = [Request(PROMPTS[0], 2, id=0), Request(PROMPTS[4], 12, id=1)]
@@ -396,16 +358,6 @@ def test_a_cycle_tells_how_deep_each_row_drafted(target: Target) -> None:
     assert long.cycles[0].proposed == 3
     assert all(c.proposed <= 3 for c in long.cycles)
     assert min(vars(found.timing).values()) >= 0 and found.timing.distribution_s > 0
-
-
-def test_what_a_rule_spends_on_distributions_is_counted_as_distribution(target: Target) -> None:
-    def slow(tree: DraftTree, distribution: Distribution, rng: Rng) -> Verdict:
-        verdict = verify(tree, distribution, rng)
-        distribution.seconds += 100.0
-        return verdict
-
-    timing = generate(target, Tree(), requests(2), Sampling(), eos_ids=(), verify=slow).timing
-    assert timing.distribution_s >= 100 * timing.cycles > 0
 
 
 def test_the_last_rows_take_the_places_that_become_free(

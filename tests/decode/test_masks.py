@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from outrider.decode.draft_model import scratch
-from outrider.decode.layout import TreeLayout
 from outrider.decode.masks import FULL, Reach, TreeMasks
 from outrider.decode.tree import DraftTree, TreeShape
 from tests.helpers.mirror import ancestors
@@ -93,42 +92,3 @@ def test_companion_rows_share_the_tree_of_their_request() -> None:
         found = masks(lengths, tree, 2)
         assert isinstance(found, torch.Tensor)
         assert torch.equal(found[:, 0] == 0, written_out(lengths, doubled, FULL))
-
-
-def test_companions_of_dynamic_trees_get_their_own_row() -> None:
-    """A dynamic tree brings a layout of every row; under guidance even rows once met a mask of
-    half of them.
-    """
-    masks = TreeMasks({"full_attention": FULL}, 1, torch.float32, torch.device("cpu"))
-    parents = torch.tensor([[-1, -1, 0], [-1, 0, 1]])
-    layout = TreeLayout.of(parents)
-    tree = DraftTree(torch.zeros_like(parents), parents, torch.tensor([3, 3]), static_layout=layout)
-    doubled = DraftTree(
-        tree.tokens.repeat_interleave(2, 0), parents.repeat_interleave(2, 0), torch.tensor([3] * 4)
-    )
-    for _ in range(2):
-        found = masks([4, 4, 4, 4], tree, 2)
-        assert isinstance(found, torch.Tensor)
-        assert torch.equal(found[:, 0] == 0, written_out([4, 4, 4, 4], doubled, FULL))
-
-
-def test_layouts_that_come_once_get_no_strip() -> None:
-    """A strip holds 512 columns or more: worth it for a shape that comes again, not for one
-    made for a single cycle.
-    """
-    masks = TreeMasks({"full_attention": FULL}, 1, torch.float32, torch.device("cpu"))
-    parents = torch.tensor([[-1, -1, 0]])
-    for _ in range(3):
-        tree = DraftTree(
-            torch.zeros_like(parents),
-            parents,
-            torch.tensor([3]),
-            static_layout=TreeLayout.of(parents),
-        )
-        found = masks([600], tree, 1)
-        assert isinstance(found, torch.Tensor)
-        assert found.untyped_storage().nbytes() == found.numel() * found.element_size()
-        assert torch.equal(found[:, 0] == 0, written_out([600], tree, FULL))
-    shared = DraftTree.static(SHAPE, torch.zeros(1, len(SHAPE), dtype=torch.int64))
-    stores = {masks([600], shared, 1).untyped_storage().data_ptr() for _ in range(4)}  # type: ignore[union-attr]
-    assert len(stores) <= 2, "from the second time on one constant serves all"

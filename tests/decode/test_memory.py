@@ -51,17 +51,6 @@ def test_parameters_come_from_the_headers(folder: Path) -> None:
     assert memory.parameters(folder) == (0, 0), "loading will say what is wrong"
 
 
-def test_no_row_outgrows_the_context(folder: Path) -> None:
-    config = SimpleNamespace(**vars(CONFIG), max_position_embeddings=200)
-    long, whole = (
-        memory.estimate(
-            config, memory.parameters(folder), "bfloat16", MemoryPlan(tokens=n, nodes=9)
-        )
-        for n in (10**12, 200)
-    )
-    assert long == whole, "a longer prompt is left out or refused, whatever memory there is"
-
-
 def test_the_sum_by_hand(folder: Path) -> None:
     plan = MemoryPlan(rows=3, tokens=50, nodes=9, drafters=1000)
     need = memory.estimate(CONFIG, memory.parameters(folder), "bfloat16", plan)
@@ -113,18 +102,6 @@ def test_loading_checks_first(tmp_path: Path, monkeypatch: Any) -> None:
             "cpu",
             MemoryPlan(64, 4096, 64),
         )
-
-
-def test_this_machine_has_memory() -> None:
-    free = memory.available("cpu")
-    assert free is None or free > 1 << 20
-
-
-def test_a_missing_library_is_one_line(monkeypatch: Any) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for kind, library in (("bnb-nf4", "bitsandbytes"), ("torchao-int8", "torchao")):
-        with pytest.raises(UserError, match=f"needs the library {library}, which is not installed"):
-            quantize.config(kind, torch.bfloat16)
 
 
 @pytest.mark.parametrize("drafts", ["none", "ngram@3"])

@@ -107,13 +107,6 @@ def test_a_child_that_is_not_there_changes_nothing() -> None:
     torch.testing.assert_close(beside[1:], alone[1:], atol=1e-15, rtol=0)
 
 
-def test_memory_that_is_given_is_written() -> None:
-    p, q, tokens = random_slot(5, 2)
-    siblings, memory = siblings_of(p, q, tokens, [True, True]), torch.full((1, 7), 9.0).double()
-    found = level(siblings, float64([0.5]), memory)
-    assert found.residual.data_ptr() == memory.data_ptr()
-
-
 def test_equal_distributions_leave_nothing_and_no_nan() -> None:
     p, _, tokens = random_slot(6, 1)
     found = level(siblings_of(p, p, tokens, [True]), torch.ones(1).double())

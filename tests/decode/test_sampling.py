@@ -19,7 +19,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from outrider.conf.errors import UserError
 from outrider.decode.inverse_cdf import inverse_cdf
 from outrider.decode.rng import ACCEPT, DRAFT, RESIDUAL, Rng
 from outrider.decode.sampling import Distribution, Sampling
@@ -125,28 +124,6 @@ def test_history_follows_the_path_of_each_node() -> None:
             want = penalty(ids, logits[b : b + 1, slot].clone()).softmax(-1)
             got = distribution.at(torch.tensor([b]), torch.tensor([slot])).dense(12)
             assert torch.allclose(got, want, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("settings_", "word"),
-    [
-        ({"temperature": -0.1}, "temperature=-0.1"),
-        ({"temperature": math.nan}, "temperature"),
-        ({"top_p": 0.0}, "top_p=0.0"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"top_k": -1}, "top_k=-1"),
-        ({"min_p": 1.0}, "min_p"),
-        ({"repetition_penalty": 0}, "repetition"),
-    ],
-)
-def test_settings_out_of_range(settings_: dict, word: str) -> None:
-    with pytest.raises(UserError, match=word):
-        Sampling(**settings_)
-
-
-def test_top_k_above_the_vocabulary() -> None:
-    with pytest.raises(UserError, match="top_k=11"):
-        Sampling(top_k=11).check_vocab(10)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

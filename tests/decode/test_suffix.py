@@ -80,13 +80,6 @@ def test_texts_of_one_token_and_none() -> None:
     assert same.branches(3, 3, 0.0) == [(7, -1)]
 
 
-def test_work_grows_with_the_text_alone() -> None:
-    """States and links of texts that repeat themselves: at most two states a token."""
-    for period in (1, 2, 7):
-        known = SuffixAutomaton([i % period for i in range(2000)])
-        assert len(known._link) <= 2 * 2000 and sum(map(len, known._next)) <= 3 * 2000
-
-
 def test_an_ngram_tree_keeps_to_each_rows_budget() -> None:
     drafter = NGram(depth=4, nodes=6)
     assert (drafter.shape, drafter.max_depth, drafter.max_nodes) == ("tree", 4, 6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.decode import attention, probe
+from outrider.decode import attention
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from tests.helpers.archs import CHAIN, REFUSED, TREE, VOCAB, build
@@ -102,12 +102,6 @@ def test_recurrent_state_is_refused(arch: str) -> None:
 @pytest.mark.parametrize("arch", ["llama", "mixtral", "gemma2", "gemma3_text", "mistral", "gpt2"])
 def test_probe_accepts_half_precision(arch: str) -> None:
     assert Target(build(arch, torch.bfloat16)).support == "tree"
-
-
-def test_probe_restores_the_windows() -> None:
-    model = build("gemma3_text")
-    Target(model).probe()
-    assert model.config.sliding_window == build("gemma3_text").config.sliding_window
 
 
 def test_probe_falls_back_when_the_folded_attention_is_wrong(
@@ -240,19 +234,6 @@ def test_facts_come_from_the_model() -> None:
     assert target.embed(torch.tensor([[4, 5]])).shape == (1, 2, 32)
 
 
-def test_plain_decoding_step_builds_no_mask() -> None:
-    """One row, no draft: nothing is passed that would keep attention off its fast path."""
-    m = mirror("llama", torch.float32, 1)
-    m.prefill([6])
-    seen = []
-    hook = m.target.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
-    )
-    m.check(DraftTree.empty(1))
-    hook.remove()
-    assert seen == [None]
-
-
 def test_learned_positions_end_at_the_context() -> None:
     """Up to the last position all is exact; padding of a tree cut by its size does no harm;
     beyond: refused.
@@ -297,13 +278,3 @@ def test_taps_are_caught_on_the_way_and_are_those_of_the_list(
     target.features(ids, real, (1, deep))
     assert requested == [None]
     assert not any(m._forward_pre_hooks for m in target.body.modules())
-
-
-def test_a_model_whose_layers_do_not_say_their_inputs_is_requested_for_the_list(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = Target(build("llama"))
-    ids = torch.arange(3, 9)[None]
-    monkeypatch.setattr(probe, "caught", lambda *_: torch.zeros(1))
-    found = target.features(ids, torch.ones_like(ids, dtype=torch.bool), (1, 2))
-    assert target.tapped_layers == [] and found.shape[2] == 2

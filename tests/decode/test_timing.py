@@ -120,17 +120,6 @@ def test_every_part_gets_its_own_seconds(
     assert phases == timing.decode_s, "the phases of a cycle have no gap between them"
 
 
-def test_parts_of_a_real_clock_sum_to_the_wall(target: Target) -> None:
-    timing = generate(
-        target, NGram(depth=4), REQUESTED, Sampling(), batch_size=2, eos_ids=()
-    ).timing
-    parts = timing.parts()
-    assert sum(parts.values()) == pytest.approx(timing.decode_s) and all(
-        seconds >= 0 for seconds in parts.values()
-    )
-    assert all(parts[name] > 0 for name in PARTS)
-
-
 def test_parts_of_older_reports_are_read() -> None:
     assert part_of({"law": 0.5, "target": 2.0}, "distribution") == 0.5
     assert part_of({"distribution": 0.25, "law": 0.5}, "distribution") == 0.25

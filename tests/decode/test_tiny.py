@@ -134,21 +134,3 @@ def test_weights_hash_follows_the_content_past_its_memory(saved) -> None:
     assert sha256_weights(saved) == first
     tiny_model(seed=1).save_pretrained(saved)
     assert sha256_weights(saved) != first
-
-
-def test_folders_that_hold_no_model(saved, tmp_path) -> None:
-    weights = saved / "model.safetensors"
-    torch.save({}, saved / "pytorch_model.bin")  # pickles are never read
-    weights.unlink()
-    with pytest.raises(UserError, match="target"):
-        load_target(TargetConfig(kind="local", path=str(saved)))
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(UserError, match="config.json"):
-        load_target(TargetConfig(kind="local", path=str(empty)))
-
-
-def test_a_spread_that_transformers_would_refuse_is_refused_in_a_line() -> None:
-    for spread, said in ((-1.0, "is below 0; give 0 or more"), (2.0, "is above 1; give 1 or less")):
-        with pytest.raises(UserError, match=f"^target.init_std: {spread} {said}$"):
-            load_target(TargetConfig(kind="tiny", init_std=spread))

@@ -90,6 +90,7 @@ def tree(tokens: list[int], parents: list[int], **more: object) -> DraftTree:
 SURE = Proposal(torch.tensor([[[0.5, 0.5, 0.0, 0.0]]]), torch.zeros(1, 2, dtype=torch.int64))
 BOTH = torch.ones(1, 2, dtype=torch.bool)
 NARROW = torch.full((1, 1, 3), 1 / 3)
+MINUS = torch.tensor([[[0.6, 0.6, -0.2, 0.0]]])
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,10 @@ NARROW = torch.full((1, 1, 3), 1 / 3)
             tree([0, 1], [-1, 0], sampled=BOTH, proposal=Proposal(SURE.probs * 0.5, SURE.row)),
             "sum to one",
         ),
+        (
+            tree([0, 1], [-1, 0], sampled=BOTH, proposal=Proposal(MINUS, SURE.row)),
+            "negative",
+        ),
         (DraftTree(torch.tensor([[1.0]]), torch.tensor([[-1]]), torch.tensor([1])), "int64"),
         (
             DraftTree(torch.tensor([[1]]), torch.tensor([[-1, 0]]), torch.tensor([1])),
@@ -126,18 +131,6 @@ NARROW = torch.full((1, 1, 3), 1 / 3)
 def test_malformed_trees_name_row_and_value(bad: DraftTree, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         bad.validate(4)
-
-
-def test_one_distribution_for_many_rows_is_refused() -> None:
-    both = tree([0, 1], [-1, 0])
-    many = DraftTree(
-        *(part.repeat(2, *[1] * (part.dim() - 1)) for part in (both.tokens, both.parents)),
-        torch.tensor([2, 2]),
-        BOTH.repeat(2, 1),
-        Proposal(SURE.probs, SURE.row.repeat(2, 1)),
-    )
-    with pytest.raises(IndexError):
-        many.validate(4)
 
 
 def test_a_score_that_is_not_finite_counts_where_the_node_is_used() -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import transformers
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.identity import INDEX, sha256_weights, weight_files
-from outrider.decode.models.load import TargetConfig, load_target, load_tokenizer, source_folder
+from outrider.decode.models.load import TargetConfig, load_target, source_folder
 from outrider.decode.models.memory import parameters
 from outrider.decode.models.tiny import byte_tokenizer, tiny_model
 
@@ -51,13 +50,6 @@ def test_weights_that_were_not_fetched_whole_are_message(
     assert "\n" not in str(message.value)
 
 
-@pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}'])
-def test_an_index_that_is_none_names_nothing(repository: Path, index: str) -> None:
-    every = sorted(repository.glob("*.safetensors"))
-    (repository / INDEX).write_text(index)
-    assert weight_files(repository) == every
-
-
 def test_a_name_beyond_the_folder_is_not_followed(tmp_path: Path, repository: Path) -> None:
     shutil.copy(sorted(repository.glob("*.safetensors"))[0], tmp_path / "secret.safetensors")
     (repository / INDEX).write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
@@ -87,21 +79,3 @@ def test_what_lies_there_twice_is_not_fetched(
         [*names, "tokenizer.json"], allow_patterns=requested["allow_patterns"]
     )
     assert [*few] == ["tokenizer.json"]
-
-
-def test_the_tokenizer_is_the_one_of_its_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether mistral-common is installed or not; no weights are fetched for it."""
-    requested: dict[str, Any] = {}
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, **keys: (requested.update(keys), "/")[1]
-    )
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(
-        transformers.AutoTokenizer, "from_pretrained", lambda folder, **keys: requested.update(keys)
-    )
-    load_tokenizer(TargetConfig(kind="local", path=str(tmp_path)))
-    load_tokenizer(CONFIG)
-    assert requested["mistral_format"] is False and "*.json" in requested["allow_patterns"]
-    assert not any("safetensors" in pattern for pattern in requested["allow_patterns"])

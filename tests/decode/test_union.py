@@ -31,7 +31,6 @@ from outrider.scripts.evaluate import shares
 from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
 from outrider.scripts.proofs.enumerator import Case, enumerate_case
 from outrider.scripts.scoring.contest import ContestSettings, run_contest
-from outrider.scripts.scoring.names import labels
 from outrider.scripts.scoring.score import Scores
 from outrider.scripts.scoring.systems import systems_of
 from tests.contract.cases import CASES, drafted, features, moved
@@ -103,12 +102,6 @@ def test_unions_have_the_exact_distribution() -> None:
     lack a token, two others at once; never less accepted than by the first alone."""
     drawn, repeats = enumerated(0, 48)
     assert drawn > 15 and repeats > 15
-
-
-@pytest.mark.slow
-def test_unions_have_the_exact_distribution_in_many_worlds() -> None:
-    for seed in (1, 2, 3):
-        enumerated(seed, 400)
 
 
 def wrong_repeats(tree: DraftTree) -> DraftTree:
@@ -347,18 +340,6 @@ def test_requests_that_join_a_live_batch_get_what_they_get_alone() -> None:
     assert [seat.generation.token_ids for seat in seats] == [g.token_ids for g in alone]
 
 
-def test_a_request_that_leaves_takes_its_text_along() -> None:
-    _, union = union_of()
-    union.reset(3, 32)
-    union.begin([torch.tensor([row]) for row in (1, 2, 3)], Sampling())
-    tokens = torch.tensor([[9, 8, 9], [7, 7, 7], [6, 5, 4]])
-    union.observe(tokens, None, torch.tensor([3, 3, 3]), slice(0, 3))
-    union.select([2, 0])
-    tree = union.propose(torch.tensor([4, 4]), Sampling(), None)  # type: ignore[arg-type]
-    assert tree.size.tolist() == [0, 2] and paths(tree, 1) == {(8,), (8, 9)}
-    assert union.propose(torch.tensor([4, 0]), Sampling(), None).width == 0  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_the_whole_loop_has_the_exact_distribution(rule: str) -> None:
     """Prefill, cycles, stop token and length limit, with n-gram matches that come and go."""
@@ -422,12 +403,6 @@ def test_the_table_tells_who_proposed_what_was_accepted(runs: tuple[Path, Target
     assert f"by {folder}/medusa@tree (" in line and "by ngram@tree (" in line
 
 
-def test_labels_shorten_every_part() -> None:
-    names = ["runs/a/head@tree+ngram", "runs/a@tree+other/a@chain", "hf_assisted@runs/a"]
-    assert labels(names) == ["a@tree+ngram", "a@tree+a@chain", "hf_assisted@a"]
-    assert labels(["x/a+ngram", "y/a+ngram"]) == ["x/a+ngram", "y/a+ngram"]
-
-
 def test_what_cannot_be_joined_costs_one_line(runs: tuple[Path, Target]) -> None:
     folder, target = runs
     wrong = {
@@ -444,18 +419,6 @@ def test_what_cannot_be_joined_costs_one_line(runs: tuple[Path, Target]) -> None
     fresh = tiny_target("float64", layers=2)
     with pytest.raises(UserError, match="eagle3"):
         resolve_drafter(f"{folder}/medusa2+{folder}/eagle3", fresh)
-
-
-def test_drafters_of_different_targets_are_refused(
-    runs: tuple[Path, Target], tmp_path: Path
-) -> None:
-    folder, target = runs
-    other, head = moved(CASES["hydra"], "float64")
-    assert other.identity is not None
-    save_head(head, tmp_path / "other/head", replace(other.identity, weights_sha256="0" * 64))
-    with pytest.raises(UserError) as summary:
-        resolve_drafter(f"{folder}/medusa+{tmp_path}/other", target)
-    assert "other" in str(summary.value) and "\n" not in str(summary.value)
 
 
 def test_a_second_drafter_whose_scores_are_nan_is_refused() -> None:

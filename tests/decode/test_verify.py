@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from outrider.conf.errors import UserError
 from outrider.decode import waits
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
@@ -241,21 +240,6 @@ def test_padding_is_nobodys_child(free: bool, monkeypatch: pytest.MonkeyPatch) -
     assert verdict.path.tolist() == [[0, -1], [0, 1]] and verdict.bonus.tolist() == [5, 7]
 
 
-def test_laziness() -> None:
-    """Top-down computes only the distributions it walks."""
-    shape = TreeShape.of([[i] for i in range(8)])
-    tree = DraftTree.static(shape, torch.arange(8)[None])
-    logits = torch.zeros(1, 9, 20)
-    logits[0, 0, 15] = 9.0
-    distribution = Distribution(Sampling(0.0), logits, tree)
-    verdict = verify(
-        tree,
-        distribution,
-        Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)),
-    )
-    assert (int(verdict.length[0]), int(verdict.bonus[0]), distribution.computed) == (0, 15, 1)
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_tree_may_say_node_by_node_that_it_is_deterministic(rule: str) -> None:
     """`sampled` given and false everywhere needs no proposal; a proposal without `sampled` is never
@@ -270,36 +254,3 @@ def test_tree_may_say_node_by_node_that_it_is_deterministic(rule: str) -> None:
         rng = Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         verdict = verify(tree, Distribution(Sampling(1.0), logits, tree), rng, rule)
         assert (verdict.path.tolist(), verdict.bonus.tolist()) == ([[1]], [5])
-
-
-def test_unknown_rule() -> None:
-    tree = DraftTree.empty(1)
-    with pytest.raises(UserError, match="rejection, traversal"):
-        verify(
-            tree,
-            Distribution(Sampling(), torch.zeros(1, 1, 4), tree),
-            Rng(0, torch.zeros(1).long(), torch.zeros(1).long()),
-            "typical",
-        )
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_bad_logits_name_the_row(bad: float, temperature: float) -> None:
-    logits = torch.zeros(3, 2, 8)
-    logits[1, 0, 4] = bad
-    tree = DraftTree.chain(torch.zeros(3, 1, dtype=torch.int64))
-    distribution = Distribution(Sampling(temperature), logits, tree)
-    verify(tree, distribution, Rng(0, torch.arange(3), torch.zeros(3, dtype=torch.int64)))
-    with pytest.raises(UserError, match="row 1"):
-        distribution.check()
-
-
-def test_all_masked_distribution_names_the_row() -> None:
-    tree = DraftTree.empty(2)
-    logits = torch.zeros(2, 1, 8)
-    logits[0] = -torch.inf
-    distribution = Distribution(Sampling(1.0, top_p=0.9), logits, tree)
-    verify(tree, distribution, Rng(0, torch.arange(2), torch.zeros(2, dtype=torch.int64)))
-    with pytest.raises(UserError, match="row 0"):
-        distribution.check()
