@@ -36,11 +36,9 @@ class Target(Scorer):
     """A scorer that is probed at first use: a model that can score neither trees nor chains
     (recurrent state, no K/V cache) raises UserError with the reason then.
 
-    tuning: what has changed the weights since loading; the identity then says so too.
-    borrowed: a head that was trained for just these weights has been loaded. sharded: its
-    layers are spread over processes, which must all run it at the same time. relatives: heads
-    of other weights with the same tokenizer may draft for it. packs_weights: whether its weights
-    may be packed; packing: what was done to it, one object of all copies.
+    sharded: its layers are spread over processes, which must all run it at the same time.
+    relatives: heads of other weights with the same tokenizer may draft for it. packs_weights:
+    whether its weights may be packed; packing: what was done to it, one object of all copies.
     """
 
     packs_weights = True
@@ -48,8 +46,7 @@ class Target(Scorer):
     def __init__(self, model: Any, tokenizer: Any = None, identity: Any = None, source: Any = None):
         super().__init__(model, tokenizer)
         self.tokenizer, self.identity, self.source = tokenizer, identity, source
-        self.tuning = ""
-        self.borrowed = self.sharded = self.relatives = False
+        self.sharded = self.relatives = False
         self._packs: str | None = None
         self.packing = packed.Packing()
         self._loaded_attention = model.config._attn_implementation
@@ -151,16 +148,14 @@ class Target(Scorer):
         ids: Tensor,
         mask: Tensor,
         taps: Sequence[int],
-        grad: bool = False,
         position: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [B, T, taps, D] of right-padded `ids` [B, T]; `mask` [B, T] bool marks
         real tokens. position: [B, T] int64 where several documents stand in a row, each
         counted from 0: none sees another (see packs).
 
-        No cache and no [B, T, V]. With `grad` the graph through the target is kept (for
-        adapters inside it). Raises ValueError for padding on the left (on a GPU the device
-        asserts it): only right padding is invisible to a causal pass.
+        No cache, no gradient and no [B, T, V]. Raises ValueError for padding on the left (on a
+        GPU the device asserts it): only right padding is invisible to a causal pass.
         """
         wrong, message = (
             (mask[:, 1:] & ~mask[:, :-1]).any(),
@@ -172,12 +167,12 @@ class Target(Scorer):
             raise ValueError(f"{message}; pad on the right")
         self.unpack_weights()
         kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
-        with torch.set_grad_enabled(grad):
+        with torch.no_grad():
             if self.takes_positions:
                 every = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
                 kwargs["position_ids"] = every if position is None else position
             several = self._wants_all(taps)
-            if several and not grad and (layers := self.tapped_layers):
+            if several and (layers := self.tapped_layers):
                 return caught(self, layers, taps, kwargs)
             out = self.body(**kwargs, output_hidden_states=several)
             return self._taps(out, taps)

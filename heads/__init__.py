@@ -4,8 +4,8 @@ The contract is heads.base.Head: `forward(batch, target)` is the training loss, 
 its count; `forced` is what a draft would be on the text's own tokens; `drafter(target, draft)`
 makes a drafter over a copy of the weights, of the form that was asked for (names.DraftSpec, then
 decode.grow.Form); `for_target`, `config_json` and `from_json` make a head and bring it back.
-Vocabulary, calibration, disk and the distributions of the loss are the base's. The target is frozen
-unless `trains_target` says otherwise.
+Vocabulary, calibration, disk and the distributions of the loss are the base's. The target is
+frozen.
 
 To add a head: docs/new-head.md, a folder with a subclass of Head (or of
 parallel.base.ParallelHead) and a YAML, here or in a package of one's own. Its `Drafts`, the

@@ -35,15 +35,12 @@ class Head(Stored):
 
     taps: which target features it reads; tap k means hidden_states[k] of transformers: 0 =
         embeddings, num_layers = output after the final norm.
-    trains_target: whether the target's own weights move with the head.
     reads_features: whether it drafts from the target's features (a separate model reads tokens
         alone).
     packs: whether its loss keeps packed documents apart.
     rate_narrows: whether its learning rate goes down with the width of the target.
     takes_stored_distribution: whether it can learn from the k most probable tokens in place of the
         target's last feature.
-    served_as: the kind of ours as which engines run it, whose weights it has and as which it
-        drafts; "": its own.
     why: a draft may not be deeper than `deepest`, for the error about it.
     step: of the run, 0-based.
     """
@@ -51,12 +48,10 @@ class Head(Stored):
     kind: ClassVar[str] = ""
     Config: ClassVar[type[HeadConfig]] = HeadConfig
     Drafts: ClassVar[type[Any]]
-    trains_target: ClassVar[bool] = False
     reads_features: ClassVar[bool] = True
     packs: ClassVar[bool] = False
     rate_narrows: ClassVar[bool] = True
     takes_stored_distribution: ClassVar[bool] = False
-    served_as: ClassVar[str] = ""
     why: ClassVar[str] = ""
     taps: tuple[int, ...] = ()
     step = 0
@@ -246,6 +241,6 @@ class Head(Stored):
         weights on a schedule."""
         self.step = step
 
-    def attach(self, target: Target) -> None:
-        """Called once the weights are loaded from a folder: a head with trains_target tunes
-        `target` as it was trained to and gives it an identity of its own. Default: nothing."""
+    def check_loaded(self, target: Target) -> None:
+        """Called once the weights are loaded from a folder. Raises UserError where no draft can
+        be made with them. Default: nothing."""

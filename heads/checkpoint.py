@@ -190,10 +190,9 @@ def load_as(
             "train it again"
         ) from None
     try:
-        head.attach(target)
+        head.check_loaded(target)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    target.borrowed |= not kind.trains_target
     return head.eval()
 
 
@@ -204,7 +203,7 @@ def _belongs(
     load_as."""
     if card["target"] and target.identity is not None:
         differences = kind.differences(card, target.identity)
-        if (relative or target.relatives) and not kind.trains_target:
+        if relative or target.relatives:
             differences = [line for line in differences if line.startswith("tokenizer_sha256")]
         if differences:
             raise UserError(
@@ -212,11 +211,6 @@ def _belongs(
                 "use the target it names, train a head for this one, or set "
                 "target.allow_other=true where tokenizer and widths are the same"
             )
-    if kind.trains_target and target.borrowed and not target.tuning:
-        raise UserError(
-            f"{folder}: loading it tunes the target, and a head of the original target is in use "
-            "already; score the two in separate runs"
-        )
 
 
 def _stored(path: Path, wanted: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -142,8 +142,7 @@ def drafting_head(source: str, target: Target) -> Head:
         return plain_model(source, target)
     folder = find_head(source)
     head = load_head(folder, target)
-    other = "" if head.trains_target else trained_for(read_card(folder), target)
-    if other:
+    if other := trained_for(read_card(folder), target):
         print(f"note: {source} was trained for {other}, a relative of this target", file=sys.stderr)
     return head
 

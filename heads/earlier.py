@@ -7,7 +7,8 @@ from typing import Any
 # Keys of a head that later versions do without, and the values that change nothing for it now
 # (None: any).
 GONE: dict[str, tuple[Any, ...] | None] = {
-    "tune.start": None,
+    "tune": None,
+    "activation_checkpointing": (False,),
     "layer": ("llama",),
     "init": None,
     "init_layer": None,
@@ -28,8 +29,8 @@ def implied(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_gone(key: str, value: Any) -> bool:
-    """Whether a saved key of a head may be passed over."""
-    harmless = GONE.get(key, ())
+    """Whether a saved key of a head, or of one of its groups, may be passed over."""
+    harmless = GONE.get(key, GONE.get(key.partition(".")[0], ()))
     return harmless is None or value in harmless
 
 

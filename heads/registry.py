@@ -16,12 +16,10 @@ from outrider.heads.eagle.eagle1 import Eagle1Head
 from outrider.heads.eagle.head import Eagle3Head
 from outrider.heads.parallel.hydra_heads import HydraHeads
 from outrider.heads.parallel.medusa import MedusaHead
-from outrider.heads.parallel.medusa2 import Medusa2Head
 from outrider.heads.small_lm.head import SmallLM
 
 HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,
-    "medusa2": Medusa2Head,
     "hydra_heads": HydraHeads,
     "eagle1": Eagle1Head,
     "eagle3": Eagle3Head,

@@ -27,7 +27,7 @@ from outrider.heads.checkpoint import read_card
 from outrider.heads.eagle.shape import LayerKeys
 from outrider.heads.folders import head_in
 from outrider.heads.layered import LayeredHead
-from outrider.heads.registry import head_class, load_head
+from outrider.heads.registry import load_head
 
 # Weights by the last parts of their names that go by the heads of a parallel head: another number
 # of those is no other shape.
@@ -46,7 +46,6 @@ MAKE = tuple(key.name for key in fields(LayerKeys))
 GROWS = ("num_hidden_layers", "max_position_embeddings")  # of a layer's make, what may differ
 # Keys under which a head may go on differently from how it began; what changes is said.
 OTHERWISE = ("causal", "parallel", "sliding_window", "block", "share_lm_head", "mask_token")
-STAGES = {"medusa2": ("medusa",)}  # kinds that may start from another one
 BEFORE = "start_"  # before what the head that another one started from had taken, in its card
 
 
@@ -70,12 +69,10 @@ class Start:
                 "a run folder or a head folder"
             )
         card = read_card(folder)
-        known = (kind, *STAGES.get(kind, ()))
-        fit = [name for name in known if not head_class(name).trains_target]
-        if card["kind"] not in fit:
+        if card["kind"] != kind:
             raise UserError(
                 f"start: {path}: a {card['kind'][:80]} head cannot start a {kind} head; give one "
-                f"of kind {' or '.join(fit) or 'medusa'}"
+                f"of kind {kind}"
             )
         commit = hub.commit_of(folder)
         self.path, self.folder = f"{path} ({commit})" if commit else path, folder

@@ -229,9 +229,7 @@ def entered(
     UserError for a name in `drafters` that cannot be loaded."""
     more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
     names = list(dict.fromkeys([*cfg.drafters, *more]))
-    systems, skipped = systems_of(
-        names, target, lambda: load_target(cfg.target, cfg.dtype, cfg.device)
-    )
+    systems, skipped = systems_of(names, target)
     raise_all([one["reason"] for one in skipped if one["name"] in cfg.drafters])
     left_out: dict[str, dict[str, str]] = {}
     for one in [*unknown, *skipped, *bad]:
@@ -294,7 +292,6 @@ def measure(
             "generation_config": facts.ignored(target.model, sampling),
             "parameters": parameters(target.model),
             "packed": target.packs_weights and packed.takes(target.dtype, target.device),
-            **({"tuning": target.tuning} if target.tuning else {}),
         },
         "settings": {
             **{
@@ -363,7 +360,7 @@ def folder(temperature: float, batch_size: int) -> str:
 
 # of a drafter, what the first report keeps of another setting
 BRIEFLY = (
-    *("name", "label", "kind", "shape", "group", "accepted_length", "acceptance_by_position"),
+    *("name", "label", "kind", "shape", "accepted_length", "acceptance_by_position"),
     *("tokens_per_second", "speedup", "end_to_end", "draft_ms", "verify_ms", "break_even"),
     "lossless",
 )

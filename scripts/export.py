@@ -76,7 +76,7 @@ def export(cfg: ExportConfig) -> int:
         raise UserError(f"out: {out} holds the drafter itself; give another folder")
     card = read_card(source)
     target = target_of(cfg, card)
-    head = served.as_served(load_head(source, target), target, check_prompts(cfg, target))
+    head = load_head(source, target)
     imported = card["extra"].get("imported")
     stored = imported.get("dtype") if isinstance(imported, dict) else None
     facts = Facts.of(target, cfg.verifier or served.name_of(cfg.target, target))

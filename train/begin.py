@@ -44,7 +44,7 @@ def begin(
 ) -> Run:
     """Load target and data, make the head, resume what lies in the run folder, say what follows."""
     out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
-    target, sharding = loaded(cfg, kind, accelerator.device)
+    target, sharding = loaded(cfg, accelerator.device)
 
     def check_stop() -> None:
         if stop.requested:

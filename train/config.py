@@ -454,7 +454,6 @@ class ValidateConfig(TrainConfig):
 # and the schema of its keys)
 ENTRIES: dict[str, tuple[str, type[TrainConfig]]] = {
     "medusa": ("medusa", MedusaRun),
-    "medusa2": ("medusa", MedusaRun),
     "hydra_heads": ("hydra_heads", HydraHeadsRun),
     "eagle1": ("eagle", EagleRun),
     "eagle3": ("eagle", EagleRun),

@@ -53,7 +53,7 @@ def facts_of(
     supervised = rows.supervised
     facts = {
         "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
-        + ("trained with the head" if head.trains_target else "frozen"),
+        + "frozen",
         "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, "
         f"{rows.ids.numel():,} tokens, {supervised:,} supervised "
         f"({supervised / rows.ids.numel():.0%}), {len(rows.bad)} rows left out"

@@ -144,11 +144,6 @@ def _check_start(cfg: TrainConfig, kind: type[Head]) -> None:
             f"head.lora.rank: {rank} learns on a head that stays frozen; name it by "
             "start=FOLDER, or set head.lora.rank=0"
         )
-    if kind.trains_target:
-        raise UserError(
-            f"head.lora.rank: {kind.kind} moves the target, not the head alone; set "
-            "head.lora.rank=0 and use head.tune.rank"
-        )
 
 
 def _frozen_keys(keys: HeadConfig, frozen: HeadConfig) -> tuple[HeadConfig, str]:

@@ -24,20 +24,19 @@ from outrider.decode.models import quantize
 from outrider.decode.models.load import load_target
 from outrider.decode.models.shards import Shards, layer_stacks
 from outrider.decode.target import Target
-from outrider.heads.base import Head
 from outrider.train import zero3
 from outrider.train.config import TrainConfig
 
 COPIES = ("copies", "shards")  # the dimensions of ranks of which several groups hold a copy
 
 
-def loaded(cfg: TrainConfig, kind: type[Head], device: torch.device) -> tuple[Target, str]:
+def loaded(cfg: TrainConfig, device: torch.device) -> tuple[Target, str]:
     """The target of a run, and a line about its shards, "" where it was read whole.
 
     With shard_target each rank keeps its own part of every layer's weights as it reads them, and
     the target comes back sharded, unless something needs the layers whole (`_needs_whole`): it
     then lies on the CPU, for shard_target once the head was made. Raises UserError for one
-    process, and for a head that changes its target.
+    process.
     """
     if not cfg.shard_target:
         return load_target(cfg.target, cfg.dtype, device), ""
@@ -45,11 +44,6 @@ def loaded(cfg: TrainConfig, kind: type[Head], device: torch.device) -> tuple[Ta
         raise UserError(
             "shard_target: needs several processes; start it with torchrun or accelerate launch, "
             "or leave it out"
-        )
-    if kind.trains_target:
-        raise UserError(
-            f"shard_target: {kind.kind} changes the target while it learns, and sharded weights "
-            "are frozen; leave it out"
         )
     if _needs_whole(cfg):
         return load_target(cfg.target, cfg.dtype, "cpu"), ""

@@ -335,7 +335,7 @@ def implied(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     head.loss.mask said so; a LoRA left the frozen head its tokens, before head.lora.words; the
     acceptance rate was that of probabilities renormalised over the draft vocabulary."""
     found: dict[str, Any] = {}
-    parallel = saved.get("head.kind") in ("medusa", "medusa2", "hydra_heads")
+    parallel = saved.get("head.kind") in ("medusa", "hydra_heads")
     distribution = any(saved.get(f"head.loss.{term}") for term in ("soft", "tv", "lk"))
     if parallel and distribution and saved.get("head.draft_vocab"):
         found["head.loss.mask"] = "argmax"

@@ -36,7 +36,6 @@ from torch import Tensor
 
 from outrider.conf.schema import entry
 from outrider.conf.typed import convert, raise_all
-from outrider.decode.models.load import load_target
 from outrider.decode.target import Target
 from outrider.heads import head_class
 from outrider.heads.base import Head
@@ -71,28 +70,22 @@ def main(cfg: ValidateConfig) -> int:
     target, plan = prepared(run)
     rows = plan.rows
 
-    def own_target() -> Target:
-        """The target, or one more of a head that tunes it."""
-        if not kind.trains_target:
-            return target
-        return load_target(cfg.target, cfg.dtype, cfg.device or None)
-
     facts = kind, target, rows.counts(target.vocab_size), plan.per_epoch
     checked = resolve(whole(run, kind), *facts)  # the checks look at a whole fresh head
     notes, settled = checked.notes, checked.cfg
     if run.start or adapts(run, kind):  # what the run says of the weights that it starts from
         made = resolve(run, *facts)
-        notes = [*made.notes, *first_head(made, kind, own_target())[1]]
+        notes = [*made.notes, *first_head(made, kind, target)[1]]
     for note in notes:
         print(f"     {note}", flush=True)
 
     def fresh(counts: Tensor | None = None, **changes: Any) -> tuple[Target, Head]:
-        """A target and a fresh head; a head that tunes its target gets a target of its own."""
+        """The target and a fresh head."""
         torch.manual_seed(hash_u63(cfg.seed, "head"))
-        mine, keys = own_target(), settled.head
+        keys = settled.head
         known = {f.name for f in dataclasses.fields(keys)}
         keys = replace(keys, **{k: v for k, v in changes.items() if k in known})
-        return mine, kind.for_target(mine, keys, checked.ranked if counts is None else counts)
+        return target, kind.for_target(target, keys, checked.ranked if counts is None else counts)
 
     failed = []
 
@@ -103,14 +96,14 @@ def main(cfg: ValidateConfig) -> int:
         failed.extend([] if check.passed else [check.name])
 
     tell(checks.mask(rows, plan, target.tokenizer))
-    mine, head = fresh()
+    _, head = fresh()
     batch = rows.batch(plan.batch(0)[:4]).to(target.device)
-    tell(checks.gradients(mine, head, batch))
-    tell(checks.cost(settled, mine, head, rows, plan))
+    tell(checks.gradients(target, head, batch))
+    tell(checks.cost(settled, target, head, rows, plan))
     if kind.reads_features:
-        tell(checks.alignment(fresh, checks.levels_of(mine, head, batch)))
+        tell(checks.alignment(fresh, checks.levels_of(target, head, batch)))
     else:
-        tell(checks.leak(mine, head, batch))
+        tell(checks.leak(target, head, batch))
     tell(checks.overfit(fresh, rows.prompt(int(plan.train[0]))))
     print(
         f"{len(failed)} of 6 checks failed: {', '.join(failed)}"

@@ -69,8 +69,6 @@ SPECULATORS = {
 UNSERVED = {
     "hydra_heads": "no engine serves Hydra heads (each reads the tokens drafted before "
     "it); the nearest that is served: head=eagle3",
-    "medusa2": "its heads belong to the target as they tuned it, and an engine would run "
-    "the untuned one; the nearest that is served: head=eagle3",
     "small_lm": "a separate draft is an ordinary model: export it with "
     "format=transformers, which vLLM and SGLang serve",
 }

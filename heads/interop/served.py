@@ -3,19 +3,10 @@ go by."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
-from itertools import zip_longest
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from outrider.conf.errors import UserError, first_line
+from outrider.conf.errors import UserError
 from outrider.decode.models.load import TargetConfig
 from outrider.decode.target import Target
 from outrider.heads.base import Head
-from outrider.heads.batch import Batch
 from outrider.heads.block.head import BlockHead
 from outrider.heads.interop import (
     FORMATS,
@@ -27,60 +18,13 @@ from outrider.heads.interop import (
     gguf_write,
 )
 from outrider.heads.interop.gguf_block import block_refusals
-from outrider.heads.registry import head_class
 from outrider.heads.small_lm.head import SmallLM
-
-NOTHING = (torch.zeros(0), -1, torch.zeros(0))
-NEAR = 1e-2  # by which logits of the same weights may differ, computed in another order
 
 # Formats that are no layout of tensors -> the kinds of heads that they take, and who reads them.
 WHOLE = {
     "transformers": (("small_lm",), (engines.VLLM, engines.SGLANG)),
     "gguf": (("eagle3", "dflash", "dspark", "small_lm"), (engines.LLAMACPP,)),
 }
-
-
-def as_served(head: Head, target: Target, texts: Sequence[Tensor] = ()) -> Head:
-    """`head` as one of the kind that engines run it as (Head.served_as); itself where it
-    says none. texts: [n] int64 token ids each, on which both must guess the same.
-
-    Raises UserError where its keys, its weights or its guesses are not those of such a
-    head.
-    """
-    if not head.served_as:
-        return head
-    kind, saved = head_class(head.served_as, f"{head.kind}: served_as"), head.config_json()
-    saved = _known(kind.Saved, saved) | {
-        "config": _known(kind.Config, saved["config"]) | {"kind": kind.kind}
-    }
-    try:
-        twin = kind.from_json(saved, target)
-    except (UserError, KeyError, TypeError) as error:
-        raise _unlike(head, first_line(error)) from error
-    own, wanted = head.state_dict(), twin.state_dict()
-    for name in {**wanted, **own}:
-        if name not in own or name not in wanted or own[name].shape != wanted[name].shape:
-            raise _unlike(head, f"its weight {name} is none of those")
-    weight = next(head.parameters())
-    twin.to(weight.device, weight.dtype).eval().load_state_dict(own)
-    for ids in texts:
-        real = torch.ones(1, len(ids), dtype=torch.bool)
-        batch = Batch(ids[None], real, real, torch.zeros(1, dtype=torch.int64)).to(target.device)
-        both = (one.forced(batch, target, twin.levels) for one in (head, twin))
-        for (_, level, here), (_, wanted_level, there) in zip_longest(*both, fillvalue=NOTHING):
-            same = level == wanted_level and here.shape == there.shape
-            if not same or not torch.allclose(here, there, rtol=NEAR, atol=NEAR):
-                raise _unlike(head, "its logits on the text's own tokens differ")
-    return twin
-
-
-def _known(schema: Any, values: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(schema)}
-    return {key: value for key, value in values.items() if key in names}
-
-
-def _unlike(head: Head, why: str) -> UserError:
-    return UserError(f"served_as: a {head.kind} head is no {head.served_as} head: {why}")
 
 
 def name_of(cfg: TargetConfig, target: Target) -> str:
@@ -131,7 +75,7 @@ def check(format: str, head: Head, target: Target, facts: Facts) -> None:
 def summary(head: Head, target: Target, name: str) -> dict[str, str]:
     """Lines for people, by what they are about: the formats that take this head, with who
     reads them; where none does, why not. name: see name_of."""
-    facts, head = Facts.of(target, name), as_served(head, target)
+    facts = Facts.of(target, name)
     reasons = {one: refusals(one, head, target, facts) for one in formats(head.kind)}
     takes = [f"{one} ({reader(one, head)})" for one, found in reasons.items() if not found]
     if takes:

@@ -1,1 +1,1 @@
-"""Heads that guess all levels from one feature of the target: Medusa, Medusa-2, Hydra heads."""
+"""Heads that guess all levels from one feature of the target: Medusa, Hydra heads."""

@@ -137,10 +137,7 @@ class ParallelHead(Head):
         The count is the number of supervised tokens, so the loss is the sum over heads of
         decay^i times their mean.
         """
-        return self.loss(batch, target, *self._features(batch, target))
-
-    def loss(self, batch: Batch, target: Target, feats: Tensor, flat: Tensor) -> LossOut:
-        """forward, given what _features found."""
+        feats, flat = self._features(batch, target)
         place, valid, reads = self._reads(batch, flat)
         x = self.states(batch, target, feats, reads)
         distribution, terms = None, self.cfg.loss

@@ -9,7 +9,6 @@ from annotated_types import Interval
 
 from outrider.heads.config import HeadConfig, LayerKeys, LossWeights
 from outrider.heads.limits import CountOrZero, Layers, Levels, Nodes, Shape, SomeLayers
-from outrider.heads.parallel.tune_keys import TargetLoraConfig
 
 
 @dataclass(frozen=True)
@@ -32,30 +31,9 @@ class ParallelConfig(HeadConfig):
 class MedusaConfig(ParallelConfig):
     """Medusa's keys."""
 
-    kind: Literal["medusa", "medusa2"] = "medusa"
+    kind: Literal["medusa"] = "medusa"
     # rank of a term of the token before the guessed one, added to all heads' logits; 0 = none
     markov_rank: CountOrZero = 0
-    # Medusa-2 alone
-    tune: TargetLoraConfig = field(default_factory=TargetLoraConfig)
-    # Medusa-2: keep the input of every layer of the target alone and compute the rest again in
-    # the backward pass
-    activation_checkpointing: bool = False
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        wrong = []
-        if self.activation_checkpointing and self.kind != "medusa2":
-            wrong.append(
-                "activation_checkpointing: true with kind medusa, which keeps next to "
-                "nothing; leave it out"
-            )
-        if (self.kind == "medusa2") != bool(self.tune.rank):
-            rank = self.tune.rank
-            wrong.append(
-                f"tune.rank: {rank} with kind {self.kind}; head=medusa2 needs 1 or more, "
-                "head=medusa 0"
-            )
-        return wrong
 
 
 @dataclass(frozen=True)

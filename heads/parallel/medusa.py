@@ -31,11 +31,11 @@ from outrider.decode.target import Target
 from outrider.heads.batch import Batch
 from outrider.heads.names import DraftSpec
 from outrider.heads.parallel.base import ParallelHead
-from outrider.heads.parallel.config import MedusaConfig, TargetLoraConfig
+from outrider.heads.parallel.config import MedusaConfig
 from outrider.heads.parallel.drafter import AtOnce
 from outrider.heads.parallel.saved import ParallelSaved
 
-__all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead", "TargetLoraConfig"]
+__all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead"]
 
 
 @dataclass(kw_only=True)

@@ -194,7 +194,7 @@ class SmallLM(Head):
         return differing(wanted, {k: size for k, size in bare.items() if k in wanted})
 
     @torch.no_grad()
-    def attach(self, target: Target) -> None:
+    def check_loaded(self, target: Target) -> None:
         """See Head: one pass over two tokens. A model's config says more than sizes, and what
         it says can be wrong. Raises UserError then."""
         try:

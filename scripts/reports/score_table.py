@@ -251,12 +251,6 @@ def notes(report: dict[str, Any]) -> list[str]:
     lines += _warnings(report)
     for row in report["drafters"]:
         lines += _doubts(row, report["target"])
-    groups = [g for g in dict.fromkeys(r.get("group", "") for r in report["drafters"]) if g]
-    if groups:
-        lines.append(
-            f"Another target: {', '.join(groups)}. For its rows speedup and lossless refer to its "
-            "own plain decoding."
-        )
     categories = report["drafters"][0]["by_category"]
     once = [name for name, cell in categories.items() if cell["prompts"] == 1]
     if once:
@@ -325,11 +319,6 @@ def busy(pace: dict[str, Any], names: Sequence[str], advice: str) -> str:
 def _warnings(report: dict[str, Any]) -> list[str]:
     """What puts the whole table in doubt."""
     lines = []
-    if report["target"].get("tuning"):
-        lines.append(
-            f"The target is not the original: a head has tuned it ({report['target']['tuning']}). "
-            "All rows, and the word lossless, refer to the tuned target."
-        )
     pace = report["plain_pass_ms"]
     if not pace["steady"]:
         lines.append(busy(pace, in_doubt(report), "Do not trust them."))

@@ -2,14 +2,12 @@
 hits all alike.
 
 For each chunk of prompts the drafters run one after another, and the one that begins moves on
-with every chunk. Drafters are grouped by the target they draft for (a head that was trained
-with its target brings another one); every group has a `none` of its own, whose answers become
-the history of later turns of that group.
+with every chunk. The answers of `none` become the history of later turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -19,7 +17,7 @@ from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timin
 from outrider.decode.fits import unfit
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads.names import DraftSpec
+from outrider.heads.names import NONE, DraftSpec
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import Steps, columns
 from outrider.scripts.common.prompts import Prompt, chat_ids, question_ids
@@ -47,10 +45,9 @@ class System:
     """A row of the table. run(requests, settings) -> Run. name: as the user wrote it, made
     unique; label: short.
 
-    target: whom it drafts for, None: the report's target. group: name of that target, "" for
-    the report's. base: the row of its group's plain decoding. facts: parameters, bytes,
-    training cost, where known. draft: what its name asks for, None for outside references.
-    files: name, size and time of the files that it drafts with.
+    target: whom it drafts for, None: the report's target. facts: parameters, bytes, training
+    cost, where known. draft: what its name asks for, None for outside references. files: name,
+    size and time of the files that it drafts with.
     """
 
     name: str
@@ -61,8 +58,6 @@ class System:
     nodes: int
     run: Callable[[Sequence[Request], ContestSettings], DecodedRun]
     target: Target | None = None
-    group: str = ""
-    base: str = "none"
     facts: dict[str, Any] = field(default_factory=dict)
     draft: DraftSpec | None = None
     files: list[list[Any]] = field(default_factory=list)
@@ -177,42 +172,38 @@ def _timing(timed_run: dict[str, Any]) -> dict[str, Any]:
 
 
 class Talks:
-    """What was said so far: in every group of drafters the answers of its own `none`."""
+    """What was said so far: the answers of `none`."""
 
-    def __init__(self, target: Target, prompts: Sequence[Prompt], groups: Iterable[str]) -> None:
+    def __init__(self, target: Target, prompts: Sequence[Prompt]) -> None:
         self.target = target
         self.numbers = {p.id: i for i, p in enumerate(prompts)}
-        self.history: dict[str, History] = {g: {p.id: [] for p in prompts} for g in groups}
+        self.history: History = {p.id: [] for p in prompts}
 
     def requested(
         self, asking: Sequence[Prompt], turn: int, limit: int, skipped: list[dict[str, Any]]
-    ) -> tuple[list[Prompt], dict[str, list[Request]]]:
-        """The prompts whose turn can be asked in every group, and each group's requests for
-        `limit` tokens; those that have outgrown the context go to `skipped`."""
+    ) -> tuple[list[Prompt], list[Request]]:
+        """The prompts whose turn can be asked, and the requests for `limit` tokens; those that
+        have outgrown the context go to `skipped`."""
         live: list[Prompt] = []
-        requests: dict[str, list[Request]] = {group: [] for group in self.history}
+        requests: list[Request] = []
         for p in asking:
-            if any(len(held[p.id]) < 2 * turn for held in self.history.values()):
+            held = self.history[p.id]
+            if len(held) < 2 * turn:
                 continue
-            ids_of = {}
-            for group, held in self.history.items():
-                held[p.id].append({"role": "user", "content": p.turns[turn]})
-                ids_of[group] = chat_ids(self.target.tokenizer, held[p.id])
-            longest = max(map(len, ids_of.values()))
-            if unfit(self.target, longest, limit):
-                skipped.append({"prompt_id": p.id, "turn": turn, "tokens": longest})
+            held.append({"role": "user", "content": p.turns[turn]})
+            ids = chat_ids(self.target.tokenizer, held)
+            if unfit(self.target, len(ids), limit):
+                skipped.append({"prompt_id": p.id, "turn": turn, "tokens": len(ids)})
                 continue
             live.append(p)
-            number = request_id(self.numbers[p.id], turn)
-            for group, ids in ids_of.items():
-                requests[group].append(Request(ids, limit, id=number))
+            requests.append(Request(ids, limit, id=request_id(self.numbers[p.id], turn)))
         return live, requests
 
-    def remember(self, group: str, live: Sequence[Prompt], run: DecodedRun) -> None:
-        """Answers that later turns of a group go on from."""
+    def remember(self, live: Sequence[Prompt], run: DecodedRun) -> None:
+        """Answers that later turns go on from."""
         for p, generation in zip(live, run.generations, strict=True):
             text = self.target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-            self.history[group][p.id].append({"role": "assistant", "content": text})
+            self.history[p.id].append({"role": "assistant", "content": text})
 
 
 def run_contest(
@@ -231,7 +222,7 @@ def run_contest(
     Raises UserError when the first turn of a prompt does not fit the context; a later turn
     that does not fit, because the history grew, is skipped for all drafters and noted.
     """
-    contest, talks = Contest(), Talks(target, prompts, {system.group: None for system in systems})
+    contest, talks = Contest(), Talks(target, prompts)
     first = _first_questions(target, prompts)
     size = settings.batch_size
     chunks = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]
@@ -264,11 +255,11 @@ def run_contest(
                     )
                     if live:
                         reset_peak(target.device)
-                        run = contest.run(system, requests[system.group], settings)
+                        run = contest.run(system, requests, settings)
                         if run is not None:
                             contest.note(system, live, turn, run, peak_bytes(target.device))
-                        if run is not None and system.name == system.base:
-                            talks.remember(system.group, live, run)
+                        if run is not None and system.name == NONE:
+                            talks.remember(live, run)
                     progress.advance(task)
             silent = [system.name for system in systems if not system.facts.get("tells", True)]
             memo.add(name, contest.part(chunk) | {"silent": silent})

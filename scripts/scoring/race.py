@@ -38,7 +38,7 @@ def race(
     long as the longest (all answers, where none is so) that on which the row is nearest to its
     mean over all prompts, in speed or, where prompts ran in batches, in accepted length.
     """
-    own = {s.name: s for s in systems if s.base == NONE}
+    own = {s.name: s for s in systems}
     first: Answers = {name: {} for name in own}
     for answer in contest.answers:
         if answer.turn == 0 and answer.drafter in own:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from outrider.decode.target import Target
+from outrider.heads.names import NONE
 from outrider.scripts.proofs.greedy import Plain
 from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System
 
@@ -30,13 +31,13 @@ SAFETY = 2  # a largest value over so few is no bound
 
 def lossless(contest: Contest, systems: list[System], target: Target) -> dict[str, dict[str, Any]]:
     """Per drafter: {checked, equal, within_rounding, beyond_rounding, differences: [...]}
-    against its own `none`.
+    against `none`.
     measured_rounding: the distance that counts as rounding, where it had to be measured, else
         None."""
     found: dict[str, dict[str, Any]] = {}
     measured: dict[int, float] = {}
     for system in systems:
-        baseline = {(a.prompt_id, a.turn): a for a in contest.answers if a.drafter == system.base}
+        baseline = {(a.prompt_id, a.turn): a for a in contest.answers if a.drafter == NONE}
         pairs = [
             (baseline[a.prompt_id, a.turn], a) for a in contest.answers if a.drafter == system.name
         ]

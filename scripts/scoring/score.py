@@ -18,6 +18,7 @@ import numpy as np
 
 from outrider.decode import stats
 from outrider.decode.engine import Cycle
+from outrider.heads.names import NONE
 from outrider.scripts.scoring.breakdown import breakdown
 from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
 
@@ -117,10 +118,10 @@ class Scores:
         fast as plain decoding.
         """
         _, spent = self.work(system.name, units, False)
-        tokens, base = (sum(part) for part in self.work(system.base, units, False))
+        tokens, base = (sum(part) for part in self.work(NONE, units, False))
         passes, plain_passes = (
             sum(timed_run.timing.cycles for u in units for timed_run in self.timed_runs[n][u])
-            for n in (system.name, system.base)
+            for n in (system.name, NONE)
         )
         if not system.nodes or not passes or not plain_passes or not tokens or not base:
             return None
@@ -148,8 +149,6 @@ class Scores:
                 "max_nodes": system.nodes,
                 **self._accepted(system, clean),
                 **speed,
-                "group": system.group,
-                "base": system.base,
                 "break_even": self.break_even(system, units),
                 "parameters": system.facts.get("parameters"),
                 "bytes": system.facts.get("bytes"),
@@ -204,17 +203,17 @@ class Scores:
         }
 
     def _speed(self, system: System, units: Sequence[tuple[str, ...]]) -> dict[str, Any]:
-        """Tokens per second, and against the system's base."""
+        """Tokens per second, and against plain decoding."""
         name = system.name
         return {
             "tokens_per_second": self.rate(name, units, False),
             "tokens_per_second_interval": stats.ratio_interval(
                 *self.work(name, units, False), self.seed
             ).json(),
-            "speedup": self.speedup(name, system.base, units),
+            "speedup": self.speedup(name, NONE, units),
             "end_to_end": {
                 "tokens_per_second": self.rate(name, units, True),
-                "speedup": self.speedup(name, system.base, units, whole=True),
+                "speedup": self.speedup(name, NONE, units, whole=True),
             },
         }
 
@@ -275,7 +274,7 @@ class Scores:
             "cycles": sum(map(len, clean)),
             "accepted_length": stats.accepted_length(clean, self.seed).json(),
             "tokens_per_second": self.rate(name, units, False),
-            "speedup": self.speedup(name, system.base, units) if units else None,
+            "speedup": self.speedup(name, NONE, units) if units else None,
         }
 
     def _prompt(self, system: System, prompt: str, cycles: list[Cycle]) -> dict[str, Any]:
@@ -284,7 +283,7 @@ class Scores:
             "prompt_id": prompt,
             "category": self.category[prompt],
             "accepted_length": _mean([c.accepted + 1 for c in cycles]),
-            "speedup": self.speedup(system.name, system.base, [alone])["mean"]
+            "speedup": self.speedup(system.name, NONE, [alone])["mean"]
             if alone in self.timed_runs[system.name]
             else None,
             "cycles": len(cycles),

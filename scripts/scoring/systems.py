@@ -1,6 +1,4 @@
-"""From names to rows of the table: drafters, references, and the targets that heads bring with
-them.
-"""
+"""From names to rows of the table: drafters and references."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import DecodedRun, Request, generate
 from outrider.decode.target import Target
-from outrider.heads import drafter_folders, head_class, head_folder, hub, kinds, resolve_drafter
+from outrider.heads import drafter_folders, head_folder, hub, resolve_drafter
 from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.names import DraftSpec, parse
 from outrider.scripts.common.clock import clock
@@ -29,29 +27,20 @@ from outrider.scripts.scoring.served import ServedSystem
 Skipped = dict[str, str]
 
 
-def systems_of(
-    specs: Sequence[str], target: Target, fresh: Callable[[], Target] | None = None
-) -> tuple[list[System], list[Skipped]]:
+def systems_of(specs: Sequence[str], target: Target) -> tuple[list[System], list[Skipped]]:
     """(rows that load, [{name, reason}] of those that do not). `none` is put in front when it
-    is not listed.
-
-    fresh: loads the target once more, for heads that were trained with it (Medusa-2): each of
-    those gets a target and a `none` of its own. Without it they tune `target` itself.
-    """
+    is not listed."""
     systems: list[System] = []
     skipped: list[Skipped] = []
-    tuned: dict[str, tuple[str, Target]] = {}
     for spec in [*([] if "none" in specs else ["none"]), *specs]:
         try:
-            found = _systems(spec, target, fresh, tuned)
+            found = _systems(spec, target)
         except UserError as error:
             skipped.append({"name": spec, "reason": str(error)})
             continue
         for system in found:
             taken = {other.name for other in systems}
             if system.name in taken:
-                if system.name == system.base:
-                    continue  # the group's plain decoding is there
                 system.name = next(
                     n for i in range(2, 99) if (n := f"{system.name} #{i}") not in taken
                 )
@@ -63,12 +52,7 @@ def systems_of(
     return systems, skipped
 
 
-def _systems(
-    spec: str,
-    target: Target,
-    fresh: Callable[[], Target] | None,
-    tuned: dict[str, tuple[str, Target]],
-) -> list[System]:
+def _systems(spec: str, target: Target) -> list[System]:
     if wrong := names.wrong_drafter(spec):
         raise UserError(f"drafters: {wrong}")
     if spec == names.GENERATE:
@@ -85,32 +69,16 @@ def _systems(
         return [_server(spec, ServedSystem(target, *server.groups()))]
     requested = parse(spec)
     cards = [_card(part) for part in requested.each]
-    group, mine = "", target
-    shas = [_tuned_by(card) if fresh is not None else "" for card in cards]
-    sha = max(shas)
-    if sha and fresh is not None:
-        if sha not in tuned:
-            copy = fresh()
-            resolve_drafter(spec, copy)  # merges its adapter; raises before the group exists
-            tuned[sha] = (copy.identity.name if copy.identity else copy.tuning, copy)
-        group, mine = tuned[sha]
-    system = drafting(spec, resolve_drafter(spec, mine), mine)
+    system = drafting(spec, resolve_drafter(spec, target), target)
     system.draft, system.files = requested, _files(requested)
     if not requested.parts:
         system.facts |= training(cards[0])
-    others = [] if group else [other for card in cards if (other := trained_for(card, mine))]
+    others = [other for card in cards if (other := trained_for(card, target))]
     system.facts |= {"trained_for": ", ".join(others)} if others else {}
     weights = [card["weights"]["sha256"] for card in cards if card is not None]
     system.facts |= {"weights_sha256": weights} if weights else {}
     system.facts |= {"hub": found} if (found := hub.commits(spec)) else {}
-    if not group:
-        return [system]
-    base = f"none ({names.label(requested.each[shas.index(sha)].source)})"
-    plain = drafting("none", resolve_drafter("none", mine), mine)
-    plain.name = plain.label = base
-    for one in (plain, system):
-        one.group, one.base = group, base
-    return [plain, system]
+    return [system]
 
 
 def _with_assistant(spec: str, target: Target) -> list[System]:
@@ -212,15 +180,6 @@ def _files(draft: DraftSpec) -> list[list[Any]]:
         if path.is_file()
     )
     return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-
-
-def _tuned_by(card: dict[str, Any] | None) -> str:
-    """Which training of its target a head belongs to; "" for heads of a frozen one and for all
-    that are no heads.
-    """
-    if card is None or card["kind"] not in kinds() or not head_class(card["kind"]).trains_target:
-        return ""
-    return str(card["sha256"])
 
 
 def training(card: dict[str, Any] | None) -> dict[str, Any]:

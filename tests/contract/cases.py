@@ -20,7 +20,7 @@ from outrider.heads.batch import Batch
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from tests.helpers.training import random_batch, tiny_target
 
@@ -39,17 +39,6 @@ CASES = {
     "medusa": Case(MedusaConfig(heads=3, draft_vocab=60, nodes=7), ("decay", 2.0), True),
     "markov": Case(
         MedusaConfig(heads=3, draft_vocab=60, nodes=7, markov_rank=4), ("markov_rank", -1), True
-    ),
-    "medusa2": Case(
-        MedusaConfig(
-            kind="medusa2",
-            heads=2,
-            draft_vocab=0,
-            nodes=6,
-            tune=TargetLoraConfig(rank=2, dropout=0.0),
-        ),
-        ("tune", TargetLoraConfig()),
-        True,
     ),
     "hydra": Case(HydraHeadsConfig(heads=3, draft_vocab=60, nodes=7), ("blocks", 0), True),
     "hydra-one-block": Case(
@@ -126,7 +115,7 @@ CASES = {
 
 
 def fresh(case: Case, dtype: str = "float32", **keys: Any) -> tuple[Target, Head]:
-    """A fresh head of a fresh target: a head may tune its own. keys: of its config."""
+    """A fresh head of a fresh target. keys: of its config."""
     target, cfg = tiny_target(dtype, layers=2), replace(case.config, **keys)
     torch.manual_seed(0)
     head = head_class(cfg.kind).for_target(target, cfg, torch.arange(target.vocab_size) + 1)

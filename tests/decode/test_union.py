@@ -357,7 +357,7 @@ def test_the_whole_loop_has_the_exact_distribution(rule: str) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target]:
     """Saved heads of one target, by the name of their case."""
     folder = tmp_path_factory.mktemp("runs")
-    for name in ("medusa", "eagle3", "medusa2"):
+    for name in ("medusa", "eagle3"):
         target, head = moved(CASES[name], "float64")
         save_head(head, folder / name / "head", target.identity)
     return folder, tiny_target("float64", layers=2)
@@ -410,15 +410,11 @@ def test_what_cannot_be_joined_costs_one_line(runs: tuple[Path, Target]) -> None
         f"{folder}/medusa@tree+{folder}/medusa/head@chain": "stands there twice; join different",
         f"{folder}/medusa+ngram@monitor": "nobody has measured the break-even of a union",
         f"{folder}/medusa+{folder}/gone": "gone",
-        f"{folder}/eagle3+{folder}/medusa2": "medusa2",
     }
     for spec, line in wrong.items():
         with pytest.raises(UserError) as summary:
             resolve_drafter(spec, target)
         assert line in str(summary.value) and "\n" not in str(summary.value), spec
-    fresh = tiny_target("float64", layers=2)
-    with pytest.raises(UserError, match="eagle3"):
-        resolve_drafter(f"{folder}/medusa2+{folder}/eagle3", fresh)
 
 
 def test_a_second_drafter_whose_scores_are_nan_is_refused() -> None:

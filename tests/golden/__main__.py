@@ -34,11 +34,6 @@ SMALL = ["head.draft_vocab=20", "optim.lr=0.01", "optim.warmup=0"]
 RUNS: dict[str, tuple[str, type, list[str]]] = {
     "medusa": ("medusa", MedusaRun, ["head.heads=2", "head.nodes=6", *SMALL]),
     "markov": ("medusa", MedusaRun, ["head.heads=2", "head.nodes=6", "head.markov_rank=4", *SMALL]),
-    "medusa2": (
-        "medusa",
-        MedusaRun,
-        ["head=medusa2", "head.heads=2", "head.nodes=6", "head.tune.rank=2", *SMALL],
-    ),
     "hydra_heads": (
         "hydra_heads",
         HydraHeadsRun,

@@ -1,4 +1,4 @@
-"""Hydra heads, Medusa with a Markov term and Medusa-2 on every architecture: a training step,
+"""Hydra heads, Medusa with a Markov term and DSpark on every architecture: a training step,
 then greedy equality.
 """
 
@@ -17,7 +17,7 @@ from outrider.heads.block.config import BlockConfig
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
 from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from outrider.heads.parallel.medusa import MedusaConfig
 from tests.helpers.archs import CHAIN, TREE, VOCAB, build
 from tests.helpers.decoding import texts
 from tests.helpers.training import random_batch
@@ -33,9 +33,6 @@ CASES = {
         nodes=6,
         width=3,
         loss=LossWeights(0, 1),
-    ),
-    "medusa2": MedusaConfig(
-        kind="medusa2", heads=2, draft_vocab=0, nodes=6, tune=TargetLoraConfig(rank=2)
     ),
 }
 

@@ -29,7 +29,7 @@ from outrider.heads.eagle.drafter import EagleDrafter
 from outrider.heads.losses import LossWeights
 from outrider.heads.parallel.drafter import LastFeature
 from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig, MedusaDrafter, MedusaHead, TargetLoraConfig
+from outrider.heads.parallel.medusa import MedusaConfig, MedusaDrafter, MedusaHead
 from outrider.train.config import EagleRun
 from outrider.train.loop import fit
 from tests.heads.test_eagle import head_of, target_of
@@ -46,7 +46,6 @@ OTHERS = {
     "medusa": MedusaConfig(heads=3, draft_vocab=40),
     "markov": MedusaConfig(heads=3, draft_vocab=40, markov_rank=4),
     "hydra_heads": HydraHeadsConfig(heads=3, blocks=2, draft_vocab=0, prefix_layers=1),
-    "medusa2": MedusaConfig(kind="medusa2", heads=2, draft_vocab=0, tune=TargetLoraConfig(rank=2)),
 }
 
 

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from outrider.heads import HEADS
 from outrider.heads.batch import Batch, LossOut
-from outrider.heads.parallel.medusa import TargetLoraConfig
 from outrider.heads.recompute import layers_recomputed
 from outrider.heads.small_lm.config import LoraKeys
 from tests.helpers.training import random_batch, tiny_target
@@ -55,7 +54,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eagle1-hass": {"steps": 3, "top_k": 5},
     "small_lm": {"from_target_layers": 3},
     "small_lm-lora": {"from_target_layers": 3, "lora": LoraKeys(2, dropout=0.3)},
-    "medusa2": {"tune": TargetLoraConfig(rank=4, dropout=0.3)},
 }
 
 

@@ -17,7 +17,7 @@ from outrider.heads import HEADS
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.small_lm.config import SmallLMConfig
 from outrider.train.block import BlockRun
 from outrider.train.config import DraftRun, EagleRun, MedusaRun
@@ -27,7 +27,6 @@ from tests.helpers.training import chats, overrides, random_batch, tiny_target
 
 CONFIGS: dict[str, Any] = {
     "medusa": MedusaConfig(heads=2, draft_vocab=40),
-    "medusa2": MedusaConfig(kind="medusa2", heads=2, draft_vocab=40, tune=TargetLoraConfig(rank=2)),
     "hydra_heads": HydraHeadsConfig(heads=2, draft_vocab=40),
     "eagle1": EagleConfig(kind="eagle1", draft_vocab=40),
     "eagle3": EagleConfig(kind="eagle3", draft_vocab=40),
@@ -37,7 +36,6 @@ CONFIGS: dict[str, Any] = {
 }
 RUNS: dict[str, tuple[str, type, list[str]]] = {
     "medusa": ("medusa", MedusaRun, []),
-    "medusa2": ("medusa", MedusaRun, ["head=medusa2", "head.tune.rank=2"]),
     "hydra_heads": ("hydra_heads", HydraHeadsRun, []),
     "eagle1": ("eagle", EagleRun, ["head=eagle1", "head.draft_vocab=0"]),
     "eagle3": ("eagle", EagleRun, ["head=eagle3", "head.draft_vocab=0"]),
@@ -49,7 +47,6 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     **{kind: (kind, []) for kind in RUNS},
     "hydra_heads with a prefix layer": ("hydra_heads", ["head.prefix_layers=1"]),
     "medusa with a Markov bias": ("medusa", ["head.markov_rank=3"]),
-    "medusa2 in bfloat16": ("medusa2", ["dtype=bfloat16"]),
     "small_lm with an embedding of its own": ("small_lm", ["head.embedding=own"]),
     "small_lm as a LoRA": ("small_lm", ["head.lora.rank=2", "head.lora.dropout=0.3"]),
 }

@@ -22,7 +22,7 @@ from outrider.heads.config import LossWeights, Mask
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.losses import Taught, chunked_loss
 from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.teacher import stored_distribution, target_distribution
 from outrider.scripts.proofs.enumerator import Case, enumerate_case
 from outrider.train.facts import meaning_of
@@ -34,9 +34,6 @@ from tests.helpers.training import chats, random_batch, run_config, tiny_target
 SOFT = LossWeights(hard=0.0, soft=1.0)
 FAMILIES: dict[str, Any] = {
     "medusa": MedusaConfig(heads=2, draft_vocab=60, loss=SOFT),
-    "medusa2": MedusaConfig(
-        kind="medusa2", heads=2, draft_vocab=60, loss=SOFT, tune=TargetLoraConfig(rank=2)
-    ),
     "hydra_heads": HydraHeadsConfig(heads=2, draft_vocab=60, loss=SOFT),
     "eagle1": EagleConfig(kind="eagle1", draft_vocab=60, loss=SOFT),
     "eagle3": EagleConfig(kind="eagle3", draft_vocab=60, loss=SOFT),

@@ -20,19 +20,12 @@ from outrider.heads.checkpoint import CARD, _card_sha256, text_of
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.names import DraftSpec
 from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from tests.helpers.training import tiny_target
 
 CONFIGS: dict[str, Any] = {
     "medusa": MedusaConfig(heads=2, draft_vocab=64, nodes=4, markov_rank=2),
-    "medusa2": MedusaConfig(
-        kind="medusa2",
-        heads=2,
-        draft_vocab=0,
-        nodes=4,
-        tune=TargetLoraConfig(rank=2, targets=["q_proj"]),
-    ),
     "hydra_heads": HydraHeadsConfig(heads=2, draft_vocab=64, nodes=4, prefix_layers=1),
     "eagle1": EagleConfig(kind="eagle1", draft_vocab=64, steps=1, depth=2, nodes=4, width=2),
     "eagle3": EagleConfig(kind="eagle3", draft_vocab=64, taps=[1, 2], depth=2, nodes=4, width=2),
@@ -67,7 +60,7 @@ CALIBRATION = {
 
 @functools.cache
 def target_of(kind: str) -> Any:
-    """The target of a kind's head. One for all, but for heads that tune it."""
+    """The target of a kind's head. One for all."""
     return tiny_target(layers=2)
 
 
@@ -102,7 +95,7 @@ def write(folder: Path, card: dict[str, Any]) -> None:
 
 def works(folder: Path, kind: str, tokens: int = 5) -> None:
     """Load the head and decode with it: chain and tree, greedy and sampled."""
-    target = tiny_target(layers=2) if kind == "medusa2" else target_of(kind)
+    target = target_of(kind)
     head = load_head(folder, target)
     for shape in ("chain", "tree"):
         drafter = head.drafter(target, DraftSpec(shape=shape))

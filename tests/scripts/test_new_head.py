@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from outrider.conf import packages
 from outrider.conf.schema import compose
-from outrider.heads import head_class, load_head, save_head
+from outrider.heads import load_head
 from outrider.scripts import cli
 from outrider.train.config import HeadRun, MedusaRun, entry_of
 from tests.helpers.packages import CODE, KEYS, blocks, installed, point, write
@@ -83,62 +82,6 @@ def test_it_trains_resumes_is_scored_and_is_refused_by_engines(
         assert (
             why in message and len(message.strip().splitlines()) == 1 and not (turn / form).exists()
         )
-
-
-MEDUSA = """
-from dataclasses import dataclass
-from outrider.heads.losses import LossWeights
-from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
-
-@dataclass(frozen=True)
-class TurnConfig(MedusaConfig):
-    kind: str = "turn"
-    lean: float = 0.0
-
-@dataclass(kw_only=True)
-class TurnSaved(MedusaHead.Saved):
-    config: TurnConfig
-
-class Turn(MedusaHead):
-    kind, Config, Saved, served_as = "turn", TurnConfig, TurnSaved, "medusa"
-"""
-
-
-@pytest.mark.parametrize(
-    "odd, message",
-    [
-        ("", "draft tokens equal to the head's"),
-        (
-            "    def projection(self, target):\n        return -self.proj\n",
-            "its logits on the text's",
-        ),
-        (
-            "    def make(self, device):\n        super().make(device)\n"
-            "        import torch\n        self.more = torch.nn.Parameter(torch.zeros(2))\n",
-            "its weight more is none of those",
-        ),
-    ],
-)
-def test_one_that_an_engine_runs_as_a_kind_of_ours_is_exported(
-    odd: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with installed(tmp_path / "site", monkeypatch, {CODE: MEDUSA + odd}):
-        target, kind = tiny_target(), head_class("turn")
-        cfg = kind.Config(heads=2, draft_vocab=60)  # type: ignore[call-arg]
-        head = kind.for_target(target, cfg, torch.arange(target.vocab_size) + 1)
-        save_head(head, tmp_path / "head", target.identity)
-        tiny = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items()), "device=cpu"]
-        where = [f"drafter={tmp_path / 'head'}", f"out={tmp_path / 'out'}", "format=vllm"]
-        code = command(
-            "outrider.scripts.export", [*tiny, *where, "num_prompts=2", "max_new_tokens=4"]
-        )
-        said = capsys.readouterr()
-        assert message in said.out + said.err and code == (2 if odd else 0), said
-        assert (tmp_path / "out").exists() == (not odd)
 
 
 def test_every_command_finds_it_and_says_its_keys(

@@ -178,25 +178,6 @@ def test_without_a_row_that_drafts_there_is_no_race(measured: Contest) -> None:
     assert picture.drawn(report) is None, "as in reports of version 0.1"
 
 
-def test_rows_of_another_target_do_not_race(measured: Contest) -> None:
-    other = system("fast", 3)
-    other.base, other.group = "none@x", "x"
-    measured.answers += [
-        ScoredAnswer("none@x", a.prompt_id, 0, "chat", a.generation)
-        for a in measured.answers
-        if a.drafter == "none"
-    ]
-    measured.timed_runs += [
-        TimedRun("none@x", r.prompts, 0, r.timing, r.tokens)
-        for r in measured.timed_runs
-        if r.drafter == "none"
-    ]
-    plain = system("none@x", 0)
-    plain.base, plain.group = "none@x", "x"
-    found = reported(measured, [SYSTEMS[0], other, SYSTEMS[2], plain])["race"]
-    assert [lane["name"] for lane in found["lanes"]] == ["none", BOTH]
-
-
 def test_the_page_leads_with_the_race_and_one_answer(measured: Contest) -> None:
     report = reported(measured)
     text = page.page(report)

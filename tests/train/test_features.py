@@ -414,8 +414,6 @@ def test_the_command_tells_the_bytes_first_and_writes_nothing_without_room(
         assert cache(data, out, change) == 2
         assert named in capsys.readouterr().err
     assert cache(data, tmp_path) == 2 and "holds other files" in capsys.readouterr().err
-    assert cache(data, tmp_path / "m2", "heads=[medusa2]") == 2
-    assert "medusa2 changes the target" in capsys.readouterr().err
 
 
 def test_a_signal_keeps_the_whole_files_and_the_same_command_continues(
@@ -459,20 +457,6 @@ def test_features_that_are_not_finite_name_their_row(
     with pytest.raises(UserError, match=r"data\.jsonl:\d+: features are not finite"):
         written(data, tmp_path / "f")
     assert not list((tmp_path / "f").glob("shard*"))
-
-
-def test_heads_that_change_the_target_refuse_the_cache(data: Path, tmp_path: Path) -> None:
-    written(data, tmp_path / "f")
-    with pytest.raises(
-        UserError, match="data.features: medusa2 changes the target while it learns"
-    ):
-        run(
-            data,
-            tmp_path / "run",
-            f"data.features={tmp_path / 'f'}",
-            "head.kind=medusa2",
-            "head.tune.rank=2",
-        )
 
 
 def test_another_process_keeps_its_shard(data: Path, tmp_path: Path) -> None:

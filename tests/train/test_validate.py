@@ -32,7 +32,6 @@ SMALL = [
 ]
 KINDS = {
     "medusa": ["head.heads=2", "head.markov_rank=4"],
-    "medusa2": ["head.heads=2", "head.tune.rank=4"],
     "hydra_heads": ["head.heads=2"],
     "eagle1": [],
     "eagle3": ["head.steps=2"],

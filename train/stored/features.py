@@ -273,14 +273,11 @@ class CachedTarget:
         ids: Tensor,
         mask: Tensor,
         taps: Sequence[int],
-        grad: bool = False,
         position: Tensor | None = None,
     ) -> Tensor:
         """As Target.features: [B, T, F, D], zeros in the padding, and for the last state where
         its distribution is stored.
         """
-        if grad:
-            raise ValueError("features: stored ones carry no gradient")
         known, wanted = self._read, tuple(taps)
         if known and known[0] == wanted:
             out = known[1]
@@ -362,7 +359,7 @@ class Source:
 
     def __init__(self, cfg: Any, head: Head, target: Target, rows: JoinedRows) -> None:
         """Opens the store, and frees the target's layers where no evaluation needs them.
-        Raises UserError for a store that does not fit, or a head that changes its target."""
+        Raises UserError for a store that does not fit."""
         self.target, self.note = target, ""
         final = target.num_layers
         self.reads = head.taps if final in head.taps else (*head.taps, final)
@@ -379,7 +376,6 @@ class Source:
         self.meaning: dict[str, Any] = {}
         if not cfg.data.features:
             return
-        refuse(type(head))
         folder = Path(cfg.data.features).expanduser()
         card, _ = read_manifest(folder)
         distribution = int(card.get("law_top_k", 0))
@@ -412,12 +408,3 @@ class Source:
     def __call__(self, batch: Batch) -> Any:
         """The target for one batch."""
         return self.target if self.store is None else CachedTarget(self.target, self.store, batch)
-
-
-def refuse(kind: type[Head]) -> None:
-    """Raises UserError for a kind of head that cannot learn from stored features."""
-    if kind.trains_target:
-        raise UserError(
-            f"data.features: {kind.kind} changes the target while it learns, stored features would "
-            "be those of a model that is no more; leave data.features out"
-        )

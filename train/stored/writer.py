@@ -37,7 +37,6 @@ def taps_of(cfg: Any, target: Target) -> tuple[int, ...]:
     wanted = set(cfg.taps) if cfg.distribution_top_k else {target.num_layers, *cfg.taps}
     for name in cfg.heads:
         kind: Any = head_class(name, "heads")
-        features.refuse(kind)
         own = (
             set(kind.choose_taps(target, kind.Config(kind=name)))
             if hasattr(kind, "choose_taps")
