@@ -15,6 +15,5 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "eagle3_portable": ("eagle3", ["head=eagle3"]),  # without the norms that few engines know
     "p_eagle": ("eagle3", ["head=p_eagle"]),
     "dflash": ("dflash", ["head=dflash", "head.block=4"]),
-    "dflash_causal": ("dflash", ["head=dflash_causal", "head.block=4"]),
     "dspark": ("dspark", ["head=dspark", "head.block=3"]),
 }

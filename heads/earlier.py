@@ -9,6 +9,7 @@ from typing import Any
 GONE: dict[str, tuple[Any, ...] | None] = {
     "tune": None,
     "activation_checkpointing": (False,),
+    "causal": (False,),
     "layer": ("llama",),
     "init": None,
     "init_layer": None,

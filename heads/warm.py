@@ -45,7 +45,7 @@ MEANING = (
 MAKE = tuple(key.name for key in fields(LayerKeys))
 GROWS = ("num_hidden_layers", "max_position_embeddings")  # of a layer's make, what may differ
 # Keys under which a head may go on differently from how it began; what changes is said.
-OTHERWISE = ("causal", "parallel", "sliding_window", "block", "share_lm_head", "mask_token")
+OTHERWISE = ("parallel", "sliding_window", "block", "share_lm_head", "mask_token")
 BEFORE = "start_"  # before what the head that another one started from had taken, in its card
 
 

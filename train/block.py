@@ -1,4 +1,4 @@
-"""Train a block head (DFlash, its causal kind, DSpark) on a frozen target.
+"""Train a block head (DFlash, DSpark) on a frozen target.
 
     accelerate launch train/block.py target=smollm2 head=dflash data=jsonl data.path=FILE \\
         out_dir=runs/dflash steps=N

@@ -1,1 +1,1 @@
-"""Block heads: one pass drafts a whole block (DFlash, its causal kind, DSpark)."""
+"""Block heads: one pass drafts a whole block (DFlash, DSpark)."""

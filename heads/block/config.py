@@ -1,5 +1,4 @@
-"""The keys of block heads; conf/head/dflash.yaml, dflash_causal.yaml and dspark.yaml choose
-them."""
+"""The keys of block heads; conf/head/dflash.yaml and conf/head/dspark.yaml choose them."""
 
 from __future__ import annotations
 
@@ -23,8 +22,6 @@ class BlockConfig(LayeredConfig):
     # rows of a block, the anchor's among them
     block: Annotated[int, Interval(ge=2, le=MOST_DEPTH)] = 8
     layers: Layers = 2
-    # a row sees no later row of its block: one head drafts any number of slots
-    causal: bool = False
     # a weight in the keys' norm, as published heads have; false: fixed at one, because some
     # engines read the first layer's weight for all
     key_norm: bool = False
@@ -70,9 +67,9 @@ class BlockConfig(LayeredConfig):
             found.append("least: nothing tells a slot's chance; set confidence=1, or least=0")
         if self.weights == "dpace" and not self.loss.hard:
             found.append("weights: dpace goes by the data's tokens; set loss.hard above 0")
-        if not self.causal and self.depth > self.slots:
+        if self.depth > self.slots:
             found.append(
                 f"depth: {self.depth} slots of blocks trained with {self.slots} that see each "
-                f"other; give {self.slots} or less, or causal=true"
+                f"other; give {self.slots} or less"
             )
         return found

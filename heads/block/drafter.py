@@ -60,12 +60,11 @@ class BlockDrafter(LayeredDrafter):
         self.h[rows] = newest
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.LevelSource: the block. A block whose rows see each other has all that it
-        was trained with."""
+        """See decode.grow.LevelSource: the block, all the rows that it was trained with."""
         count, before = len(self.lengths), self.cfg.before
-        rows = before + levels if self.cfg.causal else self.cfg.block
+        rows = self.cfg.block
         places = self.cache.aim(slice(0, count), self.lengths, 0, rows)
-        seen = places if self.cfg.causal else places[:, -1:].expand(-1, rows)
+        seen = places[:, -1:].expand(-1, rows)
         mask = self.cache.back(seen)[:, None]
 
         def attend(layer: int, query: Tensor, own: Keys) -> Tensor:

@@ -1,12 +1,10 @@
-"""Block heads: DFlash (arXiv 2602.06036), its causal kind (JetSpec's mask, 2606.18394) and
-DSpark (2607.05147). One pass drafts a whole block.
+"""Block heads: DFlash (arXiv 2602.06036) and DSpark (2607.05147). One pass drafts a whole block.
 
 A block begins at an anchor x_t, the newest token, whose own feature does not exist yet; its
 rows read the target's features of positions below t and each other (heads/block/net.py). Slot
 k = 1 .. K predicts x_{t+k}: of DFlash row k, behind the anchor's own; of DSpark row k - 1.
-With `causal` a row sees no later one, so a head drafts any number of slots. With a Markov term
-the logits of slot k get W1[x_{t+k-1}] W2 added: the distribution of a token is then conditional on
-the one before, the data's in training and the drafted one in drafting.
+With a Markov term the logits of slot k get W1[x_{t+k-1}] W2 added: the distribution of a token
+is then conditional on the one before, the data's in training and the drafted one in drafting.
 
 A slot is supervised by the loss mask of the token that it predicts, and so are all slots
 before it in the block. Trained by train/block.py.
@@ -66,7 +64,7 @@ class BlockHead(LayeredHead):
     Saved: ClassVar[type[BlockSaved]] = BlockSaved
     cfg: BlockConfig
     net: BlockNet
-    why = ", whose rows see each other (head.causal=true takes any)"
+    why = ", whose rows see each other"
     seed = 0
 
     # -- making one
@@ -170,10 +168,10 @@ class BlockHead(LayeredHead):
         self, batch: Batch, target: Target, feats: Tensor, parts: list[Anchors], slots: int
     ) -> Iterator[Tensor]:
         """What the LM head reads at every slot of the blocks, [B, A, K, D], for one part of the
-        anchors after the other. feats: [B, T, F or more, D]. A block whose rows see each other
-        has all that it was trained with."""
+        anchors after the other. feats: [B, T, F or more, D]. A block has all the rows that it was
+        trained with: they see each other."""
         net, (count, length) = self.net, batch.ids.shape
-        rows = slots + self.cfg.before if self.cfg.causal else self.cfg.block
+        rows = self.cfg.block
         cos, sin = net.rope(length + rows, feats.dtype, feats.device)
         position = batch.depth().view(count, length)
         c = net.fuse(feats[:, :, : len(self.taps)])
@@ -186,7 +184,7 @@ class BlockHead(LayeredHead):
             seen = anchors.context(batch)
 
             def attend(layer: int, query: Tensor, own: Keys, seen: Tensor = seen) -> Tensor:
-                return attend_blocks(query, context[layer], own, seen, self.cfg.causal)
+                return attend_blocks(query, context[layer], own, seen)
 
             rope = (cos[at].flatten(1, 2), sin[at].flatten(1, 2))
             h = net.run(net.rows(first, rows).flatten(1, 2), rope, attend)
@@ -222,8 +220,8 @@ class BlockHead(LayeredHead):
     def forced(
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
-        """See Head; of blocks whose rows see each other at most as many levels as slots."""
-        net, slots = self.net, levels if self.cfg.causal else min(levels, self.cfg.slots)
+        """See Head; at most as many levels as slots."""
+        net, slots = self.net, min(levels, self.cfg.slots)
         proj = self.projection(target).to(target.dtype)
         tokens, supervised = batch.ids.reshape(-1), (batch.loss_mask & batch.mask).reshape(-1)
         feats = target.features(batch.ids, batch.mask, self.taps, position=batch.position)
@@ -240,9 +238,9 @@ class BlockHead(LayeredHead):
     # -- drafting
 
     @property
-    def deepest(self) -> int | None:
-        """See Head: with rows that see each other, as many as a block was trained with."""
-        return None if self.cfg.causal else self.cfg.slots
+    def deepest(self) -> int:
+        """See Head: as many as a block was trained with."""
+        return self.cfg.slots
 
     @property
     def usual(self) -> int:

@@ -138,7 +138,7 @@ def turned(x: Tensor, rope: Rope) -> Tensor:
     return x * cos + rotate_half(x) * sin
 
 
-def attend_blocks(query: Tensor, far: Keys, own: Keys, seen: Tensor, causal: bool) -> Tensor:
+def attend_blocks(query: Tensor, far: Keys, own: Keys, seen: Tensor) -> Tensor:
     """Attention of A blocks per row to the features before their anchors and to their own
     rows, by one softmax. query: [B, H, A * R, hd]. far: keys and values of T features. own:
     those of the A * R rows. seen: [B, A, T] bool. -> [B, H, A * R, hd]."""
@@ -150,9 +150,6 @@ def attend_blocks(query: Tensor, far: Keys, own: Keys, seen: Tensor, causal: boo
     to_far = (q.flatten(2, 4) @ far[0].mT).view(*q.shape[:5], length).to(wide)
     to_far = to_far.masked_fill(~seen[:, None, None, :, None], -torch.inf)
     to_own = (q @ mine[0][:, :, None].mT).to(wide)
-    if causal:
-        later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
-        to_own = to_own.masked_fill(later, -torch.inf)
     attn = torch.cat([to_far, to_own], -1).softmax(-1).to(query.dtype)
     out = (attn[..., :length].flatten(2, 4) @ far[1]).view(q.shape)
     return (out + attn[..., length:] @ mine[1][:, :, None]).reshape(query.shape)

@@ -146,14 +146,14 @@ class BlockNative(HeadLayout[BlockHead]):
             "target_layer_ids": [tap - 1 for tap in head.taps],
         }
         plain = cfg.kind == "dflash"
-        more = {"dflash_config": {**numbers, "causal": cfg.causal}} if plain else numbers
+        more = {"dflash_config": {**numbers, "causal": False}} if plain else numbers
         return {
             **self.layer(head, facts, dtype),
             "architectures": ["DFlashDraftModel" if plain else "Qwen3DSparkModel"],
             "block_size": cfg.block,
             "num_target_layers": facts.layers,
             "draft_vocab_size": cfg.draft_vocab or facts.vocab,
-            "is_causal": cfg.causal,
+            "is_causal": False,
             "sample_from_anchor": not plain,
             **more,
             **self.parts(head),
@@ -197,7 +197,6 @@ class BlockNative(HeadLayout[BlockHead]):
             kind="dspark" if self.kind == "dspark" else "dflash",
             block=block,
             layers=layer["num_hidden_layers"],
-            causal=given["causal"],
             taps=given["taps"],
             draft_vocab=size if there else 0,
             share_lm_head=not own,
@@ -237,8 +236,8 @@ class BlockNative(HeadLayout[BlockHead]):
             )
         if type(mask) is not int or not 0 <= mask < target.vocab_size:
             found.append(f"mask_token_id: {mask!r}; expected a token of the target's vocabulary")
-        if type(given["causal"]) is not bool:
-            found.append(f"causal: {given['causal']!r}; expected true or false")
+        if given["causal"] is not False:
+            found.append(f"causal: {given['causal']!r}; rows that see each other are read")
         if given["anchor_first"] is not (self.kind == "dspark"):
             found.append(
                 f"sample_from_anchor: {given['anchor_first']!r}; {self.kind} heads are read with "
@@ -344,7 +343,7 @@ class BlockSpeculators(BlockNative):
             "aux_hidden_state_layer_ids": list(head.taps),
             "mask_token_id": cfg.mask_token,
             "sample_from_anchor": cfg.kind == "dspark",
-            "sliding_window_non_causal": not cfg.causal,
+            "sliding_window_non_causal": True,
             **self.parts(head),
             "torch_dtype": dtype,
         }

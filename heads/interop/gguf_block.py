@@ -66,7 +66,7 @@ def block_model(head: BlockHead, target: Target, words: Fields) -> GgufModel:
     fields |= {
         "dflash.block_size": (GGUFValueType.UINT32, cfg.block),
         "dflash.target_layers": (GGUFValueType.ARRAY, list(head.taps)),
-        "dflash.attention.causal": (GGUFValueType.BOOL, cfg.causal),
+        "dflash.attention.causal": (GGUFValueType.BOOL, False),
         "tokenizer.ggml.mask_token_id": (GGUFValueType.UINT32, cfg.mask_token),
     }
     tensors = {f"{t}.weight": state[f"net.{o}.weight"] for o, t in ROOT.items()}

@@ -75,10 +75,8 @@ CASES = {
     "dflash": Case(
         BlockConfig(block=4, layers=2, draft_vocab=60, nodes=7, width=3), ("weights", "even")
     ),
-    "dflash-causal": Case(
-        BlockConfig(
-            block=3, layers=1, causal=True, weights="dpace", draft_vocab=60, nodes=7, width=3
-        ),
+    "dflash-dpace": Case(
+        BlockConfig(block=3, layers=1, weights="dpace", draft_vocab=60, nodes=7, width=3),
         ("block", 1),
     ),
     "dflash-frozen-head": Case(

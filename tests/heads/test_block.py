@@ -42,9 +42,7 @@ from tests.helpers.training import tiny_target
 
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {},
-    "causal": {"causal": True},
     "dspark": {"kind": "dspark", "markov_rank": 4, "confidence": 1.0},
-    "dspark-causal": {"kind": "dspark", "causal": True, "markov_rank": 4},
 }
 each = pytest.mark.parametrize("kind", KINDS)
 
@@ -117,7 +115,7 @@ def by_hand(head, target, feats: Tensor, anchor: int) -> Tensor:
         own = [keys(x, t + r) for r, x in enumerate(normed)]
         after = []
         for r, x in enumerate(normed):
-            seen = cache + own[: r + 1 if cfg.causal else None]
+            seen = cache + own
             query = (layer.q_proj.weight @ x).view(heads, size)
             query = turn(rms(query, layer.q_norm.weight, eps), t + r)
             out = []
@@ -277,33 +275,6 @@ def test_every_round_of_a_decode_drafts_what_the_training_pass_has(target, kind:
     for a, (_, _, known) in enumerate(drafter.found):
         want = hidden[a] @ head.projection(target).T
         torch.testing.assert_close(known, want[: len(known)], rtol=0, atol=1e-9)
-
-
-@torch.no_grad()
-def test_slots_of_a_causal_block_do_not_depend_on_how_many_follow(target) -> None:
-    for kind, same in (("causal", True), ("dspark-causal", True), ("dflash", False)):
-        head = made(target, kind, depth=0)
-        found = []
-        for depth in (2, 3, 9) if same else (2, 3):
-            drafter = head.drafter(target, DraftSpec(shape="chain", depth=depth))
-            ids = torch.tensor([[5, 6, 7, 8, 9]])
-            feats = target.features(ids, torch.ones_like(ids, dtype=torch.bool), head.taps)
-            drafter.reset(1, 32)
-            drafter.begin([ids[0, :1]], Sampling())
-            drafter.observe(ids[:, 1:], feats[:, :-1], torch.tensor([4]), slice(0, 1))
-            drafter.open(depth)
-            found.append(drafter.known[0, :2])
-        for other in found[1:]:
-            torch.testing.assert_close(other, found[0], rtol=0, atol=1e-12)
-        if not same:  # fewer rows would be other logits: they are never run
-            short = dataclasses.replace(head.cfg, block=3)
-            head.cfg = short
-            drafter = head.drafter(target, DraftSpec(shape="chain", depth=2))
-            drafter.reset(1, 32)
-            drafter.begin([ids[0, :1]], Sampling())
-            drafter.observe(ids[:, 1:], feats[:, :-1], torch.tensor([4]), slice(0, 1))
-            drafter.open(2)
-            assert float((drafter.known[0] - found[0]).abs().max()) > 1e-4
 
 
 def test_the_cache_holds_the_committed_positions_but_the_anchor(target) -> None:
@@ -730,7 +701,6 @@ def test_more_slots_than_a_bidirectional_head_was_trained_with(target) -> None:
         UserError, match=r"decode settings: 4 levels, .* guesses 3, whose rows see each other"
     ):
         made(target, "dflash").drafter(target, DraftSpec(shape="chain", depth=4))
-    made(target, "causal").drafter(target, DraftSpec(shape="chain", depth=12))
 
 
 @pytest.mark.parametrize("layers, taps", [(30, (2, 15, 28)), (4, (2,)), (2, (1,)), (1, (0,))])

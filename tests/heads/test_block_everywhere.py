@@ -22,11 +22,10 @@ from tests.helpers.training import chats, overrides
 SHAPE = ("target.hidden=64", "target.layers=4", "target.heads=4", "target.kv_heads=2")
 RECIPES: dict[str, tuple[str, type, list[str]]] = {
     "dflash": ("block", BlockRun, ["head=dflash", "head.block=4"]),
-    "dflash_causal": ("block", BlockRun, ["head=dflash_causal", "head.block=4"]),
     "dspark": ("block", BlockRun, ["head=dspark", "head.block=3", "head.markov_rank=8"]),
     "p_eagle": ("eagle", EagleRun, ["head=p_eagle", "head.steps=3"]),
 }
-DEEPER = {"dflash_causal": 6, "p_eagle": 6}  # levels that no block was trained with
+DEEPER = {"p_eagle": 6}  # levels that no block was trained with
 
 
 @pytest.fixture(scope="module", params=RECIPES)

@@ -209,11 +209,11 @@ MASKED = {"parallel": True, "steps": 3, "mask_token": 259}
     [
         ("vllm", "eagle3", MASKED),
         ("speculators", "eagle3", {**MASKED, "norm_before_fc": True}),
-        ("vllm", "dflash", {"causal": True, "depth": 3, "block": 6}),
+        ("vllm", "dflash", {"depth": 3, "block": 6}),
         ("vllm", "dflash", {"layers": 1, "key_norm": True}),
         ("vllm", "dflash", {"share_lm_head": True}),
         ("speculators", "dflash", {"share_lm_head": True, "draft_vocab": 0}),
-        ("speculators", "dspark", {"causal": True, "confidence": 0.0}),
+        ("speculators", "dspark", {"confidence": 0.0}),
         ("deepspec", "dspark", {"draft_vocab": 0}),
     ],
 )
@@ -245,15 +245,14 @@ def test_divisors_of_the_features_are_folded(target, prompts, tmp_path: Path, dt
     assert check_export(path, "vllm", head, target, prompts, dtype).tokens >= 4
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_whether_rows_see_each_other_is_written_everywhere(target, tmp_path, causal) -> None:
+def test_that_rows_see_each_other_is_written_everywhere(target, tmp_path) -> None:
     """An engine's own default must never decide."""
-    head = random_head(target, "dflash", causal=causal)
+    head = random_head(target, "dflash")
     native = json.loads((folder(tmp_path / "a", target, head, "vllm") / "config.json").read_text())
-    assert native["is_causal"] is causal and native["dflash_config"]["causal"] is causal
+    assert native["is_causal"] is native["dflash_config"]["causal"] is False
     assert native["layer_types"] == ["full_attention"] * 2
     other = folder(tmp_path / "b", target, head, "speculators") / "config.json"
-    assert json.loads(other.read_text())["sliding_window_non_causal"] is not causal
+    assert json.loads(other.read_text())["sliding_window_non_causal"] is True
 
 
 def test_a_file_served_causally_is_caught(target, prompts, tmp_path: Path) -> None:
@@ -297,6 +296,7 @@ def test_what_engines_cannot_have_is_named(target, format, kind, extra, said: st
 
 WRONG = {
     "sliding_window_non_causal": ("speculators", "dflash", None, "causally or not"),
+    "is_causal": ("vllm", "dflash", True, "rows that see each other are read"),
     "sample_from_anchor": ("speculators", "dspark", False, "dspark heads are read with true"),
     "aux_hidden_state_layer_ids": ("speculators", "dflash", [2, 8], "expected ascending numbers"),
     "mask_token_id": ("speculators", "dflash", 10**6, "expected a token of the target's"),

@@ -33,7 +33,6 @@ CONFIGS: dict[str, Any] = {
     "dspark": BlockConfig(
         kind="dspark",
         block=2,
-        causal=True,
         share_lm_head=True,
         draft_vocab=64,
         markov_rank=2,
