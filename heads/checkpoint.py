@@ -28,15 +28,14 @@ from outrider.conf.jsonl import HALF, is_whole
 from outrider.conf.typed import from_json
 from outrider.decode.models.identity import Identity, sha256_file
 from outrider.decode.target import Target
-from outrider.heads import lora, vocab, words
+from outrider.heads import earlier, vocab
 from outrider.heads.base import Head
 from outrider.heads.names import CARD as CARD
-from outrider.heads.saved import differing
 
 H = TypeVar("H", bound=Head)
 FORMAT = 1
-# A head's own; an ordinary transformers folder's; peft's, on a frozen head.
-WEIGHTS = ("head.safetensors", "model.safetensors", lora.WEIGHTS)
+# A head's own; an ordinary transformers folder's.
+WEIGHTS = ("head.safetensors", "model.safetensors")
 AGAIN = "restore it or train the head again"
 
 
@@ -52,6 +51,8 @@ class WeightsFile:
         """Problems as "key: value; rule"."""
         if self.file in WEIGHTS:
             return []
+        if self.file == earlier.ADAPTER:
+            return [f"file: {self.file}, a LoRA on another head; {earlier.LAST} reads it last"]
         return [f"file: names {self.file[:80]!r}; known: {', '.join(WEIGHTS)}"]
 
 
@@ -155,16 +156,9 @@ def read_card(folder: Path) -> dict[str, Any]:
     return card | {"kind": known.kind}  # a number in its place is read as text
 
 
-def load_as(
-    kind: type[H],
-    folder: Path | str,
-    target: Target,
-    relative: bool = False,
-    above: tuple[Path, ...] = (),
-) -> H:
+def load_as(kind: type[H], folder: Path | str, target: Target, relative: bool = False) -> H:
     """The head of class `kind` in `folder`, on the target's device, in the dtype it was trained
-    in. relative: it may have been trained for another target with the same tokenizer. A LoRA
-    on a frozen head comes merged. above: folders of adapters that are being put on this head.
+    in. relative: it may have been trained for another target with the same tokenizer.
 
     Raises UserError when a file is missing or damaged, a value of the card is wrong or does
     not go with the weights, or the head was trained for another target, tokenizer or chat
@@ -181,7 +175,7 @@ def load_as(
     path = folder / card["weights"]["file"]
     stored = _stored(path, card["weights"])
     try:
-        head = _rebuilt(kind, card["head"], target, path, stored, above)
+        head = _rebuilt(kind, card["head"], target, path, stored)
     except UserError as error:
         raise UserError(f"{folder / CARD}: {error}; {AGAIN}") from None
     except (KeyError, TypeError, RuntimeError) as error:
@@ -237,75 +231,20 @@ def _rebuilt(
     target: Target,
     path: Path,
     stored: dict[str, tuple[int, ...]],
-    above: tuple[Path, ...],
 ) -> H:
     """The head that a card has under `head`, with the weights at `path`, whose shapes are
-    `stored`; a LoRA merged. Raises UserError where the two do not go together."""
-    if "lora" in saved:
-        head = _adapted(kind, saved, target, stored, above)
-    else:
-        with torch.device("meta"):
-            odd = kind.misfits(saved, target, stored)
-        if odd:
-            raise UserError(f"the card and {path.name} are of different heads ({odd[0]})")
-        head = kind.from_json(saved, target).to(target.device)
+    `stored`. Raises UserError where the two do not go together."""
+    with torch.device("meta"):
+        odd = kind.misfits(saved, target, stored)
+    if odd:
+        raise UserError(f"the card and {path.name} are of different heads ({odd[0]})")
+    head = kind.from_json(saved, target).to(target.device)
     head.load_state_dict(load_file(path, device=str(target.device)))
-    if head.lora is not None:
-        _merged(head)
     ids = head.ids()
     if ids is not None and not vocab.ascends(ids, target.vocab_size):
         last = target.vocab_size - 1
         raise UserError(f"its draft vocabulary is not different tokens of 0..{last} in order")
     return head
-
-
-def _adapted(
-    kind: type[H],
-    saved: dict[str, Any],
-    target: Target,
-    stored: dict[str, tuple[int, ...]],
-    above: tuple[Path, ...],
-) -> H:
-    """The frozen head that an adapter was trained on, with a LoRA of the saved shape on it.
-    saved: what the adapter's card has in `head`. stored: shapes in its weights file.
-
-    Raises UserError for a head that is not there any more, or another one by now."""
-    known, problems = from_json(saved["lora"], lora.Adapter)
-    if problems:
-        raise UserError(f"head.lora.{problems[0].partition('; set ')[0]}")
-    base = Path(known.base.path)
-    if base in above:
-        raise UserError(f"head.lora.base: {base} is an adapter on itself")
-    fix = f"put the head with weights {known.base.sha256[:12]} there"
-    try:
-        sha = str(read_card(base)["weights"]["sha256"])
-    except UserError as error:
-        raise UserError(f"head.lora.base: {str(error).partition('; ')[0]}; {fix}") from None
-    if sha != known.base.sha256:
-        raise UserError(f"head.lora.base: {base} holds other weights ({sha[:12]}); {fix}")
-    head = load_as(kind, base, target, relative=True, above=(*above, base))
-    with torch.device("meta"):
-        shell = kind.from_json({k: v for k, v in saved.items() if k != "lora"}, target)
-    sizes = [{k: tuple(v.shape) for k, v in one.state_dict().items()} for one in (shell, head)]
-    if odd := differing(*sizes):
-        raise UserError(f"the card and the head at {base} are of different heads ({odd[0]})")
-    head.cfg, head.coverage, head.calibration = shell.cfg, shell.coverage, shell.calibration
-    swap = known.base.words, known.base.gone
-    if any(swap):
-        ids = words.exchanged(words.ids_of(head), *swap, target.vocab_size)
-        words.with_words(head, ids, target)
-    keys = lora.LoraKeys(known.rank, known.alpha, known.dropout, known.targets)
-    head.adapt(keys, known.base)
-    if odd := differing({k: tuple(v.shape) for k, v in head.state_dict().items()}, stored):
-        raise UserError(f"the card and {lora.WEIGHTS} are of different heads ({odd[0]})")
-    return head
-
-
-def _merged(head: Head) -> None:
-    """Merge the adapter of a loaded head; what may learn is as in a fresh one."""
-    head.merge()
-    for weight in head.parameters():
-        weight.requires_grad_(True)
 
 
 def trained_for(card: dict[str, Any] | None, target: Target) -> str:

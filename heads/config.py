@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from outrider.conf.rules import BelowOne, NotNegative, one_of
+from outrider.conf.rules import NotNegative, one_of
 from outrider.heads.limits import Count, CountOrZero, Draw, Layers, Nodes, Shape, TokenId, Width
 
 Mask = Literal["token", "argmax", "all"]
@@ -44,29 +44,6 @@ class LossWeights:
         return ["hard: all loss weights are 0; set one above 0"]
 
 
-@dataclass(frozen=True)
-class LoraKeys:
-    """A LoRA on linear layers; the rest stays as it is."""
-
-    # rank of the update; 0 = no LoRA, all weights learn
-    rank: CountOrZero = 0
-    # the update counts alpha / rank
-    alpha: CountOrZero = 16
-    # dropout before it
-    dropout: BelowOne = 0.0
-    # names of the layers it is put on, such as q_proj; empty = all linear layers
-    targets: list[str] = field(default_factory=list)
-    # on a frozen head, for data with words of their own: its LM head learns as well, and its
-    # draft vocabulary takes in tokens that it lacks, for as many that the data lack
-    words: bool = True
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        if not self.rank and (self.targets or self.dropout):
-            return ["rank: 0 is no LoRA; give 1 or more, or leave targets and dropout out"]
-        return []
-
-
 def _activation(value: str) -> str:
     """The rule that a text is one of transformers' activations, which are looked up for others than
     the usual one."""
@@ -97,11 +74,6 @@ class HeadConfig:
     # tree at temperature > 0: sampled = drawn without replacement on a static tree, fixed =
     # the most probable tokens
     tree_draw: Draw = "sampled"
-    # folder of a head, a run or an export whose draft vocabulary is taken; empty = the tokens
-    # that are supervised most often
-    draft_vocab_from: str = ""
-    # a LoRA in place of full weights: on the frozen head at start=, or on a separate draft
-    lora: LoraKeys = field(default_factory=LoraKeys)
     # frequent tokens the head predicts; 0 = all, null = those of the head at start=, else 8,192
     draft_vocab: CountOrZero | None = 8192
     # what the head learns from

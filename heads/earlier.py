@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-# Keys of a head that later versions do without, and the values that change nothing for it now
-# (None: any).
+LAST = "version 0.2.0"  # the last that reads what is refused here
+ADAPTER = "adapter_model.safetensors"  # the weights of a LoRA on another head
+
+# Keys of a head, or of its groups, that later versions do without, and the values that change
+# nothing for it now (None: any).
 GONE: dict[str, tuple[Any, ...] | None] = {
     "tune": None,
     "activation_checkpointing": (False,),
     "causal": (False,),
+    "draft_vocab_from": ("",),
+    "lora.rank": (0,),
+    "lora": None,
     "layer": ("llama",),
     "init": None,
     "init_layer": None,
@@ -35,11 +41,23 @@ def is_gone(key: str, value: Any) -> bool:
     return harmless is None or value in harmless
 
 
-def without_gone(config: dict[str, Any]) -> dict[str, Any]:
+def without_gone(config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
     """The keys of a saved head (parsed JSON) and of its groups without those that may be passed
-    over."""
-    kept = {key: value for key, value in config.items() if not is_gone(str(key), value)}
+    over. known: the keys that there are now, with any values."""
+    kept = {k: v for k, v in config.items() if k in known or not is_gone(str(k), v)}
     for group, keys in kept.items():
-        if isinstance(keys, dict):
-            kept[group] = {k: v for k, v in keys.items() if not is_gone(f"{group}.{k}", v)}
+        now = known.get(group)
+        if isinstance(keys, dict) and isinstance(now, dict):
+            some = {k: v for k, v in keys.items() if k in now or not is_gone(f"{group}.{k}", v)}
+            kept[group] = some
     return kept
+
+
+def left(config: dict[str, Any], known: dict[str, Any]) -> list[str]:
+    """The keys of a saved head that would have changed it and that no version after LAST has, as
+    "key: value; rule". known: see without_gone."""
+    return [
+        f"config.{key}: {config[key]!r:.40}; {LAST} reads such a head last"
+        for key in GONE
+        if key in config and key not in known and not is_gone(key, config[key])
+    ]

@@ -65,27 +65,13 @@ class HubName:
 def head(name: str) -> Path:
     """The folder of the head at hub:OWNER/NAME[@REVISION], fetched where it is not here yet.
 
-    Raises UserError where it cannot be fetched, holds no head in our own form, or one that
-    would read another folder of this machine.
+    Raises UserError where it cannot be fetched or holds no head in our own form.
     """
     known = HubName.read(name)
     folder = _own(known)
     if folder is None:
         _no_head(known)
-    from outrider.heads.checkpoint import read_card
-
-    if "lora" in read_card(folder)["head"]:
-        raise UserError(
-            f"{name}: an adapter on a head of its owner's disk; ask for one that `outrider push` "
-            "has written, which is whole"
-        )
     return folder
-
-
-def either(name: str) -> Path:
-    """The folder of a head in our own form, else of what an engine serves. Raises UserError as
-    `head` and `served` do."""
-    return _own(HubName.read(name)) or served(name)
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from outrider.heads.config import LayeredConfig as LayeredConfig
 from outrider.heads.eagle.init import reset_weights, start_norm
 from outrider.heads.eagle.shape import LayerShape, as_made, layer_config
 from outrider.heads.layered_saved import LayeredSaved
-from outrider.heads.lora import weight_of
 from outrider.heads.teacher import TeacherFn, stored_distribution, target_distribution
 
 
@@ -86,7 +85,7 @@ class LayeredHead(Head):
         own = getattr(self.net, "lm_head", None)
         if own is None:
             return self.target_rows(target)[0] * target.head.scale
-        return weight_of(own)
+        return own.weight  # type: ignore[no-any-return]
 
     @classmethod
     def completed(cls, cfg: Any, target: Target) -> Any:

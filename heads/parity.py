@@ -28,7 +28,6 @@ Shape letters: S levels of a draft, P prompts.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -269,9 +268,6 @@ def _lost(head: Head, again: Head) -> list[str]:
     """What the saved head does not share with the trained one."""
     if type(head).write is not Head.write:  # saved in a form of its own: its drafts alone can tell
         return []
-    if head.lora is not None:  # read back it is merged
-        head = copy.deepcopy(head)
-        head.merge()
     mine, other = head.state_dict(), again.state_dict()
     names = [
         n

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any, Self, get_type_hints
 
 from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
 from outrider.decode.target import Target
-from outrider.heads.earlier import without_gone
+from outrider.heads import earlier
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,11 @@ class Saved:
         Raises UserError of one line that names the wrong keys.
         """
         if isinstance(saved, dict) and isinstance(saved.get("config"), dict):
-            saved = {**saved, "config": without_gone(saved["config"])}
+            keys = get_type_hints(cls)["config"]
+            known = asdict(keys()) if is_dataclass(keys) else {}
+            if problems := earlier.left(saved["config"], known):
+                raise UserError(f"head.{problems[0]}")
+            saved = {**saved, "config": earlier.without_gone(saved["config"], known)}
         value, problems = from_json(saved, cls)
         if not problems and value.config.kind != kind:
             problems = [f"config.kind: {value.config.kind!r} in the card of a {kind} head"]

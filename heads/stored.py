@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from safetensors.torch import save_file
+from torch import nn
 
 from outrider.decode.models.identity import Identity
 from outrider.decode.target import Target
-from outrider.heads.lora import UNSAVED, Adaptable
 from outrider.heads.saved import differing
 
 
-class Stored(Adaptable):
+class Stored(nn.Module):
     """What of a head stands in its folder: its weights, and in head.json what rebuilds it.
     Saved: what head.json says, as types. kind, cfg, coverage, calibration: see heads.base.Head."""
 
@@ -59,10 +59,9 @@ class Stored(Adaptable):
         measured.
         """
         return {
-            "config": {k: v for k, v in asdict(self.cfg).items() if k not in UNSAVED},
+            "config": asdict(self.cfg),
             "coverage": self.coverage,
             "calibration": self.calibration,
-            **({"lora": asdict(self.lora)} if self.lora else {}),
         }
 
     def restore_json(self, saved: dict[str, Any]) -> None:
@@ -80,8 +79,6 @@ class Stored(Adaptable):
         finished: the head as it is used, not a checkpoint to resume from. Raises OSError or
             SafetensorError.
         """
-        if self.lora is not None:
-            return self.lora.write(self.state_dict(), folder), self.config_json()
         state = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
         save_file(state, folder / "head.safetensors")
         return "head.safetensors", self.config_json()

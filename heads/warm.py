@@ -2,11 +2,9 @@
 published head that scripts/import_head.py has read.
 
 The old head may have been trained for a relative of the target (same tokenizer and widths, as
-after fine-tuning), may draft from another vocabulary, guess fewer or more levels, and have
-fewer or more layers. A token that both vocabularies have keeps its rows; every other token
-starts as in a fresh head, from the target's LM head. What does not go by tokens or levels must
-have the same shape, and mean the same: a head that reads other layers of the target, norms at
-other places or has layers of another make would read its weights as something else.
+after fine-tuning). It is of the same kind, its weights have the same shapes, and mean the same: a
+head that reads other layers of the target, norms at other places or has layers of another make
+would read its weights as something else. Its draft vocabulary is the new head's.
 """
 
 from __future__ import annotations
@@ -21,17 +19,14 @@ from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
-from outrider.heads import hub, vocab, words
+from outrider.heads import hub
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import read_card
 from outrider.heads.eagle.shape import LayerKeys
 from outrider.heads.folders import head_in
-from outrider.heads.layered import LayeredHead
 from outrider.heads.registry import load_head
+from outrider.heads.saved import differing
 
-# Weights by the last parts of their names that go by the heads of a parallel head: another number
-# of those is no other shape.
-LEVELS = ("proj", "block_weight", "block_bias", "enter_bias")
 # Keys that give the same weights another meaning; most change no shape.
 MEANING = (
     "norm_before_fc",
@@ -40,12 +35,14 @@ MEANING = (
     "norm_before_residual",
     "fc_bias",
     "key_norm",
+    "parallel",
+    "sliding_window",
+    "block",
+    "mask_token",
 )
 # Keys by which a head chooses of what make its layers are.
 MAKE = tuple(key.name for key in fields(LayerKeys))
-GROWS = ("num_hidden_layers", "max_position_embeddings")  # of a layer's make, what may differ
-# Keys under which a head may go on differently from how it began; what changes is said.
-OTHERWISE = ("parallel", "sliding_window", "block", "share_lm_head", "mask_token")
+GROWS = ("max_position_embeddings",)  # of a layer's make, what may differ
 BEFORE = "start_"  # before what the head that another one started from had taken, in its card
 
 
@@ -83,40 +80,22 @@ class Start:
         except UserError as error:
             raise UserError(f"start: {error}") from None
 
-    def counts(self, counts: Tensor) -> Tensor:
-        """[V] int64 to choose a draft vocabulary by: as `counts`, and the tokens that the old
-        head drafts behind those that the data hold."""
-        return words.ranked(counts, self.head.ids())
-
     @torch.no_grad()
     def give(self, head: Head) -> str:
         """Copy the old weights into a fresh `head`; returns what was taken, in a line.
 
-        Raises UserError for a weight of another shape, and where it would mean something else."""
+        Raises UserError for weights of other shapes, and where they would mean something else."""
         self._same_meaning(head)
-        if isinstance(head, LayeredHead) and isinstance(self.head, LayeredHead):
-            head.reads_table = self.head.reads_table
-        old = dict(_weights(self.head))
-        new = dict(_weights(head))
-        fresh = [name for name in new if name not in old]
-        behind = [name for name in old if name not in new]
-        taken = 0
-        for name, weight in new.items():
-            if name in old:
-                taken += self._copy(name, old[name], weight, head)
-        if not taken:
+        old, new = dict(_weights(self.head)), dict(_weights(head))
+        shapes = [{name: tuple(w.shape) for name, w in one.items()} for one in (new, old)]
+        if odd := differing(*shapes):
             raise UserError(
-                f"start: {self.path}: no weight of it has a place in this head; give the head.* "
+                f"start: {self.path}: {odd[0].replace(' by the card', ' here')}; give the head.* "
                 "keys that it was trained with"
             )
-        total = sum(weight.numel() for weight in new.values())
-        message = f"starts from {self.path}: {taken / total:.1%} of the weights"
-        message += self._words(head)
-        message += f"; fresh: {_short(fresh)}" if fresh else ""
-        message += f"; left behind: {_short(behind)}" if behind else ""
-        changed = _differing(OTHERWISE, self.head.cfg, head.cfg)
-        there = ", ".join(f"head.{key} ({_plain(value)} there)" for key, value in changed.items())
-        return message + (f"; other than there: {there}" if changed else "")
+        for name, weight in new.items():
+            weight.copy_(old[name])
+        return f"starts from {self.path}: {sum(w.numel() for w in new.values()):,} weights"
 
     def _same_meaning(self, head: Head) -> None:
         """Raises UserError where the new head reads other layers, norms at other places or has
@@ -139,51 +118,13 @@ class Start:
             raise UserError(
                 f"start: {self.path}: its layers have {name} {had!s:.80}, those of a head for this "
                 f"target {has!s:.80}: its weights would mean something else; give "
-                "head.lora.rank=16, which keeps its layers, or another head"
+                "another head"
             )
-
-    def _copy(self, name: str, old: Tensor, new: Tensor, head: Head) -> int:
-        """How many numbers of `new` were taken from `old`."""
-        last = name.rpartition(".")[2]
-        axis = words.axis_of(name, old, self.head), words.axis_of(name, new, head)
-        by_token = axis[0] if axis[0] == axis[1] else None
-        old = old.to(new.device)
-        if last in LEVELS and old.dim() == new.dim():
-            least = min(old.shape[0], new.shape[0])
-            old, new = old[:least], new[:least]
-        if by_token is not None and old.dim() == new.dim():
-            here, there = self._shared(head)
-            if _but(old.shape, by_token) == _but(new.shape, by_token):
-                rows = old.index_select(by_token, there.to(new.device))
-                new.index_copy_(by_token, here.to(new.device), rows.to(new.dtype))
-                return rows.numel()
-        if old.shape != new.shape:
-            raise UserError(
-                f"start: {self.path}: {name} is {list(old.shape)} there and {list(new.shape)} "
-                "here; give the head.* keys that it was trained with"
-            )
-        new.copy_(old)
-        return new.numel()
-
-    def _shared(self, head: Head) -> tuple[Tensor, Tensor]:
-        """The tokens that both heads draft: their places in the new head's vocabulary and in
-        the old one's, [n] int64 each."""
-        old, new = (words.ids_of(one) for one in (self.head, head))
-        spot = vocab.places(old, new) if old.numel() else torch.full_like(new, -1)
-        here = (spot >= 0).nonzero()[:, 0]
-        return here, spot[here]
-
-    def _words(self, head: Head) -> str:
-        """How many tokens of the draft vocabulary are known, "" where it is the whole one."""
-        if head.ids() is None:
-            return ""
-        here, _ = self._shared(head)
-        return f", {here.numel():,} of {words.ids_of(head).numel():,} draft tokens"
 
 
 def _weights(head: Head) -> Iterator[tuple[str, Tensor]]:
     """What is learned, and what was measured for it (scales); never the target's own tensors,
-    nor the draft vocabulary. A LoRA's wrapping does not count."""
+    nor the draft vocabulary."""
     for name, weight in head.named_parameters():
         if weight.requires_grad:
             yield name, weight
@@ -208,16 +149,6 @@ def _differing(keys: Sequence[str], old: Any, new: Any) -> dict[str, Any]:
 def _plain(value: Any) -> str:
     """A value of a key as a command line takes it."""
     return "null" if value is None else str(value).lower()
-
-
-def _but(shape: torch.Size, axis: int) -> list[int]:
-    """A shape without one axis."""
-    return [size for place, size in enumerate(shape) if place != axis]
-
-
-def _short(names: list[str]) -> str:
-    """Some names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _spent(training: Any) -> dict[str, float]:

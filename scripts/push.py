@@ -19,7 +19,6 @@ and sends nothing.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,9 +31,8 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from outrider.conf.disk import size
 from outrider.conf.errors import UserError, resumable
 from outrider.conf.schema import entry
-from outrider.decode.models.load import load_target
 from outrider.decode.models.packages import TARGETS
-from outrider.heads import find_head, load_head, save_head
+from outrider.heads import find_head
 from outrider.heads.checkpoint import read_card, staged
 from outrider.heads.interop import engines, exported
 from outrider.heads.interop.served import formats
@@ -118,7 +116,7 @@ def gathered(cfg: PushConfig, source: Path, stack: ExitStack) -> tuple[Form, Pub
     places = {str(known.get("path", "")): base or "TARGET", str(Path.home()): "~"}
     folder = run if given else engine_form(cfg, run, source, card, base)
     if not given:
-        form.add_head(whole(cfg, source, card, stack), places)
+        form.add_head(source, places)
     if folder is not None:
         form.add_export(folder, {**places, **named_in_lines(cfg, folder, base)})
     return form, scrubbed(about, places)
@@ -179,16 +177,6 @@ def scrubbed(about: Published, places: dict[str, str]) -> Published:
     """The same without folders of this machine."""
     training = {k: without_places(v, places) for k, v in about.training.items()}
     return replace(about, data=without_places(about.data, places), training=training)
-
-
-def whole(cfg: PushConfig, source: Path, card: dict[str, Any], stack: ExitStack) -> Path:
-    """A head folder that needs no other one: itself, or of an adapter the merged head."""
-    if "lora" not in card["head"]:
-        return source
-    target = load_target(cfg.target, "float32", cfg.device)
-    place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-"))) / "head"
-    save_head(load_head(source, target), place, target.identity, card["extra"])
-    return place
 
 
 def engine_form(

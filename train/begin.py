@@ -5,21 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
-from outrider.conf.errors import UserError
 from outrider.decode.models.load import load_target
 from outrider.decode.target import Target
 from outrider.heads import head_class, vocab
 from outrider.heads.base import Head
 from outrider.heads.batch import hash_u63
-from outrider.heads.lora import Base
-from outrider.heads.warm import Start
-from outrider.heads.words import difference, ids_of, ranked, with_words
 from outrider.train.clock import Clock
 from outrider.train.config import TrainConfig
 from outrider.train.facts import facts_of, meaning_of, self_check
@@ -27,7 +24,7 @@ from outrider.train.lock import Lock
 from outrider.train.log import Log
 from outrider.train.measure.profile import Window
 from outrider.train.measure.speed import Flops
-from outrider.train.resolve import Resolved, adapts, resolve, whole
+from outrider.train.resolve import Resolved, resolve
 from outrider.train.run import Run
 from outrider.train.saving import Saver, last_state, resume
 from outrider.train.sharding import loaded, shard_target
@@ -101,60 +98,20 @@ def begin(
 
 
 def first_head(made: Resolved, kind: type[Head], target: Target) -> tuple[Head, list[str]]:
-    """(the head of class `kind` before its first step, with the keys of `made`: a fresh one, one
-    with the weights of another, or a LoRA on a frozen one; what to say of it).
+    """(the head of class `kind` before its first step, with the keys of `made`: a fresh one, or
+    one with the weights of another; what to say of it).
 
     Raises UserError where the start's weights have no place in it.
     """
-    cfg, start = made.cfg, made.start
-    if start is not None and adapts(cfg, kind):
-        head = start.head
-    else:
-        torch.manual_seed(hash_u63(cfg.seed, "head"))
-        head = kind.for_target(target, cfg.head, made.ranked)
+    cfg = made.cfg
+    torch.manual_seed(hash_u63(cfg.seed, "head"))
+    head = kind.for_target(target, cfg.head, made.ranked)
     if cfg.dtype == "float64":
         head.double()
-    notes = _adapt(made, start, target) if start is not None and head is start.head else []
     ids = head.ids()
     if ids is not None:
         head.coverage = vocab.coverage(made.counts, ids)
-    if start is not None and head is not start.head:
-        notes = [start.give(head)]
-    return head, notes
-
-
-def _adapt(made: Resolved, start: Start, target: Target) -> list[str]:
-    """Freeze the head of `start` and put a fresh LoRA on it; what to say of it."""
-    head, keys = start.head, made.cfg.head.lora
-    new, gone = _exchange_words(head, target, made.counts) if keys.words else ([], [])
-    torch.manual_seed(hash_u63(made.cfg.seed, "head"))
-    folder = Path(start.folder).resolve()
-    count = head.adapt(keys, Base(str(folder), start.sha256, new, gone))
-    head.cfg = made.cfg.head
-    learns = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in head.parameters()) - learns
-    said = f"a LoRA of rank {keys.rank} on {count} layers of {start.path}: {learns:,} numbers"
-    notes = [f"{said} learn, {total:,} stay as they are"]
-    if new:
-        notes.append(
-            f"{len(new):,} of {ids_of(head).numel():,} draft tokens are new, in place of ones that "
-            "these data lack"
-        )
-    return notes
-
-
-def _exchange_words(head: Head, target: Target, counts: Tensor) -> tuple[list[int], list[int]]:
-    """Let the frozen `head` draft the tokens of these data: (those that are new, those that gave
-    way). counts: [V] int64. Raises UserError where no fresh head like it gives them rows."""
-    old = head.ids()
-    if old is None:
-        return [], []
-    ids = vocab.choose(ranked(counts, old), old.numel())
-    try:
-        with_words(head, ids, target)
-    except UserError as error:
-        raise UserError(f"{error}; or leave its draft tokens: head.lora.words=false") from None
-    return difference(old, ids)
+    return head, [made.start.give(head)] if made.start else []
 
 
 def prepared(cfg: TrainConfig) -> tuple[Target, BatchPlan]:
@@ -165,12 +122,12 @@ def prepared(cfg: TrainConfig) -> tuple[Target, BatchPlan]:
 
 
 def measured(cfg: TrainConfig) -> tuple[TrainConfig, Target, Head, BatchPlan]:
-    """(`cfg` resolved, target, a whole fresh head, batches) for a measurement; what was settled
+    """(`cfg` resolved, target, a fresh head, batches) for a measurement; what was settled
     is said on stderr."""
     kind = head_class(cfg.head.kind)
     target, plan = prepared(cfg)
     counts = plan.rows.counts(target.vocab_size)
-    made = resolve(whole(cfg, kind), kind, target, counts, plan.per_epoch)
+    made = resolve(replace(cfg, start=""), kind, target, counts, plan.per_epoch)
     for note in made.notes:
         print(note, file=sys.stderr)
     return made.cfg, target, first_head(made, kind, target)[0], plan

@@ -4,7 +4,6 @@ mistakes of its size.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from outrider.conf.errors import Interrupted, UserError
 from outrider.decode.target import Target
 from outrider.heads.base import Head
-from outrider.heads.given import vocabulary_in
 from outrider.heads.interop import served
 from outrider.train.config import TrainConfig, flat
 from outrider.train.state import RATE, RATED
@@ -30,9 +28,6 @@ def meaning_of(cfg: TrainConfig, target: Target, rows: JoinedRows) -> dict[str, 
     files = {f"data.sha256.{i}": file.sha256 for i, file in enumerate(rows.files)}
     if isinstance(cfg.data.held_out, str):
         files["data.held_out"] = "a file"  # known by its hash, wherever it lies
-    if folder := cfg.head.draft_vocab_from:
-        ids = vocabulary_in(folder, target.vocab_size)
-        files["head.draft_vocab_from"] = hashlib.sha256(ids.numpy().data).hexdigest()
     found = {**flat(cfg), **hashes, "data.sha256": rows.sha256(), **files}
     if cfg.head.draft_vocab and any(found.get(term) for term in RATED):
         found[RATE] = "the target's own"

@@ -332,15 +332,13 @@ def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:
 def implied(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Keys that a checkpoint lacks, and what its version did: parallel heads learned from the
     target's distribution where its most probable token lies in the draft vocabulary, before
-    head.loss.mask said so; a LoRA left the frozen head its tokens, before head.lora.words; the
+    head.loss.mask said so; the
     acceptance rate was that of probabilities renormalised over the draft vocabulary."""
     found: dict[str, Any] = {}
     parallel = saved.get("head.kind") in ("medusa", "hydra_heads")
     distribution = any(saved.get(f"head.loss.{term}") for term in ("soft", "tv", "lk"))
     if parallel and distribution and saved.get("head.draft_vocab"):
         found["head.loss.mask"] = "argmax"
-    if saved.get("start") and saved.get("head.lora.rank"):
-        found["head.lora.words"] = False
     found[RATE] = "renormalised"
     return {key: value for key, value in found.items() if key in now and key not in saved}
 

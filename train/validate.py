@@ -44,7 +44,7 @@ from outrider.train import checks
 from outrider.train.begin import first_head, prepared
 from outrider.train.config import TrainConfig
 from outrider.train.launch_keys import device_of
-from outrider.train.resolve import adapts, resolve, whole
+from outrider.train.resolve import resolve
 
 
 def head_config(given: dict[str, Any]) -> Any:
@@ -71,9 +71,9 @@ def main(cfg: ValidateConfig) -> int:
     rows = plan.rows
 
     facts = kind, target, rows.counts(target.vocab_size), plan.per_epoch
-    checked = resolve(whole(run, kind), *facts)  # the checks look at a whole fresh head
+    checked = resolve(replace(run, start=""), *facts)  # the checks look at a fresh head
     notes, settled = checked.notes, checked.cfg
-    if run.start or adapts(run, kind):  # what the run says of the weights that it starts from
+    if run.start:  # what the run says of the weights that it starts from
         made = resolve(run, *facts)
         notes = [*made.notes, *first_head(made, kind, target)[1]]
     for note in notes:

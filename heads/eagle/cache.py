@@ -13,7 +13,6 @@ from torch import Tensor
 
 from outrider.decode import waits
 from outrider.decode.target import Target
-from outrider.heads import lora
 from outrider.heads.eagle.rope import DraftNet, Rope
 
 
@@ -100,7 +99,6 @@ class CachedNet:
 
     def __init__(self, net: Any, target: Target) -> None:
         self.net = copy.deepcopy(net)
-        lora.merge(self.net)
         self.net.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         self.dtype, self.device = target.dtype, target.device
         self.lengths: list[int] = []

@@ -7,10 +7,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outrider.heads.config import HeadConfig, LoraKeys, LossWeights
+from outrider.conf.rules import BelowOne
+from outrider.heads.config import HeadConfig, LossWeights
 from outrider.heads.limits import Count, CountOrZero, Levels, SomeLayers, Width
 
-__all__ = ["LoraKeys", "SmallLMConfig"]
+
+@dataclass(frozen=True)
+class LoraKeys:
+    """A LoRA on linear layers of the draft; the rest stays as it is."""
+
+    # rank of the update; 0 = no LoRA, all weights learn
+    rank: CountOrZero = 0
+    # the update counts alpha / rank
+    alpha: CountOrZero = 16
+    # dropout before it
+    dropout: BelowOne = 0.0
+    # names of the layers it is put on, such as q_proj; empty = all linear layers
+    targets: list[str] = field(default_factory=list)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        if not self.rank and (self.targets or self.dropout):
+            return ["rank: 0 is no LoRA; give 1 or more, or leave targets and dropout out"]
+        return []
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,8 @@ class SmallLMConfig(HeadConfig):
     # embedding and LM head: shared = frozen, tied = trained as one matrix, own = trained as
     # the model has them
     embedding: Literal["shared", "tied", "own"] = "shared"
+    # a LoRA in place of full weights, merged when the draft is saved
+    lora: LoraKeys = field(default_factory=LoraKeys)
     # number of frequent tokens the drafter proposes (the LM head's other rows are not
     # computed); 0 = all
     draft_vocab: CountOrZero = 0

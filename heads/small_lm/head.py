@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -105,7 +105,6 @@ class SmallLM(Head):
     kind = "small_lm"
     Config, Saved = SmallLMConfig, SmallLMSaved
     reads_features: ClassVar[bool] = False
-    own_lora: ClassVar[bool] = True
 
     def __init__(
         self, cfg: SmallLMConfig, net: Any, target: Target, given: dict[str, Tensor] | None
@@ -330,8 +329,7 @@ class SmallLM(Head):
         vocabulary.
         """
         return {
-            **(known := super().config_json()),
-            "config": {**known["config"], "lora": asdict(self.cfg.lora)},
+            **super().config_json(),
             "model": self.net.config.to_diff_dict(),
             "layers": self.layers,
             "merged": False,

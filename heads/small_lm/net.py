@@ -14,10 +14,10 @@ from outrider.conf.errors import UserError
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.tokenizers import compare
 from outrider.decode.target import Target
-from outrider.heads import lora
-from outrider.heads.lora import LoraKeys
-from outrider.heads.small_lm.config import SmallLMConfig
+from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from outrider.heads.small_lm.cut import aliases
+
+ADAPTER = "draft"  # peft's name of the LoRA
 
 
 def load_base(cfg: SmallLMConfig, target: Target) -> Any:
@@ -84,17 +84,38 @@ def freeze(net: Any, cfg: SmallLMConfig, dtype: torch.dtype, given: dict[str, Te
 
 
 def inject(net: Any, keys: LoraKeys, outside: set[str]) -> set[str]:
-    """Put a LoRA on `net`, in float32. Returns `outside` and the new names of the layers in it
-    that are wrapped now. Raises UserError for layers that do not exist."""
+    """Put a LoRA (Hu et al. 2021) on linear layers of `net`, by peft, in float32. Returns
+    `outside` and the new names of the layers in it that are wrapped now. Raises UserError for
+    layers that do not exist."""
+    from peft import LoraConfig, inject_adapter_in_model
+
     outside = set(outside)
     before = {id(p): name for name, p in net.named_parameters(remove_duplicate=False)}
-    lora.wrap(net, keys, lora.layers(net, keys, leave=net.get_output_embeddings()))
+    config = LoraConfig(
+        r=keys.rank,
+        lora_alpha=keys.alpha,
+        lora_dropout=keys.dropout,
+        target_modules=_linear_layers(net, keys.targets),
+    )
+    inject_adapter_in_model(config, net, ADAPTER)
     for name, weight in net.named_parameters(remove_duplicate=False):
         if id(weight) not in before:
             weight.data = weight.data.float()
         elif f"net.{before[id(weight)]}" in outside:  # wrapped layers have moved
             outside.add(f"net.{name}")
     return outside
+
+
+def _linear_layers(net: Any, targets: list[str]) -> list[str]:
+    """Names of the linear layers of `net` but its LM head: those whose name ends in one of
+    `targets`, or all. Raises UserError for a target that names no such layer."""
+    out = net.get_output_embeddings()
+    names = [n for n, m in net.named_modules() if isinstance(m, nn.Linear) and m is not out]
+    for wanted in targets:
+        if not any(f".{name}".endswith(f".{wanted}") for name in names):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise UserError(f"head.lora.targets: {wanted[:80]!r} is no layer; choose among {known}")
+    return [n for n in names if not targets or any(f".{n}".endswith(f".{t}") for t in targets)]
 
 
 def merged(net: Any, rank: int, outside: set[str], dtype: torch.dtype) -> Any:
@@ -106,7 +127,22 @@ def merged(net: Any, rank: int, outside: set[str], dtype: torch.dtype) -> Any:
         if f"net.{n}" in outside and not p.requires_grad
     }
     made = copy.deepcopy(net, memo=own if not rank else {})  # type: ignore[arg-type]
-    lora.merge(made)
+    _merge(made)
     for weight in made.parameters():  # not made.to(): rotary frequencies stay in float32
         weight.data = weight.data.to(dtype)
     return made.requires_grad_(False).eval()
+
+
+def _merge(root: nn.Module) -> None:
+    """Put the layers of `root` that are wrapped back, in place, the update added to them in
+    float32 or better."""
+    for name, part in [(n, m) for n, m in root.named_modules() if hasattr(m, "lora_A")]:
+        layer: Any = part
+        base = layer.get_base_layer()
+        wide = torch.promote_types(base.weight.dtype, torch.float32)
+        base.weight.data = base.weight.data.to(wide)
+        layer.merge()
+        parent, _, last = name.rpartition(".")
+        setattr(root.get_submodule(parent), last, base)
+    if hasattr(root, "peft_config"):
+        del root.peft_config

@@ -57,11 +57,9 @@ class Form:
     def add_head(self, folder: Path, known: dict[str, str]) -> None:
         """Put a head folder into head/. known: see without_places.
 
-        Raises UserError where it is damaged, or an adapter whose frozen head lies elsewhere.
+        Raises UserError where it is damaged.
         """
         card = read_card(folder)
-        if "lora" in card["head"]:
-            raise UserError(f"run: {folder}: an adapter alone; merge it first")
         name = str(card["weights"]["file"])
         self._add_weights(folder / name, f"{HEAD}/{name}", str(card["weights"]["sha256"]))
         free = {key: card[key] for key in ("head", "extra")}

@@ -344,31 +344,18 @@ EVERY = (
 
 
 def starts_from_another(case: Case, folder: Path) -> None:
-    """A head that starts from a trained one guesses as that one does: everything with the same
-    keys, and the tokens that both draft with another draft vocabulary."""
+    """A head that starts from a trained one guesses as that one does."""
     target, old = moved(case)
     if old.config_json()["config"].get("lora", {}).get("rank"):
         return  # a frozen base that is not the old head's
     save_head(old, folder, target.identity)
-    start = Start(str(folder), old.kind, target)
-    counts = (torch.arange(target.vocab_size) < 20).long()  # the other 20 of 40 are old ones
-    for size in {case.config.draft_vocab, case.config.draft_vocab and 40}:  # type: ignore[attr-defined]
-        cfg = replace(case.config, draft_vocab=size)  # type: ignore[call-arg]
-        given = torch.arange(target.vocab_size) + 1 if size != 40 else start.counts(counts)
-        new = head_class(old.kind).for_target(target, cfg, given).eval()
-        message = start.give(new)
-        assert "starts from" in message and "fresh" not in message
-        ids = [one.ids() if one.ids() is not None else torch.arange(260) for one in (old, new)]
-        here, there = (torch.isin(ids[i], ids[1 - i]) for i in (0, 1))
-        assert int(here.sum()) > 0
-        batch = random_batch()
-        for a, b in zip(
-            old.forced(batch, target, old.levels),
-            new.forced(batch, target, old.levels),
-            strict=True,
-        ):
-            assert a[0].equal(b[0]) and a[1] == b[1]
-            torch.testing.assert_close(b[2][:, there], a[2][:, here], rtol=1e-5, atol=1e-5)
+    new = head_class(old.kind).for_target(target, case.config, torch.arange(target.vocab_size) + 1)
+    assert "starts from" in Start(str(folder), old.kind, target).give(new.eval())
+    batch = random_batch()
+    for a, b in zip(
+        old.forced(batch, target, old.levels), new.forced(batch, target, old.levels), strict=True
+    ):
+        assert a[0].equal(b[0]) and a[1] == b[1] and a[2].equal(b[2])
 
 
 ON_DISK = (a_saved_head_drafts_the_same, starts_from_another)

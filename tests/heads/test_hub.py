@@ -19,9 +19,8 @@ from huggingface_hub import constants
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.heads import HEADS, find_head, head_in, hub, load_head, resolve_drafter, save_head
-from outrider.heads.checkpoint import CARD, read_card, rewritten
+from outrider.heads.checkpoint import CARD, read_card
 from outrider.heads.folders import is_plain
-from outrider.heads.given import vocabulary_in
 from outrider.heads.names import parse
 from outrider.heads.warm import Start
 from outrider.train.config import EagleRun
@@ -111,9 +110,6 @@ def test_every_way_to_name_a_head_takes_one_of_the_hub(
     start = Start("hub:me/x", "eagle3", target)
     assert start.sha256 == read_card(eagle)["weights"]["sha256"]
     assert start.path == f"hub:me/x ({commit})", "a run's log says which one it was"
-    assert torch.equal(
-        vocabulary_in("hub:me/x", target.vocab_size), vocabulary_in(str(eagle), target.vocab_size)
-    )
     assert hub.origin("hub:me/x") == {"path": "hub:me/x", "commit": commit}
     assert hub.origin(str(eagle)) == {"path": str(eagle)}
 
@@ -180,19 +176,6 @@ def test_a_pickle_is_not_fetched(server: HubStandIn, tmp_path: Path) -> None:
             fetch("hub:me/x")
     assert not [p for p in (tmp_path / "home").rglob("*") if p.suffix in (".bin", ".py")]
     assert not [line for line in server.requests if "resolve" in line and ".bin" in line]
-
-
-def test_an_adapter_of_a_strangers_disk_is_refused(
-    server: HubStandIn, eagle: Path, tmp_path: Path
-) -> None:
-    place = tmp_path / "hostile"
-    shutil.copytree(eagle, place)
-    card = read_card(place)
-    base = {"path": "/etc", "sha256": "0" * 64}
-    (place / CARD).write_text(rewritten(card, head={**card["head"], "lora": {"base": base}}))
-    put(server, "me/x", own(place))
-    with pytest.raises(UserError, match="hub:me/x: an adapter on a head of its owner's disk"):
-        find_head("hub:me/x")
 
 
 def test_what_is_fetched_is_checked_as_on_any_disk(

@@ -22,7 +22,6 @@ from huggingface_hub import constants
 
 from outrider.heads import find_head, load_head, resolve_drafter, save_head
 from outrider.heads.checkpoint import read_card
-from outrider.heads.lora import Base, LoraKeys
 from outrider.scripts import push
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.evaluate import main as evaluate
@@ -256,24 +255,6 @@ def test_a_head_without_an_engine_goes_up_alone(
 def test_an_export_goes_up_alone(server: HubStandIn, place: Path) -> None:
     assert run(place / "export-vllm", "me/x") == 0
     assert set(held(server, "me/x")) - {".gitattributes"} == TOP
-
-
-def test_an_adapter_goes_up_merged(server: HubStandIn, target: Any, tmp_path: Path) -> None:
-    head = random_head(target, "eagle3")
-    save_head(head, tmp_path / "base", target.identity)
-    sha256 = read_card(tmp_path / "base")["weights"]["sha256"]
-    head.adapt(LoraKeys(2), Base(str(tmp_path / "base"), sha256))
-    for weight in head.parameters():
-        if weight.requires_grad:
-            torch.nn.init.normal_(weight)
-    save_head(head, tmp_path / "run/head", target.identity, {"step": 3})
-    assert "lora" in read_card(tmp_path / "run/head")["head"]
-    wanted = load_head(tmp_path / "run/head", target).state_dict()
-    assert run(tmp_path / "run", "me/x", "format=none") == 0
-    shutil.rmtree(tmp_path / "base")
-    found = load_head(find_head("hub:me/x"), target).state_dict()
-    assert set(found) == set(wanted)
-    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
 
 
 def test_a_second_push_replaces_the_first_and_nothing_else(

@@ -13,7 +13,7 @@ from outrider.conf.schema import compose
 from outrider.heads import HEADS
 from outrider.train.begin import first_head
 from outrider.train.config import ENTRIES, TrainConfig
-from outrider.train.resolve import resolve, whole
+from outrider.train.resolve import resolve
 from outrider.train.state import newest, read
 from tests.contract.cases import CASES
 from tests.helpers.training import TINY, chats, run_config, tiny_target
@@ -55,14 +55,6 @@ def test_what_is_open_is_settled_and_what_was_given_stays() -> None:
     assert resolve(cfg, kind, target, COUNTS, 7, {"optim.lr": 0.1}).cfg.optim.lr == 0.1
     with pytest.raises(FrozenInstanceError):
         made.steps = 4  # type: ignore[misc]
-
-
-def test_a_whole_head_has_neither_start_nor_lora() -> None:
-    cfg = config("eagle3", "steps=1", "start=runs/x", "head.lora.rank=2")
-    fresh = whole(cfg, HEADS["eagle3"])
-    assert fresh.start == "" and fresh.head.lora.rank == 0
-    draft = config("small_lm", "steps=1", "head.from_target_layers=1", "head.lora.rank=2")
-    assert whole(draft, HEADS["small_lm"]) == draft
 
 
 def test_the_checkpoint_holds_what_was_resolved(tmp_path: Path) -> None:
