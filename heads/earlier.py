@@ -19,7 +19,6 @@ GONE: dict[str, tuple[Any, ...] | None] = {
     "layer": ("llama",),
     "init": None,
     "init_layer": None,
-    "compile": None,
 }
 
 

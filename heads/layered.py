@@ -24,16 +24,14 @@ from outrider.heads.teacher import TeacherFn, stored_distribution, target_distri
 
 class LayeredHead(Head):
     """net: the network, a `Net`, with the transformers config of its layers. taps: what it reads.
-    final: number of the target's last hidden state. reads_table: embeddings are rows of the
-    target's table, as engines have them; false in heads of earlier versions, which read what the
-    target's own layers read."""
+    final: number of the target's last hidden state. Embeddings are rows of the target's table, as
+    engines have them."""
 
     Net: ClassVar[type[Any]]
     Saved: ClassVar[type[LayeredSaved]] = LayeredSaved
     packs: ClassVar[bool] = True
     takes_stored_distribution: ClassVar[bool] = True
     net: Any
-    reads_table = True
 
     def __init__(
         self, cfg: Any, layer: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int
@@ -52,7 +50,6 @@ class LayeredHead(Head):
         """See Stored."""
         taps = tuple(known.taps)
         head = cls(known.config, asdict(known.layer), taps, known.vocab_size, known.final)
-        head.reads_table = known.reads_table
         return head
 
     def config_json(self) -> dict[str, Any]:
@@ -67,17 +64,12 @@ class LayeredHead(Head):
             "tap_convention": "hidden_states[k] of transformers; num_layers = output "
             "after the final norm",
             "final": self.final,
-            "reads_table": self.reads_table,
+            "reads_table": True,
         }
-
-    def restore_json(self, saved: dict[str, Any]) -> None:
-        """See Stored; also which embeddings an earlier version's run has read."""
-        super().restore_json(saved)
-        self.reads_table = bool(saved.get("reads_table", False))
 
     def embed(self, target: Target, ids: Tensor) -> Tensor:
         """What the layers read of tokens `ids` [..]: [.., D]."""
-        return vocab.table(target, ids) if self.reads_table else target.embed(ids)
+        return vocab.table(target, ids)
 
     def projection(self, target: Target) -> Tensor:
         """[Vd, D] the weight that turns what the network gives into draft logits: its own LM

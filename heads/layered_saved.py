@@ -15,7 +15,8 @@ from outrider.heads.saved import Saved
 @dataclass(kw_only=True)
 class LayeredSaved(Saved):
     """See Saved. layer: shape of the draft layers. final: number of the target's hidden state
-    behind its final norm. reads_table: see LayeredHead."""
+    behind its final norm. reads_table: false in heads of version 0.1, which read what the target's
+    own layers read of a token."""
 
     config: Any
     layer: LayerShape
@@ -31,6 +32,10 @@ class LayeredSaved(Saved):
         found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
         found = found or shapes.problems(self.calibration, MOST_DEPTH, size)
         found += self.layer.fits(target, self.config.layers, "layer")
+        if not self.reads_table and vocab.scales(target):
+            found.append(
+                "reads_table: false; version 0.1 trained it on embeddings that the target multiplies"
+            )
         if self.final != deep:
             found.append(f"final: {self.final}, the target has {deep} layers")
         return found

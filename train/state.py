@@ -39,8 +39,10 @@ WEIGHTS, OPTIMIZER, STATE, MANIFEST = (
 )
 MARGIN = 1 << 20  # bytes that a save leaves free
 # Terms that learn from an acceptance rate, and what says by whose probabilities over a draft
-# vocabulary; no key, since it cannot be chosen.
+# vocabulary; no key, since it cannot be chosen. Runs of version 0.1 have no such line.
 RATED, RATE = ("head.loss.tv", "head.loss.lk", "head.confidence"), "head.loss.rate"
+
+PARALLEL = ("medusa", "hydra_heads")  # kinds
 
 
 @dataclass
@@ -192,9 +194,7 @@ def damage(checkpoint: Path) -> str | None:
         files, stated = manifest["files"], manifest.pop("sha256", None)
         if set(manifest) != {"step", "files"} or manifest["step"] != step_of(checkpoint):
             return f"{path}: is not the manifest of {checkpoint.name}"
-        # None: written by an early version.
-        whole = manifest if stated is None else {**manifest, "sha256": stated}
-        if text != text_of(whole) or stated not in (None, _sha256(manifest)):
+        if text != text_of({**manifest, "sha256": stated}) or stated != _sha256(manifest):
             return f"{path}: damaged (sha256 differs from the one it states)"
         for name, wanted in files.items():
             file = checkpoint / name
@@ -276,10 +276,14 @@ def check_meaning(
 
     Keys of REPLANNED may change as well, `steps` to more alone (with the same epochs to any);
     `replanned` has a line on each. A key that the checkpoint does not know came with a later
-    version: at its default it changes nothing, but for those of which `implied` knows what
-    earlier versions did.
+    version: at its default it changes nothing, but where version 0.1 did something else.
     """
-    changed, saved = _changed(saved, now, default)
+    if saved.get("head.kind") in PARALLEL and "head.loss.mask" not in saved:
+        raise UserError(
+            f"out_dir: {folder} holds a run of version 0.1, whose heads learned from other tokens; "
+            "go on with that version, or choose another out_dir"
+        )
+    changed = _changed(saved, now, default)
     refused = [
         f"{k}: {_show(saved, k)} in the checkpoint, {_show(now, k)} now"
         for k in changed
@@ -296,7 +300,7 @@ def check_meaning(
 def replanned(saved: dict[str, Any], now: dict[str, Any], default: dict[str, Any]) -> list[str]:
     """Lines about the keys of REPLANNED that changed: from the step of the resume on, the run
     is that of the new values."""
-    changed, saved = _changed(saved, now, default)
+    changed = _changed(saved, now, default)
     return [
         f"{k}: {_show(saved, k)} -> {_show(now, k)}; {REPLANNED[k]}"
         for k in changed
@@ -304,15 +308,11 @@ def replanned(saved: dict[str, Any], now: dict[str, Any], default: dict[str, Any
     ]
 
 
-def _changed(
-    saved: dict[str, Any], now: dict[str, Any], default: dict[str, Any]
-) -> tuple[list[str], dict[str, Any]]:
-    """(the keys that differ, the saved values with those that their version implied)."""
-    saved = {**implied(saved, now), **saved}
+def _changed(saved: dict[str, Any], now: dict[str, Any], default: dict[str, Any]) -> list[str]:
+    """The keys that differ."""
     saved = {k: v for k, v in saved.items() if k in now or not _is_gone(k, v)}
     new = {k for k in now if k not in saved and k in default and now[k] == default[k]}
-    keys = [k for k in {**saved, **now} if saved.get(k) != now.get(k) and k not in new]
-    return keys, saved
+    return [k for k in {**saved, **now} if saved.get(k) != now.get(k) and k not in new]
 
 
 def _is_gone(key: str, value: Any) -> bool:
@@ -327,20 +327,6 @@ def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:
         same = bool(epochs) and epochs == saved.get("epochs")
         return same or bool(now[key] > saved.get(key, now[key]))
     return key in REPLANNED
-
-
-def implied(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Keys that a checkpoint lacks, and what its version did: parallel heads learned from the
-    target's distribution where its most probable token lies in the draft vocabulary, before
-    head.loss.mask said so; the
-    acceptance rate was that of probabilities renormalised over the draft vocabulary."""
-    found: dict[str, Any] = {}
-    parallel = saved.get("head.kind") in ("medusa", "hydra_heads")
-    distribution = any(saved.get(f"head.loss.{term}") for term in ("soft", "tv", "lk"))
-    if parallel and distribution and saved.get("head.draft_vocab"):
-        found["head.loss.mask"] = "argmax"
-    found[RATE] = "renormalised"
-    return {key: value for key, value in found.items() if key in now and key not in saved}
 
 
 def _show(config: dict[str, Any], key: str) -> str:

@@ -28,7 +28,6 @@ from outrider.heads.base import Head
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.block.head import BlockHead, DFlashHead, DSparkHead
 from outrider.heads.interop import engines, llama
-from outrider.heads.interop.eagle1 import table_refusals
 from outrider.heads.interop.eagle3 import MASK
 from outrider.heads.interop.layout import (
     Facts,
@@ -49,7 +48,7 @@ LAYER = {**llama.LAYER, **NORMED}  # we leave out "self_attn."
 
 def refusals(head: BlockHead, facts: Facts) -> list[str]:
     """Why no engine's layout holds this head."""
-    cfg, found = head.cfg, table_refusals(head, facts)
+    cfg, found = head.cfg, []
     if cfg.mask_token < 0:
         found.append(MASK)
     if 0 in head.taps:

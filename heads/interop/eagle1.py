@@ -24,7 +24,6 @@ from outrider.heads.interop import engines, llama
 from outrider.heads.interop.layout import Facts, HeadLayout, check_same, embedding, refuse
 from outrider.heads.interop.reading import Foreign
 from outrider.heads.interop.table import Sizes, TensorRow
-from outrider.heads.layered import LayeredHead
 
 
 def body(theirs: str) -> list[TensorRow]:
@@ -62,16 +61,6 @@ def layer_refusals(head: EagleHead, engine: str, window: bool = False) -> list[s
     return found
 
 
-def table_refusals(head: LayeredHead, facts: Facts) -> list[str]:
-    """Why engines would hand a head other embeddings than it has learned from."""
-    if head.reads_table or not facts.scaled:
-        return []
-    return [
-        "head: an earlier version trained it on embeddings that the target multiplies, and engines "
-        "hand over the rows of its table; train it again"
-    ]
-
-
 def check_layer(foreign: Foreign, layer: dict[str, Any], target: Target) -> None:
     """A draft layer that this repository can run with this target. Raises UserError otherwise."""
     if layer["num_hidden_layers"] != 1:
@@ -103,7 +92,6 @@ class Eagle1Vllm(HeadLayout[Eagle1Head]):
     def refusals(self, head: Eagle1Head, facts: Facts) -> list[str]:
         """See HeadLayout."""
         found = super().refusals(head, facts) + layer_refusals(head, self.engine.title)
-        found += table_refusals(head, facts)
         if head.cfg.fc_bias and not self.bias and bool(head.net.fc.bias.any()):
             found.append(
                 "head.fc_bias: vLLM drops the bias of fc without a word, and this one is not zero; "

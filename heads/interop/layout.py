@@ -27,8 +27,7 @@ from outrider.heads.interop.table import Sizes, TensorRow, problems, spots, to_o
 @dataclass(frozen=True)
 class Facts:
     """What an export says about the target. name: what the engine loads it by.
-    architecture: its transformers class. scaled: its embedding module multiplies the rows
-    of its table.
+    architecture: its transformers class.
     """
 
     name: str
@@ -40,13 +39,11 @@ class Facts:
     bos: int | None
     eos: list[int] = field(default_factory=list)
     scale: float = 1.0
-    scaled: bool = False
 
     @classmethod
     def of(cls, target: Target, name: str) -> Facts:
         """Read off a loaded target."""
         given = getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
-        some = torch.arange(min(8, target.vocab_size), device=target.device)
         return cls(
             name,
             str(given[0]),
@@ -57,7 +54,6 @@ class Facts:
             getattr(target.config, "bos_token_id", None),
             list(target.eos_ids),
             float(target.head.scale),
-            not target.embed(some).equal(vocab.table(target, some)),
         )
 
     @property

@@ -39,6 +39,7 @@ FAMILIES: dict[str, Any] = {
     "eagle3": EagleConfig(kind="eagle3", draft_vocab=60, loss=SOFT),
 }
 IDS = torch.arange(0, 260, 4)
+MASK = "head.loss.mask"
 
 
 @pytest.fixture(scope="module")
@@ -164,47 +165,18 @@ def test_an_unknown_mask_is_message() -> None:
     ]
 
 
-def test_a_run_that_learned_a_renormalised_rate_is_not_mixed(tmp_path: Path) -> None:
-    """Over a draft vocabulary; over the whole one both rates are the same."""
+def test_a_run_of_an_earlier_version_that_learned_otherwise_is_refused(tmp_path: Path) -> None:
+    """Acceptance rates were of renormalised probabilities, parallel heads learned where the
+    target's most probable token lies in the draft vocabulary."""
     target, data = tiny_target(), chats(tmp_path / "data.jsonl")
-    for keys, mixed in {
-        ("head.loss.tv=1",): True,
-        ("head.loss.lk=1",): True,
-        ("head.loss.soft=1",): False,
-        ("head.loss.lk=1", "head.draft_vocab=0"): False,
-    }.items():
-        cfg = run_config(data, tmp_path / "run", "head.draft_vocab=64", *keys)
-        rows = load_rows(
-            cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
-        )
-        now = meaning_of(cfg, target, rows)
-        assert check_meaning(now, now, tmp_path, {}) == []
-        earlier = {key: value for key, value in now.items() if key != RATE}
-        if mixed:
-            with pytest.raises(UserError, match="head.loss.rate: renormalised in the checkpoint"):
-                check_meaning(earlier, now, tmp_path, {})
-        else:
-            assert check_meaning(earlier, now, tmp_path, {}) == []
-
-
-def test_a_run_of_parallel_heads_begun_with_the_other_mask_is_not_mixed() -> None:
-    """Before the mask had a name parallel heads used argmax: to go on needs
-    head.loss.mask=argmax.
-    """
-    saved = {"head.kind": "hydra_heads", "head.loss.soft": 1.0, "head.draft_vocab": 64, "steps": 9}
-    now = {**saved, "head.loss.mask": "token"}
-    default = {"head.loss.mask": "token"}
-    with pytest.raises(
-        UserError, match="head.loss.mask: argmax in the checkpoint, token now"
-    ) as message:
-        check_meaning(saved, now, "runs/x", default)  # type: ignore[arg-type]
-    assert "\n" not in str(message.value)
-    same = (
-        {"head.loss.mask": "argmax"},
-        {"head.loss.soft": 0.0},
-        {"head.kind": "eagle3"},
-        {"head.draft_vocab": 0},
+    cfg = run_config(data, tmp_path / "run", "head.draft_vocab=64", "head.loss.lk=1")
+    rows = load_rows(
+        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
-    for change in same:
-        before = {**saved, **{k: v for k, v in change.items() if k != "head.loss.mask"}}
-        assert check_meaning(before, {**now, **change}, "runs/x", default) == []  # type: ignore[arg-type]
+    now = meaning_of(cfg, target, rows)
+    assert check_meaning(now, now, tmp_path, {}) == []
+    for key, said in ((RATE, "head.loss.rate: not set in the checkpoint"), (MASK, "version 0.1")):
+        earlier = {k: v for k, v in now.items() if k != key}
+        with pytest.raises(UserError, match=said) as message:
+            check_meaning(earlier, now, tmp_path, {MASK: "token"})
+        assert "\n" not in str(message.value)
