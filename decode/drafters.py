@@ -1,5 +1,6 @@
-"""What a drafter is, and those that need no training: none, n-gram (prompt lookup, decode/ngram.py)
-and a separate model (decode/draft_model.py). Trained heads stand in heads/.
+"""What a drafter is, and the one that proposes nothing. Others that need no training are n-gram
+(prompt lookup, decode/ngram.py) and a separate model (decode/draft_model.py). Trained heads stand
+in heads/.
 
 A drafter sees committed tokens and the target features that predicted them, and proposes a
 DraftTree. Whatever a drafter does, the output distribution is the target's: a broken one only
@@ -14,13 +15,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outrider.decode.draft_model import DraftModel
-from outrider.decode.ngram import NGram
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree
-
-__all__ = ["DraftModel", "Drafter", "NGram", "NoDraft"]
 
 
 class Drafter(Protocol):

@@ -11,10 +11,10 @@ To add a head: docs/new-head.md, a folder with a subclass of Head (or of
 parallel.base.ParallelHead) and a YAML, here or in a package of one's own. Its `Drafts`, the
 class of its drafters, implements decode.grow.LevelSource.
 
-A drafter's name is read by names.parse and nowhere else; `requested` adds what scripts/tune.py
-left, `resolve_drafter` makes the drafter. Not to be changed: the names of stored tensors and
-keys (tests/golden holds heads of earlier versions), and `forced` without `drafter` or the
-other way round (parity.py compares them).
+A drafter's name is read by names.parse and nowhere else; drafters.requested adds what
+scripts/tune.py left, drafters.resolve_drafter makes the drafter. Not to be changed: the names of
+stored tensors and keys (tests/golden holds heads of earlier versions), and `forced` without
+`drafter` or the other way round (parity.py compares them).
 """
 
 from __future__ import annotations
@@ -27,42 +27,26 @@ if TYPE_CHECKING:
     from outrider.heads.batch import Batch, LossOut
     from outrider.heads.checkpoint import save_head
     from outrider.heads.config import HeadConfig
-    from outrider.heads.drafters import (
-        drafter_folder,
-        drafter_folders,
-        drafting_head,
-        head_folder,
-        requested,
-        resolve_drafter,
-        settings_folder,
-    )
-    from outrider.heads.folders import find_head, head_in
-    from outrider.heads.registry import HEADS, head_class, kinds, load_head
+    from outrider.heads.folders import find_head, head_folder, head_in
+    from outrider.heads.registry import head_class, kinds, load_head
 
 __all__ = [
-    "HEADS",
     "Batch",
     "Head",
     "HeadConfig",
     "LossOut",
-    "drafter_folder",
-    "drafter_folders",
-    "drafting_head",
     "find_head",
     "head_class",
     "head_folder",
     "head_in",
     "kinds",
     "load_head",
-    "requested",
-    "resolve_drafter",
     "save_head",
-    "settings_folder",
 ]
 
 # Where the names above stand: they are looked up when somebody asks, so that a module of keys
 # (heads.config and its kin) loads no torch.
-MODULES = ("config", "batch", "base", "folders", "checkpoint", "registry", "drafters")
+MODULES = ("config", "batch", "base", "folders", "checkpoint", "registry")
 
 
 def __getattr__(name: str) -> Any:

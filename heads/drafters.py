@@ -9,8 +9,8 @@ from pathlib import Path
 
 from outrider.conf.errors import UserError
 from outrider.decode.cost import Price
-from outrider.decode.drafters import Drafter, NGram, NoDraft
-from outrider.decode.ngram import DEPTH
+from outrider.decode.drafters import Drafter, NoDraft
+from outrider.decode.ngram import DEPTH, NGram
 from outrider.decode.target import Target
 from outrider.decode.union import Union
 from outrider.decode.wrapped import Adaptive, Alert, Monitor, UpToRows

@@ -34,7 +34,7 @@ class LayeredSaved(Saved):
         found += self.layer.fits(target, self.config.layers, "layer")
         if not self.reads_table and vocab.scales(target):
             found.append(
-                "reads_table: false; version 0.1 trained it on embeddings that the target multiplies"
+                "reads_table: false; version 0.1 trained it on what the target makes of embeddings"
             )
         if self.final != deep:
             found.append(f"final: {self.final}, the target has {deep} layers")

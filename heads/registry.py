@@ -1,8 +1,9 @@
-"""The table of heads: the only place where their names meet their classes, one line each. Own
-packages bring further ones (docs/new-head.md)."""
+"""The table of heads: the only place where their names meet their classes, one line each. A class
+is imported when somebody asks for its kind. Own packages bring further ones (docs/new-head.md)."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import is_dataclass
 from pathlib import Path
 
@@ -10,22 +11,17 @@ from outrider.conf import packages
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
 from outrider.heads.base import Head, HeadConfig
-from outrider.heads.block.head import DFlashHead, DSparkHead
 from outrider.heads.checkpoint import CARD, load_as, read_card
-from outrider.heads.eagle.eagle1 import Eagle1Head
-from outrider.heads.eagle.head import Eagle3Head
-from outrider.heads.parallel.hydra_heads import HydraHeads
-from outrider.heads.parallel.medusa import MedusaHead
-from outrider.heads.small_lm.head import SmallLM
 
-HEADS: dict[str, type[Head]] = {
-    "medusa": MedusaHead,
-    "hydra_heads": HydraHeads,
-    "eagle1": Eagle1Head,
-    "eagle3": Eagle3Head,
-    "dflash": DFlashHead,
-    "dspark": DSparkHead,
-    "small_lm": SmallLM,
+# kind -> module of this package:class
+HEADS = {
+    "medusa": "parallel.medusa:MedusaHead",
+    "hydra_heads": "parallel.hydra_heads:HydraHeads",
+    "eagle1": "eagle.eagle1:Eagle1Head",
+    "eagle3": "eagle.head:Eagle3Head",
+    "dflash": "block.head:DFlashHead",
+    "dspark": "block.head:DSparkHead",
+    "small_lm": "small_lm.head:SmallLM",
 }
 
 
@@ -36,7 +32,9 @@ def head_class(kind: str, where: str = "head.kind") -> type[Head]:
     Raises UserError for a kind that nobody brings, and for a package that is no good.
     """
     if kind in HEADS:
-        return HEADS[kind]
+        module, _, name = HEADS[kind].partition(":")
+        found: type[Head] = getattr(importlib.import_module(f"outrider.heads.{module}"), name)
+        return found
     package = packages.find(kind)
     if package is None:
         known = ", ".join(kinds())

@@ -22,7 +22,7 @@ from outrider.decode.target import Target
 from outrider.heads import hub
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import read_card
-from outrider.heads.eagle.shape import LayerKeys
+from outrider.heads.config import LayerKeys
 from outrider.heads.folders import head_in
 from outrider.heads.registry import load_head
 from outrider.heads.saved import differing

@@ -37,7 +37,7 @@ from outrider.decode.models.config import AUTO
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.text import Stream
-from outrider.heads import resolve_drafter
+from outrider.heads.drafters import resolve_drafter
 from outrider.heads.names import NONE
 from outrider.scripts import cli
 from outrider.scripts.common.prompts import question_ids

@@ -47,8 +47,9 @@ from outrider.decode.models import facts
 from outrider.decode.models.load import load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import drafter_folder, drafter_folders, head_folder, hub, resolve_drafter
+from outrider.heads import head_folder, hub
 from outrider.heads.checkpoint import read_card, trained_for
+from outrider.heads.drafters import drafter_folder, drafter_folders, resolve_drafter
 from outrider.heads.names import NONE, parse
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo

@@ -26,7 +26,7 @@ from outrider.decode.engine import DecodedRun, Request, generate
 from outrider.decode.models.load import load_target
 from outrider.decode.text import Stream
 from outrider.decode.wrapped import Monitor
-from outrider.heads import requested, resolve_drafter
+from outrider.heads.drafters import requested, resolve_drafter
 from outrider.scripts.common.config import ChatConfig
 from outrider.scripts.common.prompts import chat_ids
 from outrider.scripts.common.talk import AnswerTally

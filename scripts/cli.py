@@ -196,10 +196,9 @@ def help_of(verb: str, words: Sequence[str]) -> str:
 
 def training(name: str, words: Sequence[str]) -> Entry:
     """What `train/NAME.py WORDS` is for."""
-    from outrider.train.config import ENTRIES, HeadRun
+    from outrider.train.config import schema_of
 
-    schema: type = dict(ENTRIES.values()).get(name, HeadRun)
-    return Entry(ROOT / "train" / f"{name}.py", name, schema, [*words])
+    return Entry(ROOT / "train" / f"{name}.py", name, schema_of(name), [*words])
 
 
 def help_of_training(name: str, words: Sequence[str], typed: str = "") -> str:

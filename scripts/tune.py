@@ -24,7 +24,7 @@ from outrider.conf.errors import UserError
 from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
-from outrider.heads import drafter_folder, settings_folder
+from outrider.heads.drafters import drafter_folder, settings_folder
 from outrider.heads.names import DraftSpec, parse
 from outrider.heads.tuned import DECODE
 from outrider.scripts.common import files

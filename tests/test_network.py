@@ -21,7 +21,7 @@ import pytest
 
 from outrider.decode.models.identity import cache_root
 from outrider.decode.models.packages import TARGETS, ensure
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.scripts.common.files import ROOT
 from outrider.train.loop import fit
 from outrider.train.trackers import no_reports
@@ -156,7 +156,7 @@ def traces(out: Path) -> tuple[str, list[dict[str, Any]]]:
 def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
     """A run that was asked for no wandb."""
     out = tmp_path_factory.mktemp("off") / "run"
-    fit(run_config(data, out), HEADS["medusa"])
+    fit(run_config(data, out), head_class("medusa"))
     return traces(out)
 
 
@@ -184,7 +184,7 @@ def test_wandb_makes_no_difference_to_a_run(
     if how != "itself":  # the library, offline
         monkeypatch.setitem(sys.modules, "wandb", None if how == "absent" else fake)
     mode = "offline" if how in ("offline", "itself") else "online"
-    fit(run_config(data, tmp_path / "on" / "run", f"wandb={mode}"), HEADS["medusa"])
+    fit(run_config(data, tmp_path / "on" / "run", f"wandb={mode}"), head_class("medusa"))
     logged = traces(tmp_path / "on" / "run")
     assert plain[0] == logged[0] and len(plain[1]) == len(logged[1])
     for one, other in zip(plain[1], logged[1], strict=True):
@@ -224,9 +224,9 @@ def test_wandb_reports_nothing_of_itself_where_it_is_offline(
 
 TRAINED = """
 from tests.helpers.training import run_config
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.train.loop import fit
-fit(run_config({data!r}, {out!r}, "wandb=offline"), HEADS["medusa"])
+fit(run_config({data!r}, {out!r}, "wandb=offline"), head_class("medusa"))
 """
 REPORTED = """
 from pathlib import Path

@@ -26,7 +26,7 @@ from outrider.train import launcher
 launcher.set_memory()
 
 from outrider.conf.schema import entry
-from outrider.train.config import BlockRun
+from outrider.train.runs import BlockRun
 
 
 @entry("block", BlockRun, more=launcher.SAME)

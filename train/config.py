@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -40,12 +41,9 @@ from outrider.conf.rules import (
 )
 from outrider.conf.typed import ALSO, default
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
-from outrider.heads.block.config import BlockConfig
 from outrider.heads.config import HeadConfig
-from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.folders import no_head
 from outrider.heads.parallel.config import HydraHeadsConfig, MedusaConfig
-from outrider.heads.small_lm.config import SmallLMConfig
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
@@ -387,37 +385,6 @@ class MedusaRun(TrainConfig):
 
 
 @dataclass(frozen=True)
-class EagleRun(TrainConfig):
-    """An EAGLE run: conf/eagle.yaml."""
-
-    head: EagleConfig = field(default_factory=EagleConfig)
-
-
-@dataclass(frozen=True)
-class DraftRun(TrainConfig):
-    """A run of a separate small draft model: conf/draft.yaml."""
-
-    head: SmallLMConfig = field(default_factory=SmallLMConfig)
-
-
-@dataclass(frozen=True)
-class BlockRun(TrainConfig):
-    """A run of a block head: conf/block.yaml."""
-
-    head: BlockConfig = field(default_factory=BlockConfig)
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found, most = super().validate(), self.data.max_length
-        if self.head.anchors > most:
-            found.append(
-                f"head.anchors: {self.head.anchors} blocks in rows of at most {most} tokens "
-                f"(data.max_length); give {most} or less, or 0"
-            )
-        return found
-
-
-@dataclass(frozen=True)
 class HydraHeadsRun(TrainConfig):
     """A run of Hydra heads: conf/hydra_heads.yaml."""
 
@@ -450,23 +417,39 @@ class ValidateConfig(TrainConfig):
     head: dict[str, Any]  # type: ignore[assignment]
 
 
-# kind of head -> (the script under train/ that trains it, by whose name conf/ has its defaults,
-# and the schema of its keys)
-ENTRIES: dict[str, tuple[str, type[TrainConfig]]] = {
-    "medusa": ("medusa", MedusaRun),
-    "hydra_heads": ("hydra_heads", HydraHeadsRun),
-    "eagle1": ("eagle", EagleRun),
-    "eagle3": ("eagle", EagleRun),
-    "dflash": ("block", BlockRun),
-    "dspark": ("block", BlockRun),
-    "small_lm": ("draft", DraftRun),
+# kind of head -> the script under train/ that trains it, by whose name conf/ has its defaults
+ENTRIES = {
+    "medusa": "medusa",
+    "hydra_heads": "hydra_heads",
+    "eagle1": "eagle",
+    "eagle3": "eagle",
+    "dflash": "block",
+    "dspark": "block",
+    "small_lm": "draft",
+}
+# script -> module of train/:class of its keys
+SCHEMAS = {
+    "medusa": "config:MedusaRun",
+    "hydra_heads": "config:HydraHeadsRun",
+    "eagle": "runs:EagleRun",
+    "block": "runs:BlockRun",
+    "draft": "runs:DraftRun",
+    "head": "config:HeadRun",
 }
 
 
+def schema_of(script: str) -> type[TrainConfig]:
+    """The schema of the keys of train/SCRIPT.py."""
+    module, _, name = SCHEMAS[script].partition(":")
+    found: type[TrainConfig] = getattr(importlib.import_module(f"outrider.train.{module}"), name)
+    return found
+
+
 def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
-    """As ENTRIES has it, of any kind of head. Raises UserError for one that nobody brings."""
+    """The script that trains any kind of head, and the schema of its keys. Raises UserError for a
+    kind that nobody brings."""
     if kind in ENTRIES:
-        return ENTRIES[kind]
+        return ENTRIES[kind], schema_of(ENTRIES[kind])
     from outrider.heads.registry import head_class
 
     keys = head_class(kind).Config

@@ -28,7 +28,7 @@ from outrider.train import launcher
 launcher.set_memory()
 
 from outrider.conf.schema import entry
-from outrider.train.config import DraftRun
+from outrider.train.runs import DraftRun
 
 
 @entry("draft", DraftRun, more=launcher.SAME)

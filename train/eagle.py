@@ -27,7 +27,7 @@ from outrider.train import launcher
 launcher.set_memory()
 
 from outrider.conf.schema import entry
-from outrider.train.config import EagleRun
+from outrider.train.runs import EagleRun
 
 
 @entry("eagle", EagleRun, more=launcher.SAME)

@@ -12,7 +12,6 @@ import torch
 from outrider.conf.errors import Interrupted, UserError
 from outrider.decode.target import Target
 from outrider.heads.base import Head
-from outrider.heads.interop import served
 from outrider.train.config import TrainConfig, flat
 from outrider.train.state import RATE, RATED
 from outrider.train.texts.batches import BatchPlan, JoinedRows
@@ -64,7 +63,6 @@ def facts_of(
         facts["turns"] = message
     if getattr(head, "coverage", 1.0) < 1:
         facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
-    facts |= served.summary(head, target, served.name_of(cfg.target, target))
     for problem in rows.bad[:5]:
         facts[f"left out {len(facts)}"] = problem
     return facts

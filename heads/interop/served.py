@@ -1,5 +1,4 @@
-"""Which engines can serve a head: the one answer that a run's header, a fit and an export
-go by."""
+"""Which engines can serve a head: the one answer that an export goes by."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from outrider.heads.block.head import BlockHead
 from outrider.heads.interop import (
     FORMATS,
     LAYOUTS,
-    UNSERVED,
     Facts,
     engines,
     find_layout,
@@ -70,26 +68,6 @@ def check(format: str, head: Head, target: Target, facts: Facts) -> None:
     """Raises UserError with every reason why `head` cannot go into a format."""
     if refused := refusals(format, head, target, facts):
         raise UserError(f"format={format}: {'; '.join(refused)}")
-
-
-def summary(head: Head, target: Target, name: str) -> dict[str, str]:
-    """Lines for people, by what they are about: the formats that take this head, with who
-    reads them; where none does, why not. name: see name_of."""
-    facts = Facts.of(target, name)
-    reasons = {one: refusals(one, head, target, facts) for one in formats(head.kind)}
-    takes = [f"{one} ({reader(one, head)})" for one, found in reasons.items() if not found]
-    if takes:
-        return {"served from": ", ".join(takes)}
-    if not reasons:
-        return {"served by": f"no engine: {UNSERVED.get(head.kind, 'no format has its layout')}"}
-    why = {f"not as {one}": found[0] for one, found in reasons.items()}
-    return {"served by": "no engine, as it stands", **why}
-
-
-def reader(format: str, head: Head) -> str:
-    """Who reads a head in a format, with the versions that do."""
-    wanted = engines.required(head.kind, head.cfg)
-    return ", ".join(engine.versions(*wanted) for engine in _readers(format, head.kind))
 
 
 def gone(format: str, head: Head) -> list[str]:

@@ -25,7 +25,8 @@ from transformers.utils import logging
 
 from outrider.conf.errors import UserError, first_line
 from outrider.conf.typed import SHORT
-from outrider.decode.drafters import Drafter, DraftModel
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter
 from outrider.decode.target import Target
 from outrider.heads import shapes
 from outrider.heads.base import Head

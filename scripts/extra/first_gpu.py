@@ -37,8 +37,8 @@ from outrider.scripts.common import files
 from outrider.scripts.extra.config import FirstConfig
 from outrider.scripts.machine import kernels, look
 from outrider.train.begin import measured
-from outrider.train.config import EagleRun
 from outrider.train.measure import memory
+from outrider.train.runs import EagleRun
 from outrider.train.texts.batches import load_rows
 
 NEAR = 0.05  # a prediction within that share of what was measured is confirmed

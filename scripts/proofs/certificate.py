@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.decode.drafters import Drafter, DraftModel
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Request
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target

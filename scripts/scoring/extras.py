@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.conf.jsonl import records
-from outrider.heads import settings_folder
+from outrider.heads.drafters import settings_folder
 from outrider.scripts.scoring import names
 from outrider.scripts.scoring.contest import System
 

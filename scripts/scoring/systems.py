@@ -12,8 +12,9 @@ from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import DecodedRun, Request, generate
 from outrider.decode.target import Target
-from outrider.heads import drafter_folders, head_folder, hub, resolve_drafter
+from outrider.heads import head_folder, hub
 from outrider.heads.checkpoint import read_card, trained_for
+from outrider.heads.drafters import drafter_folders, resolve_drafter
 from outrider.heads.names import DraftSpec, parse
 from outrider.scripts.common.clock import clock
 from outrider.scripts.scoring import names

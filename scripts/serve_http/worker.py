@@ -23,7 +23,7 @@ from outrider.decode.engine import Generation, Request
 from outrider.decode.live import Fresh, LiveBatch, LiveLimits, Seat
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import resolve_drafter
+from outrider.heads.drafters import resolve_drafter
 from outrider.scripts.serve_http.transcript import Said, Transcript
 
 STOP, LENGTH = "stop", "length"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import drafting_head
 from outrider.heads.base import Batch
+from outrider.heads.drafters import drafting_head
 from outrider.heads.small_lm.plain import PlainModel
 from outrider.scripts.proofs.served import SampledAnswer
 

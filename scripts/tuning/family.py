@@ -17,12 +17,13 @@ from typing import Any
 from outrider.conf.errors import UserError
 from outrider.decode import stats
 from outrider.decode.cost import Price
-from outrider.decode.drafters import Drafter, NGram
+from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Request, generate
+from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import drafting_head, settings_folder
 from outrider.heads.base import Head
+from outrider.heads.drafters import drafting_head, settings_folder
 from outrider.heads.names import NGRAM, NONE, DraftSpec, parse
 from outrider.heads.tuned import DraftSettings
 from outrider.scripts.common.progress import OnProgress

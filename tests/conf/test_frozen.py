@@ -41,8 +41,6 @@ def configurations() -> dict[str, list[tuple[Path, ast.ClassDef]]]:
                 classes.setdefault(node.name, []).append((path, node))
             if isinstance(node, ast.Call) and names_in(node.func) == {"entry"}:
                 wanted |= names_in(node.args[1])
-            if isinstance(node, ast.AnnAssign) and names_in(node.target) == {"ENTRIES"}:
-                wanted |= names_in(node.value)
     found: dict[str, list[tuple[Path, ast.ClassDef]]] = {}
     while wanted:
         name = wanted.pop()

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from outrider.conf.typed import faults
 from outrider.decode.cost import Price
-from outrider.decode.drafters import NGram, NoDraft
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.models import packed
+from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree
 from outrider.decode.union import Union

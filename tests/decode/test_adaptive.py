@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import DraftModel, NGram, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
+from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.wrapped import Adaptive
-from outrider.heads import resolve_drafter
+from outrider.heads.drafters import resolve_drafter
 from outrider.scripts.proofs.controls import drafters as wrong_drafters
 from outrider.scripts.proofs.engine_distribution import (
     PaddingAwareDrafter,

@@ -16,7 +16,7 @@ from outrider.decode.models.config import TargetConfig
 from outrider.scripts.common import files
 from outrider.scripts.extra.cluster.config import DryRunConfig
 from outrider.scripts.scoring.config import EvaluateConfig
-from outrider.train.config import EagleRun
+from outrider.train.runs import EagleRun
 
 KEYS = ["target=tiny", "data.path=x", "out_dir=y", "steps=1"]
 

@@ -13,10 +13,12 @@ from torch import Tensor
 from outrider.conf.errors import UserError
 from outrider.decode import waits
 from outrider.decode.cache import TreeCache
-from outrider.decode.drafters import Drafter, DraftModel, NGram, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.grow import Form
 from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.ngram import NGram
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target

@@ -11,8 +11,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.decode.drafters import Drafter, DraftModel, NGram, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Request, generate
+from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.names import DraftSpec

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import Drafter, DraftModel, NGram, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.models import facts
+from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from tests.decode.test_greedy_many import small_tree

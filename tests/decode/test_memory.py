@@ -20,7 +20,7 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.memory import MemoryPlan, Need
 from outrider.decode.models.tiny import tiny_model
 from outrider.decode.sampling import Sampling
-from outrider.heads import resolve_drafter
+from outrider.heads.drafters import resolve_drafter
 
 CONFIG = SimpleNamespace(
     num_hidden_layers=2,

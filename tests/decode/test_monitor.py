@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.decode.drafters import DraftModel, NGram, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
+from outrider.decode.ngram import NGram
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target

@@ -19,7 +19,7 @@ from outrider.decode.models.memory import MemoryPlan
 from outrider.decode.probe import TOLERANCE, difference
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.small_lm.head import SmallLMConfig
 from outrider.heads.small_lm.plain import plain_model
@@ -177,9 +177,9 @@ def test_a_drafter_weighs_the_same_whether_targets_are_packed_or_not(tmp_path: P
     target.tokenizer.save_pretrained(tmp_path)
     counts = torch.arange(target.vocab_size) + 1
     heads = (
-        HEADS["eagle1"].for_target(target, EagleConfig(kind="eagle1", draft_vocab=0), counts),
-        HEADS["eagle3"].for_target(target, EagleConfig(draft_vocab=64), counts),
-        HEADS["small_lm"].for_target(target, SmallLMConfig(from_target_layers=1)),
+        head_class("eagle1").for_target(target, EagleConfig(kind="eagle1", draft_vocab=0), counts),
+        head_class("eagle3").for_target(target, EagleConfig(draft_vocab=64), counts),
+        head_class("small_lm").for_target(target, SmallLMConfig(from_target_layers=1)),
         plain_model(str(tmp_path), target),
     )
     for head in heads:

@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from outrider.decode.drafters import NGram
-from outrider.decode.ngram import COUNTED, GOES_ON, SuffixAutomaton
+from outrider.decode.ngram import COUNTED, GOES_ON, NGram, SuffixAutomaton
 from outrider.decode.sampling import Sampling
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from outrider.decode.cache import TreeCache
-from outrider.decode.drafters import NGram
 from outrider.decode.engine import Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.timing import PARTS, Timing, part_of

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import Drafter, DraftModel, NGram, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.live import LiveBatch, LiveLimits
-from outrider.decode.ngram import listed
+from outrider.decode.ngram import NGram, listed
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.stats import acceptance_by_drafter
@@ -23,7 +24,8 @@ from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.union import Union, joined
 from outrider.decode.verify import rejection, traversal
 from outrider.decode.wrapped import Adaptive
-from outrider.heads import drafter_folders, resolve_drafter, save_head
+from outrider.heads import save_head
+from outrider.heads.drafters import drafter_folders, resolve_drafter
 from outrider.heads.names import DraftSpec, parse
 from outrider.scripts.certify import about_drafter
 from outrider.scripts.common.prompts import Prompt

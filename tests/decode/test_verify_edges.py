@@ -12,7 +12,8 @@ from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.decode import waits
-from outrider.decode.drafters import DraftModel, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.grow import Form, siblings
 from outrider.decode.inverse_cdf import inverse_cdf
@@ -20,7 +21,7 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
 from outrider.decode.verify import RULES, rejection, traversal, verify_chain
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.names import DraftSpec
@@ -254,7 +255,7 @@ def test_drafter_with_one_bad_row_is_refused_or_harmless(kind: str, bad: float) 
             cfg = KINDS[kind]
             counts = torch.arange(target.vocab_size) + 1
             drafter = (
-                HEADS[cfg.kind]
+                head_class(cfg.kind)
                 .for_target(target, cfg, counts)
                 .drafter(target, DraftSpec(shape=shape))
             )

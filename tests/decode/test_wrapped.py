@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from outrider.decode.drafters import NGram
+from outrider.decode.ngram import NGram
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.wrapped import Wrapped

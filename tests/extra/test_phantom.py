@@ -19,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from outrider.conf.schema import compose
 from outrider.decode import attention
-from outrider.decode.drafters import NGram
 from outrider.decode.engine import Engine, Request, generate
 from outrider.decode.models.load import tiny_from
+from outrider.decode.ngram import NGram
 from outrider.decode.price import FREE, Price
 from outrider.decode.probed import LMHead
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
-from outrider.heads import HEADS, parity
+from outrider.heads import kinds, parity
 from outrider.heads.names import DraftSpec
 from outrider.scripts.extra.cluster import count
 from outrider.scripts.extra.cluster.config import DryRunConfig
@@ -225,7 +225,7 @@ def test_a_step_of_training(kind: str) -> None:
 
 
 def test_every_kind_of_head_has_a_bar() -> None:
-    assert {parts(kind)[1].kind for kind in READS} == set(HEADS)
+    assert {parts(kind)[1].kind for kind in READS} == set(kinds())
 
 
 @pytest.mark.parametrize("kind", DECODE)

@@ -22,11 +22,10 @@ import torch
 
 from outrider.conf.schema import compose
 from outrider.decode.models.tiny import byte_tokenizer, tiny_model
-from outrider.heads import HEADS
-from outrider.train.block import BlockRun
-from outrider.train.config import DraftRun, EagleRun, MedusaRun
-from outrider.train.hydra_heads import HydraHeadsRun
+from outrider.heads import head_class
+from outrider.train.config import HydraHeadsRun, MedusaRun
 from outrider.train.loop import fit
+from outrider.train.runs import BlockRun, DraftRun, EagleRun
 from tests.golden import cases
 from tests.helpers.training import chats
 
@@ -124,11 +123,11 @@ def make_folders() -> None:
     for kind in cases.KINDS:
         if not (cases.HEADS_FOLDER / kind).exists():
             out = Path("runs/golden") / kind
-            fit(config(kind, out), HEADS["medusa" if kind == "markov" else kind])
+            fit(config(kind, out), head_class("medusa" if kind == "markov" else kind))
             shutil.copytree(out / "head", cases.HEADS_FOLDER / kind)
     if not cases.RUN.exists():
         out, step = Path("runs/golden/run"), "checkpoints/step-2"
-        fit(config("eagle3", out, "steps=3", "save_every=2", "eval.every=1"), HEADS["eagle3"])
+        fit(config("eagle3", out, "steps=3", "save_every=2", "eval.every=1"), head_class("eagle3"))
         shutil.copytree(out / step, cases.RUN / step)
 
 

@@ -18,7 +18,7 @@ from outrider.decode.engine import Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import resolve_drafter
+from outrider.heads.drafters import resolve_drafter
 
 FOLDER = Path(__file__).resolve().parent
 TARGET, HEADS_FOLDER, RUN, DATA = (FOLDER / n for n in ("target", "heads", "run", "data.jsonl"))

@@ -25,7 +25,7 @@ from outrider.decode.price import Price
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree, TreeShape
-from outrider.heads import HEADS, vocab
+from outrider.heads import head_class, vocab
 from outrider.heads.batch import Batch
 from outrider.heads.block.anchors import Anchors, draw
 from outrider.heads.block.confidence import temperatures
@@ -56,7 +56,9 @@ def made(target, kind: str, **keys: Any):
     """A head in float64 whose weights are no longer those of the start."""
     cfg = BlockConfig(**{"block": 4, "draft_vocab": 0, **KINDS[kind], **keys})
     torch.manual_seed(0)
-    head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(target.vocab_size) + 1).double()
+    head = (
+        head_class(cfg.kind).for_target(target, cfg, torch.arange(target.vocab_size) + 1).double()
+    )
     with torch.no_grad():
         for weight in head.parameters():
             weight += 0.1 * torch.randn_like(weight)
@@ -591,10 +593,10 @@ def test_temperatures_make_the_chances_honest_from_left_to_right(target) -> None
     head.calibrate([Batch(ids, mask, mask, torch.arange(2))], target)
     assert len(head.calibration["confidence"]) == head.cfg.slots
     saved = head.config_json()
-    HEADS["dspark"].from_json(saved, target)
+    head_class("dspark").from_json(saved, target)
     saved["calibration"]["confidence"] = [math.nan]
     with pytest.raises(UserError, match="calibration.confidence: is no list of temperatures"):
-        HEADS["dspark"].from_json(saved, target)
+        head_class("dspark").from_json(saved, target)
 
 
 class Stored:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from outrider.conf.schema import compose
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.scripts import certify, chat, evaluate, tune
-from outrider.train.block import BlockRun
-from outrider.train.config import EagleRun
 from outrider.train.loop import fit
+from outrider.train.runs import BlockRun, EagleRun
 from tests.helpers.training import chats, overrides
 
 SHAPE = ("target.hidden=64", "target.layers=4", "target.heads=4", "target.kv_heads=2")
@@ -36,7 +35,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     given = overrides(chats(folder / "data.jsonl"), folder / "run", "steps=12", "eval.parity=2")
     given = [k for k in given if not k.startswith(("head.heads", "target."))]
     cfg: Any = compose(entry, schema, [*given, "target=tiny", *SHAPE, *keys])
-    fit(cfg, HEADS[cfg.head.kind])
+    fit(cfg, head_class(cfg.head.kind))
     return request.param, folder / "run"
 
 

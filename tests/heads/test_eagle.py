@@ -18,7 +18,7 @@ from outrider.decode.grow import Nodes
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import HEADS, vocab
+from outrider.heads import head_class, vocab
 from outrider.heads.batch import Batch
 from outrider.heads.eagle import drafter as drafter_module
 from outrider.heads.eagle.config import EagleConfig
@@ -40,7 +40,7 @@ def head_of(target: Target, seed: int = 0, **changes: object) -> EagleHead:
     taps = [] if changes.get("kind") == "eagle1" else [1, 1, 2]
     cfg = EagleConfig(**{"draft_vocab": 40, "taps": taps, **changes})  # type: ignore[arg-type]
     torch.manual_seed(seed)
-    head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(VOCAB, 0, -1))
+    head = head_class(cfg.kind).for_target(target, cfg, torch.arange(VOCAB, 0, -1))
     with torch.no_grad():
         for name, weight in head.named_parameters():
             weight.normal_(0, weight.shape[-1] ** -0.5) if weight.dim() > 1 else weight.uniform_(
@@ -407,7 +407,7 @@ def test_eagle1_reads_normed_features_and_eagle3_raw_ones() -> None:
     batch = batch_of([9])
     target.features(batch.ids, batch.mask, (0,))  # passes of its own find out how taps are read
     for kind in ("eagle1", "eagle3"):
-        head = HEADS[kind].for_target(target, EagleConfig(kind=kind, draft_vocab=0))
+        head = head_class(kind).for_target(target, EagleConfig(kind=kind, draft_vocab=0))
         assert head.taps == ((4,) if kind == "eagle1" else (2, 2, 1))
         seen.clear()
         feats = target.features(batch.ids, batch.mask, head.taps)

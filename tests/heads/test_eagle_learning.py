@@ -22,8 +22,9 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.stats import accepted_length
 from outrider.decode.target import Target
-from outrider.heads import HEADS, load_head, resolve_drafter, vocab
+from outrider.heads import head_class, load_head, vocab
 from outrider.heads.batch import Batch
+from outrider.heads.drafters import resolve_drafter
 from outrider.heads.eagle import head as head_module
 from outrider.heads.eagle import modules
 from outrider.heads.eagle.config import EagleConfig
@@ -35,8 +36,8 @@ from outrider.heads.eagle.shape import LayerKeys, layer_config
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
 from outrider.heads.teacher import target_distribution
-from outrider.train.config import EagleRun
 from outrider.train.loop import fit
+from outrider.train.runs import EagleRun
 from tests.heads.test_eagle import GREEDY, batch_of, drafter_state, head_of, target_of
 from tests.helpers.archs import VOCAB
 from tests.helpers.training import chats, overrides, tiny_target
@@ -68,7 +69,7 @@ def test_overfitting_one_sample_shows_in_decoding(kind: str, shape: str) -> None
         width=2,
         loss=LossWeights(hard=1.0),
     )
-    head = HEADS[kind].for_target(target, cfg)
+    head = head_class(kind).for_target(target, cfg)
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=1e-2 if kind == "eagle3" else 5e-3, weight_decay=0.0
     )
@@ -369,7 +370,7 @@ def test_a_whole_run_saves_a_head_that_decodes(head: str, tmp_path: Path) -> Non
         "eval.max_new_tokens=8",
     ]
     cfg = compose("eagle", EagleRun, [o for o in small if not o.startswith("head.heads")])
-    fit(cfg, HEADS[cfg.head.kind])
+    fit(cfg, head_class(cfg.head.kind))
     target = tiny_target()
     saved = load_head(tmp_path / "run" / "head", target)
     assert saved.kind == head

@@ -6,9 +6,8 @@ import datetime
 
 import pytest
 
-from outrider.heads.interop import LAYOUTS, engines, served
+from outrider.heads.interop import LAYOUTS, engines
 from outrider.heads.interop.engines import ENGINES, Engine, Support
-from tests.helpers.interop import deep_target, random_head
 
 
 @pytest.mark.parametrize("key", ENGINES)
@@ -39,18 +38,3 @@ def test_what_versions_load_is_told_by_all_parts_of_a_head() -> None:
     last = Engine("E", {"medusa": Support(until="1.2")}, "2")
     assert last.versions("medusa") == "E up to 1.2" and "E 2" in last.gone("medusa")
     assert not last.gone("eagle3") and not old.gone("a")
-
-
-@pytest.mark.parametrize(
-    "kind, keys, said",
-    [
-        ("medusa", {}, "vllm (vLLM up to 0.32.0), medusa (the original Medusa code)"),
-        ("eagle3", {"norm_output": True}, "vllm (vLLM 0.22.0 to 0.33.0), speculators (vLLM 0.25.0"),
-        ("eagle3", {"norm_joined": True}, "gguf (llama.cpp b10229 to b11549)"),
-        ("dflash", {"share_lm_head": True, "draft_vocab": 0}, "sglang (SGLang 0.5.11 to 0.5.23)"),
-    ],
-)
-def test_the_header_of_a_run_names_the_versions(kind: str, keys: dict, said: str) -> None:
-    target = deep_target()
-    line = served.summary(random_head(target, kind, **keys), target, "/a")
-    assert said in line["served from"]

@@ -15,7 +15,8 @@ import pytest
 from outrider.conf.errors import UserError
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
-from outrider.heads import load_head, resolve_drafter, save_head
+from outrider.heads import load_head, save_head
+from outrider.heads.drafters import resolve_drafter
 from outrider.heads.interop import LAYOUTS, detect, read_folder
 from outrider.heads.names import DraftSpec
 from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256

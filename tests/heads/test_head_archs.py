@@ -12,7 +12,7 @@ import torch
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request
 from outrider.decode.target import Target
-from outrider.heads import HEADS, load_head, save_head
+from outrider.heads import head_class, load_head, save_head
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
@@ -46,7 +46,7 @@ FAST = ("llama", "gpt2", "gemma3_text")
 def test_trains_saves_loads_and_decodes_losslessly(arch: str, name: str, tmp_path) -> None:
     torch.manual_seed(0)
     target, cfg = Target(build(arch)), dataclasses.replace(CASES[name])
-    head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(VOCAB) + 1)
+    head = head_class(cfg.kind).for_target(target, cfg, torch.arange(VOCAB) + 1)
     optimizer = torch.optim.AdamW(head.parameters(), lr=0.02)
     for _ in range(2):
         optimizer.zero_grad()

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import NGram, NoDraft
-from outrider.heads import find_head, load_head, resolve_drafter, save_head
+from outrider.decode.drafters import NoDraft
+from outrider.decode.ngram import NGram
+from outrider.heads import find_head, load_head, save_head
 from outrider.heads.checkpoint import recover, staged
+from outrider.heads.drafters import resolve_drafter
 from outrider.heads.names import DraftSpec
 from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.helpers.training import tiny_target

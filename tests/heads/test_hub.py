@@ -18,13 +18,14 @@ from huggingface_hub import constants
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
-from outrider.heads import HEADS, find_head, head_in, hub, load_head, resolve_drafter, save_head
+from outrider.heads import find_head, head_class, head_in, hub, load_head, save_head
 from outrider.heads.checkpoint import CARD, read_card
+from outrider.heads.drafters import resolve_drafter
 from outrider.heads.folders import is_plain
 from outrider.heads.names import parse
 from outrider.heads.warm import Start
-from outrider.train.config import EagleRun
 from outrider.train.loop import fit
+from outrider.train.runs import EagleRun
 from tests.helpers.chats import chats
 from tests.helpers.hub import at, forget, hub_on_loopback, put
 from tests.helpers.hub_stand_in import HubStandIn
@@ -123,7 +124,7 @@ def test_a_run_that_starts_from_the_hub_records_the_commit(
     words += [f"data.path={data}", f"out_dir={tmp_path / 'run'}", "data.held_out=0.1", "steps=2"]
     words += ["data.cache=false", "batch_size=4", "dtype=float32", "device=cpu"]
     words += ["head.draft_vocab=64", "eval.every=0", "eval.parity=0"]
-    fit(compose("eagle", EagleRun, words), HEADS["eagle3"])
+    fit(compose("eagle", EagleRun, words), head_class("eagle3"))
     first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
     assert first["start"] == f"hub:me/x ({commit})"
 

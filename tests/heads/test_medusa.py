@@ -210,7 +210,8 @@ def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> Non
 
 
 def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
-    from outrider.heads import resolve_drafter, save_head
+    from outrider.heads import save_head
+    from outrider.heads.drafters import resolve_drafter
 
     save_head(trained_like(target), tmp_path / "m", target.identity)
     old = trained_like(target, dataclasses.replace(FULL, tree_draw="fixed"))

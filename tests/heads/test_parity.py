@@ -21,7 +21,7 @@ from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import HEADS, load_head, parity, save_head
+from outrider.heads import head_class, load_head, parity, save_head
 from outrider.heads.base import Head
 from outrider.heads.batch import Batch
 from outrider.heads.eagle.cache import DraftCache
@@ -30,8 +30,8 @@ from outrider.heads.losses import LossWeights
 from outrider.heads.parallel.drafter import LastFeature
 from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
 from outrider.heads.parallel.medusa import MedusaConfig, MedusaDrafter, MedusaHead
-from outrider.train.config import EagleRun
 from outrider.train.loop import fit
+from outrider.train.runs import EagleRun
 from tests.heads.test_eagle import head_of, target_of
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import chats, overrides, run_config
@@ -58,7 +58,7 @@ def other(name: str, target: Target) -> Head:
     """A parallel head with random weights that matter."""
     torch.manual_seed(1)
     cfg = dataclasses.replace(OTHERS[name])
-    head = HEADS[cfg.kind].for_target(target, cfg, torch.arange(VOCAB) + 1)
+    head = head_class(cfg.kind).for_target(target, cfg, torch.arange(VOCAB) + 1)
     with torch.no_grad():
         for p in head.parameters():
             p.add_(torch.randn_like(p), alpha=0.3 * max(p.shape[-1], 1) ** -0.5)
@@ -292,7 +292,7 @@ def test_a_run_ends_with_the_gate_once(
 ) -> None:
     out = tmp_path / "run"
     cfg = run_config(data, out, "eval.parity=2", "eval.max_new_tokens=12")
-    fit(cfg, HEADS["medusa"])
+    fit(cfg, head_class("medusa"))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     found = [line for line in lines if line.get("event") == "parity"]
     assert len(found) == 1 and found[0]["passed"] and found[0]["reload_identical"]
@@ -301,7 +301,7 @@ def test_a_run_ends_with_the_gate_once(
     monkeypatch.setattr(
         "outrider.train.gate.check", lambda *a, **k: pytest.fail("a passed gate is not run again")
     )
-    fit(cfg, HEADS["medusa"])
+    fit(cfg, head_class("medusa"))
 
 
 def test_a_run_fails_with_an_explanation(data: Path, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -317,7 +317,7 @@ def test_a_run_fails_with_an_explanation(data: Path, tmp_path: Path, monkeypatch
     ]
     cfg = compose("eagle", EagleRun, [o for o in small if not o.startswith("head.heads")])
     with pytest.raises(CheckFailed, match="parity.*at the first level"):
-        fit(cfg, HEADS["eagle3"])
+        fit(cfg, head_class("eagle3"))
     assert (tmp_path / "run" / "head" / "head.json").exists()
     assert json.loads((tmp_path / "run" / "parity.json").read_text())["passed"] is False
 

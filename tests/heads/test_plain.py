@@ -18,7 +18,8 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.stats import accepted_length, split
 from outrider.decode.target import Target
-from outrider.heads import find_head, requested, resolve_drafter
+from outrider.heads import find_head
+from outrider.heads.drafters import requested, resolve_drafter
 from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
 from outrider.scripts import certify, export, tune
 from tests.helpers import pictures

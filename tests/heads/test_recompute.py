@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.heads.batch import Batch, LossOut
 from outrider.heads.recompute import layers_recomputed
 from outrider.heads.small_lm.config import LoraKeys
@@ -68,7 +68,7 @@ def packed() -> Batch:
 def trained(name: str, batch: Batch, on: bool, dtype: str) -> tuple[LossOut, list[Tensor]]:
     """Loss and gradients of one pass."""
     target = tiny_target("float32" if dtype == "float64" else dtype, **SHAPE)
-    kind: Any = HEADS[name.partition("-")[0]]
+    kind: Any = head_class(name.partition("-")[0])
     torch.manual_seed(0)
     keys = {"kind": kind.kind, "draft_vocab": 0, "chunk": 8, **VARIANTS[name]}
     if dtype == "float64":
@@ -116,7 +116,7 @@ def test_memory_grows_by_what_goes_on_alone(name: str) -> None:
     """A step or a layer more costs what it hands on instead of its inside; also at the peak of
     the backward pass, which holds one inside at a time."""
     target = tiny_target(**SHAPE)
-    kind: Any = HEADS[name]
+    kind: Any = head_class(name)
     batch = random_batch(4, 48)
     grown = {}
     for on in (False, True):

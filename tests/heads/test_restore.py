@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from outrider.conf.schema import compose
-from outrider.heads import HEADS
+from outrider.heads import head_class, kinds
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
 from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.small_lm.config import SmallLMConfig
-from outrider.train.block import BlockRun
-from outrider.train.config import DraftRun, EagleRun, MedusaRun
-from outrider.train.hydra_heads import HydraHeadsRun
+from outrider.train.config import HydraHeadsRun, MedusaRun
 from outrider.train.loop import fit
+from outrider.train.runs import BlockRun, DraftRun, EagleRun
 from tests.helpers.training import chats, overrides, random_batch, tiny_target
 
 CONFIGS: dict[str, Any] = {
@@ -53,7 +52,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
 
 
 def test_every_kind_of_head_is_among_the_cases() -> None:
-    assert set(CONFIGS) == set(RUNS) == set(HEADS)
+    assert set(CONFIGS) == set(RUNS) == set(kinds())
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -63,7 +62,7 @@ def test_a_card_gives_back_what_was_measured(kind: str) -> None:
     def fresh() -> Any:
         torch.manual_seed(0)
         target = tiny_target(layers=2)
-        return HEADS[kind].for_target(target, CONFIGS[kind], counts), target
+        return head_class(kind).for_target(target, CONFIGS[kind], counts), target
 
     head, target = fresh()
     head.eval()
@@ -73,7 +72,7 @@ def test_a_card_gives_back_what_was_measured(kind: str) -> None:
     again, _ = fresh()
     assert again.calibration == {}
     again.restore_json(saved)
-    loaded = HEADS[kind].from_json(saved, fresh()[1])
+    loaded = head_class(kind).from_json(saved, fresh()[1])
     for other in (again, loaded):
         assert other.calibration == head.calibration and other.coverage == head.coverage
 
@@ -91,7 +90,7 @@ def run(variant: str, data: Path, out: Path) -> Path:
         "eval.max_new_tokens=4",
     )
     keys = [k for k in shared if name in ("medusa", "hydra_heads") or not k.startswith("head.")]
-    fit(compose(name, schema, [*keys, *more, *own]), HEADS[kind])
+    fit(compose(name, schema, [*keys, *more, *own]), head_class(kind))
     return out
 
 

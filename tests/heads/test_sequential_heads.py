@@ -16,7 +16,7 @@ from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
-from outrider.heads import HEADS, vocab
+from outrider.heads import head_class, vocab
 from outrider.heads.batch import Batch
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
@@ -41,7 +41,7 @@ def target():
 
 def fresh(target, cfg):
     torch.manual_seed(0)
-    return HEADS[cfg.kind].for_target(target, cfg, torch.arange(target.vocab_size) + 1)
+    return head_class(cfg.kind).for_target(target, cfg, torch.arange(target.vocab_size) + 1)
 
 
 def trained_like(target, cfg, seed=0):

@@ -14,21 +14,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
-from outrider.decode.drafters import DraftModel, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.grow import Form
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
-from outrider.heads import HEADS, load_head, resolve_drafter
+from outrider.heads import head_class, load_head
+from outrider.heads.drafters import resolve_drafter
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
 from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from outrider.heads.small_lm.cut import chosen_layers, cut
 from outrider.heads.small_lm.head import SmallLM
-from outrider.train.config import DraftRun
 from outrider.train.loop import fit
+from outrider.train.runs import DraftRun
 from tests.helpers.archs import build
 from tests.helpers.decoding import texts
 from tests.helpers.training import chats, overrides, random_batch, tiny_target
@@ -42,7 +44,7 @@ def run(folder: Path, out: Path, *more: str) -> Path:
         chats(data)
     base = [x for x in overrides(data, out) if not x.startswith(("head.", "target.layers"))]
     cfg = compose("draft", DraftRun, [*base, "target.layers=3", "steps=4", *more])
-    fit(cfg, HEADS["small_lm"])
+    fit(cfg, head_class("small_lm"))
     return out
 
 

@@ -17,7 +17,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
 from outrider.decode.verify import verify
-from outrider.heads import HEADS, vocab
+from outrider.heads import head_class, vocab
 from outrider.heads.config import LossWeights, Mask
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.losses import Taught, chunked_loss
@@ -96,7 +96,7 @@ def test_the_rate_is_what_the_verifier_accepts(terms: LossWeights, size: int, to
     target = Target(build("llama", dtype=torch.float64))
     counts = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1)) + 1
     cfg = EagleConfig(kind="eagle3", draft_vocab=size % VOCAB, loss=terms, mask_token=-1)
-    head = HEADS["eagle3"].for_target(target, cfg, counts).double()
+    head = head_class("eagle3").for_target(target, cfg, counts).double()
     g = torch.Generator().manual_seed(size)
     feats = torch.randn(3, 32, generator=g, dtype=torch.float64)
     hidden = torch.randn(1, 3, 5, generator=g, dtype=torch.float64)
@@ -145,7 +145,7 @@ def test_every_family_is_taught_at_the_same_tokens(kind: str) -> None:
         torch.manual_seed(0)
         target = tiny_target(dtype="float64")
         cfg = replace(FAMILIES[kind], loss=replace(SOFT, mask=mask))
-        head = HEADS[kind].for_target(target, cfg, counts).double()
+        head = head_class(kind).for_target(target, cfg, counts).double()
         message[mask] = int(head(batch, target).stats["loss_0"][1])
         inside = vocab.to_t2d(head.ids(), 260)
         feats = target.features(batch.ids, batch.mask, (target.num_layers,))[:, :, 0]

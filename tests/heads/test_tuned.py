@@ -20,7 +20,8 @@ from outrider.decode.price import Price
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.wrapped import Adaptive, Monitor
-from outrider.heads import HEADS, requested, resolve_drafter, save_head
+from outrider.heads import head_class, save_head
+from outrider.heads.drafters import requested, resolve_drafter
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.names import DraftSpec
 from outrider.heads.parallel.medusa import MedusaConfig
@@ -39,7 +40,7 @@ def target() -> Target:
 @pytest.fixture
 def medusa(tmp_path: Path, target: Target) -> Path:
     torch.manual_seed(0)
-    head = HEADS["medusa"].for_target(target, MedusaConfig(heads=3, draft_vocab=0, nodes=5))
+    head = head_class("medusa").for_target(target, MedusaConfig(heads=3, draft_vocab=0, nodes=5))
     save_head(head, tmp_path / "head", target.identity)
     return tmp_path / "head"
 
@@ -187,7 +188,7 @@ def test_what_a_drafter_weighs_hangs_not_on_what_lies_around_it(
     tmp_path: Path, target: Target
 ) -> None:
     cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=3, nodes=6, width=2)
-    save_head(HEADS["eagle3"].for_target(target, cfg), tmp_path / "head", target.identity)
+    save_head(head_class("eagle3").for_target(target, cfg), tmp_path / "head", target.identity)
     run = str(tmp_path / "head")
     leave(Path(run), pays_up_to=2, best={"shape": "chain", "depth": 2}, tree=None)
     alone = own_elements(resolve_drafter(run, target), target)
@@ -210,7 +211,7 @@ def test_a_shape_that_was_not_tuned_stays_as_it_was(medusa: Path, target: Target
 
 def test_settings_leave_the_head_untouched(target: Target) -> None:
     cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=3, nodes=6, width=2)
-    head = HEADS["eagle3"].for_target(target, cfg)
+    head = head_class("eagle3").for_target(target, cfg)
     own = head.cfg
     made = head.drafter(target, DraftSettings("tree", depth=2, nodes=4, width=3).draft())
     assert (made.max_depth, made.max_nodes, made.width) == (2, 4, 3)  # type: ignore[attr-defined]
@@ -223,7 +224,7 @@ def test_a_tree_has_no_more_ranks_than_the_draft_has_tokens(
     target: Target, temperature: float
 ) -> None:
     counts = torch.arange(target.vocab_size)
-    head = HEADS["medusa"].for_target(target, MedusaConfig(heads=2, draft_vocab=3), counts)
+    head = head_class("medusa").for_target(target, MedusaConfig(heads=2, draft_vocab=3), counts)
     drafter = head.drafter(target, DraftSpec(shape="tree", paths=tuple((i,) for i in range(5))))
     assert drafter.max_nodes == 3
     run = generate(target, drafter, [Request([5, 6, 7], 6)], Sampling(temperature), eos_ids=())

@@ -14,8 +14,9 @@ from outrider.conf.errors import UserError
 from outrider.conf.jsonl import records
 from outrider.conf.schema import compose
 from outrider.decode.models.identity import sha256_state
-from outrider.heads import HEADS, load_head, resolve_drafter, save_head
+from outrider.heads import head_class, kinds, load_head, save_head
 from outrider.heads.checkpoint import read_card, trained_for
+from outrider.heads.drafters import resolve_drafter
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.head import Eagle3Head
 from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
@@ -86,7 +87,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
 def starting(data: Path, out: Path, *more: str) -> tuple[Path, list[float]]:
     """A run of Medusa heads whose draft vocabulary nobody names, its losses step by step."""
     given = [key for key in overrides(data, out, *more) if key != "head.draft_vocab=0"]
-    fit(compose("medusa", MedusaRun, [*given, "log_every=1"]), HEADS["medusa"])
+    fit(compose("medusa", MedusaRun, [*given, "log_every=1"]), head_class("medusa"))
     return out, [line["loss"] for line in records(out / "metrics.jsonl") if "loss" in line]
 
 
@@ -181,7 +182,7 @@ def test_layers_of_another_make_start_no_head(tmp_path: Path, key: str, value: A
 def test_of_every_switch_it_is_known_what_it_does_to_old_weights() -> None:
     """A new one has to be put among those that are refused, or of no matter to them."""
     no_matter = {"activation_checkpointing", "look_back"}  # how a step is taken, how a head begins
-    for kind in HEADS.values():
+    for kind in map(head_class, kinds()):
         switches = {f.name for f in dataclasses.fields(kind.Config) if f.type in (bool, "bool")}
         assert switches <= {*MEANING, *no_matter, "share_lm_head"}, kind.kind
 

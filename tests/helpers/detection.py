@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.decode.drafters import DraftModel
+from outrider.decode.draft_model import DraftModel
 from outrider.decode.models.tiny import tiny_model
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.target import Target

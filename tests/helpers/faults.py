@@ -26,7 +26,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from outrider.conf.schema import _guarded
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.heads.batch import Batch, LossOut
 from outrider.train import loop
 from outrider.train.loop import fit
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Action = Callable[[], Any]
 
 
-class Shaky(HEADS["medusa"]):  # type: ignore[misc]
+class Shaky(head_class("medusa")):  # type: ignore[misc]
     """Medusa heads whose loss is scaled by a number from the global generator, as dropout
     would: a resumed run is the same run only if its random numbers are the same as well."""
 

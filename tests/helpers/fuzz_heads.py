@@ -14,7 +14,7 @@ import torch
 
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
-from outrider.heads import HEADS, load_head, save_head
+from outrider.heads import head_class, load_head, save_head
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.checkpoint import CARD, _card_sha256, text_of
 from outrider.heads.eagle.config import EagleConfig
@@ -72,7 +72,7 @@ def made(kind: str, place: Path) -> tuple[Any, Path, dict[str, Any]]:
         small.model.save_pretrained(place / "small")
         small.tokenizer.save_pretrained(place / "small")
         cfg = replace(cfg, path=str(place / "small"))
-    head: Any = HEADS[cfg.kind].for_target(target, cfg, counts)
+    head: Any = head_class(cfg.kind).for_target(target, cfg, counts)
     generator = torch.Generator().manual_seed(0)
     for weight in head.parameters():
         if weight.requires_grad:

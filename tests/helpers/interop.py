@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.decode.models.load import TargetConfig, load_target
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.interop import LAYOUTS, Facts
@@ -64,7 +64,7 @@ def random_head(target: Any, kind: str, seed: int = 0, **keys: Any) -> Any:
         1, 99, (target.vocab_size,), generator=torch.Generator().manual_seed(seed)
     )
     counts[MASK] = 0
-    head = HEADS[kind].for_target(target, config(kind, **keys), counts)
+    head = head_class(kind).for_target(target, config(kind, **keys), counts)
     generator = torch.Generator().manual_seed(seed + 1)
     for name, weight in head.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)

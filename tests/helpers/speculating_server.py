@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from outrider.decode.drafters import DraftModel, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Generation, Request, generate
 from outrider.decode.inverse_cdf import inverse_cdf
 from outrider.decode.rng import ACCEPT

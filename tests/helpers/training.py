@@ -17,7 +17,7 @@ import torch
 
 from outrider.conf.schema import compose
 from outrider.decode.models.load import TargetConfig, load_target
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.heads.batch import Batch
 from outrider.train.config import MedusaRun
 from outrider.train.loop import fit
@@ -71,7 +71,7 @@ def _composed(more: tuple[str, ...]) -> MedusaRun:
 def run(data: Path, out: Path, *more: str) -> Path:
     """A small run of the head that the configuration names; its folder."""
     cfg = run_config(data, out, *more)
-    fit(cfg, HEADS[cfg.head.kind])
+    fit(cfg, head_class(cfg.head.kind))
     return out
 
 

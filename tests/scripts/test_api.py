@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import DraftModel, NGram, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
+from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.scripts import api
 from outrider.scripts.common.files import ROOT

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.target import Target
-from outrider.heads import HEADS, save_head
+from outrider.heads import head_class, save_head
 from outrider.scripts import evaluate
 from outrider.scripts.reports import score_table
 from outrider.scripts.reports.table import interval
@@ -34,7 +34,7 @@ def folder(place: Path, weights: bool = True, add: str = "", **shape: Any) -> Pa
 
 
 def head_without_weights(place: Path, target: Target) -> Path:
-    kind = HEADS["medusa"]
+    kind = head_class("medusa")
     save_head(kind.for_target(target, kind.Config(draft_vocab=0)), place, target.identity)
     (place / "head.safetensors").unlink()
     return place

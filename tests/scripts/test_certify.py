@@ -20,7 +20,8 @@ from torch import Tensor
 from outrider.conf.typed import faults
 from outrider.decode import residual, siblings, view
 from outrider.decode.cache import TreeCache
-from outrider.decode.drafters import Drafter, DraftModel, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Generation, Request, generate
 from outrider.decode.grow import Form
 from outrider.decode.models.tiny import tiny_model

@@ -6,10 +6,11 @@ import sys
 import pytest
 
 from outrider.conf.typed import faults
-from outrider.decode.drafters import NGram, NoDraft
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.tiny import byte_tokenizer
+from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.stats import accepted_length, split
 from outrider.decode.text import Stream

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.decode.drafters import DraftModel
+from outrider.decode.draft_model import DraftModel
 from outrider.decode.engine import Cycle
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.heads.interop import gguf_write

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.decode.drafters import DraftModel, NGram
+from outrider.decode.draft_model import DraftModel
 from outrider.decode.engine import Request, generate
 from outrider.decode.grow import Form
 from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.ngram import NGram
 from outrider.decode.price import Price
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
-from outrider.heads import HEADS, save_head, shapes
+from outrider.heads import head_class, save_head, shapes
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.names import DraftSpec
 from outrider.heads.parallel.medusa import MedusaConfig
@@ -269,7 +270,7 @@ class Spied(DraftModel):
 
 def test_static_trees_replay_exactly(target: Target) -> None:
     torch.manual_seed(1)
-    head = HEADS["medusa"].for_target(target, MedusaConfig(heads=3, draft_vocab=0))
+    head = head_class("medusa").for_target(target, MedusaConfig(heads=3, draft_vocab=0))
     make = lambda tree: head.drafter(target, DraftSpec(shape="tree", paths=tuple(tree)))
     big = [p for p, _ in shapes.generic(3)]
     texts = texts_of(target, make(big))
@@ -314,7 +315,7 @@ def test_drafters_that_read_their_own_tokens_are_searched(kind: str, tmp_path: P
         else SmallLMConfig(from_target_layers=1, **keys)
     )
     torch.manual_seed(0)
-    save_head(HEADS[kind].for_target(target, cfg), tmp_path / "head", target.identity)
+    save_head(head_class(kind).for_target(target, cfg), tmp_path / "head", target.identity)
     family = DrafterFamily.of(
         str(tmp_path / "head"), target, Sampling(), Bounds(depth=3, nodes=8, width=3)
     )

@@ -176,7 +176,7 @@ def greedy_of(target: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 def test_a_check_says_what_is_wrong_with_the_counters(
     target: Any, tmp_path: Path, capsys, before: str, after: str, said: str
 ) -> None:
-    from outrider.decode.drafters import NGram
+    from outrider.decode.ngram import NGram
     from outrider.scripts.serving import contract
 
     made = contract.expected(target, NGram(), [[5, 6, 5, 6, 5], [7, 8, 9]], 3, 8)

@@ -16,7 +16,8 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.conf.jsonl import records
-from outrider.decode.drafters import DraftModel, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import DecodedRun, Generation, Request, Timing, generate
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling

@@ -198,11 +198,11 @@ def test_other_keys_change_nothing(
 
 
 def test_a_head_that_was_trained_on_is_measured_anew(tmp_path: Path) -> None:
-    from outrider.heads import HEADS, save_head
+    from outrider.heads import head_class, save_head
     from outrider.scripts.scoring.systems import systems_of
     from tests.helpers.training import tiny_target
 
-    target, kind = tiny_target(), HEADS["medusa"]
+    target, kind = tiny_target(), head_class("medusa")
     head = kind.for_target(target, kind.Config(heads=2, draft_vocab=0))
     found = []
     for _ in range(2):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.heads import HEADS, save_head
+from outrider.heads import head_class, save_head
 from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.scripts.common.prompts import Prompt
 from outrider.scripts.scoring.parity import gates
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> str:
     """A Medusa head on disk."""
     torch.manual_seed(0)
     target = tiny_target()
-    head = HEADS["medusa"].for_target(target, MedusaConfig(heads=2, draft_vocab=0, nodes=4))
+    head = head_class("medusa").for_target(target, MedusaConfig(heads=2, draft_vocab=0, nodes=4))
     save_head(head, tmp_path / "medusa", target.identity)
     return str(tmp_path / "medusa")
 

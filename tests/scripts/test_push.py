@@ -20,8 +20,9 @@ import torch
 import yaml
 from huggingface_hub import constants
 
-from outrider.heads import find_head, load_head, resolve_drafter, save_head
+from outrider.heads import find_head, load_head, save_head
 from outrider.heads.checkpoint import read_card
+from outrider.heads.drafters import resolve_drafter
 from outrider.scripts import push
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.evaluate import main as evaluate

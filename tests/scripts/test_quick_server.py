@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.decode.drafters import DraftModel
+from outrider.decode.draft_model import DraftModel
 from outrider.decode.engine import Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling

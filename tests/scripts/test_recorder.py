@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from outrider.decode.drafters import DraftModel
+from outrider.decode.draft_model import DraftModel
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.verify import verify

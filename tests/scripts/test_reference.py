@@ -8,9 +8,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from outrider.decode.drafters import DraftModel, NGram, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import DecodedRun, Request, generate
 from outrider.decode.models import facts
+from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.proofs.greedy import GreedyReading, Plain, greedy_layer

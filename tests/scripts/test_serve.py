@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import NGram, NoDraft
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.live import LiveBatch, LiveLimits
 from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts import serve

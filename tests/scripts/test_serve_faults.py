@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import DraftModel, NGram, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.live import LiveBatch, LiveLimits
 from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.serve_http import worker as module

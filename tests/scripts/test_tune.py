@@ -13,7 +13,8 @@ import torch
 
 from outrider.decode.price import Price
 from outrider.decode.target import Target
-from outrider.heads import HEADS, resolve_drafter, save_head
+from outrider.heads import head_class, save_head
+from outrider.heads.drafters import resolve_drafter
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.tuned import DECODE
@@ -50,7 +51,7 @@ def target() -> Target:
 @pytest.fixture
 def head(tmp_path: Path, target: Target) -> Path:
     torch.manual_seed(0)
-    made = HEADS["medusa"].for_target(target, MedusaConfig(heads=2, draft_vocab=0))
+    made = head_class("medusa").for_target(target, MedusaConfig(heads=2, draft_vocab=0))
     save_head(made, tmp_path / "head", target.identity)
     return tmp_path / "head"
 
@@ -117,7 +118,7 @@ def test_with_how_many_rows_drafting_pays_is_measured(
     monkeypatch.setattr(tune_run.Tuning, "measure", measure)
     cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=2, nodes=6, width=2)
     folder = tmp_path / "head"
-    save_head(HEADS["eagle3"].for_target(target, cfg), folder, target.identity)
+    save_head(head_class("eagle3").for_target(target, cfg), folder, target.identity)
     keys = [f"drafter={folder}", f"out={tmp_path}/out", f"temperature={temperature}"]
     keys.append(f"decode={'sample' if temperature else 'greedy'}")
     assert run(*keys, "num_prompts=5", "curve_batches=[1,2,4,8]") == 0
@@ -149,7 +150,7 @@ def test_prices_are_searched_and_left_for_adaptive(
     if kind == "medusa":
         cfg = MedusaConfig(heads=2, draft_vocab=0)
     folder = tmp_path / "head"
-    save_head(HEADS[kind].for_target(target, cfg), folder, target.identity)
+    save_head(head_class(kind).for_target(target, cfg), folder, target.identity)
     keys = [f"drafter={folder}@tree", f"out={tmp_path}/out", f"temperature={temperature}"]
     assert run(*keys, f"decode={'sample' if temperature else 'greedy'}") == 0
     left = json.loads((folder / DECODE).read_text())
@@ -190,7 +191,7 @@ def test_a_drawn_tree_is_not_held_against_what_the_default_was_expected_to_do(
     """Nothing predicts what it accepts: its price is taken at the length that was measured."""
     pictures.left_out(monkeypatch)
     cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=2, nodes=6, width=2)  # drafts chains
-    save_head(HEADS["eagle3"].for_target(target, cfg), tmp_path / "head", target.identity)
+    save_head(head_class("eagle3").for_target(target, cfg), tmp_path / "head", target.identity)
     assert run(f"drafter={tmp_path}/head", f"out={tmp_path}/out", "decode=sample") == 0
     rows = json.loads((tmp_path / "out" / "tune.json").read_text())["rows"]
     drawn = [r for r in rows if r["kind"] == "tree" and r["proposed"]]

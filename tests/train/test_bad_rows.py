@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from outrider.conf.errors import Interrupted, UserError, first_line
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.heads.base import Batch, LossOut
 from outrider.train import loop
 from outrider.train import state as disk
@@ -34,7 +34,7 @@ SMALL = (
 )
 
 
-class Ill(HEADS["medusa"]):  # type: ignore[misc]
+class Ill(head_class("medusa")):  # type: ignore[misc]
     """Medusa heads for which some rows have no finite loss. how: loss, gradient, always (every
     row), or never (those rows count nothing)."""
 
@@ -237,17 +237,17 @@ def test_more_steps_and_another_rate_go_on_from_where_the_run_is(
 ) -> None:
     out = tmp_path / "run"
     small = ("data.held_out=0", "log_every=1")
-    fit(run_config(data, out, *small, "steps=4"), HEADS["medusa"])
+    fit(run_config(data, out, *small, "steps=4"), head_class("medusa"))
     before = digest(out / "checkpoints/step-4")
     capsys.readouterr()
-    fit(run_config(data, out, *small, "steps=8", "optim.lr=0.0005"), HEADS["medusa"])
+    fit(run_config(data, out, *small, "steps=8", "optim.lr=0.0005"), head_class("medusa"))
     said = " ".join(capsys.readouterr().err.split())
     assert "changed from step 4 on: steps: 4 -> 8" in said
     assert "optim.lr: 0.001 -> 0.0005; the rate follows the new peak" in said
     assert disk.read(out / "checkpoints/step-8").step == 8 and digest(out / "head") != before
     rates = {e["step"]: e["lr"] for e in lines(out) if "lr" in e}
     assert rates[5] < 0.0005 < rates[1] and rates[8] < rates[5]
-    fit(run_config(data, out, *small, "steps=8", "optim.lr=0.0005"), HEADS["medusa"])
+    fit(run_config(data, out, *small, "steps=8", "optim.lr=0.0005"), head_class("medusa"))
     assert "changed" not in capsys.readouterr().err
     with pytest.raises(UserError, match="steps: 8 in the checkpoint, 6 now"):
-        fit(run_config(data, out, *small, "steps=6", "optim.lr=0.0005"), HEADS["medusa"])
+        fit(run_config(data, out, *small, "steps=6", "optim.lr=0.0005"), head_class("medusa"))

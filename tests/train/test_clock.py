@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.train import clock
 from outrider.train.clock import PARTS, Clock, exchange_seconds, shares
 from outrider.train.loop import fit
@@ -130,7 +130,7 @@ def test_a_run_says_what_it_is_and_where_its_time_goes(
         "gpu_peak_memory_bytes": 9,
     }
     assert memory.on_gpu(torch.device("cpu")) == {}
-    fit(run_config(chats(tmp_path / "d.jsonl"), tmp_path / "run"), HEADS["medusa"])
+    fit(run_config(chats(tmp_path / "d.jsonl"), tmp_path / "run"), head_class("medusa"))
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]

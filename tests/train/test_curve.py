@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.conf.errors import Interrupted
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.train import curve
 from outrider.train.loop import fit
 from tests.helpers.training import chats, run_config, sigterm_at_update
@@ -33,11 +33,11 @@ def test_counts_and_curve_survive_a_resume(tmp_path: Path, monkeypatch: pytest.M
         "process_time": count(0, 2).__next__,
     }  # a second a look, two of the CPU
     monkeypatch.setattr("outrider.train.loop.time", SimpleNamespace(**clocks))
-    fit(run_config(data, tmp_path / "whole", *MORE), HEADS["medusa"])
+    fit(run_config(data, tmp_path / "whole", *MORE), head_class("medusa"))
     sigterm_at_update(monkeypatch, 4)
     with pytest.raises(Interrupted):
-        fit(run_config(data, tmp_path / "cut", *MORE), HEADS["medusa"])
-    fit(run_config(data, tmp_path / "cut", *MORE), HEADS["medusa"])
+        fit(run_config(data, tmp_path / "cut", *MORE), head_class("medusa"))
+    fit(run_config(data, tmp_path / "cut", *MORE), head_class("medusa"))
     whole, cut = ([e for e in lines(tmp_path / name) if "loss" in e] for name in ("whole", "cut"))
     assert [e["step"] for e in cut] == [1, 2, 3, 4, 5, 6]
     for key in ("tokens_seen", "supervised_seen", "train_seconds", "cpu_seconds"):
@@ -68,9 +68,9 @@ def test_best_is_kept_over_a_resume_and_follows_decoding(
     out, small = tmp_path / "run", ("eval.every=2", "save_every=2")
     sigterm_at_update(monkeypatch, 3)
     with pytest.raises(Interrupted):
-        fit(run_config(data, out, *small), HEADS["medusa"])
+        fit(run_config(data, out, *small), head_class("medusa"))
     assert read_card(out / "best")["extra"]["step"] == 2
-    fit(run_config(data, out, *small), HEADS["medusa"])
+    fit(run_config(data, out, *small), head_class("medusa"))
     assert (
         read_card(out / "best")["extra"]["step"] == 2
         and read_card(out / "head")["extra"]["step"] == 6

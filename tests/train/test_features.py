@@ -22,13 +22,14 @@ from outrider.conf import disk
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.decode.target import Target
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.heads.checkpoint import read_card
 from outrider.heads.teacher import stored_distribution
 from outrider.train import cache_features
 from outrider.train.cache_features import CacheConfig
-from outrider.train.config import EagleRun, TrainConfig
+from outrider.train.config import TrainConfig
 from outrider.train.loop import fit
+from outrider.train.runs import EagleRun
 from outrider.train.stored import features
 from outrider.train.stored import writer as feature_writer
 from outrider.train.stored.features import FeatureStore, Freed, Source
@@ -113,7 +114,7 @@ def head_for(name: str, target: Target, counts: torch.Tensor):
         "hydra-prefix": "hydra_heads",
         "eagle1-hass": "eagle1",
     }.get(name, name)
-    cls: Any = HEADS[kind]
+    cls: Any = head_class(kind)
     cfg = cls.Config(kind=kind, draft_vocab=0)
     distribution = replace(cfg.loss, hard=0.0, soft=1.0)
     cfg = replace(cfg, **{k: distribution if k == "loss" else v for k, v in VARIANTS[name].items()})
@@ -163,7 +164,7 @@ def run(data: Path, out: Path, *more: str) -> dict[str, Any]:
     """Losses of a run by step."""
     keys = [f"target.{k}={v}" for k, v in SHAPE.items()]
     cfg: TrainConfig = run_config(data, out, *keys, "log_every=1", "data.held_out=0.1", *more)
-    fit(cfg, HEADS[cfg.head.kind])
+    fit(cfg, head_class(cfg.head.kind))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
@@ -519,12 +520,12 @@ def test_eagle3_reads_its_own_taps(data: Path, tmp_path: Path) -> None:
     for name, taps in (("default", "[]"), ("own", "[1,3]")):
         fit(
             compose("eagle", EagleRun, [*args, f"head.taps={taps}", f"out_dir={tmp_path / name}"]),
-            HEADS["eagle3"],
+            head_class("eagle3"),
         )
     with pytest.raises(
         UserError, match=r"holds the hidden states \[1, 2, 3, 4\], the head reads \[0, 4\]"
     ):
-        fit(compose("eagle", EagleRun, [*args, "head.taps=[0]"]), HEADS["eagle3"])
+        fit(compose("eagle", EagleRun, [*args, "head.taps=[0]"]), head_class("eagle3"))
 
 
 def test_a_stored_distribution_is_the_top_of_the_targets_own(data: Path, tmp_path: Path) -> None:
@@ -540,7 +541,7 @@ def test_a_stored_distribution_is_the_top_of_the_targets_own(data: Path, tmp_pat
     assert writer.taps == (1, 2) and writer.per_token == 2 * 32 * 8 + k * 12
     target, rows, store = writer.target, writer.rows, opened(writer)
     counts = rows.counts(target.vocab_size)
-    cls: Any = HEADS["eagle3"]
+    cls: Any = head_class("eagle3")
     head = (
         cls.for_target(target, cls.Config(kind="eagle3", draft_vocab=0, top_k=k), counts)
         .double()

@@ -15,7 +15,7 @@ from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.schema import compose
 from outrider.conf.typed import faults
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.train import resolve
 from outrider.train.config import DataConfig, MedusaRun
 from outrider.train.loop import fit
@@ -224,7 +224,7 @@ def test_a_mixed_run_resumes_by_content(
         cfg = run_config(Path("x"), tmp_path / out, *more)
         keys = {"weights": [1.0, 1.0], "path": [str(p) for p in paths[:2]]}
         data = replace(cfg.data, held_out=str(paths[2]), **keys)
-        fit(replace(cfg, data=data), HEADS["medusa"])
+        fit(replace(cfg, data=data), head_class("medusa"))
         return tmp_path / out / "head" / "head.safetensors"
 
     want = mixed("whole").read_bytes()

@@ -12,7 +12,7 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.heads.batch import Batch
 from outrider.train.stored.features import CachedTarget, Source
 from outrider.train.texts.batches import BatchPlan, load_rows
@@ -73,7 +73,7 @@ def test_packed_loss_and_gradient_equal_padded(name: str, rows) -> None:
     if name in VARIANTS:
         head = head_for(name, target, rows.counts(target.vocab_size))
     else:
-        kind: Any = HEADS["medusa"]
+        kind: Any = head_class("medusa")
         cfg = kind.Config(draft_vocab=0, markov_rank=4)
         head = kind.for_target(target, cfg).double()
     torch.manual_seed(1)

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from outrider.conf.schema import CONF, compose
 from outrider.decode.target import Target
-from outrider.heads import HEADS, parity
-from outrider.train.config import DraftRun, EagleRun, MedusaRun, TrainConfig
-from outrider.train.hydra_heads import HydraHeadsRun
+from outrider.heads import head_class, parity
+from outrider.train.config import HydraHeadsRun, MedusaRun, TrainConfig
+from outrider.train.runs import DraftRun, EagleRun
 from outrider.train.validate import ValidateConfig, head_config
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import random_batch
@@ -92,7 +92,7 @@ def test_recipe(name: str) -> None:
         return  # the same head as in the longer recipes
     target = target_for(name)
     torch.manual_seed(0)
-    draft = HEADS[head.kind].for_target(target, head, torch.arange(VOCAB) + 1)
+    draft = head_class(head.kind).for_target(target, head, torch.arange(VOCAB) + 1)
     out = draft(random_batch(vocab=VOCAB), target)
     out.sum.backward()
     assert bool(out.sum.isfinite())

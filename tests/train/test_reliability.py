@@ -252,7 +252,7 @@ def elastic(
         BatchPlan.waste, BatchPlan.micro_batches = (lambda *a, **k: 0.0), summary  # type: ignore[method-assign, assignment]
         loop.report, loop.train_step = loss, stopping
         more = (f"steps={place.steps}", "dtype=float64", "save_every=0", "log_every=1")
-        loop.fit(run_config(place.data, out, *SMALL, *more), faults.HEADS["medusa"])
+        loop.fit(run_config(place.data, out, *SMALL, *more), faults.head_class("medusa"))
 
     for world, stop in zip(worlds, [*stops, place.steps + 1], strict=True):
         codes = finish(world, partial(segment, stop), out / "said")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.train import state as disk
 from outrider.train.loop import fit
 from tests.helpers.faults import ROOT, finish, free_port, outcome
@@ -28,7 +28,7 @@ ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 
 def plain(data: Path, out: Path) -> None:
     cfg = run_config(data, out, *SMALL, "save_every=0")
-    fit(cfg, HEADS[cfg.head.kind])
+    fit(cfg, head_class(cfg.head.kind))
 
 
 def start(data: Path, out: Path, *launcher: str) -> subprocess.Popen[str]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from outrider.conf.schema import compose
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.train.begin import first_head
-from outrider.train.config import ENTRIES, TrainConfig
+from outrider.train.config import TrainConfig, entry_of
 from outrider.train.resolve import resolve
 from outrider.train.state import newest, read
 from tests.contract.cases import CASES
@@ -24,14 +24,14 @@ COUNTS = torch.arange(260) + 1
 def config(kind: str, *more: str) -> Any:
     tiny = [f"target.{key}={value}" for key, value in TINY.items()]
     given = ["target=tiny", *tiny, "data.path=x", "out_dir=y", "dtype=float32", *more]
-    return compose(*ENTRIES[kind], given)
+    return compose(*entry_of(kind), given)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_head_has_the_keys_that_were_resolved(name: str) -> None:
     """What a target settles (the width of layers) is settled before there is a head."""
     keys: Any = CASES[name].config
-    kind, target = HEADS[keys.kind], tiny_target(layers=2)
+    kind, target = head_class(keys.kind), tiny_target(layers=2)
     cfg = replace(config("medusa", "steps=1"), head=keys)
     made = resolve(cfg, kind, target, COUNTS, 10)
     head, _ = first_head(made, kind, target)
@@ -41,7 +41,7 @@ def test_a_head_has_the_keys_that_were_resolved(name: str) -> None:
 
 
 def test_what_is_open_is_settled_and_what_was_given_stays() -> None:
-    kind, target = HEADS["eagle3"], tiny_target(layers=2)
+    kind, target = head_class("eagle3"), tiny_target(layers=2)
     cfg: TrainConfig = config("eagle3", "epochs=2.5", "head.draft_vocab=null")
     made = resolve(cfg, kind, target, COUNTS, 7).cfg
     assert (made.steps, made.optim.lr, made.head.draft_vocab) == (18, 1e-3, 256)
@@ -61,7 +61,7 @@ def test_the_checkpoint_holds_what_was_resolved(tmp_path: Path) -> None:
     from outrider.train.loop import fit
 
     cfg = run_config(chats(tmp_path / "data.jsonl"), tmp_path / "run", "steps=0", "epochs=0.2")
-    fit(cfg, HEADS["medusa"])
+    fit(cfg, head_class("medusa"))
     checkpoint, _ = newest(tmp_path / "run")
     assert checkpoint is not None
     state = read(checkpoint)

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from outrider.conf.errors import Interrupted, UserError
-from outrider.heads import HEADS
 from outrider.heads import checkpoint as heads_checkpoint
+from outrider.heads import head_class
 from outrider.train import curve, loop, rendezvous, saving, signals
 from outrider.train import lock as locks
 from outrider.train import state as disk
@@ -502,7 +502,7 @@ def test_passes_of_evaluation_and_gate_take_no_more_than_one_of_training(
 ) -> None:
     """Rows and padded tokens of every pass of a run, by a head that looks."""
     sizes: list[tuple[int, int]] = []
-    kind = HEADS["medusa"]
+    kind = head_class("medusa")
     forced = kind.forced
 
     def looked(self: Any, batch: Any, *rest: Any) -> Any:

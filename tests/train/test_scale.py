@@ -16,11 +16,11 @@ from accelerate import Accelerator, PartialState
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.train import begin, cache_features, loop
-from outrider.train.block import BlockRun
-from outrider.train.config import EagleRun, MedusaRun
+from outrider.train.config import MedusaRun
 from outrider.train.loop import fit
+from outrider.train.runs import BlockRun, EagleRun
 from tests.helpers.faults import finish, ranks, wait
 from tests.helpers.training import TINY
 
@@ -74,7 +74,7 @@ def watched(data: Path, out: Path, *more: str) -> tuple[dict[int, float], list[t
 
     loop.report, torch.optim.AdamW.step = report, first
     try:
-        fit(cfg, HEADS[cfg.head.kind])
+        fit(cfg, head_class(cfg.head.kind))
     finally:
         loop.report, torch.optim.AdamW.step = original, step
     return found, grads

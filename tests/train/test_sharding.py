@@ -20,9 +20,10 @@ from outrider.conf.schema import compose
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.shards import Shards, layer_stacks
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.train import accept, loop, sharding
-from outrider.train.config import DraftRun, MedusaRun
+from outrider.train.config import MedusaRun
+from outrider.train.runs import DraftRun
 from tests.helpers.archs import build
 from tests.helpers.faults import finish
 from tests.helpers.training import overrides
@@ -132,10 +133,10 @@ def test_a_run_on_shards_has_the_losses_of_a_run_on_whole_weights(
         lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
         return [line["loss"] for line in lines if "loss" in line]
 
-    loop.fit(run_of(data, tmp_path / "whole", target.path, *keys), HEADS["medusa"])
+    loop.fit(run_of(data, tmp_path / "whole", target.path, *keys), head_class("medusa"))
     cfg = run_of(data, tmp_path / "parts", target.path, *keys, "shard_target=true")
     said = tmp_path / "said"
-    assert finish(2, lambda: loop.fit(cfg, HEADS["medusa"]), said) == [0, 0]
+    assert finish(2, lambda: loop.fit(cfg, head_class("medusa")), said) == [0, 0]
     assert "read as shards" in (tmp_path / "said.0").read_text()
     want, got = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     assert len(want) == 2 and got == pytest.approx(want, abs=1e-9)
@@ -167,7 +168,7 @@ def test_a_signal_at_one_rank_ends_the_evaluation_of_a_sharded_target(
                 print(f"answers grew {calls[0]} times")
 
         accept.generate = requested  # type: ignore[assignment]  # this process ends here
-        loop.fit(cfg, HEADS["medusa"])
+        loop.fit(cfg, head_class("medusa"))
 
     assert finish(2, action, tmp_path / "said") == [75, 75], (tmp_path / "said.0").read_text()
     said = (tmp_path / "said.0").read_text()
@@ -183,7 +184,7 @@ def test_what_needs_whole_layers_says_why(data: Path, tmp_path: Path) -> None:
     given = ["target=local", f"target.path={target.path}", f"data.path={data}", "batch_size=4"]
     given += [*keys, "save_every=0", f"out_dir={tmp_path / 'run'}", "shard_target=true"]
     cfg = compose("draft", DraftRun, given)
-    assert finish(2, lambda: loop.fit(cfg, HEADS["small_lm"]), tmp_path / "said") == [0, 0]
+    assert finish(2, lambda: loop.fit(cfg, head_class("small_lm")), tmp_path / "said") == [0, 0]
     assert (
         "read whole by every rank (head.from_target_layers copies"
         in (tmp_path / "said.0").read_text()

@@ -17,7 +17,7 @@ from outrider.conf.errors import UserError
 from outrider.conf.jsonl import parse_line
 from outrider.decode.models.identity import sha256_file
 from outrider.decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.train.config import DataConfig
 from outrider.train.loop import fit
 from outrider.train.texts.batches import LEFT_OUT, BatchPlan, JoinedRows, load_rows
@@ -132,7 +132,7 @@ def train_on(data: Path, out: Path, fraction: float) -> tuple[str, int]:
     """
     fit(
         run_config(data, out, f"data.max_bad_fraction={fraction}", "data.max_length=512"),
-        HEADS["medusa"],
+        head_class("medusa"),
     )
     listed = out / LEFT_OUT
     count = len(listed.read_text().splitlines()) if listed.exists() else 0

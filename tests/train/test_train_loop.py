@@ -11,27 +11,22 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate import PartialState
 
 from outrider.conf.errors import Interrupted, UserError
-from outrider.heads import HEADS, load_head, resolve_drafter
-from outrider.heads.base import Head, HeadConfig
-from outrider.heads.batch import LossOut
+from outrider.heads import head_class, load_head
 from outrider.heads.checkpoint import read_card
 from outrider.train import saving
 from outrider.train import state as disk
 from outrider.train.lock import locked
-from outrider.train.loop import fit
 from outrider.train.medusa import main
 from tests.helpers.faults import finish
-from tests.helpers.training import overrides, run, run_config, sigterm_at_update, tiny_target
+from tests.helpers.training import overrides, run, sigterm_at_update, tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -308,49 +303,6 @@ def test_wandb_makes_no_difference(data: Path, tmp_path: Path, monkeypatch) -> N
     )
 
 
-@dataclass(frozen=True)
-class ToyConfig(HeadConfig):
-    kind: str = "toy"
-
-
-class Toy(Head):
-    """A new head in 25 lines: guesses the token after next from the last token alone."""
-
-    kind, Config = "toy", ToyConfig
-
-    def __init__(self, cfg, vocab_size):
-        super().__init__(cfg)
-        self.table = torch.nn.Embedding(vocab_size, vocab_size)
-
-    @classmethod
-    def for_target(cls, target, cfg, counts=None):
-        return cls(cfg, target.vocab_size)
-
-    @classmethod
-    def from_json(cls, saved, target):
-        return cls(ToyConfig(**saved["config"]), target.vocab_size)
-
-    def forward(self, batch, target):
-        on = batch.loss_mask[:, 2:]
-        logits = self.table(batch.ids[:, :-2][on])
-        loss = torch.nn.functional.cross_entropy(logits, batch.ids[:, 2:][on], reduction="sum")
-        return LossOut(loss, on.sum(), {})
-
-    def drafter(self, target, shape=None):
-        from outrider.decode.drafters import NoDraft
-
-        return NoDraft()
-
-
-def test_a_new_head_is_a_class_and_a_line(data: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setitem(HEADS, "toy", Toy)
-    cfg: Any = run_config(data, tmp_path / "toy", "eval.every=6")
-    fit(replace(cfg, head=ToyConfig()), HEADS["toy"])
-    target = tiny_target()
-    assert isinstance(load_head(tmp_path / "toy/head", target), Toy)
-    assert resolve_drafter(str(tmp_path / "toy"), target).name == str(tmp_path / "toy")
-
-
 def heard(folder: Path) -> str:
     """The end of what forked ranks said."""
     return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("said*")))
@@ -446,7 +398,7 @@ def test_too_little_memory_names_the_key(data: Path, tmp_path: Path, monkeypatch
     def full(self, batch, target):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(HEADS["medusa"], "forward", full)
+    monkeypatch.setattr(head_class("medusa"), "forward", full)
     with pytest.raises(
         UserError, match="micro_batch: 4 rows do not fit into memory; set micro_batch=2"
     ):

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from outrider.conf.jsonl import records
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.heads.losses import LossWeights
 from outrider.train.measure.memory import Peak, predict, widest
 from outrider.train.texts.batches import BatchPlan, load_rows
@@ -60,7 +60,7 @@ def blocks(loss: dict[str, float], dtype: torch.dtype, again: bool = False) -> B
     """The vocabulary blocks of a dtype in one EAGLE-3 pass in bfloat16, forward and backward.
     again: with activation checkpointing."""
     target = tiny_target("bfloat16", layers=4, vocab=VOCAB)
-    kind: Any = HEADS["eagle3"]
+    kind: Any = head_class("eagle3")
     cfg = kind.Config(
         kind="eagle3",
         draft_vocab=0,
@@ -111,7 +111,7 @@ def test_the_widest_pass_is_found_and_the_parts_add_up(tmp_path: Path) -> None:
     assert int(rows.lengths[part].max()) * len(part) == max(sizes)
     cfg = replace(cfg, micro_batch=2)
     assert len(widest(cfg, rows, plan)) == 2
-    head = HEADS["medusa"].for_target(target, cfg.head).train()
+    head = head_class("medusa").for_target(target, cfg.head).train()
     peak = predict(cfg, target, head, rows, plan)
     trained = sum(p.numel() for p in head.parameters())
     assert (
@@ -127,14 +127,14 @@ PREDICT = """
 import sys, torch
 from outrider.conf.schema import compose
 from outrider.decode.models.load import load_target
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.train.measure import memory
 from outrider.train.texts.batches import BatchPlan, load_rows
 from outrider.train.validate import ValidateConfig, head_config
 cfg = compose("validate", ValidateConfig, sys.argv[1:])
 target = load_target(cfg.target, cfg.dtype, cfg.device)
 rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length)
-head = HEADS[cfg.head["kind"]].for_target(target, head_config(cfg.head), rows.counts(target.vocab_size)).train()
+head = head_class(cfg.head["kind"]).for_target(target, head_config(cfg.head), rows.counts(target.vocab_size)).train()
 print(memory.predict(cfg, target, head, rows, BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed)).bytes)
 """
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.conf.errors import Interrupted, UserError
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.train.config import MOST_PROFILED, profile_problems
 from outrider.train.measure import speed
@@ -159,7 +159,7 @@ def test_a_formula_that_fails_costs_the_count_and_not_the_run(
     assert (got / name).read_bytes() == (want / name).read_bytes()
     target = tiny_target()
     made = MedusaConfig(heads=2, draft_vocab=0), torch.ones(target.vocab_size)
-    head: Any = HEADS["medusa"].for_target(target, *made)
+    head: Any = head_class("medusa").for_target(target, *made)
     with pytest.raises(UserError, match="cannot count the operations of aten.mm"):
         speed.draft_flops(target, head, random_batch())
 

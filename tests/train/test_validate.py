@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.heads import HEADS, vocab
+from outrider.heads import kinds, vocab
 from outrider.heads.batch import Batch
 from outrider.heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
 from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
@@ -62,7 +62,7 @@ def command(capsys, data: Path, *args: str) -> tuple[int, str, str]:
 
 
 def test_every_kind_of_head_is_among_the_cases() -> None:
-    assert set(KINDS) == set(HEADS)
+    assert set(KINDS) == set(kinds())
 
 
 @pytest.mark.parametrize(

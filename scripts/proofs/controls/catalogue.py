@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from outrider.decode.cache import TreeCache
-from outrider.decode.drafters import Drafter, DraftModel
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Request, generate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling

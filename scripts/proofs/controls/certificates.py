@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import DraftModel
+from outrider.decode.draft_model import DraftModel
 from outrider.decode.grow import Form
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.decode.drafters import Drafter, DraftModel, NoDraft
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.inverse_cdf import inverse_cdf
 from outrider.decode.rng import ACCEPT, Rng
