@@ -34,7 +34,7 @@ class Saved:
         Raises UserError of one line that names the wrong keys.
         """
         if isinstance(saved, dict) and isinstance(saved.get("config"), dict):
-            keys = get_type_hints(cls)["config"]
+            keys: Any = get_type_hints(cls)["config"]
             known = asdict(keys()) if is_dataclass(keys) else {}
             if problems := earlier.left(saved["config"], known):
                 raise UserError(f"head.{problems[0]}")

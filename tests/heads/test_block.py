@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.decode.price import Price
@@ -37,7 +36,6 @@ from outrider.heads.losses import LossWeights, Taught, chunked_loss
 from outrider.heads.names import DraftSpec
 from outrider.heads.teacher import Teacher
 from outrider.scripts.proofs.engine_distribution import engine_distribution, toy_model
-from tests.helpers.decoding import texts
 from tests.helpers.training import tiny_target
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -561,24 +559,6 @@ def test_loss_and_gradient_with_weights_by_the_block() -> None:
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-def test_confidence_learns_the_overlap_of_the_distributions(target) -> None:
-    head = made(target, "dspark", loss=LossWeights(0.1, 0, 1.8))
-    torch.manual_seed(2)
-    ids = torch.randint(3, 260, (4, 24))
-    on = torch.ones_like(ids, dtype=torch.bool)
-    batch = Batch(ids, on, on, torch.arange(4))
-    optimizer = torch.optim.Adam(head.net.confidence.parameters(), lr=0.05)
-    first = last = 0.0
-    for step in range(60):
-        optimizer.zero_grad()
-        out = head(batch, target)
-        out.sum.backward()
-        optimizer.step()
-        last = float(out.stats["confidence"][0] / out.stats["confidence"][1])
-        first = last if step == 0 else first
-    assert last < first - 0.01
-
-
 def test_temperatures_make_the_chances_honest_from_left_to_right(target) -> None:
     g = torch.Generator().manual_seed(0)
     true = 2 * torch.randn(4000, 3, generator=g, dtype=torch.float64)
@@ -599,34 +579,6 @@ def test_temperatures_make_the_chances_honest_from_left_to_right(target) -> None
         head_class("dspark").from_json(saved, target)
 
 
-class Stored:
-    """A target whose whole distribution comes from a store in place of its last feature."""
-
-    def __init__(self, target: Any, batch: Batch) -> None:
-        self.target, self.batch = target, batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.target, name)
-
-    def features(self, ids: Tensor, mask: Tensor, taps: Any, **keys: Any) -> Tensor:
-        assert self.target.num_layers not in taps, "there is no such feature"
-        return self.target.features(ids, mask, taps, **keys)
-
-    def stored_distribution(self) -> tuple[Tensor, Tensor]:
-        batch, deep = self.batch, self.target.num_layers
-        last = self.target.features(batch.ids, batch.mask, (deep,), position=batch.position)
-        found = self.target.unembed(last[:, :, 0]).softmax(-1).flatten(0, 1).sort(-1, True)
-        return found.indices, found.values
-
-
-def test_a_stored_distribution_teaches_as_the_target_does(target) -> None:
-    head, batch = made(target, "dspark", loss=LossWeights(0.1, 0, 1.8)), packed()
-    with torch.no_grad():
-        outs = [head(batch, source) for source in (target, Stored(target, batch))]
-    torch.testing.assert_close(outs[0].sum, outs[1].sum, rtol=1e-9, atol=0)
-    assert float(outs[0].count) == float(outs[1].count) > 0
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_shortest_documents(target, size: int) -> None:
     """One block stands in a document of three tokens: its anchor has a token before it, whose
@@ -639,20 +591,6 @@ def test_the_shortest_documents(target, size: int) -> None:
     found = [(flat.tolist(), level) for flat, level, _ in head.forced(batch, target, 2)]
     assert found == [([2] if size == 3 else [], 0), ([], 1)]
     assert float(out.count) == (size == 3) and bool(out.sum.isfinite())
-
-
-@pytest.mark.parametrize(
-    "keys", [{"block": 40}, {"draft_vocab": 1}, {"chunk": 1, "weights": "dpace"}, {"decay": 1e-9}]
-)
-def test_extremes_of_the_configuration_train_and_draft(target, keys: dict[str, Any]) -> None:
-    head = made(target, "dflash", layers=1, **keys)
-    batch = packed()
-    assert bool(head(batch, target).sum.isfinite())
-    head.calibrate([batch], target)
-    for shape in ("chain", "tree"):
-        drafter = head.drafter(target, DraftSpec(shape=shape))
-        run = generate(target, drafter, [Request([5], 6)], Sampling(1e-4), eos_ids=())
-        assert len(run.generations[0].token_ids) == 6
 
 
 # --- mistakes
@@ -709,27 +647,3 @@ def test_more_slots_than_a_bidirectional_head_was_trained_with(target) -> None:
 def test_usual_taps_lie_below_the_last_layer(layers: int, taps: tuple[int, ...]) -> None:
     target = SimpleNamespace(num_layers=layers)
     assert DFlashHead.choose_taps(target, BlockConfig()) == taps
-
-
-@each
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_greedy_tokens_are_the_targets(target, kind: str, shape: str) -> None:
-    head = made(target, kind)
-    requested = [Request([5, 6, 7, 8 + i], 12, id=i) for i in range(2)]
-    drafter = head.drafter(target, DraftSpec(shape=shape))
-    got = texts(target, drafter, requested, batch_size=2, eos_ids=())
-    assert got == texts(target, NoDraft(), requested, eos_ids=())
-
-
-def test_two_ranks_make_the_same_step_as_one(target) -> None:
-    """What the ranks add up: the loss and the gradient of a batch are those of its halves, with
-    the anchors drawn by each rank itself."""
-    head = made(target, "dspark")
-    ids = torch.randint(3, 260, (4, 18), generator=torch.Generator().manual_seed(0))
-    on = torch.ones_like(ids, dtype=torch.bool)
-    whole = head(Batch(ids, on, on, torch.arange(4)), target)
-    parts = [
-        head(Batch(ids[r::2], on[r::2], on[r::2], torch.arange(4)[r::2]), target) for r in (0, 1)
-    ]
-    assert float(whole.count) == sum(float(p.count) for p in parts)
-    torch.testing.assert_close(whole.sum, parts[0].sum + parts[1].sum, rtol=1e-12, atol=0)

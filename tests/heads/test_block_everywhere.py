@@ -3,9 +3,7 @@ evaluated, tuned, certified and talked to, on the tiny target."""
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 
 from outrider.conf.schema import compose
 from outrider.heads import head_class
-from outrider.scripts import certify, chat, evaluate, tune
+from outrider.scripts import evaluate
 from outrider.train.loop import fit
 from outrider.train.runs import BlockRun, EagleRun
 from tests.helpers.training import chats, overrides
@@ -69,47 +67,3 @@ def test_it_is_evaluated(trained, prompts: Path, tmp_path: Path) -> None:
     assert run(evaluate.main, *args, f"out={out}", f"drafters=[none,{drafters}]") == 0
     report = json.loads((out / "report.json").read_text())
     assert len(report["drafters"]) == 4 and not report["skipped"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["@chain", "@tree"])
-def test_it_is_certified(trained, shape: str, tmp_path: Path) -> None:
-    _, head = trained
-    few = ("cases=5", "greedy_prompts=2", "greedy_tokens=8", "tokens=400", "max_new_tokens=16")
-    more = (f"out={tmp_path / 'c'}", f"drafter={head}{shape}", "temperature=1", "controls=none")
-    code = run(certify.main, *few, *more, "detect=0.9", "quiet=true")
-    found = json.loads((tmp_path / "c/certificate.json").read_text())
-    assert code in (0, 3) and all(layer["passed"] for layer in found["layers"]), found
-
-
-@pytest.mark.slow
-def test_it_is_tuned(trained, prompts: Path, tmp_path: Path) -> None:
-    _, head = trained
-    args = (f"drafter={head}", f"out={tmp_path / 'out'}", f"prompts={prompts}", "decode=greedy")
-    few = (
-        "num_prompts=2",
-        "max_new_tokens=12",
-        "curve_batches=[1]",
-        "curve_rounds=1",
-        "max_depth=3",
-        "max_nodes=6",
-        "max_width=3",
-        "confirm=1",
-        "quiet=true",
-    )
-    assert run(tune.main, *args, *few) == 0
-    assert json.loads((tmp_path / "out/tune.json").read_text())["chosen"]["name"]
-
-
-@pytest.mark.slow
-def test_one_talks_to_it(trained, monkeypatch, capsys) -> None:
-    _, head = trained
-    answers = []
-    for drafter in ("none", str(head)):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-        args = ("max_new_tokens=12", "temperature=0", f"drafter={drafter}")
-        with pytest.raises(SystemExit) as leave:
-            chat.main(["target=tiny", *SHAPE, "dtype=float32", *args])
-        assert not leave.value.code
-        answers.append(capsys.readouterr().out.split("\naccepted length")[0])
-    assert answers[0] == answers[1] != ""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.conf.typed import faults
-from outrider.decode.drafters import NoDraft
-from outrider.decode.engine import Request, generate
 from outrider.decode.grow import Nodes
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
@@ -285,111 +283,6 @@ def test_loss_gradient_is_that_of_a_plain_formula(kind: str) -> None:
     assert set(got) == {n for n, p in head.named_parameters() if p.grad is not None}
     for name, grad in got.items():
         torch.testing.assert_close(grad, dict(head.named_parameters())[name].grad, msg=name)
-
-
-ARCHITECTURES = [
-    "llama",
-    "gemma2",
-    "gemma3_text",
-    "qwen3",
-    "gpt2",
-    "mistral",
-    "phi3",
-    "mixtral",
-    "cohere",
-    "granite",
-    "olmo2",
-    "stablelm",
-    "gpt_neox",
-    "opt",
-    "qwen2",
-]
-PROMPTS = [[5, 6, 7, 8, 9, 3], [11, 12], [30, 31, 32, 33]]
-
-
-def taught(target: Target, kind: str, depth: int = 4, **changes: object) -> EagleHead:
-    """A head that imitates well enough for drafts to be accepted at times: its output side is
-    the target's.
-    """
-    head = head_of(target, kind=kind, draft_vocab=0, depth=depth, nodes=9, width=3, **changes)
-    head.start(target, None)
-    return head
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_architecture_decodes_losslessly(arch: str) -> None:
-    """EAGLE-1 and EAGLE-3, chain and dynamic tree, ragged batches with rows that leave: greedy
-    tokens of NoDraft.
-    """
-    target = target_of(arch)
-    requests = [Request(p, 14 + 5 * i, id=i) for i, p in enumerate(PROMPTS)]
-    want = [
-        g.token_ids for g in generate(target, NoDraft(), requests, GREEDY, batch_size=3).generations
-    ]
-    for kind in ("eagle1", "eagle3"):
-        head = taught(target, kind)
-        for shape in ("chain", "tree"):
-            for size in (1, 2):
-                run = generate(
-                    target,
-                    head.drafter(target, DraftSpec(shape=shape)),
-                    requests,
-                    GREEDY,
-                    batch_size=size,
-                )
-                assert [g.token_ids for g in run.generations] == want, (kind, shape, size)
-                assert sum(c.proposed for g in run.generations for c in g.cycles) > 0
-    loss = head(batch_of([12, 9]), target)
-    loss.sum.backward()
-    assert bool(loss.sum.isfinite())
-
-
-def test_dynamic_tree_is_the_best_one() -> None:
-    """The kept nodes are the N most probable paths of the drafter among those that its beam
-    looked at; the layout that it states is the one derived from the parents."""
-    from outrider.decode.tree import TreeLayout
-
-    target = target_of()
-    head = head_of(target, nodes=200, width=40, depth=3, draft_vocab=40)
-    ids = batch_of([9], seed=4).ids[0]
-    drafter = drafter_state(head, target, ids, [9], "tree")
-    tree = drafter.propose(torch.tensor([3]), GREEDY, Rng(0, torch.tensor([0]), torch.tensor([0])))
-    truth = TreeLayout.of(tree.parents)
-    for name in ("depth", "mask", "rank", "children"):
-        assert torch.equal(getattr(tree.layout, name), getattr(truth, name)), name
-    # Every path of up to 3 tokens by brute force: a width of the whole draft vocabulary leaves
-    # nothing unseen.
-    found: list[tuple[float, tuple[int, ...]]] = []
-    vocabulary = head.ids()
-
-    def walk(h: Tensor, total: float, path: tuple[int, ...]) -> None:
-        distribution = torch.log_softmax(drafter.logits(h).float(), -1)[0]
-        for place in range(len(distribution)):
-            here = (total + float(distribution[place]), (*path, int(vocabulary[place])))
-            found.append(here)
-            if len(path) < 2 and here[0] > worst:
-                places = drafter.cache.aim(slice(0, 1), drafter.lengths, len(path), 1)
-                e = target.embed(vocabulary[place])[None, None]
-                walk(drafter._pass(e, drafter.net.feed(h)[:, None], places, None)[:, 0], *here)
-
-    worst = -12.0  # paths below cannot be among the best 200
-    walk(drafter.h[:1], 0.0, ())
-    beam = {
-        path for _, path in sorted(f for f in found if len(f[1]) == 2)[-40:]
-    }  # what the last level goes on from
-    best = {
-        path
-        for _, path in sorted(
-            (f for f in found if len(f[1]) < 3 or f[1][:2] in beam), reverse=True
-        )[:200]
-    }
-    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-
-    def path_of(i: int) -> tuple[int, ...]:
-        return (*(path_of(parents[i]) if parents[i] >= 0 else ()), tokens[i])
-
-    assert {path_of(i) for i in range(200)} == best
-    assert sum(len(path) == 3 for path in best) > 50
 
 
 def test_eagle1_reads_normed_features_and_eagle3_raw_ones() -> None:

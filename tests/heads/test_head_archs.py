@@ -1,4 +1,4 @@
-"""Hydra heads, Medusa with a Markov term and DSpark on every architecture: a training step,
+"""EAGLE, Hydra heads, Medusa with a Markov term and DSpark on every architecture: a training step,
 then greedy equality.
 """
 
@@ -14,6 +14,7 @@ from outrider.decode.engine import Request
 from outrider.decode.target import Target
 from outrider.heads import head_class, load_head, save_head
 from outrider.heads.block.config import BlockConfig
+from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
 from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
@@ -23,6 +24,8 @@ from tests.helpers.decoding import texts
 from tests.helpers.training import random_batch
 
 CASES = {
+    "eagle1": EagleConfig(kind="eagle1", draft_vocab=0, depth=4, nodes=9, width=3),
+    "eagle3": EagleConfig(draft_vocab=0, taps=[1, 1, 2], depth=4, nodes=9, width=3),
     "hydra": HydraHeadsConfig(heads=2, blocks=2, draft_vocab=0, prefix_layers=1, nodes=6),
     "markov": MedusaConfig(heads=2, draft_vocab=40, markov_rank=4, nodes=6, loss=LossWeights(0, 1)),
     "dspark": BlockConfig(

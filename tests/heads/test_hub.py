@@ -3,15 +3,12 @@ loopback."""
 
 from __future__ import annotations
 
-import errno
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
@@ -19,7 +16,7 @@ from huggingface_hub import constants
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.heads import find_head, head_class, head_in, hub, load_head, save_head
-from outrider.heads.checkpoint import CARD, read_card
+from outrider.heads.checkpoint import read_card
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.folders import is_plain
 from outrider.heads.names import parse
@@ -129,14 +126,6 @@ def test_a_run_that_starts_from_the_hub_records_the_commit(
     assert first["start"] == f"hub:me/x ({commit})"
 
 
-def test_a_revision_stays_what_it_was(server: HubStandIn, target: Any, eagle: Path) -> None:
-    first = put(server, "me/x", own(eagle))
-    put(server, "me/x", {"head/head.json": b"{}"})
-    assert read_card(find_head(f"hub:me/x@{first}"))["kind"] == "eagle3"
-    with pytest.raises(UserError, match="damaged"):
-        find_head("hub:me/x")
-
-
 def test_offline_takes_the_cache_and_asks_nobody(
     server: HubStandIn, eagle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,30 +212,3 @@ def test_what_goes_wrong_is_one_line_with_the_fix(
     with pytest.raises(UserError, match=said) as raised:
         find_head(name)
     assert str(raised.value).startswith(f"drafters: {name}: ") and "\n" not in str(raised.value)
-
-
-def test_a_full_disk_is_said_before_and_during_the_fetch(
-    server: HubStandIn, eagle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(server, "me/x", own(eagle))
-    real = shutil.disk_usage
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
-        with pytest.raises(UserError, match=r"needs 69.. kB, and .* has 1 kB; .* set HF_HOME"):
-            find_head("hub:me/x")
-
-    def full(*args: Any, **keys: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
-    with pytest.raises(UserError, match="no space left in the hub cache; free some or set HF_HOME"):
-        find_head("hub:me/x")
-
-
-def test_an_interrupted_fetch_goes_on(server: HubStandIn, eagle: Path) -> None:
-    put(server, "me/x", own(eagle))
-    server.fault = lambda method, path: 403 if path.endswith("head.safetensors") else 0
-    with pytest.raises(UserError):
-        find_head("hub:me/x")
-    del server.fault
-    assert json.loads((find_head("hub:me/x") / CARD).read_text())["kind"] == "eagle3"

@@ -184,21 +184,6 @@ def test_the_widened_vocabulary_never_changes_the_best_token(target, tmp_path: P
         assert wide.argmax(-1).equal(head.ids()[(x @ head.proj[k].T).argmax(-1)])
 
 
-@pytest.mark.parametrize("format, kind", PAIRS)
-def test_half_precision_goes_round_unchanged(
-    target, tmp_path: Path, format: str, kind: str
-) -> None:
-    head = random_head(target, kind, **keys(format, kind))
-    layout = LAYOUTS[format, kind]
-    settings, tensors = layout.write(head, target, Facts.of(target, "/a/target"), torch.bfloat16)
-    path = folder(tmp_path / "a", target, head, format)
-    change(path, lambda t: t.update(tensors), lambda c: c.update(settings))
-    again = detect(read_folder(path), format).read(read_folder(path), target)
-    assert again.cfg.draft_vocab == head.cfg.draft_vocab
-    _, second = layout.write(again, target, Facts.of(target, "/a/target"), torch.bfloat16)
-    assert second.keys() == tensors.keys() and all(t.equal(tensors[k]) for k, t in second.items())
-
-
 # --- block heads and masks
 
 MASKED = {"parallel": True, "steps": 3, "mask_token": 259}

@@ -9,7 +9,6 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.conf.typed import faults
-from outrider.decode.engine import Request, generate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import TreeShape
@@ -138,77 +137,6 @@ def test_drafter_reads_the_feature_that_predicted_the_last_token(target, shape) 
     drafts[0].validate(target.vocab_size, drafter.max_nodes)
 
 
-def test_chain_is_sampled_from_the_warped_distribution_at_temperature(target) -> None:
-    head = trained_like(target, MedusaConfig(heads=2, draft_vocab=50))
-    drafter = head.drafter(target, DraftSpec(shape="chain"))
-    rows = 4000
-    drafter.reset(rows, 8)
-    drafter.begin([torch.tensor([5])] * rows, Sampling())
-    feats = torch.randn(1, 1, 1, head.width).expand(rows, 1, 1, -1)
-    drafter.observe(torch.zeros(rows, 1).long(), feats, torch.ones(rows).long(), slice(0, rows))
-    warp = Sampling(temperature=0.7, top_k=6)
-    tree = drafter.propose(
-        torch.full((rows,), 2), warp, Rng(3, torch.arange(rows), torch.zeros(rows).long())
-    )
-    tree.validate(target.vocab_size, 2)
-    assert bool(tree.sampled.all())
-    logits = drafter.logits(2)[:, 0]
-    distribution = warp.draft_probs(logits)
-    torch.testing.assert_close(tree.proposal.probs[0], distribution)
-    ids = head.ids()
-    for d in range(2):
-        share = torch.bincount(tree.tokens[:, d], minlength=260)[ids] / rows
-        assert (share - distribution[d]).abs().max() < 4 * (0.25 / rows) ** 0.5
-
-
-def test_siblings_of_a_sampled_tree_are_drawn_without_replacement(target) -> None:
-    """First siblings follow their level's distribution, second ones that distribution
-    without the first; T = 0 takes the top ranks.
-    """
-    head = trained_like(target, MedusaConfig(heads=2, draft_vocab=12, nodes=6))
-    drafter = head.drafter(target, DraftSpec(shape="tree"))
-    fixed = head.drafter(target, DraftSpec(shape="tree", draw="fixed"))
-    rows = 6000
-    for one in (fixed, drafter):
-        one.reset(rows, 8)
-        one.begin([torch.tensor([5])] * rows, Sampling())
-    feats = torch.randn(1, 1, 1, head.width, generator=torch.Generator().manual_seed(0)).expand(
-        rows, 1, 1, -1
-    )
-    for one in (fixed, drafter):
-        one.observe(torch.zeros(rows, 1).long(), feats, torch.ones(rows).long(), slice(0, rows))
-    rng = Rng(3, torch.arange(rows), torch.zeros(rows).long())
-    depth = torch.full((rows,), 2)
-    assert drafter.propose(depth, Sampling(), rng).tokens.equal(
-        fixed.propose(depth, Sampling(), rng).tokens
-    )
-    warp = Sampling(temperature=1.3)
-    tree = drafter.propose(depth, warp, rng)
-    tree.validate(target.vocab_size, drafter.max_nodes)
-    assert bool(tree.sampled.all()) and tree.proposal.replacement is False
-    paths, ids, distribution = (
-        head.tree(head.cfg.nodes, head.cfg.heads).paths,
-        head.ids(),
-        warp.draft_probs(drafter.logits(2)[:, 0])[0],
-    )
-    first, second = (tree.tokens[:, paths.index((rank,))] for rank in (0, 1))
-    share = torch.bincount(first, minlength=260)[ids] / rows
-    assert (share - distribution).abs().max() < 4 * (0.25 / rows) ** 0.5
-    wanted = sum(
-        distribution[k] * distribution.index_fill(0, torch.tensor([k]), 0.0) / (1 - distribution[k])
-        for k in range(len(distribution))
-    )
-    share = torch.bincount(second, minlength=260)[ids] / rows
-    assert (share - wanted).abs().max() < 4 * (0.25 / rows) ** 0.5
-    cut = drafter.propose(
-        depth, Sampling(1.0, top_k=1), rng
-    )  # the distribution runs out: point masses stand in
-    cut.validate(target.vocab_size, drafter.max_nodes)
-    assert bool(cut.sampled[:, paths.index((0,))].all()) and not bool(
-        cut.sampled[:, paths.index((1,))].any()
-    )
-
-
 def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
     from outrider.heads import save_head
     from outrider.heads.drafters import resolve_drafter
@@ -242,22 +170,6 @@ def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
         with pytest.raises(UserError, match=words):
             resolve_drafter(spec if spec.startswith("ngram") else f"{tmp_path}/{spec}", target)
     assert faults(MedusaConfig(tree_draw="x"))[0].startswith("tree_draw: ")
-
-
-def test_acceptance_of_a_perfect_first_head(target) -> None:
-    """A target whose next token depends on the last alone, and a head that knows it: every
-    draft token is accepted.
-    """
-    head = MedusaHead.for_target(target, MedusaConfig(heads=1, draft_vocab=0))
-    drafter = head.drafter(target, DraftSpec(shape="chain"))
-    # A fresh head 0 repeats the LM head's guess: it is right exactly when the target says the
-    # same token twice.
-    run = generate(target, drafter, [Request([5, 6, 7], 40)], Sampling()).generations[0]
-    tokens = [*run.prompt_ids, *run.token_ids]
-    for cycle in run.cycles:
-        if not cycle.cut:
-            at = len(run.prompt_ids) + cycle.start
-            assert cycle.accepted == int(tokens[at - 1] == tokens[at])
 
 
 def test_best_first_tree_from_measured_ranks() -> None:

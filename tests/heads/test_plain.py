@@ -4,7 +4,6 @@ needs no export."""
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,13 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.decode.engine import Request, generate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
-from outrider.decode.stats import accepted_length, split
 from outrider.decode.target import Target
 from outrider.heads import find_head
 from outrider.heads.drafters import requested, resolve_drafter
 from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
 from outrider.scripts import certify, export, tune
-from tests.helpers import pictures
 from tests.helpers.training import TINY, tiny_target
 
 TARGET = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items())]
@@ -78,24 +74,6 @@ def test_its_tree_is_drawn_as_that_of_a_head(folder: Path, target: Target) -> No
         resolve_drafter(f"{folder}@chain@sampled", target)
 
 
-@pytest.mark.slow
-def test_the_drawn_tree_accepts_more_than_the_chain(folder: Path, target: Target) -> None:
-    def accepted(spec: str) -> float:
-        requested = [Request([5 + i, 6, 7], 60, id=i) for i in range(24)]
-        run = generate(
-            target,
-            resolve_drafter(spec, target),
-            requested,
-            Sampling(1.0),
-            batch_size=8,
-            eos_ids=(),
-        )
-        return accepted_length([split(g).clean + split(g).loop for g in run.generations]).mean
-
-    tree, chain, fixed = (accepted(f"{folder}{how}") for how in ("", "@chain", "@tree@fixed"))
-    assert tree > chain + 0.1 and tree > fixed + 0.1, (tree, chain, fixed)
-
-
 def test_tuned_settings_hold_until_the_weights_change(
     folder: Path, target: Target, tmp_path: Path
 ) -> None:
@@ -148,67 +126,6 @@ def code(command: Any, *args: str) -> int:
     with pytest.raises(SystemExit) as stop:
         command([*TARGET, "device=cpu", *args])
     return int(stop.value.code or 0)
-
-
-def test_a_certificate_names_its_files(folder: Path) -> None:
-    about = certify.about_drafter(f"{folder}@tree@adaptive")
-    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    assert about["name"] == f"{folder}@tree@adaptive"
-    assert about["files"]["model.safetensors"] == weights
-    assert {"config.json", "tokenizer.json"} <= set(about["files"])
-
-
-@pytest.mark.slow
-def test_it_gets_a_certificate(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "paper"
-    found = code(
-        certify.main,
-        f"drafter={folder}@tree",
-        f"out={out}",
-        "controls=none",
-        "tokens=60",
-        "cases=2",
-        "greedy_prompts=2",
-        "greedy_tokens=6",
-        "max_new_tokens=12",
-        "quiet=true",
-    )
-    assert found == 3, "undecided: no controls were run"
-    paper = json.loads((out / "certificate.json").read_text())
-    assert paper["identities"]["drafter"] == certify.about_drafter(f"{folder}@tree")
-    assert all(layer["passed"] for layer in paper["layers"]), (
-        "the drawn tree keeps the distribution"
-    )
-
-
-def test_it_is_tuned_like_a_head(
-    folder: Path, target: Target, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    pictures.left_out(monkeypatch)
-    small = [
-        "dtype=float32",
-        "num_prompts=2",
-        "max_new_tokens=8",
-        "curve_batches=[1]",
-        "curve_rounds=1",
-        "max_depth=2",
-        "max_nodes=4",
-        "max_width=2",
-        "confirm=1",
-        "quiet=true",
-    ]
-    try:
-        assert (
-            code(tune.main, *small, f"drafter={folder}", f"out={tmp_path}/out", "temperature=1")
-            == 0
-        )
-        left = json.loads((folder / DECODE).read_text())
-        assert left["card_sha256"] == card_sha256(folder) != ""
-        drafter = resolve_drafter(str(folder), target)
-        best = left["best"]
-        assert drafter.max_nodes == (best["depth"] if best["shape"] == "chain" else best["nodes"])
-    finally:
-        (folder / DECODE).unlink(missing_ok=True)
 
 
 def test_what_is_not_there_is_said_before_the_target_is_loaded(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from outrider.heads import head_class
 from outrider.heads.batch import Batch, LossOut
@@ -19,32 +16,6 @@ from outrider.heads.small_lm.config import LoraKeys
 from tests.helpers.training import random_batch, tiny_target
 
 SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2}
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of storages that were made under it and are alive. most: the largest
-    number of them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.most = 0
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.sizes.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                if storage._cdata not in self.sizes:
-                    self.sizes[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
-        self.most = max(self.most, self.bytes)
-        return out
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -103,35 +74,3 @@ def test_the_layers_are_left_as_they_were() -> None:
             pass
         assert all("forward" in layer.__dict__ for layer in model.base_model.layers)
     assert not any("forward" in layer.__dict__ for layer in model.base_model.layers)
-
-
-GROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "eagle3": ({"steps": 2}, {"steps": 4}),
-    "small_lm": ({"from_target_layers": 1}, {"from_target_layers": 3}),
-}
-
-
-@pytest.mark.parametrize("name", sorted(GROWS))
-def test_memory_grows_by_what_goes_on_alone(name: str) -> None:
-    """A step or a layer more costs what it hands on instead of its inside; also at the peak of
-    the backward pass, which holds one inside at a time."""
-    target = tiny_target(**SHAPE)
-    kind: Any = head_class(name)
-    batch = random_batch(4, 48)
-    grown = {}
-    for on in (False, True):
-        found = []
-        for keys in GROWS[name]:
-            cfg = kind.Config(
-                kind=name, draft_vocab=0, chunk=16, activation_checkpointing=on, **keys
-            )
-            head = kind.for_target(target, cfg)
-            with Alive() as seen:
-                out = head(batch, target)
-                held = seen.bytes
-                out.sum.backward()
-            grads = sum(p.grad.nbytes for p in head.parameters() if p.grad is not None)
-            found.append((held, seen.most - grads))
-        grown[on] = [b - a for a, b in zip(*found, strict=True)]
-    print(name, grown)
-    assert grown[True][0] < 0.5 * grown[False][0] and grown[True][1] < 0.6 * grown[False][1], grown

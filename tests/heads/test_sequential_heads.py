@@ -12,12 +12,9 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from outrider.decode.drafters import NoDraft
-from outrider.decode.engine import Request, generate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.heads import head_class, vocab
-from outrider.heads.batch import Batch
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
 from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
@@ -152,96 +149,6 @@ def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, cfg, 
             path, at = [got[at], *path], parents[at]
         z = logits_by_hand(head, target, len(path), read, [int(tokens[9]), *path])
         assert token == int(z.argsort(descending=True)[int(tree.layout.rank[0, i])])
-
-
-@each
-def test_chain_at_temperature_is_drawn_from_the_distribution_it_states(target, cfg) -> None:
-    head = trained_like(target, dataclasses.replace(cfg, draft_vocab=40))
-    drafter, rows, warp = (
-        head.drafter(target, DraftSpec(shape="chain")),
-        500,
-        Sampling(temperature=0.7, top_k=6),
-    )
-    drafter.reset(rows, 8)
-    drafter.begin([torch.tensor([5])] * rows, warp)
-    feats = torch.randn(1, 1, 1, head.width).expand(rows, 1, 1, -1)
-    drafter.observe(torch.full((rows, 1), 7), feats, torch.ones(rows).long(), slice(0, rows))
-    tree = drafter.propose(
-        torch.full((rows,), 3), warp, Rng(3, torch.arange(rows), torch.zeros(rows).long())
-    )
-    tree.validate(target.vocab_size, 3)
-    assert bool(tree.sampled.all()) and len(tree.tokens.unique(dim=0)) > 10
-    ids, read = head.ids(), by_prefix(head, feats[0, 0])[0]
-    for b in range(0, rows, 100):
-        path = [7, *tree.tokens[b].tolist()]
-        for d in range(3):
-            z = logits_by_hand_over(head, target, d, read, path[: d + 1], ids)
-            torch.testing.assert_close(
-                tree.proposal.probs[b, d], warp.draft_probs(z[None])[0], rtol=1e-3, atol=1e-4
-            )
-    share = torch.bincount(tree.tokens[:, 0], minlength=260)[ids] / rows
-    assert (share - tree.proposal.probs[0, 0]).abs().max() < 4 * (0.25 / rows) ** 0.5
-
-
-def logits_by_hand_over(head, target, i, f, tokens, ids):
-    z = logits_by_hand(head, target, i, f, tokens)
-    return z[ids] if len(z) > len(ids) else z
-
-
-def answer(target) -> list[int]:
-    """A text without loops: sampled, so that no head can live on repetition."""
-    run = generate(
-        target, NoDraft(), [Request([40, 41, 42, 43], 24)], Sampling(1.0), seed=3, eos_ids=()
-    )
-    return [40, 41, 42, 43, *run.generations[0].token_ids]
-
-
-@both_shapes
-@each
-def test_overfit_on_one_sample_is_accepted_nearly_whole(target, cfg, shape) -> None:
-    tokens = answer(target)
-    ids = torch.tensor([tokens])
-    on = torch.arange(len(tokens))[None] >= 4
-    batch = Batch(ids, torch.ones_like(on), on, torch.zeros(1, dtype=torch.int64))
-    head = fresh(target, dataclasses.replace(cfg, loss=LossWeights(), decay=1.0))
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0)
-    for _ in range(150):
-        optimizer.zero_grad()
-        out = head(batch, target)
-        out.sum.backward()
-        optimizer.step()
-    assert all(
-        float(out.stats[f"top1_{i}"][0] / out.stats[f"top1_{i}"][1]) > 0.95 for i in range(3)
-    )
-    head.calibrate([batch], target)
-    drafter = head.drafter(target, DraftSpec(shape=shape))
-    drafter.reset(1, 64)
-    drafter.begin([ids[0, :4]], Sampling())
-    feats = target.features(ids, batch.mask, head.taps)
-    found, at = [], 4
-    drafter.observe(ids[:, 1 : at + 1], feats[:, :at], torch.tensor([at]), slice(0, 1))
-    while at + 3 < len(
-        tokens
-    ):  # the sampled text plays the target: what the draft gets right of it
-        tree = drafter.propose(
-            torch.tensor([3]), Sampling(), Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
-        )
-        slots, right = [-1], 0
-        for d in range(3):
-            hits = [
-                i
-                for i in range(tree.width)
-                if int(tree.parents[0, i]) in slots and int(tree.tokens[0, i]) == tokens[at + 1 + d]
-            ]
-            slots, right = hits, right + bool(hits)
-            if not hits:
-                break
-        found.append(right)
-        drafter.observe(
-            ids[:, at + 1 : at + 2], feats[:, at : at + 1], torch.tensor([1]), slice(0, 1)
-        )
-        at += 1
-    assert sum(found) / len(found) > 2.8
 
 
 @each

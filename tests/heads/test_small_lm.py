@@ -217,29 +217,6 @@ def drafters(draft: Target) -> dict[str, DraftModel]:
     }
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=20)])
-def test_batches_write_the_same_and_a_perfect_draft_is_accepted(
-    pair: Any, sampling: Sampling
-) -> None:
-    target, other = pair
-    for name, drafter in drafters(other).items():
-        one, three = (
-            texts(target, drafter, requested(), sampling, batch_size=b, eos_ids=()) for b in (1, 3)
-        )
-        assert one == three, name
-    for name, drafter in drafters(target).items():
-        made = generate(
-            target, drafter, requested(tokens=14), sampling, batch_size=2, eos_ids=()
-        ).generations
-        clean = [c for g in made for c in g.cycles if not c.cut]
-        if name == "chain":
-            assert clean and all(c.accepted == 4 for c in clean)
-        elif (
-            sampling.greedy
-        ):  # the best path may leave a small tree early, its first token never does
-            assert clean and all(c.accepted >= 1 for c in clean), name
-
-
 @pytest.mark.parametrize("name", ["chain", "dynamic", "static"])
 def test_a_draft_is_what_plain_passes_say(pair: Any, name: str) -> None:
     """Every node's candidates come from the draft's distribution after its path, whatever

@@ -145,8 +145,6 @@ def count(requested: PassSpec) -> PassCosts:
     first = _passes(requested, few)
     if more == few:
         return first
-    if head_class(requested.typed.kind).trains_target:
-        return _carried_on(first, _passes(requested, more), (layers - more) / (more - few))
     second, third = _features(requested, few), _features(requested, more)
     steps = (layers - few) / (more - few)
     for name in WORK:
@@ -175,9 +173,8 @@ def seconds(
     first = _trials(requested, few, trials, pack)
     if more == few:
         return first
-    frozen = not head_class(requested.typed.kind).trains_target
-    less = _trials(requested, few, trials, pack, alone=True) if frozen else first
-    most = _trials(requested, more, trials, pack, alone=frozen)
+    less = _trials(requested, few, trials, pack, alone=True)
+    most = _trials(requested, more, trials, pack, alone=True)
     ratio = (requested.model.layers - few) / (more - few)
     return [
         {part: amount + ratio * (b[part] - a[part]) for part, amount in trial.items()}

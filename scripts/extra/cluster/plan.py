@@ -13,7 +13,6 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.decode.models import memory
-from outrider.heads import head_class
 from outrider.scripts.extra.cluster import hours
 from outrider.scripts.extra.cluster.config import DryRunConfig
 from outrider.scripts.extra.cluster.count import BATCH, FEATURES, GRADIENTS, LOGITS, PASS, TARGET
@@ -53,11 +52,6 @@ def _check(cfg: DryRunConfig, typed: Any) -> None:
     check_ranks(cfg, cfg.gpus)
     if cfg.shard_target and cfg.gpus == 1:
         raise UserError("shard_target: needs several processes; set gpus=8, or leave it out")
-    if cfg.shard_target and head_class(typed.kind).trains_target:
-        raise UserError(
-            f"shard_target: {typed.kind} changes the target while it learns, and sharded weights "
-            "are frozen; leave it out"
-        )
 
 
 def _not_counted(cfg: DryRunConfig) -> list[str]:
@@ -65,10 +59,6 @@ def _not_counted(cfg: DryRunConfig) -> list[str]:
     keys = {
         "data.features": (cfg.data.features, "the target runs in every pass"),
         "start": (cfg.start, "a fresh head"),
-        "head.draft_vocab_from": (
-            cfg.head.get("draft_vocab_from", ""),
-            "head.draft_vocab tokens",
-        ),
     }
     return [f"{key} ({instead})" for key, (given, instead) in keys.items() if given]
 

@@ -10,7 +10,6 @@ from typing import Any
 from outrider.decode.models import quantize
 from outrider.decode.models.facts import context_length
 from outrider.decode.models.load import torch_dtype
-from outrider.heads import head_class
 from outrider.scripts.extra.cluster.config import DryRunConfig
 from outrider.scripts.extra.cluster.count import (
     FEATURES,
@@ -142,8 +141,7 @@ class PlannedRun:
     @property
     def can_shard(self) -> bool:
         """Whether the target's weights could be sharded, and are not."""
-        trains = head_class(self.typed.kind).trains_target
-        return self.cfg.gpus > 1 and not self.cfg.shard_target and not trains
+        return self.cfg.gpus > 1 and not self.cfg.shard_target
 
     def changed(self, keys: dict[str, Any]) -> PlannedRun:
         """With other values of dotted keys."""
