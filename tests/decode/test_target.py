@@ -197,14 +197,11 @@ def test_taps_are_hidden_states_everywhere(arch: str) -> None:
     torch.testing.assert_close(only[:, :, 0], feats[:, :, -1])
 
 
-def test_target_is_frozen_and_features_can_carry_gradients() -> None:
+def test_target_is_frozen_and_heads_learn_through_its_lm_head() -> None:
     target = Target(build("llama").train())
     assert not target.model.training and not any(p.requires_grad for p in target.model.parameters())
     ids, mask = torch.arange(3, 9)[None], torch.ones(1, 6, dtype=torch.bool)
-    weight = target.model.model.layers[0].mlp.down_proj.weight.requires_grad_(True)
     assert not target.features(ids, mask, (1,)).requires_grad
-    target.features(ids, mask, (1,), grad=True).sum().backward()
-    assert weight.grad is not None and float(weight.grad.abs().sum()) > 0
     hidden = torch.randn(1, target.hidden_size, requires_grad=True)
     target.unembed(hidden).sum().backward()  # heads learn through the frozen LM head
     assert hidden.grad is not None

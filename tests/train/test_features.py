@@ -449,7 +449,7 @@ def test_features_that_are_not_finite_name_their_row(
 ) -> None:
     real = Target.features
 
-    def poison(self, ids, mask, taps, grad=False):
+    def poison(self, ids, mask, taps):
         found = real(self, ids, mask, taps)
         found[ids[:, 20] == ids[0, 20], 3] = float("nan")
         return found
