@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -641,9 +640,3 @@ def test_more_slots_than_a_bidirectional_head_was_trained_with(target) -> None:
         UserError, match=r"decode settings: 4 levels, .* guesses 3, whose rows see each other"
     ):
         made(target, "dflash").drafter(target, DraftSpec(shape="chain", depth=4))
-
-
-@pytest.mark.parametrize("layers, taps", [(30, (2, 15, 28)), (4, (2,)), (2, (1,)), (1, (0,))])
-def test_usual_taps_lie_below_the_last_layer(layers: int, taps: tuple[int, ...]) -> None:
-    target = SimpleNamespace(num_layers=layers)
-    assert DFlashHead.choose_taps(target, BlockConfig()) == taps

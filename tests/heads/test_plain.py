@@ -4,7 +4,6 @@ needs no export."""
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads import find_head
-from outrider.heads.drafters import requested, resolve_drafter
-from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
+from outrider.heads.drafters import resolve_drafter
 from outrider.scripts import certify, export, tune
 from tests.helpers.training import TINY, tiny_target
 
@@ -72,33 +70,6 @@ def test_its_tree_is_drawn_as_that_of_a_head(folder: Path, target: Target) -> No
     assert int(deepest.layout.depth.max()) == 4, "the chain of five is part of the tree"
     with pytest.raises(UserError, match="a chain is drawn where T > 0 anyway"):
         resolve_drafter(f"{folder}@chain@sampled", target)
-
-
-def test_tuned_settings_hold_until_the_weights_change(
-    folder: Path, target: Target, tmp_path: Path
-) -> None:
-    place = tmp_path / "small"
-    place.symlink_to(folder)
-    for spec, depth, nodes in ((f"{place}@chain:3", 3, 3), (f"{place}@tree:7", 5, 7)):
-        drafter = resolve_drafter(spec, target)
-        assert (drafter.max_depth, drafter.max_nodes) == (depth, nodes), spec
-    message = Tuned(
-        card_sha256(folder),
-        DraftSettings("chain", depth=2),
-        DraftSettings("chain", depth=2),
-        None,
-        1.5,
-    )
-    (folder / DECODE).write_text(json.dumps(message.to_json()))
-    try:
-        drafter = resolve_drafter(str(folder), target)
-        assert (drafter.shape, drafter.max_depth) == ("chain", 2)
-        assert requested(str(folder)).break_even == 1.5
-        (folder / DECODE).write_text(json.dumps({**message.to_json(), "card_sha256": "0" * 64}))
-        with pytest.raises(UserError, match="was tuned for another head"):
-            resolve_drafter(str(folder), target)
-    finally:
-        (folder / DECODE).unlink()
 
 
 @pytest.mark.parametrize("nodes", [1, 7, 40, 100, 256])

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.conf.typed import faults
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
@@ -157,12 +156,6 @@ def test_every_family_is_taught_at_the_same_tokens(kind: str) -> None:
         }[mask]
         assert message[mask] == int((seen & teaches).sum())
     assert len(set(message.values())) == 3, message
-
-
-def test_an_unknown_mask_is_message() -> None:
-    assert faults(LossWeights(mask="some")) == [
-        "mask: 'some' is none of token, argmax, all; choose one"
-    ]
 
 
 def test_a_run_of_an_earlier_version_that_learned_otherwise_is_refused(tmp_path: Path) -> None:
