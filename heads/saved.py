@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self, get_type_hints
 
 from outrider.conf.errors import UserError
@@ -35,7 +35,7 @@ class Saved:
         """
         if isinstance(saved, dict) and isinstance(saved.get("config"), dict):
             keys: Any = get_type_hints(cls)["config"]
-            known = asdict(keys()) if is_dataclass(keys) else {}
+            known = asdict(keys()) if hasattr(keys, "__dataclass_fields__") else {}
             if problems := earlier.left(saved["config"], known):
                 raise UserError(f"head.{problems[0]}")
             saved = {**saved, "config": earlier.without_gone(saved["config"], known)}

@@ -131,7 +131,7 @@ def test_what_cannot_start_a_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="^start: .*hidden_size"):
         Start(str(tmp_path / "two"), "eagle3", tiny_target(layers=4, hidden=64))
     levels = MedusaHead.for_target(target, MedusaConfig(heads=2, draft_vocab=0))
-    with pytest.raises(UserError, match=r"^start: .*block_weight is \[3, .*\[2, .* here; give the"):
+    with pytest.raises(UserError, match=r"^start: .*proj is \[3, .*\[2, .* here; give the"):
         Start(str(tmp_path / "medusa"), "medusa", target).give(levels)
     (tmp_path / "two/head.safetensors").write_bytes(b"no weights")
     with pytest.raises(UserError, match="^start: .*damaged"):
