@@ -42,7 +42,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from outrider.conf import argv, packages, usage
+from outrider.conf import argv, left, packages, usage
 from outrider.conf.errors import CheckFailed, Interrupted, UserError
 from outrider.conf.typed import (
     convert,
@@ -362,6 +362,10 @@ def group_options(conf_dir: Path, group: str) -> dict[str, Path]:
 def _choice(conf_dir: Path, schema: type, group: str, name: str) -> str:
     """What is wrong with an option of a group, "" if nothing."""
     options, fitting = group_options(conf_dir, group), options_here(conf_dir, group, schema)
+    if f"{group}={name}" in left.CHOICES:
+        return left.line(f"{group}={name}", left.CHOICES[f"{group}={name}"])
+    if group == packages.GROUP and name in left.KINDS:
+        return left.line(f"{group}={name}", left.KINDS[name])
     if group == RECIPES and name in options:
         return _strange_recipe(name, options, options_here(conf_dir, packages.GROUP, schema))
     if name in fitting:

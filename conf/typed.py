@@ -29,6 +29,7 @@ from pydantic import AllowInfNan, BeforeValidator, Field, Strict, TypeAdapter, V
 from pydantic_core import ErrorDetails, PydanticCustomError, SchemaValidator
 from pydantic_core import core_schema as core
 
+from outrider.conf import left
 from outrider.conf.errors import UserError, first_line
 
 T = TypeVar("T")
@@ -152,6 +153,8 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     group, _, name = key.rpartition(".")
+    if key in left.KEYS:
+        return left.line(key, left.KEYS[key])
     habits = (*HABITS.get(f"{group}_{name}" if group else name, ()), *([name] if group else []))
     meant = next((k for k in habits if k in known), None)
     inside = [k for k in known if group and k.startswith(group + ".")]

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from outrider.conf import packages
+from outrider.conf import left, packages
 from outrider.conf.errors import UserError
 from outrider.heads.formats import FORMATS
 
@@ -275,6 +275,11 @@ def launched(verb: Verb, processes: int, words: Iterable[str]) -> list[str]:
 def _no_such(kind: str, word: str, known: Iterable[str]) -> NoReturn:
     from outrider.conf.typed import nearest
 
+    known = list(known)
+    gone = {"verb": left.VERBS, "head": left.KINDS}.get(kind, {})
+    if word in gone and word not in known:
+        click.echo(f"error: {left.line(word, gone[word])}", err=True)
+        raise SystemExit(2)
     click.echo(f"error: {word}: no such {kind}; {nearest(word, known)}", err=True)
     raise SystemExit(2)
 

@@ -289,13 +289,15 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
             "device_map": {"": str(place)},
         }
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=kind,
             use_safetensors=True,
             trust_remote_code=cfg.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
             **extra,
-        ).eval()
+        )
     except SafetensorError as e:
         raise UserError(
             f"target: a weights file in {folder} is cut or is none ({first_line(e)}); fetch it "
@@ -307,3 +309,24 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
             "give a folder with "
             "its config.json and its weights as safetensors"
         ) from e
+    _check_complete(found, folder)
+    return model.eval()
+
+
+def _check_complete(found: dict[str, Any], folder: Path) -> None:
+    """Raise UserError naming the weights that no file gave: transformers draws those at random,
+    other ones in each process. found: its report of the loading."""
+    wrong = [f"{name} is missing" for name in sorted(found["missing_keys"])]
+    wrong += [
+        f"{name} is {tuple(here)} in place of {tuple(wanted)}"
+        for name, here, wanted in sorted(found["mismatched_keys"])
+    ]
+    if not wrong:
+        return
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    unknown = sorted(found["unexpected_keys"])
+    beside = f"; it has {unknown[0]}, which the model has not" if unknown else ""
+    raise UserError(
+        f"target: the weights in {folder} are not whole ({', '.join(wrong[:3])}{more}{beside}); "
+        "give a folder with every weight that its config.json asks for"
+    )

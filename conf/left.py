@@ -1,0 +1,52 @@
+"""What left with version 0.3 and what does its work now: one table for verbs, keys, options and
+kinds of heads, kept for one release.
+"""
+
+from __future__ import annotations
+
+SINCE = "0.3"
+LAST = "0.2 (commit 9286df1b)"  # the last version that has all of it
+
+VERBS = {
+    "fit": "outrider train HEAD start=OLD data.path=LOGS, then evaluate drafters=[OLD,NEW]",
+    "forecast": "train on a part of the data, evaluate it, and compare",
+    "certify_server": "certify url=ADDRESS",
+    "tune_engine": "the engine's own bench, such as `vllm bench serve`",
+    "first_gpu": "doctor gpu=true",
+}
+KINDS = {
+    "medusa2": "medusa, which leaves the target as it is",
+    "dflash_causal": "dspark, whose drafts follow one another",
+}
+# group and option, as they are written
+CHOICES = {
+    "launch=zero3": "launch=fsdp2",
+}
+DRAFTS = {
+    "monitor": "evaluate drafters=[none,DRAFTER] says whether drafting pays",
+    "fallback": "evaluate drafters=[none,DRAFTER] says whether drafting pays",
+}
+KEYS = {
+    "candidates": "drafters",
+    "costs": "the engine's own bench, such as `vllm bench serve`",
+    "features": "speculators reads features of its own",
+    "processors": "penalties, temperature, top_k, top_p and min_p",
+    "curve_batches": "",
+    "curve_rounds": "",
+    "monitor": "",
+    "engine": "",
+}
+
+
+def line(name: str, instead: str) -> str:
+    """The one line about a name that left. instead: what does its work, "" for nothing."""
+    fix = f"use {instead}" if instead else "leave it out"
+    return f"{name}: left in {SINCE}; {fix}; {LAST} is the last that has it"
+
+
+def head(kind: str, where: str) -> str:
+    """The one line about a head, or a run of one, that this version does not read. where: the
+    file or key that names the kind; "" where it is not of a kind that left."""
+    if kind not in KINDS:
+        return ""
+    return f"{where}: {kind} left in {SINCE}; {LAST} is the last that reads it; train {KINDS[kind]}"

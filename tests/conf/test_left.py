@@ -1,0 +1,28 @@
+"""A name that left is answered in one line that says so and what does its work now."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.conf import left
+from outrider.conf.errors import UserError
+from outrider.conf.schema import compose
+from outrider.scripts import cli
+from tests.conf.test_config import ENTRIES
+
+
+@pytest.mark.parametrize("word", [*left.VERBS, *(f"train {kind}" for kind in left.KINDS)])
+def test_a_verb_or_head_that_left(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.application().main(word.split(), prog_name="outrider", standalone_mode=False)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1
+    assert word.split()[-1] in said and left.LAST in said
+
+
+@pytest.mark.parametrize("word", [*(f"{key}=1" for key in left.KEYS), *left.CHOICES])
+def test_a_key_or_option_that_left(word: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose("medusa", ENTRIES["medusa"], ["target=tiny", "data.path=x", "out_dir=y", word])
+    said = str(caught.value)
+    assert said.startswith(f"{word.partition('=')[0]}") and "\n" not in said and left.LAST in said
