@@ -9,32 +9,13 @@ LAST = "0.2 (commit 9286df1b)"  # the last version that has all of it
 
 VERBS = {
     "fit": "outrider train HEAD start=OLD data.path=LOGS, then evaluate drafters=[OLD,NEW]",
-    "forecast": "train on a part of the data, evaluate it, and compare",
-    "certify_server": "certify url=ADDRESS",
-    "tune_engine": "the engine's own bench, such as `vllm bench serve`",
-    "first_gpu": "doctor gpu=true",
+    "forecast": "outrider train on a part of the data, then evaluate",
 }
-KINDS = {
-    "medusa2": "medusa, which leaves the target as it is",
-    "dflash_causal": "dspark, whose drafts follow one another",
-}
-# group and option, as they are written
-CHOICES = {
-    "launch=zero3": "launch=fsdp2",
-}
-DRAFTS = {
-    "monitor": "evaluate drafters=[none,DRAFTER] says whether drafting pays",
-    "fallback": "evaluate drafters=[none,DRAFTER] says whether drafting pays",
-}
+KINDS: dict[str, str] = {}
+CHOICES: dict[str, str] = {}  # GROUP=OPTION
 KEYS = {
-    "candidates": "drafters",
     "costs": "the engine's own bench, such as `vllm bench serve`",
-    "features": "speculators reads features of its own",
-    "processors": "penalties, temperature, top_k, top_p and min_p",
-    "curve_batches": "",
-    "curve_rounds": "",
-    "monitor": "",
-    "engine": "",
+    "processors": "repetition_penalty, top_k, top_p and min_p",
 }
 
 

@@ -30,7 +30,7 @@ from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.scorer import Step
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
-from outrider.decode.tree_rules import WILD, emptied, wild
+from outrider.decode.tree_rules import WILD, cut, wild
 from outrider.decode.verify import Seen
 
 LEFT = "left"  # how a generation ends whose request was taken away
@@ -83,8 +83,8 @@ class LiveBatch(Engine):
     """An engine without a list of requests. All rows share one distribution (`sampling`) and one
     rule.
 
-    A row whose draft holds NaN or infinity has no draft in that cycle, and nobody else learns of
-    it; `left_out` says how many there were.
+    A draft that comes to NaN or infinity ends there, and no other row learns of it; `left_out` says
+    how many there were.
 
     After an exception of `step` the batch is broken: throw it away. Its requests may `resume` in
     another one.
@@ -117,10 +117,10 @@ class LiveBatch(Engine):
         self._wild = torch.zeros((), dtype=torch.int64, device=target.device)
 
     def left_out(self) -> str:
-        """What to say of the drafts so far that were left out, "" if there were none; asks the
+        """What to say of the drafts so far that were cut short, "" if there were none; asks the
         device."""
         count = int(self._wild)
-        return f"{count} drafts hold NaN or infinity and were left out; {WILD}" if count else ""
+        return f"{count} drafts came to NaN or infinity and end there; {WILD}" if count else ""
 
     @property
     def busy(self) -> bool:
@@ -202,8 +202,8 @@ class LiveBatch(Engine):
             except UserError:  # not finite; whatever else is wrong is an error of ours
                 pass
         ill = wild(tree)
-        self._wild += ill.sum()
-        return super()._checked(emptied(tree, ill))
+        self._wild += ill.any(1).sum()
+        return super()._checked(cut(tree, ill))
 
     # -- what the engine hands over on its way
 

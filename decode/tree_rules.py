@@ -65,16 +65,22 @@ def doubtful(tree: Tree, vocab_size: int) -> Tensor:
 
 
 def wild(tree: Tree) -> Tensor:
-    """[B] bool, rows whose score, or a distribution that they were drawn from, is not finite,
-    without asking the device."""
+    """[B, N] bool, nodes whose score, or the distribution that they were drawn from, is not
+    finite, without asking the device."""
     problems = _problems(tree, ANY_VOCABULARY)
-    found = [bad.any(1) for bad, _, why in problems if why in (_WILD_SCORE, _WILD_DISTRIBUTION)]
-    return torch.stack([torch.zeros_like(tree.size, dtype=torch.bool), *found]).any(0)
+    found = [bad for bad, _, why in problems if why in (_WILD_SCORE, _WILD_DISTRIBUTION)]
+    return torch.stack([torch.zeros_like(tree.tokens, dtype=torch.bool), *found]).any(0)
 
 
-def emptied(tree: Any, rows: Tensor) -> Any:
-    """The tree without a draft for `rows` [B] bool; all others keep every node and number."""
-    return replace(tree, size=tree.size.masked_fill(rows, 0))
+def cut(tree: Any, nodes: Tensor) -> Any:
+    """The tree of every row up to the first of `nodes` [B, N] bool; rows without one keep every
+    node and number.
+
+    Nodes before that one are judged although those after it are not: whether a node is judged may
+    depend on tokens that were drawn before it alone. A draft dropped whole for what was found deep
+    in it would be dropped for its own tokens, and what is drawn in their place is biased."""
+    first = torch.where(nodes, torch.arange(tree.width, device=nodes.device), tree.width)
+    return replace(tree, size=torch.minimum(tree.size, first.amin(1)) if tree.width else tree.size)
 
 
 def check_form(tree: Tree, max_nodes: int | None = None) -> None:
