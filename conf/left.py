@@ -11,10 +11,17 @@ VERBS = {
     "fit": "outrider train HEAD start=OLD data.path=LOGS, then evaluate drafters=[OLD,NEW]",
     "forecast": "outrider train on a part of the data, then evaluate",
 }
-KINDS: dict[str, str] = {}
+KINDS = {
+    "medusa2": "medusa, which leaves the target as it is",
+    "dflash_causal": "dspark, whose drafts follow one another",
+}
 CHOICES: dict[str, str] = {}  # GROUP=OPTION
 KEYS = {
     "costs": "the engine's own bench, such as `vllm bench serve`",
+    "head.causal": "head=dspark",
+    "head.draft_vocab_from": "head.draft_vocab",
+    "head.lora.words": "",
+    "head.tune.rank": "head=medusa",
     "processors": "repetition_penalty, top_k, top_p and min_p",
 }
 

@@ -7,7 +7,7 @@ import importlib
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from outrider.conf import packages
+from outrider.conf import left, packages
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
 from outrider.heads.base import Head, HeadConfig
@@ -37,6 +37,8 @@ def head_class(kind: str, where: str = "head.kind") -> type[Head]:
         return found
     package = packages.find(kind)
     if package is None:
+        if gone := left.head(kind, where):
+            raise UserError(gone)
         known = ", ".join(kinds())
         raise UserError(f"{where}: unknown kind of head {kind[:80]!r}; known: {known}")
     made = package.load()

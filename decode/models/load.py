@@ -289,7 +289,7 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
             "device_map": {"": str(place)},
         }
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=kind,
             use_safetensors=True,
@@ -309,6 +309,7 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
             "give a folder with "
             "its config.json and its weights as safetensors"
         ) from e
+    model, found = loaded
     _check_complete(found, folder)
     return model.eval()
 

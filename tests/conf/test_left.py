@@ -7,6 +7,7 @@ import pytest
 from outrider.conf import left
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
+from outrider.heads.registry import head_class
 from outrider.scripts import cli
 from tests.conf.test_config import ENTRIES
 
@@ -30,3 +31,10 @@ def test_a_key_or_option_that_left(word: str) -> None:
         )
     said = str(caught.value)
     assert said.startswith(f"{word.partition('=')[0]}") and "\n" not in said and left.LAST in said
+
+
+def test_a_folder_with_a_head_of_a_kind_that_left() -> None:
+    with pytest.raises(UserError) as caught:
+        head_class("medusa2", "runs/x/head/head.json")
+    said = str(caught.value)
+    assert said.startswith("runs/x/head/head.json: medusa2") and left.LAST in said
