@@ -6,27 +6,17 @@ drafter, shape and settings.
     python scripts/certify.py target=tiny drafter=ngram temperature=1 tokens=50000 \\
         out=certificates/tiny
 
-Writes OUT/certificate.json and OUT/certificate.html (one file with its plots). Exit code 0:
-lossless. 1: not lossless. 3: undecided (too few tokens, or a negative control got through or
-was not run). docs/lossless.md says how to read it.
+Writes OUT/certificate.json and OUT/certificate.html. Exit code 0: lossless. 1: not lossless. 3:
+undecided (too few tokens, or wrong code that must be rejected got through). docs/lossless.md says
+how to read it. Finished parts wait in OUT/unfinished: the same command again goes on, and an
+undecided one with more tokens takes what it has.
 
-    python scripts/certify.py target=smollm2 url=http://127.0.0.1:8080 temperature=1 \\
-        out=certificates/server
+    python scripts/certify.py url=http://127.0.0.1:8080
 
-With `url` it certifies a running server instead, whatever drafts there: its sampled and greedy
-answers, 1, 2 and 8 at a time, against the same weights in this process, or against a plain
-server (plain=URL, top_k <= 64). Writes OUT/certificate.json.
-
-    python scripts/certify.py url=http://127.0.0.1:8080 quick=true
-
-asks a running server, of any model, in at most 1,200 tokens and two minutes: is its temperature
-honoured, are its answers the model's (by its own log-probabilities), do they depend on the batch?
-One line. Exit code 0: as asked. 1: not as asked. 3: undecided.
-
-Finished parts wait in OUT/unfinished: the same command again goes on, and an undecided one
-with more tokens takes what it has. The negative controls do not depend on the drafter: run
-them once (controls=run) and name that certificate for the next drafter of the same target and
-settings (controls=FOLDER).
+asks a running server instead, of any model and whatever drafts there, in at most 1,200 tokens and
+two minutes (tokens= and seconds= for more): is its temperature honoured, are its answers the
+model's (by its own log-probabilities), do they depend on the batch? One line. Exit code 0: as
+asked. 1: not as asked. 3: undecided.
 """
 
 from __future__ import annotations
@@ -50,21 +40,21 @@ from outrider.decode.target import Target
 from outrider.heads import head_folder, hub
 from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.drafters import drafter_folder, drafter_folders, resolve_drafter
-from outrider.heads.names import NONE, parse
+from outrider.heads.names import parse
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import Steps, by_name, columns
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
 from outrider.scripts.proofs import certificate
-from outrider.scripts.proofs.config import CertifyConfig, CertifyQuickConfig, CertifyServerConfig
+from outrider.scripts.proofs.config import HERE_ALONE, URL_ALONE, CertifyConfig
 from outrider.scripts.proofs.controls import certificates as controls
 from outrider.scripts.reports import certificate_page
-from outrider.scripts.serving import quick, server_certificate
-from outrider.scripts.serving.asking import Address, reached
-from outrider.scripts.serving.drafter_distributions import drafter_distributions
+from outrider.scripts.serving import quick
+from outrider.scripts.serving.asking import Address
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
-QUICK_CODES = {"passed": 0, "rejected": 1, "undecided": 3}
+URL_CODES = {"passed": 0, "rejected": 1, "undecided": 3}
+# a run goes on under other values of these
 LATER = (
     "target",
     "out",
@@ -74,30 +64,30 @@ LATER = (
     "alpha",
     "detect",
     "controls",
-)  # a run goes on under other values of these
+    "url",
+    *URL_ALONE,
+)
 
 
 @entry("certify", CertifyConfig)
-@resumable()
 def main(cfg: CertifyConfig) -> int:
-    """Load, run every layer, write, say the verdict. Exit codes: see the file's first lines."""
+    """Certify this engine, or check a server. Exit codes: see the file's first lines."""
+    if cfg.url:
+        return server_checked(cfg)
     out = Path(cfg.out)
-    with files.sole_folder(out):
+    with resumable(), files.sole_folder(out):
         return certified(cfg, out)
 
 
-def fitting(
-    cfg: CertifyConfig | CertifyServerConfig, known: list[Prompt], target: Target, room: int
-) -> list[list[int]]:
-    """Token ids of the first turns that leave `room` tokens of the target's context. Raises
-    UserError for none."""
+def fitting(cfg: CertifyConfig, known: list[Prompt], target: Target) -> list[list[int]]:
+    """Token ids of the first turns that leave room in the target's context. Raises UserError for
+    none."""
     found = [question_ids(target.tokenizer, p.turns[0]) for p in known]
-    found = [p for p in found if len(p) + room <= target.context_length]
+    found = [p for p in found if len(p) < target.context_length]
     if not found:
         raise UserError(
-            f"prompts: none of {cfg.prompts} leaves room for {room} tokens in the target's context "
-            f"of {target.context_length}; give shorter ones"
-            + (", or a smaller max_new_tokens" if room > 1 else "")
+            f"prompts: none of {cfg.prompts} leaves room in the target's context of "
+            f"{target.context_length}; give shorter ones"
         )
     return found
 
@@ -115,7 +105,7 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     cards = [read_card(folder) for folder in folders if folder is not None]
     if others := [other for card in cards if (other := trained_for(card, target))]:
         head["trained_for"] = ", ".join(others)
-    prompts = fitting(cfg, known, target, 1)
+    prompts = fitting(cfg, known, target)
     plan = cfg.plan()
     about = controls.identity(target, plan)
     origin: dict[str, Any] = (
@@ -210,75 +200,23 @@ def about_drafter(spec: str) -> dict[str, Any]:
     return {"name": spec, "files": found, **({"hub": known} if known else {})}
 
 
-@entry("certify_server", CertifyServerConfig)
-@resumable()
-def server(cfg: CertifyServerConfig) -> int:
-    """Ask, judge, write, say the verdict. Exit codes: see the file's first lines."""
-    out = Path(cfg.out)
-    with files.sole_folder(out):
-        known_prompts = load_prompts(Path(cfg.prompts))
-        address = Address(cfg.url, cfg.timeout, cfg.retries, max(cfg.at_a_time), cfg.key_env)
-        plain = None
-        if cfg.plain != "weights":
-            plain = Address(cfg.plain, cfg.timeout, cfg.retries, 1, cfg.key_env, "plain")
-        for server_of in (address, plain):
-            if server_of is not None:
-                reached(server_of)  # before a target is loaded for nothing
-        target = load_target(cfg.target, "float32", cfg.device)
-        cfg.sampling().check_vocab(target.vocab_size)
-        prompts = fitting(cfg, known_prompts, target, cfg.max_new_tokens)
-        known = cfg.drafter not in ("", NONE)
-        towards = drafter_distributions(cfg.drafter, target, cfg.sampling()) if known else None
-        settings = {
-            k: v for k, v in asdict(cfg).items() if k not in (*LATER, "members", "tie", "drafter")
-        }
-        content = {"prompts": files.sha256(Path(cfg.prompts))}
-        memo = Memo(out / "unfinished", settings | content)
-        start = datetime.now(UTC)
-        with Steps(*columns(44), quiet=cfg.quiet) as bar:
-            found = server_certificate.certified(
-                target, prompts, cfg.how(), address, plain, memo, by_name(bar), towards
-            )
-        paper = {
-            "format": 1,
-            **found,
-            "created": start.isoformat(timespec="seconds"),
-            "seconds": round((datetime.now(UTC) - start).total_seconds(), 1),
-            "resumed": memo.resumed,
-            "command": files.command(),
-            "target": _target(target, cfg.sampling()),
-            "settings": {k: v for k, v in asdict(cfg).items() if k != "target"},
-            "versions": files.environment(str(target.device)),
-        }
-        files.write_json(out / "certificate.json", paper)
-        if paper["verdict"] != "undecided":
-            memo.clear()
-        certificate_page.table(paper).show()
-        return CODES[paper["verdict"]]
-
-
-@entry("certify_quick", CertifyQuickConfig)
-def quickly(cfg: CertifyQuickConfig) -> int:
-    """Ask, judge, say the line. Exit codes: see the file's first lines."""
+def server_checked(cfg: CertifyConfig) -> int:
+    """Ask a server, judge, say the line: its exit code."""
     prompts = [prompt.turns[0] for prompt in load_prompts(Path(cfg.prompts))]
-    levels = max(cfg.at_a_time)
-    address = Address(cfg.url, min(cfg.timeout, cfg.seconds), cfg.retries, levels, cfg.key_env)
+    patience = min(cfg.timeout, cfg.seconds)
+    address = Address(cfg.url, patience, cfg.retries, max(cfg.at_a_time), cfg.key_env)
     with Steps(*columns(44), quiet=cfg.quiet) as bar:
-        found = quick.judged(cfg.plan(prompts, address), by_name(bar))
+        found = quick.judged(cfg.quick_plan(prompts, address), by_name(bar))
     print(found["line"])
     for note in found["notes"]:
         print(note, file=sys.stderr)
     if cfg.out:
-        about = {"format": 1, "command": files.command(), "settings": asdict(cfg)}
+        settings = {key: value for key, value in asdict(cfg).items() if key not in HERE_ALONE}
+        about = {"format": 2, "command": files.command(), "settings": settings}
         Path(cfg.out).mkdir(parents=True, exist_ok=True)
-        files.write_json(Path(cfg.out) / "quick.json", about | found)
-    return QUICK_CODES[found["verdict"]]
+        files.write_json(Path(cfg.out) / "certificate.json", about | found)
+    return URL_CODES[found["verdict"]]
 
 
 if __name__ == "__main__":
-    if "quick=true" in sys.argv[1:]:
-        quickly()
-    elif any(word.startswith("url=") for word in sys.argv[1:]):
-        server()
-    else:
-        main()
+    main()

@@ -70,15 +70,11 @@ KEYS = {
     "demo": "outrider.scripts.common.config:DemoConfig",
     "doctor": "outrider.scripts.machine.config:DoctorConfig",
     "first_gpu": "outrider.scripts.extra.config:FirstConfig",
-    "certify_server": "outrider.scripts.proofs.config:CertifyServerConfig",
-    "certify_quick": "outrider.scripts.proofs.config:CertifyQuickConfig",
     "dry_run": "outrider.scripts.extra.cluster.config:DryRunConfig",
 }
 # (verb, word) -> (file that speaks, its keys in KEYS, its YAML)
 HANDED_ON = {
     ("doctor", "first_gpu"): ("scripts/extra/first_gpu.py", "first_gpu", "first_gpu"),
-    ("certify", "quick"): ("scripts/certify.py", "certify_quick", "certify_quick"),
-    ("certify", "url"): ("scripts/certify.py", "certify_server", "certify_server"),
     ("validate", "dry_run"): ("scripts/extra/cluster/dry_run.py", "dry_run", "validate"),
     ("validate", ""): ("train/validate.py", "validate", "validate"),
     ("cache_features", ""): ("train/cache_features.py", "cache_features", "cache_features"),

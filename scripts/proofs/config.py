@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from annotated_types import Interval
+from annotated_types import Gt
 
 from outrider.conf.rules import (
     AboveZero,
@@ -17,37 +17,61 @@ from outrider.conf.rules import (
     Seed,
     ZeroOrMore,
 )
+from outrider.conf.typed import default
 from outrider.decode.models.config import TargetConfig
 from outrider.scripts.common.absent import no_drafters, no_prompts
-from outrider.scripts.common.sampling_keys import PenaltyKeys, SamplingKeys, Verify
+from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
 
 if TYPE_CHECKING:
     from outrider.scripts.proofs import certificate
-    from outrider.scripts.serving import server_certificate
     from outrider.scripts.serving.asking import Address
     from outrider.scripts.serving.quick import QuickPlan
+
+URL_TOKENS = 1200  # asked of a server by default
+ALPHA, URL_ALPHA = 1e-4, 1e-3
+HERE_ALONE = (
+    "drafter",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "guidance_scale",
+    "verify",
+    "max_new_tokens",
+    "batch_size",
+    "cases",
+    "greedy_prompts",
+    "greedy_tokens",
+    "most_tokens",
+    "controls",
+    "detect",
+)
+URL_ALONE = ("seconds", "at_a_time", "timeout", "retries", "key_env")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyConfig(PenaltyKeys):
-    """Keys of scripts/certify.py."""
+    """Keys of scripts/certify.py: with `url` a running server is asked, without it this engine
+    is certified."""
 
-    # folder for certificate.json and certificate.html
-    out: str
     # none, ngram, a run folder, a head folder or hub:OWNER/NAME[@REVISION]; FOLDER@chain and
     # FOLDER@tree choose the shape; @fixed behind a tree takes the most probable tokens where
     # T > 0, @adaptive behind any of them adapts the draft length
-    drafter: str
+    drafter: str = ""
+    # address of a running server to check instead, such as http://127.0.0.1:8080
+    url: str = ""
+    # folder for certificate.json and certificate.html; with url it may be left out
+    out: str = ""
     # the frozen model whose distribution is at stake
     target: TargetConfig = field(default_factory=TargetConfig)
-    # 0 = greedy: then the greedy layer decides alone
+    # 0 = greedy: then the greedy layer decides alone; a server is asked at 0.6 times it as well
     temperature: NotNegative = 1.0
     # classifier-free guidance, with the prompt's last token as unconditional prompt; 1 = off
     guidance_scale: AboveZero = 1.0
     # the rule under test: traversal or rejection
     verify: Verify = "traversal"
-    # emitted tokens of the sampling layer; more find smaller biases; null = as many as surely
-    # find a bias of `detect`, which is worked out before any of them is drawn
+    # sampled tokens; more find smaller biases; null = as many as surely find a bias of
+    # `detect`, of a server 1200
     tokens: OneOrMore | None = None
     # no more than so many where tokens is null
     most_tokens: OneOrMore = 50_000
@@ -55,7 +79,7 @@ class CertifyConfig(PenaltyKeys):
     max_new_tokens: OneOrMore = 64
     # prompts that are decoded together
     batch_size: OneOrMore = 16
-    # JSONL of prompts; their first turns are used
+    # JSONL of prompts; their first turns are used, of a server's the first eight
     prompts: str = "scripts/prompts/demo.jsonl"
     # toy worlds of the exact layer
     cases: OneOrMore = 300
@@ -66,11 +90,22 @@ class CertifyConfig(PenaltyKeys):
     # negative controls: run, none (the verdict is then undecided at best), or the folder of a
     # certificate of this target and these settings that ran them
     controls: NotEmpty = "run"
-    # false-alarm rate of the sampling layer, all its tests together (Bonferroni)
-    alpha: Inside = 1e-4
+    # false-alarm rate of all statistical tests together (Bonferroni); null = 1e-4, of a server
+    # 1e-3
+    alpha: Inside | None = None
     # mean total variation from which on a bias of every known family must be found: "lossless"
     # may leave less unseen
     detect: Inside = 0.1
+    # with url: most seconds for everything; a longer run has time for more tokens
+    seconds: Annotated[float, Gt(4)] = 120.0
+    # with url: numbers of requests that are asked together
+    at_a_time: AtATime = field(default_factory=lambda: [1, 8])
+    # with url: seconds for one answer
+    timeout: AboveZero = 60.0
+    # with url: tries after the first
+    retries: ZeroOrMore = 2
+    # with url: environment variable that holds the server's key; empty = none
+    key_env: str = ""
     # float32, bfloat16 or float16; rounding is smallest in float32
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     # cpu, cuda, cuda:1; null = the GPU when there is one
@@ -82,7 +117,25 @@ class CertifyConfig(PenaltyKeys):
 
     def absent(self) -> list[str]:
         """What is named and not there, as "key: value; fix"."""
-        return no_drafters([self.drafter]) + no_prompts(self.prompts)
+        return no_drafters(filter(None, [self.drafter])) + no_prompts(self.prompts)
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = super().validate()
+        usual = {key.name: default(key) for key in fields(self)}
+        alone, where = (HERE_ALONE, "with") if self.url else (URL_ALONE, "without")
+        for key in alone:
+            if getattr(self, key) != usual[key]:
+                found.append(f"{key}: says nothing {where} url; leave it out")
+        if self.url and not self.temperature:
+            found.append("temperature: 0 with url; draws are judged: set it above 0")
+        if not self.url:
+            found += [
+                f"{key}: is required; set {key}=..."
+                for key in ("drafter", "out")
+                if not getattr(self, key)
+            ]
+        return found
 
     def plan(self) -> certificate.CertificatePlan:
         """What the layers do."""
@@ -99,142 +152,15 @@ class CertifyConfig(PenaltyKeys):
             cases=self.cases,
             greedy_prompts=self.greedy_prompts,
             greedy_tokens=self.greedy_tokens,
-            alpha=self.alpha,
+            alpha=self.alpha or ALPHA,
             detect=self.detect,
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class CertifyServerConfig(SamplingKeys):
-    """Keys of scripts/certify.py url=..."""
-
-    # folder for certificate.json
-    out: str
-    # address of the server under test, such as http://127.0.0.1:8080
-    url: str
-    # weights: the distributions of the same weights in this process; else the address of a
-    # server of the same model without speculation
-    plain: str = "weights"
-    # the model that the server runs
-    target: TargetConfig = field(default_factory=TargetConfig)
-    # the drafter that the server runs, where it lies here (a run folder, a head folder, a
-    # smaller model): leans towards its distribution are looked for; empty = not known, none
-    # = it has none
-    drafter: str = ""
-    # what is asked of the server; 0 = greedy alone
-    temperature: NotNegative = 1.0
-    # sampled tokens, spread evenly over `at_a_time`; more find smaller biases
-    tokens: OneOrMore = 20000
-    # most tokens per answer
-    max_new_tokens: OneOrMore = 64
-    # numbers of requests that are asked together
-    at_a_time: AtATime = field(default_factory=lambda: [1, 2, 8])
-    # prompts that are answered greedily, at each of `at_a_time`
-    greedy_prompts: OneOrMore = 8
-    # JSONL of prompts; their first turns are used
-    prompts: str = "scripts/prompts/demo.jsonl"
-    # false-alarm rate of the sampling layer, all its tests together (Bonferroni)
-    alpha: Inside = 1e-3
-    # mean total variation from which on a bias of every known family must be found
-    detect: Inside = 0.1
-    # largest distance of a greedy token's logit to the best one that is a tie; 0 = measured
-    # (with plain=URL: 0.01)
-    tie: NotNegative = 0.0
-    # seconds for one answer
-    timeout: AboveZero = 120.0
-    # tries after the first
-    retries: ZeroOrMore = 4
-    # environment variable that holds the server's key; empty = none
-    key_env: str = ""
-    # random biases of each family that the power is measured on; 0 = 16
-    members: ZeroOrMore = 0
-    # cpu, cuda, cuda:1; null = the GPU when there is one
-    device: str | None = None
-    # addresses all random numbers
-    seed: Seed = 0
-    # no progress bar
-    quiet: bool = False
-
-    def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
-        return no_drafters(filter(None, [self.drafter])) + no_prompts(self.prompts)
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = super().validate()
-        if len(set(self.at_a_time)) != len(self.at_a_time):
-            found.append(f"at_a_time: {self.at_a_time} names one twice; name each once")
-        if self.plain == "weights" or not self.temperature:
-            return found
-        from outrider.scripts.serving.asking import MOST_TOP
-
-        if not 0 < self.top_k <= MOST_TOP:
-            found.append(
-                f"top_k: {self.top_k}; a plain server tells the {MOST_TOP} best of a "
-                "distribution only: set "
-                f"top_k to 1..{MOST_TOP}, or plain=weights"
-            )
-        return found
-
-    def how(self) -> server_certificate.How:
-        """What is asked of the server, and how it is judged."""
-        from outrider.scripts.serving import server_certificate
-
-        return server_certificate.How(
-            self.sampling(),
-            self.tokens,
-            self.max_new_tokens,
-            self.greedy_prompts,
-            tuple(self.at_a_time),
-            self.alpha,
-            self.detect,
-            self.tie,
-            self.seed,
-            self.members or None,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CertifyQuickConfig:
-    """Keys of scripts/certify.py url=... quick=true"""
-
-    # address of the server, such as http://127.0.0.1:8080
-    url: str
-    # true: this check; false, or left out: the certificate of a server
-    quick: bool = True
-    # what is asked of the server, and once more at 0.6 times that
-    temperature: AboveZero = 1.0
-    # most sampled tokens
-    tokens: Annotated[int, Interval(ge=1, le=1200)] = 1200
-    # most seconds for everything
-    seconds: Annotated[float, Interval(gt=4, le=120)] = 120.0
-    # numbers of requests that are asked together
-    at_a_time: AtATime = field(default_factory=lambda: [1, 8])
-    # JSONL of prompts; the first turns of the first eight are used
-    prompts: str = "scripts/prompts/demo.jsonl"
-    # folder for quick.json; empty = none is written
-    out: str = ""
-    # false-alarm rate of all tests together
-    alpha: Inside = 1e-3
-    # seconds for one answer
-    timeout: AboveZero = 60.0
-    # tries after the first
-    retries: ZeroOrMore = 2
-    # environment variable that holds the server's key; empty = none
-    key_env: str = ""
-    # addresses all random numbers
-    seed: Seed = 0
-    # no progress bar
-    quiet: bool = False
-
-    def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
-        return no_prompts(self.prompts)
-
-    def plan(self, prompts: list[str], address: Address) -> QuickPlan:
-        """What is asked and how it is judged."""
+    def quick_plan(self, prompts: list[str], address: Address) -> QuickPlan:
+        """What a server is asked and how it is judged."""
         from outrider.scripts.serving.quick import QuickPlan
 
         levels = tuple(sorted(set(self.at_a_time)))
-        sizes = (self.temperature, self.tokens, self.seconds, levels, self.alpha, self.seed)
-        return QuickPlan(address, prompts, *sizes)
+        tokens, alpha = self.tokens or URL_TOKENS, self.alpha or URL_ALPHA
+        how = (self.temperature, tokens, self.seconds, levels, alpha, self.seed)
+        return QuickPlan(address, prompts, *how)

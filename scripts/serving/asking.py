@@ -1,8 +1,8 @@
 """Asking a running server, whatever it is: llama.cpp's own API, SGLang's, vLLM's, or the bare
 OpenAI one with token ids.
 
-    async with Door(address) as door:
-        reply = await door.answer(ids, Ask(64, temperature=1.0, seed=3))
+    async with Endpoint(address) as door:
+        reply = await door.answer(ids, ServerRequest(64, temperature=1.0, seed=3))
         distributions = await door.distributions([*ids, *reply.tokens], len(ids), 64)
 
 Prompts go out as token ids, so that no tokenizer stands between. What comes back is checked
@@ -20,12 +20,10 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.scripts.serving import token_forms
-from outrider.scripts.serving.counters import read_counters
 from outrider.scripts.serving.token_forms import ServerRequest
 from outrider.scripts.synthesis.server import Again, AnswerRefused, GivenUp, OpenAIServer
 
 LLAMACPP, VLLM, SGLANG, OTHER = "llama.cpp", "vllm", "sglang", "other"
-MOST_TOP = 64  # tokens of a distribution that are asked of a plain server
 DRAFTED = ("draft_n", "draft_n_accepted")  # draft tokens of an answer, by llama.cpp
 SERVE = "serve with llama.cpp, vLLM or SGLang"
 CLOSE = 1e-4  # by which a setting may differ that went through float32
@@ -214,12 +212,6 @@ class Endpoint:
         body["return_token_ids"] = True
         return await self._post("/v1/completions", body, token_forms.read_prompt, about)
 
-    async def counters(self) -> dict[str, Any] | None:
-        """drafts, draft_tokens, accepted_tokens since the server's start, and
-        accepted_by_position; None where it does not tell."""
-        page = await self.metrics()
-        return None if page is None else read_counters(page)
-
     async def metrics(self) -> str | None:
         """Its Prometheus page; None where it has none, or one that cannot be read (`unread`)."""
         try:
@@ -265,7 +257,7 @@ def _llamacpp(ids: list[int], ask: ServerRequest) -> dict[str, Any]:
         "repeat_penalty": 1.0,
         "samplers": ["temperature", "top_k", "top_p", "min_p"],
         "return_tokens": True,
-        "cache_prompt": ask.keep,
+        "cache_prompt": False,
         "stream": False,
     }
 

@@ -80,7 +80,7 @@ class _Collected:
 
 
 def judged(plan: QuickPlan, on_progress: OnProgress) -> dict[str, Any]:
-    """Ask and judge: what quick.json holds.
+    """Ask and judge: what certificate.json holds.
 
     Raises UserError for a server that cannot be asked, or that tells no log-probabilities.
     """
@@ -247,11 +247,11 @@ def _tokens(server: Endpoint, reply: Reply, limit: int, collected: _Collected) -
 
 
 def _untested(collected: _Collected, about: dict[str, Any]) -> list[str]:
-    """What two minutes and a server's own words do not show."""
+    """What a short run and a server's own words do not show."""
     out = [
         f"tokens beyond the {BEST} likeliest of a place, but for how often they come under top_k",
         "weights, template and tokenizer: the server's own log-probabilities stand for the model",
-        "small biases: a bias of the size of certify's `detect` needs certify without quick",
+        "small biases: `tokens` and `seconds` set higher find smaller ones",
         "greedy answers (temperature=0), penalties, other truncations than top_k",
     ]
     if about["drafted"] is None:

@@ -26,9 +26,8 @@ NEUTRAL = {"top_k": 0, "min_p": 0.0, **PENALTIES}
 @dataclass(frozen=True)
 class ServerRequest:
     """One answer. limit: most tokens. temperature 0 = greedy; top_k 0 and top_p 1 = off.
-    keep: the server may keep the prompt and need not read it again. top: log-probabilities
-    that come with the answer, of a bare completions API alone. salt: the prompt shares
-    nothing with what vLLM has kept of prompts with another salt."""
+    top: log-probabilities that come with the answer, of a bare completions API alone. salt:
+    the prompt shares nothing with what vLLM has kept of prompts with another salt."""
 
     limit: int
     temperature: float = 0.0
@@ -36,7 +35,6 @@ class ServerRequest:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    keep: bool = False
     salt: str = ""
     top: int = 0
 

@@ -1,5 +1,5 @@
 """A server whose next token hangs on the last one alone, in the words of any engine: what
-`certify quick=true` asks of llama.cpp, vLLM, SGLang and of a bare server of the completions
+`certify url=...` asks of llama.cpp, vLLM, SGLang and of a bare server of the completions
 API.
 
     with spoken("sglang", draw) as url: ...

@@ -14,11 +14,9 @@ import pytest
 
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
-from outrider.scripts import certify, check
-from outrider.scripts.common.memo import Memo
-from outrider.scripts.serving.asking import Address, Endpoint, read_counters
-from outrider.scripts.serving.counters import rise
-from outrider.scripts.serving.sampled_answers import SampledResponse, SampleJob, ask_all
+from outrider.scripts import check
+from outrider.scripts.serving.asking import Address, Endpoint
+from outrider.scripts.serving.counters import read_counters, rise
 from tests.helpers.odd_server import ENDLESS, odd, vllm
 
 LINE = "vllm:spec_decode_num_{}_total {}\n"
@@ -89,7 +87,7 @@ def test_an_endless_page_is_left_after_a_while() -> None:
         assert server.sent < 64 << 20
 
 
-# --- certify and check against such servers
+# --- check against such servers
 
 
 @pytest.fixture(scope="module")
@@ -97,61 +95,10 @@ def target() -> Any:
     return load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
 
 
-def requested(target: Any, memo: Memo, metrics: Callable[[], str]) -> SampledResponse:
-    with odd(lambda body: vllm([5] * body["max_tokens"]), metrics=metrics) as server:
-        stops, vocab = frozenset(target.eos_ids), target.vocab_size
-        where = Address(server.url)
-        job = SampleJob(where, [[5, 6, 7]], Sampling(1.0), 40, 8, 1, (1, 2), vocab, stops, 0)
-        return ask_all(job, memo, lambda *_: None, lambda _: None)
-
-
 def turns(*pages: str) -> Callable[[], str]:
     """One page after another, the last one for ever."""
     left: Iterator[str] = itertools.chain(pages, itertools.repeat(pages[-1]))
     return lambda: next(left)
-
-
-def test_a_certificate_takes_no_draft_tokens_from_counters_that_fell(target: Any, tmp_path) -> None:
-    memo = Memo(tmp_path / "parts", {"a": 1})
-    fell = turns(counted(9, 40, 20), counted(5, 20, 10))
-    found = requested(target, memo, fell)
-    assert found.drafted is None and "draft_tokens fell from 40 to 20" in found.doubt
-    again = requested(target, memo, turns(counted(5, 20, 10)))  # the same command goes on
-    assert again.drafted is None and again.doubt == found.doubt
-
-
-@pytest.mark.parametrize("bad", [page(drafts=3), ENDLESS])
-def test_a_certificate_bears_counters_that_are_there_in_part(
-    target: Any, tmp_path: Path, bad: str
-) -> None:
-    found = requested(target, Memo(tmp_path / "parts", {"a": 1}), lambda: bad)
-    assert found.drafted is None
-    message = found.doubt if bad is not ENDLESS else " ".join(found.notes)
-    assert ("lack draft_tokens" if bad is not ENDLESS else "an endless answer") in message
-
-
-def test_a_doubt_is_no_verdict(target: Any, tmp_path: Path, capsys) -> None:
-    """A greedy server that is right, but for its counters."""
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text('{"prompt": "go"}\n')
-    best = greedy_of(target)
-    shape = [f"target.{k}={v}" for k, v in SHAPE.items()]
-    fell = turns(counted(9, 40, 20), counted(5, 20, 10))
-    with odd(best, metrics=fell) as server, pytest.raises(SystemExit) as stop:
-        certify.server(
-            [
-                "target=tiny",
-                *shape,
-                f"url={server.url}",
-                f"out={tmp_path / 'out'}",
-                f"prompts={prompts}",
-                *("temperature=0", "greedy_prompts=1", "max_new_tokens=8"),
-                *("quiet=true", "device=cpu"),
-            ]
-        )
-    paper = json.loads((tmp_path / "out/certificate.json").read_text())
-    assert stop.value.code == 3 and paper["verdict"] == "undecided"
-    assert paper["server"]["drafted"] is None and "fell from 40 to 20" in paper["reasons"][-1]
 
 
 def greedy_of(target: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:

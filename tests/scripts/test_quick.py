@@ -1,4 +1,4 @@
-"""The statistics of `certify url=... quick=true`: exact bets, sound answers that pass, wrong
+"""The statistics of `certify url=...`: exact bets, sound answers that pass, wrong
 ones that are named."""
 
 from __future__ import annotations

@@ -460,7 +460,7 @@ def test_a_drafter_that_fails_costs_a_request_its_draft_alone(target: Target) ->
 
 
 def test_metrics_speak_vllm(running: Running, client: openai.OpenAI) -> None:
-    from outrider.scripts.serving.asking import read_counters
+    from outrider.scripts.serving.counters import read_counters
 
     def page() -> str:
         return httpx.get(f"{running.url}/metrics").text
