@@ -22,7 +22,7 @@ asked. 1: not as asked. 3: undecided.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,14 @@ from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import Steps, by_name, columns
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
-from outrider.scripts.proofs import certificate
+from outrider.scripts.proofs import certificate, controls
 from outrider.scripts.proofs.config import HERE_ALONE, URL_ALONE, CertifyConfig
-from outrider.scripts.proofs.controls import certificates as controls
 from outrider.scripts.reports import certificate_page
 from outrider.scripts.serving import quick
 from outrider.scripts.serving.asking import Address
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
+TESTED = ("decode", "heads", "scripts/proofs")  # whose code a certificate is about
 URL_CODES = {"passed": 0, "rejected": 1, "undecided": 3}
 # a run goes on under other values of these
 LATER = (
@@ -60,10 +60,8 @@ LATER = (
     "out",
     "quiet",
     "tokens",
-    "most_tokens",
     "alpha",
     "detect",
-    "controls",
     "url",
     *URL_ALONE,
 )
@@ -93,7 +91,7 @@ def fitting(cfg: CertifyConfig, known: list[Prompt], target: Target) -> list[lis
 
 
 def certified(cfg: CertifyConfig, out: Path) -> int:
-    """The run behind `main`: its exit code."""
+    """Run every layer, write, say the verdict: the exit code."""
     known = load_prompts(Path(cfg.prompts))
     head = about_drafter(cfg.drafter)
     target = load_target(cfg.target, cfg.dtype, cfg.device)
@@ -106,43 +104,39 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     if others := [other for card in cards if (other := trained_for(card, target))]:
         head["trained_for"] = ", ".join(others)
     prompts = fitting(cfg, known, target)
-    plan = cfg.plan()
-    about = controls.identity(target, plan)
-    origin: dict[str, Any] = (
-        {"from": "this run", "identity": about} if cfg.controls == "run" else {"from": "none"}
-    )
-    borrowed: list[dict[str, Any]] = []
-    if cfg.controls not in ("run", "none"):
-        borrowed, origin = controls.borrow(cfg.controls, about)
+    about, plan = _target(target, cfg.sampling()), cfg.plan()
     settings = {k: v for k, v in asdict(cfg).items() if k not in LATER}
-    content = {"target": about, "drafter": head, "prompts": files.sha256(Path(cfg.prompts))}
+    content = {
+        "target": about,
+        "drafter": head,
+        "prompts": files.sha256(Path(cfg.prompts)),
+        "code": files.code_sha256(TESTED, files.ROOT),
+    }
     memo = Memo(out / "unfinished", settings | content)
     start = datetime.now(UTC)
     with Steps(*columns(44), quiet=cfg.quiet) as bar:
         if memo.resumed:
             bar.console.print(f"going on with {out / 'unfinished'}", highlight=False)
         world = certificate.open_world(target, prompts, plan, by_name(bar), memo)
-        world = _sized(cfg, world, bar)
-        found = certificate.layers(world, drafter)
-        negative = controls.counted(borrowed, world.plan)
-        if cfg.controls == "run":
-            negative = controls.run(world)
-    verdict, reasons = certificate.verdict(found.layers, negative, found.power, cfg.detect)
+        layers = certificate.layers(world, drafter)
+        negative = controls.run(world)
+    bound = certificate.bound(layers, plan.alpha, cfg.detect)
+    drafts = drafter.max_depth > 0
+    verdict, reasons = certificate.verdict(layers, negative, bound, drafts)
     paper = {
-        "format": 3,
+        "format": 4,
         "verdict": verdict,
         "reasons": reasons,
         "created": start.isoformat(timespec="seconds"),
         "seconds": round((datetime.now(UTC) - start).total_seconds(), 1),
         "resumed": memo.resumed,
         "command": files.command(),
-        "layers": found.layers,
+        "layers": layers,
         "negative_controls": negative,
-        "controls": origin,
-        "power": found.power,
-        "identities": {"target": _target(target, cfg.sampling()), "drafter": head},
+        "bound": bound,
+        "identities": {"target": about, "drafter": head},
         "shape": {"kind": drafter.shape, "depth": drafter.max_depth, "nodes": drafter.max_nodes},
-        "settings": {k: v for k, v in asdict(cfg).items() if k != "target"},
+        "settings": {k: v for k, v in asdict(cfg).items() if k not in ("target", *URL_ALONE)},
         "versions": files.environment(str(target.device)),
     }
     files.write_text(out / "certificate.html", certificate_page.page(paper))
@@ -152,22 +146,6 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     certificate_page.table(paper).show()
     print(f"{out / 'certificate.html'} ({paper['seconds']:.0f} s)")
     return CODES[verdict]
-
-
-def _sized(cfg: CertifyConfig, world: certificate.World, bar: Steps) -> certificate.World:
-    """With the number of tokens in its plan, which is said with the reason and the time."""
-    if cfg.tokens is not None or world.plan.sampling.greedy:
-        return world
-    size = certificate.sized(world, cfg.most_tokens)
-    requested = f"a bias of detect={cfg.detect:g} (total variation)"
-    why = f"so many surely find {requested}"
-    if not size.reached:
-        why = f"too few to surely find {requested}: undecided; set most_tokens or detect higher"
-    minutes = size.tokens * size.seconds / 60
-    more = ", its negative controls up to three times as long" if cfg.controls == "run" else ""
-    message = f"{size.tokens:,} tokens: {why}; the sample takes about {minutes:.1f} minutes{more}"
-    bar.console.print(message, highlight=False)
-    return replace(world, plan=replace(world.plan, tokens=size.tokens))
 
 
 def _target(target: Target, sampling: Sampling) -> dict[str, Any]:

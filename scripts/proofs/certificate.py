@@ -2,25 +2,24 @@
 to.
 
 exact       every branch of the verification rule on random toy worlds, half of them under the
-            user's own sampling settings, on worlds at the edges of float32 at the user's
-            temperature, and of the whole decode loop on a toy model
+            user's own sampling settings, and of the whole decode loop on a toy model
 greedy      token equality with Hugging Face `generate` at T = 0 on the user's target and
             drafter, and every token against the very logits it was verified with
 sampling    every emitted token placed in the distribution of the logits it was verified with
 (T > 0)
 passes      these distributions against those of plain decoding
-controls    known wrong code through the same layers: each must fail (controls/certificates.py)
+controls    wrong code through the same layers: each must be rejected (controls.py)
 
-"not lossless" when a layer fails; "undecided" when none does but a control got through or none
-was run, or the sample could have missed a bias above `detect` of some family, or hardly met a
-draft; "lossless" otherwise.
+"not lossless" when a layer fails; "undecided" when none does but a control got through, or the
+sample could have missed a shift of `detect` (detection.py), or hardly met a draft; "lossless"
+otherwise.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,9 @@ from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import OnProgress, named
-from outrider.scripts.proofs import passes, power, size, uniformity
-from outrider.scripts.proofs.controls.catalogue import rule_named
-from outrider.scripts.proofs.directions import Bank
+from outrider.scripts.proofs import detection, passes, uniformity
 from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
 from outrider.scripts.proofs.enumerator import SCHEMES, Case, enumerate_case
-from outrider.scripts.proofs.extremes import Extreme
 from outrider.scripts.proofs.greedy import (
     Greedy,
     GreedyReading,
@@ -48,12 +44,10 @@ from outrider.scripts.proofs.greedy import (
     greedy_of,
     reference_tokens,
 )
-from outrider.scripts.proofs.sampled import Sample, Setting, sampling_layer, texts_of
+from outrider.scripts.proofs.recorder import rule_of
+from outrider.scripts.proofs.sampled import MOST_TESTS, Sample, Setting, sampling_layer
 
 CASE_LIMIT, LOOP_LIMIT = 1e-12, 1e-9
-# Logits and draft distributions of the worlds at the edges are float32: each softmax rounds
-# by 6e-8 of a probability, eight tokens or levels at most.
-EDGE_LIMIT = 1e-6
 SAFETY = 4  # rounding is measured on a few prompts only
 FEWEST_DRAFTS = 100  # cycles with a draft below which a sample says little about a drafter
 
@@ -66,7 +60,6 @@ class CertificatePlan(Setting):
     greedy_prompts: int
     greedy_tokens: int
     alpha: float
-    detect: float
 
     def reading(self, tie: float) -> GreedyReading:
         """The greedy layer's. tie: see World."""
@@ -93,14 +86,6 @@ class World:
     theirs: list[list[int]]
 
 
-@dataclass
-class Findings:
-    """What was found, as certificate.json holds it."""
-
-    layers: list[dict[str, Any]] = field(default_factory=list)
-    power: dict[str, Any] = field(default_factory=dict)
-
-
 def open_world(
     target: Target,
     prompts: Sequence[Sequence[int]],
@@ -121,113 +106,68 @@ def open_world(
     return World(target, plain, plan, memo, on_progress, prompts, chosen, noise, tie, theirs)
 
 
-def layers(world: World, drafter: Drafter) -> Findings:
-    """The layers of this drafter and these settings."""
-    plain, target, chosen, prompts = world.plain, world.target, world.chosen, world.prompts
-    plan, memo, on_progress = world.plan, world.memo, world.on_progress
-    found = Findings([memo.once("exact", lambda: exact_layer(plan, on_progress))])
-    how, written = plan.reading(world.tie), named(on_progress, "greedy")
-    greedy = greedy_layer(plain, target, drafter, chosen, how, world.theirs, written, memo)
-    found.layers.append(_greedy_json(greedy, world.noise["gap"], world.tie))
+def layers(world: World, drafter: Drafter) -> list[dict[str, Any]]:
+    """The layers of this drafter and these settings, as certificate.json holds them."""
+    plain, target, plan, memo = world.plain, world.target, world.plan, world.memo
+    found = [memo.once("exact", lambda: exact_layer(plan, world.on_progress))]
+    how, written = plan.reading(world.tie), named(world.on_progress, "greedy")
+    greedy = greedy_layer(plain, target, drafter, world.chosen, how, world.theirs, written, memo)
+    found.append(_greedy_json(greedy, world.noise["gap"], world.tie))
     if plan.sampling.greedy:
-        why = "T = 0 has no distribution to sample"
-        found.power = {"tokens": 0, "alpha": plan.alpha, "min_detectable": None, "reason": why}
         return found
-    drawn = named(on_progress, "sampling")
-    own = sampling_layer(plain, target, drafter, prompts, plan, None, drawn, memo)
-    layer = sampling_json(own, plan.alpha)
-    texts = texts_of(memo.lines("sampling")[:1], prompts)
-    found.layers += [layer, passes_layer(world, own, texts)]
-    name = f"power-{len(own.u)}-{plan.alpha}-{plan.detect}"
-    count = len(layer["tests"])
-    found.power = {
-        "tokens": len(own.u),
-        "alpha": plan.alpha,
-        "detect": plan.detect,
-        "cycles_with_a_draft": own.proposals if drafter.max_depth else None,
-        **memo.once(name, lambda: power_of(world, len(own.u), count)),
-    }
-    return found
+    drawn = named(world.on_progress, "sampling")
+    own = sampling_layer(plain, target, drafter, world.prompts, plan, None, drawn, memo)
+    return [*found, sampling_json(own, plan.alpha), passes_layer(world, own)]
 
 
-Texts = list[tuple[list[int], int]]  # ids, and where the answer begins
-
-
-def passes_layer(world: World, own: Sample, texts: Texts) -> dict[str, Any]:
+def passes_layer(world: World, own: Sample) -> dict[str, Any]:
     """The verifier's distributions beside those of plain decoding, by place in the cycle."""
-    some, how = texts[: passes.TEXTS], (world.plan.sampling, world.plan.guidance)
+    some, how = own.texts[: passes.TEXTS], (world.plan.sampling, world.plan.guidance)
     plainly = world.memo.once("plainly", lambda: passes.yardstick(world.plain, some, *how))
     first = np.r_[True, own.sequence[1:] != own.sequence[:-1]]
     return passes.passes_json(own.depth, first, own.passes, plainly)
 
 
-def pilot_of(world: World) -> size.Pilot:
-    """Plain answers to the prompts, apart from the sample."""
-    return size.Pilot.drawn(world.plain, world.prompts, world.plan, world.memo)
-
-
-def sized(world: World, most: int) -> size.SampleSize:
-    """How many tokens the sampling layer takes to find a bias of `plan.detect`, `most` at
-    most; known before the first one is drawn."""
-    plan = world.plan
-    world.on_progress(0, 1, "how many tokens")
-
-    def made() -> dict[str, Any]:
-        pilot = pilot_of(world)
-        wanted = plan.alpha, plan.detect, most
-        return dataclasses.asdict(size.sized(pilot, world.plain, plan, *wanted))
-
-    found = size.SampleSize(**world.memo.once(f"size-{plan.alpha}-{plan.detect}-{most}", made))
-    world.on_progress(1, 1, "how many tokens")
-    return found
-
-
-def power_of(world: World, tokens: int, tests: int) -> dict[str, Any]:
-    """What a run of this length finds among the distributions of the pilot."""
-    plan = world.plan
-    world.on_progress(0, 1, "power")
-    answers = pilot_of(world).answers(world.plain, plan)
-    bank = Bank(world.target.vocab_size, plan.seed, world.target.device)
-    known = power.Power(answers, bank, tokens, plan.alpha, tests)
-    found = power.measure(known, plan.detect, plan.seed)
-    world.on_progress(1, 1, "power")
-    return found
+def bound(layers: Sequence[dict[str, Any]], alpha: float, detect: float) -> dict[str, Any]:
+    """What the sample is sure to see, and whether that is enough: all of `detect` and beyond.
+    tokens 0 where none was drawn."""
+    own = next((layer for layer in layers if layer["name"] == "sampling"), None)
+    if own is None:
+        said = "T = 0 has no distribution to sample"
+        return {"tokens": 0, "shift": None, "enough": True, "said": said}
+    shift = detection.detectable(own["tokens"], alpha, MOST_TESTS)
+    return {
+        "tokens": own["tokens"],
+        "alpha": alpha,
+        "probability": detection.SURE,
+        "shift": shift,
+        "enough": detection.seen(own["tokens"], detect, alpha, MOST_TESTS) >= detection.SURE,
+        "said": detection.said(own["tokens"], shift),
+    }
 
 
 def verdict(
     layers: Sequence[dict[str, Any]],
     negative: Sequence[dict[str, Any]],
-    power: dict[str, Any],
-    detect: float,
+    known: dict[str, Any],
+    drafts: bool = True,
 ) -> tuple[str, list[str]]:
-    """The three-valued verdict and its reasons, from what certificate.json holds."""
+    """The three-valued verdict and its reasons, from what certificate.json holds. known: `bound`.
+    drafts: the drafter drafts at all."""
     failed = [f"layer {layer['name']}: {layer['why']}" for layer in layers if not layer["passed"]]
     if failed:
         return "not lossless", failed
     missed = [c for c in negative if not c["rejected"]]
     open_points = [f"control not rejected by layer {c['layer']}: {c['name']}" for c in missed]
-    if not negative:
-        open_points.append(
-            "no negative control was run, so nothing shows that the layers see anything; set "
-            "controls=run, or controls=FOLDER of a certificate that ran them"
-        )
-    least = power.get("min_detectable")
-    if power.get("tokens") and (least is None or not least <= detect):
-        words = "are too few to find a bias of any size"
-        if least is not None:
-            words = f"could miss a bias of {least:.3f} (total variation), more than detect={detect}"
-        open_points.append(f"{power['tokens']} tokens {words}; set tokens higher")
-    for name in power.get("blind", ()) if power.get("tokens") else ():
-        open_points.append(
-            f"a bias of {detect:g} {name!r} is found with probability "
-            f"{power['families'][name]['at_detect']:.2f} only; set tokens higher"
-        )
-    drafts = power.get("cycles_with_a_draft")
-    if drafts is not None and drafts < FEWEST_DRAFTS:
-        open_points.append(
-            f"the drafter proposed something in {drafts} cycles only, fewer than {FEWEST_DRAFTS}; "
-            "set tokens higher, or take prompts that it has something to say about"
-        )
+    if not known["enough"]:
+        open_points.append(f"{known['tokens']} tokens are too few for `detect`; set tokens higher")
+    for layer in layers if drafts else ():
+        if layer.get("cycles_with_a_draft", FEWEST_DRAFTS) < FEWEST_DRAFTS:
+            open_points.append(
+                f"the drafter proposed something in {layer['cycles_with_a_draft']} cycles only, "
+                f"fewer than {FEWEST_DRAFTS}; set tokens higher, or take prompts that it has "
+                "something to say about"
+            )
     return ("undecided", open_points) if open_points else ("lossless", [])
 
 
@@ -235,10 +175,10 @@ def verdict(
 
 
 def exact_layer(plan: CertificatePlan, on_progress: OnProgress) -> dict[str, Any]:
-    """Random toy worlds, half of them under the user's sampling settings, worlds at the edges
-    of float32 at the user's temperature, and the whole loop on toy models.
+    """Random toy worlds, half of them under the user's sampling settings, and the whole loop on
+    toy models.
     """
-    rule, generator = rule_named(plan.verify), torch.Generator().manual_seed(plan.seed)
+    rule, generator = rule_of(plan.verify), torch.Generator().manual_seed(plan.seed)
     worst, leaves = 0.0, 0
     for i in range(plan.cases):
         case = Case.random(generator)
@@ -246,24 +186,20 @@ def exact_layer(plan: CertificatePlan, on_progress: OnProgress) -> dict[str, Any
             case = dataclasses.replace(case, sampling=_toy_settings(plan.sampling, case.vocab))
         outcome = enumerate_case(case, rule)
         worst, leaves = max(worst, outcome.error), leaves + outcome.leaves
-        on_progress(i + 1, 2 * plan.cases, "exact")
-    edges, edge, edge_leaves = _edges(plan, on_progress)
+        on_progress(i + 1, plan.cases, "exact")
     loop = max(_loop_errors(plan))
-    passed = worst <= CASE_LIMIT and edge <= EDGE_LIMIT and loop <= LOOP_LIMIT
+    passed = worst <= CASE_LIMIT and loop <= LOOP_LIMIT
     return {
         "name": "exact",
         "passed": passed,
         "cases": plan.cases,
-        "branches": leaves + edge_leaves,
+        "branches": leaves,
         "max_error": worst,
         "limit": CASE_LIMIT,
-        "edge_cases": edges,
-        "edge_max_error": edge,
-        "edge_limit": EDGE_LIMIT,
         "loop_max_error": loop,
         "loop_limit": LOOP_LIMIT,
         "verify": plan.verify,
-        "why": "" if passed else f"output distribution off by {max(worst, edge, loop):.3g}",
+        "why": "" if passed else f"output distribution off by {max(worst, loop):.3g}",
     }
 
 
@@ -280,22 +216,6 @@ def _loop_errors(plan: CertificatePlan) -> Iterator[float]:
             target, toy, [3, 1, 4], 3, how, plan.verify, shape, plan.guidance
         )
         yield distribution.error
-
-
-def _edges(plan: CertificatePlan, on_progress: OnProgress) -> tuple[int, float, int]:
-    """Worlds at the edges of float32 (extremes.py) at the run's own temperature: their number,
-    the largest error of any probability, and the branches walked. A greedy run has none.
-    """
-    if plan.sampling.greedy:
-        return 0, 0.0, 0
-    rule, generator = rule_named(plan.verify), torch.Generator().manual_seed(plan.seed)
-    worst, leaves, narrow = 0.0, 0, torch.float32
-    for i in range(plan.cases):
-        world = Extreme.random(generator, plan.sampling.temperature, narrow, narrow)
-        outcome = enumerate_case(world, rule)
-        worst, leaves = max(worst, outcome.error), leaves + outcome.leaves
-        on_progress(plan.cases + i + 1, 2 * plan.cases, "exact")
-    return plan.cases, worst, leaves
 
 
 def _toy_settings(s: Sampling, vocab: int) -> Sampling:
@@ -358,9 +278,4 @@ def sampling_json(sample: Sample, alpha: float) -> dict[str, Any]:
         "outside_the_law": sample.outside,
         "at_the_edge_within_rounding": sample.edge,
         "expected_there": sample.edge_mass,
-        "repeats": sample.repeats.json(),
-        "histograms": {
-            k: np.histogram(v, uniformity.CELLS, (0, 1))[0].tolist()
-            for k, v in sample.strata().items()
-        },
     }

@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Gt
 
-from outrider.conf.rules import (
-    AboveZero,
-    AtATime,
-    Inside,
-    NotEmpty,
-    NotNegative,
-    OneOrMore,
-    Seed,
-    ZeroOrMore,
-)
+from outrider.conf.rules import AboveZero, AtATime, Inside, NotNegative, OneOrMore, Seed, ZeroOrMore
 from outrider.conf.typed import default
 from outrider.decode.models.config import TargetConfig
 from outrider.scripts.common.absent import no_drafters, no_prompts
@@ -42,8 +33,6 @@ HERE_ALONE = (
     "cases",
     "greedy_prompts",
     "greedy_tokens",
-    "most_tokens",
-    "controls",
     "detect",
 )
 URL_ALONE = ("seconds", "at_a_time", "timeout", "retries", "key_env")
@@ -70,11 +59,9 @@ class CertifyConfig(PenaltyKeys):
     guidance_scale: AboveZero = 1.0
     # the rule under test: traversal or rejection
     verify: Verify = "traversal"
-    # sampled tokens; more find smaller biases; null = as many as surely find a bias of
-    # `detect`, of a server 1200
+    # sampled tokens; more find smaller biases; null = as many as find a shift of `detect`, of a
+    # server 1200
     tokens: OneOrMore | None = None
-    # no more than so many where tokens is null
-    most_tokens: OneOrMore = 50_000
     # most tokens per answer in the sampling layer
     max_new_tokens: OneOrMore = 64
     # prompts that are decoded together
@@ -87,15 +74,12 @@ class CertifyConfig(PenaltyKeys):
     greedy_prompts: OneOrMore = 16
     # tokens per prompt in the greedy layer
     greedy_tokens: OneOrMore = 64
-    # negative controls: run, none (the verdict is then undecided at best), or the folder of a
-    # certificate of this target and these settings that ran them
-    controls: NotEmpty = "run"
     # false-alarm rate of all statistical tests together (Bonferroni); null = 1e-4, of a server
     # 1e-3
     alpha: Inside | None = None
-    # mean total variation from which on a bias of every known family must be found: "lossless"
-    # may leave less unseen
-    detect: Inside = 0.1
+    # total variation from which on a shift must be seen with probability 0.95: "lossless" may
+    # leave less unseen
+    detect: Inside = 0.05
     # with url: most seconds for everything; a longer run has time for more tokens
     seconds: Annotated[float, Gt(4)] = 120.0
     # with url: numbers of requests that are asked together
@@ -139,11 +123,12 @@ class CertifyConfig(PenaltyKeys):
 
     def plan(self) -> certificate.CertificatePlan:
         """What the layers do."""
-        from outrider.scripts.proofs import certificate
+        from outrider.scripts.proofs import certificate, detection, sampled
 
+        alpha = self.alpha or ALPHA
         return certificate.CertificatePlan(
             self.sampling(),
-            self.tokens or self.most_tokens,
+            self.tokens or detection.tokens_for(self.detect, alpha, sampled.MOST_TESTS),
             self.max_new_tokens,
             self.batch_size,
             self.seed,
@@ -152,8 +137,7 @@ class CertifyConfig(PenaltyKeys):
             cases=self.cases,
             greedy_prompts=self.greedy_prompts,
             greedy_tokens=self.greedy_tokens,
-            alpha=self.alpha or ALPHA,
-            detect=self.detect,
+            alpha=alpha,
         )
 
     def quick_plan(self, prompts: list[str], address: Address) -> QuickPlan:

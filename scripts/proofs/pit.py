@@ -33,15 +33,14 @@ class TokenPlaces:
     """Where tokens stand in their distributions, ordered by probability (descending, ties by
     token id).
 
-    below: mass of the tokens before them; mass: their own; top: largest mass of the
-    distribution; all [R] float64. outside: [R] bool, own mass 0. edge: [R] bool, inside only
-    because the edge of a truncation gave way by float32's tolerance; edge mass: [R] float64,
-    the mass that the distribution gains there. distribution: [R, V] float64.
+    below: mass of the tokens before them; mass: their own; both [R] float64. outside: [R] bool,
+    own mass 0. edge: [R] bool, inside only because the edge of a truncation gave way by float32's
+    tolerance; edge mass: [R] float64, the mass that the distribution gains there. distribution:
+    [R, V] float64.
     """
 
     below: np.ndarray
     mass: np.ndarray
-    top: np.ndarray
     outside: np.ndarray
     edge: np.ndarray
     edge_mass: np.ndarray
@@ -72,11 +71,9 @@ def places(
     ids = torch.arange(scores.shape[1], device=scores.device)
     before = (scores > own) | ((scores == own) & (ids < tokens[:, None]))
     mass = distribution.gather(1, tokens[:, None])[:, 0]
-    below, top = (distribution * before).sum(-1), distribution.amax(-1)
-    a, b, c, d, e, f = (
-        x.cpu().numpy() for x in (below, mass, top, mass == 0, edge[:, 0], edge_mass)
-    )
-    return TokenPlaces(a, b, c, d, e, f, distribution)
+    below = (distribution * before).sum(-1)
+    a, b, c, d, e = (x.cpu().numpy() for x in (below, mass, mass == 0, edge[:, 0], edge_mass))
+    return TokenPlaces(a, b, c, d, e, distribution)
 
 
 def distribution_of(

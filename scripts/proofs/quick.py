@@ -19,13 +19,20 @@ from typing import Any
 import numpy as np
 
 from outrider.scripts.proofs.likeliest import ROUNDED, JudgedAnswer, Places, places
-from outrider.scripts.proofs.repeats import Repeats
 from outrider.scripts.proofs.suspicions import BEYOND, SUSPICIONS, bets, beyond_bets
 from outrider.scripts.proofs.temperature import exponent, moments, powered
-from outrider.scripts.proofs.uniformity import SMALLEST, Test, independence, overall, uniformity
+from outrider.scripts.proofs.uniformity import (
+    SMALLEST,
+    Test,
+    independence,
+    overall,
+    poisson,
+    uniformity,
+)
 
 ALPHA = 1e-3
 FEWEST = 400  # judged tokens below which nothing is decided in favour of a server
+EQUAL, AGAIN = 8, "tokens in common with an earlier answer"
 WIDEST = 1.0  # so is nothing where a temperature off by more than this share might pass
 
 
@@ -78,16 +85,20 @@ def uniform_tests(known: Places, masks: dict[str, np.ndarray], seed: int) -> lis
     return out
 
 
-def repeats(answers: Sequence[JudgedAnswer], best: int) -> Repeats:
-    """Answers that follow an earlier one to their prompt. A token beyond the likeliest ones
-    ends what can be compared: it stakes nothing."""
-    found = Repeats()
+def repeats(answers: Sequence[JudgedAnswer], best: int) -> list[Test]:
+    """Answers that begin as an earlier one to their prompt does, beside how many should: two free
+    ones part soon, those of a cache that is read whatever the seed do not."""
+    starts: dict[tuple[Any, ...], dict[tuple[int, ...], float]] = {}
+    again, expected = 0, 0.0
     for answer in answers:
         known = places([answer], best)
-        mass = np.full(len(answer.tokens), np.inf)
-        mass[known.where[:, 1]] = np.exp(known.log_prob)
-        found.add([*answer.prompt, -1, int(answer.temperature * 1e6)], answer.tokens, mass.tolist())
-    return found
+        if known.where[:EQUAL, 1].tolist() != list(range(EQUAL)):
+            continue  # shorter, or a token beyond the likeliest: nothing is known of it
+        earlier = starts.setdefault((tuple(answer.prompt), answer.temperature), {})
+        again += (start := tuple(answer.tokens[:EQUAL])) in earlier
+        expected += sum(earlier.values())
+        earlier[start] = math.exp(known.log_prob[:EQUAL].sum())
+    return [Test(AGAIN, "answers to one prompt", len(answers), again, poisson(again, expected))]
 
 
 def _levels(known: Places) -> dict[str, np.ndarray]:
@@ -103,7 +114,7 @@ def tests(answers: Sequence[JudgedAnswer], known: Places, best: int, seed: int) 
         + beyond_bets(known.beyond, known.most, _levels(known))
         + uniform_tests(known, masks, seed)
     )
-    return sorted(out + repeats(answers, best).tests(), key=lambda test: test.p)
+    return sorted(out + repeats(answers, best), key=lambda test: test.p)
 
 
 def together(found: Sequence[Test]) -> float:
@@ -251,7 +262,7 @@ def _why(known: Places, worst: Test, heats: Sequence[Measured], alpha: float, se
             f"{h.requested:g}, answers are like those of {h.likely:.2g}" for h in heats
         )
         return f"the temperature is not honoured: asked {some}"
-    if worst.stratum == "answers to one prompt":
+    if worst.name == AGAIN:
         return f"answers repeat earlier ones whatever the seed: p = {worst.p:.2g}"
     how = f"{worst.name}, {worst.stratum}, p = {worst.p:.2g}"
     return f"another distribution than the model's: {how}"

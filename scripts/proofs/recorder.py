@@ -29,17 +29,13 @@ from outrider.decode.verify import verify as run_verify
 
 @dataclass
 class Call:
-    """One verification. requests: ids of its rows; last: their last committed tokens before it
-    (-1: the prefill's);
-    tokens: committed by it, per row; start: where each row's tokens begin among the K; kept:
-    see Recorder; moved: its rows are not those of the verification before it."""
+    """One verification. requests: ids of its rows; tokens: committed by it, per row; start:
+    where each row's tokens begin among the K; kept: see Recorder."""
 
     requests: list[int]
-    last: list[int]
     tokens: list[list[int]]
     start: list[int]
     kept: Any
-    moved: bool = False
 
 
 @dataclass
@@ -60,6 +56,11 @@ class Emitted:
         return self.call.start[self.row] + self.place
 
 
+def rule_of(name: str | Rule) -> Rule:
+    """A rule of decode.verify by its name; a rule stays what it is."""
+    return name if callable(name) else functools.partial(run_verify, rule=name)
+
+
 Keep = Callable[[Tensor, Tensor, list[list[int]]], Any]
 
 
@@ -74,12 +75,10 @@ class Recorder:
     def __init__(
         self, rule: str | Rule, requests: Sequence[Request], keep: Keep | None = None
     ) -> None:
-        self.rule: Rule = rule if callable(rule) else functools.partial(run_verify, rule=rule)
+        self.rule = rule_of(rule)
         self.keep, self.calls = keep, list[Call]()
         self.texts = {r.id: list(r.prompt) for r in requests}
-        self.begun: set[int] = set()
         self.requested: list[int] = []
-        self.rows: list[int] = []
 
     def coins(self, seed: int, requests: Tensor, cycles: Tensor) -> Rng:
         """The random numbers of the next verification, which tell whose rows they are."""
@@ -91,8 +90,7 @@ class Recorder:
         verdict = self.rule(tree, distribution, rng)
         rows: list[int] = []
         slots: list[int] = []
-        call = Call(self.requested, [], [], [], None, self.requested != self.rows)
-        self.rows = self.requested
+        call = Call(self.requested, [], [], None)
         histories: list[list[int]] = []
         drafted = tree.tokens.tolist()
         ends = zip(
@@ -100,7 +98,6 @@ class Recorder:
         )
         for b, (path, length, bonus) in enumerate(ends):
             text = self.texts[self.requested[b]]
-            call.last.append(text[-1] if self.requested[b] in self.begun else -1)
             call.start.append(len(rows))
             call.tokens.append([*(drafted[b][node] for node in path[:length]), bonus])
             for slot, token in zip(
@@ -111,7 +108,6 @@ class Recorder:
                 if self.keep is not None:
                     histories.append(list(text))
                 text.append(token)
-        self.begun.update(self.requested)
         logits = distribution.logits[rows, slots]
         tokens = torch.tensor([t for line in call.tokens for t in line], device=logits.device)
         call.kept = logits if self.keep is None else self.keep(logits, tokens, histories)

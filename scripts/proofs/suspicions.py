@@ -18,18 +18,13 @@ from outrider.scripts.proofs.likeliest import Places
 from outrider.scripts.proofs.temperature import moments, powered
 from outrider.scripts.proofs.uniformity import Test
 
-RECENT = 8  # tokens of the answer that a repeating decoder would take again
-
-
 # Of each suspicion: log r(x) / p(x) of every token [n], for every strength of it.
 
 
 def _mixed(known: Places, r: np.ndarray, shares: Sequence[float]) -> list[np.ndarray]:
-    """r: [n, K] probabilities that sum to 1; where they do not (a row without any), p."""
-    rows = np.arange(len(known.own))
-    p = np.exp(known.log_prob)
-    other = np.where(r.sum(1) > 0, r[rows, known.own], p)
-    return [np.log((1 - share) + share * other / p) for share in shares]
+    """r: [n, K] probabilities that sum to 1."""
+    other = r[np.arange(len(known.own)), known.own] / np.exp(known.log_prob)
+    return [np.log((1 - share) + share * other) for share in shares]
 
 
 def _within(known: Places, keep: np.ndarray) -> np.ndarray:
@@ -72,56 +67,12 @@ def narrower(known: Places) -> list[np.ndarray]:
     ]
 
 
-def step_before(known: Places) -> list[np.ndarray]:
-    """The distribution of the place before in the same answer."""
-    r = np.zeros_like(known.logs)
-    _, places_, _, answer = known.where.T
-    for i in range(1, len(known.own)):
-        if answer[i] == answer[i - 1] and places_[i] == places_[i - 1] + 1:
-            at = {t: v for t, v in zip(known.ids[i - 1], known.logs[i - 1], strict=True) if t >= 0}
-            r[i] = [math.exp(at.get(t, -math.inf)) for t in known.ids[i]]
-    total = r.sum(1, keepdims=True)
-    return _mixed(known, np.divide(r, total, out=np.zeros_like(r), where=total > 0), (0.1, 0.4))
-
-
-def recent(known: Places) -> list[np.ndarray]:
-    """Tokens of the answer's last ones, too often or too seldom."""
-    again = np.zeros_like(known.logs, dtype=bool)
-    answer = known.where[:, 3]
-    token = known.ids[np.arange(len(known.own)), known.own]
-    for i in range(1, len(known.own)):
-        near = range(max(0, i - RECENT), i)
-        again[i] = np.isin(known.ids[i], [token[j] for j in near if answer[j] == answer[i]])
-    mass = (np.exp(known.logs) * again).sum(1)
-    hit = again[np.arange(len(known.own)), known.own]
-    return [np.log1p(tilt * hit) - np.log1p(tilt * mass) for tilt in (1.0, 0.3, -0.3, -0.7)]
-
-
-def common_ids(known: Places) -> list[np.ndarray]:
-    """Ids that came more often so far than they should have, learned on the way."""
-    came: dict[int, float] = {}
-    due: dict[int, float] = {}
-    r = np.zeros_like(known.logs)
-    p = np.exp(known.logs)
-    for i, own in enumerate(known.own):
-        ids = known.ids[i]
-        tilt = [(came.get(t, 0.0) + 2) / (due.get(t, 0.0) + 2) for t in ids]
-        r[i] = p[i] * tilt
-        for t, mass in zip(ids, p[i], strict=True):
-            due[t] = due.get(t, 0.0) + mass
-        came[ids[own]] = came.get(ids[own], 0.0) + 1
-    return _mixed(known, r / r.sum(1, keepdims=True), (0.3, 0.9))
-
-
 BEYOND = "tokens beyond the likeliest"
 SUSPICIONS: dict[str, Callable[[Places], list[np.ndarray]]] = {
     "another temperature": other_temperature,
     "the best token too often": best_token,
     "typical acceptance": typical,
     "a narrower nucleus": narrower,
-    "the distribution of the step before": step_before,
-    "tokens of the last few": recent,
-    "ids that come too often": common_ids,
 }
 
 

@@ -16,7 +16,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.tree import TreeShape
 from outrider.decode.verify import RULES, verify
 from outrider.scripts.proofs.enumerator import enumerate_case
-from outrider.scripts.proofs.extremes import TEMPERATURES, Extreme
+from tests.helpers.extremes import TEMPERATURES, Extreme
 
 # What a distribution may be off by, after three or four levels. float64 adds up to 1e-15. In
 # float32 the target's softmax, its quotient by T and the draft distribution each round by

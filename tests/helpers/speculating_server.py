@@ -1,6 +1,5 @@
 """A small HTTP server of the completions API around this repository's own engine, sound or
-with one of seven seeded defects or of the rules that engines shipped: what a certificate of a
-running server must tell apart.
+with a rule that engines shipped.
 
     with serving(target, draft, "bonus from the draft's distribution") as url: ...
 
@@ -11,7 +10,6 @@ completions with return_token_ids; prompt_logprobs come from a plain pass.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import queue
 import threading
@@ -24,103 +22,21 @@ import torch
 
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
-from outrider.decode.engine import Generation, Request, generate
-from outrider.decode.inverse_cdf import inverse_cdf
-from outrider.decode.rng import ACCEPT
+from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.scripts.proofs.controls import field
-from outrider.scripts.proofs.controls.catalogue import Mangled
-from outrider.scripts.proofs.controls.row_rules import Path, TreeRow, by_row, descend
-from outrider.scripts.proofs.controls.rules import typical_acceptance
+from tests.helpers import wrong_rules
 
 DEPTH = 2  # a longer draft is seldom accepted whole, and one defect shows there alone
 TOGETHER = 0.01  # seconds that the decoder waits for further requests
 
 
-@by_row
-def acceptance_by_softmax(row: TreeRow) -> Path:
-    """A draft token is kept with the target's probability of it, whatever the draft's was."""
-    slot = 0
-    nodes: list[int] = []
-    while True:
-        r = row.p(slot)
-        node = next(iter(row.kids(slot)), -1)
-        if node < 0:
-            return nodes, row.draw(r, slot)
-        if not row.accept(r[row.tokens[node]], node):
-            rest = (r - row.q(node, [])).clamp(min=0)
-            return nodes, row.draw(rest if rest.sum() > 0 else r, slot)
-        nodes.append(node)
-        slot = node + 1
-
-
-@by_row
-def bonus_from_the_draft(row: TreeRow) -> Path:
-    """Behind a whole draft the token comes from the distribution of the draft's last step."""
-    return descend(
-        row,
-        final=lambda row, slot, r, rejected: row.q(slot - 1, []) if slot and not rejected else r,
-    )
-
-
-@by_row
-def residual_not_renormalised(row: TreeRow) -> Path:
-    """The residual is read as if it summed to one: what is missing falls on the last token."""
-
-    def short(r: torch.Tensor, q: torch.Tensor, row: TreeRow) -> torch.Tensor:
-        rest = (r - q).clamp(min=0)
-        rest[-1] += 1 - rest.sum()
-        return rest
-
-    return descend(row, update=short)
-
-
-@by_row
-def one_number_twice(row: TreeRow) -> Path:
-    """The number that decided acceptance also chooses the token in its place."""
-
-    def again(row: TreeRow, weights: torch.Tensor, slot: int) -> int:
-        kids = row.kids(slot)
-        if not kids:
-            return row.draw(weights, slot)
-        u = row.rng.uniform(row.index, torch.tensor([kids[0]]), ACCEPT)  # type: ignore[attr-defined]
-        return int(inverse_cdf(weights[None], u))
-
-    return descend(row, end=again)
-
-
-def untempered(tree: Any, temperature: float) -> Any:
-    """The draft was drawn at the temperature and claims the distribution without it."""
-    if tree.proposal is None:
-        return tree
-    distribution = tree.proposal.probs**temperature
-    distribution = distribution / distribution.sum(-1, keepdim=True)
-    return dataclasses.replace(
-        tree, proposal=dataclasses.replace(tree.proposal, probs=distribution)
-    )
-
-
 RULES: dict[str, Any] = {
-    "acceptance by softmax": acceptance_by_softmax,
-    "bonus from the draft's distribution": bonus_from_the_draft,
-    "residual not renormalised": residual_not_renormalised,
-    "one random number used twice": one_number_twice,
-    "rows mixed up above two": field.rows_mixed_up,
-}
-COOL = "temperature on the target's distribution alone"
-CACHE = "every fifth repeated prompt answered from a cache"
-DEFECTS = (*RULES, COOL, CACHE)
-# What engines shipped; rows mixed up are among the defects.
-SOFTLY = "argmax drafts judged softly"
-WINDOW = 7  # draft tokens that must be accepted behind a deferred one
-SHIPPED: dict[str, Any] = {
-    "deferred acceptance": field.deferred_acceptance(WINDOW),
-    "typical acceptance": typical_acceptance,
-    "acceptance at a set rate": field.synthetic_acceptance,
-    "greedy at T > 0": field.greedy_fallback,
-    "late rejection": field.late_rejection,
-    SOFTLY: "rejection",
+    "bonus from the draft's distribution": wrong_rules.bonus_from_the_draft,
+    "rows mixed up above two": wrong_rules.rows_mixed_up,
+    "typical acceptance": wrong_rules.typical_acceptance,
+    "greedy at T > 0": wrong_rules.greedy_fallback,
+    "late rejection": wrong_rules.late_rejection,
 }
 
 
@@ -133,8 +49,6 @@ class Decoder(threading.Thread):
         self.waiting: queue.Queue[Any] = queue.Queue()
         self.drafts = self.drafted = self.accepted = 0
         self.places = [0] * depth
-        self.cache: dict[Any, list[int]] = {}
-        self.repeated = 0
 
     def run(self) -> None:
         """Until None comes."""
@@ -154,13 +68,7 @@ class Decoder(threading.Thread):
             alike.setdefault(item["sampling"], []).append(item)
         for sampling, items in alike.items():
             drafter: Any = DraftModel(self.draft, self.depth) if self.draft else NoDraft()
-            if self.defect == COOL and not sampling.greedy:
-                heat = sampling.temperature
-                drafter = Mangled(drafter, lambda tree, heat=heat: untempered(tree, heat))
-            if self.defect == SOFTLY and not sampling.greedy:
-                drafter = field.ArgmaxDrafts(drafter)
-            known = RULES | SHIPPED
-            rule = "rejection" if sampling.greedy else known.get(self.defect, "rejection")
+            rule = "rejection" if sampling.greedy else RULES.get(self.defect, "rejection")
             requests = [Request(i["ids"], i["limit"], id=i["seed"]) for i in items]
             run = generate(
                 self.target, drafter, requests, sampling, batch_size=len(items), verify=rule
@@ -172,15 +80,8 @@ class Decoder(threading.Thread):
                     self.accepted += cycle.accepted
                     for d in range(cycle.accepted):
                         self.places[d] += 1
-                item["tokens"] = self._cached(sampling, found)
+                item["tokens"] = found.token_ids
                 item["done"].set()
-
-    def _cached(self, sampling: Sampling, found: Generation) -> list[int]:
-        """An answer, or the one from before."""
-        key = (sampling, tuple(found.prompt_ids))
-        self.repeated += key in self.cache
-        first = self.cache.setdefault(key, found.token_ids)
-        return first if self.defect == CACHE and self.repeated % 5 == 4 else found.token_ids
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -18,34 +18,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.conf.typed import faults
-from outrider.decode import residual, siblings, view
 from outrider.decode.cache import TreeCache
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Generation, Request, generate
 from outrider.decode.grow import Form
 from outrider.decode.models.tiny import tiny_model
-from outrider.decode.rng import Rng
-from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.records import Cycle
+from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
 from outrider.decode.verify import RULES, verify
 from outrider.scripts import certify
+from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
-from outrider.scripts.common.progress import silent
-from outrider.scripts.proofs import (
-    certificate,
-    enumerator,
-    passes,
-    pit,
-    power,
-    size,
-    uniformity,
-)
-from outrider.scripts.proofs.controls import certificates as certificate_controls
-from outrider.scripts.proofs.controls import drafters as wrong_drafters
-from outrider.scripts.proofs.controls import rules as wrong_rules
-from outrider.scripts.proofs.controls.catalogue import Mangled, commits_wrong_rows, leaks_siblings
+from outrider.scripts.proofs import certificate, detection, enumerator, passes, pit, uniformity
+from outrider.scripts.proofs.controls import ScoredSharper
 from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
 from outrider.scripts.proofs.enumerator import Branches, Case, naive_distribution
 from outrider.scripts.proofs.greedy import (
@@ -56,15 +44,18 @@ from outrider.scripts.proofs.greedy import (
     greedy_of,
     reference_tokens,
 )
+from outrider.scripts.proofs.recorder import Recorder, astray
 from outrider.scripts.proofs.sampled import (
+    GROUPS,
+    MOST_TESTS,
     Setting,
-    _depths,
-    bank_of,
-    most_tests,
+    cycles,
+    depths,
     sampling_layer,
-    texts_of,
+    strata,
 )
-from outrider.scripts.reports import certificate_page
+from tests.helpers import wrong_rules
+from tests.helpers.wrong_rules import commits_wrong_rows, leaks_siblings
 
 TREE = TreeShape.of([(0,), (1,), (0, 0)])
 ONE = Sampling(1.0)
@@ -82,26 +73,6 @@ def test_distribution_of_the_whole_loop_is_exact(which: int, rule: str) -> None:
     for sampling in (ONE, Sampling(0.8, top_p=0.9), Sampling(1.0, repetition_penalty=1.3)):
         found = engine_distribution(toy_model(6), drafter, [3, 1, 4], 3, sampling, rule, shape)
         assert found.error <= 1e-9 and found.outputs > 10
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_distribution_of_the_whole_loop_is_exact_where_drafts_are_two_deep(rule: str) -> None:
-    for drafter, shape in drafters(3)[1:]:
-        found = engine_distribution(toy_model(vocab=3), drafter, [1, 2], 4, ONE, rule, shape)
-        assert found.error <= 1e-9
-
-
-def test_numbers_of_the_prefill_and_the_first_cycle_differ() -> None:
-    heard: list[float] = []
-
-    class Recorder(Rng):
-        def uniform(self, rows: torch.Tensor, node: torch.Tensor, purpose: int) -> torch.Tensor:
-            u = super().uniform(rows, node, purpose)
-            heard.extend(u.flatten().tolist())
-            return u
-
-    generate(toy_model(), NoDraft(), [Request([1, 2], 2)], ONE, eos_ids=(), coins=Recorder)
-    assert len(heard) == len(set(heard)) == 2
 
 
 # --- transforms
@@ -209,22 +180,6 @@ def test_pairs_that_the_first_token_selects_raise_no_false_alarms() -> None:
     assert ((share > 0.02) & (share < 0.085)).all()
 
 
-def test_a_correlation_is_measured_by_what_the_first_tokens_spread() -> None:
-    """Given the first ones a, the sum of a b has the variance of sum(a^2) / 12, whatever a is:
-    here places near the middle, whose spread is a tenth of a uniform's."""
-    rng, found = np.random.default_rng(8), []
-    for u in rng.random((300, 3000)):
-        centred = (u - 0.5).tolist()
-        near = [(a, b) for a, b in zip(centred[:-1], centred[1:], strict=True) if abs(a) < 0.16]
-        test = uniformity.independence(u, np.r_[False, abs(u[:-1] - 0.5) < 0.16], "pairs")[0]
-        spread = math.sqrt(sum(a * a for a, _ in near) / 12)
-        z = sum(a * b for a, b in near) / spread
-        assert test.n == len(near) and test.statistic == pytest.approx(z)
-        assert test.p == pytest.approx(math.erfc(abs(z) / math.sqrt(2)))
-        found.append(test.statistic)
-    assert 0.85 < float(np.std(found)) < 1.15 and abs(float(np.mean(found))) < 0.25
-
-
 def test_dependent_neighbours_are_found_where_the_marginal_is_uniform() -> None:
     rng = np.random.default_rng(3)
     base = rng.random(3000)
@@ -234,12 +189,24 @@ def test_dependent_neighbours_are_found_where_the_marginal_is_uniform() -> None:
     assert tests["Kolmogorov-Smirnov"] > 1e-3 and tests["correlation"] < 1e-9
 
 
-def test_dependent_pairs_are_found_where_the_first_token_selects_them() -> None:
-    u = np.random.default_rng(0).random(4000)
-    repeats = np.r_[False, u[:-1] < 0.4] & (np.random.default_rng(1).random(4000) < 0.5)
-    u[repeats] = u[np.flatnonzero(repeats) - 1]  # half of them in the cell of the token before
-    joined = np.r_[False, u[:-1] < 0.4]
-    assert min(t.p for t in uniformity.independence(u, joined, "pairs")) < 1e-9
+def test_a_shift_that_the_bound_promises_is_seen() -> None:
+    """Mass moved from one end of an order to the other: found in 95 of 100 samples or more, and
+    in few where it is a third as large."""
+    rng, n, alpha = np.random.default_rng(4), 1000, 1e-4
+    shift = detection.detectable(n, alpha, MOST_TESTS)
+    assert shift is not None and abs(detection.tokens_for(shift, alpha, MOST_TESTS) - n) < 30
+
+    def share(moved: float) -> float:
+        seen = 0
+        for _ in range(100):
+            u = rng.random(n)
+            late = (u > 0.5) & (rng.random(n) < 2 * moved)  # total variation `moved`
+            u = np.where(late, u - 0.5, u)
+            seen += uniformity.kolmogorov(u)[1] < alpha / MOST_TESTS
+        return seen / 100
+
+    assert share(shift) >= 0.9 and share(shift / 3) < 0.2
+    assert detection.detectable(5, alpha, MOST_TESTS) is None
 
 
 # --- layers on a small target of the user's kind
@@ -260,7 +227,7 @@ def sample(
     sampling: Sampling,
     drafter: Any = None,
     verify: Any = "traversal",
-    tokens: int = 3000,
+    tokens: int = 1000,
     guidance: float | None = None,
 ) -> Any:
     plain, own, prompts = world
@@ -276,8 +243,8 @@ def test_emitted_tokens_are_uniform_under_the_distribution_of_plain_passes(
     world: Any, sampling: Sampling, rule: str
 ) -> None:
     found = sample(world, sampling, verify=rule)
-    assert len(found.u) == 3000 and found.outside == found.astray == 0 and found.edge <= 1
-    assert found.drafted > 0.1 and "later in a cycle" in found.strata()
+    assert len(found.u) == 1000 and found.outside == found.astray == 0 and found.edge <= 1
+    assert found.drafted > 0.1 and len(found.tests()) <= MOST_TESTS
     assert uniformity.overall(found.tests()) > 1e-4
 
 
@@ -315,24 +282,6 @@ def test_distribution_of_the_guided_loop_is_exact(rule: str) -> None:
         assert found.error <= 1e-9 and unguided.outputs == found.outputs
 
 
-def test_a_sample_tells_how_far_it_is_before_it_is_saved(world: Any, tmp_path: Path) -> None:
-    plain, own, prompts = world
-    told: list[tuple[int, int]] = []
-    memo = Memo(tmp_path / "p", {"a": 1})
-
-    def on_progress(done: int, total: int, _: str = "") -> None:
-        if not memo.lines("sampling"):
-            told.append((done, total))
-
-    how = Setting(ONE, 1500, 12, 16)
-    sampling_layer(plain, plain.target, own, prompts, how, on_progress=on_progress, memo=memo)
-    counts = [done for done, _ in told]
-    first = memo.lines("sampling")[0]["size"]
-    assert {total for _, total in told} == {1500}
-    assert len(counts) > 5 and counts[0] == 0 and counts == sorted(set(counts))
-    assert first <= counts[-1] < 1500  # a draft may end behind the last token of its answer
-
-
 def test_a_sample_goes_on_where_it_stopped(world: Any, tmp_path: Path) -> None:
     plain, own, prompts = world
     how = Setting(ONE, 1500, 12, 16)
@@ -359,9 +308,8 @@ def test_a_sample_goes_on_where_it_stopped(world: Any, tmp_path: Path) -> None:
 def test_wrong_rules_and_wrong_distributions_are_rejected(world: Any) -> None:
     typical = sample(world, ONE, verify=wrong_rules.typical_acceptance)
     assert uniformity.overall(typical.tests()) < 1e-6
-    for wrong in (wrong_drafters.scored_unwarped, wrong_drafters.scored_sharpened):
-        mislaid = sample(world, ONE, Mangled(world[1], wrong))
-        assert uniformity.overall(mislaid.tests()) < 1e-6, wrong.__name__
+    mislaid = sample(world, ONE, ScoredSharper(world[1]))
+    assert uniformity.overall(mislaid.tests()) < 1e-6
     cut, unwarped = Sampling(0.8, top_k=3), wrong_rules.bonus_unwarped
     impossible = sample(world, cut, verify=unwarped, tokens=600)
     assert impossible.outside
@@ -394,15 +342,48 @@ def test_wrong_masks_and_caches_show_in_the_distributions_that_were_used(world: 
         assert layer["passed"] == passed, layer["why"]
 
 
-def test_place_in_the_cycle_counts_from_its_first_token() -> None:
-    target = toy_model()
-    drafter = TableDrafter(TREE, "without", 8)
-    run = generate(target, drafter, [Request([1, 2], 20)], ONE, eos_ids=())
-    generation: Generation = run.generations[0]
-    wanted = [0]
-    for cycle in generation.cycles:
-        wanted += range(cycle.accepted + 1)
-    assert _depths(generation).tolist() == wanted[: len(generation.token_ids)]
+def test_the_strata_of_an_answer() -> None:
+    """Prefill, then cycles of 3 proposed tokens of which 1, 0, 0, 3, 1 are accepted, and one
+    without a draft."""
+    accepted, made, start = (1, 0, 0, 3, 1, 0), list[Cycle](), 1
+    for i, count in enumerate(accepted):
+        made.append(Cycle(3 if i < 5 else 0, count, (0,) * count, False, start))
+        start += count + 1
+    answer = Generation([1], list(range(start)), made, [False] * start)
+    assert depths(answer).tolist() == [0, 0, 1, 0, 0, 0, 1, 2, 3, 0, 1, 0]
+    found = strata(answer, depths(answer), cycles(answer))
+    places = {name: np.flatnonzero(found[:, g]).tolist() for g, name in enumerate(GROUPS)}
+    assert places["all tokens"] == list(range(12)) and places["first of an answer"] == [0]
+    assert places["first of a cycle, after a rejection"] == [3, 4, 5, 11]
+    assert places["first of a cycle, after a whole draft"] == [9]
+    assert places["place 1"] == [2, 6, 10] and places["bonus of a whole draft"] == [8]
+
+
+REQUESTED = [
+    Request([1, 2, 3], 12, id=7),
+    Request([4, 2], 9, id=3),
+    Request([5, 5, 5, 1], 12, id=11),
+]
+
+
+def test_a_recorder_has_every_token_with_the_logits_that_a_plain_pass_gives() -> None:
+    """It changes nothing, and a loop that emits something else is noticed."""
+    drafter, target = DraftModel(toy_model(seed=5, layers=1), 3), toy_model()
+    seen = Recorder("traversal", REQUESTED)
+    how: dict[str, Any] = {"verify": seen, "coins": seen.coins}
+    run = generate(target, drafter, REQUESTED, ONE, batch_size=2, **how)
+    bare = generate(target, drafter, REQUESTED, ONE, batch_size=2)
+    assert [g.token_ids for g in bare.generations] == [g.token_ids for g in run.generations]
+    lines = seen.emitted(run, REQUESTED)
+    assert astray(lines, run) == 0 and sum(map(len, lines)) > 15
+    for line, generation in zip(lines, run.generations, strict=True):
+        ids, start = [*generation.prompt_ids, *generation.token_ids], len(generation.prompt_ids)
+        with torch.no_grad():
+            plain = target.model(torch.tensor([ids])).logits[0, start - 1 : -1]
+        ours = torch.stack([e.call.kept[e.index] for e in line])
+        assert torch.allclose(plain, ours, atol=1e-9)
+    run.generations[1].token_ids[4] ^= 1
+    assert astray(seen.emitted(run, REQUESTED), run) == 1
 
 
 def test_greedy_layer_passes_sound_code_and_names_defects(world: Any) -> None:
@@ -491,204 +472,6 @@ def test_plain_logits_do_not_depend_on_padding(world: Any) -> None:
 
 # --- verdict and command
 
-GOOD = {"name": "sampling", "passed": True, "why": ""}
-
-
-class Found:
-    """A sample of so many tokens whose tests come to `p`."""
-
-    outside = astray = 0
-
-    def __init__(self, p: float, tokens: int) -> None:
-        self.p, self.u = p, np.zeros((tokens, 1))
-
-    def tests(self) -> list[uniformity.Test]:
-        return [uniformity.Test("x", "all", len(self.u), 0.0, self.p)]
-
-
-def plan_of(sampling: Sampling, tokens: int) -> certificate.CertificatePlan:
-    few = {"cases": 40, "greedy_prompts": 2, "greedy_tokens": 8, "alpha": 1e-4, "detect": 0.1}
-    return certificate.CertificatePlan(sampling, tokens, 20, 16, **few)
-
-
-@pytest.mark.parametrize("warm", [1e-9, 0.4])
-def test_a_control_too_faint_at_a_low_temperature_is_tried_at_one(
-    world: Any, monkeypatch: pytest.MonkeyPatch, warm: float
-) -> None:
-    requested: list[tuple[float, int]] = []
-
-    def layer(plain: Any, target: Any, who: Any, prompts: Any, how: Setting, *rest: Any) -> Found:
-        requested.append((how.sampling.temperature, how.tokens))
-        return Found(warm if how.sampling.temperature == 1 else 0.03, how.tokens)
-
-    monkeypatch.setattr(certificate_controls, "sampling_layer", layer)
-    plain, own, prompts = world
-    cold = Sampling(0.2, top_p=0.8)
-    plan, memo = plan_of(cold, 5000), Memo(None)
-    parts = (plain.target, plain, plan, memo, silent, prompts)
-    open_world = certificate.World(*parts, [], {}, 0.0, [])
-    rows = certificate_controls._sampling(open_world)
-    assert len(rows) == 4 and set(requested) == {(0.2, 2000), (1.0, 5000)}
-    for row in rows:
-        assert row["rejected"] == (warm < 1e-4) and row["p"] == warm
-        assert row["faint"] == {"temperature": 0.2, "rejected": False, "p": 0.03, "tokens": 2000}
-    # warm enough to be judged by its own distributions
-    warmer = dataclasses.replace(plan, sampling=Sampling(0.7))
-    other = dataclasses.replace(open_world, plan=warmer, memo=Memo(None))
-    rows = certificate_controls._sampling(other)
-    assert not any("faint" in row or row["rejected"] for row in rows)
-
-
-CAUGHT = {"name": "x", "layer": "greedy", "rejected": True}
-POWER = {"tokens": 5000, "min_detectable": 0.05, "cycles_with_a_draft": 500}
-
-
-def test_console_and_card_say_which_biases_are_surely_found() -> None:
-    """Those of the families that they name; a keyed one, a watermark, needs more tokens."""
-    families = dict.fromkeys(("another temperature", "ids, hashed"), {})
-    paper: dict[str, Any] = {
-        "verdict": "lossless",
-        "reasons": [],
-        "layers": [],
-        "negative_controls": [],
-        "server": {"url": "http://127.0.0.1:9", "kind": "vllm"},
-        "power": {**POWER, "alpha": 1e-4, "families": families},
-    }
-    table = certificate_page.table(paper)
-    (line,) = [row[-1] for row in table.rows if row[0] == "power"]
-    assert line.startswith("smallest bias of 2 families that is surely found: 0.050")
-    assert "watermark" in line and "needs more" in line
-    assert table.notes[-1] == "families: another temperature; ids, hashed"
-    card = dict(certificate_page._cards(paper))["5.0%"]
-    assert "each of the 2 families below" in card and "watermark" in card
-    assert "not surely found" not in line + card
-
-
-def test_a_family_that_no_size_of_which_is_found_is_named() -> None:
-    """It counts with the most that it can move, which says nothing of being found."""
-    about = {"power_at": {"0.1": 0.0}, "at_detect": None}
-    families = {
-        "ids, hashed": {"min_detectable": 0.267, "largest": 0.264, **about},
-        "temperature": {"min_detectable": 0.055, "largest": 0.676, **about},
-    }
-    power = {**POWER, "alpha": 1e-4, "detect": 0.27, "min_detectable": 0.267, "families": families}
-    assert certificate_page.never_found(power) == {"ids, hashed": 0.264}
-    card = dict(certificate_page._cards({"power": power, "negative_controls": []}))["26.7%"]
-    assert "not surely found at any size: ids, hashed (at most 26.4%)" in card
-    last = [row[-1] for row in certificate_page._families(power).rows]
-    assert last == ["never, at most 26.4%", "5.5%"]
-
-
-def test_verdict_has_three_values() -> None:
-    bad = {**GOOD, "passed": False, "why": "distribution off"}
-    missed = {**CAUGHT, "rejected": False}
-    assert certificate.verdict([GOOD, bad], [missed], POWER, 0.1)[0] == "not lossless"
-    assert certificate.verdict([GOOD], [CAUGHT, missed], POWER, 0.1)[0] == "undecided"
-    assert certificate.verdict([GOOD], [], POWER, 0.1)[0] == "undecided"
-
-    def of(power: dict[str, Any], detect: float = 0.1) -> tuple[str, list[str]]:
-        return certificate.verdict([GOOD], [CAUGHT], power, detect)
-
-    assert of(POWER) == of({"tokens": 0, "min_detectable": None}) == ("lossless", [])
-    assert of(POWER, 0.01)[0] == "undecided"
-    assert of({**POWER, "min_detectable": None})[0] == "undecided"
-    assert of({**POWER, "cycles_with_a_draft": 3})[0] == "undecided"
-    blind = {**POWER, "blind": ["temperature"], "families": {"temperature": {"at_detect": 0.4}}}
-    state, reasons = of(blind)
-    assert state == "undecided" and "'temperature' is found with probability 0.40" in reasons[0]
-
-
-def command(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
-    keys = [
-        "target=tiny",
-        "target.hidden=32",
-        "cases=10",
-        "greedy_prompts=2",
-        "greedy_tokens=8",
-        "tokens=400",
-        "max_new_tokens=32",
-        "detect=0.9",
-        "target.init_std=0.3",
-        "quiet=true",
-        f"out={out}",
-        *more,
-    ]
-    with pytest.raises(SystemExit) as stop:
-        certify.main(keys)
-    path = out / "certificate.json"
-    return int(stop.value.code or 0), json.loads(path.read_text()) if path.exists() else {}
-
-
-def with_two_controls(patch: pytest.MonkeyPatch) -> None:
-    """The static controls have a test of their own."""
-    from outrider.scripts.proofs.controls.catalogue import controls
-
-    patch.setattr(certificate_controls, "controls", lambda: [controls()[0]])
-    known = "the code is edited while tests run"
-    patch.setattr(certificate_controls, "code_sha256", lambda: known)
-    patch.setattr(power, "MEMBERS", 1)
-    patch.setattr(power, "MOST", 128)
-
-
-def without_exact_layer(patch: pytest.MonkeyPatch) -> None:
-    """It does not depend on what these tests change, and takes seconds."""
-    layer = {**GOOD, "name": "exact", "cases": 1, "branches": 1, "edge_cases": 1}
-    layer |= dict.fromkeys(("max_error", "edge_max_error", "loop_max_error"), 0.0)
-    patch.setattr(certificate, "exact_layer", lambda plan, on_progress: layer)
-
-
-@pytest.fixture
-def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_two_controls(monkeypatch)
-
-
-@pytest.fixture
-def no_exact_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_exact_layer(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate at T = 1 that ran its controls, which others name."""
-    out = tmp_path_factory.mktemp("certified") / "first"
-    with pytest.MonkeyPatch.context() as patch:
-        with_two_controls(patch)
-        without_exact_layer(patch)
-        code, paper = command(out, "drafter=none", "temperature=1", "tokens=1500")
-    assert (code, len(paper["negative_controls"])) == (0, 9), paper["reasons"]
-    return out
-
-
-def exact(temperature: float) -> dict[str, Any]:
-    return certificate.exact_layer(plan_of(Sampling(temperature), 1), lambda *_: None)
-
-
-def test_exact_layer_looks_at_the_edges_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verifier in float32, to which 1e-300 is 0, goes on with what is not finite."""
-    assert exact(0.2)["passed"]
-    monkeypatch.setattr(certificate, "_loop_errors", lambda plan: [0.0])  # seconds, and no edges
-    assert exact(0.0)["edge_cases"] == 0
-
-    whole = residual.level
-
-    def rounded(value: Any) -> Any:
-        return value.float().to(value.dtype) if value.is_floating_point() else value
-
-    def narrow(siblings: Any, reach: Any, out: Any = None) -> Any:
-        found = whole(residual.Siblings(*map(rounded, siblings)), rounded(reach), out)
-        return residual.LevelVerdict(*map(rounded, found))
-
-    monkeypatch.setattr(residual, "level", narrow)
-    monkeypatch.setattr(Distribution, "refuse", lambda *_: None)
-    layer = exact(0.2)
-    assert layer["edge_max_error"] > 0.1 and not layer["passed"]
-    # With a threshold that float32 knows only its rounding is left, at the edges too.
-    for module in (residual, siblings, view):
-        monkeypatch.setattr(module, "NOTHING", 1e-30)
-    layer = exact(0.2)
-    assert 1e-12 < layer["max_error"] < 1e-6 and layer["edge_max_error"] < 1e-6
-    assert not layer["passed"]
-
 
 def test_enumeration_does_not_pass_over_nan() -> None:
     case = Case.random(torch.Generator().manual_seed(1))
@@ -704,6 +487,98 @@ def test_enumeration_does_not_pass_over_nan() -> None:
         assert enumerator.enumerate_case(case, verify).error == math.inf
 
 
+GOOD = {"name": "sampling", "passed": True, "why": "", "cycles_with_a_draft": 500}
+CAUGHT = {"name": "x", "layer": "greedy", "rejected": True}
+BOUND = {"tokens": 5000, "enough": True}
+
+
+def test_verdict_has_three_values() -> None:
+    def of(layer: dict[str, Any], control: dict[str, Any], bound: dict[str, Any]) -> str:
+        return certificate.verdict([layer], [CAUGHT, control], bound)[0]
+
+    missed = {**CAUGHT, "rejected": False}
+    assert of(GOOD, CAUGHT, BOUND) == "lossless"
+    assert of({**GOOD, "passed": False, "why": "off"}, missed, BOUND) == "not lossless"
+    assert of(GOOD, missed, BOUND) == "undecided"
+    assert of(GOOD, CAUGHT, {**BOUND, "enough": False}) == "undecided"
+    assert of({**GOOD, "cycles_with_a_draft": 3}, CAUGHT, BOUND) == "undecided"
+    greedy = {"name": "greedy", "passed": True}
+    assert of(greedy, CAUGHT, certificate.bound([greedy], 1e-4, 0.1)) == "lossless"
+
+
+def command(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    keys = [
+        "target=tiny",
+        "target.hidden=32",
+        "target.init_std=0.3",
+        "cases=5",
+        "greedy_prompts=2",
+        "greedy_tokens=8",
+        "tokens=400",
+        "max_new_tokens=32",
+        "detect=0.9",
+        "quiet=true",
+        f"out={out}",
+        *more,
+    ]
+    with pytest.raises(SystemExit) as stop:
+        certify.main(keys)
+    path = out / "certificate.json"
+    return int(stop.value.code or 0), json.loads(path.read_text()) if path.exists() else {}
+
+
+@pytest.fixture
+def no_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The enumeration of whole loops takes seconds and has tests of its own."""
+    monkeypatch.setattr(certificate, "_loop_errors", lambda plan: [0.0])
+    monkeypatch.setattr(files, "code_sha256", lambda *_: "the code is edited while tests run")
+
+
+def test_command_writes_a_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    code, paper = command(tmp_path / "c", "drafter=ngram", "temperature=1", "tokens=1200")
+    assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
+    said = capsys.readouterr().out
+    assert said.startswith("LOSSLESS: ngram on tiny-llama") and "is seen with probability" in said
+    assert [x["name"] for x in paper["layers"]] == ["exact", "greedy", "sampling", "passes"]
+    negative = {c["layer"]: c["rejected"] for c in paper["negative_controls"]}
+    assert negative == {"exact": True, "greedy": True, "sampling": True}
+    assert paper["format"] == 4 and paper["bound"]["tokens"] == 1200
+    assert 0.05 < paper["bound"]["shift"] < 0.12
+    assert len(paper["identities"]["target"]["weights_sha256"]) == 64
+    page = (tmp_path / "c" / "certificate.html").read_text()
+    assert paper["bound"]["said"] in page and "wrong code through the same layers" in page
+    assert not any(word in page for word in ('src="', 'href="http', "<script", "@import"))
+    left = sorted(p.name for p in (tmp_path / "c").iterdir())
+    assert left == ["certificate.html", "certificate.json"]
+
+
+def test_an_undecided_certificate_goes_on_with_more_tokens(tmp_path: Path, no_loops: None) -> None:
+    keys = ("drafter=none", "temperature=1")
+    code, paper = command(tmp_path / "b", *keys, "detect=0.1")
+    assert (code, paper["verdict"]) == (3, "undecided") and not paper["resumed"]
+    assert "set tokens higher" in paper["reasons"][-1]
+    assert (tmp_path / "b" / "unfinished").is_dir()  # more tokens build on these
+    code, paper = command(tmp_path / "b", *keys, "detect=0.1", "tokens=null")
+    assert (code, paper["resumed"]) == (0, True) and not (tmp_path / "b" / "unfinished").exists()
+    assert 1000 < paper["bound"]["tokens"] < 1400 and paper["bound"]["shift"] <= 0.1
+
+
+def test_command_at_temperature_zero(tmp_path: Path, no_loops: None) -> None:
+    code, paper = command(tmp_path / "a", "drafter=ngram", "temperature=0")
+    assert (code, paper["verdict"]) == (0, "lossless") and paper["bound"]["tokens"] == 0
+    assert [c["layer"] for c in paper["negative_controls"]] == ["exact", "greedy"]
+
+
+def test_command_finds_a_broken_verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "rejection", wrong_rules.residual_stale)
+    keys = ("drafter=none", "temperature=0", "verify=rejection", "cases=40")
+    code, paper = command(tmp_path / "c", *keys)
+    assert (code, paper["verdict"]) == (1, "not lossless")
+    assert paper["reasons"][0].startswith("layer exact: output distribution off by")
+
+
 def test_an_interrupted_certificate_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -715,98 +590,6 @@ def test_an_interrupted_certificate_says_how_to_go_on(
     assert "same command again" in capsys.readouterr().err
 
 
-def test_command_writes_a_certificate(
-    tmp_path: Path, two_controls: None, capsys: pytest.CaptureFixture
-) -> None:
-    code, paper = command(tmp_path / "c", "drafter=none", "temperature=1", "tokens=2500")
-    assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
-    assert capsys.readouterr().out.startswith("LOSSLESS: none on tiny-llama")
-    tried = {"sampling", "passes", "greedy"}
-    assert {layer["name"] for layer in paper["layers"]} == {"exact", *tried}
-    assert all({"name", "layer", "rejected", "p"} <= set(c) for c in paper["negative_controls"])
-    assert {c["layer"] for c in paper["negative_controls"]} == {"enumeration", *tried}
-    assert {"tokens", "alpha", "min_detectable"} <= set(paper["power"])
-    assert len(paper["identities"]["target"]["weights_sha256"]) == 64
-    assert paper["versions"]["versions"]["torch"]
-    page = (tmp_path / "c" / "certificate.html").read_text()
-    assert page.count("<svg") == 2 and "between rare and frequent tokens" in page
-    assert not any(word in page for word in ('src="', 'href="http', "<script", "@import"))
-    left = sorted(p.name for p in (tmp_path / "c").iterdir())
-    assert left == ["certificate.html", "certificate.json"]
-
-
-def test_controls_run_once_serve_other_drafters(
-    tmp_path: Path, first: Path, two_controls: None, no_exact_layer: None, capsys: Any
-) -> None:
-    settings, theirs = ("temperature=1", "tokens=1500"), f"controls={first}"
-    code, paper = command(tmp_path / "none", "drafter=none", "controls=none", *settings)
-    assert (code, paper["verdict"]) == (3, "undecided") and paper["negative_controls"] == []
-    assert "no negative control was run" in paper["reasons"][0]
-    assert "not run" in (tmp_path / "none" / "certificate.html").read_text()
-    code, paper = command(tmp_path / "second", "drafter=ngram", theirs, *settings)
-    assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
-    assert paper["controls"]["from"] == str(first)
-    assert len(paper["negative_controls"]) == 9
-    few = command(tmp_path / "few", "drafter=none", theirs, "temperature=1", "tokens=300")
-    assert few[0] == 3
-    assert any("not rejected by layer sampling" in reason for reason in few[1]["reasons"])
-    capsys.readouterr()
-    for more, words in (
-        ([theirs, "temperature=0.5"], "differs in temperature;"),
-        ([theirs, "temperature=1", "verify=rejection"], "differs in verify;"),
-        ([theirs, "temperature=1", "target.seed=9"], "differs in weights_sha256;"),
-        ([f"controls={tmp_path / 'second'}", *settings], "ran no controls of its own"),
-        ([f"controls={tmp_path / 'none'}", *settings], "ran no controls of its own"),
-        ([f"controls={tmp_path / 'nowhere'}", *settings], "No such file"),
-    ):
-        assert command(tmp_path / "x", "drafter=none", *more)[0] == 2
-        assert words in capsys.readouterr().err
-
-
-def test_tokens_follow_from_the_power_that_is_requested_for(
-    tmp_path: Path,
-    first: Path,
-    two_controls: None,
-    no_exact_layer: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    """As many as a verdict takes, said before the first is drawn; a limit may be too low."""
-    monkeypatch.setattr(size, "STEPS", (400, 1500, 4000))
-    keys = ("drafter=none", "temperature=1", "tokens=null", "detect=0.3", "quiet=false")
-    keys += (f"controls={first}",)
-    code, paper = command(tmp_path / "a", *keys)
-    said = " ".join(capsys.readouterr().out.split())
-    assert (code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
-    assert paper["power"]["tokens"] == 1500 and paper["power"]["min_detectable"] <= 0.3
-    assert "1,500 tokens: so many surely find a bias of detect=0.3" in said
-    assert "minutes" in said.partition("LOSSLESS")[0]
-    code, paper = command(tmp_path / "b", *keys, "most_tokens=300")
-    assert (code, paper["verdict"]) == (3, "undecided") and paper["power"]["tokens"] == 300
-    assert "300 tokens: too few to surely find" in " ".join(capsys.readouterr().out.split())
-    code, paper = command(tmp_path / "b", *keys)  # goes on with what it has
-    assert (code, paper["resumed"], paper["power"]["tokens"]) == (0, True, 1500)
-
-
-def test_the_pilot_is_no_part_of_the_sample(world: Any) -> None:
-    plain, own, prompts = world
-    plan = dataclasses.replace(plan_of(ONE, 300), max_new_tokens=24)
-    pilot = size.Pilot.drawn(plain, prompts, plan, Memo(None))
-    memo = Memo(None)
-    sampling_layer(plain, plain.target, own, prompts, plan, memo=memo)
-    long = [t for t in texts_of(memo.lines("sampling"), prompts) if len(t[0]) > t[1] + 8]
-    assert pilot.seconds > 0 and long and not any(text in pilot.texts for text in long)
-    distribution = torch.cat([a.distribution for a in pilot.answers(plain, plan)])
-    assert len(distribution) == power.rows_wanted(40) and torch.allclose(
-        distribution.sum(-1), torch.ones(len(distribution))
-    )
-
-
-def test_no_sample_has_more_tests_than_were_reckoned_with(world: Any) -> None:
-    bank = bank_of(world[0].target, 0)
-    assert len(sample(world, ONE, tokens=6000).tests()) <= most_tests(bank)
-
-
 @pytest.mark.slow
 def test_the_defaults_end_in_a_verdict(tmp_path: Path) -> None:
     """The line of the README, on a target that is there at once."""
@@ -816,31 +599,8 @@ def test_the_defaults_end_in_a_verdict(tmp_path: Path) -> None:
     assert (stop.value.code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
 
 
-def test_command_at_temperature_zero_and_an_undecided_one(
-    tmp_path: Path, first: Path, two_controls: None, no_exact_layer: None
-) -> None:
-    code, paper = command(tmp_path / "a", "drafter=ngram", "temperature=0")
-    assert (code, paper["verdict"]) == (0, "lossless") and paper["power"]["tokens"] == 0
-    sampled = ("drafter=none", "temperature=1", f"controls={first}")
-    code, paper = command(tmp_path / "b", *sampled, "detect=0.01")
-    assert (code, paper["verdict"]) == (3, "undecided") and not paper["resumed"]
-    assert "set tokens higher" in paper["reasons"][-1]
-    assert (tmp_path / "b" / "unfinished").is_dir()  # more tokens build on these
-    code, paper = command(tmp_path / "b", *sampled, "detect=0.9", "tokens=1500")
-    assert (code, paper["resumed"]) == (0, True) and not (tmp_path / "b" / "unfinished").exists()
-
-
-def test_command_finds_a_broken_verifier(
-    tmp_path: Path, two_controls: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(RULES, "rejection", wrong_rules.residual_stale)
-    keys = ("drafter=none", "temperature=0", "verify=rejection", "cases=40")
-    code, paper = command(tmp_path / "c", *keys)
-    assert (code, paper["verdict"]) == (1, "not lossless")
-    assert paper["reasons"][0].startswith("layer exact: output distribution off by")
-
-
 def test_settings_survive_in_the_plan() -> None:
     cfg = certify.CertifyConfig(out="x", drafter="none", temperature=0.6, top_p=0.9)
     assert cfg.sampling() == Sampling(0.6, top_p=0.9) and faults(cfg) == []
     assert faults(dataclasses.replace(cfg, tokens=0))[0].startswith("tokens: 0")
+    assert faults(dataclasses.replace(cfg, seconds=9.0))[0].startswith("seconds: says nothing")

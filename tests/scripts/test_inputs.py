@@ -17,7 +17,6 @@ from outrider.decode.sampling import Sampling
 from outrider.scripts import certify, chat, evaluate, export, synthesize, tune
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import Prompt
-from outrider.scripts.proofs.controls import certificates as certificate_controls
 from outrider.scripts.scoring import contest
 from outrider.scripts.scoring.assisted import assistants
 from outrider.scripts.scoring.contest import ContestSettings, System, request_id, run_contest
@@ -218,16 +217,15 @@ def test_a_second_process_is_refused(
     assert not list(tmp_path.glob(".*.lock")), "a run that fails gives its mark back"
 
 
-def test_the_drafters_code_is_part_of_a_certificate(monkeypatch: Any, tmp_path: Path) -> None:
+def test_the_drafters_code_is_part_of_a_certificate(tmp_path: Path) -> None:
     """Parts that were made with other code under heads/ do not count."""
     for part in ("decode", "heads/eagle", "scripts/proofs"):
         (tmp_path / part).mkdir(parents=True)
-    monkeypatch.setattr(certificate_controls, "ROOT", tmp_path)
     found = set()
     for place in ("decode/engine.py", "heads/eagle/drafter.py"):
         for text in ("a", "b"):
             (tmp_path / place).write_text(text)
-            found.add(certificate_controls.code_sha256())
+            found.add(files.code_sha256(certify.TESTED, tmp_path))
     assert len(found) == 4
 
 

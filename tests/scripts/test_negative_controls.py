@@ -1,59 +1,142 @@
-"""A test of the tests: every known wrong rule is caught by the layer it names, and the correct
-code passes there.
-"""
+"""A test of the tests: wrong rules, wrong drafts and wrong random numbers are found where the
+correct code passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.decode.tree import DraftTree, Proposal
-from outrider.scripts.proofs.controls import drafters
-from outrider.scripts.proofs.controls.catalogue import Control, controls
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
+from outrider.decode.inverse_cdf import inverse_cdf
+from outrider.decode.rng import ACCEPT, Rng
+from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree, Proposal, TreeShape
+from outrider.decode.verify import RULES
+from outrider.scripts.proofs import controls
+from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
+from outrider.scripts.proofs.enumerator import Case, enumerate_case
+from outrider.scripts.proofs.recorder import rule_of
+from tests.helpers import wrong_rules
 
-ALL = controls()
-LAYERS = {"enumeration", "engine enumeration", "scripted uniforms", "acceptance floor"}
+ONE, CHAIN = Sampling(1.0), TreeShape.chain(2)
+STAR, BUSHY = TreeShape.of([(0,), (1,), (2,)]), TreeShape.of([(0,), (1,), (0, 0), (0, 1)])
+
+# a rule, and the drafts that show that it is wrong
+WRONG: dict[str, tuple[Any, TreeShape, str, Sampling]] = {
+    "typical acceptance": (wrong_rules.typical_acceptance, BUSHY, "top", ONE),
+    "residual not renormalised": (wrong_rules.residual_unnormalised, STAR, "without", ONE),
+    "residual stale": (wrong_rules.residual_stale, STAR, "without", ONE),
+    "rejected token stays": (wrong_rules.rejected_token_stays, STAR, "top", ONE),
+    "bonus un-warped": (wrong_rules.bonus_unwarped, CHAIN, "iid", Sampling(0.6)),
+    "softmax acceptance": (wrong_rules.softmax_acceptance, CHAIN, "top", Sampling(0.0)),
+    "bonus from the wrong node": (wrong_rules.bonus_from_wrong_node, CHAIN, "iid", ONE),
+    "bonus from the draft": (wrong_rules.bonus_from_the_draft, CHAIN, "iid", ONE),
+    "traversal stale": (wrong_rules.traversal_stale, CHAIN, "iid", ONE),
+    "greedy at T > 0": (wrong_rules.greedy_fallback, CHAIN, "iid", ONE),
+    "late rejection": (wrong_rules.late_rejection, CHAIN, "iid", ONE),
+    "no residual": (controls.without_residual(rule_of("traversal")), CHAIN, "iid", ONE),
+}
 
 
-@pytest.mark.parametrize("control", ALL, ids=lambda c: c.name)
-def test_wrong_code_is_caught_where_the_correct_code_passes(control: Control) -> None:
-    assert control.layer in LAYERS
-    assert control.wrong() > control.limit
-    assert control.right() <= min(control.limit, 1e-12)
+def world(shape: TreeShape, scheme: str, sampling: Sampling) -> Case:
+    generator = torch.Generator().manual_seed(7)
+    tables = 1.5 * torch.randn(2, 5 ** (shape.depth + 1), 4, generator=generator).double()
+    return Case(4, shape, scheme, sampling, *tables)
 
 
-def test_the_list_is_complete() -> None:
-    names = [c.name for c in ALL]
-    assert len(set(names)) == len(names) >= 16
-    assert {c.layer for c in ALL} == LAYERS
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_found_by_enumeration(name: str) -> None:
+    rule, *drafts = WRONG[name]
+    case = world(*drafts)
+    assert enumerate_case(case, rule).error > 1e-3
+    for right in RULES:
+        assert enumerate_case(case, rule_of(right)).error <= 1e-12
 
 
-def bias(p: Tensor, mangle: Callable[[DraftTree], DraftTree]) -> float:
-    """Total variation of one token that was drafted from the target's own row p [V], scored
-    as `mangle` says."""
-    tree = DraftTree(
-        torch.zeros(1, 1, dtype=torch.int64),
-        torch.full((1, 1), -1),
-        torch.ones(1, dtype=torch.int64),
-        torch.ones(1, 1, dtype=torch.bool),
-        Proposal(p[None, None], torch.zeros(1, 1, dtype=torch.int64)),
+def test_a_draft_that_is_not_what_it_says_is_found_by_enumeration() -> None:
+    case = world(STAR, "without", ONE)
+    for rule in map(rule_of, RULES):
+        assert enumerate_case(case, rule, wrong_rules.without_scored_as_with).error > 1e-3
+
+
+@pytest.mark.parametrize("change", [wrong_rules.commits_wrong_rows, wrong_rules.leaks_siblings])
+def test_a_wrong_cache_or_mask_is_found_by_enumeration(change: Callable[[Target], Target]) -> None:
+    shape = TreeShape.of([(0,), (1,)])
+    for wrong in (False, True):
+        target = toy_model(vocab=4)
+        target.probe()  # on the sound model: the probe would find the mistake by itself
+        target = change(target) if wrong else target
+        drafter = TableDrafter(shape, "without", 4)
+        found = engine_distribution(target, drafter, [3, 1, 2], 4, ONE, "rejection", shape)
+        assert (found.error > 1e-9) == wrong
+
+
+class SharedNumber(Rng):
+    """Draws a draft token with the very number that will test it."""
+
+    def draft(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        return inverse_cdf(weights, self.uniform(rows, node, ACCEPT))
+
+
+@pytest.mark.parametrize("rng", [Rng, SharedNumber])
+def test_no_random_number_serves_twice(rng: type[Rng]) -> None:
+    """Decoding plainly, with a drawn chain and with a drawn tree."""
+    shape, twice = TreeShape.of([(0,), (1,), (0, 0)]), 0
+    chain = DraftModel(toy_model(seed=5, layers=1), 2)
+    drafters: list[Any] = [NoDraft(), chain, TableDrafter(shape, "without", 8)]
+    for drafter in drafters:
+        heard: list[float] = []
+
+        class Recorder(rng):  # type: ignore[misc,valid-type]
+            def uniform(
+                self, rows: Tensor, node: Tensor, purpose: int, heard: list = heard
+            ) -> Tensor:
+                u = super().uniform(rows, node, purpose)
+                heard += u.flatten().tolist()
+                return u
+
+        requested = [Request([3, 1, 4], 12, id=i) for i in range(3)]
+        generate(toy_model(), drafter, requested, ONE, batch_size=2, eos_ids=(), coins=Recorder)
+        twice += len(heard) - len(set(heard))
+    assert (twice > 0) == (rng is SharedNumber)
+
+
+class LooseTest(Rng):
+    """u <= probability: accepts a token of probability 0 when u = 0."""
+
+    def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        return self.uniform(rows, node, ACCEPT) <= probability
+
+    def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        return (self.uniform(rows, node, ACCEPT) <= probability).to(torch.uint8).argmax(1)
+
+
+@pytest.mark.parametrize("rng", [Rng, LooseTest])
+@pytest.mark.parametrize("rule", RULES)
+def test_no_token_of_probability_zero_is_emitted_where_every_number_is_zero(
+    rule: str, rng: type[Rng]
+) -> None:
+    class Zero(rng):  # type: ignore[misc,valid-type]
+        def uniform(self, rows: Tensor, node: Tensor, purpose: int) -> Tensor:
+            return torch.zeros(node.shape, dtype=torch.float64)
+
+    # the draft's distribution; the target's has the other half
+    half = torch.tensor([0.5, 0.5, 0, 0], dtype=torch.float64)
+    logits = torch.tensor([-torch.inf, -torch.inf, 0.0, 0.0], dtype=torch.float64)
+    tokens = torch.tensor([[0, 1]])
+    proposal = Proposal(half.expand(1, 1, 4), torch.zeros_like(tokens))
+    drawn = torch.ones(1, 2, dtype=torch.bool)
+    tree = DraftTree.static(TreeShape.chain(2), tokens, None, drawn, proposal)
+    none = torch.zeros(1, dtype=torch.int64)
+    verdict = RULES[rule](
+        tree, Distribution(ONE, logits.expand(1, 3, 4), tree), Zero(0, none, none)
     )
-    proposal = mangle(tree).proposal
-    assert proposal is not None
-    claimed = proposal.probs[0, 0]
-    accepted = p * (p / claimed).clamp(max=1)
-    residual = (p - claimed).clamp(min=0)
-    written = accepted + (1 - accepted.sum()) * residual / residual.sum()
-    return float((written - p).abs().sum()) / 2
-
-
-@pytest.mark.parametrize("vocabulary", [49_152, 151_936])
-def test_a_draft_that_claims_too_much_stays_wrong_over_a_large_vocabulary(vocabulary: int) -> None:
-    likely = torch.tensor([0.6, 0.25, 0.1], dtype=torch.float64)
-    tail = torch.full((vocabulary - 3,), 0.05 / (vocabulary - 3), dtype=torch.float64)
-    p = torch.cat([likely, tail])
-    flatter, sharper = bias(p, drafters.scored_unwarped), bias(p, drafters.scored_sharpened)
-    assert sharper > 0.1 and sharper > 2 * flatter, (flatter, sharper)
+    wrong = int(verdict.length.sum()) + int((verdict.bonus < 2).sum())
+    assert (wrong > 0) == (rng is LooseTest)

@@ -72,7 +72,7 @@ def test_every_engine_that_ignores_the_temperature_is_named(kind, prompts, tmp_p
 def test_log_probabilities_that_come_with_an_answer_are_checked(lie, prompts, tmp_path) -> None:
     """A part of them is scored again; where that differs, all are."""
     with table_server.spoken("other", lie=lie) as url:
-        code, paper = certify(url, tmp_path, prompts, "tokens=450")
+        code, paper = certify(url, tmp_path, prompts, "tokens=600")
     assert code == 0, paper["line"]
     assert any("are not the model's" in note for note in paper["notes"]) == (lie < 0)
 

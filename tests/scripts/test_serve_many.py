@@ -25,7 +25,6 @@ from outrider.decode.engine import Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.scripts import certify
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.serve_http.worker import WorkerLimits
 from tests.helpers.own_server import MODEL, Running, quiet, serving
@@ -113,28 +112,6 @@ def test_a_thousand_requests_of_which_a_third_leaves() -> None:
         compared += 1
     assert compared > 300
     assert memory[3] < 1.05 * memory[1], [m >> 20 for m in memory]
-
-
-@pytest.mark.slow
-def test_the_certificate_passes_against_it(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    rows = [json.dumps({"prompt": f"{word} " * 6}) for word in ("ab", "cde", "fghi", "jk")]
-    prompts.write_text("\n".join(rows))
-    with serving(target_of(), ["ngram", "none"], WorkerLimits(8, 200, 4, 64)) as server:
-        keys = [
-            "target=tiny",
-            "target.context=256",
-            f"url={server.url}",
-            f"prompts={prompts}",
-            "temperature=1",
-            "tokens=6000",
-            f"out={tmp_path / 'paper'}",
-        ]
-        with pytest.raises(SystemExit) as end:
-            certify.server(keys)
-    assert end.value.code == 0
-    paper = json.loads((tmp_path / "paper/certificate.json").read_text())
-    assert paper["verdict"] == "lossless" and paper["server"]["drafted"] > 0
 
 
 @pytest.mark.slow
