@@ -1,5 +1,5 @@
 """Where tokens stand among the likeliest ones of their places, which is what servers tell of
-a distribution. Numpy alone.
+a distribution.
 
 A token among them is, given that it is among them, a draw from their probabilities to the
 power 1 / temperature, divided by their sum: whatever lies beyond them, and whether the server

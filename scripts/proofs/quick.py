@@ -1,6 +1,6 @@
 """A quick judgement of a server's answers, from what servers tell: the ids of the tokens, and
 for every place the likeliest tokens of the model there with their log-probabilities
-(likeliest.py). Numpy alone.
+(likeliest.py).
 
 Two kinds of tests, every one for all tokens and for strata of them. Transforms: the token's
 place in its distribution is uniform (uniformity.py). Bets on what is suspected
@@ -33,6 +33,7 @@ from outrider.scripts.proofs.uniformity import (
 ALPHA = 1e-3
 FEWEST = 400  # judged tokens below which nothing is decided in favour of a server
 EQUAL, AGAIN = 8, "tokens in common with an earlier answer"
+APART = 1e-2  # p of the fewest answers at a time above which they show nothing
 WIDEST = 1.0  # so is nothing where a temperature off by more than this share might pass
 
 
@@ -195,10 +196,11 @@ def judged(
     heats = measured(known, found, alpha)
     p, levels = together(found), _by_level(known, found)
     rejected = p < alpha
-    differs = _depends(known, levels, alpha, seed)
+    cold = rejected and any(heat.p < alpha for heat in heats) and _explained(known, heats, seed)
+    differs = rejected and not cold and _depends(levels, alpha)
     why = ""
     if rejected:
-        why = _by_batch(levels, found[0]) if differs else _why(known, found[0], heats, alpha, seed)
+        why = _why(found[0], heats if cold else [], levels if differs else {})
     few = len(known.own) < FEWEST or not min((h.error for h in heats), default=0) <= WIDEST
     verdict = "rejected" if rejected else "undecided" if few else "passed"
     many = max(levels, default=1)
@@ -225,43 +227,24 @@ def judged(
     }
 
 
-def _depends(known: Places, levels: dict[int, float], alpha: float, seed: int) -> bool:
-    """One at a time is sound, more are not, and the two differ: a bias of every answer may be
-    found in the one half and missed in the other."""
-    if len(levels) < 2:
-        return False
-    fewest = min(levels)
-    if levels[fewest] <= 1e-2 or min(p for n, p in levels.items() if n != fewest) >= alpha:
-        return False
-    excess = known.log_prob + moments(known.logs)[0]
-    made = transforms(known, np.random.default_rng([seed, 20261125]))
-    alone = known.level == fewest
-    apart = [_apart(x[alone], x[~alone]) for x in (excess, *made.values())]
-    over, alone = known.beyond - known.most, known.levels == fewest
-    return 4 * min(*apart, _apart(over[alone], over[~alone])) < 1e-3
+def _depends(levels: dict[int, float], alpha: float) -> bool:
+    """The fewest at a time show nothing, and more do."""
+    fewest = min(levels, default=0)
+    others = [p for level, p in levels.items() if level != fewest]
+    return bool(others) and levels[fewest] > APART and min(others) < alpha
 
 
-def _apart(a: np.ndarray, b: np.ndarray) -> float:
-    """p of two samples that have one mean, each with its own variance (Welch, normal limit)."""
-    if min(len(a), len(b)) < 2:
-        return 1.0
-    spread = a.var() / len(a) + b.var() / len(b)
-    z = (a.mean() - b.mean()) / math.sqrt(spread) if spread > 0 else 0.0
-    return math.erfc(abs(z) / math.sqrt(2))
-
-
-def _by_batch(levels: dict[int, float], worst: Test) -> str:
-    some = ", ".join(f"{n} at a time p = {p:.2g}" for n, p in sorted(levels.items()))
-    return f"answers depend on the batch: {some} ({worst.name})"
-
-
-def _why(known: Places, worst: Test, heats: Sequence[Measured], alpha: float, seed: int) -> str:
-    """What the tests say, in words. worst: the smallest p."""
-    if any(heat.p < alpha for heat in heats) and _explained(known, heats, seed):
+def _why(worst: Test, heats: Sequence[Measured], levels: dict[int, float]) -> str:
+    """What the tests say, in words. worst: the smallest p; heats: where the temperatures explain
+    everything; levels: where they differ."""
+    if heats:
         some = " and ".join(
             f"{h.requested:g}, answers are like those of {h.likely:.2g}" for h in heats
         )
         return f"the temperature is not honoured: asked {some}"
+    if levels:
+        some = ", ".join(f"{n} at a time p = {p:.2g}" for n, p in sorted(levels.items()))
+        return f"answers depend on the batch: {some} ({worst.name})"
     if worst.name == AGAIN:
         return f"answers repeat earlier ones whatever the seed: p = {worst.p:.2g}"
     how = f"{worst.name}, {worst.stratum}, p = {worst.p:.2g}"

@@ -1,5 +1,5 @@
 """What may be wrong with a decoder, each as a distribution r that is known before the token
-is, and the bets on it. Numpy alone.
+is, and the bets on it.
 
 Where tokens come from p, the product of r(x) / p(x) reaches 1 / a with probability a at most,
 for any number of tokens and for any mean of such products (Ville 1939).

@@ -1,5 +1,4 @@
 """At which temperature were tokens drawn, given the distributions that they are owed from?
-Numpy alone.
 
 If x_t ~ p_t, then log p_t(x_t) + H(p_t) has mean 0 and variance V(p_t) given everything
 before. Their sum is the score of the temperature: tokens of p^b have b = 1 + sum / sum of V

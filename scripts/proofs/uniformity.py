@@ -1,5 +1,5 @@
 """Tests that numbers are independent and uniform, as the transforms of a sound decoder's
-tokens are (pit.py), and what several tests say together. Numpy alone."""
+tokens are (pit.py), and what several tests say together."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 CELLS, PAIR_CELLS = 20, 8  # of the chi-squares
 SMALLEST = 200  # strata below are not tested
@@ -24,31 +25,10 @@ class Test:
     p: float
 
 
-def gamma(shape: float, x: float) -> tuple[float, float]:
-    """Probabilities that a gamma variable of this shape and scale 1 is at most x and above
-    it, the smaller one to full precision: a series below the mean, a continued fraction
-    above."""
-    if x <= 0:
-        return 0.0, 1.0
-    front = math.exp(shape * math.log(x) - x - math.lgamma(shape))
-    if x < shape + 1:
-        term = total = 1 / shape
-        at = shape
-        while term > total * 1e-17:
-            at += 1
-            term *= x / at
-            total += term
-        return front * total, max(0.0, 1 - front * total)
-    b = x + 1 - shape
-    c, value = 1e300, 1 / b
-    d = value
-    for i in range(1, 10_000):
-        a, b = i * (shape - i), b + 2
-        d, c = 1 / (a * d + b), b + a / c
-        value *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return max(0.0, 1 - front * value), front * value
+def gamma_tail(shape: float, x: float, above: bool = True) -> float:
+    """The probability that a gamma variable of this shape and scale 1 is above x, or at most x."""
+    tail = torch.special.gammaincc if above else torch.special.gammainc
+    return float(tail(*torch.tensor([shape, max(x, 0.0)], dtype=torch.float64)))
 
 
 def kolmogorov(u: np.ndarray) -> tuple[float, float]:
@@ -76,14 +56,12 @@ def _chi_square(table: np.ndarray) -> tuple[float, float]:
     freedom = len(table) * (table.shape[1] - 1)
     if not freedom:  # no row was full enough to be asked
         return value, 1.0
-    return value, gamma(freedom / 2, value / 2)[1]
+    return value, gamma_tail(freedom / 2, value / 2)
 
 
 def poisson(count: int, mean: float) -> float:
     """Probability of at least `count` events where `mean` are expected."""
-    if count == 0:
-        return 1.0
-    return gamma(count, max(mean, 1e-300))[0]
+    return gamma_tail(count, max(mean, 1e-300), above=False) if count else 1.0
 
 
 def edge_test(count: int, mean: float, n: int) -> list[Test]:
