@@ -18,9 +18,13 @@ import numpy as np
 
 from outrider.scripts.proofs.temperature import powered
 
+MARGIN = 0.02  # of top_p, within which rounding may move the edge
 EDGE = 0.25  # nats by which a token may fall short of a truncation's edge: rounding
 ROUNDED = 0.003  # share of the tokens that may lie beyond a truncation all the same
 LARGEST = 1 << 18  # tokens of a vocabulary
+
+
+Ranked = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,12 @@ class JudgedAnswer:
     top_k: int
     level: int
     wave: int
+    top_p: float = 1.0
+
+    @property
+    def cut(self) -> str:
+        """The truncation that was asked for, "" for none."""
+        return f"top_k={self.top_k}" if self.top_k else f"top_p={self.top_p:g}" * (self.top_p < 1)
 
 
 @dataclass(frozen=True)
@@ -46,8 +56,8 @@ class Places:
     wave, place, answer of its wave, answer; level, temperature: [n].
 
     Of all tokens [N]: beyond, not among the likeliest; most, how probable that was at most;
-    levels. top_k_taken: False where an answer's very first token, asked for by itself, lies
-    beyond top_k: then the server cuts nothing off.
+    levels. ignored: truncations beyond which an answer's very first token lies, asked for by
+    itself: there the server cuts nothing off.
     """
 
     logs: np.ndarray
@@ -59,7 +69,7 @@ class Places:
     beyond: np.ndarray
     most: np.ndarray
     levels: np.ndarray
-    top_k_taken: bool
+    ignored: frozenset[str]
 
     @property
     def log_prob(self) -> np.ndarray:
@@ -76,12 +86,13 @@ def places(answers: Sequence[JudgedAnswer], best: int) -> Places:
     """best: how many likeliest tokens every row holds at least; a row may hold the text's own
     token besides."""
     fewest = min((answer.level for answer in answers), default=1)
-    taken = not any(
-        _beyond(answer, 0, best)
+    ignored = frozenset(
+        answer.cut
         for answer in answers
-        if answer.top_k and answer.level == fewest and answer.tokens
+        if answer.level == fewest and answer.tokens and _ends(answer, 0, best)
+        if _beyond(answer, 0, best)
     )
-    found: list[tuple[list[tuple[int, float]], int]] = []
+    found: list[tuple[Ranked, int]] = []
     where: list[tuple[int, ...]] = []
     about: list[tuple[float, ...]] = []
     every: list[tuple[float, ...]] = []
@@ -89,9 +100,9 @@ def places(answers: Sequence[JudgedAnswer], best: int) -> Places:
     for number, answer in enumerate(answers):
         mate = mates[answer.wave] = mates.get(answer.wave, -1) + 1
         for place, token in enumerate(answer.tokens):
-            kept = _likeliest(answer, place, best)
-            cut = bool(answer.top_k) and taken
-            most = ROUNDED if cut else beyond_at_most(kept, answer.temperature)
+            kept, many = _likeliest(answer, place, best)
+            cut = answer.cut not in ignored and _ends(answer, place, best)
+            most = ROUNDED if cut else beyond_at_most(many, answer.temperature)
             every.append((_beyond(answer, place, best), most, answer.level))
             at = next((i for i, (other, _) in enumerate(kept) if other == token), -1)
             if at >= 0:
@@ -109,19 +120,33 @@ def places(answers: Sequence[JudgedAnswer], best: int) -> Places:
     stand = np.array(where, dtype=int).reshape(-1, 4)
     logs = powered(logs / temperature[:, None], 1.0)
     beyond = counts[0].astype(bool)
-    return Places(logs, ids, own, stand, level, temperature, beyond, counts[1], counts[2], taken)
+    return Places(logs, ids, own, stand, level, temperature, beyond, counts[1], counts[2], ignored)
 
 
-def _likeliest(answer: JudgedAnswer, place: int, best: int) -> list[tuple[int, float]]:
+def _likeliest(answer: JudgedAnswer, place: int, best: int) -> tuple[Ranked, Ranked]:
+    """The likeliest tokens, as many as any truncation leaves; and those that it may leave."""
     ranked = sorted(answer.rows[place].items(), key=lambda pair: (-pair[1], pair[0]))
-    return ranked[: min(best, answer.top_k or best)]
+    ranked = ranked[: min(best, answer.top_k or best)]
+    if answer.top_p == 1:
+        return ranked, ranked
+    logs = np.array([value for _, value in ranked]) / answer.temperature
+    mass = np.exp(logs - np.logaddexp.reduce(logs))
+    before = mass.cumsum() - mass
+    least = 1 - beyond_at_most(ranked, answer.temperature)  # what they hold of all tokens
+    few, many = before < answer.top_p - MARGIN, before * least < answer.top_p + MARGIN
+    return ranked[: int(few.sum())], ranked[: int(many.sum())]
+
+
+def _ends(answer: JudgedAnswer, place: int, best: int) -> bool:
+    """Whether a truncation that was asked for ends among the likeliest."""
+    return bool(answer.cut) and len(_likeliest(answer, place, best)[1]) < best
 
 
 def _beyond(answer: JudgedAnswer, place: int, best: int) -> bool:
     """Whether the token is not among the likeliest, nor within rounding of the last of these."""
     token, row = answer.tokens[place], answer.rows[place]
-    kept = _likeliest(answer, place, best)
-    near = answer.top_k and row.get(token, -math.inf) >= kept[-1][1] - EDGE
+    _, kept = _likeliest(answer, place, best)
+    near = answer.cut and row.get(token, -math.inf) >= kept[-1][1] - EDGE
     return not near and all(token != other for other, _ in kept)
 
 

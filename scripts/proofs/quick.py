@@ -221,7 +221,7 @@ def judged(
         "tokens": len(known.most),
         "judged": len(known.own),
         "beyond": int(known.beyond.sum()),
-        "top_k_taken": known.top_k_taken,
+        "ignored": sorted(known.ignored),
         "why": why,
         "tests": [vars(test) for test in found],
     }

@@ -33,7 +33,7 @@ from outrider.scripts.serving.asking import (
 from outrider.scripts.serving.counters import rise
 
 BEST = 20  # likeliest tokens of a place; engines tell no more by default
-CUT = 16  # top_k of the first temperature: below BEST, so that its edge is known
+CUT, NUCLEUS = 16, 0.9  # top_k and top_p: their edges lie among the BEST likeliest
 COOLER = 0.6  # the second temperature, in the first one
 LIMIT = 25  # tokens of an answer
 PROMPTS = 8  # asked again and again: a cache shows
@@ -64,6 +64,7 @@ class _Kind:
     level: int
     temperature: float
     top_k: int
+    top_p: float
     share: float
     have: int = 0
 
@@ -88,8 +89,7 @@ def judged(plan: QuickPlan, on_progress: OnProgress) -> dict[str, Any]:
     collected, about = asyncio.run(_ask(plan, began, on_progress))
     found = quick.judged(collected.answers, BEST, plan.alpha, plan.seed)
     notes = sorted(collected.notes)
-    if not found["top_k_taken"]:
-        notes.append(f"top_k={CUT} is not taken into account")
+    notes += [f"{name} is not taken into account" for name in found["ignored"]]
     if about["drafted"] == 0:
         notes.append("the server drafted nothing: nothing was tested of speculation")
     if collected.mistold:
@@ -106,14 +106,15 @@ def judged(plan: QuickPlan, on_progress: OnProgress) -> dict[str, Any]:
 
 
 def _kinds(plan: QuickPlan) -> list[_Kind]:
-    """Two thirds of the tokens at the temperature, among the CUT likeliest; a third cooler
-    and without any truncation, as most requests are."""
-    each = plan.tokens / len(plan.levels)
-    out = []
-    for level in plan.levels:
-        out.append(_Kind(level, plan.temperature, CUT, each * 2 / 3))
-        out.append(_Kind(level, plan.temperature * COOLER, 0, each / 3))
-    return out
+    """A third of the tokens at the temperature among the CUT likeliest, a third in a nucleus, a
+    third cooler and without any truncation, as most requests are."""
+    each = plan.tokens / len(plan.levels) / 3
+    hows = ((1.0, CUT, 1.0), (1.0, 0, NUCLEUS), (COOLER, 0, 1.0))
+    return [
+        _Kind(level, plan.temperature * heat, top_k, top_p, each)
+        for level in plan.levels
+        for heat, top_k, top_p in hows
+    ]
 
 
 async def _ask(
@@ -176,6 +177,7 @@ async def _waves(
                 limit,
                 kind.temperature,
                 kind.top_k,
+                kind.top_p,
                 top=BEST,
                 seed=(plan.seed * 1_000_003 + number + i) % SEEDS,
             )
@@ -186,7 +188,7 @@ async def _waves(
             tokens = _tokens(server, reply, limit, collected)
             rows = await _rows(server, prompt, tokens, reply, collected)
             some_rows = [*map(_likeliest, rows, tokens)]
-            how = (kind.temperature, kind.top_k, kind.level, wave)
+            how = (kind.temperature, kind.top_k, kind.level, wave, kind.top_p)
             collected.answers.append(JudgedAnswer(prompt, tokens, some_rows, *how))
             kind.have += max(len(tokens), 1)
         _refuse_silence(server, collected)
@@ -249,10 +251,10 @@ def _tokens(server: Endpoint, reply: Reply, limit: int, collected: _Collected) -
 def _untested(collected: _Collected, about: dict[str, Any]) -> list[str]:
     """What a short run and a server's own words do not show."""
     out = [
-        f"tokens beyond the {BEST} likeliest of a place, but for how often they come under top_k",
+        f"tokens beyond the {BEST} likeliest of a place, but for how often they come",
         "weights, template and tokenizer: the server's own log-probabilities stand for the model",
         "small biases: `tokens` and `seconds` set higher find smaller ones",
-        "greedy answers (temperature=0), penalties, other truncations than top_k",
+        "greedy answers (temperature=0), penalties, min_p",
     ]
     if about["drafted"] is None:
         out.append("how much was drafted: the server does not tell")

@@ -19,8 +19,9 @@ import numpy as np
 
 VOCAB, LIMIT, BEST, PROMPTS = 120, 25, 20, 8
 OWNERS = {"llama.cpp": "llamacpp", "vllm": "vllm", "sglang": "sglang", "other": "somebody"}
-# (random numbers, log-probabilities [V], temperature, top_k, place, requests at a time) -> token
-Draw = Callable[[np.random.Generator, np.ndarray, float, int, int, int], int]
+# (random numbers, log-probabilities [V], temperature, top_k, or top_p where below 1, place,
+# requests at a time) -> token
+Draw = Callable[[np.random.Generator, np.ndarray, float, float, int, int], int]
 # (who answers, what was asked or None for a GET, the answer) -> the answer, bytes as they are, or
 # None where it has answered itself
 Twist = Callable[[BaseHTTPRequestHandler, dict[str, Any] | None, Any], Any]
@@ -38,11 +39,17 @@ LIKELIEST = np.argsort(-TABLE, 1)[:, :BEST]
 
 
 def sound(
-    rng: np.random.Generator, log_probs: np.ndarray, heat: float, cut: int, place: int, level: int
+    rng: np.random.Generator, log_probs: np.ndarray, heat: float, cut: float, place: int, level: int
 ) -> int:
-    """A token at a temperature, among the `cut` likeliest where that is not 0."""
+    """A token at a temperature, among the `cut` likeliest, or in their nucleus where it is below
+    1; 0: all."""
     scores = log_probs / heat
-    if cut:
+    if 0 < cut < 1:
+        mass = np.sort(np.exp(scores - np.logaddexp.reduce(scores)))[::-1]
+        last = int((mass.cumsum() - mass < cut).sum())
+        scores = np.where(log_probs >= np.sort(log_probs)[-last], scores, -np.inf)
+    elif cut:
+        cut = int(cut)
         scores = np.where(log_probs >= np.sort(log_probs)[-cut], scores, -np.inf)
     return int(np.argmax(scores + rng.gumbel(size=VOCAB)))
 
@@ -122,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _ids(self, text: str) -> list[int]:
         return [b % VOCAB for b in text.encode()]
 
-    def _answer(self, ids: list[int], limit: int, heat: float, cut: int, seed: int) -> list[int]:
+    def _answer(self, ids: list[int], limit: int, heat: float, cut: float, seed: int) -> list[int]:
         time.sleep(self.wait)
         rng, last, found = np.random.default_rng(seed), ids[-1], list[int]()
         for place in range(limit):
@@ -140,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
             about["input_token_logprobs"] = [[None, ids[places.start - 1], None], *own]
             about["input_top_logprobs"] = [None, *best]
             return {"text": "", "output_ids": [0], "meta_info": about}
-        cut = max(how["top_k"], 0)
+        cut = max(how["top_k"], 0) or how["top_p"] % 1
         heat, limit = how["temperature"], how["max_new_tokens"]
         found = self._answer(ids, limit, heat, cut, how["sampling_seed"])
         return {"text": "", "output_ids": found, "meta_info": about}
@@ -151,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
             return {"completion_probabilities": [{"top_logprobs": rows}]}
         keys = ("temperature", "top_k", "top_p", "min_p", "seed")
         limit, heat = body["n_predict"], body["temperature"]
-        found = self._answer(ids, limit, heat, body["top_k"], body["seed"])
+        found = self._answer(ids, limit, heat, body["top_k"] or body["top_p"] % 1, body["seed"])
         said = {key: body[key] for key in keys}
         out = {"tokens": found, "content": "", "timings": {}, "stop_type": "limit"}
         return out | {"generation_settings": said}
@@ -169,7 +176,8 @@ class _Handler(BaseHTTPRequestHandler):
             ]
             choice["prompt_logprobs"] = [None, *rows]
         else:
-            limit, heat, cut = body["max_tokens"], body["temperature"], body.get("top_k", 0)
+            limit, heat = body["max_tokens"], body["temperature"]
+            cut = body.get("top_k", 0) or body["top_p"] % 1
             found = self._answer(ids, limit, max(heat, 1e-3), cut, body["seed"])
             choice["token_ids"] = found
             if "logprobs" in body:

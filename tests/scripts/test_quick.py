@@ -18,7 +18,8 @@ def answers(seed: int, draw: Draw = sound, cached: bool = False) -> list[JudgedA
     """1,200 tokens, as the command asks for them. cached: every fifth answer to a prompt that
     was asked before is the one from before."""
     rng, found = np.random.default_rng(seed), list[JudgedAnswer]()
-    plan = [(1, 1.0, 16)] * 16 + [(8, 1.0, 16)] * 2 + [(1, 0.6, 0)] * 8 + [(8, 0.6, 0)]
+    plan = [(1, 1.0, 16)] * 8 + [(8, 1.0, 16)] + [(1, 1.0, 0.9)] * 8 + [(8, 1.0, 0.9)]
+    plan += [(1, 0.6, 0)] * 8 + [(8, 0.6, 0)]
     known: dict[tuple[int, float], JudgedAnswer] = {}
     for wave, (level, heat, cut) in enumerate(plan):
         for _ in range(level):
@@ -34,7 +35,8 @@ def answers(seed: int, draw: Draw = sound, cached: bool = False) -> list[JudgedA
             old = known.get((prompt[0], heat))
             if cached and old and len(found) % 5 == 4:
                 tokens, rows = list(old.tokens), list(old.rows)
-            found.append(JudgedAnswer(prompt, tokens, rows, heat, cut, level, wave))
+            few, share = (int(cut), 1.0) if cut >= 1 or not cut else (0, cut)
+            found.append(JudgedAnswer(prompt, tokens, rows, heat, few, level, wave, share))
             known.setdefault((prompt[0], heat), found[-1])
     return found
 
@@ -82,7 +84,7 @@ def test_what_lies_beyond_the_likeliest_is_bounded(heat: float) -> None:
 def test_sound_answers_pass_and_say_what_they_measured() -> None:
     found = [judged(seed) for seed in range(4)]
     assert all(one["verdict"] == "passed" and one["p"] > 2e-3 for one in found)
-    assert all(one["temperature_honoured"] and one["top_k_taken"] for one in found)
+    assert all(one["temperature_honoured"] and not one["ignored"] for one in found)
     assert found[0]["line"].startswith("as asked: 1,200 tokens at temperature 1 and 0.6, 1, 8 at")
     assert {one["depends_on_the_batch"] for one in found} == {"no sign of it"}
 
@@ -134,9 +136,10 @@ def test_a_cache_is_named() -> None:
     assert found["verdict"] == "rejected" and "answers repeat earlier ones" in found["line"]
 
 
-def test_a_top_k_that_is_not_taken_is_no_other_distribution() -> None:
+def test_a_truncation_that_is_not_taken_is_no_other_distribution() -> None:
     found = judged(0, lambda rng, logs, heat, cut, *rest: sound(rng, logs, heat, 0, *rest))
-    assert found["verdict"] == "passed" and not found["top_k_taken"] and found["beyond"] > 20
+    assert found["verdict"] == "passed" and found["beyond"] > 20
+    assert "top_k=16" in found["ignored"]
 
 
 def test_tokens_beyond_top_k_that_only_drafts_bring_are_rejected() -> None:
