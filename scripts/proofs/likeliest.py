@@ -31,7 +31,7 @@ Ranked = list[tuple[int, float]]
 class JudgedAnswer:
     """tokens: the answer. rows: for each of them the likeliest tokens of the model behind the
     text before it, {token: log-probability at temperature 1}. level: answers that were asked
-    for together, with the number of their wave."""
+    for together, with the number of their wave. stop: tokens that were to end it."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -41,6 +41,7 @@ class JudgedAnswer:
     level: int
     wave: int
     top_p: float = 1.0
+    stop: tuple[int, ...] = ()
 
     @property
     def cut(self) -> str:
@@ -52,8 +53,9 @@ class JudgedAnswer:
 class Places:
     """Tokens that are among the likeliest ones of their places. logs: [n, K]
     log-probabilities at the temperature asked for, given that, the likeliest first, -inf
-    where there is none; ids: [n, K], -1 there; own: [n] index of the token; where: [n, 4]
-    wave, place, answer of its wave, answer; level, temperature: [n].
+    where there is none; ids: [n, K], -1 there; stops: [n, K] bool, those that end the answer;
+    own: [n] index of the token; where: [n, 4] wave, place, answer of its wave, answer; level,
+    temperature: [n].
 
     Of all tokens [N]: beyond, not among the likeliest; most, how probable that was at most;
     levels. ignored: truncations beyond which an answer's very first token lies, asked for by
@@ -62,6 +64,7 @@ class Places:
 
     logs: np.ndarray
     ids: np.ndarray
+    stops: np.ndarray
     own: np.ndarray
     where: np.ndarray
     level: np.ndarray
@@ -78,7 +81,7 @@ class Places:
 
     def only(self, mask: np.ndarray) -> Places:
         """Those of [n] bool."""
-        names = ("logs", "ids", "own", "where", "level", "temperature")  # [n]
+        names = ("logs", "ids", "stops", "own", "where", "level", "temperature")  # [n]
         return replace(self, **{name: getattr(self, name)[mask] for name in names})
 
 
@@ -112,7 +115,9 @@ def places(answers: Sequence[JudgedAnswer], best: int) -> Places:
     width = max((len(kept) for kept, _ in found), default=1)
     ids = np.full((len(found), width), -1)
     logs = np.full((len(found), width), -np.inf)
+    stops = np.zeros((len(found), width), dtype=bool)
     for i, (kept, _) in enumerate(found):
+        stops[i, : len(kept)] = [token in answers[where[i][3]].stop for token, _ in kept]
         ids[i, : len(kept)], logs[i, : len(kept)] = zip(*kept, strict=True)
     level, temperature = np.array(about, dtype=float).reshape(-1, 2).T
     counts = np.array(every, dtype=float).reshape(-1, 3).T
@@ -120,7 +125,8 @@ def places(answers: Sequence[JudgedAnswer], best: int) -> Places:
     stand = np.array(where, dtype=int).reshape(-1, 4)
     logs = powered(logs / temperature[:, None], 1.0)
     beyond = counts[0].astype(bool)
-    return Places(logs, ids, own, stand, level, temperature, beyond, counts[1], counts[2], ignored)
+    known = (logs, ids, stops, own, stand, level, temperature, beyond)
+    return Places(*known, counts[1], counts[2], ignored)
 
 
 def _likeliest(answer: JudgedAnswer, place: int, best: int) -> tuple[Ranked, Ranked]:

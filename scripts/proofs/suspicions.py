@@ -67,12 +67,20 @@ def narrower(known: Places) -> list[np.ndarray]:
     ]
 
 
+def stop_tokens(known: Places) -> list[np.ndarray]:
+    """Tokens that were to end the answer, too often or too seldom."""
+    mass = (np.exp(known.logs) * known.stops).sum(1)
+    hit = known.stops[np.arange(len(known.own)), known.own]
+    return [np.log1p(tilt * hit) - np.log1p(tilt * mass) for tilt in (1.0, -0.4, -0.95)]
+
+
 BEYOND = "tokens beyond the likeliest"
 SUSPICIONS: dict[str, Callable[[Places], list[np.ndarray]]] = {
     "another temperature": other_temperature,
     "the best token too often": best_token,
     "typical acceptance": typical,
     "a narrower nucleus": narrower,
+    "stop tokens": stop_tokens,
 }
 
 

@@ -144,6 +144,8 @@ class Endpoint:
             body |= {"logprobs": ask.top, "return_tokens_as_token_ids": True}
         if self.kind == VLLM and ask.salt:
             body["cache_salt"] = ask.salt
+        if self.kind == VLLM and ask.stop:
+            body["stop_token_ids"] = list(ask.stop)
         return await self._post("/v1/completions", body, _read_openai, about)
 
     async def distributions(self, ids: list[int], start: int, top: int) -> list[dict[int, float]]:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import heapq
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from outrider.scripts.proofs.likeliest import JudgedAnswer
 from outrider.scripts.serving.asking import (
     LLAMACPP,
     SERVE,
+    VLLM,
     Address,
     Endpoint,
     Reply,
@@ -171,6 +173,7 @@ async def _waves(
             return
         kind = min(fit, key=lambda k: k.have / k.share)
         limit = min(LIMIT, left // kind.level)
+        stop = _stop(server, kind, collected)
         some = [prompts[(number + i) % PROMPTS] for i in range(kind.level)]
         requests = [
             ServerRequest(
@@ -179,6 +182,7 @@ async def _waves(
                 kind.top_k,
                 kind.top_p,
                 top=BEST,
+                stop=stop,
                 seed=(plan.seed * 1_000_003 + number + i) % SEEDS,
             )
             for i in range(kind.level)
@@ -188,12 +192,23 @@ async def _waves(
             tokens = _tokens(server, reply, limit, collected)
             rows = await _rows(server, prompt, tokens, reply, collected)
             some_rows = [*map(_likeliest, rows, tokens)]
-            how = (kind.temperature, kind.top_k, kind.level, wave, kind.top_p)
+            how = (kind.temperature, kind.top_k, kind.level, wave, kind.top_p, stop)
+            if set(tokens[:-1]) & set(stop):
+                collected.notes.add("stop_token_ids is not taken into account")
             collected.answers.append(JudgedAnswer(prompt, tokens, some_rows, *how))
             kind.have += max(len(tokens), 1)
         _refuse_silence(server, collected)
         number, wave = number + kind.level, wave + 1
         on_progress(sum(k.have for k in kinds), plan.tokens, "tokens")
+
+
+def _stop(server: Endpoint, kind: _Kind, collected: _Collected) -> tuple[int, ...]:
+    """The commonest token so far, where answers without any truncation are to end at it: of vLLM
+    alone it is known that the token stands in the answer."""
+    if server.kind != VLLM or kind.top_k or kind.top_p < 1:
+        return ()
+    seen = Counter(token for answer in collected.answers for token in answer.tokens)
+    return tuple(token for token, _ in seen.most_common(1))
 
 
 async def _rows(

@@ -27,7 +27,8 @@ NEUTRAL = {"top_k": 0, "min_p": 0.0, **PENALTIES}
 class ServerRequest:
     """One answer. limit: most tokens. temperature 0 = greedy; top_k 0 and top_p 1 = off.
     top: log-probabilities that come with the answer, of a bare completions API alone. salt:
-    the prompt shares nothing with what vLLM has kept of prompts with another salt."""
+    the prompt shares nothing with what vLLM has kept of prompts with another salt. stop: tokens
+    that end the answer, of vLLM, which tells them."""
 
     limit: int
     temperature: float = 0.0
@@ -36,6 +37,7 @@ class ServerRequest:
     min_p: float = 0.0
     seed: int = 0
     salt: str = ""
+    stop: tuple[int, ...] = ()
     top: int = 0
 
 

@@ -134,6 +134,9 @@ class Handler(BaseHTTPRequestHandler):
             }
             self.decoder.waiting.put(item)
             item["done"].wait()
+            stop = set(body.get("stop_token_ids", ()))  # a prefix of a sound answer is sound
+            end = next((i for i, token in enumerate(item["tokens"]) if token in stop), None)
+            item["tokens"] = item["tokens"] if end is None else item["tokens"][: end + 1]
             choice["token_ids"], choice["prompt_token_ids"] = item["tokens"], body["prompt"]
             choice["text"] = self.decoder.target.tokenizer.decode(item["tokens"])
             if item["tokens"][-1] in self.decoder.target.eos_ids:

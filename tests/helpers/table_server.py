@@ -179,7 +179,9 @@ class _Handler(BaseHTTPRequestHandler):
             limit, heat = body["max_tokens"], body["temperature"]
             cut = body.get("top_k", 0) or body["top_p"] % 1
             found = self._answer(ids, limit, max(heat, 1e-3), cut, body["seed"])
-            choice["token_ids"] = found
+            stop = set(body.get("stop_token_ids", ()))
+            end = next((i for i, token in enumerate(found) if token in stop), limit)
+            choice["token_ids"] = found = found[: end + 1]
             if "logprobs" in body:
                 before = [ids[-1], *found[:-1]]
                 rows = [{name.format(t): v + self.lie for t, v in _best(b)} for b in before]

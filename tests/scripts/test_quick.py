@@ -35,10 +35,17 @@ def answers(seed: int, draw: Draw = sound, cached: bool = False) -> list[JudgedA
             old = known.get((prompt[0], heat))
             if cached and old and len(found) % 5 == 4:
                 tokens, rows = list(old.tokens), list(old.rows)
+            stop = () if cut else (STOP,)
+            end = tokens.index(STOP) + 1 if stop and STOP in tokens else LIMIT
             few, share = (int(cut), 1.0) if cut >= 1 or not cut else (0, cut)
-            found.append(JudgedAnswer(prompt, tokens, rows, heat, few, level, wave, share))
+            how = (heat, few, level, wave, share, stop)
+            found.append(JudgedAnswer(prompt, tokens[:end], rows[:end], *how))
             known.setdefault((prompt[0], heat), found[-1])
     return found
+
+
+# the commonest token of untruncated answers
+STOP = int(np.linalg.matrix_power(np.exp(temperature.powered(TABLE, 1 / 0.6)), 50)[0].argmax())
 
 
 def judged(seed: int, draw: Draw = sound, cached: bool = False) -> dict:
@@ -85,7 +92,8 @@ def test_sound_answers_pass_and_say_what_they_measured() -> None:
     found = [judged(seed) for seed in range(4)]
     assert all(one["verdict"] == "passed" and one["p"] > 2e-3 for one in found)
     assert all(one["temperature_honoured"] and not one["ignored"] for one in found)
-    assert found[0]["line"].startswith("as asked: 1,200 tokens at temperature 1 and 0.6, 1, 8 at")
+    assert found[0]["line"].startswith("as asked: ")
+    assert "tokens at temperature 1 and 0.6, 1, 8 at a time" in found[0]["line"]
     assert {one["depends_on_the_batch"] for one in found} == {"no sign of it"}
 
 
@@ -148,6 +156,15 @@ def test_tokens_beyond_top_k_that_only_drafts_bring_are_rejected() -> None:
 
     found = judged(0, draw)
     assert found["verdict"] == "rejected" and suspicions.BEYOND in found["line"]
+
+
+def test_a_stop_token_that_is_never_kept_is_named() -> None:
+    def draw(rng, logs, heat, cut, *rest) -> int:
+        other = np.where((np.arange(VOCAB) == STOP) & (cut == 0), -np.inf, logs)
+        return sound(rng, other, heat, cut, *rest)
+
+    found = quick.judged(answers(0, draw) + answers(1, draw), BEST)
+    assert found["verdict"] == "rejected" and "stop tokens" in found["line"], found["line"]
 
 
 def test_few_tokens_decide_nothing() -> None:
