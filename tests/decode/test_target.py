@@ -11,7 +11,7 @@ from outrider.conf.errors import UserError
 from outrider.decode import attention
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
-from tests.helpers.archs import CHAIN, REFUSED, TREE, VOCAB, build
+from tests.helpers.archs import CHAIN, REFUSED, TREE, build
 from tests.helpers.mirror import Mirror
 
 BUSHY = [-1, -1, 0, 0, 1, 4, 4]
@@ -214,21 +214,6 @@ def test_features_refuse_left_padding_and_unknown_taps() -> None:
         target.features(ids, torch.arange(6)[None] > 1, (1,))
     with pytest.raises(UserError, match=r"taps: 3 .*0\.\.2"):
         target.features(ids, torch.ones_like(ids, dtype=torch.bool), (3,))
-
-
-def test_facts_come_from_the_model() -> None:
-    target = Target(build("llama", torch.bfloat16))
-    facts = (
-        target.vocab_size,
-        target.hidden_size,
-        target.num_layers,
-        target.context_length,
-        target.eos_ids,
-    )
-    assert facts == (VOCAB, 32, 2, 128, (2,))
-    assert target.dtype == torch.bfloat16 and target.device.type == "cpu"
-    assert target.lm_head_weight.shape == (VOCAB, 32)
-    assert target.embed(torch.tensor([[4, 5]])).shape == (1, 2, 32)
 
 
 def test_learned_positions_end_at_the_context() -> None:

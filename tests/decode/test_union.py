@@ -14,7 +14,6 @@ from outrider.conf.errors import UserError
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Request, generate
-from outrider.decode.live import LiveBatch, LiveLimits
 from outrider.decode.ngram import NGram, listed
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
@@ -27,7 +26,6 @@ from outrider.decode.wrapped import Adaptive
 from outrider.heads import save_head
 from outrider.heads.drafters import drafter_folders, resolve_drafter
 from outrider.heads.names import DraftSpec, parse
-from outrider.scripts.certify import about_drafter
 from outrider.scripts.common.prompts import Prompt
 from outrider.scripts.evaluate import shares
 from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
@@ -166,20 +164,6 @@ def test_a_joined_tree_holds_all_paths_and_the_first_tree_in_front() -> None:
                 assert int(marks.sum()) == len(mine)
 
 
-def test_nothing_new_costs_nothing() -> None:
-    """Where nothing is joined the first tree goes to the target as it is, static layout
-    included."""
-    shape = TreeShape.of([[0], [1], [0, 0]])
-    first = DraftTree.static(shape, torch.tensor([[3, 4, 5], [3, 4, 6]]))
-    none = DraftTree.empty(2)
-    again = listed([[(4, -1)], [(3, -1), (6, 0)]], CPU)
-    for other in (none, again):
-        tree = joined([first, other])
-        assert tree.layout is first.layout and tree.tokens is first.tokens
-    assert tree.drafters is not None and tree.drafters.tolist() == [[1, 3, 1], [3, 1, 3]]
-    assert joined([none, none]).width == 0 and joined([none, again]).width == 2
-
-
 # --- drafters
 
 
@@ -258,49 +242,6 @@ def test_a_row_may_be_full_when_another_accepts_a_long_match(name: str) -> None:
     assert paths(beside, 1) == paths(alone, 0)
 
 
-def turning(target: Target, period: int = 12) -> Target:
-    """`target` with weights by which every token is followed by the next one of its block of
-    `period` tokens: an n-gram is right as far as it goes."""
-    model = target.model
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
-    token = torch.arange(target.vocab_size)
-    follows = token // period * period + (token + 1) % period
-    model.lm_head.weight[follows % target.vocab_size] = model.model.embed_tokens.weight
-    return target
-
-
-@pytest.mark.parametrize("context, depth", [(64, 2), (128, 1)])
-def test_an_ngram_is_accepted_whole_beside_a_row_at_the_end_of_the_drafts_context(
-    context: int, depth: int
-) -> None:
-    """Prompts up to the end of a separate draft's context, beside some of which ten tokens are
-    accepted at once: the draft reads them though the longest row leaves less room in its cache."""
-    target = turning(tiny_target(vocab=288, context=128))
-    draft = tiny_target(vocab=288, seed=5, context=context)
-    deepest = 0
-    for long, short in [(context - 1 - k, 13 + k) for k in range(9)]:
-        text = torch.randint(3, 288, (long,), generator=torch.Generator().manual_seed(long))
-        requested = [
-            Request(text.tolist(), 20, id=1),
-            Request([short * 12 + i % 12 for i in range(short)], 20, id=2),
-        ]
-        union = Union([DraftModel(draft, depth), NGram()])
-        plain = generate(target, NoDraft(), requested, Sampling(), eos_ids=()).generations
-        want = [g.token_ids for g in plain]
-        made = generate(target, union, requested, Sampling(), batch_size=2, eos_ids=()).generations
-        assert [g.token_ids for g in made] == want, (long, short)
-        deepest = max(deepest, *(c.accepted for g in made for c in g.cycles))
-        batch = LiveBatch(target, union, Sampling(), LiveLimits(rows=2, longest=128))
-        batch.eos = frozenset()
-        seats = [batch.join(request, lambda fresh: None) for request in requested]
-        while batch.busy:
-            batch.step()
-        assert [seat.generation.token_ids for seat in seats] == want, (long, short)
-    assert deepest == 10
-
-
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_unions_decode_losslessly_in_any_batch(adaptive: bool) -> None:
     """Rows with and without a match, at T = 0 the target's own tokens, at T > 0 the same alone and
@@ -325,21 +266,6 @@ def test_unions_decode_losslessly_in_any_batch(adaptive: bool) -> None:
         summary = acceptance_by_drafter(cycles, 3)
         assert all(alone <= count for count, alone in summary)
         assert sum(c.accepted for c in cycles) <= sum(count for count, _ in summary)
-
-
-def test_requests_that_join_a_live_batch_get_what_they_get_alone() -> None:
-    """The loop behind scripts/serve.py, with a union: one request joins while another runs."""
-    target, union = union_of("eagle3", "medusa")
-    requested = [Request([5, 6, 7, 5, 6, 7], 9, id=1), Request([11], 7, id=2)]
-    alone = generate(target, union, requested, Sampling(0.8), eos_ids=()).generations
-    batch = LiveBatch(target, union, Sampling(0.8), LiveLimits(rows=2, longest=32))
-    batch.eos = frozenset()
-    seats = [batch.join(requested[0], lambda fresh: None)]
-    batch.step()
-    seats.append(batch.join(requested[1], lambda fresh: None))
-    while batch.busy:
-        batch.step()
-    assert [seat.generation.token_ids for seat in seats] == [g.token_ids for g in alone]
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
@@ -375,15 +301,6 @@ def test_a_union_is_resolved_by_name(runs: tuple[Path, Target]) -> None:
     named = [f"{folder}/eagle3@tree", f"{folder}/medusa", "ngram@tree:6"]
     assert [part.name for part in union.parts] == named
     assert [f.parent.name for f in drafter_folders(parse(spec))] == ["eagle3", "medusa"]
-
-
-def test_a_certificate_holds_the_files_of_every_part(runs: tuple[Path, Target]) -> None:
-    folder, _ = runs
-    spec = f"{folder}/eagle3@tree+{folder}/medusa+ngram"
-    summary = about_drafter(spec)
-    assert summary["name"] == spec
-    cards = [name for name in summary["files"] if name.endswith("/head.json")]
-    assert cards == [f"{folder}/eagle3/head.json", f"{folder}/medusa/head.json"]
 
 
 def test_the_table_tells_who_proposed_what_was_accepted(runs: tuple[Path, Target]) -> None:
