@@ -31,7 +31,7 @@ def unfit(target: Room, size: int, new: int) -> str:
     if target.first_range and size + new > target.first_range:
         return (
             f"has {size} tokens, and {new} new ones cross {target.first_range}, where the "
-            "target's rotary embedding changes (LongRoPE)"
+            f"target's rotary embedding changes (LongRoPE): {target.first_range - size} would fit"
         )
     return ""
 

@@ -115,7 +115,7 @@ def test_texts_within_the_first_range_of_longrope(arch: str) -> None:
 @pytest.mark.parametrize(("size", "new"), [(SWITCH - 4, 5), (SWITCH, 1), (SWITCH + 3, 1)])
 def test_a_text_that_would_cross_the_first_range_is_refused(size: int, new: int) -> None:
     target = Target(phi())
-    with pytest.raises(UserError, match=rf"request 1: the prompt has {size} tokens.*{SWITCH}"):
+    with pytest.raises(UserError, match=rf"^request 1: the prompt has {size} tokens.*{SWITCH}"):
         decoded(target, NoDraft(), prompts((5, size)), 2, new)
     with pytest.raises(UserError, match=f"exceed the target's context of {SWITCH}"):
         target.prefill(target.new_cache(1, SWITCH, 4), [torch.zeros(SWITCH + 1, dtype=torch.int64)])
