@@ -230,15 +230,8 @@ class Head(Stored):
         """
         return shapes.measure(table)
 
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """What the optimizer updates: groups of "params" with an "lr_scale" that multiplies
-        the run's learning rate.
-        """
-        return [{"params": [p for p in self.parameters() if p.requires_grad], "lr_scale": 1.0}]
-
-    def begin_step(self, step: int, steps: int) -> None:
-        """Told before every update (0-based) of a run of `steps`: for draws of the step and
-        weights on a schedule."""
+    def begin_step(self, step: int) -> None:
+        """Told before every update (0-based) of a run, for draws of the step."""
         self.step = step
 
     def check_loaded(self, target: Target) -> None:

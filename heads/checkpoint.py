@@ -171,7 +171,7 @@ def load_as(kind: type[H], folder: Path | str, target: Target, relative: bool = 
         raise UserError(
             f"{folder / CARD}: a {card['kind'][:80]} head, where a {kind.kind} head is read"
         )
-    _belongs(kind, card, folder, target, relative)
+    _belongs(card, folder, target, relative)
     path = folder / card["weights"]["file"]
     stored = _stored(path, card["weights"])
     try:
@@ -190,13 +190,11 @@ def load_as(kind: type[H], folder: Path | str, target: Target, relative: bool = 
     return head.eval()
 
 
-def _belongs(
-    kind: type[Head], card: dict[str, Any], folder: Path, target: Target, relative: bool
-) -> None:
+def _belongs(card: dict[str, Any], folder: Path, target: Target, relative: bool) -> None:
     """Raise UserError unless the head of this card may draft for the target. relative: see
     load_as."""
     if card["target"] and target.identity is not None:
-        differences = kind.differences(card, target.identity)
+        differences = Identity.from_json(card["target"]).differences(target.identity)
         if relative or target.relatives:
             differences = [line for line in differences if line.startswith("tokenizer_sha256")]
         if differences:

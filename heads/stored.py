@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 from safetensors.torch import save_file
 from torch import nn
 
-from outrider.decode.models.identity import Identity
 from outrider.decode.target import Target
 from outrider.heads.saved import differing
 
@@ -82,10 +81,3 @@ class Stored(nn.Module):
         state = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
         save_file(state, folder / "head.safetensors")
         return "head.safetensors", self.config_json()
-
-    @classmethod
-    def differences(cls, card: dict[str, Any], identity: Identity) -> list[str]:
-        """Why the head described by a card (heads/checkpoint.py) does not belong to a target;
-        [] when it does.
-        """
-        return Identity.from_json(card["target"]).differences(identity)

@@ -72,7 +72,7 @@ class Start:
                 f"of kind {kind}"
             )
         commit = hub.commit_of(folder)
-        self.path, self.folder = f"{path} ({commit})" if commit else path, folder
+        self.path = f"{path} ({commit})" if commit else path
         self.sha256 = str(card["weights"]["sha256"])
         self.spent = _spent(card["extra"].get("training"))
         try:

@@ -161,7 +161,7 @@ def _texts(cfg: TrainConfig, target: Target, main: bool, check_stop: CheckStop) 
 
 def _optimizer(cfg: TrainConfig, head: Head) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        head.parameter_groups(),
+        [p for p in head.parameters() if p.requires_grad],
         lr=cfg.optim.lr or 0.0,  # of every step: train.schedule
         betas=(cfg.optim.beta1, cfg.optim.beta2),
         eps=cfg.optim.eps,

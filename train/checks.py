@@ -162,7 +162,7 @@ def _summary(fresh: Fresh, level: int, ahead: int, updates: int) -> tuple[float,
     used, recent = 0, [0.0] * 3
     while used < updates and min(recent) <= 0.97:
         used += 1
-        head.begin_step(updates - 1, updates)
+        head.begin_step(updates - 1)
         ids = some[torch.randint(TOKENS, (8, 24), generator=generator)].to(target.device)
         real = torch.ones_like(ids, dtype=torch.bool)
         on = (torch.arange(24, device=ids.device) >= 2 + level).expand_as(real)
@@ -232,14 +232,12 @@ def overfit(fresh: Fresh, prompt: list[int], updates: int = 300, lr: float = 2e-
     counts = torch.ones(target.vocab_size, dtype=torch.int64)
     counts[torch.tensor(text)] += 1000  # the draft vocabulary shall hold this answer
     target, head = fresh(counts, noise=0.0)
-    fastest = max(g["lr_scale"] for g in head.parameter_groups())
-    # The sample is the target's own answer, so a target that would be tuned rests here.
-    params = [p for g in head.parameter_groups() if g["lr_scale"] == fastest for p in g["params"]]
+    params = [p for p in head.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=lr, weight_decay=0.0)
     levels, used = 1, 0
     head.train()
     for used in range(1, updates + 1):
-        head.begin_step(used, updates)
+        head.begin_step(used)
         head.zero_grad()
         out = head(batch, target)
         (out.sum / out.count).backward()

@@ -167,7 +167,7 @@ def _begin_step(run: Run) -> tuple[float, float]:
     run.profile.before(step + 1)
     before = time.perf_counter(), time.process_time()
     torch.manual_seed(hash_u63(run.cfg.seed, step, run.rank))
-    run.head.begin_step(step, run.cfg.steps)
+    run.head.begin_step(step)
     return before
 
 
@@ -199,10 +199,10 @@ def _scale_gradients(run: Run, shared: Shared) -> float:
 
 
 def _set_learning_rate(run: Run) -> float:
-    """The learning rate of the step, given to all groups of the optimizer."""
+    """The learning rate of the step, given to the optimizer."""
     rate = learning_rate(run.state.step, run.cfg.steps, run.cfg.optim)
     for group in run.optimizer.param_groups:
-        group["lr"] = rate * group["lr_scale"]
+        group["lr"] = rate
     return rate
 
 

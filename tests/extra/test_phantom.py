@@ -200,11 +200,11 @@ def test_a_step_of_training(kind: str) -> None:
     more host reads than the bar of the head's kind."""
     with phantom() as ghost:
         target, head = made(ghost, kind)
-        groups = [{"params": group["params"], "lr": 1e-3} for group in head.parameter_groups()]
+        groups = [{"params": [p for p in head.parameters() if p.requires_grad], "lr": 1e-3}]
         optimizer = torch.optim.AdamW(groups, fused=True)
         batch = count.full_batch(ghost, count.PassShape(2, 24, 0.5), head)
         head.train()
-        head.begin_step(0, 2)
+        head.begin_step(0)
         target.features(batch.ids, batch.mask, head.taps or (4,))  # what it asks of itself once
         ghost.restart()
         out = head(batch, target)

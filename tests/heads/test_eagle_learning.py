@@ -227,7 +227,7 @@ def test_noise_depends_on_sample_and_update_alone() -> None:
         feature_noise(alone, g[1:, :7], head.step, 0.2)[0], first[1, :7]
     ) and not bool(first[1, 7:].any())
     assert 0 < float(first[0].abs().max()) <= 0.1 * 512 / 9
-    head.begin_step(1, 2)
+    head.begin_step(1)
     assert not torch.equal(feature_noise(batch, g, head.step, 0.2), first)
     head.eval()
     assert torch.equal(head(batch, target).sum, head(batch, target).sum)

@@ -195,7 +195,7 @@ def _trials(
         target = requested.target(ghost, layers)
         head = None if alone else _head(ghost, target, requested.typed, requested.dtype)
         if head is not None:
-            head.train().begin_step(1, 2)
+            head.train().begin_step(1)
         for lengths in trials:
             with ghost.within(BATCH):
                 batch = ragged(ghost, lengths, requested.shape.supervised, pack, head)
@@ -233,7 +233,7 @@ def _passes(requested: PassSpec, layers: int) -> PassCosts:
         with ghost.within(BATCH):
             batch = full_batch(ghost, requested.shape, head)
         head.train()
-        head.begin_step(1, 2)
+        head.begin_step(1)
         _ask(requested.model, target, batch)
         ghost.restart()
         with _parts(ghost, target), ghost.within(PASS):
