@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from outrider.conf.disk import sync
 from outrider.conf.errors import UserError, first_line
 from outrider.conf.jsonl import HALF, is_whole
+from outrider.conf.left import LAST
 from outrider.conf.typed import from_json
 from outrider.decode.models.identity import Identity, sha256_file
 from outrider.decode.target import Target
@@ -52,7 +53,7 @@ class WeightsFile:
         if self.file in WEIGHTS:
             return []
         if self.file == earlier.ADAPTER:
-            return [f"file: {self.file}, a LoRA on another head; {earlier.LAST} reads it last"]
+            return [f"file: {self.file}, a LoRA on another head; {LAST} is the last that reads it"]
         return [f"file: names {self.file[:80]!r}; known: {', '.join(WEIGHTS)}"]
 
 

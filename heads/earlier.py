@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-LAST = "version 0.2.0"  # the last that reads what is refused here
+from outrider.conf.left import LAST
+
 ADAPTER = "adapter_model.safetensors"  # the weights of a LoRA on another head
 
 # Keys of a head, or of its groups, that later versions do without, and the values that change
@@ -56,7 +57,7 @@ def left(config: dict[str, Any], known: dict[str, Any]) -> list[str]:
     """The keys of a saved head that would have changed it and that no version after LAST has, as
     "key: value; rule". known: see without_gone."""
     return [
-        f"config.{key}: {config[key]!r:.40}; {LAST} reads such a head last"
+        f"config.{key}: {config[key]!r:.40}; {LAST} is the last that reads it"
         for key in GONE
         if key in config and key not in known and not is_gone(key, config[key])
     ]
