@@ -55,15 +55,10 @@ def head_config(given: dict[str, Any]) -> Any:
     return value
 
 
-def with_head(cfg: ValidateConfig) -> TrainConfig:
-    """The run of these keys, the head's typed. Raises UserError with every problem of theirs."""
-    return replace(cfg, head=head_config(cfg.head))
-
-
 @entry("validate", ValidateConfig)
 def main(cfg: ValidateConfig) -> int:
     """Run every check; a failed one does not stop the others."""
-    run = with_head(cfg)
+    run: TrainConfig = replace(cfg, head=head_config(cfg.head))
     kind = head_class(run.head.kind)
     device_of(cfg)  # a GPU that is not there is said before anything is loaded
     print(f"[ok] configuration: {kind.kind}, every key known and in range", flush=True)

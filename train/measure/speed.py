@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from outrider.conf.errors import UserError, first_line
-from outrider.decode.target import Target
-from outrider.heads.base import Batch, Head
+from outrider.conf.errors import first_line
 
 # Dense bfloat16 matrix products with float32 sums, TFLOP/s, without sparsity, as the makers'
 # data sheets give them. The first name that is a part of the device's counts, so a variant
@@ -122,23 +120,6 @@ class Counter(TorchDispatchMode):
                 f"({first_line(error)})"
             )
         return out
-
-
-def draft_flops(target: Target, head: Head, batch: Batch) -> float:
-    """Floating point operations of a token that training a head costs beyond the target's own
-    pass, forward and backward: what heads are given alike where they are compared. batch: on
-    the target's device; the head's gradients are dropped. Raises UserError where this torch
-    cannot count them."""
-    head.train()
-    with Counter() as whole:
-        head(batch, target).sum.backward()
-    for weight in head.parameters():
-        weight.grad = None
-    with Counter() as alone:
-        target.features(batch.ids, batch.mask, head.taps or (target.num_layers,))
-    if failed := whole.failed or alone.failed:
-        raise UserError(f"{failed}; take another version of torch")
-    return (whole.total - alone.total) / int(batch.mask.sum())
 
 
 class Flops:
