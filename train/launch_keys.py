@@ -33,7 +33,6 @@ from outrider.train import rendezvous
 from outrider.train.config import TrainConfig
 from outrider.train.facts import check_ranks
 from outrider.train.signals import Stop
-from outrider.train.zero3 import plain_launch
 
 OFF = ("", "no", "none", "false", "0", "auto")
 PATIENCE = timedelta(minutes=10)  # of a collective
@@ -62,10 +61,11 @@ REFUSED: dict[str, tuple[str, tuple[str, ...], str]] = {
         OFF,
         "ranks share rows alone; launch with conf/launch/ddp.yaml or conf/launch/fsdp2.yaml",
     ),
-    "offload_optimizer_device": (
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "deepspeed_config": (
+        "ACCELERATE_USE_DEEPSPEED",
         OFF,
-        "the optimizer is the head's own and stays on its device; leave it out",
+        "FSDP2 shards a target that no GPU holds; set shard_target=true and launch with "
+        "conf/launch/fsdp2.yaml",
     ),
     "distributed_type: SAGEMAKER": (
         "ACCELERATE_USE_SAGEMAKER",
@@ -92,7 +92,7 @@ AGREE = {"bf16": "bfloat16"}  # mixed_precision -> the dtype under which it says
 
 def start(cfg: TrainConfig) -> Accelerator:
     """The Accelerator of a run. Raises UserError for a setting that it would not honour, ranks
-    that do not fit, a device that is not there, and what train.zero3 refuses."""
+    that do not fit, and a device that is not there."""
     check_settings(cfg)
     # Before the ranks meet: one that is still connecting would see those leave that know.
     world = get_cpu_distributed_information().world_size
@@ -108,16 +108,15 @@ def start(cfg: TrainConfig) -> Accelerator:
         os.environ["ACCELERATE_TORCH_DEVICE"] = device
         torch.cuda.set_device(device)
     try:
-        with plain_launch(cfg):
-            accelerator = Accelerator(
-                cpu=cfg.device == "cpu",
-                mixed_precision="no",
-                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-                dynamo_backend="no",
-                kwargs_handlers=handlers,
-            )
-            check_met(accelerator.num_processes, world)
-            return accelerator
+        accelerator = Accelerator(
+            cpu=cfg.device == "cpu",
+            mixed_precision="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            dynamo_backend="no",
+            kwargs_handlers=handlers,
+        )
+        check_met(accelerator.num_processes, world)
+        return accelerator
     finally:
         if device and before is None:
             del os.environ["ACCELERATE_TORCH_DEVICE"]
@@ -180,18 +179,16 @@ def of_file(config: Mapping[str, Any]) -> dict[str, str]:
     """The variables that `accelerate launch` would set from a config file, as far as `refusals`
     reads them. config: the file's content."""
     kind = str(config.get("distributed_type", "")).upper()
-    speed = _mapping(config, "deepspeed_config")
     dynamo = _mapping(config, "dynamo_config")
     place = str(config.get("compute_environment", "")).upper()
-    steps = config.get("gradient_accumulation_steps", speed.get("gradient_accumulation_steps"))
     values = {
-        "gradient_accumulation_steps": steps,
-        "gradient_clipping": config.get("gradient_clipping", speed.get("gradient_clipping")),
+        "gradient_accumulation_steps": config.get("gradient_accumulation_steps"),
+        "gradient_clipping": config.get("gradient_clipping"),
         "dynamo_backend": dynamo.get("dynamo_backend", config.get("dynamo_backend")),
         "fsdp_config": kind == "FSDP",
         "megatron_lm_config": kind == "MEGATRON_LM",
         "parallelism_config": bool(config.get("parallelism_config")),
-        "offload_optimizer_device": speed.get("offload_optimizer_device"),
+        "deepspeed_config": kind == "DEEPSPEED",
         "distributed_type: SAGEMAKER": "SAGEMAKER" in place,
     }
     found = {REFUSED[name][0]: str(value) for name, value in values.items() if value is not None}

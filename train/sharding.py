@@ -1,5 +1,5 @@
 """A target that no single device can hold, spread over the ranks: FSDP2's fully_shard on each
-of its layers, or DeepSpeed's ZeRO-3 where the launch asks for it (train/zero3.py).
+of its layers.
 
 Only the stacked layers are sharded. Embedding, final norm and LM head stay whole on every
 rank, because a head's loss calls them outside the target's own forward. Nothing of the target
@@ -24,7 +24,7 @@ from outrider.decode.models import quantize
 from outrider.decode.models.load import load_target
 from outrider.decode.models.shards import Shards, layer_stacks
 from outrider.decode.target import Target
-from outrider.train import zero3
+from outrider.heads.base import Head
 from outrider.train.config import TrainConfig
 
 COPIES = ("copies", "shards")  # the dimensions of ranks of which several groups hold a copy
@@ -57,8 +57,6 @@ def loaded(cfg: TrainConfig, device: torch.device) -> tuple[Target, str]:
 
 def _needs_whole(cfg: TrainConfig) -> str:
     """Why every rank must read the weights whole; "" where it need not."""
-    if zero3.requested():
-        return "DeepSpeed shards what was read"
     if cfg.target.kind == "tiny":
         return "target=tiny has no files"
     if cfg.target.quantize != quantize.NONE:
@@ -89,22 +87,16 @@ def shard_target(
         sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
         for parts in ([target.model], [stack for _, stack in stacks])
     )
-    if zero3.requested():
-        _ = target.head  # asked of the whole model
-        if cfg.shard_group:
-            raise UserError("shard_group: is for FSDP2; leave it out, or launch without DeepSpeed")
-        how = zero3.shard_layers(target, [stack for _, stack in stacks], device)
-    else:
-        world = dist.get_world_size()
-        size = cfg.shard_group or world
-        shape, names = ((world,), None) if size == world else ((world // size, size), COPIES)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        for name, stack in stacks:
-            for number, layer in enumerate(stack):
-                _shard(layer, mesh, f"{name}.{number}", shards, device)
-        _gather_ahead(target, [stack for _, stack in stacks])
-        how = f"by FSDP2 over {size} ranks"
-        how += f", {world // size} copies" if size < world else ""
+    world = dist.get_world_size()
+    size = cfg.shard_group or world
+    shape, names = ((world,), None) if size == world else ((world // size, size), COPIES)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    for name, stack in stacks:
+        for number, layer in enumerate(stack):
+            _shard(layer, mesh, f"{name}.{number}", shards, device)
+    _gather_ahead(target, [stack for _, stack in stacks])
+    how = f"by FSDP2 over {size} ranks"
+    how += f", {world // size} copies" if size < world else ""
     target.model.to(device)
     target.sharded = True
     _ = target.head  # remembered; the ranks must ask it together

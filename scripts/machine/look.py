@@ -33,7 +33,7 @@ GIB = 1 << 30
 LEAST_DISK = 5 * GIB  # below that the first cache or checkpoint may not fit
 LEAST_MEMORY = 2 * GIB
 WORTH_TELLING = ("torch", "transformers", "accelerate", "datasets", "safetensors", "hydra-core")
-FURTHER = ("deepspeed", "bitsandbytes", "torchao", "flash-attn", "vllm")
+FURTHER = ("bitsandbytes", "torchao", "flash-attn", "vllm")
 
 
 @dataclass
@@ -191,13 +191,6 @@ def accelerate_config(dtype: str) -> ReportPart:
     honoured = [f"{key} {config[key]}" for key in HONOURED if key in config]
     part.facts.append(f"honoured: {', '.join(honoured) or 'nothing is set'}")
     part.problems += [f"{path}: {line}" for line in refusals(of_file(config), dtype)]
-    if str(config.get("distributed_type", "")).upper() == "DEEPSPEED":
-        part.facts.append(
-            "DeepSpeed: its ZeRO-3 shards the target where shard_target=true; without, refused"
-        )
-        stage = (config.get("deepspeed_config") or {}).get("zero_stage", 3)
-        if str(stage) != "3":
-            part.problems.append(f"{path}: ZeRO stage {stage}: refused; set zero_stage: 3")
     if config.get("use_cpu") and torch.cuda.is_available():
         part.problems.append(f"{path}: use_cpu: the GPUs here would not be used; set it to false")
     processes, count = config.get("num_processes"), gpus()
