@@ -11,11 +11,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
@@ -268,37 +266,3 @@ def test_the_batch_script_asks_for_signals_that_a_run_answers() -> None:
         and int(seconds) >= 60
         and "requeue" in header
     )
-
-
-@pytest.mark.parametrize(
-    "count, shared, nodes, own",
-    [
-        ("0", "True", "1", False),
-        ("1", "True", "1", True),
-        ("2", "False", "1", False),
-        ("1", "True", "2", False),
-    ],
-)
-def test_a_restart_on_one_node_meets_in_a_store_of_its_own(
-    count: str, shared: str, nodes: str, own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from outrider.train import rendezvous
-
-    for name, value in (("RESTART_COUNT", count), ("USE_AGENT_STORE", shared)):
-        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
-    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
-    assert (rendezvous.init_method() is not None) == own
-    stores = []
-
-    def requested(url: str, **more: object) -> Iterator[tuple[object, int, int]]:
-        assert url == "env://"
-        yield dist.HashStore(), 1, 2
-
-    monkeypatch.setattr(rendezvous, "rendezvous", requested)
-    for restart in ("1", "2"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        store, rank, world = next(iter(rendezvous._meet("restarted://")))
-        stores.append(store)
-        assert (rank, world) == (1, 2)
-    stores[0].set("rank_0", "an address that is gone")
-    assert not stores[1].check(["rank_0"])

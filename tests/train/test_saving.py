@@ -20,8 +20,7 @@ import torch
 
 from outrider.conf.errors import Interrupted, UserError
 from outrider.heads import checkpoint as heads_checkpoint
-from outrider.heads import head_class
-from outrider.train import curve, loop, rendezvous, saving, signals
+from outrider.train import curve, loop, saving, signals
 from outrider.train import lock as locks
 from outrider.train import state as disk
 from outrider.train.facts import is_no_memory, no_memory
@@ -351,36 +350,6 @@ def test_a_lock_that_is_refused_is_another_run(tmp_path, monkeypatch, number: in
     monkeypatch.setattr(locks.fcntl, "flock", taken)
     with pytest.raises(UserError, match="another run is writing to"):
         Lock(tmp_path / "run")
-
-
-def test_restarts_on_one_node_meet_under_prefixes_of_their_own(monkeypatch) -> None:
-    env = {
-        "TORCHELASTIC_RESTART_COUNT": "2",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GROUP_WORLD_SIZE": "1",
-    }
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert rendezvous.init_method() == "restarted://"
-    for name, value in (
-        ("TORCHELASTIC_RESTART_COUNT", "0"),
-        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
-        ("GROUP_WORLD_SIZE", "2"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            assert rendezvous.init_method() is None, name
-    kept = torch.distributed.HashStore()
-    monkeypatch.setattr(rendezvous, "rendezvous", lambda url, **more: iter([(kept, 1, 2)]))
-    ((first, *place),) = rendezvous._meet("restarted://")
-    first.set("address of rank 0", "of the dead one")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
-    ((second, *_),) = rendezvous._meet("restarted://")
-    assert (
-        place == [1, 2]
-        and first.check(["address of rank 0"])
-        and not second.check(["address of rank 0"])
-    )
 
 
 def test_clocks_and_file_times_decide_nothing(data, tmp_path, monkeypatch) -> None:
