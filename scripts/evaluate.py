@@ -52,7 +52,7 @@ from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
 from outrider.scripts.reports import score_table
-from outrider.scripts.reports.wandb_log import answer_rows, to_wandb
+from outrider.scripts.reports.wandb_log import to_wandb
 from outrider.scripts.scoring import candidates, contest
 from outrider.scripts.scoring.breakdown import again
 from outrider.scripts.scoring.config import EvaluateConfig
@@ -199,8 +199,7 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
         print("\n".join([f"{name}: {said[0]}", *said[1:]]))
     print(f"report: {out / 'report.html'}")
     if cfg.wandb != "off":
-        answers = answer_rows(outputs[0], reports[0], target.tokenizer)
-        to_wandb(joined(reports), out, "evaluate", cfg.wandb, cfg.wandb_project, answers)
+        to_wandb(joined(reports), out, "evaluate", cfg.wandb, cfg.wandb_project)
     failed = [name for name, found in parity.items() if not found.passed]
     return DISAGREES if failed else SKIPPED if any(r["skipped"] for r in reports) else 0, memo
 

@@ -18,14 +18,11 @@ from outrider.decode.target import Target
 from outrider.heads.base import Head
 from outrider.heads.names import DraftSpec
 from outrider.heads.parity import PassLimits
-from outrider.train.coloured import Drafts, rows_of
 from outrider.train.config import EvalConfig, TrainConfig
 from outrider.train.facts import is_no_memory
 from outrider.train.saving import requested_anywhere
 from outrider.train.signals import Stop
 from outrider.train.texts.batches import JoinedRows, held_out_batches
-
-SHOWN = 4  # answers of an evaluation
 
 
 class _Requested(Exception):
@@ -44,7 +41,6 @@ def decoded_acceptance(
     accelerator: Accelerator,
     stop: Stop | None = None,
     room: PassLimits | None = None,
-    shown: list[list[Any]] | None = None,
 ) -> dict[str, Any] | None:
     """Accepted length (bonus token counted) and acceptance by position on held-out prompts; {}
     without any.
@@ -55,7 +51,6 @@ def decoded_acceptance(
     stop: a signal ends the decoding, and the result is None on every rank; the ranks of a
         sharded target ask each other at every answer that grew.
     room: of a pass of the calibration.
-    shown: takes a row of train.coloured.COLUMNS for each of this rank's first SHOWN answers.
     Raises NoRoom on every rank when some rank ran out of memory.
     """
     keys = cfg.eval
@@ -79,7 +74,7 @@ def decoded_acceptance(
         calibrated(head, target, rows, keys, room or PassLimits())
         drafter = head.drafter(target, DraftSpec(shape=keys.shape))
         shape = drafter.shape
-        decoded = [*_answers(target, drafter, mine, cfg, check, shown)]
+        decoded = [*_answers(target, drafter, mine, cfg, check)]
     except _Requested as requested:
         decoded = [requested]
     except (RuntimeError, MemoryError) as error:
@@ -101,22 +96,17 @@ def _answers(
     requests: Sequence[Request],
     cfg: TrainConfig,
     check: OnTokens,
-    shown: list[list[Any]] | None,
 ) -> list[Generation]:
-    """What the target answers. shown: as in decoded_acceptance."""
-    drafts = None if shown is None else Drafts(drafter)
-    found = generate(
+    """What the target answers. check: called whenever an answer grew."""
+    return generate(
         target,
-        drafts or drafter,
+        drafter,
         requests,
         Sampling(temperature=cfg.eval.temperature),
         batch_size=cfg.eval.batch_size,
         seed=cfg.seed,
         on_tokens=check,
     ).generations
-    if shown is not None and drafts is not None:
-        shown += rows_of(found[:SHOWN], drafts, target.tokenizer, cfg.head.kind)
-    return found
 
 
 def calibrated(

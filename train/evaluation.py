@@ -32,7 +32,6 @@ def evaluate(run: Run) -> int:
     if not state.step or state.evaluated == state.step:
         return 0
     start = time.perf_counter()
-    shown: list[list[Any]] | None = [] if log.shows else None
     run.head.eval()
     try:
         found = decoded_acceptance(
@@ -43,7 +42,6 @@ def evaluate(run: Run) -> int:
             run.accelerator,
             run.stop,
             run.room,
-            shown,
         )
         if found == {}:
             log.say(
@@ -75,7 +73,7 @@ def evaluate(run: Run) -> int:
     curve.draw(run.out, run.main)
     if found["accepted_length"] > state.best.get("accepted_length", -math.inf):
         state.best = _keep(run, found)
-    log.evaluated(state.step, state.best, shown or [])
+    log.evaluated(state.best)
     return requested
 
 

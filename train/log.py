@@ -64,16 +64,10 @@ class Log:
         for tracker in self.trackers:
             tracker.log(step, values)
 
-    @property
-    def shows(self) -> bool:
-        """Whether somebody shows answers in colours."""
-        return any(tracker.shows for tracker in self.trackers)
-
-    def evaluated(self, step: int, best: dict[str, float], answers: list[list[Any]]) -> None:
-        """What a tracker takes of an evaluation beside its line of metrics. answers: rows of
-        train.coloured.COLUMNS."""
+    def evaluated(self, best: dict[str, float]) -> None:
+        """What a tracker takes of an evaluation beside its line of metrics."""
         for tracker in self.trackers:
-            tracker.evaluated(step, best, answers)
+            tracker.evaluated(best)
 
     def _flush(self) -> None:
         """Append the lines that wait. A disk that refuses loses none: they wait for the next

@@ -10,14 +10,13 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from outrider.conf.errors import UserError, first_line
-from outrider.train.coloured import COLUMNS
 from outrider.train.config import TrainConfig, flat
 
 PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}  # any of them; else the name itself
@@ -79,29 +78,25 @@ class Tracker:
         return self._live
 
     @property
-    def shows(self) -> bool:
-        """Whether it takes answers in colours, and a best value for all of the run."""
+    def summarises(self) -> bool:
+        """Whether it takes a best value for all of the run."""
         return self._live and self.name == "wandb"
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """A line of metrics."""
         if values.get("event") == "start":
-            if self.shows:
+            if self.summarises:
                 about = {"started": {k: v for k, v in values.items() if k != "event"}}
                 self._try("given up", lambda: self._tracker.store_init_configuration(about))
             return
         if numbers := grouped(values):
             self._try("given up", lambda: self._tracker.log(numbers, step=step))
 
-    def evaluated(self, step: int, best: dict[str, float], answers: list[list[Any]]) -> None:
-        """After the line of an evaluation. best: {step, accepted_length} of the run. answers: rows
-        of train.coloured.COLUMNS."""
-        if not self.shows:
-            return
-        summary = {f"best_{key}": value for key, value in best.items()}
-        self._try("given up", lambda: self._tracker.tracker.summary.update(summary))
-        if answers:
-            self._try("given up", lambda: self._tracker.log(answer_table(answers), step=step))
+    def evaluated(self, best: dict[str, float]) -> None:
+        """After the line of an evaluation. best: {step, accepted_length} of the run."""
+        if self.summarises:
+            summary = {f"best_{key}": value for key, value in best.items()}
+            self._try("given up", lambda: self._tracker.tracker.summary.update(summary))
 
     def finish(self) -> None:
         """Close it; the run itself is done and saved."""
@@ -139,18 +134,6 @@ def grouped(values: dict[str, Any]) -> dict[str, float]:
     for place, share in enumerate(values.get("unconditional", ()), 1):
         found[f"eval/acceptance_at_{place}"] = share
     return found
-
-
-def answer_table(answers: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Rows of train.coloured.COLUMNS as wandb's table `eval/answers`."""
-    import wandb
-
-    place = COLUMNS.index("answer")
-    rows = [
-        [wandb.Html(cell, inject=False) if i == place else cell for i, cell in enumerate(row)]
-        for row in answers
-    ]
-    return {"eval/answers": wandb.Table(columns=[*COLUMNS], data=rows)}
 
 
 def started(

@@ -1,10 +1,8 @@
-"""A report to wandb, only when asked for: tables of scores and of answers in colours, figures, and
-numbers under the names train/, eval/ and speed/. `wandb=` means what it means to a training run
-(train/trackers.py)."""
+"""A report to wandb, only when asked for: a table of scores, figures, and numbers under the names
+train/, eval/ and speed/. `wandb=` means what it means to a training run (train/trackers.py)."""
 
 from __future__ import annotations
 
-import itertools
 import numbers
 import sys
 from collections.abc import Sequence
@@ -12,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import first_line
-from outrider.scripts.scoring.names import label
-from outrider.train import coloured
-from outrider.train.trackers import answer_table, no_reports
+from outrider.train.trackers import no_reports
 
-PROMPTS = 8  # whose answers are shown
 # First parts of a row's keys. All others are of evaluation.
 TRAINING = ("training", "parameters", "bytes")
 SPEEDS = (
@@ -35,17 +30,10 @@ SCORES = {
 }
 
 
-def to_wandb(
-    report: dict[str, Any],
-    out: Path,
-    job: str,
-    mode: str,
-    project: str,
-    answers: Sequence[list[Any]] = (),
-) -> None:
+def to_wandb(report: dict[str, Any], out: Path, job: str, mode: str, project: str) -> None:
     """Log a report and the PNGs under OUT/figures.
 
-    mode: "online" or "offline". answers: rows of train.coloured.COLUMNS. Trouble with wandb (not
+    mode: "online" or "offline". Trouble with wandb (not
     installed, no account, no network) costs a line on stderr and no more: the report is written by
     then.
     """
@@ -60,7 +48,7 @@ def to_wandb(
             drawn = {f"figures/{path.stem}": wandb.Image(str(path)) for path in charts}
             scores = [[_at(row, keys) for keys in SCORES.values()] for row in scored(report)]
             table = {"eval/drafters": wandb.Table(columns=[*SCORES], data=scores)} if scores else {}
-            run.log({**drawn, **table, **(answer_table(answers) if answers else {})})
+            run.log({**drawn, **table})
     except Exception as error:  # as in train.trackers.Tracker
         print(f"wandb: not used ({first_line(error)}); the report is in {out}", file=sys.stderr)
 
@@ -90,34 +78,6 @@ def group(key: str) -> str:
     """Of a dotted key of a row."""
     first = key.partition(".")[0]
     return "speed" if first in SPEEDS else "train" if first in TRAINING else "eval"
-
-
-def answer_rows(
-    outputs: Sequence[dict[str, Any]], report: dict[str, Any], tokenizer: Any
-) -> list[list[Any]]:
-    """Rows of train.coloured.COLUMNS, prompt by prompt, of all who drafted. outputs: lines of
-    outputs.jsonl."""
-    rows = {row["name"]: row for row in scored(report)}
-    shown = [line for line in outputs if any(line["proposed"])]
-    turns = {(line["prompt_id"], line["turn"]): i for i, line in reversed([*enumerate(shown)])}
-    chosen = set(itertools.islice(dict.fromkeys(line["prompt_id"] for line in shown), PROMPTS))
-    shown = [line for line in shown if line["prompt_id"] in chosen]
-    shown.sort(key=lambda line: turns[line["prompt_id"], line["turn"]])
-    asked = coloured.questions([line["prompt_ids"] for line in shown], tokenizer)
-    return [
-        coloured.row(
-            rows[line["drafter"]]["label"],
-            question,
-            first,
-            cycles,
-            line["finish"],
-            tokenizer,
-            [label(part["name"]) for part in rows[line["drafter"]].get("by_drafter", ())],
-        )
-        for line, question, (first, cycles) in zip(
-            shown, asked, coloured.lines_of(shown), strict=True
-        )
-    ]
 
 
 def _at(row: dict[str, Any], keys: Sequence[str]) -> Any:

@@ -42,21 +42,12 @@ class Logged:
     staged: dict[str, dict[str, Path]] = field(default_factory=dict)
 
     def table(self, step: int, name: str) -> list[dict[str, Any]]:
-        """The rows of a table that was logged; an HTML cell is its text."""
+        """The rows of a table that was logged."""
         artifact, _, file = (
             self.steps[step][name]["artifact_path"].partition("://")[2].partition("/")
         )
-        files = self.staged[artifact]
-        found = json.loads(files[file].read_text())
-        return [
-            {
-                column: files[cell["path"]].read_text()
-                if isinstance(cell, dict) and cell.get("_type") == "html-file"
-                else cell
-                for column, cell in zip(found["columns"], row, strict=True)
-            }
-            for row in found["data"]
-        ]
+        found = json.loads(self.staged[artifact][file].read_text())
+        return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
 
 
 def logged(folder: Path) -> Logged:

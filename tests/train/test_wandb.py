@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +10,11 @@ from typing import Any
 import pytest
 
 from outrider.conf.jsonl import records
-from outrider.decode.records import Cycle, Generation
 from outrider.scripts import evaluate
 from outrider.scripts.reports.wandb_log import flat, summary
-from outrider.train import coloured
-from outrider.train.coloured import ShownCycle, as_html, cycles_of, questions, refused
 from outrider.train.trackers import grouped
 from tests.helpers.commands import code_of
-from tests.helpers.training import TINY, chats, run, tiny_target
+from tests.helpers.training import TINY, chats, run
 from tests.helpers.wandb_files import Logged, logged
 
 GROUPS = {"train", "eval", "speed"}
@@ -72,23 +68,7 @@ def test_the_best_accepted_length_is_in_the_summary(trained: Path, seen: Logged)
     assert seen.summary["best_step"] == best["step"]
 
 
-def test_answers_of_an_evaluation_are_a_table_in_colours(trained: Path, seen: Logged) -> None:
-    """The refused token that is struck out is never the one that stands behind it, and the marks
-    are as many as the columns say."""
-    for step in (30, 60):
-        rows = seen.table(step, "eval/answers")
-        assert len(rows) == 4 and tuple(rows[0]) == coloured.COLUMNS
-        for row in rows:
-            text = row["answer"].partition("</p>")[2]
-            assert row["drafter"] == "medusa" and row["prompt"]
-            assert text.count('title="medusa"') == row["accepted"] <= row["drafted"]
-            assert text.count("<del") == row["refused_passes"] > 0
-            assert "in vain" not in text, "what was refused is known"
-            assert "<script" not in text and "http" not in text
-    assert sum(row["accepted"] for row in seen.table(60, "eval/answers"))
-
-
-def test_an_evaluation_shows_scores_answers_and_the_best(trained: Path) -> None:
+def test_an_evaluation_shows_scores_and_the_best(trained: Path) -> None:
     out, prompts = trained.parent / "report", trained.parent / "prompts.jsonl"
     prompts.write_text(
         '{"id": 1, "category": "a", "turns": ["one <b>two</b>", "and then?"]}\n'
@@ -110,12 +90,6 @@ def test_an_evaluation_shows_scores_answers_and_the_best(trained: Path) -> None:
     assert seen.summary["best_accepted_length"] == best
     assert seen.summary["best_drafter"] in (union, f"{trained}@chain")
     assert seen.summary["speed/run@chain/tokens_per_second"] == pytest.approx(scores[2]["tokens/s"])
-    answers = seen.table(step, "eval/answers")
-    assert len(answers) == 3 * 2 and "<b>" in answers[0]["prompt"]
-    assert len({row["prompt"] for row in answers[:2]}) == 1, "who answered the same stands together"
-    authors = {who for row in answers for who in re.findall(r'title="([^"]*)"', row["answer"])}
-    assert {"ngram", "the draft went further, in vain"} <= authors
-    assert not any(str(trained) in who for who in authors)
 
 
 def test_trouble_with_wandb_costs_a_report_one_line(
@@ -146,46 +120,6 @@ def test_numbers_of_every_event_have_a_group() -> None:
     speeds = ("mfu", "tflops_per_device", "gpu_peak_memory_bytes", "share_save", "cpu_seconds")
     assert {*grouped(dict.fromkeys(speeds, 1.0))} == {f"speed/{key}" for key in speeds}
     assert {*grouped({"loss_0": 1.0, "mfus": 1.0})} == {"train/loss_0", "train/mfus"}
-
-
-def test_what_hangs_behind_the_accepted_path_was_refused() -> None:
-    draft = [(5, -1), (6, -1), (7, 0), (8, 0), (9, 1)]
-    assert refused(draft, []) == [5, 6]
-    assert refused(draft, [5]) == [7, 8] and refused(draft, [6]) == [9]
-    assert refused(draft, [5, 7]) == [] and refused(draft, [4]) == []
-    cycles = [Cycle(2, 1, (0,), False, 1, (2,)), Cycle(2, 2, (0, 0), True, 3, (1, 3))]
-    out = Generation([1], [2, 6, 4, 5, 7], cycles, [False, True, False, True, True], "eos")
-    first, last = cycles_of(out, [draft, draft])
-    assert first == ShownCycle([6, 4], 1, 2, (2,), [9]) and first.corrected
-    assert last == ShownCycle([5, 7], 2, 2, (1, 3), []) and not last.corrected
-    first, _ = cycles_of(out)
-    assert first.refused is None and first.corrected, "one draft token of two, no draft is known"
-    out = Generation([1], [2, 6, 9, 4], [Cycle(3, 2, (0, 0), False, 1)], [False, True, True, False])
-    (leaf,) = cycles_of(out, [[*draft, (3, 2)]])
-    assert leaf.refused == [] and not leaf.corrected, "only another branch went further"
-
-
-def test_prompts_are_shown_without_what_all_have() -> None:
-    tokenizer = tiny_target().tokenizer
-    ids = [tokenizer.encode(f"system? {text} go", add_special_tokens=False) for text in "ab"]
-    assert questions([*ids, ids[0]], tokenizer) == ["a", "b", "a"]
-    assert questions(ids[:1], tokenizer) == ["system? a go"]
-    long = tokenizer.encode("x" * 400, add_special_tokens=False)
-    assert questions([long], tokenizer) == ["… " + "x" * coloured.LONGEST]
-
-
-def test_an_answer_names_who_drafted_and_escapes_what_was_written() -> None:
-    tokenizer = tiny_target().tokenizer
-    ids = tokenizer.encode("a<b>", add_special_tokens=False)
-    assert len(ids) == 4
-    cycle = ShownCycle(ids[1:], 2, 3, (1, 3), ids[:1])
-    text = as_html(ids[:1], [cycle], ["head", 'n"gram'], tokenizer).partition("</p>")[2]
-    assert re.findall(r"<(?:span|del)[^>]*>[^<]*", text) == [
-        f'<span style="background:{coloured.PALE[0]}" title="head">&lt;',
-        f'<span style="background:{coloured.PALE[1]}" title="head and n&quot;gram">b',
-        f'<del style="color:{coloured.REFUSED}" title="refused: a">a',
-    ]
-    assert text.endswith("</del>&gt;</div></div>")
 
 
 def test_numbers_for_wandb_have_dotted_names() -> None:
