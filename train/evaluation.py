@@ -12,7 +12,6 @@ from typing import Any
 from safetensors import SafetensorError
 
 from outrider.heads.checkpoint import save_head
-from outrider.train import curve
 from outrider.train.accept import NoRoom, decoded_acceptance
 from outrider.train.run import Run
 from outrider.train.saving import requested_anywhere
@@ -70,7 +69,6 @@ def evaluate(run: Run) -> int:
         f"step {state.step}: accepted length {found['accepted_length']:.2f}{spread}, "
         f"{found['shape']}, {found['cycles']} cycles, {seconds:.1f} s"
     )
-    curve.draw(run.out, run.main)
     if found["accepted_length"] > state.best.get("accepted_length", -math.inf):
         state.best = _keep(run, found)
     log.evaluated(state.best)

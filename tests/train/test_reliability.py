@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from outrider.train import begin, curve, loop
+from outrider.train import begin, loop
 from outrider.train import state as disk
 from outrider.train.facts import is_peer_gone
 from outrider.train.texts.batches import BatchPlan, load_rows
@@ -324,7 +324,6 @@ def signals(place: Place, count: int, seed: int) -> dict[str, int]:
                 return requested
 
             begin.loaded, loop.train_step = loading, counted
-            curve._png = lambda known: b""  # a picture takes longer than the run
             try:
                 marks.steps(action)()
             except BaseException as error:

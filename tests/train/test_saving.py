@@ -20,8 +20,8 @@ import torch
 
 from outrider.conf.errors import Interrupted, UserError
 from outrider.heads import checkpoint as heads_checkpoint
-from outrider.train import curve, loop, saving, signals
 from outrider.train import lock as locks
+from outrider.train import loop, saving, signals
 from outrider.train import state as disk
 from outrider.train.facts import is_no_memory, no_memory
 from outrider.train.lock import Lock, locked
@@ -396,7 +396,6 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
 ) -> None:
     from outrider.train import accept
 
-    monkeypatch.setattr(curve, "_png", lambda known: b"")  # a picture takes longer than the run
     short = ("eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
     whole, generate, calls = run(data, tmp_path / "whole", *short), accept.generate, []
 
@@ -425,7 +424,6 @@ def test_an_evaluation_that_fails_costs_no_step(data, tmp_path, monkeypatch) -> 
     and ends with the bits of a run in which nothing failed."""
     from outrider.train import accept
 
-    monkeypatch.setattr(curve, "_png", lambda known: b"")
     short = ("save_every=3", "eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
     whole, generate, calls = run(data, tmp_path / "whole", *short), accept.generate, []
 
@@ -479,7 +477,6 @@ def test_passes_of_evaluation_and_gate_take_no_more_than_one_of_training(
         return forced(self, batch, *rest)
 
     monkeypatch.setattr(kind, "forced", looked)
-    monkeypatch.setattr(curve, "_png", lambda known: b"")
     keys = ("data.held_out=0.5", "steps=2", "eval.every=2", "eval.prompts=2", "eval.parity=3")
     keys += ("eval.max_new_tokens=6", "data.max_length=100", "batch_size=8")
     for micro, most in (("1", 1), ("3", 3), ("0", 8)):

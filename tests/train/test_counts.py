@@ -1,8 +1,4 @@
-"""What a run has seen and spent is counted over a resume, and its learning curve is drawn from
-that.
-
-pytest tests/train/test_curve.py
-"""
+"""What a run has seen and spent, and its best weights, survive a resume."""
 
 from __future__ import annotations
 
@@ -14,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.conf.errors import Interrupted
-from outrider.heads import head_class
-from outrider.train import curve
+from outrider.heads import HEADS
 from outrider.train.loop import fit
 from tests.helpers.training import chats, run_config, sigterm_at_update
 
@@ -26,7 +21,7 @@ def lines(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_counts_and_curve_survive_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_survive_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = chats(tmp_path / "d.jsonl")
     clocks = {
         "perf_counter": count().__next__,
@@ -43,12 +38,6 @@ def test_counts_and_curve_survive_a_resume(tmp_path: Path, monkeypatch: pytest.M
     for key in ("tokens_seen", "supervised_seen", "train_seconds", "cpu_seconds"):
         assert [e[key] for e in cut] == [e[key] for e in whole] and whole[0][key] > 0
     assert [e["cpu_seconds"] for e in cut] == [2, 4, 6, 8, 10, 12]
-    points = json.loads((tmp_path / "cut" / "learning_curve.json").read_text())["points"]
-    assert [p["step"] for p in points] == [3, 6] and points[1]["tokens_seen"] == whole[5][
-        "tokens_seen"
-    ]
-    assert points == curve.points(tmp_path / "cut" / "metrics.jsonl")
-    assert (tmp_path / "cut" / "learning_curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_best_is_kept_over_a_resume_and_follows_decoding(
@@ -76,12 +65,3 @@ def test_best_is_kept_over_a_resume_and_follows_decoding(
         and read_card(out / "head")["extra"]["step"] == 6
     )
     assert read_card(out / "head")["extra"]["best"] == {"step": 2, "accepted_length": 1.5}
-
-
-def test_a_run_without_evaluations_draws_nothing(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 3, "loss": 1.0}\n{"step": 3, "event": "eval", "acc'
-    )
-    curve.draw(tmp_path)
-    curve.draw(tmp_path / "nowhere")
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
