@@ -6,17 +6,13 @@
     python scripts/synthesize.py target=smollm2 domain=sql out=runs/sql.jsonl num_conversations=360
     python scripts/synthesize.py backend=openai base_url=http://localhost:8000/v1 \\
         prompts=FILE.jsonl target=hub target.name=NAME out=runs/data.jsonl
-    python scripts/synthesize.py logs=FILE.jsonl target=smollm2 out=runs/traffic
 
 The first command invents the questions as well. The second takes those of a made-up domain
 (recipes, sql, letters, unit_tests: scripts/synthesis/domains.yaml). The third takes them
 from a file, or from a public set by name (prompts=ultrachat; outrider ls prompts), and lets
 a server answer them (vLLM, SGLang: any that speaks the OpenAI API), many at a time; it must
 serve the target, whose tokenizer alone is loaded here. Its rows stand in the order of the
-file. The fourth reads logs of a served model (requests and responses as vLLM, LiteLLM,
-llama.cpp and OpenAI's batches write them) and leaves OUT/train.jsonl, OUT/later.jsonl (the
-last fifth in time) and OUT/logs.json: secrets and personal data masked, what comes twice
-dropped, the target's own answers as they are, those of other models asked again.
+file.
 
 Stop it at any time (Ctrl-C): the file holds whole lines, and the same command goes on where it
 stopped and ends with the file that an uninterrupted run would have written on the same
@@ -40,7 +36,6 @@ from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.scripts.common.extra import extra
 from outrider.scripts.common.files import sole_writer
 from outrider.scripts.common.meter import Meter
 from outrider.scripts.synthesis.config import SynthesizeConfig
@@ -90,9 +85,6 @@ def synthesize(cfg: SynthesizeConfig) -> None:
     SIGTERM).
     """
     path = Path(cfg.out).expanduser()
-    if cfg.log_files:
-        extra("logs", "logs").write(cfg, path)
-        return
     if cfg.backend == "openai":
         with sole_writer(path):
             return from_server(cfg, path)

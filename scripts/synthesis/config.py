@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from annotated_types import Interval
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
 
 from outrider.conf.errors import UserError
 from outrider.conf.rules import (
     AboveZero,
-    Inside,
     NotEmpty,
     NotNegative,
     OneOrMore,
@@ -25,21 +21,11 @@ from outrider.conf.rules import (
 )
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 
-REGIONS = ("US", "GB", "DE", "FR")  # whose telephone numbers are known without being told
-
 UNSEEN = ("gsm8k", "humaneval", "math500", "mtbench")  # suites that are small to fetch
 
 LONGEST = {"local": 200, "openai": 4096}  # tokens of an answer, by backend
 AT_A_TIME = {"local": 32, "openai": 256}  # questions to a server
 
-
-def _hook(value: str) -> str:
-    if re.fullmatch(r"\w+(\.\w+)*:\w+", value):
-        return value
-    raise PydanticCustomError("literal_error", "", {"expected": "true, false, module:function"})
-
-
-Mask = bool | Annotated[str, AfterValidator(_hook)]
 
 FORMAT = 1  # raise when the same settings would give other rows
 
@@ -60,25 +46,6 @@ class SynthesizeConfig(AutoDtype):
     num_conversations: ZeroOrMore = 0
     # seed of all draws
     seed: Seed = 0
-    # logs of a served model in JSONL (see scripts/extra/logs), also several, or a folder of
-    # *.jsonl; out is a folder then, for train.jsonl, later.jsonl and logs.json
-    logs: str | list[str] = ""
-    # logs: names under which the log knows the target; empty = the target's own name. Answers of
-    # other models are asked again by backend
-    served: list[str] = field(default_factory=list)
-    # logs: ask answers of other models again; false = leave them out
-    again: bool = True
-    # logs: share of the rows, the last ones in time, that go to later.jsonl
-    later: Inside = 0.2
-    # logs: replace secrets, and personal data that has a form, by stand-ins such as [EMAIL_1];
-    # module:function = also what function(text) finds, as [(start, end), ..]
-    mask: Mask = True
-    # logs: countries in which a telephone number may be valid
-    regions: list[str] = field(default_factory=lambda: list(REGIONS))
-    # logs: processes that mask; 0 = as many as there are cores
-    workers: ZeroOrMore = 0
-    # logs: key of the log's metadata that names a category
-    category: NotEmpty = "category"
     # local: ask the questions of a made-up domain (recipes, sql, letters, unit_tests) in place of
     # invented ones; empty = invented
     domain: str = ""
@@ -133,8 +100,7 @@ class SynthesizeConfig(AutoDtype):
     @property
     def conversations(self) -> int:
         """num_conversations, or what is usual where the target invents the questions."""
-        invented = self.backend == "local" and not self.log_files
-        return self.num_conversations or (600 if invented else 0)
+        return self.num_conversations or (600 if self.backend == "local" else 0)
 
     @property
     def longest(self) -> int:
@@ -146,32 +112,9 @@ class SynthesizeConfig(AutoDtype):
         """concurrency, or what is usual with this backend."""
         return self.concurrency or AT_A_TIME[self.backend]
 
-    @property
-    def log_files(self) -> list[str]:
-        """`logs` as a list."""
-        return list(self.logs) if isinstance(self.logs, list) else [self.logs] * bool(self.logs)
-
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        return self._log_problems() + self._server_problems() + self._domain_problems()
-
-    def _log_problems(self) -> list[str]:
-        if not self.log_files:
-            as_it_is = SynthesizeConfig(out="-")
-            return [
-                f"{key}: only with logs=FILE; give that or leave it out"
-                for key in ("served", "again", "mask", "later", "category", "workers")
-                if getattr(self, key) != getattr(as_it_is, key)
-            ]
-        problems = []
-        if not all(self.log_files):
-            problems.append("logs: a name is empty; give JSONL files")
-        problems += [
-            f"{key}: not with logs, whose chats are what is asked; leave it out"
-            for key in ("prompts", "prompts_path", "num_conversations", "domain")
-            if getattr(self, key)
-        ]
-        return problems
+        return self._server_problems() + self._domain_problems()
 
     def _domain_problems(self) -> list[str]:
         if not self.domain:
@@ -206,9 +149,9 @@ class SynthesizeConfig(AutoDtype):
                 "base_url: holds a name, key or query; give the bare address, and the key in the "
                 "environment variable that api_key_env names"
             )
-        if not self.prompts and not self.log_files:
+        if not self.prompts:
             problems.append("prompts: empty; give a JSONL file of questions, or a set's name")
-        problems += [] if self.log_files else self._prompt_problems()
+        problems += self._prompt_problems()
         problems += [
             f"extra_body: {key} is set by this command; leave it out"
             for key in ("messages", "model", "stream", "n")

@@ -65,7 +65,7 @@ THIRTY: dict[str, Kind] = {
     "nested too deeply": (lambda n: b'{"text": ' + b"[" * 100000, "is n"),
     "no known key": (
         lambda n: b'{"prompt": "%d"}' % n,
-        "none of messages, conversations, text; its keys: prompt",
+        "none of messages, conversations, request with response, text; its keys: prompt",
     ),
     "no turns": (lambda n: b'{"messages": [], "id": %d}' % n, "none of messages"),
     "turns are text": (lambda n: b'{"messages": "%d"}' % n, "not a list"),

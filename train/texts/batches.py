@@ -43,7 +43,7 @@ from outrider.train.texts.tokens import HASHED, PART, RowCounter, TokenWriter, m
 from outrider.train.texts.workers import processes
 from outrider.train.waiting import nothing, turn
 
-VERSION = 3  # of the token cache: raise it when rows are encoded differently
+VERSION = 4  # of the token cache: raise it when rows are encoded differently
 LEFT_OUT = (
     "left_out.txt"  # in the run folder: file:line and reason of every row that is not trained on
 )

@@ -45,6 +45,7 @@ ROLES = {
 }
 FIRST = ("system", "developer")  # roles that stand before the first question
 OWN = ("role", "from", "content", "value")  # keys of a turn that are read here
+CHATS = {"messages", "conversations"}  # keys of a row that hold its turns
 
 
 @dataclass
@@ -62,7 +63,8 @@ class BadRow(Exception):
 class ChatRow:
     """A usable raw row. chat: messages, or None for plain `text`. complete: the last answer
     reached its end. tools: functions that the chat offers, for the template. dropped: turns of
-    the assistant's before the first question, which are left out.
+    the assistant's before the first question, which are left out. last_only: only the last
+    answer is supervised.
     """
 
     where: str
@@ -71,6 +73,7 @@ class ChatRow:
     complete: bool = True
     tools: list[Any] | None = None
     dropped: int = 0
+    last_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,11 +139,14 @@ def _checked(where: str, get: Any) -> ChatRow | BadRow:
 
 
 def interpret(record: Any, where: str) -> ChatRow:
-    """The Row in a record with `messages`, ShareGPT `conversations` or `text`. Raises
-    ValueError in a user's words.
+    """The Row in a record with `messages`, ShareGPT `conversations`, `request` and `response` of
+    the OpenAI API, or `text`. Raises ValueError in a user's words.
     """
     if not isinstance(record, dict):
         raise ValueError("is not an object {..}")
+    logged = {"request", "response"} <= record.keys() and not CHATS & record.keys()
+    if logged:
+        record = exchange(record["request"], record["response"])
     turns = record.get("messages") or record.get("conversations")
     if turns is None and isinstance(record.get("text"), str):
         if not record["text"].strip():
@@ -148,7 +154,10 @@ def interpret(record: Any, where: str) -> ChatRow:
         return ChatRow(where, None, _clean(record["text"], "text"))
     if turns is None:
         keys = ", ".join(sorted(map(str, record)))[:80]
-        raise ValueError(f"has none of messages, conversations, text; its keys: {keys or 'none'}")
+        raise ValueError(
+            "has none of messages, conversations, request with response, text; its keys: "
+            f"{keys or 'none'}"
+        )
     if not isinstance(turns, list | tuple) or not turns:
         raise ValueError("its turns are not a list with something in it")
     chat = [_message(turn, i) for i, turn in enumerate(turns)]
@@ -167,8 +176,39 @@ def interpret(record: Any, where: str) -> ChatRow:
         raise ValueError("has no assistant turn")
     complete = record.get("complete", True) is not False
     return ChatRow(
-        where, chat, complete=complete, tools=tools_of(record.get("tools")), dropped=dropped
+        where,
+        chat,
+        complete=complete,
+        tools=tools_of(record.get("tools")),
+        dropped=dropped,
+        last_only=logged,
     )
+
+
+def exchange(request: Any, response: Any) -> dict[str, Any]:
+    """The row of a request and its answer, as servers of the OpenAI API log them. An answer that
+    a length or a stop string ended is not complete. Raises ValueError in a user's words."""
+    messages = request.get("messages") if isinstance(request, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("its request has no messages")
+    choices = response.get("choices") if isinstance(response, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict) or not isinstance(message, dict):
+        raise ValueError("its response has no choices[0].message")
+    if choice.get("finish_reason") == "content_filter" or message.get("refusal"):
+        raise ValueError("its answer was filtered, or is a refusal of the server's own")
+    answer = {
+        k: message[k] for k in (*REASONING, "content", "tool_calls") if message.get(k) is not None
+    }
+    # vLLM names the stop string that ended an answer; elsewhere a request with some leaves it open.
+    named = choice.get("stop_reason", "unknown" if request.get("stop") else None)
+    ended = choice.get("finish_reason") in ("stop", "tool_calls", "function_call")
+    return {
+        "messages": [*messages, {"role": "assistant", **answer}],
+        "tools": request.get("tools"),
+        "complete": ended and not isinstance(named, str),
+    }
 
 
 def _greetings(body: Sequence[Message]) -> int:
@@ -260,10 +300,11 @@ def encode(row: ChatRow, tokenizer: Any, how: RowReading) -> list[Encoded]:
         )
     template = Template(tokenizer, row.tools, dict(how.kwargs))
     ends = [i + 1 for i, m in enumerate(row.chat) if m["role"] == "assistant"]
+    last_only = how.last_turn_only or row.last_only
     if how.turns != "rows" or not ends:
-        return [_encode(row, row.chat, template, how, how.last_turn_only)]
+        return [_encode(row, row.chat, template, how, last_only)]
     found, missed = [], None
-    for end in ends[-1:] if how.last_turn_only else ends:
+    for end in ends[-1:] if last_only else ends:
         part = replace(row, complete=row.complete or end != ends[-1])
         try:
             found.append(_encode(part, row.chat[:end], template, how, True))
