@@ -27,7 +27,7 @@ import sys
 import tempfile
 import traceback
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -477,10 +477,7 @@ def help_text(
     chosen_schema = schema
     with contextlib.suppress(UserError):  # a choice is missing, and so are the keys behind it
         chosen_schema = exact(schema, composed)
-    defaults = (
-        typing.cast(DictConfig, OmegaConf.load(conf_dir / f"{name}.yaml")).get("defaults") or []
-    )
-    groups = sorted(str(key) for item in defaults if isinstance(item, DictConfig) for key in item)
+    groups = sorted(_chosen_in(conf_dir, name))
     options = {group: sorted(options_here(conf_dir, group, schema)) for group in groups}
     if RECIPES in options:
         heads = {word.partition("=")[2] for word in chosen if word.startswith(f"{packages.GROUP}=")}
@@ -494,6 +491,17 @@ def help_text(
     kind = str((here.get("target") or {}).get("kind", ""))
     tables = usage.tables(rows, options, kind, columns)
     return "\n\n".join([*parts, "\n".join(tables)])
+
+
+def _chosen_in(conf_dir: Path, name: str) -> Iterator[str]:
+    """The groups that the defaults of a command's file choose from, and those of the files that it
+    begins from."""
+    found = typing.cast(DictConfig, OmegaConf.load(conf_dir / f"{name}.yaml"))
+    for item in found.get("defaults") or []:
+        if isinstance(item, DictConfig):
+            yield from map(str, item)
+        elif item != "_self_":
+            yield from _chosen_in(conf_dir, item)
 
 
 def _rows(schema: type, here: dict[str, Any], prefix: str = "") -> list[usage.HelpRow]:

@@ -296,7 +296,7 @@ class Keys(click.Argument):
 
 
 def _keys(path: Path) -> list[str]:
-    """Top-level keys and groups of a YAML file."""
+    """Top-level keys and groups of a YAML file, and of the files that it begins from."""
     if not path.exists():
         return []
     from omegaconf import DictConfig, OmegaConf
@@ -304,8 +304,13 @@ def _keys(path: Path) -> list[str]:
     loaded = OmegaConf.load(path)
     if not isinstance(loaded, DictConfig):
         return []
-    groups = [str(key) for item in loaded.pop("defaults", []) if item != "_self_" for key in item]
-    return sorted({*groups, *map(str, loaded)})
+    found = set[str]()
+    for item in loaded.pop("defaults", []):
+        if isinstance(item, DictConfig):
+            found.update(map(str, item))
+        elif item != "_self_":
+            found.update(_keys(path.with_name(f"{item}.yaml")))
+    return sorted({*found, *map(str, loaded)})
 
 
 def _command(name: str, verb: Verb) -> click.Command:
