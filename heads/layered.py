@@ -19,7 +19,8 @@ from outrider.heads.config import LayeredConfig as LayeredConfig
 from outrider.heads.eagle.init import reset_weights, start_norm
 from outrider.heads.eagle.shape import LayerShape, as_made, layer_config
 from outrider.heads.layered_saved import LayeredSaved
-from outrider.heads.teacher import TeacherFn, stored_distribution, target_distribution
+from outrider.heads.lora import weight_of
+from outrider.heads.teacher import TeacherFn, target_distribution
 
 
 class LayeredHead(Head):
@@ -30,7 +31,6 @@ class LayeredHead(Head):
     Net: ClassVar[type[Any]]
     Saved: ClassVar[type[LayeredSaved]] = LayeredSaved
     packs: ClassVar[bool] = True
-    takes_stored_distribution: ClassVar[bool] = True
     net: Any
 
     def __init__(
@@ -126,15 +126,12 @@ class LayeredHead(Head):
             mask.requires_grad_(False)
 
     def distribution(
-        self, target: Target, last: Tensor | None, source: Tensor, place: Tensor
+        self, target: Target, last: Tensor, source: Tensor, place: Tensor
     ) -> TeacherFn:
-        """The target's distribution of n tokens: from stored distributions where there are such,
-        else from its last features `last` [T, D]. source: [n] int64, the row before each token.
-        place: [n] int64, the token in the draft vocabulary, -1 outside."""
+        """The target's distribution of n tokens, from its last features `last` [T, D]. source: [n]
+        int64, the row before each token. place: [n] int64, the token in the draft vocabulary, -1
+        outside."""
         mask, ids = self.cfg.loss.mask, self.ids()
-        if stored := getattr(target, "stored_distribution", None):
-            return stored_distribution(stored(), source, ids, self.vocab_size, place, mask)
-        assert last is not None
         top_k = getattr(self.cfg, "top_k", 0)
         return target_distribution(
             target, self.probs_rows(target), last, source, ids, place, mask, top_k

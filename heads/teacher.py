@@ -75,34 +75,3 @@ def target_distribution(
             return Teacher(p, p if own is None else own * (p > 0), usable)
 
     return distribution
-
-
-def stored_distribution(
-    stored: tuple[Tensor, Tensor],
-    source: Tensor,
-    ids: Tensor | None,
-    size: int,
-    place: Tensor,
-    mask: str,
-) -> TeacherFn:
-    """As `target_distribution`, from the target's k most probable tokens, the best first: ids and
-    probabilities [N, k]. size: tokens of the whole vocabulary. Where none of the k lies inside
-    there is no distribution."""
-    tokens, probabilities = stored
-
-    def distribution(part: slice) -> Teacher:
-        at = source[part]
-        spot = vocab.places(ids, tokens[at])
-        p = probabilities[at] * (spot >= 0)
-        total = p.sum(-1, keepdim=True)
-        dense = p.new_zeros(spot.shape[0], size if ids is None else ids.numel())
-        own = dense.scatter_add(1, spot.clamp(min=0), p)
-        dense.scatter_add_(1, spot.clamp(min=0), p / total.clamp(min=1e-9))
-        usable = total[:, 0] > 0
-        if mask == "token":
-            usable &= place[part] >= 0
-        elif mask == "argmax":
-            usable &= spot[:, 0] >= 0
-        return Teacher(dense, own, usable)
-
-    return distribution

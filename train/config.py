@@ -480,9 +480,6 @@ class CacheConfig(AutoDtype):
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # dtype on disk; empty = that of the target
     store: Annotated[str, one_of(["", *DTYPES])] = ""
-    # eagle3 alone: store the target's so many most probable tokens in place of its last hidden
-    # state; 0 = the state
-    distribution_top_k: ZeroOrMore = 0
     # tokens of one forward pass, padding included
     batch_tokens: OneOrMore = 4096
     # megabytes of one file

@@ -143,8 +143,7 @@ class BlockHead(LayeredHead):
         )
         blocks: Blocks = self.planned(batch)
         slots, flat = blocks.slots, blocks.flat
-        last = needs_distribution and not getattr(target, "stored_distribution", None)
-        reads = (*self.taps, self.final) if last else self.taps
+        reads = (*self.taps, self.final) if needs_distribution else self.taps
         feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
         hidden = next(self._unroll(batch, target, feats, [blocks.anchors], cfg.slots))
         hidden = take(hidden.flatten(0, 2), slots.at)

@@ -24,7 +24,6 @@ from outrider.conf.schema import compose
 from outrider.decode.target import Target
 from outrider.heads import head_class
 from outrider.heads.checkpoint import read_card
-from outrider.heads.teacher import stored_distribution
 from outrider.train import cache_features
 from outrider.train.cache_features import CacheConfig
 from outrider.train.config import TrainConfig
@@ -525,72 +524,4 @@ def test_eagle3_reads_its_own_taps(data: Path, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"holds the hidden states \[1, 2, 3, 4\], the head reads \[0, 4\]"
     ):
-        fit(compose("eagle", EagleRun, [*args, "head.taps=[0]"]), head_class("eagle3"))
-
-
-def test_a_stored_distribution_is_the_top_of_the_targets_own(data: Path, tmp_path: Path) -> None:
-    k = 7
-    writer = written(
-        data,
-        tmp_path / "f",
-        "heads=[eagle3]",
-        f"distribution_top_k={k}",
-        "store=float64",
-        dtype=torch.float64,
-    )
-    assert writer.taps == (1, 2) and writer.per_token == 2 * 32 * 8 + k * 12
-    target, rows, store = writer.target, writer.rows, opened(writer)
-    counts = rows.counts(target.vocab_size)
-    cls: Any = head_class("eagle3")
-    head = (
-        cls.for_target(target, cls.Config(kind="eagle3", draft_vocab=0, top_k=k), counts)
-        .double()
-        .train()
-    )
-    for pack in (0, 200):
-        batch = rows.batch([3, 11, 30, 47], pack)
-        read = head(batch, features.CachedTarget(target, store, batch))
-        assert float(read.sum) == pytest.approx(
-            float(head(batch, target).sum), rel=1e-6
-        )  # they pass through float32
-    feats = target.features(batch.ids, batch.mask, (4,), position=batch.position)
-    source = features.CachedTarget(target, store, batch)
-    source.features(batch.ids, batch.mask, (1, 2, 4))
-    tokens, p = source.stored_distribution()
-    real = batch.mask.reshape(-1)
-    best = target.unembed(feats[:, :, 0].flatten(0, 1)).softmax(-1).topk(k, -1)
-    assert torch.equal(tokens[real], best.indices[real])
-    torch.testing.assert_close(p[real], best.values[real], rtol=1e-5, atol=1e-6)
-    small = (
-        counts.topk(12).indices.sort().values
-    )  # a draft vocabulary: what of the k best lies inside, renormalised
-    flat = (batch.loss_mask & batch.mask).reshape(-1).nonzero()[1:, 0]
-    distribution, _, usable = stored_distribution(
-        (tokens, p), flat - 1, small, 260, torch.zeros_like(flat), "token"
-    )(slice(None))
-    whole = torch.zeros(flat.numel(), 260, dtype=p.dtype).scatter_(
-        1, tokens[flat - 1], p[flat - 1]
-    )[:, small]
-    assert torch.equal(usable, whole.sum(1) > 0) and 0 < usable.sum() < usable.numel()
-    torch.testing.assert_close(distribution[usable], (whole / whole.sum(1, keepdim=True))[usable])
-
-
-def test_a_stored_distribution_is_for_heads_that_can_learn_from_it(
-    data: Path, tmp_path: Path, capsys
-) -> None:
-    assert cache(data, tmp_path / "no", "heads=[medusa,eagle3]", "distribution_top_k=4") == 2
-    assert (
-        "distribution_top_k: medusa reads the last hidden state itself" in capsys.readouterr().err
-    )
-    writer = written(data, tmp_path / "f", "heads=[eagle3]", "distribution_top_k=4")
-    cfg = run_config(data, tmp_path / "run", f"data.features={tmp_path / 'f'}")
-    for name in ("medusa", "eagle1"):
-        head = head_for(name, writer.target, writer.rows.counts(260))
-        with pytest.raises(
-            UserError, match=f"distribution of the 4 most probable tokens .* this {name} head reads"
-        ):
-            Source(cfg, head, writer.target, writer.rows)
-    source = Source(
-        cfg, head_for("eagle3", writer.target, writer.rows.counts(260)), writer.target, writer.rows
-    )
-    assert source.meaning == {"features": "distribution of 4 tokens, stored in float32"}
+        fit(compose("eagle", EagleRun, [*args, "head.taps=[0]"]), HEADS["eagle3"])

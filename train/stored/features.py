@@ -92,7 +92,6 @@ class FeatureStore:
         self.taps: tuple[int, ...] = tuple(card["taps"])
         self.stored: str = card["stored"]
         self.width: int = card["width"]
-        self.distribution = int(card.get("law_top_k", 0))
         self.identity: dict[str, Any] = card["identity"]
         self._starts = torch.tensor([s.rows[0] for s in shards])
         self._open: dict[int, Any] = {}
@@ -142,11 +141,6 @@ class FeatureStore:
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{shard.path}: cannot be read ({error}); {AGAIN}") from None
             wanted = {f"tap.{t}": (tokens, self.width) for t in self.taps}
-            wanted |= (
-                dict.fromkeys(("law.ids", "law.p"), (tokens, self.distribution))
-                if self.distribution
-                else {}
-            )
             if any(shapes.get(name) != shape for name, shape in wanted.items()):
                 raise UserError(
                     f"{shard.path}: does not hold {tokens} tokens of the states "
@@ -158,19 +152,15 @@ class FeatureStore:
     def bytes_per_token(self, taps: Sequence[int]) -> int:
         """Bytes that a head with these taps reads for a token."""
         size = getattr(torch, self.stored).itemsize
-        return self.distribution * (4 + size) + len({*taps, max(self.taps)}) * self.width * size
+        return len({*taps, max(self.taps)}) * self.width * size
 
     def row(self, row: int, taps: Sequence[int]) -> Tensor:
         """[T, F, D] in the stored dtype."""
-        return torch.stack(self.read(row, [f"tap.{t}" for t in taps]), 1)
-
-    def read(self, row: int, names: Sequence[str]) -> list[Tensor]:
-        """The tensors of a row, [T, ..] each."""
         number = int(torch.searchsorted(self._starts, row, right=True)) - 1
         first = int(self.offsets[self.shards[number].rows[0]])
         part = slice(int(self.offsets[row]) - first, int(self.offsets[row + 1]) - first)
         file = self._file(number)
-        return [file.get_slice(name)[part] for name in names]
+        return torch.stack([file.get_slice(f"tap.{tap}")[part] for tap in taps], 1)
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
@@ -256,14 +246,11 @@ class CachedTarget:
         self._places = list(zip(batch.sample_ids.tolist(), batch.spans(), strict=True))
         self._shape = batch.ids.shape
         self._read: tuple[tuple[int, ...], Tensor] | None = None
-        self._distributions: tuple[Tensor, Tensor] | None = None
 
     def read_ahead(self, taps: Sequence[int]) -> None:
-        """Read now what `features` and `stored_distribution` will be asked for, in host memory
-        from which a GPU copies without a wait."""
+        """Read now what `features` will be asked for, in host memory from which a GPU copies
+        without a wait."""
         self._read = tuple(taps), self._gathered(taps)
-        if self._store.distribution:
-            self._distributions = self._gathered_distributions()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -275,9 +262,9 @@ class CachedTarget:
         taps: Sequence[int],
         position: Tensor | None = None,
     ) -> Tensor:
-        """As Target.features: [B, T, F, D], zeros in the padding, and for the last state where
-        its distribution is stored.
-        """
+        """As Target.features: [B, T, F, D], zeros in the padding."""
+        if grad:
+            raise ValueError("features: stored ones carry no gradient")
         known, wanted = self._read, tuple(taps)
         if known and known[0] == wanted:
             out = known[1]
@@ -296,37 +283,8 @@ class CachedTarget:
             pin_memory=target.device.type == "cuda",
         )
         for row, (b, start, size) in self._places:
-            there = [i for i, tap in enumerate(taps) if tap in self._store.taps]
-            out[b, start : start + size, there] = self._store.row(row, [taps[i] for i in there]).to(
-                out.dtype
-            )
+            out[b, start : start + size] = self._store.row(row, taps).to(out.dtype)
         return out
-
-    @property
-    def stored_distribution(self) -> Any:
-        """A call that gives the k most probable tokens of the batch whose features were asked
-        for last, and their
-        probabilities: int64 and the target's dtype, [B * T, k] each. None where the store has
-            no distribution."""
-        return self._distribution if self._store.distribution else None
-
-    def _distribution(self) -> tuple[Tensor, Tensor]:
-        ids, p = (
-            self._gathered_distributions() if self._distributions is None else self._distributions
-        )
-        device = self._target.device
-        return tuple(t.flatten(0, 1).to(device, non_blocking=True) for t in (ids, p))  # type: ignore[return-value]
-
-    def _gathered_distributions(self) -> tuple[Tensor, Tensor]:
-        pinned = self._target.device.type == "cuda"
-        size = (*self._shape, self._store.distribution)
-        ids = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
-        p = torch.zeros(size, dtype=self._target.dtype, pin_memory=pinned)
-        for row, (b, start, count) in self._places:
-            part = slice(start, start + count)
-            tokens, found = self._store.read(row, ("law.ids", "law.p"))
-            ids[b, part], p[b, part] = tokens.long(), found.to(p.dtype)
-        return ids, p
 
 
 class Freed(nn.Module):
@@ -377,32 +335,14 @@ class Source:
         if not cfg.data.features:
             return
         folder = Path(cfg.data.features).expanduser()
-        card, _ = read_manifest(folder)
-        distribution = int(card.get("law_top_k", 0))
-        taps = head.taps if final in head.taps or distribution else (*head.taps, final)
-        if distribution and (
-            final in head.taps
-            or not head.takes_stored_distribution
-            or getattr(head.cfg, "top_k", 0) not in (0, distribution)
-        ):
-            raise UserError(
-                f"data.features: {folder} holds the distribution of the {distribution} most "
-                "probable tokens in place "
-                f"of the last hidden state, which this {type(head).kind} head reads; write it with "
-                "distribution_top_k=0"
-            )
         _ = target.head  # asks the layers how logits follow; later they may be gone
         self.store = FeatureStore.open(
-            folder, identity_of(target, rows, computed_in(cfg)), taps, rows
+            folder, identity_of(target, rows, computed_in(cfg)), self.reads, rows
         )
         freed = 0 if cfg.eval.every or cfg.eval.parity else free_layers(target)
         self.note = f"features: {folder}, {len(self.store.shards)} files in {self.store.stored}"
         self.note += f"; the target's layers are freed ({freed / 2**20:,.0f} MiB)" if freed else ""
-        if distribution:
-            self.meaning["features"] = (
-                f"distribution of {distribution} tokens, stored in {self.store.stored}"
-            )
-        elif self.store.stored != cfg.dtype:
+        if self.store.stored != cfg.dtype:
             self.meaning["features"] = f"stored in {self.store.stored}"
 
     def __call__(self, batch: Batch) -> Any:

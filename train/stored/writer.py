@@ -33,8 +33,8 @@ from outrider.train.texts.batches import JoinedRows
 
 def taps_of(cfg: Any, target: Target) -> tuple[int, ...]:
     """Every tap that the heads of `cfg` read, and the output of the final norm, from which all
-    logits follow; with distribution_top_k the latter is left out, if no head reads it."""
-    wanted = set(cfg.taps) if cfg.distribution_top_k else {target.num_layers, *cfg.taps}
+    logits follow."""
+    wanted = {target.num_layers, *cfg.taps}
     for name in cfg.heads:
         kind: Any = head_class(name, "heads")
         own = (
@@ -42,12 +42,6 @@ def taps_of(cfg: Any, target: Target) -> tuple[int, ...]:
             if hasattr(kind, "choose_taps")
             else set()
         )
-        if cfg.distribution_top_k and (not own or target.num_layers in own):
-            raise UserError(
-                f"distribution_top_k: {name} reads the last hidden state itself; leave "
-                "distribution_top_k out, or "
-                "store for heads=[eagle3] alone"
-            )
         wanted |= own
     for tap in wanted:
         if not 0 <= tap <= target.num_layers:
@@ -80,9 +74,7 @@ class FeatureWriter:
         self.folder = Path(cfg.out).expanduser()
         self.taps, self.store = taps_of(cfg, target), cfg.store or cfg.dtype
         size = torch_dtype(self.store).itemsize
-        self.per_token = len(self.taps) * target.hidden_size * size + cfg.distribution_top_k * (
-            4 + size
-        )
+        self.per_token = len(self.taps) * target.hidden_size * size
         self.bounds = bounds_of(rows, self.per_token, cfg.shard_mb << 20)
         self.plan = {
             "identity": identity_of(target, rows, features.computed_in(cfg)),
@@ -94,8 +86,6 @@ class FeatureWriter:
             "bounds": self.bounds,
             "batch_tokens": cfg.batch_tokens,
         }
-        if cfg.distribution_top_k:
-            self.plan["law_top_k"] = cfg.distribution_top_k
         self.count = len(self.bounds) - 1
 
     def tokens(self, number: int) -> int:
@@ -132,13 +122,8 @@ class FeatureWriter:
         whole = self.rows.ids.numel() * self.per_token
         text = (
             f"features: {self.rows.ids.numel():,} tokens x {len(self.taps)} hidden states "
-            f"{list(self.taps)} x {self.target.hidden_size} x {self.store}"
-            + (
-                f" and the {self.cfg.distribution_top_k} most probable tokens"
-                if self.cfg.distribution_top_k
-                else ""
-            )
-            + f" = {whole:,} bytes in {self.count} files"
+            f"{list(self.taps)} x {self.target.hidden_size} x {self.store} = {whole:,} bytes in "
+            f"{self.count} files"
         )
         path = self.folder / PLAN
         if path.is_file():
@@ -207,21 +192,15 @@ class FeatureWriter:
         nothing of it remains."""
         first, last = self.bounds[number], self.bounds[number + 1]
         kind, offsets = torch_dtype(self.store), self.rows.offsets
-        count, distribution = self.tokens(number), self.cfg.distribution_top_k
+        count = self.tokens(number)
         out = {
             f"tap.{t}": torch.empty(count, self.target.hidden_size, dtype=kind) for t in self.taps
         }
-        if distribution:
-            out |= {
-                "law.p": torch.empty(count, distribution, dtype=kind),
-                "law.ids": torch.empty(count, distribution, dtype=torch.int32),
-            }
         order = first + self.rows.lengths[first:last].argsort(stable=True)
         for part in self._batches(order):
             batch = self.rows.batch(part).to(self.target.device)
-            reads = (*self.taps, self.target.num_layers) if distribution else self.taps
-            wide = self.target.features(batch.ids, batch.mask, reads)
-            found = wide[:, :, : len(self.taps)].to(device="cpu", dtype=kind)
+            wide = self.target.features(batch.ids, batch.mask, self.taps)
+            found = wide.to(device="cpu", dtype=kind)
             for b, row in enumerate(part):
                 start, size = int(offsets[row] - offsets[first]), int(self.rows.lengths[row])
                 if not bool(found[b, :size].isfinite().all()):
@@ -232,13 +211,6 @@ class FeatureWriter:
                     )
                 for i, tap in enumerate(self.taps):
                     out[f"tap.{tap}"][start : start + size] = found[b, :size, i]
-                for piece in range(0, size if distribution else 0, 512):
-                    end = min(size, piece + 512)
-                    z = self.target.unembed(wide[b, piece:end, -1])
-                    p = z.float().softmax(-1).topk(distribution, -1)
-                    place = slice(start + piece, start + end)
-                    out["law.p"][place] = p.values.to(device="cpu", dtype=kind)
-                    out["law.ids"][place] = p.indices.to("cpu", torch.int32)
             yield int(self.rows.lengths[part].sum())
         self._keep(number, out)
 
