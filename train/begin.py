@@ -90,7 +90,7 @@ def begin(
         optimizer,
         state,
         log,
-        Saver(cfg, accelerator, lock, log, stop, state.step or -1),
+        Saver(cfg, accelerator, lock, log, state.step or -1),
         clock,
         Flops(cfg.dtype, accelerator.device, log.say),
         Window(cfg.profile, out, main, log.say),

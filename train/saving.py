@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from outrider.train.signals import Stop
 from outrider.train.state import Snapshot, State
 
 RETRIES = 3  # saves that may fail in a row before the run gives up
-PATIENCE, PAUSE = 300.0, 5.0  # seconds to wait for space at the end of a run, and between two tries
 REFUSED = (OSError, RuntimeError, SafetensorError, MemoryError, UserError)
 
 
@@ -50,13 +48,12 @@ class Saver:
         accelerator: Accelerator,
         lock: Lock | None,
         log: Log,
-        stop: Stop,
         written: int,
     ) -> None:
         """lock: on rank 0 alone."""
         self.cfg, self.out, self.accelerator = cfg, Path(cfg.out_dir), accelerator
-        self.log, self.stop = log, stop
-        self.lock, self.begun, self.written, self.failures = lock, written, written, 0
+        self.log, self.lock = log, lock
+        self.begun, self.written, self.failures = written, written, 0
         self._flying = -1  # step of the save that is being written
         self._thread: threading.Thread | None = None
         self._problem = ""
@@ -88,12 +85,10 @@ class Saver:
                 self._host, beside = {}, False
                 snapshot = self._snapshot(state, head, optimizer, identity, beside)
             if beside:
-                self._thread = threading.Thread(
-                    target=self._write, args=(snapshot, 0.0), name="save"
-                )
+                self._thread = threading.Thread(target=self._write, args=(snapshot,), name="save")
                 self._thread.start()
             else:
-                self._write(snapshot, self._deadline(state))
+                self._write(snapshot)
         return problem if self.cfg.async_save and not wait else self.settle()
 
     def settle(self) -> str:
@@ -114,36 +109,21 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _deadline(self, state: State) -> float:
-        """The end of a run is worth waiting for: until when, by the monotonic clock; 0 = one
-        try.
-        """
-        return time.monotonic() + PATIENCE if state.step == self.cfg.steps else 0.0
-
-    def _write(self, snapshot: Snapshot, deadline: float) -> None:
+    def _write(self, snapshot: Snapshot) -> None:
         """On rank 0, in the thread or in its place."""
-        while True:
-            try:
-                snapshot.ready()
-                if self.lock is not None:
-                    self.lock.renew()
-                disk.save(self.out, snapshot)
-                disk.retire(self.out, self.cfg.keep, snapshot.step)
-                self._problem = ""
-                return
-            except REFUSED as error:
-                self._problem = first_line(error)
-            if time.monotonic() + PAUSE > deadline or self.stop.requested:
-                self.log.say(
-                    f"step {snapshot.step}: checkpoint not written ({self._problem}); older ones "
-                    "are untouched"
-                )
-                return
+        try:
+            snapshot.ready()
+            if self.lock is not None:
+                self.lock.renew()
+            disk.save(self.out, snapshot)
+            disk.retire(self.out, self.cfg.keep, snapshot.step)
+            self._problem = ""
+        except REFUSED as error:
+            self._problem = first_line(error)
             self.log.say(
-                f"step {snapshot.step}: not written yet ({self._problem}); waiting for space, for "
-                f"{deadline - time.monotonic():.0f} s at most"
+                f"step {snapshot.step}: checkpoint not written ({self._problem}); older ones "
+                "are untouched"
             )
-            time.sleep(PAUSE)
 
     def _snapshot(
         self,

@@ -4,17 +4,15 @@ change when it goes on."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from outrider.conf.errors import Interrupted, UserError, first_line
-from outrider.heads import head_class
+from outrider.conf.errors import Interrupted, UserError
+from outrider.heads import HEADS
 from outrider.heads.base import Batch, LossOut
-from outrider.train import loop
 from outrider.train import state as disk
 from outrider.train.config import DataConfig
 from outrider.train.loop import fit
@@ -23,7 +21,6 @@ from tests.helpers.faults import digest, finish
 from tests.helpers.training import chats, run_config, sigterm_at_update
 
 BAD = 5  # a row of the data
-ODD = 1  # the step at which rows are bad by their place
 SMALL = (
     "steps=12",
     "optim.clip=0",
@@ -120,78 +117,6 @@ def test_two_ranks_leave_out_what_one_process_does(data: Path, tmp_path: Path) -
         assert disk.read(out / "checkpoints/step-12").skipped == 3
     assert near(tmp_path / "loss2", tmp_path / "loss1")
     assert near(tmp_path / "gradient2", tmp_path / "loss1")
-
-
-Places = tuple[tuple[int, int, int], ...]  # rank, pass, row of the pass
-PLACES: dict[str, Places] = {
-    "first row of rank 0": ((0, 0, 0),),
-    "last row of rank 0": ((0, 1, 2),),
-    "a middle row of rank 1": ((1, 0, 1),),
-    "last row of rank 1": ((1, 1, 2),),
-    "both ranks, one pass": ((0, 0, 0), (1, 0, 2)),
-    "both ranks, several passes": ((0, 0, 1), (1, 0, 0), (1, 1, 2)),
-    "two rows beside a sound one": ((1, 1, 0), (1, 1, 2)),
-    "a whole pass of rank 1": ((1, 0, 0), (1, 0, 1), (1, 0, 2)),
-    "a whole pass of each rank": tuple((rank, rank, row) for rank in (0, 1) for row in range(3)),
-    "every row of rank 0": tuple((0, i, row) for i in (0, 1) for row in range(3)),
-}
-
-
-def placed(data: Path, out: Path, places: Places, how: str, *more: str) -> torch.Tensor:
-    """The weights that two ranks end with whose rows at some places of step ODD are bad: those
-    rows are named and counted, and both ranks end well, soon."""
-
-    def action() -> None:
-        step, named = loop.train_step, []
-
-        def odd(run: Any) -> int:
-            at = run.passes(run.state.step) if run.state.step == ODD else []
-            here = [at[i][row] for rank, i, row in places if at and rank == run.rank]
-            named.extend(run.rows.where(row) for row in here)
-            Ill.bad = tuple(here)
-            return step(run)
-
-        loop.train_step = odd
-        try:
-            train(data, out, "steps=3", "batch_size=12", "micro_batch=3", *more, how=how)
-        finally:
-            Ill.bad, loop.train_step = (BAD,), step
-        out.with_name(f"{out.name}.bad{os.environ['RANK']}").write_text("\n".join(named))
-
-    codes = finish(2, action, out.with_name(f"{out.name}.said"), limit=60)
-    said = out.with_name(f"{out.name}.said.0").read_text()
-    assert codes == [0, 0], said
-    bad = [out.with_name(f"{out.name}.bad{r}").read_text().split() for r in range(2)]
-    (skip,) = [line for line in lines(out) if line.get("event") == "skipped"]
-    assert skip["step"] == ODD and sorted(skip["rows"]) == sorted(bad[0] + bad[1])
-    assert disk.read(out / "checkpoints/step-3").skipped == len(places)
-    return torch.cat([weight.flatten() for weight in weights(out).values()])
-
-
-def test_ranks_of_a_sharded_target_leave_out_a_row_together(data: Path, tmp_path: Path) -> None:
-    """Each pass of a sharded target is a collective: a rank that tries its rows one by one
-    would wait for the others for ever, and they for it."""
-    places = PLACES["both ranks, several passes"]
-    whole = placed(data, tmp_path / "whole", places, "loss")
-    shards = placed(data, tmp_path / "shards", places, "loss", "shard_target=true")
-    assert torch.allclose(whole, shards, rtol=0, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_a_bad_row_anywhere_is_left_out_on_all_ranks(data: Path, tmp_path: Path) -> None:
-    """With a whole target (DDP) and with a sharded one (FSDP2): the same weights."""
-    failed, trials = [], 0
-    for i, (name, places) in enumerate(PLACES.items()):
-        how, ended = "loss" if i % 2 else "gradient", []
-        for kind, keys in (("ddp", ()), ("fsdp2", ("shard_target=true",))):
-            trials += 1
-            try:
-                ended.append(placed(data, tmp_path / f"{kind}{i}", places, how, *keys))
-                if len(ended) > 1:
-                    torch.testing.assert_close(ended[0], ended[1], rtol=0, atol=1e-12)
-            except AssertionError as error:
-                failed.append(f"{kind}, {how}, {name}: {first_line(error)}")
-    assert not failed and trials == 20
 
 
 def test_many_bad_steps_in_a_row_and_a_step_without_a_sound_row_stop(

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.conf import disk
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.decode.target import Target
@@ -314,30 +313,6 @@ def test_a_manifest_that_was_tampered_with_is_refused(
         opened(writer)
 
 
-def test_every_file_is_synced_before_its_name_and_its_record_comes_after(
-    data, tmp_path, monkeypatch
-) -> None:
-    events: list[Path] = []
-    folder, sync, rename = tmp_path / "f", disk.sync, os.replace
-
-    def syncing(path: Path) -> None:
-        events.append(path)
-        sync(path)
-
-    def renaming(a: Path, b: Path) -> None:
-        if b.parent == folder:
-            assert events[-1] == a, "what is renamed was synced just before"
-            events.append(b)
-        rename(a, b)
-
-    monkeypatch.setattr(disk, "sync", syncing)
-    monkeypatch.setattr(os, "replace", renaming)
-    writer = written(data, folder)
-    shards = [x for i in range(4) for x in (writer.path(i), writer.path(i).with_suffix(".json"))]
-    named = [p for p in events if not p.name.startswith(".tmp")]
-    assert named == [folder / "plan.json", *shards, folder / "manifest.json"]
-
-
 def test_shards_and_batches_keep_to_their_sizes() -> None:
     torch.manual_seed(0)
     lengths = torch.randint(1, 40, (200,))
@@ -365,55 +340,10 @@ def test_shards_and_batches_keep_to_their_sizes() -> None:
         )
 
 
-def test_the_room_that_is_requested_for_is_what_is_still_missing(
-    data: Path, tmp_path: Path, monkeypatch
-) -> None:
-    writer = written(data, tmp_path / "f")
-    writer.path(1).unlink()
-    there = sum(p.stat().st_size for p in (tmp_path / "f").glob("shard-*.safetensors"))
-    need = writer.rows.ids.numel() * writer.per_token - there + (1 << 20)
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need))
-    assert f"{there:,} there already" in writer.prepare()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need - 1))
-    with pytest.raises(UserError, match=f"{need:,} are needed"):
-        writer.prepare()
-
-
 def cache(data: Path, out: Path, *more: str) -> int:
     with pytest.raises(SystemExit) as caught:
         cache_features.main(command(data, out, "shard_mb=1", *more))
     return int(caught.value.code or 0)
-
-
-def test_the_command_tells_the_bytes_first_and_writes_nothing_without_room(
-    data, tmp_path, capsys, monkeypatch
-) -> None:
-    out = tmp_path / "deep" / "f"
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
-    assert cache(data, out) == 2
-    said = capsys.readouterr().err
-    assert f"out: {tmp_path} has 1,000,000 bytes free, 2,2" in said and not out.parent.exists()
-    monkeypatch.undo()
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    assert cache(data, out) == 0
-    said = capsys.readouterr().err
-    assert (
-        "3,086 tokens x 3 hidden states [1, 2, 4] x 32 x float32 = 1,185,024 bytes in 2 "
-        "files, 0 there" in said
-    )
-    before = {p: p.stat().st_mtime_ns for p in out.glob("shard-*.safetensors")}
-    assert cache(data, out) == 0 and {p: p.stat().st_mtime_ns for p in before} == before
-    capsys.readouterr()
-    for change, named in (
-        ("taps=[3]", "taps [1, 2, 4] there"),
-        ("target.seed=1", "target.weights_sha256"),
-        ("store=bfloat16", "stored float32 there, bfloat16 asked for"),
-    ):
-        assert cache(data, out, change) == 2
-        assert named in capsys.readouterr().err
-    assert cache(data, tmp_path) == 2 and "holds other files" in capsys.readouterr().err
 
 
 def test_a_signal_keeps_the_whole_files_and_the_same_command_continues(
@@ -497,31 +427,3 @@ def test_two_processes_write_the_same_files_as_one(data: Path, tmp_path: Path) -
         assert done.returncode == 0, done.stderr
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("1", "2"))
     assert one == two and "manifest.json" in one
-
-
-def test_eagle3_reads_its_own_taps(data: Path, tmp_path: Path) -> None:
-    written(data, tmp_path / "f", "heads=[eagle3]", "taps=[3]")
-    args = [
-        "target=tiny",
-        *(f"target.{k}={v}" for k, v in SHAPE.items()),
-        f"data.path={data}",
-        "data.held_out=0.1",
-        "data.cache=false",
-        f"data.features={tmp_path / 'f'}",
-        f"out_dir={tmp_path / 'run'}",
-        "steps=2",
-        "batch_size=4",
-        "dtype=float32",
-        "device=cpu",
-        "head.draft_vocab=0",
-        "eval.every=0",
-    ]
-    for name, taps in (("default", "[]"), ("own", "[1,3]")):
-        fit(
-            compose("eagle", EagleRun, [*args, f"head.taps={taps}", f"out_dir={tmp_path / name}"]),
-            head_class("eagle3"),
-        )
-    with pytest.raises(
-        UserError, match=r"holds the hidden states \[1, 2, 3, 4\], the head reads \[0, 4\]"
-    ):
-        fit(compose("eagle", EagleRun, [*args, "head.taps=[0]"]), HEADS["eagle3"])

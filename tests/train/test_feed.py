@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from outrider.conf.errors import UserError
 from outrider.train.feed import Feed
-from outrider.train.run import Run, room_of
+from outrider.train.run import room_of
 from tests.helpers.training import run, run_config, sigterm_at_update
 
 PLAN = [[[1, 2], [3]], [[4]], [[5], [6], [7, 8]]]
@@ -44,15 +44,6 @@ def test_the_next_pass_is_made_while_one_is_worked_on() -> None:
     assert made == [(0, [1, 2], True), (0, [3], False), (1, [4], False)]  # none beyond the end
 
 
-def test_a_step_out_of_turn_is_made_at_once() -> None:
-    made: list[Any] = []
-    feed = feed_of(made)
-    assert [m.rows for m in feed.take(1)] == [[4]]
-    assert [m.rows for m in feed.take(0)] == [[1, 2], [3]]
-    assert [m.rows for m in feed.take(1)] == [[4]]
-    feed.close()
-
-
 def test_what_goes_wrong_in_the_thread_reaches_the_loop() -> None:
     feed = feed_of([])
     with pytest.raises(UserError, match="row 6"):
@@ -72,17 +63,6 @@ def test_a_run_ends_its_thread_and_a_resumed_one_is_the_same(data: Path, tmp_pat
     again = run(data, tmp_path / "two", *keys)
     states = [load_file(out / "head" / "head.safetensors") for out in (whole, again)]
     assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
-
-
-def test_an_unreadable_row_is_message_by_the_run(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(self: Run, step: int, rows: Sequence[int]) -> Any:
-        raise UserError(f"step {step}: shard is damaged")
-
-    monkeypatch.setattr(Run, "make", broken)
-    with pytest.raises(UserError, match="step 0: shard is damaged"):
-        run(data, tmp_path / "run")
 
 
 def test_no_more_than_a_pass_of_training_is_run_at_once(data: Path, tmp_path: Path) -> None:

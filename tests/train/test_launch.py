@@ -139,30 +139,6 @@ def test_the_command_of_a_launch_file_trains_on_two_cpu_processes(
     assert curve(tmp_path / "run") == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_the_torchrun_command_of_the_page_trains_on_two_cpu_processes(
-    alone: tuple[Path, list[float]], tmp_path: Path
-) -> None:
-    page = (ROOT / "docs/scaling.md").read_text()
-    line = re.search(
-        r"`ACCELERATE_USE_CPU=true torchrun (--nproc_per_node 2 train/\w+\.py [^`]*?) \.\.\.`", page
-    )
-    assert line
-    port = ["--master_port", str(29500 + os.getpid() % 2000)]
-    words = [w for w in line[1].split() if not w.startswith(("target", "device"))]
-    said = run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *port,
-            *words,
-            *ours(alone[0], tmp_path / "run"),
-        ]
-    )
-    assert "8 rows over 2 rank(s)" in said and len(curve(tmp_path / "run")) == 3
-
-
 def test_the_batch_script_is_sound() -> None:
     done = subprocess.run(["bash", "-n", str(BATCH)], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
@@ -254,15 +230,3 @@ def test_the_batch_script_requeues_after_a_saved_stop_alone(
     ranks = (tmp_path / "ranks").read_text().splitlines()
     assert ranks == [f"{r} {r} 2 node7 train/eagle.py data.path=a b.jsonl" for r in range(2)]
     assert ("requeue 77" in (tmp_path / "asked").read_text()) == again
-
-
-def test_the_batch_script_asks_for_signals_that_a_run_answers() -> None:
-    from outrider.train.signals import CODES
-
-    header = dict(re.findall(r"^#SBATCH --(\S+?)(?:=(\S+))?$", BATCH.read_text(), re.M))
-    name, _, seconds = header["signal"].partition("@")
-    assert (
-        {s.name for s in CODES} >= {f"SIG{name}", "SIGTERM"}
-        and int(seconds) >= 60
-        and "requeue" in header
-    )

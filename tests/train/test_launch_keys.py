@@ -16,8 +16,7 @@ from outrider.scripts.common.files import ROOT
 from outrider.train import launch_keys
 from outrider.train.config import TrainConfig
 from outrider.train.launch_keys import REFUSED, check_settings, device_of
-from tests.helpers import faults
-from tests.helpers.training import chats, overrides, run, run_config
+from tests.helpers.training import run_config
 
 
 @pytest.fixture
@@ -67,34 +66,6 @@ def test_mixed_precision_must_say_what_dtype_says(
         return check_settings(cfg)
     with pytest.raises(UserError, match=f"mixed_precision: {precision}.*dtype={dtype}"):
         check_settings(cfg)
-
-
-def test_an_agreeing_precision_changes_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """bf16 in accelerate's config beside dtype=bfloat16: no autocast, the same weights."""
-    data = chats(tmp_path / "data.jsonl")
-    want = run(data, tmp_path / "want", "dtype=bfloat16", "steps=2")
-    monkeypatch.setenv(launch_keys.PRECISION, "bf16")
-    got = run(data, tmp_path / "got", "dtype=bfloat16", "steps=2")
-    name = "head/head.safetensors"
-    assert (got / name).read_bytes() == (want / name).read_bytes()
-
-
-def test_several_bad_settings_are_message_at_once_by_the_command(tmp_path: Path) -> None:
-    """Through the command line: exit code 2, one line."""
-    env = {
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-    }
-    words = overrides(chats(tmp_path / "data.jsonl"), tmp_path / "run")
-    said = tmp_path / "said"
-    assert faults.wait(faults.script("train/medusa.py", *words, said=said, **env)) == 2
-    assert "Traceback" not in said.read_text()
-    assert (
-        "gradient_accumulation_steps: 2" in said.read_text() and "fsdp_config" in said.read_text()
-    )
 
 
 LAUNCHED = """
@@ -152,19 +123,6 @@ def test_devices_that_are_not_there(cfg: TrainConfig, monkeypatch: pytest.Monkey
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with pytest.raises(UserError, match="use_cpu"):
         device_of(cfg)
-
-
-def test_a_run_that_asks_for_a_gpu_does_not_fall_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="device: cuda asked for"):
-        run(chats(tmp_path / "data.jsonl"), tmp_path / "run", "device=cuda")
-
-
-def test_gradients_lie_in_the_buckets_that_are_exchanged(cfg: TrainConfig) -> None:
-    handler = launch_keys.start(cfg).ddp_handler
-    assert handler is not None and handler.gradient_as_bucket_view
 
 
 def test_ranks_that_each_work_alone_are_told_why() -> None:

@@ -66,21 +66,3 @@ def test_a_launcher_that_ends_the_ranks_stops_nothing_that_is_saved(
         stop.requested, stop.over, stop._heard = signal.SIGTERM, over, -2 * signals.ECHO
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended == ([] if over else [75])
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("requested", [0, signal.SIGTERM])
-def test_while_all_is_saved_every_signal_is_treated_alike(
-    monkeypatch: pytest.MonkeyPatch, number: int, requested: int
-) -> None:
-    """The first stops nothing, its echo neither, and one a second later ends what hangs."""
-    ended: list[int] = []
-    monkeypatch.setattr(signals.os, "_exit", ended.append)
-    with signals.Stop() as stop:
-        stop.requested, stop.over, stop._heard = requested, True, -2 * signals.ECHO
-        for _ in range(2):
-            os.kill(os.getpid(), number)
-        assert ended == [] and stop.requested == requested
-        stop._heard -= 2 * signals.ECHO
-        os.kill(os.getpid(), number)
-    assert ended == [signals.CODES[number]]

@@ -12,19 +12,15 @@ import pytest
 import torch
 
 from outrider.conf.errors import Interrupted, UserError
-from outrider.conf.schema import compose
-from outrider.conf.typed import faults
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads import head_class
 from outrider.train import resolve
-from outrider.train.config import DataConfig, MedusaRun
+from outrider.train.config import DataConfig
 from outrider.train.loop import fit
 from outrider.train.schedule import usual_rate
-from outrider.train.texts import batches
-from outrider.train.texts.batches import BatchPlan, JoinedRows, joined, load_rows
-from outrider.train.texts.mix import Joined, drawn, shares
-from outrider.train.texts.tokens import TokenWriter
-from tests.helpers.training import chats, overrides, run, run_config, sigterm_at_update
+from outrider.train.texts.batches import BatchPlan, JoinedRows, load_rows
+from outrider.train.texts.mix import drawn, shares
+from tests.helpers.training import chats, run, run_config, sigterm_at_update
 
 EOS = (2,)
 
@@ -46,18 +42,6 @@ def tokens(rows: JoinedRows, row: int) -> list[int]:
     return rows.ids[int(rows.offsets[row]) : int(rows.offsets[row + 1])].tolist()
 
 
-def test_joined_reads_as_one_tensor() -> None:
-    parts = [torch.arange(5), torch.arange(0), torch.arange(5, 6), torch.arange(6, 20)]
-    whole, tensor = Joined(parts), torch.arange(20)
-    assert whole.numel() == 20
-    for begin in range(20):
-        for end in range(begin, 21):
-            assert whole[begin:end].tolist() == tensor[begin:end].tolist()
-    places = torch.randint(20, (3, 7))
-    assert torch.equal(whole[places], tensor[places])
-    assert whole[torch.empty(0, dtype=torch.int64)].numel() == 0
-
-
 @pytest.mark.parametrize("cache", [False, True])
 def test_files_are_joined_row_by_row(files: list[Path], cache: bool) -> None:
     """Rows, masks, lines, counts and sums are those of the files one behind the other."""
@@ -75,20 +59,6 @@ def test_files_are_joined_row_by_row(files: list[Path], cache: bool) -> None:
         assert batch.ids[b][batch.mask[b]].tolist() == wanted[row]
     packed = rows.batch([0, 29, 30, 49], pack=256)
     assert int(packed.mask.sum()) == sum(len(wanted[r]) for r in (0, 29, 30, 49))
-
-
-def test_a_list_of_one_file_is_that_file(files: list[Path]) -> None:
-    one, listed = load(files[0]), joined([load(files[0])])
-    cfg = DataConfig(path=[str(files[0])], max_length=256, cache=False)
-    also = load_rows(cfg, byte_tokenizer(), EOS, 260, 1024)
-    assert one.sha256() == listed.sha256() == also.sha256() and not also.files
-    assert BatchPlan(one, 4, 16, 0).batch(3) == BatchPlan(also, 4, 16, 0).batch(3)
-
-
-def test_order_and_content_are_part_of_the_hash(files: list[Path]) -> None:
-    a, b, c = files
-    assert len({load(a, b).sha256(), load(b, a).sha256(), load(a, c).sha256()}) == 3
-    assert load(a, b).tokens_sha256() != load(b, a).tokens_sha256()
 
 
 def test_shares_add_up() -> None:
@@ -135,18 +105,6 @@ def test_without_weights_every_row_is_seen_once(files: list[Path]) -> None:
     assert "b.jsonl 12 rows" in plan.mixture() and "epoch" not in plan.mixture()
 
 
-def test_a_held_out_file_alone_is_held_out(files: list[Path]) -> None:
-    a, b, c = files
-    rows = load(a, b, held_out=str(c), weights=[1.0, 1.0])
-    assert rows.held.tolist() == [False] * 42 + [True] * 8
-    assert not set(range(42, 50)) & {
-        r for s in range(40) for r in BatchPlan(rows, 4, 4, 0).batch(s)
-    }
-    assert torch.equal(rows.counts(260), load(a, b, held_out=0.0).counts(260))
-    single = load(a, held_out=str(c))
-    assert int(single.held.sum()) == 8 and int((~single.held).sum()) == 30
-
-
 def test_lines_of_several_files_are_skipped_by_name(files: list[Path]) -> None:
     a, b, _ = files
     rows = load(a, b, held_out=0.0)
@@ -160,55 +118,6 @@ def test_lines_of_several_files_are_skipped_by_name(files: list[Path]) -> None:
         BatchPlan(rows, 2, 4, 0, skip=["z.jsonl:3"])
     alone = load(a, held_out=0.0)
     assert BatchPlan(alone, 2, 4, 0, skip=[4, f"{a}:5"]).skipped == 2
-
-
-def test_what_cannot_be_mixed_is_said(files: list[Path], tmp_path: Path) -> None:
-    a, b, c = files
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    for paths, keys, said in (
-        ((a, a), {}, "is named twice; give data.weights"),
-        ((a, b), {"held_out": str(b)}, "is named twice; it is trained on"),
-        ((a, empty), {}, "empty.jsonl holds no rows"),
-        ((a, tmp_path / "none.jsonl"), {}, "no such file"),
-        ((a,), {"held_out": str(tmp_path / "none.jsonl")}, "^data.held_out: .*neither a file"),
-    ):
-        with pytest.raises(UserError, match=said):
-            load(*paths, **keys)
-    with pytest.raises(UserError, match="its weight is too small"):
-        BatchPlan(load(a, b, weights=[1.0, 1e-6]), 2, 4, 0)
-    skipped = [f"{c}:{line}" for line in range(1, 9)]
-    with pytest.raises(UserError, match="it has none to train on"):
-        BatchPlan(load(a, c, weights=[1.0, 1.0]), 2, 4, 0, skip=skipped)
-
-
-@pytest.mark.parametrize(
-    "keys, said",
-    [
-        ({"path": ["a", "b"], "weights": [1.0]}, "weights: 1 for 2 files"),
-        ({"path": ["a", "b"], "weights": [1.0, 0.0]}, "weights: 0.0 is not above 0"),
-        ({"path": ["a", "b"], "weights": [1.0, float("inf")]}, "weights: inf is not a number"),
-        ({"path": ["a", ""]}, "path: is empty"),
-        ({"path": []}, "path: is empty"),
-        ({"path": ["a", "b"], "kind": "hub"}, "path: several only"),
-        ({"path": "a", "held_out": ""}, "held_out: is empty"),
-        ({"path": "a", "held_out": 1.5}, "held_out: 1.5 is not below 1"),
-        ({"path": "a", "skip": [-1]}, "skip: -1 is no line"),
-        ({"path": "a", "skip": ["b.jsonl"]}, "skip: 'b.jsonl' is no line"),
-    ],
-)
-def test_rules_of_the_keys(keys: dict[str, Any], said: str) -> None:
-    found = faults(DataConfig(**keys))
-    assert len(found) == 1 and said in found[0]
-
-
-def test_the_command_line_takes_lists_and_files(tmp_path: Path) -> None:
-    more = ["data.path=[a.jsonl,b.jsonl]", "data.weights=[1,2.5]", "data.held_out=c.jsonl"]
-    cfg = compose("medusa", MedusaRun, overrides(Path("x"), Path("run"), *more))
-    assert cfg.data.paths == ["a.jsonl", "b.jsonl"] and cfg.data.weights == [1.0, 2.5]
-    assert cfg.data.held_out == "c.jsonl"
-    cfg = compose("medusa", MedusaRun, overrides(Path("x"), Path("run"), "data.held_out=0"))
-    assert cfg.data.held_out == 0.0 and isinstance(cfg.data.held_out, float)
 
 
 def test_a_mixed_run_resumes_by_content(
@@ -240,29 +149,6 @@ def test_a_mixed_run_resumes_by_content(
     assert mixed("run", paths=moved).read_bytes() == want
 
 
-def test_full_caches_of_several_files_are_neither_hashed_nor_counted_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed: list[int] = []
-    real = batches.sha256_of
-    monkeypatch.setattr(batches, "sha256_of", lambda t: hashed.append(1) or real(t))
-    writer = TokenWriter(None)
-    for row in range(4):
-        writer.add([5] * 100, [False] * 50 + [True] * 50, row + 1, False)
-    paths = []
-    for i in range(3):
-        path = tmp_path / f"part-{i}.safetensors"
-        writer.write(path, {"bad": [], "turns": [4, 4, 4]})
-        batches._remember(path)
-        paths.append(path)
-
-    parts = [batches._from_cache(path, path.name) for path in paths]
-    rows = joined([part for part in parts if part is not None], [1.0, 2.0, 3.0])
-    rows.sha256(), rows.tokens_sha256(), rows.counts(260), rows.supervised
-    assert not hashed
-    assert rows.ids.numel() == 1200 and rows.supervised == 600
-
-
 # Epochs in place of steps, and a rate for the target's size
 # -------------------------------------------------------------------------------------------
 
@@ -282,20 +168,6 @@ def test_epochs_are_steps(
     run(data, counted, "steps=16", "data.held_out=0.0")
     with pytest.raises(UserError, match="steps: 16 in the checkpoint, 7 now"):
         run(data, counted, "steps=0", "epochs=1", "data.held_out=0.0")
-
-
-def test_epochs_of_fewer_rows_are_fewer_steps_of_the_same_run(
-    files: list[Path], tmp_path: Path
-) -> None:
-    """data.skip on resume may take a batch from every epoch, even below the step reached."""
-    keys = ("steps=0", "epochs=2", "data.held_out=0.0", "batch_size=2")
-    out = run(files[2], tmp_path / "run", *keys)
-    run(files[2], out, *keys, "data.skip=[1,2,3,4]")
-    assert last_step(out) == 8
-
-
-def last_step(out: Path) -> int:
-    return int(json.loads((out / "head" / "head.json").read_text())["extra"]["step"])
 
 
 def digest(out: Path) -> bytes:

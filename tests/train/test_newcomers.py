@@ -4,7 +4,6 @@ or managed.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,59 +16,6 @@ from outrider.train.config import DataConfig
 from outrider.train.resolve import fitting
 from outrider.train.texts.batches import load_rows
 from tests.helpers.training import chats, run
-
-CHAT = {
-    "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a [{list}]"}]
-}
-
-
-def load(path: Path):
-    cfg = DataConfig(path=str(path), held_out=0.0, cache=False)
-    return load_rows(cfg, byte_tokenizer(), (257,), 260, 256)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        json.dumps([CHAT, CHAT]),
-        json.dumps([CHAT], indent=1),
-        "\n [\n" + json.dumps(CHAT),
-        "\ufeff" + json.dumps([CHAT]) + "\n\n",
-    ],
-)
-def test_a_json_array_is_message_apart_from_jsonl(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "sharegpt.json"
-    path.write_text(text)
-    with pytest.raises(
-        UserError, match=r"sharegpt.json is one JSON array, not an object a line; convert it: jq -c"
-    ):
-        load(path)
-
-
-def test_lists_among_the_lines_are_rows_that_cannot_be_used(tmp_path: Path) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps(CHAT["messages"]) + "\n" + json.dumps(CHAT) + "\n")
-    with pytest.raises(
-        UserError, match=r"d.jsonl:1: is not an object \{..\}; 1 of 2 rows are unusable"
-    ):
-        load(path)
-
-
-def test_rows_in_another_form_are_message_the_form(tmp_path: Path) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"prompt": "q", "completion": "a"}\n' * 3)
-    with pytest.raises(UserError) as caught:
-        load(path)
-    assert "d.jsonl:1: has none of messages" in str(caught.value) and "raise" not in str(
-        caught.value
-    )
-    assert "none of the 3 rows can be used" in str(caught.value) and '{"messages": [{"role"' in str(
-        caught.value
-    )
-    turn = {"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "q"}]}
-    path.write_text((json.dumps(turn) + "\n") * 2 + json.dumps(CHAT) + "\n")
-    with pytest.raises(UserError, match=r"\(2 x turn N: role '..' where '..' is due\)"):
-        load(path)
 
 
 def test_a_target_without_chat_template_is_message_once_not_row_by_row(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
-from outrider.heads import head_class
-from outrider.heads.batch import Batch
+from outrider.heads import HEADS
+from outrider.heads.parallel.tune_keys import TargetLoraConfig
 from outrider.train.stored.features import CachedTarget, Source
 from outrider.train.texts.batches import BatchPlan, load_rows
 from outrider.train.texts.sharing import Limits
@@ -168,10 +168,3 @@ def test_packing_leaves_the_batches_alone_and_the_losses_equal(tmp_path: Path, r
         )
         for step, loss in one.items():
             assert other[step] == pytest.approx(loss, abs=1e-9)
-
-
-def test_a_batch_moves_with_its_positions() -> None:
-    real = torch.ones(1, 4, dtype=torch.bool)
-    batch = Batch(torch.zeros(1, 4), real, real, torch.zeros(1), torch.arange(4)[None])
-    assert batch.to(torch.device("meta")).position.is_meta
-    assert batch.to(torch.device("cpu")).apart().sum() == 0

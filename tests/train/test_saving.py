@@ -3,16 +3,12 @@ cut, retired with care; locks, clocks and folders that go away."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 import signal
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +16,10 @@ import torch
 
 from outrider.conf.errors import Interrupted, UserError
 from outrider.heads import checkpoint as heads_checkpoint
-from outrider.train import lock as locks
-from outrider.train import loop, saving, signals
+from outrider.train import loop
 from outrider.train import state as disk
 from outrider.train.facts import is_no_memory, no_memory
-from outrider.train.lock import Lock, locked
 from outrider.train.run import Run
-from outrider.train.signals import Stop
 from outrider.train.state import Snapshot
 from tests.helpers.faults import digest
 from tests.helpers.training import run, run_config
@@ -42,13 +35,6 @@ def before_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> No
         return step(run)
 
     monkeypatch.setattr(loop, "train_step", stepping)
-
-
-def settled() -> None:
-    """Wait for the save in flight."""
-    for thread in threading.enumerate():
-        if thread.name == "save":
-            thread.join()
 
 
 def snapshot(step: int, value: float = 0.0) -> Snapshot:
@@ -98,88 +84,6 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
         assert digest(out / "checkpoints" / name) == digest(whole / "checkpoints" / name)
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyError("a mistake of ours")])
-def test_what_goes_wrong_beside_the_training_is_message_and_counted(
-    data, tmp_path, monkeypatch, capsys, error
-) -> None:
-    def failing(folder: Path, taken: Snapshot) -> Path:
-        raise error
-
-    monkeypatch.setattr(disk, "save", failing)
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    with pytest.raises(
-        UserError, match="out_dir: cannot save to .*(No space left|was not finished)"
-    ):
-        run(data, tmp_path / "run", "steps=20", "save_every=2")
-    if isinstance(error, OSError):
-        said = capsys.readouterr().err
-        assert (
-            said.count("checkpoint not written") == 3 and "step 6: checkpoint not written" in said
-        )
-        assert "step 10/20" not in said
-
-
-def test_only_refusals_in_a_row_end_a_run(data, tmp_path, monkeypatch) -> None:
-    save = disk.save
-
-    def failing(folder: Path, taken: Snapshot) -> Path:
-        if taken.step % 3:
-            raise OSError(28, "No space left on device")
-        return save(folder, taken)
-
-    monkeypatch.setattr(disk, "save", failing)
-    out = run(data, tmp_path / "run", "steps=9", "save_every=1")
-    assert [p.name for p in disk.checkpoints(out)] == ["step-9", "step-6"]
-
-
-def test_every_rank_counts_what_rank_0_could_not_write(data, tmp_path, monkeypatch) -> None:
-    message = iter(["No space left", ""])
-    monkeypatch.setattr(saving, "broadcast_object_list", lambda mine: [next(message)])
-    other: Any = SimpleNamespace(num_processes=2, is_main_process=False)
-    saver = saving.Saver(run_config(data, tmp_path / "run"), other, None, None, None, 2)  # type: ignore[arg-type]
-    for step, problem, found in (
-        (4, "", ("No space left", 1, 2)),
-        (6, "it was not finished", ("", 0, 6)),
-    ):
-        saver._flying, saver._problem = step, problem
-        assert (saver.settle(), saver.failures, saver.written) == found
-    assert saver.settle() == "" and saver.failures == 0, "nothing in flight: nobody is asked"
-
-
-def test_without_memory_for_a_copy_the_save_happens_in_place(data, tmp_path, monkeypatch) -> None:
-    empty = torch.empty
-
-    def full(*args: Any, **more: Any) -> torch.Tensor:
-        if "pin_memory" in more:
-            raise RuntimeError("can't allocate memory")
-        return empty(*args, **more)
-
-    monkeypatch.setattr(saving.torch, "empty", full)
-    out = run(data, tmp_path / "run")
-    assert [p.name for p in disk.checkpoints(out)] == ["step-6", "step-4"] and disk.newest(out)[
-        1
-    ] == []
-
-
-def test_the_end_of_a_run_waits_for_space(data, tmp_path, monkeypatch, capsys) -> None:
-    save, calls = disk.save, []
-
-    def full(folder: Path, taken: Snapshot) -> Path:
-        calls.append(taken.step)
-        if len(calls) < 3:
-            raise OSError(28, "No space left on device")
-        return save(folder, taken)
-
-    monkeypatch.setattr(disk, "save", full)
-    monkeypatch.setattr(saving, "PAUSE", 0.01)
-    out = run(data, tmp_path / "run", "save_every=0")
-    assert calls == [6, 6, 6] and disk.newest(out)[0] is not None
-    assert (
-        "step 6: not written yet ([Errno 28] No space left on device); waiting"
-        in capsys.readouterr().err
-    )
-
-
 def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch) -> None:
     step = loop.train_step
 
@@ -221,15 +125,6 @@ def test_everything_is_synced_before_the_rename_and_the_folder_after(tmp_path, m
     assert {p for what, p in events[:at]} == {stage, *(stage / p.name for p in final.iterdir())}
     assert events[at - 1] == ("sync", stage) and events[at + 1 :] == [("sync", final.parent)]
     assert disk.damage(final) is None
-
-
-def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypatch) -> None:
-    disk.save(tmp_path, snapshot(1))
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
-    with pytest.raises(OSError, match="1,048,576 bytes free, 1,048,648 needed"):
-        disk.save(tmp_path, snapshot(2))
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
 
 
 def test_retiring_never_removes_the_last_good_one(tmp_path) -> None:
@@ -286,109 +181,8 @@ def test_a_state_of_another_version_is_refused_in_a_line(tmp_path) -> None:
 # ------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_vanishes_is_made_anew_and_held_again(data, tmp_path, monkeypatch) -> None:
-    whole, out = run(data, tmp_path / "whole"), tmp_path / "run"
-    before_step(monkeypatch, 3, lambda: (settled(), shutil.rmtree(out)))
-    held = []
-
-    def look() -> None:  # the save of step 4 has taken the new folder
-        settled()
-        try:
-            with locked(out):
-                held.append(False)
-        except UserError:
-            held.append(True)
-
-    before_step(monkeypatch, 5, look)
-    run(data, out)
-    assert held == [True] and digest(out / "head") == digest(whole / "head")
-    assert [p.name for p in disk.checkpoints(out)] == ["step-6", "step-4"]
-    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()][
-        -1
-    ] == 6
-
-
-def test_nothing_is_written_into_a_folder_that_another_run_has_taken(
-    data, tmp_path, monkeypatch
-) -> None:
-    out, others = tmp_path / "run", []
-
-    def taken() -> None:
-        settled()
-        out.rename(tmp_path / "away")
-        others.append(Lock(out))
-
-    before_step(monkeypatch, 3, taken)
-    monkeypatch.setattr(saving, "PATIENCE", 0.0)
-    with pytest.raises(UserError, match="cannot save to .*another run is writing to"):
-        run(data, out)
-    others[0].close()
-    assert not (out / "checkpoints").exists() and disk.newest(tmp_path / "away")[0] is not None
-
-
-def test_a_file_system_without_locks_is_message_of(tmp_path, monkeypatch, capsys) -> None:
-    def unknown(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(locks.fcntl, "flock", unknown)
-    with locked(tmp_path / "run"):
-        assert "without locks; start no second run there" in capsys.readouterr().err
-    monkeypatch.setattr(
-        locks.os, "open", lambda *a: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only"))
-    )
-    with pytest.raises(UserError, match="out_dir: cannot write to .*Read-only"):
-        Lock(tmp_path / "other")
-
-
-@pytest.mark.parametrize(
-    "number", [errno.EAGAIN, errno.EACCES]
-)  # network file systems say the latter
-def test_a_lock_that_is_refused_is_another_run(tmp_path, monkeypatch, number: int) -> None:
-    def taken(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(locks.fcntl, "flock", taken)
-    with pytest.raises(UserError, match="another run is writing to"):
-        Lock(tmp_path / "run")
-
-
-def test_clocks_and_file_times_decide_nothing(data, tmp_path, monkeypatch) -> None:
-    whole = run(data, tmp_path / "whole")
-    now = iter(range(2_000_000_000, 0, -86_400))
-    monkeypatch.setattr(time, "time", lambda: float(next(now)))
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(Interrupted, match="stopped at step 6, saved"),
-    ):
-        before_step(patch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        run(data, tmp_path / "run")
-    out = tmp_path / "run"
-    for age, path in enumerate([*sorted(out.rglob("*")), *disk.checkpoints(out)]):
-        os.utime(path, (1_000 - age, 1_000_000_000 * (age % 2)))
-    shutil.rmtree(out / "checkpoints/step-6")
-    run(data, out)
-    assert digest(out / "head") == digest(whole / "head")
-
-
 # signals and words
 # --------------------------------------------------------------------------------------------------
-
-
-def test_an_echo_of_a_signal_is_no_second_wish(monkeypatch, capsys) -> None:
-    ended: list[int] = []
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(signals.os, "_exit", ended.append)
-    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    for number, code in ((signal.SIGUSR2, 75), (signal.SIGTERM, 75), (signal.SIGINT, 130)):
-        with Stop() as stop:
-            os.kill(os.getpid(), number)
-            clock.now += 0.9
-            os.kill(os.getpid(), number)
-            assert stop.requested == number and not ended
-            clock.now += 0.2
-            os.kill(os.getpid(), number)
-            assert ended == [code]
-            ended.clear()
 
 
 def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
@@ -419,34 +213,6 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
     )
 
 
-def test_an_evaluation_that_fails_costs_no_step(data, tmp_path, monkeypatch) -> None:
-    """The step is on disk before it is evaluated; the resumed run makes the evaluation again
-    and ends with the bits of a run in which nothing failed."""
-    from outrider.train import accept
-
-    short = ("save_every=3", "eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
-    whole, generate, calls = run(data, tmp_path / "whole", *short), accept.generate, []
-
-    def failing(*args: Any, **more: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 1:
-            raise KeyError("a mistake of ours")
-        return generate(*args, **more)
-
-    monkeypatch.setattr(accept, "generate", failing)
-    out = tmp_path / "run"
-    with pytest.raises(KeyError):
-        run(data, out, *short)
-    assert [p.name for p in disk.checkpoints(out)] == ["step-3"]
-    assert disk.damage(out / "checkpoints/step-3") is None
-    run(data, out, *short)
-    for name in ("head", "best", "checkpoints/step-6"):
-        assert digest(out / name) == digest(whole / name), name
-    for folder in (out, whole):
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert [e["step"] for e in lines if e.get("event") == "eval"] == [3, 6]
-
-
 def test_an_evaluation_without_memory_is_message_and_the_run_goes_on(
     data, tmp_path, monkeypatch, capsys
 ) -> None:
@@ -462,29 +228,6 @@ def test_an_evaluation_without_memory_is_message_and_the_run_goes_on(
     said = capsys.readouterr().err
     assert "step 3: not evaluated: it does not fit into memory; set eval.batch_size" in said
     assert (out / "head").exists() and disk.read(out / "checkpoints/step-6").evaluated == 3
-
-
-def test_passes_of_evaluation_and_gate_take_no_more_than_one_of_training(
-    data, tmp_path, monkeypatch
-) -> None:
-    """Rows and padded tokens of every pass of a run, by a head that looks."""
-    sizes: list[tuple[int, int]] = []
-    kind = head_class("medusa")
-    forced = kind.forced
-
-    def looked(self: Any, batch: Any, *rest: Any) -> Any:
-        sizes.append(tuple(batch.ids.shape))
-        return forced(self, batch, *rest)
-
-    monkeypatch.setattr(kind, "forced", looked)
-    keys = ("data.held_out=0.5", "steps=2", "eval.every=2", "eval.prompts=2", "eval.parity=3")
-    keys += ("eval.max_new_tokens=6", "data.max_length=100", "batch_size=8")
-    for micro, most in (("1", 1), ("3", 3), ("0", 8)):
-        sizes.clear()
-        run(data, tmp_path / micro, *keys, f"micro_batch={micro}")
-        assert max(rows for rows, _ in sizes) <= most
-        assert all(rows == 1 or rows * width <= most * 100 for rows, width in sizes)
-        assert len(sizes) > 3
 
 
 def test_a_tracker_knows_runs_by_folder_target_and_data(data, tmp_path) -> None:

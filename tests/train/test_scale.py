@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -253,31 +252,6 @@ def test_groups_of_ranks_hold_copies_and_layers_ask_for_the_next(
 
     assert finish(2, refused, tmp_path / "told") == [2, 2]
     assert "shard_group: 3 does not divide the 2 ranks" in (tmp_path / "told.0").read_text()
-
-
-def test_buffers_are_not_exchanged_and_nothing_deprecated_is_requested_for(
-    data: Path, tmp_path: Path
-) -> None:
-    def action() -> None:
-        models: list[Any] = []
-        step = loop.train_step
-
-        def watching(run: Any) -> int:
-            models.append(run.model)
-            return step(run)
-
-        loop.train_step = watching
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            losses(data, tmp_path / "run", "steps=1", "head.heads=2")
-        notices = [str(w.message) for w in caught]
-        assert not [text for text in notices if "buffers" in text], notices
-        assert models[0].gradient_as_bucket_view
-        models[0].module.register_buffer("one", torch.ones(1))
-        models[0]._assign_modules_buffers()
-        assert models[0].modules_buffers and not models[0].will_sync_module_buffers()
-
-    assert finish(2, action, tmp_path / "said") == [0] * 2, (tmp_path / "said.0").read_text()
 
 
 def test_one_process_cannot_shard(data: Path, tmp_path: Path) -> None:

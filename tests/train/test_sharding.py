@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 
-from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.shards import Shards, layer_stacks
@@ -53,21 +51,6 @@ def run_of(data: Path, out: Path, folder: str, *more: str) -> MedusaRun:
     return compose("medusa", MedusaRun, given)
 
 
-def most_held(action: Any, mapped: int) -> int:
-    """The most bytes that the CPU's allocator held above what it held before, without the file
-    of so many bytes that it maps."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        action()
-    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        if abs(event.nbytes()) in (0, mapped):
-            continue
-        now += event.nbytes()
-        most = max(most, now)
-    return most
-
-
 def test_what_is_read_as_shards_is_what_is_read_whole(data: Path, tmp_path: Path) -> None:
     """Two ranks, five architectures: every weight and buffer bit for bit, and the features."""
     targets = {name: saved(tmp_path / name, name, **keys) for name, keys in ARCHS.items()}
@@ -100,27 +83,6 @@ def test_what_is_read_as_shards_is_what_is_read_whole(data: Path, tmp_path: Path
             assert torch.equal(found.features(ids, mask, taps), plain.features(ids, mask, taps))
 
     assert finish(2, action, tmp_path / "said") == [0, 0], (tmp_path / "said.0").read_text()
-
-
-def test_one_whole_weight_is_held_at_a_time(tmp_path: Path, monkeypatch: Any) -> None:
-    """What a rank's allocator holds at most while it loads: its half of the layers, the embedding,
-    and one weight more, where the whole model was held before."""
-    keys = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
-    target = saved(tmp_path / "target", "llama", **keys)
-    file = (tmp_path / "target" / "model.safetensors").stat().st_size
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads are not in the record
-    kept: list[Any] = []
-    whole = most_held(lambda: kept.append(load_target(target, "bfloat16", "cpu")), file)
-    layers = [p for _, s in layer_stacks(kept[0].model) for p in s.parameters()]
-    spread = sum(p.nbytes for p in layers)
-    rest = sum(p.nbytes for p in kept[0].model.parameters()) - spread
-    assert whole > spread + rest
-    shards = Shards(1, 2, torch.device("cpu"))
-    held = most_held(
-        lambda: kept.append(load_target(target, "bfloat16", "cpu", shards=shards)), file
-    )
-    assert shards.largest == max(p.nbytes for p in layers) == 2 * 256 * 1024
-    assert held <= spread / 2 + rest + 1.5 * shards.largest, (held, spread, rest)
 
 
 def test_a_run_on_shards_has_the_losses_of_a_run_on_whole_weights(
@@ -191,32 +153,6 @@ def test_what_needs_whole_layers_says_why(data: Path, tmp_path: Path) -> None:
     )
 
 
-def test_an_empty_weight_that_was_never_read_is_named(tmp_path: Path) -> None:
-    layer = torch.nn.Linear(3, 2, device="meta")
-    shards = Shards(0, 2, torch.device("cpu"))
-    with pytest.raises(UserError, match=r"^shard_target: layers.0.weight was not read"):
-        sharding._shard(layer, None, "layers.0", shards, torch.device("cpu"))  # type: ignore[arg-type]
-
-
-def test_nothing_is_left_behind_where_loading_fails() -> None:
-    before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
-    shards = Shards(0, 2, torch.device("cpu"))
-    with pytest.raises(ValueError), shards.reading():
-        raise ValueError
-    assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") == before
-    weight = torch.nn.Parameter(torch.ones(4))
-    weight._is_hf_initialized = True  # type: ignore[attr-defined]
-    module = torch.nn.Module()
-    module.weight = weight
-    assert module.weight is weight and shards.count == 0
-    with shards.reading():  # a part that is no model stays whole, as does a number alone
-        module.weight = weight
-        other = torch.nn.Parameter(torch.ones(()))
-        other._is_hf_initialized = True  # type: ignore[attr-defined]
-        module.other = other
-    assert module.weight is weight and module.other is other and shards.count == 0
-
-
 def test_more_ranks_than_rows_leave_some_without(tmp_path: Path) -> None:
     """The parts of all ranks, end to end, are the whole weight, as FSDP2 cuts it."""
     target = saved(tmp_path / "target", "llama", intermediate_size=5, num_hidden_layers=1)
@@ -228,18 +164,3 @@ def test_more_ranks_than_rows_leave_some_without(tmp_path: Path) -> None:
         parts.append(shards.take(found.model.model.layers[0].mlp.up_proj.weight))
     assert [len(part) for part in parts] == [2, 2, 1, 0]
     assert torch.equal(torch.cat(parts), want)
-
-
-@pytest.mark.parametrize("quantised", [False, True])
-def test_a_checkpoint_that_is_quantised_by_itself_stays_whole(quantised: bool) -> None:
-    """Its weights are put together after they were read: parts of them would be of no use."""
-    shards = Shards(0, 2, torch.device("cpu"))
-    with shards.reading():
-        model = build("llama")
-        if quantised:
-            model.config.quantization_config = {"quant_method": "mxfp4"}
-        linear = layer_stacks(model)[0][1][0].self_attn.q_proj
-        weight = torch.nn.Parameter(torch.ones(4, 2), requires_grad=False)
-        weight._is_hf_initialized = True  # type: ignore[attr-defined]
-        linear.weight = weight
-    assert shards.count == (not quantised)

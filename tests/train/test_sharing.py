@@ -1,29 +1,22 @@
 """Which rows of a batch go through together and on which rank: every row once, within the limits,
-as many passes everywhere where passes are collectives; what a step takes on conversations of very
-different length; and the same losses as when ranks took every world-th row."""
+as many passes everywhere where passes are collectives, little padding, and the same losses as when
+ranks took every world-th row."""
 
 from __future__ import annotations
 
 import random
-import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from outrider.heads.batch import Batch
-from outrider.train.texts import sharing
 from outrider.train.texts.batches import BatchPlan, JoinedRows, load_rows
 from outrider.train.texts.sharing import Limits, laid, shared
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from tests.train.test_features import VARIANTS, head_for
 
 MEAN, SIGMA, MOST = 770, 0.9, 4096  # tokens of a conversation: log-normal, cut
-# Seconds of a position in the target and in step 0 of the head, of a real token in the head's
-# further steps, of a pass: the dry run's for qwen3_8b_eagle3 on an H100.
-POSITION, TOKEN, PASS = (0.24 + 0.22 / 7) / 6400, 0.22 * 6 / 7 / 6400, 0.03
-EXCHANGE = {8: 0.014, 16: 0.081}  # seconds of a step's exchange and update, by ranks
 
 
 def drawn(count: int, sigma: float = SIGMA, seed: int = 0) -> list[int]:
@@ -45,64 +38,9 @@ def talks() -> JoinedRows:
     return rows_of(drawn(20_000))
 
 
-# What a step takes
-# -------------------------------------------------------------------------------------------
-
-
-def seconds(rows: JoinedRows, passes: list[list[int]]) -> float:
-    """Of a rank's passes of a step."""
-    computed = sum(rows.computed(part) for part in passes)
-    real = sum(int(rows.lengths[part].sum()) for part in passes)
-    return POSITION * computed + TOKEN * real + PASS * (len(passes) - 1)
-
-
-@pytest.mark.parametrize("world, most", [(8, 0.62), (16, 0.44)])
-def test_a_step_waits_for_no_rank_and_pads_little(talks: JoinedRows, world: int, most: int) -> None:
-    plan, steps = BatchPlan(talks, 64, 1, 0), 30
-    assert float(talks.lengths.float().mean()) == pytest.approx(MEAN, rel=0.02)
-    slowest = []
-    for step in range(steps):
-        parts = [plan.micro_batches(step, rank, world, 0, 16384) for rank in range(world)]
-        slowest.append(max(seconds(talks, part) for part in parts))
-    assert statistics.mean(slowest) + EXCHANGE[world] <= most
-
-
-def test_passes_that_are_collectives_waste_little(talks: JoinedRows) -> None:
-    """All ranks wait for the largest of every pass: as many real tokens as before by 1.2 times."""
-    plan, world, useful, waited = BatchPlan(talks, 64, 1, 0), 8, 0, 0
-    for step in range(30):
-        ranks = plan.shares(step, world, Limits(tokens=4096, together=True))
-        useful += int(talks.lengths[plan.batch(step)].sum())
-        for passes in zip(*ranks, strict=True):
-            waited += world * max(talks.computed(part) for part in passes)
-    assert useful / waited > 0.75
-
-
-def test_sequences_are_filled_alike() -> None:
-    lengths = drawn(64)
-    places, width = laid(lengths, 2 * MOST)
-    assert sum(lengths) / (len(places) * width) > 0.97
-    assert laid([200, 100, 100, 100, 100], 400) == ([[0, 3], [1, 2, 4]], 300)  # not 400
-
-
 def test_packed_rows_leave_little_padding(talks: JoinedRows) -> None:
     plan = BatchPlan(talks, 64, 1, 0)
     assert plan.waste(Limits(tokens=16384, pack=MOST), 8, 20) < 0.03
-
-
-def test_a_large_batch_is_shared_out_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    requested, plain = 0, sharing.positions
-
-    def counted(*args: Any) -> int:
-        nonlocal requested
-        requested += 1
-        return plain(*args)
-
-    monkeypatch.setattr(sharing, "positions", counted)
-    for ranks in (1, 8, 512):
-        requested = 0
-        shared(drawn(4096), ranks, Limits(tokens=16384))
-        assert requested < 4096 * 200, ranks
 
 
 # What must hold

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from outrider.conf.errors import UserError
 from outrider.decode.models.tiny import CHATML, byte_tokenizer
 from outrider.train.config import DataConfig
 from outrider.train.texts.batches import load_rows
@@ -150,12 +149,6 @@ def test_answers_that_occur_elsewhere_are_found_where_they_are(name: str) -> Non
         assert mine == theirs.replace(word, answer)
 
 
-def test_four_answers_of_four_with_a_think_block_in_the_last_turn() -> None:
-    found, tokenizer = tokenize(chat("one", "two", "three", "four"), THINK_LAST)
-    assert texts(found, tokenizer) == [f"{w}<|im_end|>" for w in ("one", "two", "three", "four")]
-    assert "<think>\n\n</think>\n\nfour" in tokenizer.decode(found.ids)
-
-
 def test_reasoning_is_the_targets_own_text() -> None:
     """What follows the words that ask for an answer: the block, its text, the answer."""
     turns = chat("one", "two")
@@ -235,35 +228,6 @@ def test_what_a_template_passes_over_is_said() -> None:
         tokenize(turns, known + "{{ m.content }}" + END + "{% endfor %}" + ASK)
 
 
-def test_lists_of_text_parts_are_joined_and_other_parts_refused() -> None:
-    parts = [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}]
-    turns = chat("x", system="")
-    turns[1]["content"] = parts
-    assert texts(*tokenize(turns, CHATML)) == ["one<|im_end|>"]
-    turns[1]["content"] = [*parts, {"type": "image", "url": "u"}]
-    with pytest.raises(ValueError, match="turn 1: content holds a part that is 'image', not text"):
-        interpret({"messages": turns}, "f:1")
-
-
-@pytest.mark.parametrize(
-    "key, value, why",
-    [
-        ("tool_calls", 3, "turn 2: tool_calls are not a list"),
-        ("tool_calls", [{"function": {}}], "turn 2: a tool call has no function name"),
-        ("tool_calls", "{", "turn 2: "),
-        ("tool_calls", "[" * 100_000, "turn 2: is nested too deeply"),
-    ],
-)
-def test_malformed_calls_are_named(key: str, value: Any, why: str) -> None:
-    turns = chat("one")
-    turns[-1][key] = value
-    with pytest.raises(ValueError, match=why):
-        interpret({"messages": turns}, "f:1")
-    for tools in ("{", "[" * 100_000):
-        with pytest.raises(ValueError, match="tools are"):
-            interpret({"messages": chat("one"), "tools": tools}, "f:1")
-
-
 def write(path: Path, rows: int = 12) -> Path:
     with path.open("w") as file:
         for i in range(rows):
@@ -308,11 +272,6 @@ def test_one_row_per_turn_falls_on_one_side_and_loses_none(tmp_path: Path) -> No
     for line, held in zip(rows.lines.tolist(), rows.held.tolist(), strict=True):
         sides[line].add(held)
     assert all(len(side) == 1 for side in sides.values()) and 0 < int(rows.held.sum()) < 120
-
-
-def test_a_template_that_shows_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match="no chat template"):
-        encode(ChatRow("f:1", chat("a")), byte_tokenizer(template=""), RowReading(64, EOS))
 
 
 @pytest.mark.parametrize("before, kept", [(" ", [1, 2]), ("\n", [])])

@@ -4,15 +4,11 @@ answer is the target's own and whole, or the row is left out by name."""
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
-from outrider.train.config import DataConfig
-from outrider.train.texts.batches import load_rows
 from outrider.train.texts.rows import BadRow, Encoded, RowReading, encode, interpret
 
 EOS = frozenset({2})
@@ -349,25 +345,3 @@ def test_a_turn_of_the_assistants_before_the_first_question_is_dropped_and_count
     assert row.chat == [system, *turns("one")] and row.dropped == 1
     with pytest.raises(ValueError, match="turn 2: role 'user' where 'assistant' is due"):
         interpret({"messages": [system, greeting, *turns("one")[:1], *turns("one")]}, "f:1")
-
-
-def test_the_header_says_what_was_dropped_and_the_cache_keeps_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "d.jsonl"
-    with path.open("w") as file:
-        for i in range(6):
-            rest = turns(*(INSIDE.format(f"{n}{i}") for n in ("a", "b", "c")))
-            spoken = [("human" if m["role"] == "user" else "gpt", m["content"]) for m in rest]
-            first = [("gpt", "hello")] * (i % 2)
-            parts = [{"from": who, "value": text} for who, text in [*first, *spoken]]
-            file.write(json.dumps({"conversations": parts}) + "\n")
-    cfg = DataConfig(path=str(path), held_out=0.0, max_bad_fraction=0.0)
-    tokenizer = byte_tokenizer(template=TEMPLATES["block in the last turn alone"])
-    for _ in range(2):
-        notices = load_rows(cfg, tokenizer, EOS, 260, 4096).supervision()
-        assert notices.startswith(
-            "18 of 18 assistant turns supervised; 3 before the first question"
-        )
-        assert "; 12 without their reasoning, which the chat template cuts off" in notices

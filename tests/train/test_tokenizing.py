@@ -3,10 +3,8 @@ a collective, and no second look at a full cache."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,13 @@ from typing import Any
 import pytest
 
 from outrider.conf.errors import UserError
-from outrider.conf.jsonl import read_lines
 from outrider.decode.models.identity import cache_root
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.train import waiting
 from outrider.train.config import DataConfig
 from outrider.train.texts import batches, tokenizing, tokens
 from outrider.train.texts.batches import JoinedRows, load_rows
-from outrider.train.texts.rows import RowReading
-from outrider.train.texts.tokenizing import Parts, Work, encoded
+from outrider.train.texts.tokenizing import Work
 from outrider.train.waiting import turn
 from tests.helpers.faults import fork, ranks, wait
 from tests.helpers.training import chats
@@ -133,17 +129,6 @@ def test_waiting_for_a_turn_is_bounded_and_can_be_interrupted(
         pass
 
 
-def test_without_locks_everybody_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no locks here")
-
-    monkeypatch.setattr(waiting.FileLock, "acquire", refuse)
-    done = []
-    with turn("x", 0):
-        done.append(1)
-    assert done
-
-
 def test_ranks_meet_without_a_time_out(tmp_path: Path) -> None:
     """One rank prepares data for longer than a collective may take; the other looks at the
     store, and both go on."""
@@ -193,275 +178,3 @@ def test_one_process_tokenizes_and_the_others_find_it(data: Path, tmp_path: Path
     made = log.read_text().split()
     assert len(set(made)) == 2 and len(made) in (8, 9), "8 chunks"
     assert same(load(data), load(data, cache=False))
-
-
-def test_of_many_processes_one_reads_what_is_new_here(data: Path, tmp_path: Path) -> None:
-    """A full cache that was carried to another machine: data file and token file are hashed by
-    one process, and by none at the next start."""
-    load(data)
-    for note in (cache_root() / "hashes.json", *(cache_root() / "checked").iterdir()):
-        note.unlink()
-    log = tmp_path / "log"
-    log.write_text("")
-
-    def action() -> None:
-        import outrider.decode.models.identity as identity
-
-        def noted(module: Any, name: str) -> None:
-            real = getattr(module, name)
-
-            def slow(*args: Any) -> Any:
-                with log.open("a") as file:
-                    file.write(f"{name}\n")
-                time.sleep(0.3)
-                return real(*args)
-
-            setattr(module, name, slow)
-
-        noted(identity, "sha256_file")
-        noted(tokens, "sha256_of")
-        waiting.PAUSE = 0.02
-        load(data)
-
-    for want in (["sha256_file", "sha256_of"], []):
-        children = [fork(action, tmp_path / f"said{i}") for i in range(3)]
-        assert [wait(child) for child in children] == [0, 0, 0]
-        assert sorted(log.read_text().split()) == want
-        log.write_text("")
-
-
-@pytest.mark.slow
-def test_workers_end_with_their_parent(tmp_path: Path, data: Path) -> None:
-    script = tmp_path / "many_tokens.py"
-    script.write_text(
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from outrider.decode.models.tiny import byte_tokenizer\n"
-        "from outrider.train.texts import tokenizing\n"
-        "from outrider.conf.jsonl import read_lines\n"
-        "from outrider.train.texts.rows import RowReading\n"
-        "if __name__ == '__main__':\n"
-        "    tokenizing.SECONDS, tokenizing.CHUNK = 0.0, 8\n"
-        "    work = tokenizing.Work(sys.argv[1], byte_tokenizer(), Reading(512), 0.0)\n"
-        "    lines = list(read_lines(Path(sys.argv[1]))) * 200\n"
-        "    parts = tokenizing.Parts(None)\n"
-        "    found = tokenizing.encoded(lines, work, 2, parts, lambda: None)\n"
-        "    for n, _ in enumerate(found):\n"
-        "        print(n, flush=True)\n"
-    )
-    import subprocess
-
-    env = {**os.environ, "PYTHONPATH": os.getcwd()}
-    parent = subprocess.Popen(
-        [sys.executable, str(script), str(data)], env=env, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None and parent.stdout.readline() == "0\n"
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-    assert len(children) >= 2
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(_runs(int(c)) for c in children):
-        time.sleep(0.1)
-    assert not any(_runs(int(child)) for child in children)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-def _below(pid: int) -> list[int]:
-    """The processes that a process of ours has started, and theirs."""
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    mine = [int(child) for child in text.split()]
-    return [*mine, *(p for child in mine for p in _below(child))]
-
-
-def test_what_a_part_refuses(data: Path, tmp_path: Path) -> None:
-    """Another number of rows, a file that says nothing: made again. A full disk: not kept."""
-    work = Work(str(data), byte_tokenizer(), RowReading(512, frozenset(EOS)), 0.0)
-    parts = Parts(tmp_path / "parts")
-    list(encoded(read_lines(data), work, 1, parts, lambda: None))
-    assert parts.read(0, 8) is not None and parts.read(0, 7) is None and parts.read(99, 8) is None
-    parts.path(1).write_bytes(b"")
-    assert parts.read(1, 8) is None
-    (tmp_path / "file").write_text("")
-    nowhere = Parts(tmp_path / "file" / "parts")
-    assert (
-        sum(part.rows for part in encoded(read_lines(data), work, 1, nowhere, lambda: None)) == 60
-    )
-
-
-MANY = int(os.environ.get("OUTRIDER_CHATS", "50000"))  # 500,000 take five minutes
-TOKENS = 100_000_000  # of the cache whose start-up is measured; made up, not tokenized
-
-
-@pytest.mark.slow
-def test_many_chats_by_two_ranks_killed_in_the_middle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two real ranks on this machine's cores; all of the first attempt is killed, the second
-    goes on where it was, and a third start finds everything done."""
-    import subprocess
-
-    from outrider.scripts.common.files import ROOT
-    from tests.helpers.training import overrides
-
-    monkeypatch.undo()
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("OUTRIDER_CACHE", str(cache))
-    data = chats(tmp_path / "many.jsonl", MANY)
-    keys = ("data.cache=true", "steps=1", "batch_size=4", "data.max_length=512")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        "train/medusa.py",
-        *overrides(data, tmp_path / "run", *keys),
-    ]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-
-    def start(said: str) -> subprocess.Popen[bytes]:
-        with (tmp_path / said).open("wb") as file:
-            return subprocess.Popen(
-                command, cwd=ROOT, env=env, stderr=file, stdout=file, start_new_session=True
-            )
-
-    def kept() -> dict[str, int]:
-        """The parts that are there, and when each was written."""
-        found = {}
-        for path in (cache / "token-parts").glob("*/part-*"):
-            with contextlib.suppress(OSError):  # the last start takes them away
-                found[path.name] = path.stat().st_mtime_ns
-        return found
-
-    begun = time.monotonic()
-    first = start("first")
-    chunks = -(-MANY // tokenizing.CHUNK)
-    parts: dict[str, int] = {}
-    at = {"first part": 0.0}
-    while len(parts) < chunks // 2 and first.poll() is None:
-        time.sleep(0.1)
-        parts = kept()
-        at["first part"] = at["first part"] or (time.monotonic() - begun) * bool(parts)
-    for pid in [first.pid, *_below(first.pid)]:  # the launcher's workers have groups of their own
-        os.kill(pid, signal.SIGKILL)
-    first.wait()
-    at["killed"], found = time.monotonic() - begun, kept()
-    begun, second, seen = time.monotonic(), start("second"), dict(found)
-    while second.poll() is None:
-        time.sleep(0.1)
-        seen |= kept()
-        if list(cache.glob("tokens/*.safetensors")):
-            at.setdefault("second start, tokens written", time.monotonic() - begun)
-    at["second start"] = time.monotonic() - begun
-    again = [name for name in found if seen[name] != found[name]]
-    begun, third = time.monotonic(), start("third")
-    codes = second.wait(), third.wait()
-    at["full cache"] = time.monotonic() - begun
-    said = [(tmp_path / name).read_text()[-800:] for name in ("second", "third")]
-    assert codes == (0, 0), said
-    (path,) = (cache / "tokens").iterdir()
-    rows = tokens.mapped(path)
-    assert rows is not None
-    met = chunks // 2 <= len(found) and len(rows[0]["held"]) == MANY and not again
-    assert met, (at, len(found), chunks, again)
-
-
-BEGIN = """
-import hashlib, json, sys, time
-bytes_hashed = 0
-class Counted:
-    def __init__(self, real, first):
-        self.real = real
-        self.update(first)
-    def update(self, data):
-        global bytes_hashed
-        bytes_hashed += memoryview(data).nbytes
-        self.real.update(data)
-    def __getattr__(self, name):
-        return getattr(self.real, name)
-sha256, file_digest = hashlib.sha256, hashlib.file_digest
-from pathlib import Path
-from types import SimpleNamespace
-from outrider.decode.models.tiny import byte_tokenizer
-from outrider.train import facts
-from outrider.train.config import DataConfig
-from outrider.train.texts.batches import BatchPlan, load_rows
-from outrider.train.texts.sharing import Limits
-hashlib.sha256 = lambda data=b"", **_: Counted(sha256(), data)
-def digest(file, name):
-    global bytes_hashed
-    bytes_hashed += Path(file.name).stat().st_size
-    return file_digest(file, name)
-hashlib.file_digest = digest
-tokenizer = byte_tokenizer()
-if len(sys.argv) > 2:
-    while not Path(sys.argv[2]).exists():
-        time.sleep(0.005)
-spent, begun = time.process_time(), time.monotonic()
-rows = load_rows(DataConfig(path=sys.argv[1], held_out=0.01), tokenizer, (2,), 260, 512)
-plan = BatchPlan(rows, 64, 1, 0)
-rows.counts(260), rows.sha256(), rows.tokens_sha256(), rows.supervised, rows.max_id
-plan.waste(Limits(tokens=16384), 2)
-first = [rows.batch(part) for part in plan.micro_batches(0, 0, 2, 0, 16384)]
-print(json.dumps({"cpu": time.process_time() - spent, "wall": time.monotonic() - begun,
-                  "hashed": bytes_hashed, "tokens": rows.ids.numel()}))
-"""
-
-
-@pytest.mark.slow
-def test_start_up_with_a_full_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What two ranks do with 100 million tokens between their start and the first batch: on a
-    machine that has not read the cache yet one of them reads it once; later nobody does. The
-    rows stand for what a data file of 1,000 chats became: tokenizing them would take hours."""
-    import json
-    import subprocess
-
-    import numpy as np
-    import torch
-
-    from outrider.scripts.common.files import ROOT
-
-    monkeypatch.undo()
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("OUTRIDER_CACHE", str(cache))
-    data = chats(tmp_path / "d.jsonl", 1000)
-    cfg = DataConfig(path=str(data), held_out=0.01)
-    load_rows(cfg, byte_tokenizer(), (2,), 260, 512)
-    (path,) = (cache / "tokens").iterdir()
-    drawn = np.random.default_rng(0)
-    with tokens.TokenWriter(path.parent) as writer:
-        while writer.offsets[-1] < TOKENS:
-            ends = drawn.integers(60, 341, 5000).cumsum()
-            size, known = int(ends[-1]), len(writer.lines)
-            made = {
-                "ids": drawn.integers(0, 260, size).astype(np.int32),
-                "loss": drawn.random(size) < 0.5,
-                "held": drawn.random(5000) < 0.01,
-                "offsets": np.concatenate([[0], ends]).astype(np.int64),
-                "lines": np.arange(known + 1, known + 5001),
-                "tally": np.zeros(0, np.int64),
-            }
-            writer.extend({name: torch.from_numpy(array) for name, array in made.items()})
-        writer.write(path, {"bad": [], "turns": [len(writer.lines)] * 3})
-        stored = path.stat().st_size
-    for note in (cache / "hashes.json", *(cache / "checked").iterdir()):
-        note.unlink()
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    found: dict[str, list[dict[str, float]]] = {}
-    for name in ("first on a machine", "later"):
-        gun = tmp_path / name
-        command = [sys.executable, "-c", BEGIN, str(data), str(gun)]
-        both = [
-            subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)
-        ]
-        time.sleep(20)  # imports
-        gun.write_text("")
-        found[name] = [json.loads(child.communicate()[0]) for child in both]
-    first, later = found["first on a machine"], found["later"]
-    hashed = sum(rank["hashed"] for rank in first)
-    seconds = max(rank["cpu"] for rank in later), max(rank["cpu"] for rank in first)
-    met = max(seconds) <= 1 and hashed < 1.1 * stored and max(r["hashed"] for r in later) < 1e6
-    assert met, found

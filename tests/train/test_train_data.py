@@ -9,22 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.conf.errors import UserError
 from outrider.conf.jsonl import parse_line
-from outrider.decode.models.identity import sha256_file
 from outrider.decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
-from outrider.heads import head_class
 from outrider.train.config import DataConfig
-from outrider.train.loop import fit
-from outrider.train.texts.batches import LEFT_OUT, BatchPlan, JoinedRows, load_rows
+from outrider.train.texts.batches import BatchPlan, JoinedRows, load_rows
 from outrider.train.texts.rows import BadRow, ChatRow, RowReading, encode, interpret
-from outrider.train.texts.sharing import Limits
 from tests.helpers.malformed import FURTHER, THIRTY, Kind, good
-from tests.helpers.training import chats, run_config
+from tests.helpers.training import chats
 
 EOS = frozenset({2})
 # Drops the reasoning of earlier turns, as Qwen3's does: an earlier answer is not a prefix of
@@ -114,31 +109,6 @@ def test_every_kind_of_bad_row_is_named_and_the_good_ones_stay(
     check_malformed(tmp_path, kinds, 1, 60)
 
 
-@pytest.mark.slow
-def test_malformed_rows_by_the_thousand(tmp_path: Path) -> None:
-    """30 kinds x 100 in 10,000 rows, in an order drawn by chance; then a run on what is left."""
-    check_malformed(tmp_path, THIRTY, 100, 7000)
-    heads = [
-        train_on(tmp_path / name, tmp_path / f"{name}-run", fraction)
-        for name, fraction in (("clean.jsonl", 0.0), ("mixed.jsonl", 0.3))
-    ]
-    (first, clean), (second, mixed) = heads
-    assert first == second and mixed == 3000 and not clean
-
-
-def train_on(data: Path, out: Path, fraction: float) -> tuple[str, int]:
-    """sha256 of the head that a short run leaves, and how many rows its list says were left
-    out.
-    """
-    fit(
-        run_config(data, out, f"data.max_bad_fraction={fraction}", "data.max_length=512"),
-        head_class("medusa"),
-    )
-    listed = out / LEFT_OUT
-    count = len(listed.read_text().splitlines()) if listed.exists() else 0
-    return sha256_file(out / "head" / "head.safetensors"), count
-
-
 def check_malformed(tmp_path: Path, kinds: dict[str, Kind], times: int, sound: int) -> int:
     """`times` of each kind among `sound` good rows: each reported at its line with its reason,
     the others as in a file without them, and a stop where the limit is lower. The number of
@@ -198,15 +168,6 @@ def test_too_many_bad_rows_stop_and_name_the_first(tmp_path: Path) -> None:
     ):
         load(path, max_bad_fraction=0.1)
     assert load(path, max_bad_fraction=0.2).lines.tolist() == [1, 2, 3, 5, 6, 7, 8]
-
-
-@pytest.mark.parametrize("content, problem", [("", "holds no rows"), ("\n\n", "holds no rows")])
-def test_empty_file(tmp_path: Path, content: str, problem: str) -> None:
-    (tmp_path / "d.jsonl").write_text(content)
-    with pytest.raises(UserError, match=problem):
-        load(tmp_path / "d.jsonl")
-    with pytest.raises(UserError, match="no such file"):
-        load(tmp_path / "none.jsonl")
 
 
 def test_token_cache_gives_the_same_rows_and_is_checked(
@@ -324,21 +285,6 @@ def test_passes_are_filled_by_tokens(tmp_path: Path, world: int, tokens: int, pa
             assert len(ranks[0]) == 1
     few = plan.micro_batches(0, 0, 1, 3, 100_000)
     assert sum(map(len, few)) == 16 and max(map(len, few)) == 3
-
-
-def test_rows_sorted_in_windows_waste_little(tmp_path: Path) -> None:
-    rows = load(chats(tmp_path / "d.jsonl", 400), held_out=0.0)
-    assert (
-        BatchPlan(rows, 8, 16, 0).waste(Limits()) < 0.05 < BatchPlan(rows, 8, 1, 0).waste(Limits())
-    )
-    batch = rows.batch([0, 5])
-    assert batch.mask.sum(1).tolist() == rows.lengths[[0, 5]].tolist()
-    assert not batch.ids[~batch.mask].any() and not batch.loss_mask[~batch.mask].any()
-    start = int(rows.offsets[5])
-    assert batch.ids[1, : int(rows.lengths[5])].equal(
-        rows.ids[start : start + int(rows.lengths[5])].long()
-    )
-    assert batch.ids.dtype == torch.int64
 
 
 def test_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ prediction of the peak.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
@@ -83,20 +82,6 @@ def blocks(loss: dict[str, float], dtype: torch.dtype, again: bool = False) -> B
 def test_eagle3_holds_at_most_one_vocabulary_block_in_float32(loss: dict[str, float]) -> None:
     seen = blocks(loss, torch.float32)
     assert seen.most <= 1 and seen.largest <= CHUNK * VOCAB, (seen.most, seen.by, seen.largest)
-
-
-def test_vocabulary_blocks_are_seen() -> None:
-    """Logits, softmax, distribution and gradient are there in bfloat16: the count above
-    would see them."""
-    seen = blocks(LOSSES[0], torch.bfloat16)
-    assert seen.most >= 2 and seen.largest >= CHUNK * VOCAB
-
-
-@pytest.mark.slow
-def test_the_number_of_vocabulary_blocks() -> None:
-    found = [blocks(loss, torch.float32, again) for loss in LOSSES for again in (False, True)]
-    most, largest = max(seen.most for seen in found), max(seen.largest for seen in found)
-    assert most <= 1 and largest <= CHUNK * VOCAB
 
 
 def test_the_widest_pass_is_found_and_the_parts_add_up(tmp_path: Path) -> None:
@@ -194,39 +179,3 @@ def test_the_predicted_peak_is_within_15_percent_of_the_measured_one(
 def test_what_activation_checkpointing_saves_is_predicted(tmp_path: Path) -> None:
     saved = peak("eagle3-7", tmp_path) - peak("eagle3-7-checkpointing", tmp_path)
     assert saved > 0
-
-
-SHAPES_GO_BY = """
-import ctypes
-from outrider.train import launcher
-launcher.set_memory()
-import torch
-torch.set_num_threads(1)
-
-class Info(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_size_t) for n in "arena a b c mapped d e used f g".split()]
-
-libc = ctypes.CDLL(None)
-libc.mallinfo2.restype = Info
-weight, before = torch.ones(64, 64, dtype=torch.bfloat16), 0
-for rows in range(1000, 1400):
-    torch.ones(rows, 64, dtype=torch.bfloat16) @ weight
-    if rows == 1200:
-        before = libc.mallinfo2().used + libc.mallinfo2().mapped
-print(libc.mallinfo2().used + libc.mallinfo2().mapped - before)
-"""
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 counts it")
-def test_prepared_products_of_shapes_that_are_gone_are_not_held() -> None:
-    """Two libraries keep them, each as many as it is told; with one left as it is 200 shapes
-    hold 50 MB."""
-    env = {k: v for k, v in os.environ.items() if not k.endswith("CACHE_CAPACITY")}
-    done = subprocess.run(
-        [sys.executable, "-c", SHAPES_GO_BY],
-        env={**env, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(done.stdout) < 10e6

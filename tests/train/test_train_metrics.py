@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.conf.errors import Interrupted
 from outrider.train.config import MOST_PROFILED, profile_problems
 from outrider.train.measure import speed
-from outrider.train.measure.profile import Window
-from outrider.train.measure.speed import Flops, peak_flops
+from outrider.train.measure.speed import Flops
 from tests.helpers.training import (
     chats,
     run,
-    sigterm_at_update,
-    tiny_target,
 )
 
 
@@ -53,19 +49,6 @@ def test_flops_of_a_pass_are_those_of_its_products() -> None:
     assert "mfu" not in found
 
 
-def test_counting_changes_no_bit_of_a_resumed_run(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process counts in its first pass: another one in a run that was stopped."""
-    want = run(data, tmp_path / "want", "steps=4")
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        sigterm_at_update(patch, 3)
-        run(data, tmp_path / "run", "steps=4")
-    run(data, tmp_path / "run", "steps=4")
-    name = "head/head.safetensors"
-    assert (tmp_path / "run" / name).read_bytes() == (want / name).read_bytes()
-
-
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_attention_on_a_cpu_counts_as_on_a_gpu(kv_heads: int) -> None:
     """By query heads, whatever share of them reads one head of keys: torch 2.11 refuses that."""
@@ -80,45 +63,6 @@ def test_attention_on_a_cpu_counts_as_on_a_gpu(kv_heads: int) -> None:
     assert not said
     forward = 2 * 2 * 2 * 8 * 8 * 4  # two products
     assert flops.total == forward + 5 * forward // 2  # five backward
-
-
-def test_documents_side_by_side_count_by_query_heads() -> None:
-    """What the training-time test calls on a GPU: 4 heads of queries, 2 of keys, 2 documents."""
-    query, cuts = torch.empty(10, 4, 8), torch.tensor([0, 4, 10])
-    pair = [torch.empty(10, 2, 8) for _ in range(2)]
-    forward = 2 * 2 * 4 * (4 * 4 + 6 * 6) * 8
-    found = speed.operations(
-        torch.ops.aten._flash_attention_forward, (query, *pair, cuts, cuts, 6, 6), {}, None
-    )
-    assert found == forward
-    behind = query, query[..., 0], cuts, cuts, 6, 6  # out, logarithms of sums
-    found = speed.operations(
-        torch.ops.aten._flash_attention_backward, (query, query, *pair, *behind), {}, None
-    )
-    assert found == 5 * forward // 2
-
-
-@pytest.mark.parametrize(
-    "name, peak",
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H100 NVL", 835.0),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA GB200", 2500.0),
-        ("NVIDIA B200", 2250.0),
-        ("NVIDIA A100-SXM4-80GB", 311.9),
-        ("NVIDIA L4", 121.0),
-        ("NVIDIA L40S", 362.1),
-        ("AMD Instinct MI300X", 1307.4),
-        ("NVIDIA A1000", None),
-        ("Tesla T4", None),
-        ("", None),
-    ],
-)
-def test_peaks_by_name(name: str, peak: float | None) -> None:
-    assert peak_flops(name, "bfloat16") == (peak and pytest.approx(1e12 * peak))
-    assert peak_flops(name, "float32") is None
 
 
 def test_mfu_where_the_peak_is_known(
@@ -156,14 +100,6 @@ def test_a_formula_that_fails_costs_the_count_and_not_the_run(
     assert (got / name).read_bytes() == (want / name).read_bytes()
 
 
-def test_flops_of_a_run_are_near_those_of_its_weights(data: Path, tmp_path: Path) -> None:
-    """Target forward 2, head forward and backward 6 operations a weight and token, about."""
-    line = lines(run(data, tmp_path / "run", "steps=2"))[0]
-    each = line["tflops_per_device"] * 1e12 / line["tokens_per_second_per_device"]
-    target = sum(p.numel() for p in tiny_target().model.parameters())
-    assert 0.3 * 2 * target < each < 20 * 2 * target
-
-
 def test_a_window_of_steps_is_traced_and_changes_no_bit(
     data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,45 +114,8 @@ def test_a_window_of_steps_is_traced_and_changes_no_bit(
     assert said.count("profile: steps 2 to 3 in ") == 1
 
 
-def test_a_window_is_cut_by_a_stop_and_gone_on_with(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that is stopped inside the window leaves what it has; the next one, which starts
-    inside it, records the rest, and one behind it nothing."""
-    out = tmp_path / "run"
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        sigterm_at_update(patch, 3)
-        run(data, out, "profile=[2,5]")
-    assert traced(out) == ["steps-2-3.json.gz"]
-    run(data, out, "profile=[2,5]")
-    assert traced(out) == ["steps-2-3.json.gz", "steps-4-5.json.gz"]
-    run(data, out, "profile=[2,5]")
-    assert len(traced(out)) == 2
-
-
 def test_a_window_behind_the_end_of_the_run_ends_with_it(data: Path, tmp_path: Path) -> None:
     assert traced(run(data, tmp_path / "run", "steps=2", "profile=[2,50]")) == ["steps-2-2.json.gz"]
-
-
-def test_a_trace_that_cannot_be_written_costs_one_line(
-    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    out.mkdir()
-    (out / "profile").write_text("a file where the folder should be")
-    run(data, out, "steps=2", "profile=[1,1]")
-    said = capfd.readouterr().err
-    assert "profile: " in said and "no trace (" in said and "Traceback" not in said
-
-
-def test_only_rank_0_records(tmp_path: Path) -> None:
-    said: list[str] = []
-    window = Window([1, 2], tmp_path, False, said.append)
-    for step in (1, 2, 3):
-        window.before(step)
-        window.after(step)
-    window.close()
-    assert not said and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,12 @@ check for it.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from outrider.heads import kinds, vocab
-from outrider.heads.batch import Batch
+from outrider.heads import vocab
 from outrider.heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
 from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
 from outrider.train import checks
@@ -20,7 +18,6 @@ from outrider.train.validate import main
 from tests.helpers import faults
 from tests.helpers.training import TINY, chats, random_batch, tiny_target
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     *(f"target.{k}={v}" for k, v in TINY.items()),
     "data.held_out=0.1",
@@ -61,10 +58,6 @@ def command(capsys, data: Path, *args: str) -> tuple[int, str, str]:
     return caught.value.code, out.out, out.err
 
 
-def test_every_kind_of_head_is_among_the_cases() -> None:
-    assert set(KINDS) == set(kinds())
-
-
 @pytest.mark.parametrize(
     "kind", [k if k == "medusa" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
 )
@@ -82,18 +75,6 @@ def test_the_command_is_the_script(tmp_path: Path) -> None:
     said = tmp_path / "said"
     assert faults.wait(faults.script("train/validate.py", *words, said=said)) == 2
     assert "steps: is required" in said.read_text() and "Traceback" not in said.read_text()
-
-
-def test_the_script_leaves_no_process_behind_that_ctrl_c_would_hit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from outrider.scripts import validate
-
-    taken: list[list[str]] = []
-    monkeypatch.setattr(validate.os, "execv", lambda _, argv: taken.append(argv))
-    monkeypatch.setattr(sys, "argv", ["validate.py", "steps=1"])
-    validate.main()
-    assert taken == [[sys.executable, str(ROOT / "train" / "validate.py"), "steps=1"]]
 
 
 class ReadsOneLate(MedusaHead):
@@ -175,11 +156,3 @@ def test_masks_that_supervise_nothing_or_everything_are_caught() -> None:
             [],
         )
         assert not checks.mask(rows, BatchPlan(rows, 1, 1, 0), tiny_target().tokenizer).passed
-
-
-def test_levels_are_those_of_the_loss() -> None:
-    target, batch = tiny_target(), random_batch()
-    assert (
-        isinstance(batch, Batch)
-        and checks.levels_of(target, MedusaHead.for_target(target, MEDUSA), batch) == 2
-    )
