@@ -39,8 +39,6 @@ class Head(Stored):
         alone).
     packs: whether its loss keeps packed documents apart.
     rate_narrows: whether its learning rate goes down with the width of the target.
-    served_as: the kind of ours as which engines run it, whose weights it has and as which it
-        drafts; "": its own.
     why: a draft may not be deeper than `deepest`, for the error about it.
     step: of the run, 0-based.
     """
@@ -51,7 +49,6 @@ class Head(Stored):
     reads_features: ClassVar[bool] = True
     packs: ClassVar[bool] = False
     rate_narrows: ClassVar[bool] = True
-    served_as: ClassVar[str] = ""
     why: ClassVar[str] = ""
     taps: tuple[int, ...] = ()
     step = 0

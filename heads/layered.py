@@ -19,7 +19,6 @@ from outrider.heads.config import LayeredConfig as LayeredConfig
 from outrider.heads.eagle.init import reset_weights, start_norm
 from outrider.heads.eagle.shape import LayerShape, as_made, layer_config
 from outrider.heads.layered_saved import LayeredSaved
-from outrider.heads.lora import weight_of
 from outrider.heads.teacher import TeacherFn, target_distribution
 
 

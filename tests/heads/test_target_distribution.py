@@ -21,7 +21,7 @@ from outrider.heads.config import LossWeights, Mask
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.losses import Taught, chunked_loss
 from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig, TargetLoraConfig
+from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.teacher import target_distribution
 from outrider.scripts.proofs.enumerator import Case, enumerate_case
 from outrider.train.facts import meaning_of

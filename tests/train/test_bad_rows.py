@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from outrider.conf.errors import Interrupted, UserError
-from outrider.heads import HEADS
+from outrider.heads import head_class
 from outrider.heads.base import Batch, LossOut
 from outrider.train import state as disk
-from outrider.train.config import DataConfig
 from outrider.train.loop import fit
-from outrider.train.texts.batches import BatchPlan, load_rows
 from tests.helpers.faults import digest, finish
 from tests.helpers.training import chats, run_config, sigterm_at_update
 
@@ -143,18 +141,6 @@ def test_rows_can_be_skipped_on_resume(
     assert "1 skipped as data.skip says" in said and (out / "head").exists()
     with pytest.raises(UserError, match="data.skip|optim"):
         run_config(data, out, *SMALL, "data.skip=[-1]")
-
-
-def test_a_plan_without_some_lines_never_takes_them(data: Path) -> None:
-    from outrider.decode.models.tiny import byte_tokenizer
-
-    cfg = DataConfig(path=str(data), held_out=0.0, cache=False)
-    rows = load_rows(cfg, byte_tokenizer(), {2}, 260, 1024)
-    plan = BatchPlan(rows, 4, 2, 0, [BAD + 1, 900])
-    assert plan.skipped == 1 and plan.per_epoch == 3
-    assert BAD not in {r for k in range(9) for r in plan.batch(k)}
-    with pytest.raises(UserError, match="only 0 rows to train on"):
-        BatchPlan(rows, 4, 2, 0, range(17))
 
 
 def test_more_steps_and_another_rate_go_on_from_where_the_run_is(

@@ -27,7 +27,6 @@ from outrider.train import cache_features
 from outrider.train.cache_features import CacheConfig
 from outrider.train.config import TrainConfig
 from outrider.train.loop import fit
-from outrider.train.runs import EagleRun
 from outrider.train.stored import features
 from outrider.train.stored import writer as feature_writer
 from outrider.train.stored.features import FeatureStore, Freed, Source

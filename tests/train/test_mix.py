@@ -19,7 +19,7 @@ from outrider.train.config import DataConfig
 from outrider.train.loop import fit
 from outrider.train.schedule import usual_rate
 from outrider.train.texts.batches import BatchPlan, JoinedRows, load_rows
-from outrider.train.texts.mix import drawn, shares
+from outrider.train.texts.mix import shares
 from tests.helpers.training import chats, run, run_config, sigterm_at_update
 
 EOS = (2,)
@@ -68,16 +68,6 @@ def test_shares_add_up() -> None:
     assert shares([1e308, 1e308], 10) == [5, 5]
     for total in range(50):
         assert sum(shares([3, 2, 0.5, 9], total)) == total
-
-
-def test_rows_are_drawn_equally_often_over_the_epochs() -> None:
-    rows = torch.arange(100, 107)
-    found = torch.cat([drawn(rows, 3, epoch, 5, 1) for epoch in range(14)])
-    assert set(Counter(found.tolist()).values()) == {6} and found.numel() == 42
-    assert torch.equal(drawn(rows, 3, 4, 5, 1), found[12:15])
-    many = drawn(rows, 23, 1, 5, 1)
-    assert set(Counter(many.tolist()).values()) <= {2, 3, 4} and many.numel() == 23
-    assert not torch.equal(drawn(rows, 7, 0, 5, 1), drawn(rows, 7, 0, 5, 2))
 
 
 def test_weights_are_the_shares_of_an_epoch(files: list[Path]) -> None:

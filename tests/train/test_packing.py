@@ -12,8 +12,7 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
-from outrider.heads import HEADS
-from outrider.heads.parallel.tune_keys import TargetLoraConfig
+from outrider.heads import head_class
 from outrider.train.stored.features import CachedTarget, Source
 from outrider.train.texts.batches import BatchPlan, load_rows
 from outrider.train.texts.sharing import Limits

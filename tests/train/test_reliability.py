@@ -153,26 +153,6 @@ def test_fifty_killed_runs_resume_to_the_same_bits(large: Place) -> None:
 # -----------------------------------------------------------------------------
 
 
-def stops(place: Place, seed: int) -> list[tuple[int, int, int]]:
-    """(step, micro-batch of it, signal) of 20 interruptions: the first step, the last, before
-    and after the edges of the epochs, inside accumulation, and wherever chance falls."""
-    chance, last, edge = random.Random(seed), place.steps - 1, place.per_epoch
-    fixed = [
-        (0, 0, TERM),
-        (0, 1, KILL),
-        (last, 1, TERM),
-        (last, 1, KILL),
-        (edge - 1, 1, TERM),
-        (edge, 0, TERM),
-        (2 * edge - 1, 1, KILL),
-        (2 * edge, 0, KILL),
-    ]
-    return fixed + [
-        (chance.randrange(last + 1), chance.randrange(2), chance.choice((TERM, KILL)))
-        for _ in range(12)
-    ]
-
-
 def resumes(place: Place, world: int, points: list[tuple[int, int, int]]) -> int:
     """How many interrupted runs end as the uninterrupted one. Of two ranks one is hit, in
     turn; after a kill the other one ends by itself, as its peer is gone, or is killed too."""
@@ -205,14 +185,6 @@ def resumes(place: Place, world: int, points: list[tuple[int, int, int]]) -> int
 def test_stopped_runs_resume_to_the_same_bits(place: Place) -> None:
     points = [(0, 1, KILL), (place.per_epoch - 1, 1, TERM), (place.steps - 1, 1, TERM)]
     assert resumes(place, 1, points) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_twenty_stops_resume_to_the_same_bits(large: Place, world: int) -> None:
-    points = stops(large, world)
-    good = resumes(large, world, points)
-    assert good == 20
 
 
 def elastic(

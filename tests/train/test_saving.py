@@ -25,18 +25,6 @@ from tests.helpers.faults import digest
 from tests.helpers.training import run, run_config
 
 
-def before_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
-    """Do something in the loop before update `number`."""
-    step = loop.train_step
-
-    def stepping(run: Run) -> int:
-        if run.state.step == number:
-            action()
-        return step(run)
-
-    monkeypatch.setattr(loop, "train_step", stepping)
-
-
 def snapshot(step: int, value: float = 0.0) -> Snapshot:
     state = {"step": step, "evaluated": -1, "best": {}, "window": {}, "meaning": {}, "seen": {}}
     return Snapshot(

@@ -236,34 +236,6 @@ def write(path: Path, rows: int = 12) -> Path:
     return path
 
 
-def test_rows_say_how_many_turns_are_supervised_and_the_cache_keeps_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    path, kept = write(tmp_path / "d.jsonl"), tmp_path / "cache" / "tokens"
-    tokenizer = byte_tokenizer(template=THINK_LAST)
-
-    def load(**keys: Any) -> Any:
-        cfg = DataConfig(path=str(path), held_out=0.0, **keys)
-        return load_rows(cfg, tokenizer, EOS, 260, 4096)
-
-    for _ in range(2):
-        assert load().supervision() == "36 of 36 assistant turns supervised"
-    assert len(list(kept.iterdir())) == 1
-    short = load(max_length=120)
-    assert short.turns == (36, 36, 24)
-    assert short.supervision().endswith(
-        "24 of 36 assistant turns supervised (12 beyond data.max_length)"
-    )
-    assert load(turns="rows").turns == (36, 36, 36) and load(turns="rows").held.numel() == 36
-    assert load(last_turn_only=True).turns == (12, 12, 12)
-    load(chat_template_kwargs={"enable_thinking": False})
-    assert len(list(kept.iterdir())) == 5, "other tokens, another file"
-    assert DataConfig(path="x", chat_template_kwargs={"tools": 1}).validate() == [
-        "chat_template_kwargs: tools is set here; leave it out",
-    ]
-
-
 def test_one_row_per_turn_falls_on_one_side_and_loses_none(tmp_path: Path) -> None:
     path = str(write(tmp_path / "d.jsonl", 40))
     cfg = DataConfig(path=path, held_out=0.3, cache=False, turns="rows")

@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 from outrider.conf.errors import UserError
 from outrider.train.config import DataConfig
-from outrider.train.texts import tokens
 from outrider.train.texts.batches import BatchPlan
 from tests.helpers.training import chats
 from tests.train.test_train_data import load
@@ -90,41 +89,3 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         .validate()[0]
         .startswith("streaming: needs")
     )
-
-
-def test_damaged_token_files_are_not_used(tmp_path: Path) -> None:
-    path = tmp_path / "t.safetensors"
-    with tokens.TokenWriter(None) as writer:
-        writer.add([1, 2, 3], [False, True, True], 1, False)
-        writer.add([4], [True], 2, True)
-        writer.write(path, {"bad": []})
-    whole = path.read_bytes()
-    found = tokens.mapped(path)
-    assert (
-        found is not None
-        and found[0]["offsets"].tolist() == [0, 3, 4]
-        and found[0]["held"].tolist() == [0, 1]
-    )
-    head = int.from_bytes(whole[:8], "little")
-    for i in [*range(8), *range(8, 8 + head, 7), *range(8 + head, len(whole), 3)]:
-        damaged = bytearray(whole)
-        damaged[i] ^= 0x10
-        path.unlink()
-        path.write_bytes(damaged)
-        again = tokens.mapped(path)
-        assert (
-            again is None
-            or {k: t.tolist() for k, t in again[0].items()}
-            == {k: t.tolist() for k, t in found[0].items()}
-            or i in lines_of(whole, head)
-        ), i
-    for size in (0, 4, 8, 20, 8 + head, len(whole) - 1):
-        path.unlink()
-        path.write_bytes(whole[:size])
-        assert tokens.mapped(path) is None
-
-
-def lines_of(whole: bytes, head: int) -> range:
-    """Where the line numbers lie, which name rows in messages and are no part of the hash."""
-    begin, end = json.loads(whole[8 : 8 + head])["lines"]["data_offsets"]
-    return range(8 + head + begin, 8 + head + end)

@@ -22,12 +22,6 @@ from tests.helpers.malformed import FURTHER, THIRTY, Kind, good
 from tests.helpers.training import chats
 
 EOS = frozenset({2})
-# Drops the reasoning of earlier turns, as Qwen3's does: an earlier answer is not a prefix of
-# the whole.
-FORGETFUL = CHATML.replace(
-    "message['content']",
-    "(message['content'] if loop.last else message['content'].split('</think>')[-1])",
-)
 TURNS = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "hi <|im_start|>assistant"},
@@ -74,18 +68,6 @@ def test_mask_property_on_any_text(answers: list[str]) -> None:
     for template in (CHATML, CHATML_WITH_SPANS):
         got = supervised(byte_tokenizer(template=template), turns)
         assert got == "".join(a + "<|im_end|>" for a in answers)
-
-
-def test_turns_that_the_template_rewrites_are_supervised_as_it_shows_them() -> None:
-    turns = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "<think>x</think>b"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "<think>y</think>d"},
-    ]
-    assert supervised(byte_tokenizer(template=FORGETFUL), turns) == (
-        "b<|im_end|><think>y</think>d<|im_end|>"
-    )
 
 
 def test_all_zero_and_all_one_masks_are_refused() -> None:
@@ -156,18 +138,6 @@ def test_no_bytes_crash_the_reader(line: bytes) -> None:
 def load(path: Path, **keys) -> JoinedRows:
     cfg = DataConfig(path=str(path), **{"held_out": 0.2, "cache": False, **keys})
     return load_rows(cfg, byte_tokenizer(), EOS, 260, 1024)
-
-
-def test_too_many_bad_rows_stop_and_name_the_first(tmp_path: Path) -> None:
-    path = chats(tmp_path / "d.jsonl", 8)
-    lines = path.read_text().splitlines()
-    lines[3] = "{broken"
-    path.write_text("\n".join(lines))
-    with pytest.raises(
-        UserError, match=r"d.jsonl:4: is not JSON.*1 of 8 rows.*data.max_bad_fraction=0.1"
-    ):
-        load(path, max_bad_fraction=0.1)
-    assert load(path, max_bad_fraction=0.2).lines.tolist() == [1, 2, 3, 5, 6, 7, 8]
 
 
 def test_token_cache_gives_the_same_rows_and_is_checked(

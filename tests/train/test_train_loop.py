@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from outrider.conf.errors import Interrupted, UserError
-from outrider.heads import HEADS, load_head
+from outrider.heads import load_head
 from outrider.heads.checkpoint import read_card
 from outrider.train import state as disk
 from outrider.train.lock import locked
@@ -296,14 +296,3 @@ def test_sigterm_to_the_launcher_reaches_the_run(data: Path, tmp_path: Path) -> 
     with locked(out):
         found, problems = disk.newest(out)
     assert found is not None and not problems
-
-
-def test_too_little_memory_names_the_key(data: Path, tmp_path: Path, monkeypatch) -> None:
-    def full(self, batch, target):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(head_class("medusa"), "forward", full)
-    with pytest.raises(
-        UserError, match="micro_batch: 4 rows do not fit into memory; set micro_batch=2"
-    ):
-        run(data, tmp_path / "run")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.train.config import MOST_PROFILED, profile_problems
 from outrider.train.measure import speed
 from outrider.train.measure.speed import Flops
 from tests.helpers.training import (
@@ -116,10 +115,3 @@ def test_a_window_of_steps_is_traced_and_changes_no_bit(
 
 def test_a_window_behind_the_end_of_the_run_ends_with_it(data: Path, tmp_path: Path) -> None:
     assert traced(run(data, tmp_path / "run", "steps=2", "profile=[2,50]")) == ["steps-2-2.json.gz"]
-
-
-@pytest.mark.parametrize(
-    "window", [[1], [0, 3], [3, 2], [1, 2, 3], [1, MOST_PROFILED + 1], [-1, 1]]
-)
-def test_windows_that_are_none(window: list[int]) -> None:
-    assert len(profile_problems(window)) == 1

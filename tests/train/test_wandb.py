@@ -11,7 +11,6 @@ import pytest
 
 from outrider.conf.jsonl import records
 from outrider.scripts import evaluate
-from outrider.scripts.reports.wandb_log import flat, summary
 from outrider.train.trackers import grouped
 from tests.helpers.commands import code_of
 from tests.helpers.training import TINY, chats, run
@@ -120,12 +119,3 @@ def test_numbers_of_every_event_have_a_group() -> None:
     speeds = ("mfu", "tflops_per_device", "gpu_peak_memory_bytes", "share_save", "cpu_seconds")
     assert {*grouped(dict.fromkeys(speeds, 1.0))} == {f"speed/{key}" for key in speeds}
     assert {*grouped({"loss_0": 1.0, "mfus": 1.0})} == {"train/loss_0", "train/mfus"}
-
-
-def test_numbers_for_wandb_have_dotted_names() -> None:
-    assert flat({"a": 1, "b": {"c": 2.5, "d": None, "e": True}, "f": "x"}) == {"a": 1.0, "b.c": 2.5}
-    rows = [{"name": "x", "measured": {"speedup": {"mean": 1.5}, "accepted_length": {"mean": 2}}}]
-    assert summary({"rows": rows}) == {
-        "speed/x/speedup.mean": 1.5,
-        "eval/x/accepted_length.mean": 2.0,
-    }
