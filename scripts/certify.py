@@ -189,7 +189,8 @@ def server_checked(cfg: CertifyConfig) -> int:
     for note in found["notes"]:
         print(note, file=sys.stderr)
     if cfg.out:
-        settings = {key: value for key, value in asdict(cfg).items() if key not in HERE_ALONE}
+        unasked = (*HERE_ALONE, "target", "dtype", "device")
+        settings = {key: value for key, value in asdict(cfg).items() if key not in unasked}
         about = {"format": 2, "command": files.command(), "settings": settings}
         Path(cfg.out).mkdir(parents=True, exist_ok=True)
         files.write_json(Path(cfg.out) / "certificate.json", about | found)

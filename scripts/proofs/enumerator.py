@@ -271,8 +271,7 @@ def enumerate_case(case: Case, verifier: Verifier, mangle: Mangle | None = None)
     """Exact distribution of the emitted tokens, continued by the target to full length,
     against the target's own distribution.
 
-    mangle: what a wrong drafter does to its tree after drawing it
-        (scripts/proofs/controls/catalogue.py).
+    mangle: what a wrong drafter does to its tree after drawing it.
     """
     length = case.shape.depth + 1
     distribution: dict[tuple[int, ...], float] = {}
