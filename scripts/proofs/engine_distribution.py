@@ -137,12 +137,6 @@ class TableDrafter(ProbabilityTable):
         return self.drafted.tree(self.last, self.tree.size_at(budget), rng)[0]
 
 
-def counted_chain(vocab: int) -> Drafter:
-    """A drawn chain of two tokens, counted below whatever shortens it."""
-    shape = TreeShape.chain(2)
-    return PaddingAwareDrafter(TableDrafter(shape, "iid", vocab), shape)  # type: ignore[return-value]
-
-
 def toy_model(
     vocab: int = 8, seed: int = 0, hidden: int = 16, layers: int = 2, **changes: Any
 ) -> Target:
