@@ -92,7 +92,8 @@ def test_manifests_that_name_files_elsewhere_are_refused(tmp_path: Path, name: s
     checkpoint = tmp_path / "step-3"
     checkpoint.mkdir()
     manifest = {"step": 3, "files": {name: {"bytes": 1, "sha256": "0"}}}
-    (checkpoint / disk.MANIFEST).write_text(disk.text_of(manifest))
+    stated = {**manifest, "sha256": disk._sha256(manifest)}
+    (checkpoint / disk.MANIFEST).write_text(disk.text_of(stated))
     assert f"names a file outside its folder ({name!r})" in str(disk.damage(checkpoint))
     head = tmp_path / "head"
     head.mkdir()
