@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
@@ -124,22 +123,6 @@ def test_a_run_that_starts_from_the_hub_records_the_commit(
     fit(compose("eagle", EagleRun, words), head_class("eagle3"))
     first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
     assert first["start"] == f"hub:me/x ({commit})"
-
-
-def test_offline_takes_the_cache_and_asks_nobody(
-    server: HubStandIn, eagle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(server, "me/x", own(eagle))
-    folder = find_head("hub:me/x")
-    forget()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    asked = len(server.requests)
-    assert find_head("hub:me/x") == folder
-    with pytest.raises(
-        UserError, match=r"hub:me/y: is not in the cache, and HF_HUB_OFFLINE is set"
-    ):
-        find_head("hub:me/y")
-    assert len(server.requests) == asked
 
 
 def test_without_a_network_the_cache_is_taken_and_it_is_said(

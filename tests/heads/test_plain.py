@@ -14,9 +14,7 @@ from outrider.conf.errors import UserError
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import find_head
 from outrider.heads.drafters import resolve_drafter
-from outrider.scripts import certify, export, tune
 from tests.helpers.training import TINY, tiny_target
 
 TARGET = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items())]
@@ -97,30 +95,3 @@ def code(command: Any, *args: str) -> int:
     with pytest.raises(SystemExit) as stop:
         command([*TARGET, "device=cpu", *args])
     return int(stop.value.code or 0)
-
-
-def test_what_is_not_there_is_said_before_the_target_is_loaded(
-    folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    def loaded(*_: Any, **__: Any) -> None:
-        raise AssertionError("the target was loaded")
-
-    for module in (certify, tune, export):
-        monkeypatch.setattr(module, "load_target", loaded)
-    (tmp_path / "empty").mkdir()
-    for command, more in ((certify.main, []), (tune.main, []), (export.main, ["format=vllm"])):
-        assert code(command, f"drafter={tmp_path}/empty", f"out={tmp_path}/out", *more) == 2
-        assert "holds no head" in capsys.readouterr().err
-    for format in ("transformers", "vllm"):
-        assert (
-            code(export.main, f"drafter={folder}", f"out={tmp_path}/out", f"format={format}") == 2
-        )
-        said = capsys.readouterr().err
-        assert (
-            "an ordinary transformers model, which engines serve as it is" in said
-            and said.count("\n") == 1
-        )
-    with pytest.raises(
-        UserError, match="an ordinary language model, not a head that was trained here"
-    ):
-        find_head(str(folder))

@@ -4,7 +4,6 @@ chains and trees.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -312,20 +311,3 @@ def test_other_architectures_draft_as_they_read(arch: str) -> None:
     if target.support == "chain":
         with pytest.raises(UserError, match="takes chains only"):
             DraftModel(target, Form.tree(3))
-
-
-def test_trimmed_vocabulary_and_ranks(tmp_path: Path) -> None:
-    target = tiny_target(layers=3)
-    counts = torch.zeros(260, dtype=torch.int64)
-    counts[40:120] = torch.arange(1, 81)
-    head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, draft_vocab=50), counts)
-    head.calibrate([random_batch(4, 16)], target)
-    drafter = head.drafter(target, DraftSpec(shape="chain"))
-    assert drafter.proj.shape[0] == 50 and head.coverage > 0.8
-    made = generate(target, drafter, requested(), Sampling(1.0), eos_ids=()).generations
-    assert all(len(g.token_ids) == 12 for g in made)
-    saved = json.loads(json.dumps(head.config_json()))
-    assert (
-        SmallLM.from_json(saved, target).ids().equal(head.ids())
-        and saved["calibration"]["positions"] > 0
-    )
