@@ -20,7 +20,9 @@ from outrider.scripts.proofs.temperature import powered
 
 MARGIN = 0.02  # of top_p, within which rounding may move the edge
 EDGE = 0.25  # nats by which a token may fall short of a truncation's edge: rounding
-ROUNDED = 0.003  # share of the tokens that may lie beyond a truncation all the same
+# share of the tokens that may lie beyond a truncation all the same: top_k's, and top_p's, whose
+# edge moves with the temperature
+ROUNDED, MOVED = 0.003, 0.005
 LARGEST = 1 << 18  # tokens of a vocabulary
 
 
@@ -105,7 +107,8 @@ def places(answers: Sequence[JudgedAnswer], best: int) -> Places:
         for place, token in enumerate(answer.tokens):
             kept, many = _likeliest(answer, place, best)
             cut = answer.cut not in ignored and _ends(answer, place, best)
-            most = ROUNDED if cut else beyond_at_most(many, answer.temperature)
+            rounded = ROUNDED if answer.top_k else MOVED
+            most = rounded if cut else beyond_at_most(many, answer.temperature)
             every.append((_beyond(answer, place, best), most, answer.level))
             at = next((i for i, (other, _) in enumerate(kept) if other == token), -1)
             if at >= 0:

@@ -172,7 +172,7 @@ def _explained(known: Places, heats: Sequence[Measured], seed: int) -> bool:
             return False
         else:  # greedy: nothing left to be uniform
             logs[some] = np.where(np.arange(logs.shape[1]) == 0, 0.0, -np.inf)
-    cut = known.most == ROUNDED  # no temperature brings a token from beyond a truncation
+    cut = known.most == ROUNDED  # no temperature brings a token from beyond top_k
     if cut.any() and overall(beyond_bets(known.beyond[cut], known.most[cut], {})) < 1e-3:
         return False
     fitted = replace(known, logs=logs)
