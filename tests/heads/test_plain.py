@@ -1,5 +1,4 @@
-"""An ordinary model folder as a drafter: drawn trees, tuned settings, certificates, and why it
-needs no export."""
+"""An ordinary model folder as a drafter."""
 
 from __future__ import annotations
 
@@ -15,9 +14,7 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.drafters import resolve_drafter
-from tests.helpers.training import TINY, tiny_target
-
-TARGET = ["target=tiny", *(f"target.{k}={v}" for k, v in TINY.items())]
+from tests.helpers.training import tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +86,3 @@ def test_the_longest_existing_path_is_the_drafter(
     place.symlink_to(folder)
     assert resolve_drafter(f"{place}@chain", target).max_nodes == 5
     assert resolve_drafter(f"{place}@tree@adaptive", target).name == f"{place}@tree@adaptive"
-
-
-def code(command: Any, *args: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        command([*TARGET, "device=cpu", *args])
-    return int(stop.value.code or 0)
