@@ -24,7 +24,7 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"  # the older names of it yield to this one
 OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # How many prepared matrix products are kept: by oneDNN, and by torch on top of it.
 PREPARED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-SHAPES = 64  # docs/internals/experiments.md says what other numbers cost and hold
+SHAPES = 64  # EAGLE-3 on SmolLM2 held 1.9 GB with it at step 181, 2.8 at step 24 with their 1,024
 # What `--help` says of every training script.
 SAME = """\
 Several GPUs: `outrider train NAME ... --launch N`, which is `accelerate launch --num_processes N`.
