@@ -1,17 +1,14 @@
 """Drafters that go around another one: the base of them, one that adapts the draft's length to
-what was accepted, one that watches whether drafting pays, and one that drafts nothing where too
-many rows are decoded together.
+what was accepted, and one that drafts nothing where too many rows are decoded together.
 
-The first two judge each row by its own earlier cycles alone, never by what is drafted in this one:
+The first judges each row by its own earlier cycles alone, never by what is drafted in this one:
 the decision is non-anticipating (docs/lossless.md), so the output distribution stays exact; and no
 row depends on its neighbours in the batch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,8 +21,6 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree
 
 PRIOR_MEAN, PRIOR_WEIGHT, RATE_MEMORY = 0.6, 4.0, 0.95
-PATIENCE, RETRY, MEMORY = 24, 96, 0.97
-CERTAINTY = 1.64  # standard errors; one-sided 95 %
 
 
 class Wrapped:
@@ -165,128 +160,3 @@ class UpToRows(Wrapped):
         if rests and self.on_rest is not None:
             self.on_rest(rows)
             self.on_rest = None
-
-
-@dataclass(frozen=True)
-class Alert:
-    """A request that stays below break-even. request: how many were begun before it. cycle:
-    drafted cycles by then.
-
-    accepted_length: its running mean, tokens per cycle.
-    """
-
-    request: int
-    cycle: int
-    accepted_length: float
-    break_even: float
-
-    def __str__(self) -> str:
-        return (
-            f"request {self.request}: {self.accepted_length:.2f} tokens per target pass "
-            f"after {self.cycle} cycles, "
-            f"below the {self.break_even:.2f} at which drafting pays on this machine"
-        )
-
-
-class Monitor(Wrapped):
-    """Wraps any drafter. A row stays below break-even when, after `patience` drafted cycles,
-    the upper 95 % bound of its running accepted length lies below `break_even` (tokens per
-    cycle, at least 1).
-
-    fallback: such a row drafts nothing for `retry` cycles, then gets another `patience` cycles
-    to prove itself (0: no second chance). on_alert is called once per request. alerts: all of
-    them since the last `reset`. Raises ValueError for a break-even below 1 or a patience below
-    1.
-    """
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        break_even: float,
-        *,
-        fallback: bool = False,
-        patience: int = PATIENCE,
-        retry: int = RETRY,
-        on_alert: Callable[[Alert], None] | None = None,
-    ) -> None:
-        if not break_even >= 1 or patience < 1:
-            raise ValueError(
-                f"monitor: break-even {break_even} and patience {patience} must be at least 1"
-            )
-        super().__init__(drafter)
-        self.break_even, self.fallback = break_even, fallback
-        self.patience, self.retry, self.on_alert = patience, retry, on_alert
-        self.name = f"{drafter.name}@monitor"
-        self.reset_state()
-
-    def reset_state(self) -> None:
-        self.sums = np.zeros(
-            (0, 3)
-        )  # per row: weight, accepted length, its square; forgetting by MEMORY
-        self.cycles = np.zeros(
-            0, dtype=int
-        )  # drafted cycles since the row began or was given another chance
-        self.rest = np.zeros(0, dtype=int)  # plain cycles left; -1: for good
-        self.request = np.zeros(0, dtype=int)
-        self.reported: set[int] = set()
-        self.drafted = np.zeros(0, dtype=bool)  # whether the cycle under way drafted anything
-        self.begun = 0
-        self.alerts: list[Alert] = []
-
-    def reset(self, rows: int, max_len: int) -> None:
-        self.reset_state()
-        self.inner.reset(rows, max_len)
-
-    def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        n = len(prompts)
-        self.sums = np.concatenate([self.sums, np.zeros((n, 3))])
-        self.cycles = np.concatenate([self.cycles, np.zeros(n, dtype=int)])
-        self.rest = np.concatenate([self.rest, np.zeros(n, dtype=int)])
-        self.request = np.concatenate([self.request, self.begun + np.arange(n)])
-        self.drafted = np.concatenate([self.drafted, np.zeros(n, dtype=bool)])
-        self.begun += n
-        self.inner.begin(prompts, sampling)
-
-    def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        for b, length in zip(range(rows.start, rows.stop), n.tolist(), strict=True):
-            if self.drafted[b]:
-                self.sums[b] = MEMORY * self.sums[b] + (1, length, length * length)
-                self.cycles[b] += 1
-                self._judge(b)
-            elif self.rest[b] > 0:
-                self.rest[b] -= 1
-            self.drafted[b] = False
-        self.inner.observe(tokens, feats, n, rows)
-
-    def _judge(self, b: int) -> None:
-        if self.cycles[b] < self.patience:
-            return
-        weight, total, squares = self.sums[b]
-        mean = total / weight
-        spread = math.sqrt(max(squares / weight - mean * mean, 0.0) / weight)
-        if mean + CERTAINTY * spread >= self.break_even:
-            return
-        request = int(self.request[b])
-        if request not in self.reported:
-            self.reported.add(request)
-            self.alerts.append(Alert(request, int(self.cycles[b]), float(mean), self.break_even))
-            if self.on_alert:
-                self.on_alert(self.alerts[-1])
-        if self.fallback:
-            self.rest[b] = self.retry or -1
-            self.sums[b], self.cycles[b] = 0, 0
-
-    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """See Drafter; rows that rest get no draft."""
-        allowed = torch.from_numpy(np.where(self.rest == 0, self.max_depth, 0))
-        tree = self.inner.propose(torch.minimum(budget, allowed), sampling, rng)
-        # A row that was allowed to draft and found nothing (an n-gram without a match) made a
-        # plain cycle at a plain
-        # price: it says nothing about the price of a draft.
-        self.drafted = (tree.size > 0).cpu().numpy()
-        return tree
-
-    def select(self, rows: list[int]) -> None:
-        self.sums, self.cycles, self.rest = self.sums[rows], self.cycles[rows], self.rest[rows]
-        self.request, self.drafted = self.request[rows], self.drafted[rows]
-        self.inner.select(rows)

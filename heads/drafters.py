@@ -13,7 +13,7 @@ from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.ngram import DEPTH, NGram
 from outrider.decode.target import Target
 from outrider.decode.union import Union
-from outrider.decode.wrapped import Adaptive, Alert, Monitor, UpToRows
+from outrider.decode.wrapped import Adaptive, UpToRows
 from outrider.heads import names, tuned
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import read_card, trained_for
@@ -31,8 +31,7 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
 
     Where scripts/tune.py has left its choice in the head's folder, that is how the head
     drafts; "@chain:4" or "@tree:16" (levels, nodes; "ngram@4" too) ask for something else.
-    "@monitor" behind a tuned drafter warns when a request stays below break-even, "@fallback"
-    decodes it plainly then (decode.wrapped). Where T > 0 a head or model draws the candidates
+    Where T > 0 a head or model draws the candidates
     of its tree without replacement ("@sampled" behind it, or its tree, asks for it where
     head.tree_draw was fixed); "@fixed" takes the most probable ones instead. "@adaptive"
     behind any of them but "none" chooses the size of the draft at every step: at the price that
@@ -49,8 +48,6 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     paying = [part.pays_up_to for part in draft.each if part.pays_up_to is not None]
     if draft.adaptive and paying:
         drafter = up_to_rows(drafter, spec, max(paying))
-    if draft.watch != names.NO_WATCH:
-        drafter = watched(drafter, spec, draft)
     drafter.name = spec
     return drafter
 
@@ -145,44 +142,6 @@ def drafting_head(source: str, target: Target) -> Head:
     if other := trained_for(read_card(folder), target):
         print(f"note: {source} was trained for {other}, a relative of this target", file=sys.stderr)
     return head
-
-
-def watched(drafter: Drafter, spec: str, draft: DraftSpec) -> Monitor:
-    """`drafter` under a monitor of its acceptance that warns on stderr, once per run, or falls
-    back.
-
-    Raises UserError where nobody has measured its break-even.
-    """
-    fallback = draft.watch == "fallback"
-    if draft.parts:
-        raise UserError(
-            f"drafters: {spec}: nobody has measured the break-even of a union; leave out "
-            f"@{draft.watch}"
-        )
-    if draft.break_even is None and draft.adaptive and not draft.price.nothing:
-        raise UserError(
-            f"drafters: {spec}: its break-even is not known at a price, which was not the fastest "
-            f"when it was tuned; leave out @adaptive or @{draft.watch}"
-        )
-    if draft.break_even is None:
-        raise UserError(
-            f"drafters: {spec}: its break-even is not known on this machine; run "
-            "scripts/tune.py first"
-        )
-    monitor = Monitor(drafter, draft.break_even, fallback=fallback)
-    monitor.name = spec
-
-    def summary(alert: Alert) -> None:
-        if len(monitor.alerts) == 1:
-            what = (
-                "it is decoded plainly for a while"
-                if fallback
-                else "@fallback in place of @monitor would stop that"
-            )
-            print(f"warning: {spec}: {alert}; {what}", file=sys.stderr)
-
-    monitor.on_alert = summary
-    return monitor
 
 
 def settings_folder(draft: DraftSpec) -> Path | None:

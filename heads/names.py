@@ -1,16 +1,15 @@
-"""How drafters are named: SOURCE[@SHAPE][@DRAW][@adaptive][@WATCH], read in this one place.
+"""How drafters are named: SOURCE[@SHAPE][@DRAW][@adaptive], read in this one place.
 
 SOURCE is none, ngram, a folder (of a run, a head or a model), a head on the hub
 (hub:OWNER/NAME[@REVISION], heads.hub) or the Hugging Face repository of an ordinary model.
 SHAPE is chain or tree, chain:K (levels) or tree:N (nodes); ngram is a chain or a tree too, and
 its chain is asked for by a bare K. DRAW is sampled or fixed: how a tree's candidates are taken
-where T > 0. WATCH is monitor or fallback (decode.wrapped). A folder may have "@" in its path: of
-all readings, the longest source that exists counts.
+where T > 0. A folder may have "@" in its path: of all readings, the longest source that exists
+counts.
 
 A+B joins the drafts of two drafters or more into one tree (decode.union):
-SOURCE[@SHAPE][@DRAW]+SOURCE[@SHAPE][@DRAW]..[@adaptive][@WATCH]. @WATCH stands behind the last
-one, @adaptive behind any, and both are said of all together. A "+" within a path that exists
-belongs to the path.
+SOURCE[@SHAPE][@DRAW]+SOURCE[@SHAPE][@DRAW]..[@adaptive]. @adaptive may stand behind any of them and
+applies to all together. A "+" within a path that exists belongs to the path.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ NONE, NGRAM = "none", "ngram"
 SHAPES = ("chain", "tree")
 DRAWS = ("sampled", "fixed")
 ADAPTIVE = "adaptive"
-WATCHES = ("monitor", "fallback")
-DEFAULT_DRAW, NO_WATCH = "default", "none"
+DEFAULT_DRAW = "default"
 
-OPTIONS = (*SHAPES, *DRAWS, ADAPTIVE, *WATCHES)
+OPTIONS = (*SHAPES, *DRAWS, ADAPTIVE)
 SIZED_SHAPE = re.compile(r"(chain|tree)(?::([1-9]\d{0,2}))?")
 NGRAM_DEPTH = re.compile(r"[1-9]\d?")
 JOIN = "+"
@@ -45,11 +43,9 @@ class DraftSpec:
 
     source: "none", "ngram", a path, a head on the hub or a repository. shape: "chain",
     "tree", "" = the drafter's own. depth: levels. nodes: nodes of a tree. draw: "sampled",
-    "fixed", "default" = the drafter's own. watch: "none", "monitor" (warns below break-even)
-    or "fallback" (decodes plainly there). width: nodes that a dynamic tree expands per level.
+    "fixed", "default" = the drafter's own. width: nodes that a dynamic tree expands per level.
     paths: ranks of a static tree's nodes. price: what nodes and levels must bring
-    (decode.price). break_even: accepted length (tokens per cycle) below which drafting is
-    slower than plain decoding. pays_up_to: rows decoded together up to which @adaptive drafts.
+    (decode.price). pays_up_to: rows decoded together up to which @adaptive drafts.
     None: as the drafter itself has it, or not known. parts: the
     drafters of a union, whose names joined are its source; () for a single one.
     """
@@ -60,11 +56,9 @@ class DraftSpec:
     nodes: int | None = None
     draw: str = DEFAULT_DRAW
     adaptive: bool = False
-    watch: str = NO_WATCH
     width: int | None = None
     paths: tuple[tuple[int, ...], ...] | None = None
     price: Price = FREE
-    break_even: float | None = None
     pays_up_to: int | None = None
     parts: tuple[DraftSpec, ...] = ()
 
@@ -83,7 +77,6 @@ class DraftSpec:
             shape,
             "" if self.draw == DEFAULT_DRAW else self.draw,
             ADAPTIVE if self.adaptive else "",
-            "" if self.watch == NO_WATCH else self.watch,
         )
         return "@".join([self.source, *(option for option in options if option)])
 
@@ -158,10 +151,7 @@ def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> DraftSpec:
         out_of_order |= at < place
         draft, place = changed, at
     if out_of_order:
-        raise UserError(
-            f"drafters: {spec}: the order is shape, draw, @adaptive, @monitor or "
-            f"@fallback; write {draft}"
-        )
+        raise UserError(f"drafters: {spec}: the order is shape, draw, @adaptive; write {draft}")
     return _checked(draft, spec)
 
 
@@ -177,21 +167,14 @@ def _union(names: list[str], spec: str, exists: Callable[[str], bool]) -> DraftS
         if part.source == NONE:
             rest = JOIN.join(n for n in names if n != name)
             raise UserError(f"drafters: {spec}: none drafts nothing to join; write {rest}")
-    *before, last = parts
-    for part in before:
-        if part.watch != NO_WATCH:
-            raise UserError(
-                f"drafters: {spec}: @{part.watch} is said of a union as a whole; write it behind "
-                "the last drafter"
-            )
     adaptive = any(part.adaptive for part in parts)
-    own = tuple(replace(part, adaptive=False, watch=NO_WATCH) for part in parts)
+    own = tuple(replace(part, adaptive=False) for part in parts)
     source = JOIN.join(map(str, own))
-    return DraftSpec(source, adaptive=adaptive, watch=last.watch, parts=own)
+    return DraftSpec(source, adaptive=adaptive, parts=own)
 
 
 def _is_option(word: str) -> bool:
-    return word in (*DRAWS, ADAPTIVE, *WATCHES) or bool(SIZED_SHAPE.fullmatch(word))
+    return word in (*DRAWS, ADAPTIVE) or bool(SIZED_SHAPE.fullmatch(word))
 
 
 def _with(draft: DraftSpec, option: str, spec: str) -> tuple[DraftSpec, int]:
@@ -224,10 +207,6 @@ def _with(draft: DraftSpec, option: str, spec: str) -> tuple[DraftSpec, int]:
         taken = draft.draw
     elif option == ADAPTIVE:
         return replace(draft, adaptive=True), 2
-    elif option in WATCHES:
-        if draft.watch in (NO_WATCH, option):
-            return replace(draft, watch=option), 3
-        taken = draft.watch
     elif source in (NONE, NGRAM):
         near = _near(option, spec) if source == NGRAM else ""
         more = ", ngram@tree, or ngram@K with K from 1 to 99" if source == NGRAM else ""
@@ -269,8 +248,6 @@ def _checked(draft: DraftSpec, spec: str) -> DraftSpec:
     plain = str(replace(draft, draw=DEFAULT_DRAW))
     if draft.source == NONE and draft.adaptive:
         raise UserError(f"drafters: {spec}: there is no draft length to adapt; write {NONE}")
-    if draft.source == NONE and draft.watch != NO_WATCH:
-        raise UserError(f"drafters: {spec}: there is no draft to watch; write {NONE}")
     if draft.draw == DEFAULT_DRAW:
         return draft
     if draft.source in (NONE, NGRAM):

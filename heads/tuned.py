@@ -88,8 +88,7 @@ class DraftSettings:
 @dataclass(frozen=True)
 class Tuned:
     """What tuning chose for one head. best: the fastest of all shapes. adaptive: the best one
-    that has a price. break_even: accepted length (tokens per cycle) below which drafting with
-    `best` is slower than plain decoding. pays: whether it was faster when measured. pays_up_to:
+    that has a price. pays: whether it was faster when measured. pays_up_to:
     the largest number of rows decoded together at which `adaptive` (without one: `best`) was.
     evidence: where and how it was measured, for people.
     """
@@ -98,7 +97,6 @@ class Tuned:
     best: DraftSettings
     chain: DraftSettings | None = None
     tree: DraftSettings | None = None
-    break_even: Annotated[float, Interval(ge=1, lt=1e6)] | None = None
     pays: bool = True
     evidence: dict[str, Any] = field(default_factory=dict)
     adaptive: DraftSettings | None = None
@@ -119,7 +117,6 @@ class Tuned:
             "format": FORMAT,
             "card_sha256": self.card_sha256,
             **shapes,
-            "break_even": self.break_even,
             "pays": self.pays,
             "pays_up_to": self.pays_up_to,
             "evidence": self.evidence,
@@ -127,23 +124,21 @@ class Tuned:
 
     def draft(self, requested: DraftSpec) -> DraftSpec:
         """`requested` with the tuned size of its shape ("" = the best one), where it names no size
-        itself and there is one, with the break-even and the rows up to which it pays. Where
+        itself and there is one, with the rows up to which it pays. Where
         @adaptive is asked for: in the best shape with a price, or at that price where a size of
         that shape is named."""
         requested = dataclasses.replace(requested, pays_up_to=self.pays_up_to)
-        known = dataclasses.replace(requested, break_even=self.break_even)
         own, sized = self.adaptive, requested.depth is not None or requested.nodes is not None
         if requested.adaptive and own is not None and requested.shape in ("", own.shape):
-            requested = known if own == self.best else requested
             return (
                 dataclasses.replace(requested, price=own.price or FREE)
                 if sized
                 else own.draft(requested)
             )
         if sized:
-            return known
+            return requested
         found = {"": self.best, "chain": self.chain, "tree": self.tree}[requested.shape]
-        return known if found is None else found.draft(known)
+        return requested if found is None else found.draft(requested)
 
 
 def card_sha256(folder: Path) -> str:

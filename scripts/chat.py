@@ -25,8 +25,7 @@ from outrider.conf.schema import entry
 from outrider.decode.engine import DecodedRun, Request, generate
 from outrider.decode.models.load import load_target
 from outrider.decode.text import Stream
-from outrider.decode.wrapped import Monitor
-from outrider.heads.drafters import requested, resolve_drafter
+from outrider.heads.drafters import resolve_drafter
 from outrider.scripts.common.config import ChatConfig
 from outrider.scripts.common.prompts import chat_ids
 from outrider.scripts.common.talk import AnswerTally
@@ -44,9 +43,6 @@ class Conversation:
         self.sampling = cfg.sampling()
         self.target = load_target(cfg.target, cfg.dtype)
         self.drafter = resolve_drafter(cfg.drafter, self.target)
-        limit = requested(cfg.drafter).break_even
-        if limit and cfg.monitor != "off" and not isinstance(self.drafter, Monitor):
-            self.drafter = Monitor(self.drafter, limit, fallback=cfg.monitor == "fallback")
         self.console = Console(highlight=False, soft_wrap=True)
         self.number = 0
         self.reset()
@@ -115,10 +111,6 @@ class Conversation:
             if not self.console.is_terminal:
                 raise
             note = "stopped"
-        if isinstance(self.drafter, Monitor) and self.drafter.alerts:
-            note = " · ".join(
-                [*([note] if note else []), f"below break-even ({self.drafter.break_even:.2f})"]
-            )
         self.messages.append({"role": "assistant", "content": "".join(said).strip()})
         self.console.print()
         self.console.print(tally.footer(run.generations[0] if run else None, note), style="dim")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from outrider.conf.rules import NotNegative, OneOrMore, Seed, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
@@ -20,9 +20,6 @@ class ChatConfig(SamplingKeys, AutoDtype):
     # none, ngram, a run folder, a head folder or hub:OWNER/NAME[@REVISION], @chain, @tree or
     # @fixed behind them; @adaptive adapts the depth
     drafter: str = "none"
-    # a tuned drafter below its break-even (scripts/tune.py): off, warn in the footer, or
-    # fallback to plain decoding
-    monitor: Literal["off", "warn", "fallback"] = "warn"
     temperature: NotNegative = 0.7
     # longest answer, tokens
     max_new_tokens: OneOrMore = 256

@@ -206,8 +206,6 @@ def decoding(about: About) -> list[str]:
     ]
     if found.chain is not None:
         lines.append(f"for engines, which draft chains: {found.chain}")
-    if found.break_even:
-        lines.append(f"break-even: an accepted length of {found.break_even:.2f} tokens")
     where = {k: v for k, v in found.evidence.items() if isinstance(v, str | int | float)}
     return lines + ([f"measured: `{json.dumps(where)}`"] if where else [])
 

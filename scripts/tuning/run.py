@@ -388,7 +388,6 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
         from_json(chosen["settings"], DraftSettings)[0],
         get("chain"),
         get("tree"),
-        chosen["break_even"],
         chosen["pays"],
         evidence,
         get("adaptive"),

@@ -327,7 +327,6 @@ def test_what_cannot_be_joined_costs_one_line(runs: tuple[Path, Target]) -> None
     wrong = {
         "ngram+ngram@tree": "ngram stands there twice; join different drafters",
         f"{folder}/medusa@tree+{folder}/medusa/head@chain": "stands there twice; join different",
-        f"{folder}/medusa+ngram@monitor": "nobody has measured the break-even of a union",
         f"{folder}/medusa+{folder}/gone": "gone",
     }
     for spec, line in wrong.items():

@@ -17,14 +17,12 @@ LEGAL = {
     "ngram@4": DraftSpec("ngram", depth=4),
     "ngram@adaptive": DraftSpec("ngram", adaptive=True),
     "ngram@4@adaptive": DraftSpec("ngram", depth=4, adaptive=True),
-    "ngram@monitor": DraftSpec("ngram", watch="monitor"),
     "ngram@tree": DraftSpec("ngram", "tree"),
     "ngram@tree:16@adaptive": DraftSpec("ngram", "tree", nodes=16, adaptive=True),
     "runs/m+ngram": DraftSpec("runs/m+ngram", parts=(DraftSpec("runs/m"), DraftSpec("ngram"))),
-    "runs/m@tree:16@fixed+ngram@tree@adaptive@monitor": DraftSpec(
+    "runs/m@tree:16@fixed+ngram@tree@adaptive": DraftSpec(
         "runs/m@tree:16@fixed+ngram@tree",
         adaptive=True,
-        watch="monitor",
         parts=(DraftSpec("runs/m", "tree", nodes=16, draw="fixed"), DraftSpec("ngram", "tree")),
     ),
     "ngram@4+runs/m+Qwen/Qwen3-0.6B@chain:2": DraftSpec(
@@ -48,10 +46,8 @@ LEGAL = {
     "runs/m@adaptive": DraftSpec("runs/m", adaptive=True),
     "runs/m@tree@adaptive": DraftSpec("runs/m", "tree", adaptive=True),
     "runs/m@tree:16@adaptive": DraftSpec("runs/m", "tree", nodes=16, adaptive=True),
-    "runs/m@monitor": DraftSpec("runs/m", watch="monitor"),
-    "runs/m@tree@fallback": DraftSpec("runs/m", "tree", watch="fallback"),
-    "runs/m@tree:16@fixed@adaptive@monitor": DraftSpec(
-        "runs/m", "tree", nodes=16, draw="fixed", adaptive=True, watch="monitor"
+    "runs/m@tree:16@fixed@adaptive": DraftSpec(
+        "runs/m", "tree", nodes=16, draw="fixed", adaptive=True
     ),
 }
 
@@ -60,7 +56,6 @@ ILLEGAL = {
     "@tree": "names no drafter",
     "none@tree": "none has no shape to choose; write none",
     "none@adaptive": "there is no draft length to adapt; write none",
-    "none@monitor": "there is no draft to watch; write none",
     "none@fixed": "none has no distribution to draw from; write none",
     "ngram@chain": "ngram is a chain where no tree is asked for; write ngram, or ngram@K",
     "ngram@chain:4": "ngram is a chain where no tree is asked for; write ngram, or ngram@K",
@@ -76,8 +71,6 @@ ILLEGAL = {
     "+": "names no drafter on one side of a +",
     "none+ngram": "none drafts nothing to join; write ngram",
     "runs/m@tree+none": "none drafts nothing to join; write runs/m@tree",
-    "runs/m@monitor+ngram": "@monitor is said of a union as a whole; write it behind the last",
-    "runs/m@fallback+ngram": "@fallback is said of a union as a whole; write it behind the last",
     "runs/m@star+ngram": "unknown shape 'star'; write runs/m@chain",
     "runs/m+ngram@chain": "ngram is a chain where no tree is asked for",
     "ngram@4@5": "@4 and @5 exclude each other",
@@ -94,19 +87,16 @@ ILLEGAL = {
     "runs/m@chain@tree": "@chain and @tree exclude each other",
     "runs/m@chain:4@chain": "@chain:4 and @chain exclude each other",
     "runs/m@sampled@fixed": "@sampled and @fixed exclude each other",
-    "runs/m@monitor@fallback": "@monitor and @fallback exclude each other",
     "runs/m@chain@fixed": "a chain is drawn where T > 0 anyway; write runs/m@chain",
-    "runs/m@adaptive@tree": "the order is shape, draw, @adaptive, @monitor or @fallback; "
-    "write runs/m@tree@adaptive",
-    "runs/m@monitor@adaptive": "write runs/m@adaptive@monitor",
+    "runs/m@adaptive@tree": "the order is shape, draw, @adaptive; write runs/m@tree@adaptive",
 }
 
 
 def test_adaptive_is_said_of_all_of_a_union_behind_any_of_it() -> None:
-    whole = parse("runs/m+ngram@adaptive@monitor")
+    whole = parse("runs/m+ngram@adaptive")
     assert whole.adaptive and not any(part.adaptive for part in whole.parts)
-    assert parse("runs/m@adaptive+ngram@monitor") == whole
-    assert parse("runs/m@adaptive+ngram@adaptive@monitor") == whole
+    assert parse("runs/m@adaptive+ngram") == whole
+    assert parse("runs/m@adaptive+ngram@adaptive") == whole
 
 
 @pytest.mark.parametrize("spec", LEGAL)

@@ -59,7 +59,7 @@ def own(folder: Path) -> dict[str, Path]:
         ("hub:me/x@tree", "hub:me/x", ("tree", None, None)),
         ("hub:me/x@v1", "hub:me/x@v1", ("", None, None)),
         ("hub:me/x@refs/pr/1@chain:4", "hub:me/x@refs/pr/1", ("chain", 4, None)),
-        ("hub:me/x-1.5@v1.0@tree:16@monitor", "hub:me/x-1.5@v1.0", ("tree", None, 16)),
+        ("hub:me/x-1.5@v1.0@tree:16@adaptive", "hub:me/x-1.5@v1.0", ("tree", None, 16)),
     ],
 )
 def test_a_name_has_a_repository_a_revision_and_a_shape(
@@ -68,7 +68,7 @@ def test_a_name_has_a_repository_a_revision_and_a_shape(
     draft = parse(name)
     assert draft.source == source and str(draft) == name
     assert (draft.shape, draft.depth, draft.nodes) == options
-    joined = parse(f"{name.partition('@monitor')[0]}+ngram@tree")
+    joined = parse(f"{name.partition('@adaptive')[0]}+ngram@tree")
     assert [part.source for part in joined.each] == [source, "ngram"]
 
 

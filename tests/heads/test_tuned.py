@@ -19,7 +19,7 @@ from outrider.decode.live import LiveBatch, LiveLimits
 from outrider.decode.price import Price
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.decode.wrapped import Adaptive, Monitor
+from outrider.decode.wrapped import Adaptive
 from outrider.heads import head_class, save_head
 from outrider.heads.drafters import requested, resolve_drafter
 from outrider.heads.eagle.config import EagleConfig
@@ -46,9 +46,7 @@ def medusa(tmp_path: Path, target: Target) -> Path:
 
 
 def leave(folder: Path, **changes: Any) -> None:
-    message = Tuned(
-        card_sha256(folder), TREE, DraftSettings("chain", depth=2), TREE, 1.25
-    ).to_json()
+    message = Tuned(card_sha256(folder), TREE, DraftSettings("chain", depth=2), TREE).to_json()
     (folder / DECODE).write_text(json.dumps({**message, **changes}))
 
 
@@ -114,19 +112,10 @@ def test_adaptive_drafts_at_the_price_that_was_tuned(medusa: Path, target: Targe
         assert [union.parts[0].form.price, union.parts[1].least] == [price, 0.2]
     fixed: Any = resolve_drafter(f"{run}+ngram", target)
     assert fixed.parts[0].form.price.nothing and not fixed.parts[1].least
-    assert requested(f"{run}@adaptive").break_even is None
-    for spec in (f"{run}@adaptive@monitor", f"{run}@tree:4@adaptive@fallback"):
-        with pytest.raises(UserError, match="not known at a price.*leave out @adaptive or @"):
-            resolve_drafter(spec, target)
     both = {**TREE.to_json(), "price": price.__dict__}
-    leave(medusa, best=both, adaptive=both)
-    for spec in (run, f"{run}@adaptive", f"{run}@tree:4@adaptive"):
-        assert requested(spec).break_even == 1.25 and requested(spec).adaptive == spec.endswith(
-            "@adaptive"
-        )
     leave(medusa, best=both, adaptive=None)
     form = resolve_drafter(run, target).form  # type: ignore[attr-defined]
-    assert form.price == price and requested(run).break_even == 1.25
+    assert form.price == price
     plain = generate(target, NoDraft(), [Request([5, 6, 7], 12)], Sampling(), eos_ids=())
     text = plain.generations[0].token_ids
     for spec in (run, f"{run}+ngram"):
@@ -167,9 +156,6 @@ def test_adaptive_drafts_nothing_for_more_rows_than_it_pays_for(
     leave(medusa, pays_up_to=0)
     assert not proposed(f"{run}@adaptive", 1)
     assert "when it was tuned drafting paid for no number of rows" in capsys.readouterr().err
-    leave(medusa, pays_up_to=1)
-    watched = resolve_drafter(f"{run}@adaptive@fallback", target)
-    assert not proposed("", 2, watched) and proposed("", 1, watched)
 
 
 def test_an_answer_of_many_rows_is_watched_as_it_joins(medusa: Path, target: Target) -> None:
@@ -193,7 +179,7 @@ def test_what_a_drafter_weighs_hangs_not_on_what_lies_around_it(
     leave(Path(run), pays_up_to=2, best={"shape": "chain", "depth": 2}, tree=None)
     alone = own_elements(resolve_drafter(run, target), target)
     assert alone[0] > 1000
-    for spec in (f"{run}@adaptive", f"{run}+ngram", f"{run}@adaptive+ngram", f"{run}@fallback"):
+    for spec in (f"{run}@adaptive", f"{run}+ngram", f"{run}@adaptive+ngram"):
         assert own_elements(resolve_drafter(spec, target), target) == alone, spec
 
 
@@ -242,7 +228,7 @@ def test_more_levels_than_heads_are_refused(medusa: Path, target: Target) -> Non
         ({"format": 2}, "not in format 1"),
         ({"card_sha256": "0" * 64}, "tuned for another head"),
         ({"best": {"shape": "star"}}, "best.shape: 'star' is none of"),
-        ({"break_even": 0.5}, "break_even: 0.5 is below 1"),
+        ({"break_even": 1.5}, "break_even: no such key"),
         ({"best": {"shape": "chain", "depth": 10**9}}, "best.depth: 1000000000 is above"),
         ({"best": {"shape": "tree", "paths": [[0, 0]]}}, "best.paths: .* has no parent"),
         ({"best": {"shape": "tree", "paths": [["a"]]}}, "best.paths: 'a' is not"),
@@ -274,31 +260,3 @@ def test_text_that_is_no_json_is_message(medusa: Path, target: Target) -> None:
     (medusa / DECODE).write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
         resolve_drafter(str(medusa), target)
-
-
-def test_monitors_are_requested_for_by_name(medusa: Path, target: Target, capsys: Any) -> None:
-    with pytest.raises(UserError, match="break-even is not known"):
-        resolve_drafter(f"{medusa}@tree@monitor", target)
-    leave(medusa)
-    for suffix, falls in (("@monitor", False), ("@fallback", True)):
-        drafter = resolve_drafter(f"{medusa}@tree{suffix}", target)
-        assert (
-            isinstance(drafter, Monitor)
-            and drafter.fallback is falls
-            and drafter.break_even == 1.25
-        )
-        drafter.patience, drafter.break_even = 2, 9.0
-        generate(
-            target,
-            drafter,
-            [Request([5, 6, 7 + i], 10, id=i) for i in range(2)],
-            Sampling(),
-            eos_ids=(),
-        )
-        message = capsys.readouterr().err
-        assert (
-            message.count("warning:") == 1
-            and "below the 9.00" in message
-            and len(drafter.alerts) == 2
-        )
-    assert resolve_drafter("ngram@4", target).max_depth == 4

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from outrider.conf.typed import faults
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
@@ -14,7 +13,6 @@ from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.stats import accepted_length, split
 from outrider.decode.text import Stream
-from outrider.heads.names import DraftSpec
 from outrider.scripts import chat
 from outrider.scripts.common.talk import AnswerTally
 from tests.helpers.commands import code_of
@@ -69,30 +67,6 @@ def test_tally_of_a_stopped_answer_agrees_with_the_engine() -> None:
             assert mean == 1.0
         else:
             assert mean > 1.0
-
-
-def test_a_tuned_drafter_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "requested", lambda spec: DraftSpec(spec, break_even=9.0))
-    monkeypatch.setattr(chat, "resolve_drafter", lambda spec, target: NGram())
-    shown = {}
-    for mode in ("off", "warn", "fallback"):
-        target = TargetConfig(kind="tiny", context=512)
-        keys = {
-            "drafter": "x",
-            "temperature": 0.0,
-            "max_new_tokens": 32,
-            "dtype": "float32",
-            "monitor": mode,
-        }
-        talk = chat.Conversation(chat.ChatConfig(target=target, **keys))
-        if mode != "off":
-            talk.drafter.patience = 2
-        talk.console.file = io.StringIO()
-        talk.answer("ab ab ab ab")
-        shown[mode] = talk.console.file.getvalue()
-    assert "below break-even (9.00)" in shown["warn"] and "below break-even" in shown["fallback"]
-    assert "below break-even" not in shown["off"]
-    assert "monitor: 'no' is none of" in faults(chat.ChatConfig(monitor="no"))[0]
 
 
 def test_footer_of_an_answer_without_cycles() -> None:
