@@ -1,21 +1,20 @@
-"""Drafters that go around another one: the base of them, one that adapts the draft's length to
-what was accepted, and one that drafts nothing where too many rows are decoded together.
+"""Drafters that go around another one: the base of them, and one that adapts the draft's length to
+what was accepted.
 
-The first judges each row by its own earlier cycles alone, never by what is drafted in this one:
+It judges each row by its own earlier cycles alone, never by what is drafted in this one:
 the decision is non-anticipating (docs/lossless.md), so the output distribution stays exact; and no
 row depends on its neighbours in the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.decode.drafters import Drafter, NoDraft
+from outrider.decode.drafters import Drafter
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree
@@ -131,32 +130,3 @@ class Adaptive(Wrapped):
             self.proposed[rows],
         )
         self.inner.select(rows)
-
-
-class UpToRows(Wrapped):
-    """Wraps any drafter, and drafts nothing where more than `most` rows are decoded together: the
-    more rows share a pass, the more of it a drafted token costs.
-
-    The number is that of a whole run (`reset`), so it hangs on nothing that is decoded. on_rest is
-    called with it once, where nothing is drafted.
-    """
-
-    def __init__(
-        self, drafter: Drafter, most: int, on_rest: Callable[[int], None] | None = None
-    ) -> None:
-        super().__init__(drafter)
-        self.whole, self.most, self.on_rest = drafter, most, on_rest
-        self.name = drafter.name
-        # Of the whole also while it rests: caches are made by it, and a certificate asks whether
-        # there is something that could have drafted.
-        self.max_nodes = drafter.max_nodes
-        self.max_depth = drafter.max_depth
-
-    def reset(self, rows: int, max_len: int) -> None:
-        """See Drafter."""
-        rests = rows > self.most
-        self.inner = NoDraft() if rests else self.whole
-        self.inner.reset(rows, max_len)
-        if rests and self.on_rest is not None:
-            self.on_rest(rows)
-            self.on_rest = None

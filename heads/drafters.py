@@ -13,7 +13,7 @@ from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.ngram import DEPTH, NGram
 from outrider.decode.target import Target
 from outrider.decode.union import Union
-from outrider.decode.wrapped import Adaptive, UpToRows
+from outrider.decode.wrapped import Adaptive
 from outrider.heads import names, tuned
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import read_card, trained_for
@@ -36,8 +36,7 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     head.tree_draw was fixed); "@fixed" takes the most probable ones instead. "@adaptive"
     behind any of them but "none" chooses the size of the draft at every step: at the price that
     scripts/tune.py has left, by the confidence of the moment (decode.price), else as deep as the
-    acceptance of the row so far (decode.wrapped), and drafts nothing where more rows are decoded
-    together than it paid for when it was tuned. The drafter's name is `spec`. Raises UserError
+    acceptance of the row so far (decode.wrapped). The drafter's name is `spec`. Raises UserError
     for anything else, for a tree on a target that takes chains only, for a head of another target,
     and for a model with another tokenizer.
     """
@@ -45,27 +44,8 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     drafter = _union(draft, spec, target) if draft.parts else _single(draft, spec, target)
     if draft.adaptive and all(part.price.nothing for part in draft.each):
         drafter = Adaptive(drafter)
-    paying = [part.pays_up_to for part in draft.each if part.pays_up_to is not None]
-    if draft.adaptive and paying:
-        drafter = up_to_rows(drafter, spec, max(paying))
     drafter.name = spec
     return drafter
-
-
-def up_to_rows(drafter: Drafter, spec: str, most: int) -> UpToRows:
-    """`drafter` where no more rows than `most` are decoded together, and nothing where more are,
-    which is said on stderr."""
-
-    def said(rows: int) -> None:
-        why = "when it was tuned drafting paid for no number of rows"
-        if most:
-            why = f"{rows} rows are decoded together, and drafting paid up to {most} when tuned"
-        print(
-            f"note: {spec}: nothing is drafted: {why}; leave out @adaptive to draft nevertheless",
-            file=sys.stderr,
-        )
-
-    return UpToRows(drafter, most, said)
 
 
 def _single(draft: DraftSpec, spec: str, target: Target) -> Drafter:

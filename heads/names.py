@@ -45,8 +45,7 @@ class DraftSpec:
     "tree", "" = the drafter's own. depth: levels. nodes: nodes of a tree. draw: "sampled",
     "fixed", "default" = the drafter's own. width: nodes that a dynamic tree expands per level.
     paths: ranks of a static tree's nodes. price: what nodes and levels must bring
-    (decode.price). pays_up_to: rows decoded together up to which @adaptive drafts.
-    None: as the drafter itself has it, or not known. parts: the
+    (decode.price). None: as the drafter itself has it, or not known. parts: the
     drafters of a union, whose names joined are its source; () for a single one.
     """
 
@@ -59,7 +58,6 @@ class DraftSpec:
     width: int | None = None
     paths: tuple[tuple[int, ...], ...] | None = None
     price: Price = FREE
-    pays_up_to: int | None = None
     parts: tuple[DraftSpec, ...] = ()
 
     @property

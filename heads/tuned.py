@@ -88,9 +88,8 @@ class DraftSettings:
 @dataclass(frozen=True)
 class Tuned:
     """What tuning chose for one head. best: the fastest of all shapes. adaptive: the best one
-    that has a price. pays: whether it was faster when measured. pays_up_to:
-    the largest number of rows decoded together at which `adaptive` (without one: `best`) was.
-    evidence: where and how it was measured, for people.
+    that has a price. pays: whether it was faster when measured. evidence: where and how it was
+    measured, for people.
     """
 
     card_sha256: str
@@ -100,7 +99,6 @@ class Tuned:
     pays: bool = True
     evidence: dict[str, Any] = field(default_factory=dict)
     adaptive: DraftSettings | None = None
-    pays_up_to: Annotated[int, Interval(ge=0, lt=1e6)] | None = None
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule"."""
@@ -118,16 +116,13 @@ class Tuned:
             "card_sha256": self.card_sha256,
             **shapes,
             "pays": self.pays,
-            "pays_up_to": self.pays_up_to,
             "evidence": self.evidence,
         }
 
     def draft(self, requested: DraftSpec) -> DraftSpec:
         """`requested` with the tuned size of its shape ("" = the best one), where it names no size
-        itself and there is one, with the rows up to which it pays. Where
-        @adaptive is asked for: in the best shape with a price, or at that price where a size of
-        that shape is named."""
-        requested = dataclasses.replace(requested, pays_up_to=self.pays_up_to)
+        itself and there is one. Where @adaptive is asked for: in the best shape with a price, or at
+        that price where a size of that shape is named."""
         own, sized = self.adaptive, requested.depth is not None or requested.nodes is not None
         if requested.adaptive and own is not None and requested.shape in ("", own.shape):
             return (

@@ -57,9 +57,7 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     longest = (
         max(len(p.turns[0]) for p in load_prompts(cfg.prompts)) // 2
     )  # a token is two letters or more
-    plan = MemoryPlan(
-        max(cfg.batch_size, *cfg.curve_batches), longest + cfg.max_new_tokens, cfg.max_nodes
-    )
+    plan = MemoryPlan(cfg.batch_size, longest + cfg.max_new_tokens, cfg.max_nodes)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
         report = tune_run.run(cfg, target, progress)

@@ -64,22 +64,10 @@ def sentences(report: dict[str, Any]) -> list[str]:
         "Predictions are set to the pace at which plain decoding ran while measuring "
         f"({report['pace']:.2f} of the latency curve's); brackets: 95 % bootstrap over prompts."
     )
-    lines += _by_rows(report["batches"])
     pace = report["plain_pass_ms"]
     if not pace["steady"]:
         lines.append(busy(pace, in_doubt(report), "Choose again on a quiet machine."))
     return lines + [str(n) for n in report["notes"]]
-
-
-def _by_rows(batches: list[dict[str, Any]]) -> list[str]:
-    """With how many rows together drafting pays; nothing where one number alone was measured."""
-    if len(batches) < 2:
-        return []
-    speeds = [f"{one['batch_size']}: {interval(one['speedup'], 2, '×')}" for one in batches]
-    return [
-        f"Rows decoded together: {', '.join(speeds)} ({batches[0]['name']}); @adaptive drafts "
-        "nothing beyond the largest number at which it was faster than plain decoding."
-    ]
 
 
 def _errors(run: dict[str, Any]) -> str:

@@ -37,8 +37,6 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     device: str | None = None
     # prompts that are decoded together: what the choice is made for
     batch_size: OneOrMore = 1
-    # further numbers of rows; with which of them drafting pays is measured
-    curve_batches: list[OneOrMore] = field(default_factory=lambda: [1, 2, 4, 8])
     # repetitions of every point of the latency curve
     curve_rounds: OneOrMore = 5
     # deepest chain or dynamic tree

@@ -49,7 +49,7 @@ class Tuning:
         if len(self.prompts) < 2:
             raise UserError("prompts: the file holds a single prompt; give at least two")
         self.ids = [question_ids(target.tokenizer, p.turns[0]) for p in self.prompts]
-        self.batches = sorted({cfg.batch_size, *cfg.curve_batches})
+        self.batches = [cfg.batch_size]
 
     def model(self) -> tuple[CostModel, list[dict[str, Any]]]:
         """The fitted cost model, and the raw samples of the loop's curves."""
@@ -59,14 +59,9 @@ class Tuning:
             self.bounds.nodes if "tree" in self.family.kinds else 1, self.family.deepest, default
         )
         nodes = [n for n in CURVE_NODES if n < biggest] + [biggest]
-        few = [n for n in (1, 4, 8, 16, 32, 64) if n < biggest] + [biggest]
         rounds = cfg.curve_rounds
-        more = [b for b in self.batches if b != cfg.batch_size]
         curve = named(self.on_progress, "latency curve")
         samples = bench.loop(nodes, [cfg.batch_size], rounds, CURVE_CYCLES, curve)
-        if more:
-            others = named(self.on_progress, "other batches")
-            samples += bench.loop(few, more, 2, CURVE_CYCLES // 2, others)
         probes = self.family.probes()
         drafting = named(self.on_progress, "drafter's latency")
         fits = bench.drafters(probes, self.batches, FIT_TOKENS, drafting)
@@ -87,8 +82,7 @@ class Tuning:
             self.sampling, cfg.max_new_tokens, batch, cfg.seed, cfg.verify
         )
         total, done = -(-len(self.prompts) // batch) * len(systems), itertools.count(1)
-        stage = "confirming" if batch == cfg.batch_size else f"{batch} rows together"
-        counted = lambda: self.on_progress(next(done), total, stage)
+        counted = lambda: self.on_progress(next(done), total, "confirming")
         for system in systems:
             system.run = _then(system.run, counted)
         first = [Prompt(p.id, p.category, p.turns[:1]) for p in self.prompts]
@@ -244,34 +238,9 @@ def run(cfg: TuneConfig, target: Target, progress: Steps) -> dict[str, Any]:
             "pays": (speedup["mean"] or 0) > 1,
         },
         "per_shape": shapes,
-        "batches": by_rows(tuning, table, shapes.get("adaptive", chosen["settings"])),
     }
     parts = {name: rows[name]["ms_per_token"] for name in ("none", chosen["name"])}
     return {**plain(report), "breakdown": parts}
-
-
-def by_rows(
-    tuning: Tuning, table: Sequence[dict[str, Any]], settings: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """The report's `batches`: with how many rows together drafting with `settings`, which `table`
-    holds for those of the choice, is faster than plain decoding. Numbers that the prompts do not
-    fill are left out."""
-    cfg, one = tuning.cfg, from_json(settings, DraftSettings)[0]
-    row = next(row for row in table if row["settings"] == settings)
-    found = {cfg.batch_size: row["measured"]}
-    for batch in tuning.batches:
-        if batch != cfg.batch_size and batch <= len(tuning.prompts):
-            found[batch] = tuning.measure({row["name"]: one}, batch).rows[row["name"]]
-    message = ("speedup", "accepted_length", "tokens_per_second")
-    return [
-        {
-            "batch_size": batch,
-            "name": row["name"],
-            **{key: measured[key] for key in message},
-            "pays": (measured["speedup"]["mean"] or 0) > 1,
-        }
-        for batch, measured in sorted(found.items())
-    ]
 
 
 def _made_with(tuning: Tuning) -> dict[str, Any]:
@@ -373,7 +342,6 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
         "environment": report["environment"],
         "curves": report["curves"],
         "latency": report["latency"]["fit"],
-        "batches": report["batches"],
         "rows": [
             {
                 k: r[k]
@@ -391,5 +359,4 @@ def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
         chosen["pays"],
         evidence,
         get("adaptive"),
-        max((one["batch_size"] for one in report["batches"] if one["pays"]), default=0),
     )

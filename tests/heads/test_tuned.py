@@ -15,13 +15,12 @@ from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
-from outrider.decode.live import LiveBatch, LiveLimits
 from outrider.decode.price import Price
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.wrapped import Adaptive
 from outrider.heads import head_class, save_head
-from outrider.heads.drafters import requested, resolve_drafter
+from outrider.heads.drafters import resolve_drafter
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.names import DraftSpec
 from outrider.heads.parallel.medusa import MedusaConfig
@@ -124,70 +123,17 @@ def test_adaptive_drafts_at_the_price_that_was_tuned(medusa: Path, target: Targe
         assert found.generations[0].token_ids == text
 
 
-def test_adaptive_drafts_nothing_for_more_rows_than_it_pays_for(
-    medusa: Path, target: Target, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And says so once; other names draft as ever, and a run of fewer rows drafts again."""
-    run = str(medusa)
-    leave(medusa, pays_up_to=2, adaptive={**TREE.to_json(), "price": {"node": 1e-9}})
-
-    def proposed(spec: str, rows: int, drafter: Any = None) -> int:
-        drafter = drafter or resolve_drafter(spec, target)
-        requests = [Request([5 + i, 6, 7, 5 + i, 6, 7], 12, id=i) for i in range(rows)]
-        found = generate(target, drafter, requests, Sampling(), batch_size=rows, eos_ids=())
-        assert [g.token_ids for g in found.generations] == [
-            generate(target, NoDraft(), [r], Sampling(), eos_ids=()).generations[0].token_ids
-            for r in requests
-        ]
-        return sum(c.proposed for g in found.generations for c in g.cycles)
-
-    for spec in (f"{run}@adaptive", f"{run}@adaptive+ngram", f"{run}@tree:4@adaptive"):
-        drafter = resolve_drafter(spec, target)
-        assert drafter.max_nodes and drafter.name == spec
-        assert proposed(spec, 2, drafter) and not capsys.readouterr().err
-        depth = drafter.max_depth
-        assert not proposed(spec, 3, drafter) and drafter.max_depth == depth > 0
-        said = capsys.readouterr().err
-        assert said.startswith(f"note: {spec}: nothing is drafted: 3 rows") and "up to 2" in said
-        assert said.count("\n") == 1
-        assert proposed(spec, 1, drafter) and not proposed(spec, 4, drafter)
-        assert not capsys.readouterr().err
-    assert proposed(run, 3) and proposed(f"{run}@chain", 3) and proposed(f"{run}+ngram", 3)
-    leave(medusa, pays_up_to=0)
-    assert not proposed(f"{run}@adaptive", 1)
-    assert "when it was tuned drafting paid for no number of rows" in capsys.readouterr().err
-
-
-def test_an_answer_of_many_rows_is_watched_as_it_joins(medusa: Path, target: Target) -> None:
-    """The rows that a live batch may hold count, not those that are there."""
-    leave(medusa, pays_up_to=2)
-    for rows, drafts in ((2, True), (3, False)):
-        drafter = resolve_drafter(f"{medusa}@adaptive", target)
-        batch = LiveBatch(target, drafter, Sampling(), LiveLimits(rows, 32))
-        seat = batch.join(Request([5, 6, 7], 12), lambda fresh: None)
-        while batch.busy:
-            batch.step()
-        assert any(c.proposed for c in seat.generation.cycles) == drafts
-
-
 def test_what_a_drafter_weighs_hangs_not_on_what_lies_around_it(
     tmp_path: Path, target: Target
 ) -> None:
     cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=3, nodes=6, width=2)
     save_head(head_class("eagle3").for_target(target, cfg), tmp_path / "head", target.identity)
     run = str(tmp_path / "head")
-    leave(Path(run), pays_up_to=2, best={"shape": "chain", "depth": 2}, tree=None)
+    leave(Path(run), best={"shape": "chain", "depth": 2}, tree=None)
     alone = own_elements(resolve_drafter(run, target), target)
     assert alone[0] > 1000
     for spec in (f"{run}@adaptive", f"{run}+ngram", f"{run}@adaptive+ngram"):
         assert own_elements(resolve_drafter(spec, target), target) == alone, spec
-
-
-@pytest.mark.parametrize("rows", [-1, 1.5, "2", True, 1e7])
-def test_rows_of_a_foreign_file_are_checked(medusa: Path, rows: Any) -> None:
-    leave(medusa, pays_up_to=rows)
-    with pytest.raises(UserError, match=r"decode\.json: pays_up_to.*run scripts/tune\.py again"):
-        requested(str(medusa))
 
 
 def test_a_shape_that_was_not_tuned_stays_as_it_was(medusa: Path, target: Target) -> None:
@@ -229,6 +175,7 @@ def test_more_levels_than_heads_are_refused(medusa: Path, target: Target) -> Non
         ({"card_sha256": "0" * 64}, "tuned for another head"),
         ({"best": {"shape": "star"}}, "best.shape: 'star' is none of"),
         ({"break_even": 1.5}, "break_even: no such key"),
+        ({"pays_up_to": 2}, "pays_up_to: no such key"),
         ({"best": {"shape": "chain", "depth": 10**9}}, "best.depth: 1000000000 is above"),
         ({"best": {"shape": "tree", "paths": [[0, 0]]}}, "best.paths: .* has no parent"),
         ({"best": {"shape": "tree", "paths": [["a"]]}}, "best.paths: 'a' is not"),

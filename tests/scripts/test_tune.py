@@ -21,7 +21,6 @@ from outrider.heads.tuned import DECODE
 from outrider.scripts import tune
 from outrider.scripts.reports import tune_page, tune_table, tuning_plots
 from outrider.scripts.tuning import cost
-from outrider.scripts.tuning import run as tune_run
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
 from tests.helpers.training import TINY, tiny_target
@@ -33,7 +32,6 @@ SMALL = [
     "device=cpu",
     "num_prompts=2",
     "max_new_tokens=8",
-    "curve_batches=[1]",
     "curve_rounds=1",
     "max_depth=2",
     "max_nodes=4",
