@@ -1,12 +1,11 @@
-"""Choose K, tree shape and tree size for a drafter on this machine, and say what it will
-bring.
+"""Choose K, tree shape and tree size for a drafter on this machine.
 
     python scripts/tune.py target=smollm2 drafter=runs/medusa out=reports/tune-medusa
 
-Measures the latency curves inside the decode loop, drafts once along the target's plain
-answers, searches every setting by replay, confirms the best few by interleaved measurement,
-and writes the winner into the head's folder (decode.json), where evaluate, chat and export
-read it. OUT gets tune.json, tune.html and figures/*.png.
+Drafts once along the target's plain answers, replays chains and trees of many sizes on what was
+drafted, times a cycle of those that may pay, measures the best few in turns, and writes the
+fastest into the head's folder (decode.json), where evaluate, chat and export read it. OUT gets
+tune.json.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from outrider.heads.drafters import drafter_folder, settings_folder
 from outrider.heads.names import DraftSpec, parse
 from outrider.heads.tuned import DECODE
 from outrider.scripts.common import files
-from outrider.scripts.common.progress import Steps, columns
 from outrider.scripts.common.prompts import load_prompts
 from outrider.scripts.reports import tune_table
 from outrider.scripts.reports.wandb_log import to_wandb
@@ -38,7 +36,7 @@ from outrider.scripts.tuning.config import TuneConfig
 
 @entry("tune", TuneConfig)
 def main(cfg: TuneConfig) -> None:
-    """Measure, search, confirm, write."""
+    """Replay, time, measure, write."""
     out = Path(cfg.out)
     with files.sole_folder(out):
         tuned(cfg, out)
@@ -59,11 +57,8 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     )  # a token is two letters or more
     plan = MemoryPlan(cfg.batch_size, longest + cfg.max_new_tokens, cfg.max_nodes)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
-    with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
-        report = tune_run.run(cfg, target, progress)
-    from outrider.scripts.reports import tune_page  # matplotlib is slow to import
-
-    tune_page.write(report, out)
+    report = tune_run.run(cfg, target, console)
+    files.write_json(out / "tune.json", report)
     tune_table.table(report).show(console)
     folder = settings_folder(draft)
     if cfg.write and folder is not None:
@@ -78,7 +73,7 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
         )
     if cfg.wandb != "off":
         to_wandb(report, out, "tune", cfg.wandb, cfg.wandb_project)
-    console.print(f"report: {out / 'tune.html'}", highlight=False)
+    console.print(f"report: {out / 'tune.json'}", highlight=False)
 
 
 def requested_as(source: str, best: dict[str, Any]) -> str:

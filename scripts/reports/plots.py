@@ -16,7 +16,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from outrider.decode.timing import part_of
 from outrider.scripts.scoring.names import clipped
 
 THEMED = {
@@ -171,7 +170,7 @@ def stacked(ax: Axes, rows: Sequence[tuple[str, dict[str, float]]]) -> None:
     for y, (_, parts) in enumerate(rows[::-1]):
         left = 0.0
         for part, (name, color) in PARTS.items():
-            width = max(part_of(parts, part) or 0.0, 0.0)
+            width = max(parts.get(part) or 0.0, 0.0)
             label = None if y else name
             ax.barh(y, width, left=left, height=0.62, color=color, label=label)
             left += width

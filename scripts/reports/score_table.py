@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from outrider.decode.timing import part_of
 from outrider.scripts.reports.table import Columns, Table, interval, number
 from outrider.scripts.scoring.addresses import SERVER
 
@@ -140,7 +139,7 @@ def part(row: Row, name: str) -> str:
     found = row.get("breakdown")
     if not found or (row["kind"] == "reference" and name in ("distribution", "verify", "cache")):
         return "–"
-    ms, share = (part_of(found[key], name) or 0.0 for key in ("ms_per_token", "share"))
+    ms, share = (found[key].get(name) or 0.0 for key in ("ms_per_token", "share"))
     return f"{ms:.2f} [{share:.0%}]"
 
 

@@ -1,1 +1,1 @@
-"""Tuning: what a pass costs on this machine, and which shape of draft pays there."""
+"""Tuning: which shape of draft is the fastest on this machine."""

@@ -20,7 +20,7 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     # ngram, a run folder, a head folder, hub:OWNER/NAME[@REVISION] or a smaller model;
     # FOLDER@chain and FOLDER@tree search that shape alone
     drafter: str
-    # folder for tune.json, tune.html and figures/
+    # folder for tune.json
     out: str
     # the frozen model
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -37,8 +37,6 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     device: str | None = None
     # prompts that are decoded together: what the choice is made for
     batch_size: OneOrMore = 1
-    # repetitions of every point of the latency curve
-    curve_rounds: OneOrMore = 5
     # deepest chain or dynamic tree
     max_depth: OneOrMore = 8
     # largest tree
@@ -49,7 +47,7 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     confirm: OneOrMore = 4
     # write the choice into the head's folder
     write: bool = True
-    # off, online or offline: table and figures to wandb in one of its modes, and no
+    # off, online or offline: the table to wandb in one of its modes, and no
     # error where it is not installed
     wandb: Wandb = "off"
     # project of wandb

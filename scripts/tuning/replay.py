@@ -12,24 +12,20 @@ each text as the engine would, stop token and length limit included.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.decode.cost import FREE, Price
 from outrider.decode.drafters import Drafter
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree
 from outrider.heads.shapes import Path
 
-# Draft tokens accepted, nodes drafted: of a cycle that starts at some position.
-Kept = tuple[int, int]
+Kept = dict[int, int]  # position of a text -> draft tokens accepted in a cycle that starts there
 
 
 @dataclass(frozen=True)
@@ -42,42 +38,22 @@ class RecordedDraft:
     score: list[float] | None
 
 
-@dataclass
-class CallTimes:
-    """Seconds of single calls. propose: (rows, seconds). observe: (rows, most tokens of a row,
-    seconds).
-    """
-
-    propose: list[tuple[int, float]] = field(default_factory=list)
-    observe: list[tuple[int, int, float]] = field(default_factory=list)
-
-
 class Shadow:
     """Lets several drafters of one head draft at every position, and proposes nothing to the
     target itself.
 
-    drafts[name][request][t]: the draft behind t generated tokens (t >= 1). clocks[name]: what
-    each call took.
+    drafts[name][request][t]: the draft behind t generated tokens (t >= 1).
     """
 
     name, shape = "shadow", "none"
     max_nodes = max_depth = 0
 
-    def __init__(
-        self,
-        inners: dict[str, Drafter],
-        keep: bool = True,
-        sync: Callable[[], float] = time.perf_counter,
-    ):
-        """keep: whether to remember the drafts, or only what they cost. sync: a clock that
-        waits for the device.
-        """
-        self.inners, self.keep, self.clock = inners, keep, sync
+    def __init__(self, inners: dict[str, Drafter]):
+        self.inners = inners
         taps = {tuple(d.taps) for d in inners.values()}
         assert len(taps) == 1, "drafters that read different features cannot share a run"
         self.taps = taps.pop()
         self.drafts: dict[str, list[dict[int, RecordedDraft]]] = {name: [] for name in inners}
-        self.clocks = {name: CallTimes() for name in inners}
 
     def reset(self, rows: int, max_len: int) -> None:
         self.device = torch.device("cpu")
@@ -97,14 +73,8 @@ class Shadow:
         self.length += [0] * len(prompts)
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        fresh = self.length[rows.start] == 0  # the prompt: its time is the prefill's
-        for name, drafter in self.inners.items():
-            start = self.clock()
+        for drafter in self.inners.values():
             drafter.observe(tokens, feats, n, rows)
-            if not fresh:
-                self.clocks[name].observe.append(
-                    (len(self.live), int(n.max()), self.clock() - start)
-                )
         for b in range(rows.start, rows.stop):
             self.length[b] += 1
 
@@ -112,12 +82,9 @@ class Shadow:
         # The engine counts on no more nodes than this draft has, which is empty.
         rng.reserve(max(drafter.max_nodes for drafter in self.inners.values()))
         for name, drafter in self.inners.items():
-            start = self.clock()
             tree = drafter.propose(torch.full_like(budget, drafter.max_depth), sampling, rng)
-            self.clocks[name].propose.append((len(self.live), self.clock() - start))
-            if self.keep:
-                for b, request in enumerate(self.live):
-                    self.drafts[name][request][self.length[b]] = _draft(tree, b)
+            for b, request in enumerate(self.live):
+                self.drafts[name][request][self.length[b]] = _draft(tree, b)
         return DraftTree.empty(len(self.live), self.device)
 
     def select(self, rows: list[int]) -> None:
@@ -128,11 +95,10 @@ class Shadow:
 
 def _draft(tree: DraftTree, row: int) -> RecordedDraft:
     size = int(tree.size[row])
-    score: Any = getattr(tree, "score", None)
     return RecordedDraft(
         tree.tokens[row, :size].tolist(),
         tree.parents[row, :size].tolist(),
-        None if score is None else score[row, :size].tolist(),
+        None if tree.score is None else tree.score[row, :size].tolist(),
     )
 
 
@@ -187,159 +153,90 @@ def paths(texts: Iterable[Text]) -> list[dict[int, Path]]:
     ]
 
 
-def chain_of(texts: Sequence[Text], k: int) -> list[dict[int, Kept]]:
-    """Per text: what a chain of the first k tokens of each draft would give. Drafts must be
-    chains.
-    """
-    return [
-        {
-            t: (len(matched(d, text.tokens[t : t + k])), min(k, len(d.tokens)))
-            for t, d in text.drafts.items()
-        }
-        for text in texts
-    ]
+def chain_of(found: Sequence[dict[int, Path]], k: int) -> list[Kept]:
+    """Per text: what a chain of the first k best-ranked tokens gives, from the `paths` of longer
+    chains or of trees."""
+    return static_of(found, [(0,) * (depth + 1) for depth in range(k)])
 
 
-def static_of(found: Sequence[dict[int, Path]], tree: Sequence[Path]) -> list[dict[int, Kept]]:
+def static_of(found: Sequence[dict[int, Path]], tree: Sequence[Path]) -> list[Kept]:
     """Per text: what a static tree gives, from the `paths` of a larger one."""
     have = {(), *tree}
 
     def depth(path: Path) -> int:
         return next(d for d in range(len(path), -1, -1) if path[:d] in have)
 
-    return [{t: (depth(path), len(tree)) for t, path in one.items()} for one in found]
-
-
-@dataclass(frozen=True)
-class Grown:
-    """What a smaller tree takes of a recorded draft. places: of its accepted nodes, root
-    first, in the order in which nodes are kept. nodes: of the whole tree. levels: drafted."""
-
-    places: list[int]
-    nodes: int
-    levels: int
-
-    def kept(self, nodes: int) -> Kept:
-        """With at most so many nodes."""
-        return sum(place < nodes for place in self.places), min(nodes, self.nodes)
+    return [{t: depth(path) for t, path in one.items()} for one in found]
 
 
 class Beams:
-    """Dynamic trees replayed from the largest one: fewer levels, fewer nodes and prices
-    (decode.price) exactly, a smaller width closely (of the largest tree's candidates those are
-    taken that a beam of that width would have seen)."""
+    """Dynamic trees replayed from the largest one: fewer levels and fewer nodes exactly, a smaller
+    width closely (of the largest tree's candidates those are taken that a beam of that width
+    would have seen). places: per text position -> of every accepted node, root first, its place
+    in the order in which nodes are kept."""
 
-    def __init__(self, texts: Sequence[Text]) -> None:
-        # Of every draft: each node's path of ranks, and the nodes that agree with what follows.
-        self.texts = [
-            {t: (d, ranks(d), matched(d, text.tokens[t:])) for t, d in text.drafts.items()}
+    def __init__(self, texts: Sequence[Text], depth: int, width: int) -> None:
+        self.places = [
+            {
+                t: _places(draft, matched(draft, text.tokens[t:]), depth, width)
+                for t, draft in text.drafts.items()
+            }
             for text in texts
         ]
-        self.last: tuple[Any, list[dict[int, Grown]]] = (None, [])
 
-    def of(
-        self, depth: int, nodes: int, width: int, price: Price = FREE
-    ) -> tuple[list[dict[int, Kept]], list[dict[int, int]]]:
-        """Per text position -> (accepted, nodes), and per text position -> levels drafted, of
-        trees of at most so many levels and nodes, `width` of which are expanded a level."""
-        requested = (depth, width, price)
-        if requested != self.last[0]:  # trees that differ in their nodes are asked for in a row
-            self.last = (
-                requested,
-                [
-                    {t: _grown(*recorded, *requested) for t, recorded in text.items()}
-                    for text in self.texts
-                ],
-            )
-        found = self.last[1]
-        return (
-            [{t: grown.kept(nodes) for t, grown in text.items()} for text in found],
-            [{t: grown.levels for t, grown in text.items()} for text in found],
-        )
-
-
-def _grown(
-    draft: RecordedDraft,
-    paths: Sequence[Path],
-    agreed: Sequence[int],
-    depth: int,
-    width: int,
-    price: Price,
-) -> Grown:
-    """The tree that a drafter would have grown, of a draft whose candidates stand in a larger
-    one."""
-    assert draft.score is not None, "a dynamic tree comes with its scores"
-    score, floor = draft.score, math.log(price.node) if price.node > 0 else -math.inf
-    level, beam, found = 0, {-1}, list[int]()
-    while level < depth:
-        level += 1
-        pays = [
-            i
-            for i, path in enumerate(paths)
-            if len(path) == level
-            and path[-1] < width
-            and draft.parents[i] in beam
-            and score[i] >= floor
+    def of(self, nodes: int) -> list[Kept]:
+        """Per text: what a tree of at most so many nodes gives."""
+        return [
+            {t: sum(place < nodes for place in places) for t, places in text.items()}
+            for text in self.places
         ]
-        found += pays
-        beam = set(sorted(pays, key=lambda i: -score[i])[:width])
-        if not beam or sum(math.exp(score[i]) for i in beam) < price.level:
-            break
-    place = {node: n for n, node in enumerate(sorted(found, key=lambda i: -score[i]))}
-    return Grown([place[i] for i in agreed if i in place], len(found), level)
+
+
+def _places(draft: RecordedDraft, agreed: Sequence[int], depth: int, width: int) -> list[int]:
+    """`Beams.places` of one draft. agreed: its nodes that agree with what followed."""
+    assert draft.score is not None, "a dynamic tree comes with its scores"
+    best = sorted(range(len(draft.score)), key=lambda i: -draft.score[i])  # type: ignore[index]
+    paths, beam, found = ranks(draft), {-1}, set[int]()
+    for level in range(1, depth + 1):
+        seen = [
+            i
+            for i in best
+            if len(paths[i]) == level and paths[i][-1] < width and draft.parents[i] in beam
+        ]
+        found.update(seen)
+        beam = set(seen[:width])
+    place = {node: n for n, node in enumerate(node for node in best if node in found)}
+    return [place[i] for i in agreed if i in place]
 
 
 # -- stepping through the texts
 
 
-@dataclass(frozen=True)
-class ReplayedCycle:
-    """One cycle of a replay. start: generated tokens before it. nodes: drafted. tokens:
-    committed, bonus included.
+class ReplayedCycle(NamedTuple):
+    """One cycle of a replay. tokens: committed, bonus included. clean: neither a stop token nor
+    the limit cut it."""
 
-    clean: neither a stop token nor the limit cut it. levels: drafted, None: those of the shape."""
-
-    start: int
-    nodes: int
     accepted: int
     tokens: int
     clean: bool
-    levels: int | None = None
 
 
-def walk(
-    text: Text, kept: dict[int, Kept], depth: int, levels: dict[int, int] | None = None
-) -> list[ReplayedCycle]:
+def walk(text: Text, kept: Kept, depth: int) -> list[ReplayedCycle]:
     """The cycles of one text, as the engine would make them with a draft of at most `depth`
-    levels; levels: how many are drafted at each position, None: all of them.
+    levels.
     """
     steps, t = [], 1
     while t < len(text.tokens):
         budget = min(text.limit - t - 1, depth)
-        accepted, nodes = kept.get(t, (0, 0))
-        accepted = min(accepted, budget)
+        accepted = min(kept.get(t, 0), budget)
         tokens = min(accepted + 1, len(text.tokens) - t)
-        clean = budget == depth and tokens == accepted + 1
-        drafted = min(nodes, max(budget, round(nodes * budget / max(depth, 1)))) if budget else 0
-        grown = None if levels is None else min(levels.get(t, 0), budget)
-        steps.append(ReplayedCycle(t, drafted, accepted, tokens, clean, grown))
+        steps.append(ReplayedCycle(accepted, tokens, budget == depth and tokens == accepted + 1))
         t += tokens
     return steps
 
 
-def walks(
-    texts: Sequence[Text],
-    kept: Sequence[dict[int, Kept]],
-    depth: int,
-    levels: Sequence[dict[int, int]] | None = None,
-) -> list[list[ReplayedCycle]]:
-    """`walk` of every text."""
-    grown: Sequence[dict[int, int] | None] = levels or [None] * len(texts)
-    rows = zip(texts, kept, grown, strict=True)
-    return [walk(text, one, depth, more) for text, one, more in rows]
-
-
-def accepted_length(cycles: Iterable[Sequence[ReplayedCycle]]) -> float:
-    """Tokens per clean cycle."""
-    clean = [s for steps in cycles for s in steps if s.clean]
-    return sum(s.tokens for s in clean) / len(clean) if clean else 1.0
+def accepted_length(texts: Sequence[Text], kept: Sequence[Kept], depth: int) -> float:
+    """Tokens per clean cycle of all texts."""
+    cycles = [step for pair in zip(texts, kept, strict=True) for step in walk(*pair, depth)]
+    clean = [step.tokens for step in cycles if step.clean]
+    return sum(clean) / len(clean) if clean else 1.0
