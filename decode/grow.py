@@ -4,7 +4,7 @@ the dynamic tree (EAGLE-2). What is known of the next token is the drafter's own
 Where T > 0 a chain's tokens are drawn from the drafter's own distribution under the target's
 settings, and so are those of a tree, siblings one after the other without replacement. Else the
 most probable tokens are taken, each a point mass. Which nodes exist does not depend on what was
-drawn; where growing has a price (decode.price), on nothing that was drawn later.
+drawn.
 
 Shape letters: B live rows, P parents, Vd draft vocabulary, W width of a level, N nodes, M
 candidates.
@@ -13,7 +13,7 @@ candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from outrider.decode import levels as tables
 from outrider.decode import waits
-from outrider.decode.price import FREE, Draws, Growth, Price, pruned
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeLayout, TreeShape
@@ -34,8 +33,7 @@ class Form:
     shape: "chain" or "tree". depth: levels. nodes: of a tree, at most. static: the nodes of a
     chain or of a static tree; None: a dynamic one at any temperature. width: nodes that a
     dynamic tree expands per level, 0 for drafters that have none. drawn: where T > 0 a tree's
-    candidates are drawn, siblings without replacement (a chain's are in any case). price: what
-    a node and a level must bring.
+    candidates are drawn, siblings without replacement (a chain's are in any case).
     """
 
     shape: str
@@ -44,24 +42,17 @@ class Form:
     static: TreeShape | None
     width: int = 0
     drawn: bool = True
-    price: Price = FREE
 
     @staticmethod
-    def chain(depth: int, price: Price = FREE) -> Form:
+    def chain(depth: int) -> Form:
         """A chain of `depth` levels."""
-        return Form("chain", depth, depth, TreeShape.chain(depth), price=price)
+        return Form("chain", depth, depth, TreeShape.chain(depth))
 
     @staticmethod
-    def tree(
-        depth: int,
-        nodes: int = 24,
-        width: int = 4,
-        static: TreeShape | None = None,
-        price: Price = FREE,
-    ) -> Form:
+    def tree(depth: int, nodes: int = 24, width: int = 4, static: TreeShape | None = None) -> Form:
         """A dynamic tree; where T > 0 `static` in its place, drawn."""
         most = max(nodes, len(static or ()))
-        return Form("tree", depth, most, static, width, static is not None, price)
+        return Form("tree", depth, most, static, width, static is not None)
 
 
 @dataclass(frozen=True)
@@ -120,41 +111,26 @@ def draft(
     if levels <= 0:
         return DraftTree.empty(budget.numel(), source.device, drawn and form.static is not None)
     if form.static is None or (form.width and not drawn):
-        return dynamic(source, levels, budget, form.width, form.nodes, form.price)
-    shape, drawing = form.static.cut(levels), sampling if drawn else None
-    if form.price.nothing:
-        return static(source, shape, budget, drawing, rng)
-    is_chain = len(form.static) == form.static.depth
-    growth = Growth(form.price, source, shape, budget, rng, is_chain)
-    tree = static(source, shape, budget, drawing, growth, growth)
-    tree = replace(tree, score=growth.chance[:, : tree.width])
-    return pruned(tree, growth.there[:, : tree.width])
+        return dynamic(source, levels, budget, form.width, form.nodes)
+    return static(source, form.static.cut(levels), budget, sampling if drawn else None, rng)
 
 
 def static(
-    source: LevelSource,
-    shape: TreeShape,
-    budget: Tensor,
-    sampling: Sampling | None,
-    rng: Draws,
-    growth: Growth | None = None,
+    source: LevelSource, shape: TreeShape, budget: Tensor, sampling: Sampling | None, rng: Rng
 ) -> DraftTree:
     """Chains and static trees. sampling: what is drawn under, None: nothing is, the children
     of a node are its most probable tokens. Where a distribution has run out of tokens the next best
-    one stands in as a deterministic candidate. growth: asked before every level."""
+    one stands in as a deterministic candidate."""
     ids = source.draft_ids()
     count, device = budget.shape[0], source.device
     known = None
-    if sampling is not None and growth is None and (at_once := getattr(source, "at_once", None)):
+    if sampling is not None and (at_once := getattr(source, "at_once", None)):
         known = at_once(shape.depth)
     tokens = torch.empty(count, len(shape), dtype=torch.int64, device=device)
     stand_ins: list[tuple[Tensor, Tensor]] = []
     all_probs: list[Tensor] = []
     levels = tables.levels_of(shape, device) if known is None else (tables.merged(shape, device),)
     for level in levels:
-        if growth and not growth.enter(level):
-            shape = shape.cut(level.depth)
-            break
         if known is not None:
             logits = known
         elif level.depth:
@@ -166,8 +142,6 @@ def static(
         nodes: slice | Tensor = level.nodes
         if sampling is None:
             place = _best(logits, level)
-            if growth:
-                growth.point(logits, place, level.number)
         else:
             all_probs.append(sampling.draft_probs(logits.flatten(0, 1)).view(logits.shape))
             each = [all_probs[-1], logits]
@@ -180,7 +154,6 @@ def static(
                 nodes, place, fresh = siblings(probs, logits, level.kids, rng)
                 stand_ins.append((nodes, fresh))
         tokens[:, nodes] = place if ids is None else ids[place]
-    tokens = tokens[:, : len(shape)]
     if sampling is None:
         return DraftTree.static(shape, tokens, shape.size_at(budget))
     drawn = torch.ones_like(tokens, dtype=torch.bool)
@@ -199,21 +172,17 @@ def _best(logits: Tensor, level: tables.Level) -> Tensor:
     return best[:, level.parent, level.rank]
 
 
-def _drawn(probs: Tensor, kids: Sequence[Sequence[int]], rng: Draws) -> Tensor:
+def _drawn(probs: Tensor, kids: Sequence[Sequence[int]], rng: Rng) -> Tensor:
     """[B, P] places drawn for parents with one child each: probs [B, P, Vd]."""
     count, parents, width = probs.shape
     _, ((row, number),) = tables.turns_of(tuple(map(tuple, kids)), count, probs.device)
     return rng.draft(probs.reshape(-1, width), row, number).view(count, parents)
 
 
-def dynamic(
-    source: LevelSource, levels: int, budget: Tensor, width: int, nodes: int, price: Price = FREE
-) -> DraftTree:
+def dynamic(source: LevelSource, levels: int, budget: Tensor, width: int, nodes: int) -> DraftTree:
     """EAGLE-2 (Li et al. 2406.16858): expand the `width` best nodes of every level by
     cumulative log-probability, then keep the `nodes` best candidates of all levels. Candidates
-    are the most probable tokens, each a point mass. The best lie in `nodes` levels of `nodes`.
-    price: candidates that do not pay are left out, and a row whose next level does not pay
-    grows no further."""
+    are the most probable tokens, each a point mass. The best lie in `nodes` levels of `nodes`."""
     levels, device, ids = min(levels, nodes), source.device, source.draft_ids()
     logits = source.open(levels)
     count, width = logits.shape[0], min(width, nodes, logits.shape[2])
@@ -223,27 +192,20 @@ def dynamic(
     beam = torch.arange(width, device=device).expand(count, width)
     above = torch.zeros(width, dtype=torch.int64, device=device)
     ancestors = torch.zeros(count, width, 0, dtype=torch.bool, device=device)
-    growing: Tensor | None = None  # [B, 1] bool, rows that grow on; None: all
     start = 0
     for level in range(1, levels):
         # The beam: W candidates of the last level, the best in front, `beam` their numbers in
         # it, `above` which of the beam before they hang below.
         total = scores[-1].gather(1, beam)
-        growing, wide = price.expanded(total, growing)
-        if not wide:
-            levels = level
-            break
-        beam, total, above = beam[:, :wide], total[:, :wide], above[..., :wide]
-        here = tables.own(wide, device).expand(count, wide, wide)
-        ancestors = torch.cat([ancestors[:, :wide], here], 2)
+        here = tables.own(width, device).expand(count, width, width)
+        ancestors = torch.cat([ancestors, here], 2)
         logits = source.level(Nodes(level, tokens[-1].gather(1, beam), above, ancestors))
         found = torch.log_softmax(logits.float(), -1).topk(width, -1)
-        score, place = (t.expand(-1, wide, -1) for t in found)  # [B, W, children]
-        score = (total[..., None] + score).flatten(1)
-        scores.append(score if growing is None else score.masked_fill(~growing, -torch.inf))
+        score, place = (t.expand(-1, width, -1) for t in found)  # [B, W, children]
+        scores.append((total[..., None] + score).flatten(1))
         tokens.append((place if ids is None else ids[place]).flatten(1))
         origins.append((start + beam).repeat_interleave(width, 1))
-        depths += [level] * (wide * width)
+        depths += [level] * (width * width)
         start += scores[-2].shape[1]
         if level + 1 < levels:
             beam = scores[-1].topk(width, -1).indices
@@ -252,9 +214,6 @@ def dynamic(
     depth = tables.depths_of(tuple(depths), device)
     deep = depth >= waits.sent(budget, device)[:, None]
     score = torch.cat(scores, 1).masked_fill(deep, -torch.inf)
-    score, nodes = price.kept(score, nodes)
-    if not nodes:
-        return DraftTree.empty(count, device)
     return rerank(score, torch.cat(tokens, 1), torch.cat(origins, 1), depth, levels, nodes)
 
 
@@ -284,7 +243,7 @@ def rerank(
 
 
 def siblings(
-    probs: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Draws
+    probs: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rng
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw the children of P parents, the elder ones of all parents first, without replacement
     among siblings.

@@ -83,18 +83,11 @@ class TreeLayout:
         return order
 
     @staticmethod
-    def of(
-        parents: Tensor,
-        depth: Tensor | None = None,
-        levels: int = 0,
-        most: int | None = None,
-        room: Room | None = None,
-    ) -> TreeLayout:
+    def of(parents: Tensor, depth: Tensor | None = None, levels: int = 0) -> TreeLayout:
         """Derive the layout of `parents` [B, N] int64 (already validated: parents[b, i] < i).
 
         depth: [B, N], and how many `levels` there are at most, where they are known; else two
-        host round trips on an accelerator (levels, width), which static trees pay once. most:
-        children of one slot, at most, where that is known. room: see TreeLayout."""
+        host round trips on an accelerator (levels, width), which static trees pay once."""
         rows, n = parents.shape
         slot = torch.arange(n + 1, device=parents.device)
         ask = depth is None
@@ -112,11 +105,10 @@ class TreeLayout:
             mask = own | mask.gather(1, up[..., None].expand(-1, -1, n + 1))
         sibling = (parents[:, :, None] == parents[:, None, :]) & (slot[:n, None] > slot[None, :n])
         rank = sibling.sum(-1)
-        width = n if most is None else most  # without asking; what is too wide is filled with -1
-        if most is None and (ask or waits.free(rank)):
+        width = n  # without asking; what is too wide is filled with -1
+        if ask or waits.free(rank):
             width = int(rank.max()) + 1 if n else 0
-        # Padding stands below the root behind all that is there: beyond `most` it goes too far.
-        children = parents.new_full((rows, n + 1, width + 1), -1)
+        children = parents.new_full((rows, n + 1, width), -1)
         batch = torch.arange(rows, device=parents.device)[:, None].expand(rows, n)
-        children[batch, parents + 1, rank.clamp(max=width)] = slot[:n].expand(rows, n)
-        return TreeLayout(parents, depth, mask, children[..., :width], rank, levels, room)
+        children[batch, parents + 1, rank] = slot[:n].expand(rows, n)
+        return TreeLayout(parents, depth, mask, children, rank, levels)

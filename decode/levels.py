@@ -21,7 +21,7 @@ class Level:
     """How the nodes of one level of a static shape hang below those of the level before that
     have children, the P parents (the committed token alone at depth 0).
 
-    nodes, number: theirs, [n]. width: most children of one. kids: the children of each parent
+    nodes: theirs. width: most children of one. kids: the children of each parent
     in draw order. parent, rank: [n] int64 place of a node's parent among the parents, and its
     own among its siblings. parents: [P] their node numbers. above, seen: as in `Nodes`.
     distribution: [P] which of the distributions that are given is that of a parent's children;
@@ -30,7 +30,6 @@ class Level:
 
     depth: int
     nodes: slice
-    number: Tensor
     width: int
     kids: tuple[tuple[int, ...], ...]
     parent: Tensor
@@ -65,7 +64,6 @@ def levels_of(shape: TreeShape, device: torch.device) -> tuple[Level, ...]:
             Level(
                 depth=depth,
                 nodes=slice(nodes.start, nodes.stop),
-                number=torch.tensor(nodes, device=device),
                 width=max(map(len, kids)),
                 kids=tuple(kids),
                 parent=torch.tensor([parents.index(path[:-1]) for path in paths], device=device),
@@ -147,9 +145,9 @@ def merged(shape: TreeShape, device: torch.device) -> Level:
 
 
 @functools.lru_cache(maxsize=256)
-def own(wide: int, device: torch.device) -> Tensor:
+def own(width: int, device: torch.device) -> Tensor:
     """[W, W] bool: nodes of a level are not above each other."""
-    return torch.eye(wide, dtype=torch.bool, device=device)
+    return torch.eye(width, dtype=torch.bool, device=device)
 
 
 @functools.lru_cache(maxsize=256)

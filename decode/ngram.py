@@ -96,19 +96,12 @@ class SuffixAutomaton:
         self._count.append(0)
         return len(self._link) - 1
 
-    def latest(self, length: int, least: float = 0.0) -> list[int]:
+    def latest(self, length: int) -> list[int]:
         """At most `length` tokens that followed the latest earlier occurrence of the longest end
-        of the text that has one; [] where even the last token is new. Those that are reached
-        more rarely than `least` are left out, as matches of their length usually go on."""
+        of the text that has one; [] where even the last token is new."""
         state = self._link[self._last]
         if state <= 0:
             return []
-        match, likely = self._length[state], 1.0
-        for place in range(length if least else 0):
-            likely *= GOES_ON[min(match + place, len(GOES_ON)) - 1]
-            if likely < least:
-                length = place
-                break
         return self.text[self._end[state] : self._end[state] + length]
 
     def branches(self, nodes: int, depth: int, least: float) -> list[tuple[int, int]]:
@@ -155,14 +148,13 @@ class NGram:
 
     nodes 0: a deterministic chain of at most `depth` tokens, as the latest occurrence went on.
     More: a deterministic tree of so many of the likeliest continuations, among all occurrences.
-    least: candidates that are kept more rarely, as far as is known, are left out.
     """
 
     name = "ngram"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, depth: int = DEPTH, nodes: int = 0, least: float = 0.0) -> None:
-        self.max_depth, self.max_nodes, self.least = depth, nodes or depth, least
+    def __init__(self, depth: int = DEPTH, nodes: int = 0) -> None:
+        self.max_depth, self.max_nodes = depth, nodes or depth
         self.shape = "tree" if nodes else "chain"
         self.texts: list[SuffixAutomaton] = []
 
@@ -184,10 +176,9 @@ class NGram:
         rows = zip(self.texts, allowed, strict=True)
         if self.shape == "tree":
             nodes = self.max_nodes
-            least = self.least or LEAST
-            trees = [text.branches(nodes, k, least) if k > 0 else [] for text, k in rows]
+            trees = [text.branches(nodes, k, LEAST) if k > 0 else [] for text, k in rows]
             return listed(trees, self.device)
-        found = [text.latest(k, self.least) if k > 0 else [] for text, k in rows]
+        found = [text.latest(k) if k > 0 else [] for text, k in rows]
         width = max(map(len, found), default=0)
         tokens = torch.tensor([run + [0] * (width - len(run)) for run in found])
         return DraftTree.chain(

@@ -71,8 +71,7 @@ class Rng:
     def reserve(self, nodes: int) -> None:
         """Nothing but the nodes of drafts of at most so many will be asked for: the numbers of a
         purpose are made together, where the requests are (on the host), and sent to the device
-        in one piece. Candidates that do not pay are drawn at numbers behind all nodes
-        (decode.price)."""
+        in one piece."""
         self._span, self._tables = 2 * nodes + 1, {}
 
     @functools.cached_property

@@ -79,8 +79,7 @@ class DraftTree:
         biases the output (DSpark, appendix A).
     layout: given by static shapes, derived from the parents otherwise.
     score: [B, N] float, the drafter's own order of a dynamic tree's nodes (cumulative
-        log-probability): for tuning; of a static one that grew at a price, the chances it was
-        judged by. A draft whose score is not finite is refused.
+        log-probability): for tuning. A draft whose score is not finite is refused.
     drafters: [B, N] int64, who of a union proposed a node (decode.union): bit k for its k-th
         drafter. None where there is one alone.
     """

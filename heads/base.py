@@ -122,7 +122,7 @@ class Head(Stored):
         shape = requested.shape or (cfg.shape if target.support == "tree" else "chain")
         depth = requested.depth or self.usual
         if shape == "chain":
-            return Form.chain(depth, requested.price)
+            return Form.chain(depth)
         drawn = (cfg.tree_draw if requested.draw == DEFAULT_DRAW else requested.draw) == "sampled"
         nodes = len(requested.paths or ()) or requested.nodes or cfg.nodes
         static = TreeShape.of(requested.paths) if requested.paths else self.tree(nodes, depth)
@@ -132,13 +132,13 @@ class Head(Stored):
         if not hasattr(cfg, "width"):
             if requested.width:
                 nodes = max(nodes, len(static))
-                return Form("tree", depth, nodes, static, requested.width, drawn, requested.price)
+                return Form("tree", depth, nodes, static, requested.width, drawn)
             nodes = len(static)
-            return Form("tree", static.depth, nodes, static, drawn=drawn, price=requested.price)
+            return Form("tree", static.depth, nodes, static, drawn=drawn)
         width = requested.width or cfg.width
         if requested.nodes and not requested.width:
             width = max(width, shapes.least_width(nodes, depth))
-        return Form.tree(depth, nodes, width, static if drawn else None, requested.price)
+        return Form.tree(depth, nodes, width, static if drawn else None)
 
     @property
     def deepest(self) -> int | None:

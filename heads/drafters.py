@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.conf.errors import UserError
-from outrider.decode.cost import Price
 from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.ngram import DEPTH, NGram
 from outrider.decode.target import Target
@@ -34,15 +33,14 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     Where T > 0 a head or model draws the candidates
     of its tree without replacement ("@sampled" behind it, or its tree, asks for it where
     head.tree_draw was fixed); "@fixed" takes the most probable ones instead. "@adaptive"
-    behind any of them but "none" chooses the size of the draft at every step: at the price that
-    scripts/tune.py has left, by the confidence of the moment (decode.price), else as deep as the
-    acceptance of the row so far (decode.wrapped). The drafter's name is `spec`. Raises UserError
+    behind any of them but "none" chooses the depth of the draft at every step, by the acceptance of
+    the row so far (decode.wrapped). The drafter's name is `spec`. Raises UserError
     for anything else, for a tree on a target that takes chains only, for a head of another target,
     and for a model with another tokenizer.
     """
     draft = requested(spec)
     drafter = _union(draft, spec, target) if draft.parts else _single(draft, spec, target)
-    if draft.adaptive and all(part.price.nothing for part in draft.each):
+    if draft.adaptive:
         drafter = Adaptive(drafter)
     drafter.name = spec
     return drafter
@@ -56,7 +54,7 @@ def _single(draft: DraftSpec, spec: str, target: Target) -> Drafter:
         chain = draft.source if draft.source == names.NGRAM else f"{draft.source}@chain"
         raise UserError(f"drafters: {spec}: this target takes chains only; write {chain}")
     if draft.source == names.NGRAM:
-        return NGram(draft.depth or DEPTH, _nodes(draft), draft.price.node)
+        return NGram(draft.depth or DEPTH, _nodes(draft))
     return drafting_head(draft.source, target).drafter(target, draft)
 
 
@@ -93,13 +91,7 @@ def requested(spec: str) -> DraftSpec:
     draft = names.parse(spec)
     if not draft.parts:
         return _settled(draft)
-    parts = [_settled(replace(part, adaptive=draft.adaptive)) for part in draft.parts]
-    # They share one pass, so what one has found a node to cost is what it costs an n-gram's.
-    node = max(part.price.node for part in parts)
-    parts = [
-        replace(part, price=Price(node)) if part.source == names.NGRAM else part for part in parts
-    ]
-    return replace(draft, parts=tuple(parts))
+    return replace(draft, parts=tuple(map(_settled, draft.parts)))
 
 
 def _settled(draft: DraftSpec) -> DraftSpec:

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.conf.errors import UserError
-from outrider.decode.cost import FREE, Price
 
 NONE, NGRAM = "none", "ngram"
 SHAPES = ("chain", "tree")
@@ -44,9 +43,8 @@ class DraftSpec:
     source: "none", "ngram", a path, a head on the hub or a repository. shape: "chain",
     "tree", "" = the drafter's own. depth: levels. nodes: nodes of a tree. draw: "sampled",
     "fixed", "default" = the drafter's own. width: nodes that a dynamic tree expands per level.
-    paths: ranks of a static tree's nodes. price: what nodes and levels must bring
-    (decode.price). None: as the drafter itself has it, or not known. parts: the
-    drafters of a union, whose names joined are its source; () for a single one.
+    paths: ranks of a static tree's nodes. None: as the drafter itself has it. parts: the drafters
+    of a union, whose names joined are its source; () for a single one.
     """
 
     source: str = ""
@@ -57,7 +55,6 @@ class DraftSpec:
     adaptive: bool = False
     width: int | None = None
     paths: tuple[tuple[int, ...], ...] | None = None
-    price: Price = FREE
     parts: tuple[DraftSpec, ...] = ()
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +19,6 @@ from annotated_types import Interval, MaxLen
 
 from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
-from outrider.decode.cost import FREE, Price
 from outrider.decode.models.identity import sha256_weights
 from outrider.decode.tree import TreeShape
 from outrider.heads.checkpoint import CARD
@@ -27,7 +27,8 @@ from outrider.heads.names import DraftSpec
 
 DECODE = "decode.json"
 FORMAT = 1
-SHAPES = ("best", "chain", "tree", "adaptive")
+LEFT = ("price", "adaptive", "pays_up_to", "break_even")  # keys of files up to version 0.2
+SHAPES = ("best", "chain", "tree")
 Rank = Annotated[int, Interval(ge=0, lt=MOST_WIDTH)]
 Ranks = Annotated[tuple[Rank, ...], MaxLen(MOST_DEPTH)]
 
@@ -36,8 +37,7 @@ Ranks = Annotated[tuple[Rank, ...], MaxLen(MOST_DEPTH)]
 class DraftSettings:
     """The shape of a draft. shape: "chain" or "tree". depth: levels (a chain's K). nodes: of a
     tree. width: nodes that a dynamic tree expands per level. paths: ranks of a static tree's
-    nodes. price: what a node and a level must bring (decode.price). None: as the head itself
-    has it, and no price.
+    nodes. None: as the head itself has it.
     """
 
     shape: Literal["chain", "tree"]
@@ -45,7 +45,6 @@ class DraftSettings:
     nodes: Nodes | None = None
     width: Width | None = None
     paths: Annotated[tuple[Ranks, ...], MaxLen(MOST_NODES)] | None = None
-    price: Price | None = None
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule"."""
@@ -64,7 +63,6 @@ class DraftSettings:
             nodes=self.nodes,
             width=self.width,
             paths=self.paths,
-            price=self.price or FREE,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -72,24 +70,20 @@ class DraftSettings:
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
     def __str__(self) -> str:
-        price = f"at {self.price}" if self.price else ""
         if self.shape == "chain":
-            words = ["chain", f"K={self.depth}" if self.depth else "", price]
-            return " ".join(word for word in words if word)
+            return f"chain K={self.depth}" if self.depth else "chain"
         parts = [
             f"{self.nodes} nodes" if self.nodes else "",
             f"depth {self.depth}" if self.depth else "",
             f"width {self.width}" if self.width else "",
-            price,
         ]
         return " ".join(["tree", ", ".join(p for p in parts if p)]).strip()
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning chose for one head. best: the fastest of all shapes. adaptive: the best one
-    that has a price. pays: whether it was faster when measured. evidence: where and how it was
-    measured, for people.
+    """What tuning chose for one head. best: the fastest of all shapes. pays: whether it was
+    faster than plain decoding when measured. evidence: where and how it was measured, for people.
     """
 
     card_sha256: str
@@ -98,15 +92,11 @@ class Tuned:
     tree: DraftSettings | None = None
     pays: bool = True
     evidence: dict[str, Any] = field(default_factory=dict)
-    adaptive: DraftSettings | None = None
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule"."""
         of_shape = (("chain", self.chain), ("tree", self.tree))
-        found = [f"{k}: holds settings of a {s.shape}" for k, s in of_shape if s and s.shape != k]
-        if self.adaptive is not None and self.adaptive.price is None:
-            found.append("adaptive: holds settings without a price")
-        return found
+        return [f"{k}: holds settings of a {s.shape}" for k, s in of_shape if s and s.shape != k]
 
     def to_json(self) -> dict[str, Any]:
         """What stands in decode.json."""
@@ -121,16 +111,8 @@ class Tuned:
 
     def draft(self, requested: DraftSpec) -> DraftSpec:
         """`requested` with the tuned size of its shape ("" = the best one), where it names no size
-        itself and there is one. Where @adaptive is asked for: in the best shape with a price, or at
-        that price where a size of that shape is named."""
-        own, sized = self.adaptive, requested.depth is not None or requested.nodes is not None
-        if requested.adaptive and own is not None and requested.shape in ("", own.shape):
-            return (
-                dataclasses.replace(requested, price=own.price or FREE)
-                if sized
-                else own.draft(requested)
-            )
-        if sized:
+        itself and there is one."""
+        if requested.depth is not None or requested.nodes is not None:
             return requested
         found = {"": self.best, "chain": self.chain, "tree": self.tree}[requested.shape]
         return requested if found is None else found.draft(requested)
@@ -145,6 +127,10 @@ def card_sha256(folder: Path) -> str:
         return str(json.loads((folder / CARD).read_text())["sha256"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
         return ""
+
+
+def _keys(value: Any) -> Iterable[str]:
+    return value if isinstance(value, dict) else ()
 
 
 def read(folder: Path) -> Tuned | None:
@@ -165,6 +151,9 @@ def read(folder: Path) -> Tuned | None:
         raise UserError(f"{path}: not in format {FORMAT}; {fix}")
     if data.get("card_sha256") != card_sha256(folder):
         raise UserError(f"{path}: was tuned for another head than the one in this folder; {fix}")
+    keys = {*data, *(key for shape in SHAPES for key in _keys(data.get(shape)))}
+    if left := next((key for key in LEFT if key in keys), None):
+        raise UserError(f"{path}: key {left} has left; {fix}")
     known, problems = from_json(data, Tuned)
     if problems:
         raise UserError(f"{path}: {problems[0].partition('; ')[0]}; {fix}")

@@ -21,7 +21,10 @@ from torch import Tensor
 from outrider.decode import waits
 from outrider.decode.attention import tree_attention
 from outrider.decode.grow import Form, Nodes
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree
 from outrider.heads.block.net import BlockNet, Keys
 from outrider.heads.layered import LayeredHead
 from outrider.heads.layered_drafter import LayeredDrafter
@@ -37,8 +40,7 @@ class BlockDrafter(LayeredDrafter):
         self.cfg, self.most_rows = head.cfg, max(head.cfg.block, form.depth + 1)
         self.blind = self.net.markov_in is None
         self.temperatures: list[float] = head.calibration.get("confidence") or [1.0]
-        if form.shape == "chain" and head.cfg.least > form.price.node:
-            self.form = replace(form, price=replace(form.price, node=head.cfg.least))
+        self.least = head.cfg.least if form.shape == "chain" else 0.0
 
     def blank(self, rows: int) -> Tensor:
         """See LayeredDrafter."""
@@ -81,17 +83,22 @@ class BlockDrafter(LayeredDrafter):
         """See decode.grow.LevelSource."""
         return self._after(nodes.tokens, nodes.level)
 
-    def chance(self) -> Tensor | None:
-        """See decode.price.Knows: what the confidence head says of a slot, whose token is not known
-        yet."""
-        if self.net.confidence is None:
-            return None
-        flat = self.temperatures[min(self.read, len(self.temperatures) - 1)]
-        return (self.net.chance(self.state[:, self.read, None], self.near) / flat).sigmoid()
+    @torch.inference_mode()
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        """A draft no deeper than budget [B]. A chain ends where the confidence head says that less
+        than `least` of all chains get so far: of a slot it sees the token before, never its own."""
+        tree = super().propose(budget, sampling, rng)
+        if not self.least or not tree.width:
+            return tree
+        count, levels = tree.tokens.shape
+        before = torch.cat([self.h[:count, None], tree.tokens[:, :-1]], 1)
+        flat = [self.temperatures[min(i, len(self.temperatures) - 1)] for i in range(levels)]
+        found = self.net.chance(self.state[:, :levels], self.net.before(before, self.dtype))
+        chance = (found / waits.sent(flat, self.device)).sigmoid()
+        rare = chance.cumprod(1) < self.least
+        return replace(tree, size=tree.size.minimum((~rare).long().cumprod(1).sum(1)))
 
     def _after(self, tokens: Tensor, level: int) -> Tensor:
         """Logits behind `tokens` [B, P] of one level: [B, P, Vd], [B, 1, Vd] without a Markov
         term."""
-        near = self.net.before(tokens, self.dtype)
-        self.near, self.read = near, level
-        return self.net.after(self.known[:, level, None], near)
+        return self.net.after(self.known[:, level, None], self.net.before(tokens, self.dtype))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from outrider.conf.typed import faults
-from outrider.decode.cost import Price
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.models import packed
@@ -208,36 +207,6 @@ def decoding_is_lossless(case: Case) -> None:
             assert sum(c.proposed for g in runs[0].generations for c in g.cycles) > 0
 
 
-def a_price_only_leaves_out(case: Case) -> None:
-    """At a price its draft is a part of the one without, the same numbers drawn for what stays;
-    at none that anybody can pay it is empty. Answers stay those of the target in any batch."""
-    target, head = moved(case, "float64")
-    ids = random_batch(1, 12).ids
-    feats = features(target, head, ids)
-    one = None if feats is None else feats[0]
-    for shape in SHAPES:
-        for sampling in (Sampling(), WARM):
-            found = []
-            for price in (Price(), Price(0.02, 0.01), Price(2.0)):
-                drafter = head.drafter(target, DraftSpec(shape=shape, price=price))
-                tree = drafted(drafter, ids[0], one, [7, 12], sampling)
-                tree.validate(target.vocab_size, drafter.max_nodes)
-                found.append(paths(tree))
-            assert found[0] > found[1] or found[0] == found[1], (shape, sampling)
-            assert found[0] and not found[2], (shape, sampling)
-    grown = DraftSpec(shape="tree", depth=2, nodes=6, width=3)
-    whole, some = (
-        drafted(head.drafter(target, replace(grown, price=price)), ids[0], one, [12], Sampling())
-        for price in (Price(), Price(0.02))
-    )
-    assert whole.score is not None and whole.width == 6 and paths(whole) >= paths(some)
-    requested = [Request([5, 6, 7, 8 + i][: 2 + i], 10, id=i) for i in range(3)]
-    plain = texts(target, NoDraft(), requested, batch_size=1)
-    for size in (1, 3):
-        drafter = head.drafter(target, DraftSpec(shape="tree", price=Price(0.02)))
-        assert texts(target, drafter, requested, batch_size=size) == plain
-
-
 def drafting_leaves_weights_packed(case: Case) -> None:
     """What a drafter reads of its target while it decodes does not bring the layers back as they
     were loaded: every pass until the next run would read them in the slow order."""
@@ -337,7 +306,6 @@ EVERY = (
     pieces_change_nothing,
     rows_change_nothing,
     decoding_is_lossless,
-    a_price_only_leaves_out,
     joins_an_ngram,
     drafting_leaves_weights_packed,
     mistakes_are_named,

@@ -16,12 +16,12 @@ from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.ngram import NGram, listed
 from outrider.decode.rng import Rng
-from outrider.decode.sampling import Sampling
+from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.stats import acceptance_by_drafter
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.union import Union, joined
-from outrider.decode.verify import rejection, traversal
+from outrider.decode.verify import RULES, Verdict, rejection, traversal, verify
 from outrider.decode.wrapped import Adaptive
 from outrider.heads import save_head
 from outrider.heads.drafters import drafter_folders, resolve_drafter
@@ -266,6 +266,40 @@ def test_unions_decode_losslessly_in_any_batch(adaptive: bool) -> None:
         summary = acceptance_by_drafter(cycles, 3)
         assert all(alone <= count for count, alone in summary)
         assert sum(c.accepted for c in cycles) <= sum(count for count, _ in summary)
+
+
+class Sometimes(TableDrafter):
+    """A drawn chain of one token, for rows whose last token is 1 alone."""
+
+    def propose(self, budget: torch.Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        return super().propose(torch.where(self.last == 1, budget, 0), sampling, rng)
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_a_row_of_which_nothing_was_drawn_is_verified_alone_as_beside_others(rule: str) -> None:
+    """The drafter that draws has nothing for some rows where an n-gram has: a walk alone and the
+    rule beside a drawn row would use other random numbers."""
+    table = Sometimes(TreeShape.chain(1), "iid", 4)
+
+    def verdict(last: list[int]) -> Verdict:
+        count, union = len(last), Union([table, NGram(nodes=2)])
+        union.reset(count, 8)
+        union.begin([torch.tensor([token, 2]) for token in last], Sampling(1.0))
+        text = torch.tensor([[2, token] for token in last])
+        union.observe(text, None, torch.full((count,), 2), slice(0, count))
+        rng = Rng(0, torch.arange(count), torch.zeros(count, dtype=torch.int64))
+        tree = union.propose(torch.ones(count, dtype=torch.int64), Sampling(1.0), rng)
+        tree.validate(4, union.max_nodes)
+        assert tree.sampled is not None and tree.drafters is not None
+        assert tree.drafters[:64, 0].tolist() == [2] * 64
+        assert bool(tree.sampled.any()) == (1 in last)
+        distribution = Distribution(Sampling(1.0), torch.zeros(count, tree.width + 1, 4), tree)
+        return verify(tree, distribution, rng, rule)
+
+    alone, beside = verdict([3] * 64), verdict([3] * 64 + [1])
+    assert 0 < int(alone.length.sum()) < 64
+    assert torch.equal(alone.length, beside.length[:64])
+    assert torch.equal(alone.bonus, beside.bonus[:64])
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])

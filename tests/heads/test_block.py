@@ -19,7 +19,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from outrider.conf.errors import UserError
 from outrider.decode.engine import Request, generate
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.decode.price import Price
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree, TreeShape
@@ -336,7 +335,7 @@ def test_a_cut_by_confidence_keeps_the_distribution_unless_it_looks_ahead() -> N
     weight = drafter.net.confidence.weight
     weight[:, -4:] = 3 * torch.randn(1, 4, generator=generator, dtype=torch.float64)
     drafter.net.markov_in.normal_(generator=generator)
-    drafter.form = dataclasses.replace(drafter.form, price=Price(0.3))
+    drafter.least = 0.3
     sizes = set()
     propose = drafter.propose
 
@@ -349,7 +348,7 @@ def test_a_cut_by_confidence_keeps_the_distribution_unless_it_looks_ahead() -> N
     found = engine_distribution(target, drafter, [1, 2], 4, Sampling(1.0))
     assert found.error < 1e-12 and sizes == {0, 1, 2}
     del drafter.propose
-    drafter.form = dataclasses.replace(drafter.form, price=Price())
+    drafter.least = 0.0
     drafter.__class__, drafter.limit = Foreseeing, 0.5
     assert engine_distribution(target, drafter, [1, 2], 4, Sampling(1.0)).error > 1e-3
 

@@ -13,12 +13,9 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
-from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
-from outrider.decode.price import Price
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.decode.wrapped import Adaptive
 from outrider.heads import head_class, save_head
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.eagle.config import EagleConfig
@@ -57,9 +54,6 @@ def test_settings_survive_the_disk() -> None:
         DraftSettings("chain"),
     ):
         assert from_json(json.loads(json.dumps(one.to_json())), DraftSettings) == (one, [])
-    priced = DraftSettings("tree", 8, 24, 4, price=Price(0.04, 0.35))
-    assert from_json(json.loads(json.dumps(priced.to_json())), DraftSettings) == (priced, [])
-    assert str(priced) == "tree 24 nodes, depth 8, width 4, at 0.04 a node, 0.35 a level"
     assert (
         str(TREE) == "tree 3 nodes, depth 2" and str(DraftSettings("chain", depth=4)) == "chain K=4"
     )
@@ -90,37 +84,6 @@ def test_a_head_drafts_as_it_was_tuned(medusa: Path, target: Target) -> None:
     assert generate(target, tree, [Request([5, 6, 7], 12)], Sampling(), eos_ids=()).generations[
         0
     ].token_ids == (plain.generations[0].token_ids)
-
-
-def test_adaptive_drafts_at_the_price_that_was_tuned(medusa: Path, target: Target) -> None:
-    """In the best shape with a price, at that price where a size of that shape is named, and by
-    the acceptance so far where nothing has a price; a union's n-gram pays for nodes as well."""
-    run, price = str(medusa), Price(0.2, 0.1)
-    assert isinstance(resolve_drafter(f"{run}@adaptive", target), Adaptive)
-    leave(medusa, adaptive={"shape": "tree", "depth": 3, "nodes": 4, "price": {"node": 0.2}})
-    for spec, node, nodes in ((run, 0.0, 3), (f"{run}@adaptive", 0.2, 4)):
-        form = resolve_drafter(spec, target).form  # type: ignore[attr-defined]
-        assert (form.price.node, form.nodes) == (node, nodes)
-    leave(medusa, adaptive={**TREE.to_json(), "price": {"node": 0.2, "level": 0.1}})
-    for spec, nodes in ((f"{run}@adaptive", 3), (f"{run}@tree:4@adaptive", 4)):
-        form = resolve_drafter(spec, target).form  # type: ignore[attr-defined]
-        assert (form.price, form.nodes) == (price, nodes)
-    assert isinstance(resolve_drafter(f"{run}@chain@adaptive", target), Adaptive)
-    for spec in (f"{run}@adaptive+ngram", f"{run}+ngram@adaptive"):
-        union: Any = resolve_drafter(spec, target)
-        assert [union.parts[0].form.price, union.parts[1].least] == [price, 0.2]
-    fixed: Any = resolve_drafter(f"{run}+ngram", target)
-    assert fixed.parts[0].form.price.nothing and not fixed.parts[1].least
-    both = {**TREE.to_json(), "price": price.__dict__}
-    leave(medusa, best=both, adaptive=None)
-    form = resolve_drafter(run, target).form  # type: ignore[attr-defined]
-    assert form.price == price
-    plain = generate(target, NoDraft(), [Request([5, 6, 7], 12)], Sampling(), eos_ids=())
-    text = plain.generations[0].token_ids
-    for spec in (run, f"{run}+ngram"):
-        drafter = resolve_drafter(spec, target)
-        found = generate(target, drafter, [Request([5, 6, 7], 12)], Sampling(), eos_ids=())
-        assert found.generations[0].token_ids == text
 
 
 def test_what_a_drafter_weighs_hangs_not_on_what_lies_around_it(
@@ -174,22 +137,16 @@ def test_more_levels_than_heads_are_refused(medusa: Path, target: Target) -> Non
         ({"format": 2}, "not in format 1"),
         ({"card_sha256": "0" * 64}, "tuned for another head"),
         ({"best": {"shape": "star"}}, "best.shape: 'star' is none of"),
-        ({"break_even": 1.5}, "break_even: no such key"),
-        ({"pays_up_to": 2}, "pays_up_to: no such key"),
+        ({"break_even": 1.5}, "key break_even has left"),
+        ({"pays_up_to": 2}, "key pays_up_to has left"),
+        ({"adaptive": {"shape": "chain"}}, "key adaptive has left"),
+        ({"best": {"shape": "chain", "price": {"node": 0.1}}}, "key price has left"),
+        ({"speed": 2}, "speed: no such key"),
         ({"best": {"shape": "chain", "depth": 10**9}}, "best.depth: 1000000000 is above"),
         ({"best": {"shape": "tree", "paths": [[0, 0]]}}, "best.paths: .* has no parent"),
         ({"best": {"shape": "tree", "paths": [["a"]]}}, "best.paths: 'a' is not"),
         ({"chain": {"shape": "tree"}}, "chain: holds"),
         ({"best": None}, "best: None is not"),
-        ({"best": {"shape": "chain", "price": 0.1}}, "best.price: 0.1 is not"),
-        ({"best": {"shape": "chain", "price": {"node": True}}}, "best.price.node: True is not"),
-        (
-            {"best": {"shape": "chain", "price": {"level": float("nan")}}},
-            "best.price.level: nan is",
-        ),
-        ({"best": {"shape": "chain", "price": {"leaf": 1}}}, "best.price.leaf: no such key"),
-        ({"best": {"shape": "chain", "price": {"node": -1}}}, "price: .* from 0 on"),
-        ({"adaptive": {"shape": "chain"}}, "adaptive: holds settings without a price"),
     ],
 )
 def test_a_damaged_file_is_message_with_the_fix(
