@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
@@ -79,9 +79,3 @@ def timed(part: str) -> Callable[[Method], Method]:
         return cast(Method, run)
 
     return wrap
-
-
-def part_of(parts: Mapping[str, float], name: str) -> float | None:
-    """Seconds, milliseconds or share of one of PARTS; None where it was not measured. Reports of
-    version 0.1 call "distribution" by another name."""
-    return parts.get(name, parts.get("law") if name == "distribution" else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -72,24 +71,6 @@ def test_a_row_begins_as_if_three_in_five_were_accepted(cost: float, depth: int)
     assert drafter.depths().tolist() == [depth]
 
 
-def test_learned_rates(target: Target) -> None:
-    drafter = Adaptive(NGram(depth=4), cost=0.05)
-    drafter.reset(1, 64)
-    drafter.begin([torch.tensor([1, 2])], Sampling())
-    start = int(drafter.depths()[0])
-    for accepted, wanted in ((4, 4), (0, 1)):
-        for _ in range(60):
-            drafter.proposed[:] = 4
-            drafter.observe(
-                torch.zeros(1, 5, dtype=torch.int64),
-                None,
-                torch.tensor([accepted + 1]),
-                slice(0, 1),
-            )
-        assert int(drafter.depths()[0]) == wanted
-    assert 1 <= start <= 4
-
-
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_the_distribution_is_exact(rule: str) -> None:
     """Long enough for the depth to fall after a rejection in the first cycle."""
@@ -130,10 +111,3 @@ def test_names(target: Target) -> None:
     ):
         with pytest.raises(UserError, match=words):
             resolve_drafter(spec, target)
-
-
-def test_it_can_be_copied() -> None:
-    adaptive = Adaptive(NGram(depth=4))
-    for twin in (copy.deepcopy(adaptive), copy.copy(adaptive)):
-        assert twin.max_depth == 4 and twin.max_nodes == adaptive.max_nodes
-    assert copy.deepcopy(adaptive).inner is not adaptive.inner

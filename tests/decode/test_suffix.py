@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from outrider.decode.ngram import GOES_ON, NGram, SuffixAutomaton
+from outrider.decode.ngram import NGram, SuffixAutomaton
 from outrider.decode.sampling import Sampling
 
 
@@ -55,20 +55,6 @@ def test_branches_stand_behind_what_they_hang_below_and_within_their_bounds() ->
         assert max(level) <= depth
     assert len(known.branches(50, 9, 0.5)) < len(known.branches(50, 9, 0.0))
     assert known.branches(10, 10, 1.0) == known.branches(0, 5, 0.0) == []
-
-
-def test_a_chain_ends_where_matches_of_its_length_hardly_go_on() -> None:
-    """The longer the match, the longer the chain; without a least, all of it."""
-    pattern = [1, 2, 3, 4, 5, 6, 7, 8]
-    sizes = []
-    for match in range(1, 8):
-        text = SuffixAutomaton([*pattern * 2, 9, *pattern[:match]])
-        assert len(text.latest(5)) == 5 and text.latest(5)[: len(text.latest(5, 0.1))] == (
-            text.latest(5, 0.1)
-        )
-        sizes.append(len(text.latest(5, 0.1)))
-        assert text.latest(5, GOES_ON[min(match, len(GOES_ON)) - 1] + 1e-9) == []
-    assert sizes == sorted(sizes) and 0 < sizes[0] < sizes[-1] == 5
 
 
 def test_an_ngram_tree_keeps_to_each_rows_budget() -> None:

@@ -33,8 +33,8 @@ from outrider.scripts.proofs.enumerator import Case, enumerate_case
 from outrider.scripts.scoring.contest import ContestSettings, run_contest
 from outrider.scripts.scoring.score import Scores
 from outrider.scripts.scoring.systems import systems_of
-from tests.contract.cases import CASES, drafted, features, moved
-from tests.helpers.training import random_batch, tiny_target
+from tests.contract.cases import CASES, moved
+from tests.helpers.training import tiny_target
 
 CPU = torch.device("cpu")
 TEMPERATURES = (0.0, 0.1, 0.3, 1.0, 2.0, 5.0)
@@ -174,32 +174,6 @@ def union_of(*names: str, shape: str = "tree") -> tuple[Target, Union]:
         _, head = moved(CASES[name], "float64")
         parts.append(head.drafter(target, DraftSpec(shape=shape)))
     return target, Union([*parts, NGram(nodes=6)])
-
-
-def test_every_part_is_message_what_it_would_be_message_alone() -> None:
-    """Two heads that read different layers, and an n-gram: the union's draft holds what each of
-    them drafts by itself, and its taps are theirs."""
-    target, union = union_of("eagle3", "medusa")
-    taps = [part.taps for part in union.parts]
-    assert taps[0] != taps[1] and set(union.taps) == {t for own in taps for t in own}
-    ids = random_batch(1, 12).ids
-    ids[0, 8:] = ids[0, 2:6]
-    fake = type("Taps", (), {"taps": union.taps})
-    whole = features(target, fake, ids)  # type: ignore[arg-type]
-    assert whole is not None
-    for sampling in (Sampling(), Sampling(1.0)):
-        tree = drafted(union, ids[0], whole[0], [5, 12], sampling)
-        expected: set[tuple[int, ...]] = set()
-        for place, part in enumerate(union.parts):
-            feats = features(target, part, ids)  # type: ignore[arg-type]
-            own = None if feats is None else feats[0]
-            alone = drafted(part, ids[0], own, [5, 12], Sampling() if place else sampling)
-            assert alone.width > 0
-            expected |= paths(alone, 0)
-            if not place:
-                size = int(alone.size[0])
-                assert torch.equal(tree.tokens[0, :size], alone.tokens[0, :size])
-        assert paths(tree, 0) == expected
 
 
 @pytest.mark.parametrize("name", [*CASES, "draft model", "draft model of that context"])

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from outrider.decode.price import FREE, Price
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from outrider.conf.schema import compose
@@ -22,7 +23,6 @@ from outrider.decode import attention
 from outrider.decode.engine import Engine, Request, generate
 from outrider.decode.models.load import tiny_from
 from outrider.decode.ngram import NGram
-from outrider.decode.price import FREE, Price
 from outrider.decode.probed import LMHead
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target

@@ -99,11 +99,6 @@ def test_what_a_drafter_weighs_hangs_not_on_what_lies_around_it(
         assert own_elements(resolve_drafter(spec, target), target) == alone, spec
 
 
-def test_a_shape_that_was_not_tuned_stays_as_it_was(medusa: Path, target: Target) -> None:
-    leave(medusa, chain=None)
-    assert resolve_drafter(f"{medusa}@chain", target).max_nodes == 3
-
-
 def test_settings_leave_the_head_untouched(target: Target) -> None:
     cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=3, nodes=6, width=2)
     head = head_class("eagle3").for_target(target, cfg)
@@ -158,9 +153,3 @@ def test_a_damaged_file_is_message_with_the_fix(
     assert DECODE in str(message.value) and "run scripts/tune.py again, or delete the file" in str(
         message.value
     )
-
-
-def test_text_that_is_no_json_is_message(medusa: Path, target: Target) -> None:
-    (medusa / DECODE).write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
-        resolve_drafter(str(medusa), target)
