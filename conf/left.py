@@ -15,15 +15,49 @@ KINDS = {
     "medusa2": "medusa, which leaves the target as it is",
     "dflash_causal": "dspark, whose drafts follow one another",
 }
-CHOICES: dict[str, str] = {}  # GROUP=OPTION
+CHOICES = {"launch=zero3": "launch=fsdp2"}
+_BENCH = "the engine's own bench, such as `vllm bench serve`"
+_ROWS = "data.path of train, which reads logged requests and answers as rows"
 KEYS = {
-    "costs": "the engine's own bench, such as `vllm bench serve`",
+    "again": _ROWS,
+    "answer_speed": "",
+    "answers": "",
+    "candidates": "drafters",
+    "category": _ROWS,
+    "controls": "",
+    "costs": _BENCH,
+    "curve_batches": "",
+    "curve_rounds": "",
+    "domain": "prompts",
+    "drain": "",
+    "expected": _BENCH,
+    "features": "data.features of train",
+    "first_gpu": "doctor gpu=true",
+    "groups": "batch_size",
     "head.causal": "head=dspark",
     "head.draft_vocab_from": "head.draft_vocab",
     "head.lora.words": "",
     "head.tune.rank": "head=medusa",
+    "later": _ROWS,
+    "logs": _ROWS,
+    "margin": "",
+    "mask": "a tool such as Presidio, before the data are read",
+    "max_body": "",
+    "members": "",
+    "monitor": "evaluate drafters=[none,DRAFTER]",
+    "most_tokens": "tokens",
+    "patience": "",
+    "plain": "url",
     "processors": "repetition_penalty, top_k, top_p and min_p",
+    "queue": "",
+    "quick": "url",
+    "row_sigma": "",
+    "runs": "drafters",
+    "served": _ROWS,
+    "target.compile": "",
+    "tie": "",
 }
+DRAFTS = dict.fromkeys(("monitor", "fallback"), "@adaptive")
 
 
 def line(name: str, instead: str) -> str:
