@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from outrider.conf import left
 from outrider.conf.errors import UserError
 
 NONE, NGRAM = "none", "ngram"
@@ -202,6 +203,8 @@ def _with(draft: DraftSpec, option: str, spec: str) -> tuple[DraftSpec, int]:
         taken = draft.draw
     elif option == ADAPTIVE:
         return replace(draft, adaptive=True), 2
+    elif option in left.DRAFTS:
+        raise UserError(f"drafters: {spec}: {left.line(f'@{option}', left.DRAFTS[option])}")
     elif source in (NONE, NGRAM):
         near = _near(option, spec) if source == NGRAM else ""
         more = ", ngram@tree, or ngram@K with K from 1 to 99" if source == NGRAM else ""

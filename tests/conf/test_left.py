@@ -7,6 +7,7 @@ import pytest
 from outrider.conf import left
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
+from outrider.heads.names import parse
 from outrider.heads.registry import head_class
 from outrider.scripts import cli
 from tests.conf.test_config import ENTRIES
@@ -38,3 +39,11 @@ def test_a_folder_with_a_head_of_a_kind_that_left() -> None:
         head_class("medusa2", "runs/x/head/head.json")
     said = str(caught.value)
     assert said.startswith("runs/x/head/head.json: medusa2") and left.LAST in said
+
+
+@pytest.mark.parametrize("option", left.DRAFTS)
+def test_an_option_of_a_drafter_that_left(option: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(f"ngram@3@{option}")
+    said = str(caught.value)
+    assert said.startswith("drafters:") and f"@{option}" in said and left.LAST in said
