@@ -3,16 +3,13 @@
 
     python scripts/synthesize.py target=smollm2 out=runs/demo/data.jsonl \\
         num_conversations=600 seed=0
-    python scripts/synthesize.py target=smollm2 domain=sql out=runs/sql.jsonl num_conversations=360
     python scripts/synthesize.py backend=openai base_url=http://localhost:8000/v1 \\
         prompts=FILE.jsonl target=hub target.name=NAME out=runs/data.jsonl
 
-The first command invents the questions as well. The second takes those of a made-up domain
-(recipes, sql, letters, unit_tests: scripts/synthesis/domains.yaml). The third takes them
-from a file, or from a public set by name (prompts=ultrachat; outrider ls prompts), and lets
-a server answer them (vLLM, SGLang: any that speaks the OpenAI API), many at a time; it must
-serve the target, whose tokenizer alone is loaded here. Its rows stand in the order of the
-file.
+The first command invents the questions as well. The second takes them from a file, or from a
+public set by name (prompts=ultrachat; outrider ls prompts), and lets a server answer them (vLLM,
+SGLang: any that speaks the OpenAI API), many at a time; it must serve the target, whose tokenizer
+alone is loaded here. Its rows stand in the order of the file.
 
 Stop it at any time (Ctrl-C): the file holds whole lines, and the same command goes on where it
 stopped and ends with the file that an uninterrupted run would have written on the same
@@ -39,7 +36,6 @@ from outrider.decode.target import Target
 from outrider.scripts.common.files import sole_writer
 from outrider.scripts.common.meter import Meter
 from outrider.scripts.synthesis.config import SynthesizeConfig
-from outrider.scripts.synthesis.domains import DomainWriter
 from outrider.scripts.synthesis.from_server import from_server
 from outrider.scripts.synthesis.ledger import Ledger, check_space
 from outrider.scripts.synthesis.write import BlockWriter, fingerprint
@@ -123,7 +119,7 @@ def draw(cfg: SynthesizeConfig, target: Target, ledger: Ledger, signals: Signals
         cfg.batch,
         cfg.seed,
     )
-    writer = DomainWriter(*draws, domain=cfg.domain) if cfg.domain else BlockWriter(*draws)
+    writer = BlockWriter(*draws)
     if ledger.rows:
         known = records(ledger.path)
         writer.seen.update(fingerprint(row["messages"][0]["content"]) for row in known)

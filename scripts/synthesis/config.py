@@ -46,9 +46,6 @@ class SynthesizeConfig(AutoDtype):
     num_conversations: ZeroOrMore = 0
     # seed of all draws
     seed: Seed = 0
-    # local: ask the questions of a made-up domain (recipes, sql, letters, unit_tests) in place of
-    # invented ones; empty = invented
-    domain: str = ""
     # local: conversations decoded at a time, and the block in which the file grows
     batch: OneOrMore = 96
     # local: number format of the target: auto (bfloat16, but float32 on a CPU without instructions
@@ -114,26 +111,6 @@ class SynthesizeConfig(AutoDtype):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        return self._server_problems() + self._domain_problems()
-
-    def _domain_problems(self) -> list[str]:
-        if not self.domain:
-            return []
-        if self.backend != "local":
-            return ["domain: only with backend=local; leave it out"]
-        from outrider.scripts.synthesis.domains import domains, questions
-
-        known = domains()
-        if self.domain not in known:
-            return [f"domain: {self.domain!r} is none of {', '.join(known)}"]
-        most = len(questions(self.domain, self.seed))
-        if self.num_conversations <= most:
-            return []
-        return [
-            f"num_conversations: domain={self.domain} has {most} questions; ask for at most so many"
-        ]
-
-    def _server_problems(self) -> list[str]:
         if self.backend == "local":
             return [
                 f"{key}: only with backend=openai; set that or leave it out"
@@ -185,6 +162,5 @@ class SynthesizeConfig(AutoDtype):
             "answer_temperature",
             "answer_top_p",
         )
-        domain = {"domain": self.domain} if self.domain else {}
         made = replace(self, max_new_tokens=self.longest)
-        return {"format": FORMAT, **{key: getattr(made, key) for key in keys}, **domain}
+        return {"format": FORMAT, **{key: getattr(made, key) for key in keys}}

@@ -326,32 +326,3 @@ def test_differences_are_named_by_path() -> None:
         "b.d None, now 4",
     ]
     assert Ledger(Path("x/a.jsonl"), {}).meta == Path("x/a.jsonl.meta.json")
-
-
-def test_a_made_up_domain_is_requested(tmp_path: Path) -> None:
-    from outrider.scripts.synthesis import domains
-
-    assert set(domains.domains()) == {"recipes", "sql", "letters", "unit_tests"}
-    for name in domains.domains():
-        requested = domains.questions(name, 3)
-        assert len(set(requested)) == len(requested) >= 600 and requested == domains.questions(
-            name, 3
-        )
-        assert not any("{" in text or "}" in text for text in requested)
-    assert domains.questions("sql", 0) != domains.questions("sql", 1)
-
-
-def test_rows_of_a_domain_say_so_and_no_more_are_requested_than_there_are(tmp_path: Path) -> None:
-    from outrider.scripts.synthesis import domains
-
-    made = config(tmp_path / "sql.jsonl", domain="sql", num_conversations=4, batch=3)
-    synthesize(made)
-    rows = [json.loads(line) for line in (tmp_path / "sql.jsonl").read_text().splitlines()]
-    requested = domains.questions("sql", made.seed)[:4]
-    assert [row["messages"][0]["content"] for row in rows] == requested
-    assert {row["category"] for row in rows} == {"sql"}
-    (said,) = config("x", domain="sql", num_conversations=673).validate()
-    assert said.startswith("num_conversations: domain=sql has 672 questions"), "before the work"
-    assert not config("x", domain="sql", num_conversations=672).validate()
-    for wrong in ({"domain": "cars"}, {"domain": "sql", "backend": "openai"}):
-        assert any(line.startswith("domain: ") for line in config("x", **wrong).validate())
