@@ -5,26 +5,24 @@
         temperature=0 max_new_tokens=128 batch_size=1 seed=0 \\
         out=reports/medusa
 
-Writes OUT/report.json, OUT/report.html (one file with its plots; it begins with one prompt and
-its answer), OUT/outputs.jsonl and OUT/figures/*.png, and prints the table and the ranking. Among
-the drafters may stand outside references, which take turns with ours: hf_generate,
-hf_assisted@DIR (`assistant_model=` with the same draft and K, and a second row with
-transformers' defaults), hf_prompt_lookup (two rows alike) and NAME@http://HOST:PORT, a running
-server that takes token ids (vLLM, llama.cpp,
-scripts/serve.py). `candidates=[...]` takes folders, folders of folders, repositories and families,
-and tries each as chain and tree. `temperatures=[0,1]` and `batch_sizes=[1,4]` measure several
+Writes OUT/report.json, OUT/report.html (one file with its plots), OUT/outputs.jsonl and
+OUT/figures/*.png, and prints the table and the ranking. Among the drafters may stand outside
+references, which take turns with ours: hf_generate, hf_assisted@DIR (`assistant_model=` with
+the same draft and K, and a second row with transformers' defaults), hf_prompt_lookup (two
+rows alike) and NAME@http://HOST:PORT, a running server that takes token ids (vLLM,
+llama.cpp, scripts/serve.py). `temperatures=[0,1]` and `batch_sizes=[1,4]` measure several
 settings at once. suite=NAME asks a published set in place of prompts (mtbench, gsm8k,
-humaneval, math500, specbench, speedbench, livecodebench, alpaca), suite=all each of them into
-OUT/NAME, with one table in OUT/suites.json; suite.path=FILE or FOLDER takes a copy on disk.
+humaneval, math500, specbench, speedbench, livecodebench, alpaca), suite=all each of them
+into OUT/NAME, with one table in OUT/suites.json; suite.path=FILE or FOLDER takes a copy on
+disk.
 
 An evaluation that is stopped (Ctrl-C, SIGTERM, kill -9) goes on by the same command: prompts
 that all drafters have answered are kept in OUT/unfinished until the report is written.
 
-Exit codes: 0; 3 when one of `candidates` could not be loaded, a prompt could not be asked or a
-server failed on the way: it is named and left out, the others are scored; 1 when a trained head
-failed the parity gate (decoding against the training pass, and after save and reload); 2 a
-mistake to mend, of which a name in `drafters` that cannot be loaded is one; 130 stopped by
-Ctrl-C, 75 by SIGTERM.
+Exit codes: 0; 3 when a prompt could not be asked or a server failed on the way: it is named
+and left out, the others are scored; 1 when a trained head failed the parity gate (decoding
+against the training pass, and after save and reload); 2 a mistake to mend, of which a name
+in `drafters` that cannot be loaded is one; 130 stopped by Ctrl-C, 75 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -53,13 +51,13 @@ from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
 from outrider.scripts.reports import score_table
 from outrider.scripts.reports.wandb_log import to_wandb
-from outrider.scripts.scoring import candidates, contest
+from outrider.scripts.scoring import contest
+from outrider.scripts.scoring.batches import batches, stops_paying
 from outrider.scripts.scoring.breakdown import again
 from outrider.scripts.scoring.config import EvaluateConfig
-from outrider.scripts.scoring.extras import batches, extras, stops_paying
 from outrider.scripts.scoring.names import wrong_drafter
 from outrider.scripts.scoring.parity import gates
-from outrider.scripts.scoring.race import race
+from outrider.scripts.scoring.ranking import ranking
 from outrider.scripts.scoring.same_tokens import lossless
 from outrider.scripts.scoring.score import Scores, output_lines
 from outrider.scripts.scoring.served import dead
@@ -75,8 +73,6 @@ ELSEWHERE = (
     "out",
     "target",
     "drafters",
-    "candidates",
-    "runs",
     "prompts",
     "suite",
     "num_prompts",
@@ -171,23 +167,24 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
     prompts = fitting(prompts, target, cfg.max_new_tokens, bad)
     for line in facts.notes(target, cfg.sampling()):
         print(line, file=sys.stderr)
-    systems, skipped = entered(cfg, target, bad)
+    systems = entered(cfg, target)
     memo = kept_in(out / "unfinished", cfg, target, prompts, systems)
     parity = gates(
         systems, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet
     )
     shared = {"parity": {name: found.json() for name, found in parity.items()}}
     settings = points(cfg)
-    reports, outputs = [], []
+    reports = []
     for at in settings:
-        report, lines = measure(at, target, prompts, systems, skipped, memo)
+        report, lines = measure(at, target, prompts, systems, bad, memo)
         report["settings"]["prompts"] = source
         reports.append(report | shared)
-        outputs.append(lines)
-        if len(reports) > 1:
+        if len(reports) == 1:
+            first = lines
+        else:
             write(reports[-1], lines, out / folder(at.temperature, at.batch_size))
         if len(reports) in (1, len(settings)):  # the settings between may take hours
-            write(joined(reports), outputs[0], out)
+            write(joined(reports), first, out)
         score_table.table(reports[-1]).show()
     for report in reports:
         score_table.ranking(report).show()
@@ -221,19 +218,11 @@ def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def entered(
-    cfg: EvaluateConfig, target: Target, bad: list[dict[str, str]]
-) -> tuple[list[contest.System], list[dict[str, str]]]:
-    """(the rows to measure, {name, reason} of all that is left out, `bad` included). Raises
-    UserError for a name in `drafters` that cannot be loaded."""
-    more, unknown = candidates.expand(cfg.candidates, cfg.runs, target.support == "tree")
-    names = list(dict.fromkeys([*cfg.drafters, *more]))
-    systems, skipped = systems_of(names, target)
-    raise_all([one["reason"] for one in skipped if one["name"] in cfg.drafters])
-    left_out: dict[str, dict[str, str]] = {}
-    for one in [*unknown, *skipped, *bad]:
-        left_out.setdefault(one["reason"], one)
-    return systems, list(left_out.values())
+def entered(cfg: EvaluateConfig, target: Target) -> list[contest.System]:
+    """The rows to measure. Raises UserError for a name that cannot be loaded."""
+    systems, skipped = systems_of(list(dict.fromkeys(cfg.drafters)), target)
+    raise_all([one["reason"] for one in skipped])
+    return systems
 
 
 def kept_in(
@@ -312,10 +301,7 @@ def measure(
     }
     if target.device.type != "cpu":
         again(report["drafters"], target, prompts[: cfg.breakdown], systems, settings)
-    report["ranking"] = candidates.ranking(report)
-    questions = {prompt.id: prompt.turns[0] for prompt in prompts}
-    report["race"] = race(report, measured, systems, questions, target.tokenizer)
-    report |= extras(systems)
+    report["ranking"] = ranking(report)
     return report, output_lines(measured)
 
 
@@ -401,18 +387,12 @@ def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> Non
     """All files of a report; report.json comes last, so that its presence means that the
     others are there.
     """
-    from outrider.scripts.reports import (
-        page,
-        plots,  # slow to import, and a bad command line should fail fast
-    )
-    from outrider.scripts.reports import tuning_plots as more_plots
+    # slow to import, and a bad command line should fail fast
+    from outrider.scripts.reports import page, plots
 
     files.write_jsonl(out / "outputs.jsonl", lines)
     for name in plots.PANELS:
         files.write_bytes(out / "figures" / f"{name}.png", plots.png(plots.panel(name, report)))
-    for name, (draw, _) in more_plots.present(more_plots.EVALUATE, report).items():
-        drawn = plots.figure(draw, report, plots.height(name, report))
-        files.write_bytes(out / "figures" / f"{name}.png", plots.png(drawn))
     files.write_text(out / "report.html", page.page(report))
     files.write_json(out / "report.json", report)
 

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from outrider.scripts.reports import plots, race, score_table, tuning_plots
+from outrider.scripts.reports import plots, score_table
 from outrider.scripts.reports.rendering import (
     Drawing,
     about_environment,
@@ -19,7 +19,7 @@ from outrider.scripts.reports.rendering import (
 from outrider.scripts.reports.score_table import DEPTHS as MOST
 from outrider.scripts.reports.score_table import Row, by_depth, ranks
 from outrider.scripts.reports.table import Table, interval, number
-from outrider.scripts.scoring.extras import stops_paying
+from outrider.scripts.scoring.batches import stops_paying
 
 
 def page(report: dict[str, Any]) -> str:
@@ -31,7 +31,6 @@ def page(report: dict[str, Any]) -> str:
         report=report,
         head=head,
         sub=sub,
-        race=race.drawn(report),
         cards=cards(report),
         scores=marked(report),
         ranking=score_table.ranking(report) if len(report.get("ranking") or []) > 1 else None,
@@ -49,14 +48,10 @@ def page(report: dict[str, Any]) -> str:
 
 def drawings(report: dict[str, Any]) -> list[Drawing]:
     """The figures of a report, in order."""
-    drawn = [
+    return [
         Drawing(plots.svg(plots.panel(name, report), name), described(name, report))
         for name in plots.PANELS
     ]
-    for name, (draw, words) in tuning_plots.present(tuning_plots.EVALUATE, report).items():
-        made = plots.figure(draw, report, plots.height(name, report))
-        drawn.append(Drawing(plots.svg(made, name), words))
-    return drawn
 
 
 BARS = {
@@ -66,9 +61,6 @@ BARS = {
 WORDS = {
     "acceptance_by_position": "Acceptance by depth in the draft, a line per drafter.",
     "accepted_length_by_category": "Accepted length by category with intervals, a dot per drafter.",
-    "time_per_token": "Milliseconds per token by part: target, drafter, distribution, "
-    "verification, cache, "
-    "Python.",
 }
 
 

@@ -30,14 +30,6 @@ CROWD = 4  # more drafters than these get one line each
 WIDE = 6.6  # inches of a panel
 INK, MUTED, GRID = "#1d2433", "#667085", "#e6e8ee"
 COLORS = ("#3767d6", "#e2762b", "#1f9d73", "#8b56c9", "#d43f5e", "#0f93a8", "#a8832a", "#c45aa5")
-PARTS = {
-    "target": ("target's passes", "#3767d6"),
-    "drafter": ("drafter", "#8b56c9"),
-    "distribution": ("distribution", "#1f9d73"),
-    "verify": ("verification", "#a8d06b"),
-    "cache": ("cache", "#e2762b"),
-    "python": ("Python", "#b9bfcc"),
-}
 EVEN: Any = {"color": MUTED, "linewidth": 1, "linestyle": (0, (3, 3))}  # the line at no gain
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -164,29 +156,6 @@ def by_category(ax: Axes, report: dict[str, Any]) -> None:
     legend(ax)
 
 
-def stacked(ax: Axes, rows: Sequence[tuple[str, dict[str, float]]]) -> None:
-    """Milliseconds per token by part, a bar for every (label, parts)."""
-    far = max((sum(max(v, 0.0) for v in parts.values()) for _, parts in rows), default=1.0)
-    for y, (_, parts) in enumerate(rows[::-1]):
-        left = 0.0
-        for part, (name, color) in PARTS.items():
-            width = max(parts.get(part) or 0.0, 0.0)
-            label = None if y else name
-            ax.barh(y, width, left=left, height=0.62, color=color, label=label)
-            left += width
-        ax.text(left + 0.012 * far, y, f"{left:.1f}", va="center", color=INK)
-    named(ax, [label for label, _ in rows[::-1]])
-    ax.set_xlim(0, far * 1.12)
-    ax.set_title("Where the time goes")
-    ax.set_xlabel("milliseconds per token while decoding")
-    legend(ax, 6)
-
-
-def time_per_token(ax: Axes, report: dict[str, Any]) -> None:
-    timed = [d for d in report["drafters"] if d.get("ms_per_token")]
-    stacked(ax, [(d["label"], d["ms_per_token"]) for d in timed])
-
-
 def legend(ax: Axes, columns: int = 3) -> None:
     """Below the panel, in as many columns as fit: a wider one would squeeze the drawing."""
     handles, labels = ax.get_legend_handles_labels()
@@ -216,7 +185,6 @@ def _width(labels: Sequence[str], columns: int) -> list[float]:
 PANELS: dict[str, Callable[[Axes, dict[str, Any]], None]] = {
     "speedup": speedup,
     "accepted_length": accepted_length,
-    "time_per_token": time_per_token,
     "acceptance_by_position": by_position,
     "accepted_length_by_category": by_category,
 }
@@ -228,7 +196,7 @@ def height(name: str, report: dict[str, Any]) -> float:
         drawn = max(len(drafting(report)), 1)
         categories = len({c for d in report["drafters"] for c in d["by_category"]})
         return 1.6 + max(0.3, 0.1 * drawn) * max(categories, 2)
-    return 1.7 + 0.36 * max(5, len(report["drafters"])) if name in PANELS else 3.8
+    return 1.7 + 0.36 * max(5, len(report["drafters"]))
 
 
 def panel(name: str, report: dict[str, Any]) -> Figure:

@@ -39,24 +39,6 @@ def unseen(row: Row) -> bool:
     return row["kind"] == "reference" and not row["draft_ms"]
 
 
-def by_category(report: dict[str, Any]) -> Table:
-    """Accepted length of every drafter on all prompts and on each category, and who of
-    a union proposed what was accepted."""
-    rows = [row for row in report["drafters"] if row["shape"] != "none"]
-    known = list(rows[0]["by_category"]) if rows else []
-    head = ["drafter", "all", *known, "accepted draft tokens by"]
-    lines = []
-    for row in rows:
-        cells = [row["by_category"][name]["accepted_length"]["mean"] for name in known]
-        shares = [
-            f"{part['name'].rpartition('/')[2]} {part['accepted']} ({part['alone']} alone)"
-            for part in row.get("by_drafter", [])
-        ]
-        cells_of = [row["label"], interval(row["accepted_length"]), *map(number, cells)]
-        lines.append([*cells_of, ", ".join(shares) or "–"])
-    return Table(head, lines, title(report), words=(0, -1))
-
-
 COLUMNS: Columns = [
     ("drafter", lambda r: r["label"]),
     ("accepted length", lambda r: interval(r["accepted_length"])),

@@ -1,5 +1,6 @@
-"""A report to wandb, only when asked for: a table of scores, figures, and numbers under the names
-train/, eval/ and speed/. `wandb=` means what it means to a training run (train/trackers.py)."""
+"""A report to wandb, only when asked for: a table of scores, figures, and numbers under the
+names train/, eval/ and speed/. `wandb=` means what it means to a training run
+(train/trackers.py)."""
 
 from __future__ import annotations
 

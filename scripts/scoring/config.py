@@ -26,11 +26,6 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
     # draft length; FOLDER@tree+ngram joins the drafts of two; NAME@http://HOST:PORT is a
     # running server. All of them must load
     drafters: Filled[str] = field(default_factory=lambda: ["none", "ngram"])
-    # further drafters to choose among: folders, folders of runs, repositories, families (a
-    # kind of head). What cannot be loaded is named and left out
-    candidates: list[str] = field(default_factory=list)
-    # where runs of a family are looked for
-    runs: str = "runs"
     # JSONL of {question_id, category, turns: [...]}, as MT-Bench and Spec-Bench write it
     prompts: str = "scripts/prompts/demo.jsonl"
     # a published set in place of `prompts`: suite=mtbench, suite=all (conf/suite)
@@ -63,7 +58,7 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
     # waited for at every part; they enter no speed. 0 = none; without a GPU the run's own
     # timers tell
     breakdown: ZeroOrMore = 4
-    # off, online or offline: table, answers and figures to wandb in one of its modes, and no
+    # off, online or offline: table and figures to wandb in one of its modes, and no
     # error where it is not installed
     wandb: Wandb = "off"
     # project of wandb
@@ -82,13 +77,12 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
         """Problems as "key: value; rule; fix", at every temperature."""
         every = {self.temperature, *self.temperatures}
         found = [line for t in every for line in PenaltyKeys.validate(replace(self, temperature=t))]
-        for key in ("drafters", "candidates"):
-            wrong = (wrong_address(name) for name in getattr(self, key))
-            found += [f"{key}: {line}" for line in wrong if line]
-            served = [one for name in getattr(self, key) if (one := SERVER.fullmatch(name))]
-            if served and self.repetition_penalty != 1:
-                found.append(
-                    f"{key}: {served[0][1]} is a server, which is asked without "
-                    f"repetition_penalty={self.repetition_penalty:g}; leave one of them out"
-                )
+        wrong = (wrong_address(name) for name in self.drafters)
+        found += [f"drafters: {line}" for line in wrong if line]
+        served = [one for name in self.drafters if (one := SERVER.fullmatch(name))]
+        if served and self.repetition_penalty != 1:
+            found.append(
+                f"drafters: {served[0][1]} is a server, which is asked without "
+                f"repetition_penalty={self.repetition_penalty:g}; leave one of them out"
+            )
         return found

@@ -21,7 +21,6 @@ from outrider.heads.interop import LAYOUTS, detect, read_folder
 from outrider.heads.names import DraftSpec
 from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
 from outrider.scripts.import_head import same_target
-from outrider.scripts.scoring.extras import extras
 from outrider.scripts.scoring.systems import systems_of
 from tests.helpers.fuzz_heads import KINDS, made, target_of, works, write
 from tests.helpers.interop import DEEP, deep_target, folder, random_head
@@ -171,12 +170,12 @@ def tuned_head(place: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def drafts(head: Path) -> None:
-    """What evaluate does with a drafter and what lies beside it."""
+    """What evaluate does with a drafter."""
     target = target_of("medusa")
     for how in ("", "@chain", "@tree"):
         drafter = resolve_drafter(f"{head}{how}", target)
         generate(target, drafter, [Request([5, 6, 7], 4)], Sampling(), eos_ids=())
-    extras(systems_of([str(head)], target)[0])
+    systems_of([str(head)], target)
 
 
 def test_decode_json_that_is_nested_too_deeply(tmp_path: Path) -> None:

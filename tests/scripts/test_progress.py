@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from outrider.scripts.common.meter import Meter
-from outrider.scripts.common.progress import Steps, clock
+from outrider.scripts.common.progress import Steps
 
 
 class Watch:
@@ -36,30 +36,6 @@ def test_a_log_gets_a_line_now_and_then(capsys: Any) -> None:
     assert len(lines) == 5 and lines[-1] == "scoring: 10 of 10 (prompt 9), 3:20 min so far"
 
 
-def test_short_work_and_terminals_and_quiet_get_none(capsys: Any) -> None:
-    bar, watch = steps()
-    with bar:
-        task = bar.add_task("short", total=3)
-        for _ in range(3):
-            watch.now += 9.0
-            bar.advance(task)
-    for more, quiet in (({"force_terminal": True}, False), ({}, True)):
-        watch = Watch()
-        bar = Steps(console=Console(file=io.StringIO(), **more), now=watch, quiet=quiet)
-        with bar:
-            task = bar.add_task("long", total=3)
-            watch.now += 100.0
-            bar.advance(task)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_transient_bar_leaves_nothing_in_a_log() -> None:
-    out = io.StringIO()
-    with Steps(console=Console(file=out), transient=True) as bar:
-        bar.advance(bar.add_task("x", total=1))
-    assert out.getvalue() == ""
-
-
 def test_work_that_goes_on_takes_its_pace_from_what_it_does_itself(capsys: Any) -> None:
     bar, watch = steps()
     with bar:
@@ -68,17 +44,6 @@ def test_work_that_goes_on_takes_its_pace_from_what_it_does_itself(capsys: Any) 
         bar.update(task, completed=85)
         bar.update(task, completed=86)
     assert capsys.readouterr().err == "greedy: 85 of 100, 1:00 min so far, about 3:00 min left\n"
-
-
-def test_times_are_short() -> None:
-    assert [clock(s) for s in (0.4, 59.4, 60, 3599, 3600, 9000)] == [
-        "0 s",
-        "59 s",
-        "1:00 min",
-        "59:59 min",
-        "1:00 h",
-        "2:30 h",
-    ]
 
 
 def test_a_block_without_a_single_answer_stops_no_meter() -> None:

@@ -4,7 +4,6 @@ project.
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -49,21 +48,12 @@ def test_all_forms(tmp_path) -> None:
     "line, message",
     [
         ('{"turns": ["a"', "is not JSON.*every line must be one JSON object"),
-        ('["a"]', "not a JSON object"),
         ('{"question": "a"}', "none of turns, messages, conversations, prompt.*question"),
         ('{"turns": []}', "no user turn"),
         ('{"turns": ["a", " "]}', "empty turn"),
-        ('{"turns": "a"}', "turns must be a list of texts"),
-        ('{"turns": [1]}', "turns must be text"),
         ('{"prompt": null}', "prompt must be text"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "no user turn"),
-        ('{"messages": ["a"]}', "messages must be a list"),
         ('{"prompt": "b", "id": "x"}', "line 1 already"),
         ('{"prompt": "cut \\ud83d"}', "prompt holds half of a surrogate pair"),
-        ('{"turns": ["a", "\\udc00 cut"]}', "turns holds half of a surrogate pair"),
-        ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "messages holds half"),
-        ('{"prompt": "b", "id": "\\ud83d"}', "id holds half"),
-        ('{"prompt": "b", "category": "\\ud83d"}', "category holds half"),
         ('{"prompt": ' + "[" * 100_000, "nested too deeply"),
     ],
 )
@@ -96,37 +86,6 @@ def test_unreadable_files(tmp_path) -> None:
     for path, message in cases:
         with pytest.raises(UserError, match=message):
             load_prompts(path)
-
-
-def test_demo_prompts_cover_eight_categories() -> None:
-    prompts = load_prompts(DEMO)
-    counts = Counter(p.category for p in prompts)
-    assert set(counts) == {
-        "writing",
-        "qa",
-        "summarization",
-        "translation",
-        "math",
-        "code",
-        "rag",
-        "multi_turn",
-    }
-    assert len(prompts) >= 80 and min(counts.values()) >= 10
-    assert all(len(p.turns) == (2 if p.category == "multi_turn" else 1) for p in prompts)
-    openings = [frozenset(re.findall(r"\w+", p.turns[0].casefold())) for p in prompts]
-    for i, one in enumerate(openings):
-        for other in openings[:i]:
-            assert len(one & other) / len(one | other) < 0.7, (one, other)
-    assert all(
-        60 <= len(p.turns[0].split()) <= 170
-        for p in prompts
-        if p.category in ("summarization", "rag")
-    )
-    tokenizer = byte_tokenizer()
-    longest = max(
-        len(chat_ids(tokenizer, [{"role": "user", "content": t}])) for p in prompts for t in p.turns
-    )
-    assert longest < 1000  # fits the tiny target's context
 
 
 def test_header_and_end_of_the_user_turn() -> None:

@@ -82,16 +82,6 @@ def test_greedy_references_write_what_we_write(fields: dict[str, Any]) -> None:
         assert found == want, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("field", OTHERS)
-def test_every_field_alone(field: str) -> None:
-    fields = {field: OTHERS[field]}
-    target, helper = asking(**fields), asking("llama", **fields)
-    want = texts(generate(target, NoDraft(), requests(), Sampling()))
-    for name, found in references(target, helper, Sampling()).items():
-        assert found == want, name
-
-
 def test_our_own_penalty_is_part_of_the_distribution() -> None:
     target, helper = asking(**QWEN), asking("llama", **QWEN)
     sampling = Sampling(repetition_penalty=1.2)
@@ -175,24 +165,6 @@ def test_what_the_model_asks_for_is_said_in_one_line() -> None:
         "top_k": 20,
     }
     (line,) = facts.notes(target, Sampling())
-    assert line == (
-        "target: its generation_config asks for repetition_penalty=1.05, "
-        "temperature=0.7, top_k=20, which this run "
-        "does not apply: set repetition_penalty=1.05 temperature=0.7 top_k=20 to make "
-        "them part of the distribution"
-    )
-
-
-def test_what_the_run_applies_is_not_said() -> None:
-    target = asking(**{**QWEN, "repetition_penalty": 1.05})
-    assert facts.ignored(target.model, Sampling(0.7, 20, 0.8, repetition_penalty=1.05)) == {}
-    assert facts.notes(Target(build("llama")), Sampling()) == []
-
-
-def test_what_no_key_can_ask_for_is_said_as_well() -> None:
-    target = asking(num_beams=2, suppress_tokens=list(range(90)))
-    (line,) = facts.notes(target, Sampling())
-    assert line.startswith(
-        "target: its generation_config asks for num_beams=2, suppress_tokens=[0, 1, 2, 3"
-    )
-    assert line.endswith("..., which this run does not apply") and len(line) < 250
+    assert "repetition_penalty=1.05, temperature=0.7, top_k=20" in line
+    same = Sampling(0.7, 20, repetition_penalty=1.05)
+    assert facts.ignored(target.model, same) == {} and facts.notes(target, same) == []

@@ -14,7 +14,6 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts import evaluate
-from outrider.scripts.scoring import names
 from outrider.scripts.scoring.served import ServedSystem, accepted, cycles_of
 from outrider.scripts.serving.asking import Reply
 from tests.helpers.speculating_server import serving
@@ -72,12 +71,6 @@ def test_a_server_that_is_down_is_named(target: Target) -> None:
         served([Request([1, 2], 4)], Sampling(), 0)
     with pytest.raises(UserError, match="without repetition_penalty"):
         served([Request([1, 2], 4)], Sampling(repetition_penalty=1.2), 0)
-
-
-def test_names_of_servers() -> None:
-    url = "http://127.0.0.1:8000/v1"
-    assert names.label(f"vllm-0.32@{url}") == "vllm-0.32"
-    assert names.labels([f"a@{url}", "a"]) == [f"a@{url}", "a"]
 
 
 def test_cycles_are_as_many_as_the_totals_say() -> None:

@@ -36,31 +36,11 @@ def test_markdown() -> None:
     assert Table.of(columns, [{"n": 1, "k": "x"}]).rows == [["1", "xx"]]
 
 
-def test_terminal_shows_what_stands_there_and_no_markup() -> None:
-    text = shown(TABLE)
-    assert text.splitlines()[0] == "what was measured"
-    assert text.splitlines()[-2:] == ["NOT LOSSLESS: a", "a note [red]"]
-    assert "│ a [bold] │ 1.40 [1.32, 1.50] │ x      │" in text
-    assert "│ b        │              2.00 │ longer │" in text
-
-
 def test_a_narrow_terminal_gets_fewer_columns_and_no_brackets() -> None:
     narrow = shown(TABLE, width=100, force_terminal=True, no_color=True)
     assert "longer" not in narrow and "1.32" not in narrow and "1.40" in narrow
     assert "longer" in shown(TABLE, width=130, force_terminal=True, no_color=True)
     assert "longer" in shown(TABLE, width=60), "a log has no width"
-
-
-def test_the_best_row_is_marked() -> None:
-    text = shown(Table(("drafter", "length"), [["a", "1"], ["b", "2"]], best=1))
-    assert "│   a     │" in text and "│ ▸ b     │" in text
-
-
-def test_names_and_values_have_no_head() -> None:
-    assert shown(Table((), [("memory", "80 GB"), ("hours", "7")])).split() == [
-        *("memory", "80", "GB"),
-        *("hours", "7"),
-    ]
 
 
 @pytest.mark.parametrize("head", [True, False])
