@@ -15,7 +15,7 @@ Shape letters: B live rows, N tree nodes, D path length, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -76,7 +76,6 @@ class Seat:
     generation: Generation
     watch: Watch
     top: int | None
-    row: _Row = field(repr=False)
 
 
 class LiveBatch(Engine):
@@ -86,8 +85,7 @@ class LiveBatch(Engine):
     A draft that comes to NaN or infinity ends there, and no other row learns of it; `left_out` says
     how many there were.
 
-    After an exception of `step` the batch is broken: throw it away. Its requests may `resume` in
-    another one.
+    After an exception of `step` the batch is broken: throw it away.
     """
 
     def __init__(
@@ -127,11 +125,6 @@ class LiveBatch(Engine):
         """Whether anything runs or waits."""
         return bool(self._seats)
 
-    @property
-    def waiting(self) -> int:
-        """Requests that have joined and found no free row yet."""
-        return len(self.queue)
-
     def join(self, request: Request, watch: Watch, top: int | None = None) -> Seat:
         """Take a request in; it is read at the next step that finds a free row.
 
@@ -150,17 +143,7 @@ class LiveBatch(Engine):
         row = _Row(number, request, Generation(list(request.prompt)), limit)
         if limit <= 0:
             row.done = True
-        return self._seated(row, watch, top)
-
-    def resume(self, seat: Seat) -> Seat:
-        """Go on with a request of a batch that broke: its text is read again, tokens so far
-        included, and what follows is drawn with random numbers that nothing was drawn with."""
-        row = replace(seat.row, index=self._joined, cycle=seat.row.cycle + 1)
-        self._joined += 1
-        return self._seated(row, seat.watch, seat.top)
-
-    def _seated(self, row: _Row, watch: Watch, top: int | None) -> Seat:
-        seat = Seat(row.index, row.out, watch, top, row)
+        seat = Seat(row.index, row.out, watch, top)
         self._seats[row.index] = seat, row
         if not row.done:
             self.queue.append(row)

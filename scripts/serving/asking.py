@@ -48,7 +48,7 @@ class Address:
 class Reply:
     """tokens: generated ids, the stop token included where the server sends it; None where it
     sends none. drafted, accepted: draft tokens of this answer, where the server tells them, drafts:
-    in how many passes they were verified, where that is told too (SGLang).
+    in how many passes they were verified, where that is told too (SGLang, scripts/serve.py).
     rows: {token: log-probability} at every token, where they were asked for and came.
     """
 
@@ -324,9 +324,19 @@ def _read_openai(reply: Any) -> Reply:
     if not isinstance(text, str) or not (tokens is None or token_forms.is_ids(tokens)):
         raise Again("an answer of another form")
     rows = None if tokens is None else token_forms.read_rows(choice, tokens)
+    counts = _read_speculation(reply)
     with contextlib.suppress(AnswerRefused):  # then they stand for nothing told
-        return Reply(tokens, text, reason == "stop", rows=rows and [_sound(row) for row in rows])
-    return Reply(tokens, text, reason == "stop")
+        sound = rows and [_sound(row) for row in rows]
+        return Reply(tokens, text, reason == "stop", rows=sound, **counts)
+    return Reply(tokens, text, reason == "stop", **counts)
+
+
+def _read_speculation(reply: Any) -> dict[str, Any]:
+    """What scripts/serve.py tells with an answer; {} of other servers."""
+    told = reply.get("speculation")
+    keys = ("drafts", "drafted", "accepted")
+    counts = {key: told.get(key) for key in keys} if isinstance(told, dict) else {}
+    return counts if token_forms.is_ids([*counts.values()]) else {}
 
 
 def _read_n_probs(reply: Any) -> dict[int, float]:

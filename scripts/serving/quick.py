@@ -73,9 +73,10 @@ class _Kind:
 
 @dataclass
 class _Collected:
-    """What came back so far."""
+    """What came back so far. drafted: draft tokens that the answers themselves tell."""
 
     answers: list[JudgedAnswer] = field(default_factory=list)
+    drafted: int = 0
     notes: set[str] = field(default_factory=set)
     ended: int = 0
     late: bool = False
@@ -143,7 +144,7 @@ async def _ask(
             f"seconds: {plan.seconds:g} went by without one whole answer of {server.root}; give "
             "seconds=120, or ask a faster server"
         )
-    drafted = None if found.rose is None else found.rose["draft_tokens"]
+    drafted = (collected.drafted or None) if found.rose is None else found.rose["draft_tokens"]
     about = {"url": plan.address.url, "kind": server.kind, "model": server.model}
     return collected, about | {"drafted": drafted}
 
@@ -188,6 +189,7 @@ async def _waves(
             for i in range(kind.level)
         ]
         replies = await asyncio.gather(*map(server.answer, some, requests))
+        collected.drafted += sum(reply.drafted or 0 for reply in replies)
         for prompt, reply in zip(some, replies, strict=True):
             tokens = _tokens(server, reply, limit, collected)
             rows = await _rows(server, prompt, tokens, reply, collected)
