@@ -16,7 +16,6 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.conf.jsonl import records
-from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import DecodedRun, Generation, Request, Timing, generate
 from outrider.decode.models.load import TargetConfig, load_target
@@ -28,7 +27,6 @@ from outrider.scripts.proofs.greedy import Plain
 from outrider.scripts.reports import plots
 from outrider.scripts.scoring import breakdown, contest
 from outrider.scripts.scoring import systems as systems_module
-from outrider.scripts.scoring.assisted import assistants
 from outrider.scripts.scoring.contest import Contest, ContestSettings, ScoredAnswer, System
 from outrider.scripts.scoring.reference import hf_generate
 from outrider.scripts.scoring.same_tokens import lossless
@@ -253,57 +251,6 @@ def test_drafters_take_turns_at_going_first(target: Target) -> None:
     contest.run_contest(target, prompts, systems, SETTINGS, quiet=True)
     assert order[:3] == ["none", "b", "c"], "warm-up"
     assert order[3:] == ["none", "b", "c", "b", "c", "none", "c", "none", "b"]
-
-
-def test_history_comes_from_none(target: Target) -> None:
-    read: dict[str, list[list[int]]] = {"none": [], "b": []}
-    systems = [
-        telling(
-            n,
-            ord(n[0].upper()),
-            lambda requested, n=n: read[n].extend(list(r.prompt) for r in requested),
-        )
-        for n in read
-    ]
-    talk = [Prompt("0", "chat", ["x", "y"])]
-    contest.run_contest(target, talk, systems, SETTINGS, quiet=True)
-    assert read["none"] == read["b"] and ord("N") in read["b"][-1] and ord("B") not in read["b"][-1]
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_hf_generate_writes_what_none_writes(target: Target, batch_size: int) -> None:
-    requests = [
-        Request([5, 9, 33, 12], 16, id=0),
-        Request([7, 8], 9, id=1),
-        Request([40] * 11, 16, id=2),
-    ]
-    ours = generate(target, NoDraft(), requests, Sampling(), batch_size=batch_size)
-    theirs = hf_generate(target, requests, Sampling(), batch_size=batch_size)
-    assert [g.token_ids for g in ours.generations] == [g.token_ids for g in theirs.generations]
-    assert [g.finish for g in ours.generations] == [g.finish for g in theirs.generations]
-    assert 0 < theirs.timing.prefill_s < theirs.timing.total_s
-
-
-def test_assisted_references_write_what_generate_writes_and_warn_of_nothing(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.generation import utils
-
-    message: list[Any] = []
-    for name in ("warning", "warning_once"):
-        monkeypatch.setattr(utils.logger, name, lambda *a, **_: message.append(a))
-    requests = [Request([5, 9, 33, 12], 16, id=0)]
-    plain = hf_generate(target, requests, Sampling()).generations[0].token_ids
-    twin = DraftModel(load_target(TargetConfig(kind="tiny", context=256), "float32", "cpu"), 3)
-    for name, reference, k in [*assistants("a", target, twin), *assistants("l", target, None)]:
-        generation = reference(requests, Sampling(), 0).generations[0]
-        assert generation.token_ids == plain, name
-        if (
-            name == "a"
-        ):  # the target's weights as the assistant: every cycle that may draft K accepts K
-            assert k == 3
-            assert {(c.proposed, c.accepted) for c in generation.cycles if not c.cut} == {(3, 3)}
-    assert message == []
 
 
 def test_hf_generate_samples_without_touching_the_global_generator(target: Target) -> None:

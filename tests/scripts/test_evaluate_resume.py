@@ -203,29 +203,6 @@ def test_a_lost_server_stays_lost(tmp_path: Path) -> None:
     assert again.lost == later.lost and again.sittings == ["a", "b"]
 
 
-def test_suites_that_are_measured_wait_for_the_others(
-    tmp_path: Path, measured: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named = ["mtbench", "gsm8k"]
-    found = [evaluate.SuiteConfig(name=name) for name in named]
-    monkeypatch.setattr(evaluate, "suites", lambda _: found)
-    requested_of = (
-        evaluate.load_prompts(prompts_file(tmp_path)),
-        {"path": "p", "sha256": "0" * 64},
-    )
-    monkeypatch.setattr(evaluate, "requested_of", lambda *_: requested_of)
-    message = [{"name": name, "asked": PROMPTS, "drafters": []} for name in named]
-    monkeypatch.setattr(evaluate, "in_one", lambda *_: {"suites": message, "missing": []})
-    keys = (*SMALL, *REQUESTED, "suite=all", f"out={tmp_path}/out")
-    with monkeypatch.context() as patch:
-        stop_after(43, patch, ctrl_c)  # 40 of the first suite
-        assert code_of(evaluate.main, *keys) == 130
-    measured.clear()
-    assert code_of(evaluate.main, *keys) == 0
-    assert len(measured) == 40, "those of the second suite"
-    assert not list(tmp_path.glob("out/*/unfinished"))
-
-
 def test_kill_and_sigterm_in_the_middle(
     requested: tuple[str, ...], tmp_path: Path, measured: list[Any], uninterrupted: list[Any]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -158,17 +157,3 @@ def test_a_command_fails_in_a_line(tmp_path: Path) -> None:
     command.leaves.unlink()
     with pytest.raises(UserError, match="left is missing after its step"):
         pipeline.run([command])
-
-
-def test_a_step_of_this_process_is_kept_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pipeline = Pipeline("job", tmp_path / "job")
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.once("first", "the first", stop)
-    assert pipeline.once("first", "the first", lambda: None) is None
-    assert Pipeline("job", tmp_path / "job").once("first", "the first", stop) is None, "kept"
-    assert capsys.readouterr().out == "job: the first\n" * 2
-    rows = (tmp_path / "job/steps/first/runs.jsonl").read_text().splitlines()
-    assert [json.loads(row)["value"] for row in rows] == [[], [None]]
-    assert list(pipeline.seconds) == ["first"]

@@ -191,26 +191,13 @@ def test_a_description_of_ones_own(tmp_path: Path) -> None:
     "keys, said",
     [
         ({"prompts": "ultrachart"}, "did you mean ultrachat?"),
-        ({"prompts": "magicoder", "prompts_path": "/none"}, "prompts_path: /none is not there"),
         ({"prompts": "asked.jsonl", "prompts_path": "x"}, "prompts_path: only with prompts=NAME"),
-        ({"prompts": "asked.jsonl", "unseen": ["x"]}, "unseen: only with prompts=NAME"),
         ({"prompts": "aya", "prompts_path": "FILE"}, "prompts: aya has no column 'inputs'"),
-        ({"prompts": "magicoder", "prompts_path": "EMPTY"}, "no row can be asked .prompt holds"),
-        (
-            {"prompts": "magicoder", "prompts_path": "FILE", "unseen": ["gsm9k"]},
-            "unseen: 'gsm9k' is neither a suite .*alpaca",
-        ),
     ],
 )
 def test_mistakes_are_a_line(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
-    files = {
-        "FILE": str(written(tmp_path, "file", [{"problem": "Write f."}])),
-        "EMPTY": str(written(tmp_path, "empty", [{"problem": " "}])),
-    }
-    keys = {
-        key: files.get(value, value) if key == "prompts_path" else value
-        for key, value in keys.items()
-    }
+    file = str(written(tmp_path, "file", [{"problem": "Write f."}]))
+    keys = {key: file if value == "FILE" else value for key, value in keys.items()}
     cfg = config(tmp_path, "http://127.0.0.1:9/v1", **keys)
     with pytest.raises(UserError, match=said) as error:
         problems = cfg.validate()

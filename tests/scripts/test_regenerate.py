@@ -279,22 +279,6 @@ def test_malformed_lines_count_and_do_not_shift_the_others(tmp_path: Path) -> No
     assert requested(tmp_path) == [0, 1, 2, 4, 5, 6, 7] and ledger.failed == [[6, "no answer to 3"]]
 
 
-def test_failures_of_an_earlier_run_count(tmp_path: Path) -> None:
-    write(tmp_path, [*range(10)])
-    ask(tmp_path, failing(1), total=5, share=0.25)
-    with pytest.raises(UserError, match="3 of 10 questions have no answer"):
-        ask(tmp_path, failing(6, 8), share=0.25)
-    _, ledger = ask(tmp_path, failing(6, 8), share=0.3)
-    assert [line for line, _ in ledger.failed] == [2, 7, 9]
-    assert requested(tmp_path) == [0, 2, 3, 4, 5, 7, 9]
-
-
-def test_an_answer_between_them_ends_a_row_of_failures(tmp_path: Path) -> None:
-    write(tmp_path, [*range(21)])
-    _, ledger = ask(tmp_path, failing(*range(1, 20, 2), error=GivenUp))
-    assert requested(tmp_path) == [*range(0, 21, 2)] and len(ledger.failed) == 10
-
-
 # on disk
 # -----------------------------------------------------------------------------
 

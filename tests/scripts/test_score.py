@@ -4,8 +4,6 @@ counted apart.
 
 from __future__ import annotations
 
-import copy
-import json
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from outrider.decode.engine import Cycle, Generation, Timing
 from outrider.decode.timing import PARTS
 from outrider.scripts.reports import page, plots, score_table
-from outrider.scripts.scoring.batches import batches, stops_paying
+from outrider.scripts.scoring.batches import stops_paying
 from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
 from outrider.scripts.scoring.score import Scores, output_lines
 
@@ -257,30 +255,6 @@ def test_names_cannot_break_out_of_the_page(report: dict[str, Any]) -> None:
     assert "&lt;b&gt;{{ 7 * 7 }}&lt;/b&gt;" in text
 
 
-def crowd(report: dict[str, Any], count: int = 9) -> dict[str, Any]:
-    """The report with many drafters of long names."""
-    one = {
-        **copy.deepcopy(report["drafters"][1]),
-        "shape": "tree",
-        "acceptance_by_rank": [[3, 1, 1], [1]],
-    }
-    many = [
-        {**one, "name": f"n{i}", "label": f"/srv/somewhere/quite/deep/runs/number-{i}/of/them@tree"}
-        for i in range(count)
-    ]
-    return {**report, "drafters": [report["drafters"][0], *many], "pairs": []}
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_many_long_names_leave_room_for_the_drawing(report: dict[str, Any]) -> None:
-    wide = crowd(report)
-    for name in ("acceptance_by_position", "accepted_length_by_category"):
-        made = plots.panel(name, wide)
-        plots.png(made, 40)
-        box = made.axes[0].get_position()
-        assert box.width > 0.5 and box.height > 0.35, (name, box)
-
-
 def test_batches_name_where_drafting_stops_paying() -> None:
     def points(*speeds: tuple[float, float | None]) -> list[dict[str, Any]]:
         return [
@@ -294,27 +268,6 @@ def test_batches_name_where_drafting_stops_paying() -> None:
     }
     assert stops_paying(points((0.9, 0.8), (0.7, 0.6))) == {"pays_up_to": None, "stops_at": 1}
     assert stops_paying(points((1.5, None), (1.2, None))) == {"pays_up_to": None, "stops_at": None}
-
-
-def test_the_page_names_the_batch_at_which_drafting_stops_paying(report: dict[str, Any]) -> None:
-    assert "stops paying at" not in page.page(report)
-    four = copy.deepcopy(report)
-    four["settings"]["batch_size"] = 4
-    four["drafters"][1]["speedup"] = {"mean": 0.9, "low": 0.8, "high": 0.95}
-    report["batches"] = batches([four, report])
-    assert [p["batch_size"] for p in report["batches"]["fast"]] == [1, 4]
-    text = page.page(report)
-    assert "stops paying at" in text and "<td>batch 4</td>" in text
-
-
-def test_the_headline_claims_only_what_was_measured(report: dict[str, Any]) -> None:
-    report["drafters"][1]["speedup"] = {"mean": 1.1, "low": 0.9, "high": 1.3}
-    assert "not clearly faster" in page.headline(report)[0]
-    report["drafters"][1]["speedup"] = {"mean": 0.7, "low": 0.6, "high": 0.8}
-    assert (
-        page.headline(report)[0]
-        == "No drafter is faster here: the fastest, fast, runs at 0.70× plain decoding"
-    )
 
 
 def test_a_busy_machine_is_not_believed(report: dict[str, Any], contest: Contest) -> None:
@@ -356,8 +309,3 @@ def test_the_table_in_markdown(report: dict[str, Any]) -> None:
     assert "| fast | 2.00" in lines[3] and "1/2 +1≈" in lines[3]
     report["drafters"][1]["lossless"]["beyond_rounding"] = 1
     assert any("NOT LOSSLESS" in line for line in score_table.notes(report))
-
-
-def test_the_report_is_plain_json(report: dict[str, Any]) -> None:
-    json.loads(json.dumps(report, allow_nan=False))
-    assert plots.png(plots.panel("speedup", report))[:4] == b"\x89PNG"

@@ -91,15 +91,8 @@ def test_the_form_of_the_set_is_read(
     "suite, text, described",
     [
         (SuiteConfig("x", path="none-such"), None, "suite.path: none-such is not there"),
-        (SuiteConfig("x"), None, "is on no hub; give suite.path=FILE"),
         (SuiteConfig("x", turns="q"), '{"a": "b"}', "row 1 has no column 'q' .its columns: a"),
-        (SuiteConfig("x", turns="a"), '{"a": 5}', "holds neither text nor a list"),
         (SuiteConfig("x", turns="a"), '{"a": " "}', "holds an empty turn"),
-        (
-            SuiteConfig("x", turns="a", id="i"),
-            '{"a": "b", "i": 1}\n{"a": "c", "i": 1}',
-            "came before",
-        ),
         (SuiteConfig("x", turns="a"), "{", "could not be loaded"),
         (SuiteConfig("x", turns="a"), "", "suite: x: "),
     ],
@@ -138,16 +131,3 @@ def test_the_report_holds_the_sha256_of_the_suite(
     assert "suite mtbench: 2 prompts, the published set has 80" in capsys.readouterr().err
     assert run("suite=mt-bench", f"out={tmp_path / 'x'}") == 2
     assert "suite=mt-bench: no such option; did you mean mtbench?" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_all_suites_give_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("gsm8k", "alpaca"):
-        written(tmp_path, name)
-    keys = ["suite=all", f"suite.path={tmp_path}", "drafters=[none]", "parity=0"]
-    assert run(*keys, f"out={tmp_path / 'out'}") == 3, "six suites are not there"
-    found = json.loads((tmp_path / "out/suites.json").read_text())
-    assert [one["name"] for one in found["suites"]] == ["alpaca", "gsm8k"]
-    assert len(found["missing"]) == 6
-    assert "accepted length, speedup by suite" in capsys.readouterr().out
-    assert run("suite=all", f"suite.path={tmp_path / 'none'}", f"out={tmp_path / 'y'}") == 2

@@ -12,13 +12,12 @@ import pytest
 
 from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.jsonl import records
-from outrider.conf.schema import compose
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.scripts.common.files import sole_writer
 from outrider.scripts.synthesis import ledger
 from outrider.scripts.synthesis import write as synthesis
-from outrider.scripts.synthesis.ledger import Ledger, differences
+from outrider.scripts.synthesis.ledger import Ledger
 from outrider.scripts.synthesis.write import BlockWriter, clean_question, fingerprint, junk
 from outrider.scripts.synthesize import SynthesizeConfig, synthesize
 from tests.helpers import faults
@@ -117,7 +116,7 @@ def test_a_signal_while_a_block_is_written_waits_for_its_record(
     assert json.loads((tmp_path / "a.jsonl.meta.json").read_text())["blocks"] == [[5, 4]]
 
 
-@pytest.mark.parametrize("dies", [2, 3])
+@pytest.mark.parametrize("dies", [3])
 def test_file_one_block_ahead_of_its_record_is_mended(
     tmp_path, whole: bytes, monkeypatch, dies: int
 ) -> None:
@@ -157,8 +156,6 @@ def test_larger_number_extends_and_smaller_is_refused(tmp_path, whole: bytes) ->
     "change, named",
     [
         ({"seed": 3}, "seed 0, now 3"),
-        ({"max_new_tokens": 13}, "max_new_tokens 12, now 13"),
-        ({"batch": 6}, "batch 5, now 6"),
         ({"target": TargetConfig(kind="tiny", vocab=260, seed=1)}, "target.weights_sha256"),
     ],
 )
@@ -204,11 +201,6 @@ def test_model_that_invents_nothing_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="usable .*too short.*instruction-tuned"):
         synthesize(cfg)
     assert files(tmp_path) == []
-
-
-def test_command_line(tmp_path) -> None:
-    cfg = compose("synthesize", SynthesizeConfig, ["target=tiny", f"out={tmp_path}/a", "seed=4"])
-    assert (cfg.conversations, cfg.batch, cfg.seed, cfg.target.kind) == (600, 96, 4, "tiny")
 
 
 def test_real_signal_leaves_whole_lines_and_code_130(
@@ -281,13 +273,6 @@ def test_duplicates_are_dropped_across_and_inside_blocks(monkeypatch) -> None:
     assert writer.seen >= {"one apple", "old question"}
 
 
-def test_blocks_draw_questions_of_their_own() -> None:
-    target = load_target(TargetConfig(kind="tiny", vocab=260))
-    writer = BlockWriter(target, Sampling(1.0), Sampling(0.7), 40, 6, 4, 0)
-    first, second = writer.block(0, 4), writer.block(1, 4)
-    assert writer.dropped["duplicate"] == 0 and not [row for row in first if row in second]
-
-
 def test_unusual_line_ends_inside_a_text_do_not_split_its_line(tmp_path) -> None:
     made = Ledger(tmp_path / "a.jsonl", {})
     row = {"messages": [{"role": "user", "content": "What\u2028is\x85and\u2029that\x0b?\r\n1"}]}
@@ -318,11 +303,3 @@ def test_files_of_earlier_versions_go_on(tmp_path, old: tuple[str, ...]) -> None
     again = Ledger(made.path, {"seed": 0})
     again.open()
     assert (again.rows, len(again.path.read_text().splitlines())) == (3, 3)
-
-
-def test_differences_are_named_by_path() -> None:
-    assert differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3, "d": 4}}) == [
-        "b.c 2, now 3",
-        "b.d None, now 4",
-    ]
-    assert Ledger(Path("x/a.jsonl"), {}).meta == Path("x/a.jsonl.meta.json")

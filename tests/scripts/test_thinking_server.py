@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from outrider.conf.errors import UserError
-from outrider.conf.schema import compose
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.scripts.synthesis import from_server
-from outrider.scripts.synthesis.regenerate import SURE
 from outrider.scripts.synthesis.server import AnswerRefused, read_answer
-from outrider.scripts.synthesize import SynthesizeConfig, synthesize
+from outrider.scripts.synthesize import synthesize
 from outrider.train.texts.rows import BadRow, RowReading, encode, interpret
 from tests.scripts.test_from_server import config, one_context, serving
 
@@ -163,22 +161,6 @@ def test_too_many_cut_answers_end_the_run_and_the_file_goes_on(
         assert (tmp_path / "a.jsonl").read_bytes() == left
 
 
-def test_a_long_run_ends_as_soon_as_it_is_sure(tmp_path: Path) -> None:
-    """Not after a day. What is on file by then stays there and is counted when it goes on."""
-    questions(tmp_path, 3 * SURE)
-    short = {"max_new_tokens": 9, "concurrency": 16}
-    with serving(tmp_path, thinks="reasoning_content") as url:
-        with pytest.raises(UserError, match=r"max_cut: 25\d of 25\d answers were cut"):
-            synthesize(config(tmp_path, url, **short))
-        first = (tmp_path / "a.jsonl").read_bytes()
-        # Rows are on file in order: those behind a slow answer are not there yet.
-        assert 0 < len(first.splitlines()) <= SURE + 16
-        synthesize(config(tmp_path, url, **short, max_cut=1.0, num_conversations=2 * SURE))
-    assert (tmp_path / "a.jsonl").read_bytes().startswith(first)
-    tally = json.loads((tmp_path / "a.jsonl.meta.json").read_text())["tally"]
-    assert tally == {"answers": 2 * SURE, "cut": 2 * SURE} and len(rows(tmp_path)) == 2 * SURE
-
-
 def test_rows_that_training_would_leave_out_are_message_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,28 +216,3 @@ def test_an_answer_that_no_row_can_hold_costs_one_question(message: dict[str, An
     """Half a character ended the run as soon as it was to be written, and every run after it."""
     with pytest.raises(AnswerRefused):
         read_answer({"choices": [{"message": message, "finish_reason": "stop"}]})
-
-
-def test_arguments_that_are_no_json_stay_text() -> None:
-    for text in ("[" * 100_000, "{", ""):
-        given = [{"function": {"name": "f", "arguments": text}}]
-        choice = {"message": {"tool_calls": given}, "finish_reason": "tool_calls"}
-        assert read_answer({"choices": [choice]}).calls == given
-
-
-@pytest.mark.parametrize("count", [True, -5, 10**400, 1.5, "7", None, [3]])
-def test_a_count_that_is_none_is_unknown(count: Any) -> None:
-    choice = {"message": {"content": "a"}, "finish_reason": "stop"}
-    reply = {"choices": [choice], "usage": {"completion_tokens": count}}
-    assert read_answer(reply).tokens == -1
-
-
-def test_the_usual_length_follows_the_backend() -> None:
-    def usual(*more: str) -> tuple[int, int]:
-        cfg = compose("synthesize", SynthesizeConfig, ["target=tiny", "out=x", *more])
-        return cfg.longest, cfg.at_a_time
-
-    server = ("backend=openai", "base_url=http://h:1/v1", "prompts=x.jsonl")
-    assert usual() == (200, 32) and usual(*server) == (4096, 256)
-    assert usual(*server, "max_new_tokens=200", "concurrency=3") == (200, 3)
-    assert SynthesizeConfig(out="x", backend="openai").longest == 4096
