@@ -308,19 +308,6 @@ def test_questions_without_an_answer_are_named_and_left_out(tmp_path: Path, calm
     assert all(a in b for a, (_, b) in zip(reasons, record["failed"], strict=True)), record
 
 
-def test_a_cut_answer_ends_its_conversation(tmp_path: Path) -> None:
-    requested(tmp_path, 12)
-    with serving(tmp_path) as url:
-        synthesize(config(tmp_path, url, max_new_tokens=45, max_cut=1.0))
-    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    cut = [r for r in rows if not r["complete"]]
-    assert cut and any(r["complete"] for r in rows)
-    assert all(len(r["messages"][-1]["content"]) <= 45 for r in rows)
-    assert [len([m for m in r["messages"] if m["role"] == "user"]) for r in rows] != [
-        1 + i % 3 for i in range(12)
-    ]
-
-
 def test_the_key_comes_from_the_environment_and_stays_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,9 +17,7 @@ from outrider.scripts import certify, chat, evaluate, tune
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import Prompt
 from outrider.scripts.scoring import contest
-from outrider.scripts.scoring.assisted import assistants
 from outrider.scripts.scoring.contest import ContestSettings, System, request_id, run_contest
-from outrider.scripts.scoring.reference import hf_generate
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
 from tests.helpers.training import TINY
@@ -117,22 +115,6 @@ def test_seeds_that_no_generator_takes(tmp_path: Path, capsys: Any) -> None:
         assert code(evaluate.main, f"out={tmp_path}/out", f"seed={seed}") == 2
         said = one_line(capsys)
         assert said.startswith("error: seed: ") and "; give " in said
-
-
-def test_references_take_every_seed() -> None:
-    target = load_target(TargetConfig(kind="tiny", **TINY), "float32", "cpu")
-    requested = [contest.Request([5, 6, 7], 3, id=request_id(3, 70))]
-    for seed in (
-        1_763_000_000_000_000_000,
-        (1 << 63) - 1,
-    ):  # a time in nanoseconds, and the largest
-        for row in (
-            lambda s: hf_generate(target, requested, Sampling(1.0), seed=s),
-            lambda s: assistants("hf_prompt_lookup", target, None)[0][1](
-                requested, Sampling(1.0), s
-            ),
-        ):
-            assert row(seed).generations[0].token_ids
 
 
 def test_ids_of_turns_never_meet() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.errors import UserError
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.pipeline import Command, Pipeline
 
@@ -132,18 +132,6 @@ def test_a_command_runs_once_for_what_it_is_and_reads(
     command.leaves.unlink()
     pipeline.run([command])
     assert command.leaves.read_text() == "x", "what it had left was gone"
-
-
-def test_seconds_of_stopped_runs_count(tmp_path: Path) -> None:
-    work = "sum(range(3 * 10**6))\n" + COUNT
-    pipeline, command = job(tmp_path, f"{work}\nif open(sys.argv[1]).read() == 'x': sys.exit(130)")
-    assert pipeline.spent(command) == {"seconds": 0, "cpu_seconds": 0, "peak_bytes": 0}
-    with pytest.raises(Interrupted, match="job: stopped; the same command goes on"):
-        pipeline.run([command])
-    once = pipeline.spent(command)
-    pipeline.run([command])
-    both = pipeline.spent(command)
-    assert 0 < once["cpu_seconds"] < both["cpu_seconds"] and once["seconds"] < both["seconds"]
 
 
 def test_a_command_fails_in_a_line(tmp_path: Path) -> None:

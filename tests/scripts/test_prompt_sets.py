@@ -100,29 +100,6 @@ def test_the_form_of_the_set_is_read(
     assert f"the published set has about {which.rows:,} rows" in said
 
 
-def test_a_download_of_the_repository_is_read_by_its_part(tmp_path: Path) -> None:
-    """Parts and configurations as the card's header names them."""
-    folder = tmp_path / "ultrachat_200k"
-    (folder / "data").mkdir(parents=True)
-    parts = {"train_sft": "Learn.", "test_sft": "Test.", "train_gen": "Other."}
-    header = "".join(f"  - split: {p}\n    path: data/{p}.jsonl\n" for p in parts)
-    (folder / "README.md").write_text(
-        f"---\nconfigs:\n- config_name: default\n  data_files:\n{header}---\n"
-    )
-    for part, text in parts.items():
-        written(folder / "data", part, [{"messages": chat(text, "said")}])
-    which = replace(prompt_set("ultrachat"), path=str(folder))
-    assert asked(prompts_of(which, tmp_path / "a.jsonl", [])) == [["Learn."]]
-    with pytest.raises(UserError, match=r"has the parts .*train_gen.* and no nothing"):
-        prompts_of(replace(which, split="nothing"), tmp_path / "b.jsonl", [])
-    named = tmp_path / "share"
-    named.mkdir()
-    for file, text in ((prompt_set("sharegpt").files, "New."), ("old.json", "Old.")):
-        (named / file).write_text(json.dumps([{"conversations": shared(text, "said")}]))
-    which = replace(prompt_set("sharegpt"), path=str(named))
-    assert asked(prompts_of(which, tmp_path / "c.jsonl", [])) == [["New."]]
-
-
 def test_what_cannot_be_asked_is_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -270,22 +270,6 @@ def test_batches_name_where_drafting_stops_paying() -> None:
     assert stops_paying(points((1.5, None), (1.2, None))) == {"pays_up_to": None, "stops_at": None}
 
 
-def test_a_busy_machine_is_not_believed(report: dict[str, Any], contest: Contest) -> None:
-    assert report["plain_pass_ms"] == {
-        "low": 1000.0,
-        "median": 1000.0,
-        "high": 1000.0,
-        "steady": True,
-    }
-    contest.timed_runs[0].timing.total_s += 30.0
-    systems = [system("none", 0), system("fast", 2)]
-    scores = Scores(contest, systems)
-    report["plain_pass_ms"], report["drafters"][1] = scores.steadiness(), scores.row(systems[1])
-    assert not report["plain_pass_ms"]["steady"] and "too busy" in page.headline(report)[0]
-    (line,) = [line for line in score_table.notes(report) if line.startswith("UNSTEADY")]
-    assert "fast" in line
-
-
 def test_unlike_plain_passes_alone_put_no_speed_in_doubt(report: dict[str, Any]) -> None:
     """Rows take turns, so their ratio may hold where plain passes took unlike times; and prompts
     make an interval wide on an idle machine too."""

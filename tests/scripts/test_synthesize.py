@@ -97,25 +97,6 @@ def test_interrupted_run_continues_to_the_same_file(
     assert path.read_bytes() == whole
 
 
-def test_a_signal_while_a_block_is_written_waits_for_its_record(
-    tmp_path, monkeypatch, whole: bytes
-) -> None:
-    path, real, written = tmp_path / "a.jsonl", ledger.write_json, []
-
-    def interrupting(target, value):
-        written.append(target)
-        if len(written) == 2:  # the block is in the file, and not in the record
-            os.kill(os.getpid(), signal.SIGTERM)
-        real(target, value)
-
-    monkeypatch.setattr(ledger, "write_json", interrupting)
-    with pytest.raises(Interrupted, match="holds 4 of 14 .*the same command continues") as stop:
-        synthesize(config(path))
-    assert stop.value.code == 75 and len(written) == 2
-    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:4])
-    assert json.loads((tmp_path / "a.jsonl.meta.json").read_text())["blocks"] == [[5, 4]]
-
-
 @pytest.mark.parametrize("dies", [3])
 def test_file_one_block_ahead_of_its_record_is_mended(
     tmp_path, whole: bytes, monkeypatch, dies: int

@@ -86,20 +86,6 @@ def test_whole_answers_are_supervised_as_they_were_drawn(
     assert "100.0% of the answers have the server's tokens" in said and "warning" not in said
 
 
-def test_with_and_without_a_parser_the_same_is_supervised(tmp_path: Path, qwen: Any) -> None:
-    found = []
-    for form in FORMS:
-        folder = tmp_path / form
-        folder.mkdir()
-        questions(folder, 6)
-        with serving(folder, thinks=form) as url:
-            synthesize(config(folder, url))
-        # A server without a parser is sent its reasoning back, so the draws differ from turn 2 on.
-        alone = [row for row in rows(folder) if len(row["messages"]) == 2]
-        found.append([supervised(row, qwen) for row in alone])
-    assert found[0] == found[1] == found[2] and len(found[0]) == 3
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_cut_answers_are_counted_and_supervised_no_further_than_they_went(
     tmp_path: Path, qwen: Any, form: str, capfd: pytest.CaptureFixture[str]
