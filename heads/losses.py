@@ -133,7 +133,7 @@ def chunk_of(requested: int | None, device: torch.device) -> int:
 
 
 def pieces(count: int, size: int) -> Iterable[slice]:
-    """The tokens, out of `count`, that are met at once; a dry run looks at few of these."""
+    """The tokens, out of `count`, that are met at once."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 

@@ -51,9 +51,9 @@ FOLDERS = {  # what `ls` lists: (a folder of conf/, how one of its files is aske
     "suites": ("suite", "suite=NAME of evaluate"),
     "prompts": ("prompt_set", "prompts=NAME of synthesize"),
 }
-MARKS = ("@", "dry run:")  # comments for Hydra and for the dry run
-# Where the keys of a verb stand, "module:class". They are those of conf/FILE.yaml, FILE being its
-# file; `HANDED_ON` says the same of verbs whose first word or whose key names another file.
+MARKS = ("@", "dry run:")  # comments for Hydra, and on which GPUs a recipe was planned
+# Where the keys of a verb stand, "module:class". They are those of conf/VERB.yaml, VERB being the
+# name of its file.
 KEYS = {
     "synthesize": "outrider.scripts.synthesis.config:SynthesizeConfig",
     "cache_features": "outrider.train.config:CacheConfig",
@@ -69,16 +69,9 @@ KEYS = {
     "push": "outrider.scripts.publishing.config:PushConfig",
     "demo": "outrider.scripts.common.config:DemoConfig",
     "doctor": "outrider.scripts.machine.config:DoctorConfig",
-    "first_gpu": "outrider.scripts.extra.config:FirstConfig",
-    "dry_run": "outrider.scripts.extra.cluster.config:DryRunConfig",
 }
-# (verb, word) -> (file that speaks, its keys in KEYS, its YAML)
-HANDED_ON = {
-    ("doctor", "first_gpu"): ("scripts/extra/first_gpu.py", "first_gpu", "first_gpu"),
-    ("validate", "dry_run"): ("scripts/extra/cluster/dry_run.py", "dry_run", "validate"),
-    ("validate", ""): ("train/validate.py", "validate", "validate"),
-    ("cache_features", ""): ("train/cache_features.py", "cache_features", "cache_features"),
-}
+# Verbs whose file hands everything on to one of the same name under train/, which speaks.
+HANDED_ON = ("validate", "cache_features")
 COMPLETION = 'Completion: eval "$(_OUTRIDER_COMPLETE=bash_source outrider)", also zsh_ and fish_'
 HELP = frozenset({"-h", "--help"})
 # "accelerate launch train/head.py head=eagle3" and "python scripts/check.py" in a file's words
@@ -162,27 +155,17 @@ class Entry:
 
 
 def entry_of(verb: str, words: Sequence[str]) -> Entry:
-    """What `VERB WORDS` is for. verb: the name of its file. Raises UserError where a part that it
-    is handed on to is not installed."""
-    given = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
-    known = (w for v, w in HANDED_ON if v == verb and w in given)
-    word = next((w for w in known if given[w] != "false"), "")
-    file, keys, config = HANDED_ON.get((verb, word), (f"scripts/{verb}.py", verb, verb))
-    if not (ROOT / file).exists():
-        raise UserError(f"{word}: needs {file}, which is not installed")
-    place, _, name = KEYS[keys].partition(":")
-    module = importlib.import_module(place)
-    left = [*words[1:]] if words and words[0] == word else [*words]
-    if hasattr(module, "keyed"):  # words that need no key there, keys that need no word
+    """What `VERB WORDS` is for. verb: the name of its file."""
+    folder = "train" if verb in HANDED_ON else "scripts"
+    place, _, name = KEYS[verb].partition(":")
+    module, left = importlib.import_module(place), [*words]
+    if hasattr(module, "keyed"):  # words that need no key there
         left = module.keyed(left)
-    if keys == "validate":  # which takes dry_run=false
-        left = [w for w in left if w.lstrip("+").partition("=")[0] != "dry_run"]
-    return Entry(ROOT / file, config, getattr(module, name), left)
+    return Entry(ROOT / folder / f"{verb}.py", verb, getattr(module, name), left)
 
 
 def help_of(verb: str, words: Sequence[str]) -> str:
-    """What `VERB WORDS --help` says. verb: the name of its file. Raises UserError where a part
-    that it is handed on to is not installed."""
+    """What `VERB WORDS --help` says. verb: the name of its file."""
     from outrider.conf.schema import help_text
 
     at = entry_of(verb, words)

@@ -9,8 +9,7 @@ and FLOPs of the run; an oracle that shows a shift by one; a head trained on one
 decoded through the real engine. Exit code 0: all passed; 1: a check failed; 2: a mistake to
 mend. Takes the keys of the training scripts (--help lists them); the work is done by
 train/validate.py, which takes this process over: signals and exit code are its own. With
-dry_run=true nothing is loaded or run: the run is counted from the target's config alone, as it
-would be on a cluster (scripts/extra/cluster/dry_run.py; dry_run=true --help lists its keys).
+dry_run=true nothing is loaded or run: memory by part and hours on GPUs that are not here.
 """
 
 from __future__ import annotations
@@ -20,20 +19,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)
-
-from outrider.scripts.common.extra import extra
 
 
 def main() -> None:
-    """Do the dry run, or become train/validate.py on the same arguments: its signals and exit
-    code are this process's.
-    """
-    requested = [a.lstrip("+").partition("=") for a in sys.argv[1:]]
-    if any(key == "dry_run" and value.lower() != "false" for key, _, value in requested):
-        extra("cluster.dry_run", "dry_run").command(sys.argv[1:])
-    words = [a for a in sys.argv[1:] if a.lstrip("+").partition("=")[0] != "dry_run"]
-    os.execv(sys.executable, [sys.executable, str(ROOT / "train" / "validate.py"), *words])
+    """Become train/validate.py on the same arguments."""
+    file = str(ROOT / "train" / "validate.py")
+    os.execv(sys.executable, [sys.executable, file, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -415,6 +415,34 @@ class ValidateConfig(TrainConfig):
 
     # the keys of conf/head/KIND.yaml
     head: dict[str, Any]  # type: ignore[assignment]
+    # plan the run for GPUs that are not here: memory by part and hours, from the configs alone
+    dry_run: bool = False
+    # of a dry run: how many GPUs
+    gpus: OneOrMore = 8
+    # of a dry run: which: h100-80gb, h200-141gb, b200-180gb, a100-80gb, a100-40gb, l40s-48gb,
+    # rtx4090-24gb
+    gpu: NotEmpty = "h100-80gb"
+    # of a dry run: rows of the training data, which are not read
+    rows: OneOrMore = 500_000
+    # of a dry run: tokens of a row on average
+    row_tokens: OneOrMore = 800
+    # of a dry run: share of the tokens that is supervised
+    supervised: Annotated[float, Interval(gt=0, le=1)] = 0.8
+
+    @classmethod
+    def exact(cls, cfg: Any) -> type[ValidateConfig]:
+        """Itself; a dry run needs no data."""
+        if cfg.get("dry_run") and OmegaConf.is_missing(cfg.data, "path"):
+            cfg.data.path = "none"
+        return cls
+
+    def absent(self) -> list[str]:
+        """See TrainConfig; a dry run needs no file."""
+        return [] if self.dry_run else super().absent()
+
+    def auto(self) -> dict[str, str]:
+        """See AutoDtype; the GPUs of a dry run are not here."""
+        return {"dtype": "bfloat16"} if self.dry_run else super().auto()
 
 
 # kind of head -> the script under train/ that trains it, by whose name conf/ has its defaults

@@ -8,9 +8,8 @@ Takes the keys of the training scripts, for every kind of head. Exit code 0: all
 
     python scripts/validate.py dry_run=true experiment=NAME gpus=8 gpu=h100-80gb
 
-With dry_run=true nothing is loaded: the run is counted as it would be on a cluster. That takes
-further keys, of which dry_run=true --help says what each means: gpus, gpu, rows, row_tokens,
-row_sigma, supervised, answers, concurrency, answer_speed, margin, out.
+With dry_run=true nothing is loaded or read: memory by part and hours on GPUs that are not here, by
+formula (train/dry_run). Exit code 0: it fits, 1: it does not, and what to change is said.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from outrider.heads.batch import hash_u63
 from outrider.train import checks
 from outrider.train.begin import first_head, prepared
 from outrider.train.config import TrainConfig
+from outrider.train.dry_run import report
 from outrider.train.launch_keys import device_of
 from outrider.train.resolve import resolve
 
@@ -59,6 +59,8 @@ def head_config(given: dict[str, Any]) -> Any:
 def main(cfg: ValidateConfig) -> int:
     """Run every check; a failed one does not stop the others."""
     run: TrainConfig = replace(cfg, head=head_config(cfg.head))
+    if cfg.dry_run:
+        return report.main(cfg, run)
     kind = head_class(run.head.kind)
     device_of(cfg)  # a GPU that is not there is said before anything is loaded
     print(f"[ok] configuration: {kind.kind}, every key known and in range", flush=True)

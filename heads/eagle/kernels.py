@@ -71,10 +71,7 @@ def kernel_for(query: Tensor, value: Tensor) -> Kernel:
 
 @functools.cache
 def _has_flash(device: torch.device) -> bool:
-    """Whether this GPU runs flash attention; where there is none, and the tensors have no
-    numbers, it is taken for one that does."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return True
+    """Whether this GPU runs flash attention."""
     modern = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
     return modern and torch.backends.cuda.is_flash_attention_available()
 

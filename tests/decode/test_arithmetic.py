@@ -14,8 +14,8 @@ from outrider.conf.schema import compose, entry
 from outrider.decode.models import arithmetic, load
 from outrider.decode.models.config import TargetConfig
 from outrider.scripts.common import files
-from outrider.scripts.extra.cluster.config import DryRunConfig
 from outrider.scripts.scoring.config import EvaluateConfig
+from outrider.train.config import ValidateConfig
 from outrider.train.runs import EagleRun
 
 KEYS = ["target=tiny", "data.path=x", "out_dir=y", "steps=1"]
@@ -51,7 +51,8 @@ def test_through_hydras_own_command_line_too(able: bool) -> None:
 
 
 def test_a_gpu_computes_bfloat16(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compose("validate", DryRunConfig, KEYS).dtype == "bfloat16", "planned for GPUs"
+    dry = compose("validate", ValidateConfig, ["dry_run=true", "target=tiny", "steps=1"])
+    assert dry.dtype == "bfloat16", "planned for GPUs"
     assert arithmetic.dtype_on("cuda:1") == "bfloat16"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     on_cpu = "bfloat16" if able else "float32"

@@ -1,0 +1,74 @@
+"""validate dry_run=true: its formula beside peaks that were counted operation by operation on fake
+tensors (docs/results/dry_run_peaks.json) and beside one that a GPU measured (first_gpu.json)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from outrider.conf.schema import compose
+from outrider.scripts.common.files import ROOT
+from outrider.train import validate
+from outrider.train.config import ValidateConfig
+from outrider.train.dry_run import memory, report
+from outrider.train.dry_run.models import numbers, shipped
+from outrider.train.dry_run.plan import Plan
+from tests.helpers.commands import code_of
+
+COUNTED = json.loads((ROOT / "docs/results/dry_run_peaks.json").read_text())["runs"]
+
+
+def planned(*keys: str) -> Plan:
+    cfg = compose("validate", ValidateConfig, ["dry_run=true", *keys])
+    return report.planned(cfg, replace(cfg, head=validate.head_config(cfg.head)))
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_formula_meets_the_counted_peak(name: str) -> None:
+    """Also the weights that learn, and host memory. within: what was reached for this run."""
+    counted = COUNTED[name]
+    plan = planned(*counted["keys"])
+    if "note" not in counted:
+        assert numbers(plan.head) == counted["trained_parameters"]
+    assert [plan.rows, plan.length] == counted["pass"]
+    assert memory.target_bytes(plan)[2] == pytest.approx(counted["host_bytes"], rel=0.01)
+    peak = sum(memory.parts(plan).values())
+    assert peak == pytest.approx(counted["training_peak_bytes"], rel=counted["within"])
+
+
+def test_the_formula_meets_the_measured_peak() -> None:
+    """On an H200, by the allocator; its data left a draft vocabulary of 18 tokens."""
+    found = json.loads((ROOT / "docs/results/first_gpu.json").read_text())
+    keys = [k for k in found["keys"] if k.startswith(("target", "batch", "micro", "head", "dtype"))]
+    width = found["prediction"]["width"]
+    more = ("head=eagle3", "head.draft_vocab=18", f"data.max_length={width}", "supervised=0.97")
+    plan = planned(*keys, *more, "gpus=1", "steps=20")
+    parts = memory.parts(plan)
+    measured = found["training"]["step_peak_memory_bytes"]
+    assert sum(parts.values()) - parts["reserve"] == pytest.approx(measured, rel=0.1)
+    each = report.flops_a_token(plan, plan.length)
+    rate = report.shares_of_peak(each)[1] * 989.4e12 / each
+    assert rate == pytest.approx(found["training"]["tokens_per_second"], rel=0.1)
+
+
+def test_models_have_as_many_parameters_as_their_cards_say() -> None:
+    for path in (ROOT / "train/dry_run/models").glob("*.json"):
+        said = json.loads(path.read_text())
+        model = shipped()[said["repository"].lower()]
+        assert numbers(model.built) == pytest.approx(said["parameters"], rel=1e-9), path.name
+
+
+def test_a_run_that_does_not_fit_is_told_keys_with_which_it_does() -> None:
+    large = ("experiment=llama31_70b_eagle3", "shard_target=false")
+    fits, said = report.report(planned(*large))
+    assert not fits and "DOES NOT FIT\nto change: shard_target=true: " in said
+    assert report.report(planned(*large, "gpu=b200-180gb"))[0]
+    assert "to change: no key makes it fit" in report.report(planned(*large, "gpu=a100-40gb"))[1]
+
+
+def test_the_command_says_it_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(validate.main, "dry_run=true", "target=tiny", "steps=3", "gpus=1") == 0
+    said = capsys.readouterr().out
+    assert ": fits" in said and "training: " in said and "assumed: " in said

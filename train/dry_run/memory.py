@@ -1,0 +1,148 @@
+"""Bytes that a GPU holds at the peak of training, part by part, by formula.
+
+What a pass keeps follows from the shapes of the head's layers; one function a family adds up what
+torch's graph keeps. The peak is where the loss meets the vocabulary, or in the backward pass,
+where gradients of weights that every step uses add up beside those of earlier passes.
+
+Letters: D width, A query heads times their size, G key heads times theirs, M the MLP's width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.decode.models import quantize
+from outrider.heads.block.head import BlockHead
+from outrider.heads.eagle.head import EagleHead
+from outrider.heads.losses import CHUNK
+from outrider.heads.parallel.hydra_heads import HydraHeads
+from outrider.train.dry_run.models import numbers
+from outrider.train.dry_run.plan import Plan
+
+NODE = 8  # GPUs that share a host's memory
+RESERVE = 2.5e9  # bytes that no tensor gets: CUDA's context, workspaces, buffers of NCCL
+FRAGMENTS = 0.05  # of what a pass allocates: gaps between the allocator's blocks
+
+
+@dataclass
+class Kept:
+    """Of the head's forward pass. kept: numbers that its graph keeps, weights that were cast once
+    among them. products: parameters times the rows that they meet. levels: states that meet the
+    vocabulary for each supervised token. late, back: times those states, until the loss is done and
+    in the backward pass. wide: bytes of other widths. again: numbers that the backward pass makes
+    or computes again. summed: parameters whose gradients add up there."""
+
+    kept: float
+    products: float
+    levels: int = 1
+    late: int = 0
+    back: int = 2
+    wide: float = 0.0
+    again: float = 0.0
+    summed: int = 0
+
+
+def kept_by(plan: Plan) -> Kept:
+    """What the head's forward pass keeps until its backward pass."""
+    if isinstance(plan.head, EagleHead):
+        return _eagle(plan)
+    return _blocks(plan) if isinstance(plan.head, BlockHead) else _parallel(plan)
+
+
+def _sides(plan: Plan) -> tuple[int, int, int, int]:
+    """D, A, G, M of draft layers."""
+    keys, size = plan.layer, plan.layer["head_dim"]
+    pair = size * keys["num_attention_heads"], size * keys["num_key_value_heads"]
+    return keys["hidden_size"], *pair, keys["intermediate_size"]
+
+
+def _eagle(plan: Plan) -> Kept:
+    """Step 0 on all tokens up to its attention, then on the supervised ones; later steps on those
+    alone. Kept are a norm's unit output, what a product reads, query, keys, values, attention's
+    output, and of an MLP gate, its activation, up, and what goes down."""
+    cfg, every, taught, (d, a, g, m) = plan.typed, plan.tokens, plan.taught, _sides(plan)
+    third, weights = cfg.kind == "eagle3", numbers(plan.head) - plan.lm_head
+    enter, mlp = 2 * a + 2 * g + (4 if third else 3) * d, 2 * d + 4 * m
+    more = (cfg.layers - 1) * (4 * d + 2 * a + 2 * g + 4 * m)
+    fused = 6 * d if cfg.norm_before_fc else 0
+    first = every * (fused + enter + more) + taught * mlp
+    step = taught * (enter + mlp + more + (d if cfg.norm_output else 0))
+    kept, again = first + (cfg.steps - 1) * step, 0
+    if cfg.activation_checkpointing:
+        again = step + 2 * taught * m  # the MLP's gradients beside it
+        kept = (every + cfg.steps * taught) * 2 * g + cfg.steps * taught * d
+    fc = 3 * d**2 if third else 0
+    products = fc * every + 2 * d * (a + 2 * g) * (every - taught)
+    products += (weights - fc) * cfg.steps * taught
+    kept += every * d + weights  # embeddings for the later steps, and weights cast once
+    late, summed = 3 if third else 1, weights if cfg.steps > 1 else 0
+    wide = 4 * (1 + cfg.steps) * taught * d if cfg.feature_loss else 0
+    return Kept(kept, products, cfg.steps, late, wide=wide, again=again, summed=summed)
+
+
+def _parallel(plan: Plan) -> Kept:
+    """The gathered feature, and of every block what SiLU reads and what comes out."""
+    cfg, d, weights = plan.typed, plan.model.text.hidden_size, numbers(plan.head) - plan.lm_head
+    kept = cfg.heads * plan.taught * d * (1 + 2 * cfg.blocks)
+    kept += weights * (cfg.blocks - 1) / cfg.blocks  # the first block's inputs need no gradient
+    if isinstance(plan.head, HydraHeads):  # a head reads the tokens before it as well
+        kept += plan.taught * d * sum(i + 3 for i in range(cfg.heads))
+        return Kept(kept, weights * plan.taught, cfg.heads)
+    return Kept(kept, weights * plan.taught, cfg.heads, back=5, summed=weights)
+
+
+def _blocks(plan: Plan) -> Kept:
+    """Layers on the rows of all blocks; their scores with all tokens before, one softmax, in
+    float32 and once more in the target's width."""
+    cfg, every, (d, a, g, m) = plan.typed, plan.tokens, _sides(plan)
+    blocks = cfg.anchors or -(-2 * (plan.taught // plan.rows) // cfg.slots)
+    rows, weights = plan.rows * blocks * cfg.block, numbers(plan.head) - plan.lm_head
+    scores = rows * plan.layer["num_attention_heads"] * (plan.length + cfg.block)
+    layer = rows * (4 * d + 4 * a + 4 * g + 4 * m) + every * 3 * g
+    kept = cfg.layers * layer + every * 7 * d + rows * 3 * d + weights
+    wide = cfg.layers * scores * (4 + plan.width)
+    return Kept(kept, weights * rows, wide=wide, again=3 * scores)  # gradients of a layer's scores
+
+
+def parts(plan: Plan) -> dict[str, int]:
+    """Bytes by part at the peak of training on one GPU; their sum is the peak."""
+    width, typed, text, terms = plan.width, plan.typed, plan.model.text, plan.typed.loss
+    found, master, d = kept_by(plan), max(4, width), text.hidden_size
+    vocab, own = typed.draft_vocab or text.vocab_size, master * numbers(plan.head)
+    states = found.levels * plan.taught * d * width
+    met = vocab * (5 if terms.needs_distribution else 3)
+    met += 2 * text.vocab_size if terms.mask == "argmax" or terms.tv or terms.lk else 0
+    chunk = min(typed.chunk or CHUNK, plan.taught) * width
+    loss = states * (1 + found.late) + chunk * met + plan.lm_head * (master + width)
+    backward = found.back * states + master * found.summed + found.again * width
+    rows = vocab if terms.needs_distribution and vocab < text.vocab_size else 0
+    reads = len(plan.head.taps) + (text.num_hidden_layers not in plan.head.taps)
+    in_pass = {
+        "activations": found.kept * width + found.wide,
+        "target's features": plan.tokens * d * width * reads,
+        "loss or backward pass": max(loss, backward),
+    }
+    bytes_of = {
+        "target": target_bytes(plan)[1],
+        "head": own + rows * d * width,  # and the target's rows of its tokens
+        "optimizer moments": 2 * own,
+        "gradients": own,
+        **in_pass,
+        "reserve": RESERVE + FRAGMENTS * sum(in_pass.values()),
+    }
+    return {name: round(amount) for name, amount in bytes_of.items()}
+
+
+def target_bytes(plan: Plan) -> tuple[float, float, float]:
+    """Of the target's weights: all, on one GPU, and on a host while its ranks load them. Sharded by
+    FSDP2 a GPU holds three layers beside its shards, the one that computes, as it arrived and
+    unpacked, and the next one; a rank that loads what stays whole, and one weight at a time."""
+    cfg, layers, ranks = plan.cfg, numbers(plan.model.layers), min(plan.cfg.gpus, NODE)
+    rest = numbers(plan.model.built) - layers
+    bits = quantize.bits(cfg.target.quantize) or 8 * plan.width
+    whole = layers * bits // 8 + rest * plan.width
+    if not cfg.shard_target:
+        return whole, whole, whole * ranks
+    shards = layers / (cfg.shard_group or cfg.gpus) + 3 * max(map(numbers, plan.model.layers))
+    weight = max(p.numel() for p in plan.model.layers.parameters())
+    return whole, (rest + shards) * plan.width, (rest + weight) * plan.width * ranks

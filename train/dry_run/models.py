@@ -1,0 +1,91 @@
+"""Targets without their weights: by published facts (models/*.json), by a config.json, or tiny."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, initialization
+
+from outrider.conf.errors import UserError, first_line
+from outrider.decode.models.config import TargetConfig
+from outrider.decode.models.load import tiny_from
+from outrider.decode.models.packages import TARGETS
+
+
+@dataclass(frozen=True)
+class Model:
+    """A target by its config."""
+
+    name: str
+    config: dict[str, Any]
+
+    @functools.cached_property
+    def built(self) -> Any:
+        """The model on torch's meta device, where weights take no memory. Raises UserError for a
+        config that transformers makes none from."""
+        given = copy.deepcopy(self.config)
+        try:
+            config = AutoConfig.for_model(given.pop("model_type", ""), **given)
+            with torch.device("meta"), initialization.no_init_weights():
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+            raise UserError(
+                f"target: transformers makes no causal language model of {self.name}'s config "
+                f"({first_line(error)}); choose a target that it knows"
+            ) from None
+        model.tie_weights()
+        return model
+
+    @property
+    def text(self) -> Any:
+        """transformers' config of the language model."""
+        return self.built.config.get_text_config(decoder=True)
+
+    @functools.cached_property
+    def layers(self) -> torch.nn.ModuleList:
+        """The stacked layers."""
+        stacks = (m for m in self.built.modules() if isinstance(m, torch.nn.ModuleList))
+        return max(stacks, key=numbers)
+
+
+def numbers(module: torch.nn.Module) -> int:
+    """How many parameters a module has."""
+    return sum(p.numel() for p in module.parameters())
+
+
+@functools.cache
+def shipped() -> dict[str, Model]:
+    """Models whose facts lie here, by their repository in lower case."""
+    files = sorted(Path(__file__).parent.glob("models/*.json"))
+    facts = (json.loads(path.read_text()) for path in files)
+    return {f["repository"].lower(): Model(f["repository"], f["config"]) for f in facts}
+
+
+def model_of(cfg: TargetConfig) -> Model:
+    """The target that `cfg` names. Raises UserError where its config is not there."""
+    if cfg.kind in TARGETS:
+        return Model(TARGETS[cfg.kind].name, TARGETS[cfg.kind].config)
+    if cfg.kind == "tiny":
+        with torch.device("meta"):
+            made = tiny_from(cfg).config.to_dict()
+        return Model(f"tiny-{cfg.arch}-{cfg.layers}x{cfg.hidden}", made)
+    if cfg.kind == "hub":
+        if found := shipped().get(cfg.name.lower()):
+            return found
+        near = difflib.get_close_matches(cfg.name.lower(), shipped(), 3, 0.0)
+        raise UserError(
+            f"target.name: the config of {cfg.name} is not here; give its folder by target=local "
+            f"target.path=FOLDER, or choose {', '.join(shipped()[name].name for name in near)}"
+        )
+    path = Path(cfg.path).expanduser() / "config.json"
+    try:
+        return Model(path.parent.name, dict(json.loads(path.read_text())))
+    except (OSError, ValueError, TypeError):
+        raise UserError(f"target.path: {path} is no model's config.json") from None
