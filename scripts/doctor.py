@@ -7,14 +7,11 @@ of it, caches.
 One line for each problem, and exit code 1 if there is any. Nothing is loaded or downloaded;
 out=FILE.json keeps the findings.
 
-    python scripts/doctor.py first_gpu
+    python scripts/doctor.py gpu=true
 
-About ten minutes on a GPU that has not run this yet: the kernels beside plain operations in
-float64, 20 steps of training with a profiler's trace, their peak memory beside what was
-predicted, greedy decoding beside float32; OUT (JSON) says what is confirmed by that. The target
-has random weights and the shape of a 1B model, so nothing is downloaded; `keys` takes those of
-train/eagle.py, such as 'keys=["experiment=llama31_8b_eagle3","data.path=FILE"]'. device=cpu goes
-through the same steps with a tiny target, in well under a minute.
+A few minutes on a GPU: steps of training and answers of one row, with random weights in the shape
+of a published model (`model`), so that nothing is downloaded; tokens/s, what share that is of what
+the GPU's own products reach, and what the dry run predicts beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from outrider.conf.schema import entry
 from outrider.scripts.common import files
-from outrider.scripts.common.extra import extra
 from outrider.scripts.machine import look
 from outrider.scripts.machine.config import DoctorConfig
 
@@ -38,6 +34,12 @@ def main(cfg: DoctorConfig) -> int:
     """Look, say what was found, and count the problems."""
     if cfg.out:
         files.check_out(Path(cfg.out))
+    if cfg.gpu:
+        from outrider.scripts.machine import (
+            gpu,
+        )  # training and decoding, which all else does without
+
+        return gpu.main(cfg, look.usable(cfg.device))
     device = cfg.device or look.usable("")
     if device.startswith("cuda") and not look.there(device):
         parts = look.report(iter([look.versions(), look.build(device, cfg.dtype)]))
@@ -52,6 +54,4 @@ def main(cfg: DoctorConfig) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["first_gpu"]:
-        extra("first_gpu", "first_gpu").main(sys.argv[2:])
     main()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from outrider.decode.models.load import load_target
 from outrider.decode.target import Target
-from outrider.heads import head_class, vocab
+from outrider.heads import vocab
 from outrider.heads.base import Head
 from outrider.heads.batch import hash_u63
 from outrider.train.clock import Clock
@@ -37,17 +36,19 @@ CheckStop = Callable[[], None]
 
 
 def begin(
-    cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Stop, lock: Lock | None
+    cfg: TrainConfig,
+    kind: type[Head],
+    accelerator: Accelerator,
+    stop: Stop,
+    lock: Lock | None,
+    given: tuple[Target, JoinedRows] | None = None,
 ) -> Run:
-    """Load target and data, make the head, resume what lies in the run folder, say what follows."""
+    """Load target and data, make the head, resume what lies in the run folder, say what follows.
+    given: target and rows in place of those that the keys name, for a measurement."""
     out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
-    target, sharding = loaded(cfg, accelerator.device)
-
-    def check_stop() -> None:
-        if stop.requested:
-            raise interruption(stop.requested, 0, False)
-
-    rows = _texts(cfg, target, main, check_stop)
+    target, sharding = (given[0], "") if given else loaded(cfg, accelerator.device)
+    check_stop = functools.partial(_check, stop)
+    rows = _texts(cfg, target, main, check_stop) if given is None else given[1]
     plan = BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
     checkpoint, state, notes = last_state(out, accelerator)
@@ -68,12 +69,10 @@ def begin(
     state.came_from(made.spent)
 
     log = Log(cfg, main, state)
-    for note in notes:
-        log.say(note)
+    _say(log, notes)
     log.header(head, facts_of(cfg, target, rows, plan, head, world) | made.facts)
     learned = self_check(rows, plan, target.tokenizer)
-    for note in filter(None, (learned, *made.notes, *begun, sharding, source.note)):
-        log.say(note)
+    _say(log, (learned, *made.notes, *begun, sharding, source.note))
     clock = Clock(accelerator.device)
     clock.watch(target)
     head.train()
@@ -95,6 +94,17 @@ def begin(
         Flops(cfg.dtype, accelerator.device, log.say),
         Window(cfg.profile, out, main, log.say),
     )
+
+
+def _check(stop: Stop) -> None:
+    """Raises Interrupted where the run was asked to stop before its first step."""
+    if stop.requested:
+        raise interruption(stop.requested, 0, False)
+
+
+def _say(log: Log, notes: Iterable[str]) -> None:
+    for note in filter(None, notes):
+        log.say(note)
 
 
 def first_head(made: Resolved, kind: type[Head], target: Target) -> tuple[Head, list[str]]:
@@ -119,18 +129,6 @@ def prepared(cfg: TrainConfig) -> tuple[Target, BatchPlan]:
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
     rows = _rows(cfg, target)
     return target, BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
-
-
-def measured(cfg: TrainConfig) -> tuple[TrainConfig, Target, Head, BatchPlan]:
-    """(`cfg` resolved, target, a fresh head, batches) for a measurement; what was settled
-    is said on stderr."""
-    kind = head_class(cfg.head.kind)
-    target, plan = prepared(cfg)
-    counts = plan.rows.counts(target.vocab_size)
-    made = resolve(replace(cfg, start=""), kind, target, counts, plan.per_epoch)
-    for note in made.notes:
-        print(note, file=sys.stderr)
-    return made.cfg, target, first_head(made, kind, target)[0], plan
 
 
 def _called(accelerator: Accelerator, head: Head) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from outrider.conf.rules import Device
+from outrider.conf.rules import Device, NotEmpty, OneOrMore, Seed
 from outrider.decode.models.config import AutoDtype
 
 
@@ -21,3 +21,11 @@ class DoctorConfig(AutoDtype):
     out_dir: str = "runs"
     # JSON file with the findings; empty = none
     out: str = ""
+    # measure training and decoding on this GPU in place of looking at the machine; a few minutes
+    gpu: bool = False
+    # of gpu=true: whose shape and vocabulary the random target has
+    model: NotEmpty = "meta-llama/Llama-3.2-1B-Instruct"
+    # of gpu=true: steps of training that are timed
+    steps: OneOrMore = 10
+    # of gpu=true: of the weights of the head and the order of the rows
+    seed: Seed = 0

@@ -8,7 +8,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -23,17 +23,16 @@ from outrider.conf.errors import UserError, first_line
 from outrider.decode.models.arithmetic import bfloat16_on_cpu
 from outrider.decode.models.identity import cache_root
 from outrider.decode.models.memory import available
+from outrider.heads.eagle import kernels
 from outrider.scripts.common import files
-from outrider.scripts.machine.kernels import attention_path, kernels_here
 from outrider.train.config import TRACKERS
 from outrider.train.launch_keys import HONOURED, of_file, refusals
-from outrider.train.trackers import installed
 
 GIB = 1 << 30
 LEAST_DISK = 5 * GIB  # below that the first cache or checkpoint may not fit
 LEAST_MEMORY = 2 * GIB
 WORTH_TELLING = ("torch", "transformers", "accelerate", "datasets", "safetensors", "hydra-core")
-FURTHER = ("bitsandbytes", "torchao", "flash-attn", "vllm")
+FURTHER = ("bitsandbytes", "torchao", "flash-attn", "vllm", *TRACKERS)
 
 
 @dataclass
@@ -50,11 +49,10 @@ def all_parts(device: str, dtype: str, out_dir: Path) -> Iterator[ReportPart]:
     where runs would lie."""
     yield versions()
     yield build(device, dtype)
-    yield kernels(device, dtype)
+    yield attention(device, dtype)
     yield memory_and_disk(out_dir)
     yield accelerate_config(dtype)
     yield caches()
-    yield trackers()
 
 
 def versions() -> ReportPart:
@@ -93,14 +91,11 @@ def build(device: str, dtype: str) -> ReportPart:
         _gpu(part, number, dtype)
     if not count:
         part.facts.append("no GPU is seen")
-        if Path("/dev/nvidia0").exists() and not torch.version.cuda:
+        if Path("/dev/nvidia0").exists():
             part.problems.append(
-                "torch: there is a GPU, but this build is for the CPU alone; install one with CUDA"
+                "torch: there is a GPU that it does not see; install a build with CUDA, or mend "
+                "the driver or CUDA_VISIBLE_DEVICES"
             )
-        elif Path("/dev/nvidia0").exists():
-            hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-            why = f"CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else "driver or rights"
-            part.problems.append(f"torch: there is a GPU that it does not see ({why}); mend that")
     if not there(device) and not part.problems:
         part.problems.append(
             f"device: {device} asked for, and there are {count} GPUs; set device=cpu"
@@ -117,8 +112,6 @@ def _gpu(part: ReportPart, number: int, dtype: str) -> None:
         f"GPU {number}: {about.name}, {about.major}.{about.minor}, {free / GIB:.1f} of "
         f"{total / GIB:.1f} GiB free"
     )
-    if free < 0.8 * total:
-        part.facts.append(f"GPU {number}: another process holds {(total - free) / GIB:.1f} GiB")
     arch = f"sm_{about.major}{about.minor}"
     built = torch.cuda.get_arch_list()
     newer = any(a.startswith("compute_") for a in built)
@@ -133,12 +126,29 @@ def _gpu(part: ReportPart, number: int, dtype: str) -> None:
         )
 
 
-def kernels(device: str, dtype: str) -> ReportPart:
-    """Attention kernels, and which of them a run takes."""
-    part = ReportPart("attention", [kernels_here(device)])
-    if device.startswith("cpu") and not bfloat16_on_cpu():
+def attention(device: str, dtype: str) -> ReportPart:
+    """Attention kernels that this build has, and which the training of EAGLE heads takes."""
+    part = ReportPart("attention")
+    if device.startswith("cuda"):
+        cuda = torch.backends.cuda
+        there = {
+            "flash": cuda.is_flash_attention_available(),
+            "efficient": cuda.mem_efficient_sdp_enabled(),
+            "math": cuda.math_sdp_enabled(),
+        }
+        names = [f"{name} {'yes' if on else 'no'}" for name, on in there.items()]
+        part.facts.append(f"scaled_dot_product_attention: {', '.join(names)}")
+    elif not bfloat16_on_cpu():
         part.facts.append("no instructions for bfloat16: dtype=auto is float32 here")
-    part.facts += attention_path(device, dtype)
+    query = torch.empty(1, 2, 128, device=device, dtype=getattr(torch, dtype))
+    taken = kernels.kernel_for(query, query)
+    known = {id(kernels.CPU): "the CPU's flash kernel", id(kernels.FLASH): "flash attention"}
+    part.facts.append(
+        f"training-time test: {known.get(id(taken), 'dense blocks, document by document')} in "
+        f"{dtype}"
+    )
+    if device.startswith("cuda") and taken is not kernels.FLASH:
+        part.facts.append("flash attention needs float16 or bfloat16 on a GPU from 8.0 on")
     return part
 
 
@@ -216,10 +226,6 @@ def caches() -> ReportPart:
     part, root = ReportPart("caches"), cache_root()
     named = "$OUTRIDER_CACHE" if os.environ.get("OUTRIDER_CACHE") else "set OUTRIDER_CACHE to move"
     part.facts.append(f"tokens, targets, hashes: {root} ({named})")
-    found = sorted(root.iterdir()) if root.is_dir() else []
-    sizes = [f"{p.name} {_size(p) / GIB:.2f} GiB" for p in found if p.is_dir()]
-    if sizes:
-        part.facts.append("held: " + ", ".join(sizes))
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".doctor-") as folder:
@@ -230,32 +236,18 @@ def caches() -> ReportPart:
             f"cache: no file can be written and locked in {root} ({first_line(error)}); set "
             "OUTRIDER_CACHE to a folder on another file system"
         )
-    if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
-        part.facts.append("several nodes: a cache under a home of each node is filled on each")
     return part
 
 
-def _size(folder: Path) -> int:
-    return sum(p.lstat().st_size for p in folder.rglob("*") if p.is_file())
-
-
-def trackers() -> ReportPart:
-    """Which trackers a run may name."""
-    there = [name for name in TRACKERS if installed(name)]
-    return ReportPart(
-        "trackers", [f"installed: {', '.join(there) or 'none'}; metrics.jsonl always"]
-    )
-
-
-def report(parts: Iterator[ReportPart], say: Callable[[str], None] = print) -> list[ReportPart]:
+def report(parts: Iterator[ReportPart]) -> list[ReportPart]:
     """Say each part as soon as it is known."""
     found = []
     for part in parts:
-        say(f"[{'PROBLEM' if part.problems else 'ok'}] {part.name}")
+        print(f"[{'PROBLEM' if part.problems else 'ok'}] {part.name}")
         for line in part.facts:
-            say(f"     {line}")
+            print(f"     {line}")
         for line in part.problems:
-            say(f"     PROBLEM: {line}")
+            print(f"     PROBLEM: {line}")
         found.append(part)
     return found
 
