@@ -6,9 +6,10 @@ name, from any folder.
     outrider ls heads
 
 A verb is a file: the process becomes `python FILE KEY=VALUE ...`, so keys, errors and exit
-codes are the file's own. `VERB --help` is made of the file's first words and of its keys (KEYS
-below), whose modules import neither torch nor transformers; by the same keys a command line with a
-mistake is refused here already, in the file's words, before anything heavy is loaded.
+codes are the file's own. `VERB --help` is made of the file's first words and of its keys
+(KEYS below), whose modules import neither torch nor transformers; by the same keys a command
+line with a mistake is refused here already, in the file's words, before anything heavy is
+loaded.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def trainers() -> dict[str, Verb]:
 
 
 def options(group: str) -> dict[str, str]:
-    """The files of a folder of conf/, also of packages', with their first sentence for people."""
+    """The files of a folder of conf/, also of packages', with their first sentence for
+    people."""
     found = {}
     for name, path in sorted(packages.options(CONF, group).items()):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -130,8 +132,8 @@ def _sentences(lines: Sequence[str]) -> str:
 
 
 def trainer(name: str) -> tuple[Verb, list[str]] | None:
-    """(what trains `name`, a head or an entry point; the key that chooses the head); None where
-    there is neither."""
+    """(what trains `name`, a head or an entry point; the key that chooses the head); None
+    where there is neither."""
     known = trainers()
     if name in known:
         return known[name], []
@@ -145,8 +147,8 @@ def own_words(file: Path) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a command line is for. file: the one that speaks; config: its file in conf/; schema: of
-    its keys; words: those that it reads."""
+    """What a command line is for. file: the one that speaks; config: its file in conf/;
+    schema: of its keys; words: those that it reads."""
 
     file: Path
     config: str
@@ -195,8 +197,8 @@ def help_of_training(name: str, words: Sequence[str], typed: str = "") -> str:
 
 
 def as_typed(text: str, head: str = "") -> str:
-    """A text about commands, each as `outrider` spells it. head: the word behind `train` in place
-    of head.py and its key."""
+    """A text about commands, each as `outrider` spells it. head: the word behind `train` in
+    place of head.py and its key."""
     found = TRAINED.sub(rf"outrider train {head or 'HEAD'}", text)
     found = re.sub(r"accelerate launch train/(\w+)\.py", r"outrider train \1", found)
     return NAMED.sub(lambda file: f"outrider {NAMES.get(file[1], file[1])}", found)

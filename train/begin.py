@@ -43,8 +43,9 @@ def begin(
     lock: Lock | None,
     given: tuple[Target, JoinedRows] | None = None,
 ) -> Run:
-    """Load target and data, make the head, resume what lies in the run folder, say what follows.
-    given: target and rows in place of those that the keys name, for a measurement."""
+    """Load target and data, make the head, resume what lies in the run folder, say what
+    follows. given: target and rows in place of those that the keys name, for a
+    measurement."""
     out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
     target, sharding = (given[0], "") if given else loaded(cfg, accelerator.device)
     check_stop = functools.partial(_check, stop)
@@ -108,8 +109,8 @@ def _say(log: Log, notes: Iterable[str]) -> None:
 
 
 def first_head(made: Resolved, kind: type[Head], target: Target) -> tuple[Head, list[str]]:
-    """(the head of class `kind` before its first step, with the keys of `made`: a fresh one, or
-    one with the weights of another; what to say of it).
+    """(the head of class `kind` before its first step, with the keys of `made`: a fresh one,
+    or one with the weights of another; what to say of it).
 
     Raises UserError where the start's weights have no place in it.
     """
@@ -125,7 +126,8 @@ def first_head(made: Resolved, kind: type[Head], target: Target) -> tuple[Head, 
 
 
 def prepared(cfg: TrainConfig) -> tuple[Target, BatchPlan]:
-    """(target, the rows that it would train on in their order) of a run in this process alone."""
+    """(target, the rows that it would train on in their order) of a run in this process
+    alone."""
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
     rows = _rows(cfg, target)
     return target, BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
@@ -148,8 +150,8 @@ def _rows(cfg: TrainConfig, target: Target, check_stop: CheckStop = nothing) -> 
 
 
 def _texts(cfg: TrainConfig, target: Target, main: bool, check_stop: CheckStop) -> JoinedRows:
-    """The rows of tokens; on rank 0 (main) those left out are listed in the run folder. check_stop:
-    raises where the run was asked to stop."""
+    """The rows of tokens; on rank 0 (main) those left out are listed in the run folder.
+    check_stop: raises where the run was asked to stop."""
     rows = _rows(cfg, target, check_stop)
     meet("rows", cfg.data.wait, check_stop)  # in the first collective nobody may wait for tokens
     if main:

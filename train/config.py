@@ -400,8 +400,8 @@ class HeadRun(TrainConfig):
 
     @classmethod
     def exact(cls, cfg: DictConfig) -> type[TrainConfig]:
-        """The schema with the keys of the kind that `cfg` names. Raises UserError where it names
-        none that there is."""
+        """The schema with the keys of the kind that `cfg` names. Raises UserError where it
+        names none that there is."""
         if not cfg.get("head"):
             return cls  # the key is missing
         if (kind := OmegaConf.select(cfg, "head.kind")) is None:
@@ -474,8 +474,8 @@ def schema_of(script: str) -> type[TrainConfig]:
 
 
 def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
-    """The script that trains any kind of head, and the schema of its keys. Raises UserError for a
-    kind that nobody brings."""
+    """The script that trains any kind of head, and the schema of its keys. Raises UserError
+    for a kind that nobody brings."""
     if kind in ENTRIES:
         return ENTRIES[kind], schema_of(ENTRIES[kind])
     from outrider.heads.registry import head_class

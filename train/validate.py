@@ -8,8 +8,9 @@ Takes the keys of the training scripts, for every kind of head. Exit code 0: all
 
     python scripts/validate.py dry_run=true experiment=NAME gpus=8 gpu=h100-80gb
 
-With dry_run=true nothing is loaded or read: memory by part and hours on GPUs that are not here, by
-formula (train/dry_run). Exit code 0: it fits, 1: it does not, and what to change is said.
+With dry_run=true nothing is loaded or read: memory by part and hours on GPUs that are not
+here, by formula (train/dry_run). Exit code 0: it fits, 1: it does not, and what to change is
+said.
 """
 
 from __future__ import annotations

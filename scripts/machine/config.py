@@ -21,7 +21,7 @@ class DoctorConfig(AutoDtype):
     out_dir: str = "runs"
     # JSON file with the findings; empty = none
     out: str = ""
-    # measure training and decoding on this GPU in place of looking at the machine; a few minutes
+    # measure training and decoding on this GPU instead of looking at the machine
     gpu: bool = False
     # of gpu=true: whose shape and vocabulary the random target has
     model: NotEmpty = "meta-llama/Llama-3.2-1B-Instruct"

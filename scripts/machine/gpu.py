@@ -191,8 +191,8 @@ def _training(run: Run, plan: Plan, steps: int) -> dict[str, Any]:
 
 
 def product_flops(model: Model, dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of the product in which a target's MLP reads 8,192 tokens: what this device reaches
-    at best."""
+    """FLOP/s of the product in which a target's MLP reads 8,192 tokens: what this device
+    reaches at best."""
     width = int(model.text.hidden_size)
     inner, count = int(getattr(model.text, "intermediate_size", 4 * width)), 8192
     x, w = (torch.randn(n, width, device=device, dtype=dtype) for n in (count, inner))
@@ -200,8 +200,8 @@ def product_flops(model: Model, dtype: torch.dtype, device: torch.device) -> flo
 
 
 def _decoding(run: Run) -> dict[str, Any]:
-    """Answers of one row: plain, and with a chain that random weights nearly never have right, so
-    that a cycle's cost is seen and no gain."""
+    """Answers of one row: plain, and with a chain that random weights nearly never have
+    right, so that a cycle's cost is seen and no gain."""
     run.head.eval()
     target, draft = run.target, DraftSpec(shape="chain", depth=DEPTH)
     asked = [Request(run.rows.ids[:PROMPT].tolist(), ANSWER)]
@@ -245,14 +245,15 @@ def _wait(device: torch.device) -> None:
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """The figures for people."""
     made, told = found["training"], found["decoding"]
-    yield f"{found['model']}, random weights; EAGLE-3 with {made['draft_vocab']:,} draft tokens"
+    yield f"{found['model']}, random; EAGLE-3 with {made['draft_vocab']:,} draft tokens"
     rate = f"training: {made['tokens_per_second']:,.0f} tokens/s"
     if "predicted_tokens_per_second" in made:
         rate += f" (dry run: {made['predicted_tokens_per_second']:,.0f})"
     yield (
-        f"{rate}, {made['flops_a_token'] / 1e9:.1f} GFLOP a token: {made['tflops']:,.1f} TFLOP/s, "
-        f"{made['share_of_product']:.0%} of the {made['product_tflops']:,.1f} that a product alone "
-        f"reaches here" + (f", {made['mfu']:.0%} of the maker's" if "mfu" in made else "")
+        f"{rate}, {made['flops_a_token'] / 1e9:.1f} GFLOP a token: {made['tflops']:,.1f} "
+        f"TFLOP/s, {made['share_of_product']:.0%} of the {made['product_tflops']:,.1f} that a "
+        f"product alone reaches here"
+        + (f", {made['mfu']:.0%} of the maker's" if "mfu" in made else "")
     )
     yield (
         f"memory: {size(made['peak_memory_bytes'])} at the peak (dry run: "
@@ -261,6 +262,6 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield (
         f"decoding one row: {told['plain_tokens_per_second']:,.1f} tokens/s plain, "
         f"{told['plain_ms_a_pass']:.2f} ms a pass, which reads weights at "
-        f"{size(told['plain_bytes_read_per_second'])}/s; a cycle with a draft of {DEPTH} takes "
-        f"{told['drafted_ms_a_pass']:.2f} ms"
+        f"{size(told['plain_bytes_read_per_second'])}/s; a cycle with a draft of "
+        f"{DEPTH} takes {told['drafted_ms_a_pass']:.2f} ms"
     )

@@ -1,5 +1,5 @@
-"""What stands on this machine, part by part: facts, and problems that would stop a run or spoil
-it. Nothing is loaded, changed or downloaded.
+"""What stands on this machine, part by part: facts, and problems that would stop a run or
+spoil it. Nothing is loaded, changed or downloaded.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def versions() -> ReportPart:
     try:
         wanted = [Requirement(line) for line in requires("outrider") or ()]
     except PackageNotFoundError:
-        part.facts.append("outrider is not installed (pip install -e .): versions not compared")
+        part.facts.append("outrider is not installed: versions not compared")
         return part
     for need in wanted:
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
@@ -93,15 +93,15 @@ def build(device: str, dtype: str) -> ReportPart:
         part.facts.append("no GPU is seen")
         if Path("/dev/nvidia0").exists():
             part.problems.append(
-                "torch: there is a GPU that it does not see; install a build with CUDA, or mend "
-                "the driver or CUDA_VISIBLE_DEVICES"
+                "torch: there is a GPU that it does not see; install a build with CUDA, or "
+                "mend the driver or CUDA_VISIBLE_DEVICES"
             )
     if not there(device) and not part.problems:
         part.problems.append(
             f"device: {device} asked for, and there are {count} GPUs; set device=cpu"
         )
     if count > 1 and not torch.distributed.is_nccl_available():
-        part.problems.append("torch: several GPUs, but no NCCL in this build; install another one")
+        part.problems.append("torch: several GPUs, but no NCCL; install another build")
     return part
 
 
@@ -118,7 +118,7 @@ def _gpu(part: ReportPart, number: int, dtype: str) -> None:
     same = [a for a in built if a.startswith(f"sm_{about.major}")]
     if torch.version.cuda and built and not same and not newer:
         part.problems.append(
-            f"torch: built for {', '.join(built)}, GPU {number} is {arch}; install a newer build"
+            f"torch: built for {', '.join(built)}, GPU {number} is {arch}; take a newer one"
         )
     if dtype == "bfloat16" and torch.version.cuda and about.major < 8:
         part.problems.append(
@@ -166,7 +166,7 @@ def memory_and_disk(out_dir: Path) -> ReportPart:
         part.facts.append(f"{name}: {place}, {room / GIB:.1f} GiB free")
         if room < LEAST_DISK:
             part.problems.append(
-                f"{name}: {room / GIB:.1f} GiB free at {place}; free some, or choose another folder"
+                f"{name}: {room / GIB:.1f} GiB free at {place}; free some, or change the folder"
             )
         if not os.access(there, os.W_OK):
             part.problems.append(f"{name}: {there} cannot be written; choose another folder")
@@ -202,7 +202,7 @@ def accelerate_config(dtype: str) -> ReportPart:
     part.facts.append(f"honoured: {', '.join(honoured) or 'nothing is set'}")
     part.problems += [f"{path}: {line}" for line in refusals(of_file(config), dtype)]
     if config.get("use_cpu") and torch.cuda.is_available():
-        part.problems.append(f"{path}: use_cpu: the GPUs here would not be used; set it to false")
+        part.problems.append(f"{path}: use_cpu: would leave the GPUs here unused; set it to false")
     processes, count = config.get("num_processes"), gpus()
     machines = config.get("num_machines") or 1
     if count and isinstance(processes, int) and processes > count * machines:

@@ -115,7 +115,7 @@ def test_the_shipped_launch_files_are_honoured(path: Path) -> None:
 def test_problems_of_disk_and_cache(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look, "LEAST_DISK", 1 << 60)
     problems = look.memory_and_disk(sound / "not" / "there").problems
-    assert len(problems) == 3 and "free some, or choose another folder" in problems[0]
+    assert len(problems) == 3 and "free some, or change the folder" in problems[0]
     (sound / "cache").write_text("a file")
     (problem,) = look.caches().problems
     assert "no file can be written and locked" in problem and "\n" not in problem

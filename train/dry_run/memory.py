@@ -1,8 +1,6 @@
-"""Bytes that a GPU holds at the peak of training, part by part, by formula.
-
-What a pass keeps follows from the shapes of the head's layers; one function a family adds up what
-torch's graph keeps. The peak is where the loss meets the vocabulary, or in the backward pass,
-where gradients of weights that every step uses add up beside those of earlier passes.
+"""Bytes that a GPU holds at the peak of training, part by part, by formula: what torch's graph
+keeps of a pass, one function a family of heads, and the larger of what the loss holds where it
+meets the vocabulary and what the backward pass adds.
 
 Letters: D width, A query heads times their size, G key heads times theirs, M the MLP's width.
 """
@@ -26,11 +24,12 @@ FRAGMENTS = 0.05  # of what a pass allocates: gaps between the allocator's block
 
 @dataclass
 class Kept:
-    """Of the head's forward pass. kept: numbers that its graph keeps, weights that were cast once
-    among them. products: parameters times the rows that they meet. levels: states that meet the
-    vocabulary for each supervised token. late, back: times those states, until the loss is done and
-    in the backward pass. wide: bytes of other widths. again: numbers that the backward pass makes
-    or computes again. summed: parameters whose gradients add up there."""
+    """Of the head's forward pass. kept: numbers that its graph keeps, weights that were cast
+    once among them. products: parameters times the rows that they meet. levels: states that
+    meet the vocabulary for each supervised token. late, back: times those states, until the
+    loss is done and in the backward pass. wide: bytes of other widths. again: numbers that
+    the backward pass makes or computes again. summed: parameters whose gradients add up
+    there."""
 
     kept: float
     products: float
@@ -57,9 +56,9 @@ def _sides(plan: Plan) -> tuple[int, int, int, int]:
 
 
 def _eagle(plan: Plan) -> Kept:
-    """Step 0 on all tokens up to its attention, then on the supervised ones; later steps on those
-    alone. Kept are a norm's unit output, what a product reads, query, keys, values, attention's
-    output, and of an MLP gate, its activation, up, and what goes down."""
+    """Step 0 on all tokens up to its attention, then on the supervised ones; later steps on
+    those alone. Kept are a norm's unit output, what a product reads, query, keys, values,
+    attention's output, and of an MLP gate, its activation, up, and what goes down."""
     cfg, every, taught, (d, a, g, m) = plan.typed, plan.tokens, plan.taught, _sides(plan)
     third, weights = cfg.kind == "eagle3", numbers(plan.head) - plan.lm_head
     enter, mlp = 2 * a + 2 * g + (4 if third else 3) * d, 2 * d + 4 * m
@@ -134,9 +133,10 @@ def parts(plan: Plan) -> dict[str, int]:
 
 
 def target_bytes(plan: Plan) -> tuple[float, float, float]:
-    """Of the target's weights: all, on one GPU, and on a host while its ranks load them. Sharded by
-    FSDP2 a GPU holds three layers beside its shards, the one that computes, as it arrived and
-    unpacked, and the next one; a rank that loads what stays whole, and one weight at a time."""
+    """Of the target's weights: all, on one GPU, and on a host while its ranks load them.
+    Sharded by FSDP2 a GPU holds three layers beside its shards, the one that computes, as it
+    arrived and unpacked, and the next one; a rank that loads what stays whole, and one weight
+    at a time."""
     cfg, layers, ranks = plan.cfg, numbers(plan.model.layers), min(plan.cfg.gpus, NODE)
     rest = numbers(plan.model.built) - layers
     bits = quantize.bits(cfg.target.quantize) or 8 * plan.width

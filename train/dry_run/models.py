@@ -1,4 +1,5 @@
-"""Targets without their weights: by published facts (models/*.json), by a config.json, or tiny."""
+"""Targets without their weights: by published facts (models/*.json), by a config.json, or
+tiny."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class Model:
 
     @functools.cached_property
     def built(self) -> Any:
-        """The model on torch's meta device, where weights take no memory. Raises UserError for a
-        config that transformers makes none from."""
+        """The model on torch's meta device, where weights take no memory. Raises UserError
+        for a config that transformers makes none from."""
         given = copy.deepcopy(self.config)
         try:
             config = AutoConfig.for_model(given.pop("model_type", ""), **given)

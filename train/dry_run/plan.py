@@ -23,9 +23,9 @@ from outrider.train.dry_run.models import Model
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on paper. typed: the head's keys. head: on the meta device. layer: keys of its draft
-    layers, {} without any. rows, length, tokens, taught: of the largest pass of a rank, its
-    supervised tokens. width: bytes of a number that is computed with."""
+    """A run on paper. typed: the head's keys. head: on the meta device. layer: keys of its
+    draft layers, {} without any. rows, length, tokens, taught: of the largest pass of a rank,
+    its supervised tokens. width: bytes of a number that is computed with."""
 
     cfg: ValidateConfig
     model: Model
@@ -59,8 +59,8 @@ class Plan:
 
 
 def plan_of(cfg: ValidateConfig, model: Model, typed: Any) -> Plan:
-    """typed: the head's keys, its draft vocabulary settled. Raises UserError for a head that this
-    target cannot have, or that has no formula."""
+    """typed: the head's keys, its draft vocabulary settled. Raises UserError for a head that
+    this target cannot have, or that has no formula."""
     kind, text = head_class(typed.kind), model.text
     length, width = context_length(text), text.hidden_size
     table = SimpleNamespace(shape=(text.vocab_size, width))

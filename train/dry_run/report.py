@@ -1,8 +1,7 @@
 """The dry run for a reader: memory by part, hours, and what to change where it does not fit.
 
-Hours are floating point operations by formula, at a share of the GPU's peak that was measured: on
-one H200 alone, EAGLE-3 with targets of up to 1.5 B parameters. For larger ones the range ends at
-what another trainer published for 8 B on such a GPU.
+Hours are operations by formula at a share of the GPU's peak that was measured on one H200 alone,
+with targets of up to 1.5 B; beyond, the range ends at what another trainer published for 8 B.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LARGE = 0.8  # share of a GPU's memory that a whole target may take
 
 
 def planned(cfg: ValidateConfig, run: TrainConfig) -> Plan:
-    """run: as cfg, the head's keys typed. Raises UserError for what the run itself would refuse."""
+    """run: cfg, the head's keys typed. Raises UserError for what the run would refuse."""
     check_ranks(run, cfg.gpus)
     if cfg.shard_target and cfg.gpus == 1:
         raise UserError("shard_target: needs several processes; set gpus=8, or leave it out")
@@ -74,7 +73,7 @@ def shares_of_peak(flops: float) -> tuple[float, float, float]:
 
 
 def report(plan: Plan) -> tuple[bool, str]:
-    """Whether the run fits, and all that is said of it. Raises UserError for a GPU nobody knows."""
+    """Whether the run fits, and what is said of it. Raises UserError for an unknown GPU."""
     cfg, gpus, model, parts = plan.cfg, KNOWN["gpus"], plan.model, memory.parts(plan)
     if cfg.gpu not in gpus:
         near = difflib.get_close_matches(cfg.gpu, gpus, 1, 0.4)
@@ -87,16 +86,16 @@ def report(plan: Plan) -> tuple[bool, str]:
     most, hours, fewest = (tokens * each / peak / one / 3600 for one in shares)
     lines = [
         f"{plan.typed.kind} ({numbers(plan.head) / 1e6:,.0f} M trained) for {model.name} "
-        f"({numbers(model.built) / 1e9:.2f} B), {cfg.gpus} x {cfg.gpu}, passes of {plan.rows} x "
-        f"{plan.length:,} tokens\nmemory of one GPU at the peak of training:",
+        f"({numbers(model.built) / 1e9:.2f} B), {cfg.gpus} x {cfg.gpu}, passes of "
+        f"{plan.rows} x {plan.length:,} tokens\nmemory of one GPU at the peak of training:",
         *(f"  {part:<22}{size(amount):>9}" for part, amount in parts.items()),
         f"  {'peak':<22}{size(held):>9} of {size(room)}: "
         + ("fits" if held <= room else f"DOES NOT FIT\nto change: {change(plan, room)}"),
         f"memory of a host while it loads the target: {size(memory.target_bytes(plan)[2])}",
-        f"training: {hours:,.1f} hours ({fewest:,.1f} to {most:,.1f}) for {tokens / 1e6:,.0f} M "
-        f"tokens of {each / 1e9:,.1f} GFLOP",
-        f"assumed: {share:.0%} of the GPU's peak ({best:.0%} to {least:.0%}); measured on one H200 "
-        "with targets of 0.1 to 1.5 B, and nowhere else",
+        f"training: {hours:,.1f} hours ({fewest:,.1f} to {most:,.1f}) for "
+        f"{tokens / 1e6:,.0f} M tokens of {each / 1e9:,.1f} GFLOP",
+        f"assumed: {share:.0%} of the GPU's peak ({best:.0%} to {least:.0%}); measured on one "
+        "H200 with targets of 0.1 to 1.5 B, and nowhere else",
     ]
     return held <= room, "\n".join(lines)
 
