@@ -137,19 +137,16 @@ class Engine:
         return DecodedRun([row.out for row in self.all], self.timing, self.probs_rows)
 
     def _admit(self, cache: TreeCache) -> None:
-        """Prefill waiting requests into free rows and draw their next token.
-
-        A request's first token belongs to no cycle; that of one that goes on (see
-        decode.live) is a cycle without a draft.
-        """
+        """Prefill waiting requests into free rows and draw their first token, which belongs to no
+        cycle."""
         while self.queue and len(self.rows) < self.batch_size:
             start = self.clock()
             count = min(len(self.queue), self.batch_size - len(self.rows))
             new = [self.queue.popleft() for _ in range(count)]
-            prompts = self._tensors([*row.request.prompt, *row.out.token_ids] for row in new)
+            prompts = self._tensors(row.request.prompt for row in new)
             uncond = None
             if self.guidance is not None:
-                uncond = self._tensors([*row.uncond, *row.out.token_ids] for row in new)
+                uncond = self._tensors(row.uncond for row in new)
             step = self.target.prefill(cache, prompts, self.drafter.taps, uncond)
             distribution = self._distribution(
                 step.logits, DraftTree.empty(count, self.target.device), new
@@ -171,13 +168,11 @@ class Engine:
             self.drafter.observe(tokens, step.feats, lengths, slice(old, old + count))
             for row, token in zip(new, first, strict=True):
                 row.cycle += 1  # this draw had a number as well: no random number serves twice
-                if row.out.token_ids:
-                    row.out.cycles.append(Cycle(0, 0, (), True, len(row.out.token_ids)))
                 self._emit(row, [token], [False])
             self._retire(cache)
             self.timing.prefill_s += self.clock() - start
 
-    def _tensors(self, texts: Iterable[list[int]]) -> list[Tensor]:
+    def _tensors(self, texts: Iterable[Sequence[int]]) -> list[Tensor]:
         return [waits.sent(text, self.target.device) for text in texts]
 
     def _cycle(self, cache: TreeCache) -> None:
