@@ -10,7 +10,7 @@ import torch
 
 from outrider import api
 from outrider.conf.errors import UserError
-from outrider.conf.schema import compose, entry
+from outrider.conf.schema import compose
 from outrider.decode.models import arithmetic, load
 from outrider.decode.models.config import TargetConfig
 from outrider.scripts.common import files
@@ -36,18 +36,6 @@ def test_training_and_scoring_follow_the_processor(able: bool) -> None:
     assert str(api.load_target("tiny").dtype) == f"torch.{wanted}"
     for given in ("bfloat16", "float32"):
         assert compose("eagle", EagleRun, [*KEYS, f"dtype={given}"]).dtype == given
-
-
-def test_through_hydras_own_command_line_too(able: bool) -> None:
-    found = []
-
-    @entry("evaluate", EvaluateConfig)
-    def main(cfg: EvaluateConfig) -> None:
-        found.append(cfg.dtype)
-
-    with pytest.raises(SystemExit) as end:
-        main(["--multirun", "target=tiny", "out=x", "dtype=auto,float16"])
-    assert end.value.code == 0 and found == ["bfloat16" if able else "float32", "float16"]
 
 
 def test_a_gpu_computes_bfloat16(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,21 +227,6 @@ def test_nothing_reads_global_random_state(target: Target) -> None:
     assert first == tokens(target, DraftModel(target, 3), Sampling(1.0))
 
 
-def test_ngram_takes_the_longest_and_latest_match() -> None:
-    drafter = NGram(depth=3)
-    drafter.reset(1, 64)
-    ids = torch.tensor([1, 2, 3, 9, 2, 3, 8, 7, 1, 2, 3])
-    drafter.begin([ids], Sampling())
-    drafter.observe(ids[None, 1:], None, torch.tensor([10]), slice(0, 1))
-    rng = Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    assert drafter.propose(torch.tensor([3]), Sampling(), rng).tokens.tolist() == [
-        [9, 2, 3]
-    ]  # after 1 2 3, not 2 3
-    assert drafter.propose(torch.tensor([1]), Sampling(), rng).tokens.tolist() == [[9]]
-    drafter.observe(torch.tensor([[55]]), None, torch.tensor([1]), slice(0, 1))
-    assert drafter.propose(torch.tensor([3]), Sampling(), rng).width == 0
-
-
 @pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_cycle_without_a_distribution_commits_nothing(
@@ -273,31 +258,6 @@ def test_a_cycle_without_a_distribution_commits_nothing(
         )
     assert {row for at, row in message if at == 2} == {0, 1, 2}
     assert all(at < 3 for at, _ in message)
-
-
-@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
-def test_a_malformed_draft_commits_nothing(
-    free: bool, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waits, "free", lambda tensor: free)
-
-    class Twins(Tree):
-        def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-            alike = torch.full((self.rows, 7), 5)
-            return DraftTree.static(self.paths, alike, self.paths.size_at(budget))
-
-    message: list[int] = []
-    with pytest.raises(ValueError, match="row 0, node 1: token 5 stands twice"):
-        generate(
-            target,
-            Twins(),
-            requests(2),
-            Sampling(),
-            batch_size=2,
-            eos_ids=(),
-            on_tokens=lambda row, fresh, drafted: message.append(row),
-        )
-    assert sorted(message) == [0, 1], "a prompt's first token is no cycle's"
 
 
 class Drawn(Tree):
@@ -349,17 +309,6 @@ def test_padding_of_a_drawn_tree_may_hold_anything(
             for token in (0, -1, 10**9)
         ]
         assert found[0] == found[1] == found[2]
-
-
-def test_a_cycle_tells_how_deep_each_row_drafted(target: Target) -> None:
-    """Rows near their limit draft less than their neighbours: padding is no draft."""
-    requested = [Request(PROMPTS[0], 2, id=0), Request(PROMPTS[4], 12, id=1)]
-    found = generate(target, Tree(), requested, Sampling(), batch_size=2, eos_ids=())
-    short, long = found.generations
-    assert [c.proposed for c in short.cycles] == [1 - 1]
-    assert long.cycles[0].proposed == 3
-    assert all(c.proposed <= 3 for c in long.cycles)
-    assert min(vars(found.timing).values()) >= 0 and found.timing.distribution_s > 0
 
 
 def test_the_last_rows_take_the_places_that_become_free(

@@ -6,7 +6,6 @@ cannot be had.
 import json
 import os
 import shutil
-import sys
 from collections import namedtuple
 from dataclasses import replace
 
@@ -172,41 +171,6 @@ def test_a_wrong_byte_is_refused_by_the_name_of_its_wheel(made, cache, wheels) -
     assert "\n" not in str(e.value) and _leftovers(cache) == [".toy.gguf.part"]
     shutil.copy(made[1] / spoilt.name, spoilt)
     assert ensure(target, str(wheels)) == target.folder
-
-
-def test_a_part_that_is_missing_is_named(made, cache, wheels) -> None:
-    (wheels / "toy_part3-1.0-py3-none-any.whl").unlink()
-    with pytest.raises(UserError, match="target.path: no such file .*toy_part3-1.0"):
-        ensure(made[0], str(wheels))
-    with pytest.raises(UserError, match="target.path: no such file .*other.gguf"):
-        ensure(made[0], str(wheels / "other.gguf"))
-
-
-@pytest.mark.parametrize(
-    "said, reason",
-    [
-        ("noise\nERROR: no route to host", "no route to host"),
-        (
-            "WARNING: Retrying (Retry(total=4)) after connection broken\nERROR: No matching "
-            "distribution found for toy_part1",
-            "the package index does not answer",
-        ),
-        (
-            "ERROR: No matching distribution found for toy_part1",
-            "the package index has it no more",
-        ),
-    ],
-)
-def test_what_pip_met_is_one_line_with_the_way_out(
-    made, cache, tmp_path, monkeypatch, said, reason
-) -> None:
-    pip = tmp_path / "python"
-    pip.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{said}\nEND\nexit 1\n")
-    pip.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(pip))
-    with pytest.raises(UserError, match=f"toy_part1==1.0 .*{reason}.*target.path") as e:
-        ensure(made[0])
-    assert "\n" not in str(e.value)
 
 
 def test_no_space_is_said_before_the_download_with_what_is_needed(made, cache, monkeypatch) -> None:
