@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.decode.frontier import parents
-from outrider.decode.residual import LevelVerdict, Siblings, first_ratio, level
+from outrider.decode.residual import LevelVerdict, Siblings, level
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
 from outrider.decode.view import DraftView
@@ -82,15 +82,6 @@ def test_what_comes_out_of_a_slot_is_its_distribution() -> None:
             rest = found.residual[0]
             emitted += chance * (1 - a) * (1 - b) * rest / rest.sum().clamp(min=1e-300)
     torch.testing.assert_close(emitted, p, atol=1e-14, rtol=0)
-
-
-def test_an_eldest_child_needs_no_residual() -> None:
-    p, q, tokens = random_slot(3, 2)
-    siblings = siblings_of(p, q, tokens, [True, True])
-    for w in (0.2, 1.0):
-        reach = float64([w])
-        chance = (reach * first_ratio(siblings)).clamp(max=1)
-        assert float(chance) == pytest.approx(float(level(siblings, reach).accept[0, 0]), abs=1e-15)
 
 
 def test_a_child_that_is_not_there_changes_nothing() -> None:

@@ -13,7 +13,6 @@ from outrider.decode.stats import (
     accepted_length,
     loop_starts,
     paired_difference,
-    ratio_of_rates,
     split,
 )
 
@@ -68,8 +67,3 @@ def test_paired_difference_is_paired() -> None:
     )
     with pytest.raises(ValueError, match="prompts"):
         paired_difference(a, b[:3])
-
-
-def test_speedup() -> None:
-    got = ratio_of_rates([10, 10], [1, 1], [10, 10], [2, 2])
-    assert got.mean == got.low == got.high == 2

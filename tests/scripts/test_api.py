@@ -68,7 +68,7 @@ def test_a_draft_that_is_left_out_is_message() -> None:
     made = DraftModel(target, 3)
     made.logits = lambda state: torch.full((*state.shape[:-1], target.vocab_size), torch.nan)  # type: ignore[method-assign]
     answer = api.generate(target, [3, 4, 5], made, 8, temperature=1.0, seed=5)
-    with pytest.warns(UserWarning, match="drafts hold NaN or infinity and were left out; check"):
+    with pytest.warns(UserWarning, match="drafts came to NaN or infinity and end there; check"):
         assert len(answer.token_ids) == 8
     assert not any(answer.from_draft)
 
