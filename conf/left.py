@@ -13,7 +13,7 @@ VERBS = {
 }
 KINDS = {
     "medusa2": "medusa, which leaves the target as it is",
-    "dflash_causal": "dspark, whose drafts follow one another",
+    "dflash_causal": "dflash, or dspark, whose tokens follow one another",
 }
 CHOICES = {"launch=zero3": "launch=fsdp2"}
 _BENCH = "the engine's own bench, such as `vllm bench serve`"

@@ -88,24 +88,6 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
-def room_of(module: str) -> str:
-    """The side of the fence in scripts/ on which a module stands."""
-    part = module.split(".")[1] if "." in module else ""
-    return part if part == "extra" else "product"
-
-
-def test_product_runs_without_extra() -> None:
-    """Who uses an optional part asks for it by name (scripts/common/extra.py)."""
-    beyond = {"product": {"extra"}, "extra": set()}
-    crossing = [
-        f"{name} imports {other}"
-        for name, others in imports().items()
-        for other in others
-        if room_of(other) in beyond[room_of(name)]
-    ]
-    assert not crossing
-
-
 def test_no_files_import_each_other() -> None:
     graph = imports()
     below = {name: reachable(graph, name) for name in graph}
