@@ -77,7 +77,15 @@ if os.environ.get(OWNER) != str(os.getpid()):  # a note for each process that ru
 _attempts = Attempts(Path(os.environ[guard.LOG]))
 
 
+def has_gpu() -> bool:
+    """Whether torch sees one."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 NEEDS = {
+    "gpu": (has_gpu, "torch sees no GPU"),
     "needs_llamacpp": (
         lambda: (ROOT / ".venv-llamacpp/bin/python").exists(),
         "no .venv-llamacpp: `make .venv-llamacpp/.installed` builds it",

@@ -161,3 +161,10 @@ def test_both_shapes_run_on_a_cpu_in_small() -> None:
     assert told["plain_tokens_per_second"] > 0 and told["drafted_ms_a_pass"] > 0
     said = "\n".join(gpu.lines(found))
     assert "training: " in said and "dry run: " in said and "decoding one row: " in said
+
+
+@pytest.mark.gpu
+def test_gpu_measures_a_real_shape(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    assert code_of(doctor.main, "gpu=true", "steps=4", f"out={out}") == 0
+    assert json.loads(out.read_text())
