@@ -311,6 +311,8 @@ def _unreadable(text: str, schema: type, conf_dir: Path) -> str:
     """What is said of a word that is no KEY=VALUE."""
     if "=" in text:
         return f"{text}: cannot be read as KEY=VALUE; quote it: \"key='a value'\""
+    if text in left.WORDS:
+        return left.line(text, left.WORDS[text])
     if text in keys(schema) or group_options(conf_dir, text):
         return f"{text}: has no value; write {text}=VALUE, without spaces around ="
     chosen = [group for group in _groups(conf_dir) if text in group_options(conf_dir, group)]

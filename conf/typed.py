@@ -153,8 +153,8 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     group, _, name = key.rpartition(".")
-    if key in left.KEYS:
-        return left.line(key, left.KEYS[key])
+    if instead := left.of_key(key):
+        return instead
     habits = (*HABITS.get(f"{group}_{name}" if group else name, ()), *([name] if group else []))
     meant = next((k for k in habits if k in known), None)
     inside = [k for k in known if group and k.startswith(group + ".")]

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from outrider.conf import left
 from outrider.conf.errors import UserError, first_line
 from outrider.decode.models.identity import Identity, sha256_file
 from outrider.heads.base import Head
@@ -43,6 +44,8 @@ MARGIN = 1 << 20  # bytes that a save leaves free
 RATED, RATE = ("head.loss.tv", "head.loss.lk", "head.confidence"), "head.loss.rate"
 
 PARALLEL = ("medusa", "hydra_heads")  # kinds
+# Keys of runs of 0.2 that said how passes ran, not what is learned.
+HOW = ("target.compile",)
 
 
 @dataclass
@@ -278,6 +281,8 @@ def check_meaning(
     `replanned` has a line on each. A key that the checkpoint does not know came with a later
     version: at its default it changes nothing, but where version 0.1 did something else.
     """
+    if gone := left.head(str(saved.get("head.kind")), f"out_dir: {folder}"):
+        raise UserError(gone)
     if saved.get("head.kind") in PARALLEL and "head.loss.mask" not in saved:
         raise UserError(
             f"out_dir: {folder} holds a run of version 0.1, whose heads learned from other tokens; "
@@ -316,6 +321,8 @@ def _changed(saved: dict[str, Any], now: dict[str, Any], default: dict[str, Any]
 
 
 def _is_gone(key: str, value: Any) -> bool:
+    if key in HOW:
+        return True
     group, _, name = key.partition(".")
     return group == "head" and is_gone(name, value)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from outrider.conf import left
@@ -10,6 +12,7 @@ from outrider.conf.schema import compose
 from outrider.heads.names import parse
 from outrider.heads.registry import head_class
 from outrider.scripts import cli
+from outrider.train.state import check_meaning
 from tests.conf.test_config import ENTRIES
 
 
@@ -22,7 +25,9 @@ def test_a_verb_or_head_that_left(word: str, capsys: pytest.CaptureFixture[str])
     assert word.split()[-1] in said and left.LAST in said
 
 
-@pytest.mark.parametrize("word", [*(f"{key}=1" for key in left.KEYS), *left.CHOICES])
+@pytest.mark.parametrize(
+    "word", [*(f"{key}=1" for key in left.KEYS), "head.lora.rank=2", *left.CHOICES, *left.WORDS]
+)
 def test_a_key_or_option_that_left(word: str) -> None:
     with pytest.raises(UserError) as caught:
         compose(
@@ -47,3 +52,11 @@ def test_an_option_of_a_drafter_that_left(option: str) -> None:
         parse(f"ngram@3@{option}")
     said = str(caught.value)
     assert said.startswith("drafters:") and f"@{option}" in said and left.LAST in said
+
+
+def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
+    now = {"head.kind": "eagle3", "seed": 0}
+    assert check_meaning({**now, "target.compile": "auto"}, now, tmp_path, {}) == []
+    with pytest.raises(UserError) as caught:
+        check_meaning({**now, "head.kind": "medusa2"}, now, tmp_path, {})
+    assert "medusa2" in str(caught.value) and left.LAST in str(caught.value)

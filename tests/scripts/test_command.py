@@ -432,7 +432,7 @@ def test_help_offers_the_recipes_of_the_head_that_is_trained(tmp_path: Path) -> 
 
 def test_version_names_the_clone(tmp_path: Path) -> None:
     done = said(["--version"], tmp_path)
-    assert re.match(r"outrider \d+\.\d+\.\d+ \([0-9a-f]{12}\+?\), Python 3\.", done.stdout)
+    assert re.match(r"outrider \d+\.\d+\.\d+\S* \([0-9a-f]{12}\+?\), Python 3\.", done.stdout)
     assert done.returncode == 0 and done.stderr.endswith("[]")
 
 
