@@ -28,6 +28,7 @@ CHOICES = {
 }
 WORDS = {
     "engine": "the engine's own bench, such as `vllm bench serve`",
+    "first_gpu": "doctor gpu=true",
     "quick": "certify url=ADDRESS",
 }
 _BENCH = WORDS["engine"]

@@ -199,7 +199,7 @@ def decoding(about: About) -> list[str]:
     """What tune found for this head, if it ran."""
     found = about.settings
     if found is None:
-        return ["not tuned; `python scripts/tune.py drafter=...` finds K for a machine and prompts"]
+        return ["not tuned; `outrider tune drafter=...` finds K for a machine and prompts"]
     lines = [
         f"tuned here: {found.best}"
         + ("" if found.pays else " (slower than plain decoding when measured)")

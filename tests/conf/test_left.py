@@ -60,3 +60,22 @@ def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         check_meaning({**now, "head.kind": "medusa2"}, now, tmp_path, {})
     assert "medusa2" in str(caught.value) and left.LAST in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "doctor first_gpu",
+        "tune engine",
+        "evaluate candidates=[a] target=tiny out=x",
+        "chat monitor=warn",
+        "train eagle3 head.draft_vocab_from=x target=tiny data.path=x out_dir=y steps=1",
+        "synthesize logs=x target=tiny out=y",
+    ],
+)
+def test_command_lines_of_the_version_before(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.application().main(words.split(), prog_name="outrider", standalone_mode=False)
+    assert stop.value.code == 2 and left.LAST in capsys.readouterr().err
