@@ -123,9 +123,9 @@ def _whole(key: str, text: str) -> None:
         raise ValueError(f"{key} holds {HALF}; write the whole character, or remove it")
 
 
-def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+def chat_ids(tokenizer: Any, messages: list[dict[str, str]], **template: Any) -> list[int]:
     """Token ids of a conversation up to and including the header of the assistant's turn, by
-    the chat template.
+    the chat template. template: further arguments of it.
 
     Raises UserError when the tokenizer has no chat template, the template refuses the
     messages, or one of them holds half a character."""
@@ -138,7 +138,9 @@ def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
         except ValueError as error:
             raise UserError(f"message: {error}") from None
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **template
+        )
     except TemplateError as e:
         raise UserError(
             f"target: its chat template refuses the messages ({e}); change the order of roles"

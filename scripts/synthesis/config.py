@@ -23,9 +23,10 @@ from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 
 UNSEEN = ("gsm8k", "humaneval", "math500", "mtbench")  # suites that are small to fetch
 
-LONGEST = {"local": 200, "openai": 4096}  # tokens of an answer, by backend
-AT_A_TIME = {"local": 32, "openai": 256}  # questions to a server
-
+LONGEST = 4096  # tokens of an answer to a given question: a model that thinks needs them
+INVENTED = 200  # tokens of an answer to an invented question
+AT_A_TIME = 256  # questions to a server
+HERE = ("chat_template_kwargs",)  # keys of a request that mean something in this process
 
 FORMAT = 1  # raise when the same settings would give other rows
 
@@ -38,22 +39,21 @@ class SynthesizeConfig(AutoDtype):
     out: NotEmpty
     # the model that writes the conversations
     target: TargetConfig = field(default_factory=TargetConfig)
-    # local: this process runs the target and invents the questions; openai: a server answers
-    #     the questions of a file
+    # who answers. local: the target in this process; openai: a server
     backend: Literal["local", "openai"] = "local"
     # conversations that the file shall hold, a larger number extends a finished file; 0 = 600,
     # or all questions
     num_conversations: ZeroOrMore = 0
     # seed of all draws
     seed: Seed = 0
-    # local: conversations decoded at a time, and the block in which the file grows
+    # local: conversations decoded at a time, and the block by which the file grows
     batch: OneOrMore = 96
     # local: number format of the target: auto (bfloat16, but float32 on a CPU without instructions
     # for it), bfloat16, float32 or float16
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # local: longest invented question, tokens
     max_question_tokens: OneOrMore = 64
-    # longest answer, tokens; null = 200, with backend=openai 4096: a model that thinks needs them
+    # longest answer, tokens; null = 200, with prompts 4096: a model that thinks needs them
     max_new_tokens: OneOrMore | None = None
     # local: temperature of the questions
     question_temperature: AboveZero = 1.0
@@ -67,12 +67,13 @@ class SynthesizeConfig(AutoDtype):
     base_url: str = ""
     # openai: the model's name at the server; empty = the only one it serves
     model: str = ""
-    # openai: JSONL file of messages, conversations, turns or prompt rows, whose user turns are
-    #     asked; or a public set by name (`outrider ls prompts`), or a YAML that describes one
+    # JSONL file of messages, conversations, turns or prompt rows, whose user turns are asked; or a
+    #     public set by name (`outrider ls prompts`), or a YAML that describes one; empty = the
+    #     target invents the questions, with backend=local
     prompts: str = ""
-    # openai: a copy of that set on this disk, a file or folder, in place of the hub
+    # a copy of that set on this disk, a file or folder, in place of the hub
     prompts_path: str = ""
-    # openai: suites and JSONL files whose prompts are left out of a public set
+    # suites and JSONL files whose prompts are left out of a public set
     unseen: list[NotEmpty] = field(default_factory=lambda: list(UNSEEN))
     # openai: questions asked at a time; null = 256
     concurrency: OneOrMore | None = None
@@ -82,41 +83,40 @@ class SynthesizeConfig(AutoDtype):
     retries: ZeroOrMore = 6
     # openai: seconds before the first retry; every further one waits twice as long, up to 60
     backoff: NotNegative = 1.0
-    # openai: share of the questions that may stay without an answer (malformed, refused, all
+    # prompts: share of the questions that may stay without an answer (malformed, refused, all
     #     tries used up)
     max_failed: Share = 0.01
-    # openai: share of the answers that may be cut at max_new_tokens; above it the run stops
+    # prompts: share of the answers that may be cut at max_new_tokens; above it the run stops
     max_cut: Share = 0.2
     # openai: name of the environment variable that holds the key, sent to base_url alone and
     #     never written
     api_key_env: str = "OPENAI_API_KEY"
-    # openai: further keys of every request, such as {chat_template_kwargs: {enable_thinking:
-    #     false}}
+    # further keys of every request to a server; chat_template_kwargs, such as {enable_thinking:
+    #     false}, also in this process
     extra_body: dict[str, Any] = field(default_factory=dict)
 
     @property
     def conversations(self) -> int:
         """num_conversations, or what is usual where the target invents the questions."""
-        return self.num_conversations or (600 if self.backend == "local" else 0)
+        return self.num_conversations or (0 if self.prompts else 600)
 
     @property
     def longest(self) -> int:
-        """max_new_tokens, or what is usual with this backend."""
-        return self.max_new_tokens or LONGEST[self.backend]
+        """max_new_tokens, or what is usual for such questions."""
+        return self.max_new_tokens or (LONGEST if self.prompts else INVENTED)
 
     @property
     def at_a_time(self) -> int:
-        """concurrency, or what is usual with this backend."""
-        return self.concurrency or AT_A_TIME[self.backend]
+        """concurrency, or what is usual."""
+        return self.concurrency or AT_A_TIME
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         if self.backend == "local":
-            return [
-                f"{key}: only with backend=openai; set that or leave it out"
-                for key in ("base_url", "model", "prompts", "prompts_path", "extra_body")
-                if getattr(self, key)
-            ]
+            given = [key for key in ("base_url", "model") if getattr(self, key)]
+            given += [f"extra_body.{key}" for key in self.extra_body if key not in HERE]
+            alone = [f"{key}: only with backend=openai; set that or leave it out" for key in given]
+            return alone + self._prompt_problems()
         problems = []
         address = urlsplit(self.base_url)
         if address.scheme not in ("http", "https") or not address.hostname:
@@ -139,6 +139,8 @@ class SynthesizeConfig(AutoDtype):
     def _prompt_problems(self) -> list[str]:
         from outrider.scripts.synthesis.prompt_sets import is_file, prompt_set
 
+        if not self.prompts and self.extra_body and self.backend == "local":
+            return ["extra_body: only with prompts; leave it out"]
         if not self.prompts or is_file(self.prompts):
             only = "only with prompts=NAME, a public set; leave it out"
             given = self.unseen != list(UNSEEN)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,6 +132,11 @@ def check_space(folder: Path, need: int) -> None:
             f"out: {folder} has {free >> 20} MB free, up to {need >> 20} MB are needed; free "
             "space there or give another folder"
         )
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(f"synthesize: {text}", file=sys.stderr, flush=True)
 
 
 def json_line(row: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
-"""The questions of conversations that a server's model shall answer anew: checked once, read
-from disk when due.
+"""The questions of conversations that the target shall answer anew: checked once, read from disk
+when due.
 """
 
 from __future__ import annotations
@@ -67,7 +67,11 @@ def turns_of(line: bytes) -> list[dict[str, str]]:
     """The system turn, if any, and the user turns of a row. Raises ValueError in a user's
     words.
     """
-    key, turns = spoken(parse_line(line))
+    return asked_of(*spoken(parse_line(line)))
+
+
+def asked_of(key: str, turns: list[tuple[Any, Any]]) -> list[dict[str, str]]:
+    """What is asked of the turns that `spoken` found. Raises ValueError in a user's words."""
     if any(role in ("tool", "function") for role, _ in turns):
         raise ValueError("holds tool turns, whose results cannot be asked for again")
     kept = requested(key, turns, ("system", "user"))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -26,8 +25,9 @@ from outrider.scripts.common.files import sha256, write_json
 from outrider.scripts.common.prompts import DEMO, Prompt, load_prompts, requested, spoken
 from outrider.scripts.common.published import copies, rows_of
 from outrider.scripts.scoring.suites import ALL, SuiteConfig, load_suite, suites
-from outrider.scripts.synthesis.ledger import json_line
+from outrider.scripts.synthesis.ledger import json_line, say
 from outrider.scripts.synthesis.prompt_sets import PromptSet
+from outrider.scripts.synthesis.questions import asked_of
 from outrider.scripts.synthesis.write import fingerprint
 
 EVERY = 200_000  # rows between two words of progress
@@ -56,7 +56,7 @@ def prompts_of(which: PromptSet, out: Path, unseen: Sequence[str]) -> Path:
         known = json.loads(record.read_text(encoding="utf-8"))
         if {key: known.get(key) for key in wanted} == wanted and known["sha256"] == sha256(path):
             return path
-    _say(f"reading {which.name} from {which.path or 'the hub'}; licence: {which.licence}")
+    say(f"reading {which.name} from {which.path or 'the hub'}; licence: {which.licence}")
     apart = _unseen(which, unseen)
     left = Counter[str]()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def prompts_of(which: PromptSet, out: Path, unseen: Sequence[str]) -> Path:
     found |= {"compared_with": apart.checked, "not_compared_with": apart.missing}
     write_json(record, {**found, "path": which.path, "sha256": sha256(path)})
     for line in notes(which, found):
-        _say(line)
+        say(line)
     return path
 
 
@@ -143,7 +143,7 @@ def _write(which: PromptSet, path: Path, apart: Unseen, left: Counter[str]) -> t
         with draft.open("w+b") as file:
             for number, row in enumerate(_columns(which), 1):
                 if number % EVERY == 0:
-                    _say(f"{which.name}: {number:,} rows read, {len(keys):,} prompts")
+                    say(f"{which.name}: {number:,} rows read, {len(keys):,} prompts")
                 messages = _messages(which, row, number, left)
                 if messages is None:
                     continue
@@ -219,13 +219,4 @@ def _turns_of(value: Any, more: Any) -> list[dict[str, str]]:
     key, turns = spoken({"turns" if texts else "messages": value})
     if next((role for role, _ in turns if role != "system"), "user") != "user":
         raise ValueError("begins with an answer")
-    if any(role in ("tool", "function") for role, _ in turns):
-        raise ValueError("holds tool turns")
-    kept = requested(key, turns, ("system", "user"))
-    if any(message["role"] == "system" for message in kept[1:]):
-        raise ValueError("has a system turn behind the first")
-    return kept
-
-
-def _say(text: str) -> None:
-    print(f"synthesize: {text}", file=sys.stderr, flush=True)
+    return asked_of(key, turns)

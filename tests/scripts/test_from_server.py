@@ -146,7 +146,7 @@ def test_a_misbehaving_server_leaves_no_trace_in_the_file(
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, rows: int, number: int) -> None:
-    real, seen = Regenerator._converse, []
+    real, seen = Regenerator._ask, []
 
     async def counted(self: Regenerator, n: int) -> Any:
         found = await real(self, n)
@@ -155,7 +155,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, rows: int, number: int) -> None:
             os.kill(os.getpid(), number)
         return found
 
-    monkeypatch.setattr(Regenerator, "_converse", counted)
+    monkeypatch.setattr(Regenerator, "_ask", counted)
 
 
 def test_interrupted_run_continues_to_the_same_file(

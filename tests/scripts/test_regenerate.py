@@ -17,7 +17,7 @@ import pytest
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.scripts.synthesis import from_server
+from outrider.scripts.synthesis import given
 from outrider.scripts.synthesis import server as openai_server
 from outrider.scripts.synthesis.ledger import Ledger
 from outrider.scripts.synthesis.questions import Questions
@@ -218,16 +218,14 @@ def ask(
         Ledger(folder / "a.jsonl", {}),
     )
     ledger.open()
+    cfg = SynthesizeConfig(out="x", seed=seed, max_failed=share, concurrency=concurrency)
     work = Regenerator(
-        server,
+        cfg,
         questions,
         ledger,
         total or len(questions),
-        concurrency,
-        {},
-        seed,
-        share,  # type: ignore[arg-type]
-        lambda text: list(text.encode()),
+        byte_tokenizer(260),
+        server=server,  # type: ignore[arg-type]
     )
     asyncio.run(work.run())
     return server, ledger
@@ -315,6 +313,6 @@ def test_other_questions_or_another_tokenizer_are_other_settings(tmp_path: Path)
     for numbers, vocab in (([1, 2], 260), ([1, 3], 260), ([1, 2], 270)):
         write(tmp_path, [*numbers])
         questions = Questions(tmp_path / "asked.jsonl")
-        found.append(from_server._settings(cfg, questions, byte_tokenizer(vocab), "tiny"))
+        found.append(given._settings(cfg, questions, byte_tokenizer(vocab), "tiny"))
     assert found[0] != found[1] and found[0] != found[2]
-    assert from_server._settings(cfg, questions, byte_tokenizer(270), "big") != found[2]
+    assert given._settings(cfg, questions, byte_tokenizer(270), "big") != found[2]

@@ -12,13 +12,19 @@ import pytest
 
 from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.jsonl import records
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Generation, Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
 from outrider.scripts.common.files import sole_writer
+from outrider.scripts.common.prompts import chat_ids
 from outrider.scripts.synthesis import ledger
 from outrider.scripts.synthesis import write as synthesis
+from outrider.scripts.synthesis.in_process import InProcess
 from outrider.scripts.synthesis.ledger import Ledger
-from outrider.scripts.synthesis.write import BlockWriter, clean_question, fingerprint, junk
+from outrider.scripts.synthesis.questions import Questions
+from outrider.scripts.synthesis.write import BlockWriter, clean_question, fingerprint, junk, text_of
 from outrider.scripts.synthesize import SynthesizeConfig, synthesize
 from tests.helpers import faults
 
@@ -91,7 +97,7 @@ def test_interrupted_run_continues_to_the_same_file(
     assert stop.value.code == 130
     left = path.read_bytes() if path.exists() else b""
     assert whole.startswith(left) and left != whole and (left.endswith(b"\n") or not left)
-    assert f"holds {len(left.splitlines())} of 14" in str(stop.value)
+    assert f"holds {len(left.splitlines())} conversations" in str(stop.value)
     assert not [name for name in files(tmp_path) if name not in ("a.jsonl", "a.jsonl.meta.json")]
     synthesize(config(path))
     assert path.read_bytes() == whole
@@ -284,3 +290,107 @@ def test_files_of_earlier_versions_go_on(tmp_path, old: tuple[str, ...]) -> None
     again = Ledger(made.path, {"seed": 0})
     again.open()
     assert (again.rows, len(again.path.read_text().splitlines())) == (3, 3)
+
+
+# given questions
+# -----------------------------------------------------------------------------
+
+
+def asks(folder: Path, count: int = 9) -> Path:
+    """A file of questions in every form, with one, two or three turns."""
+    rows = []
+    for i in range(count):
+        turns = [f"question {i}.{t}" for t in range(1 + i % 3)]
+        said = [m for t in turns for m in (("user", t), ("assistant", "another model's"))]
+        system = [("system", "be brief")] * (i % 4 == 0)
+        chat = [{"role": role, "content": text} for role, text in [*system, *said]]
+        rows.append([{"messages": chat}, {"turns": turns}][i % 2])
+    path = folder / "asked.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def given(folder: Path, **changes) -> SynthesizeConfig:
+    keys = {"num_conversations": 0, "batch": 4, "max_cut": 1.0, "max_failed": 1.0}
+    return config(folder / "a.jsonl", prompts=str(asks(folder)), **{**keys, **changes})
+
+
+def ending(*_: object) -> Target:
+    """A random target that ends most answers within a few tokens."""
+    target = load_target(TargetConfig(kind="tiny", vocab=260))
+    target.eos_ids = tuple(range(0, 250, 12))
+    return target
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.scripts.synthesis.given.load_target", ending)
+
+
+@pytest.fixture
+def answers(ends: None, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("given")
+    synthesize(given(folder))
+    return (folder / "a.jsonl").read_bytes()
+
+
+def test_own_questions_are_answered_here_in_their_order(tmp_path: Path, answers: bytes) -> None:
+    """Each answer is the target's to what was said before it, whatever shares its batch."""
+    target = ending()
+    rows = [json.loads(line) for line in answers.splitlines()]
+    questions = Questions(asks(tmp_path))
+    assert 0 < sum(row["complete"] for row in rows) < len(rows) and len(questions) == 9
+    order = []
+    for said, complete in ((row["messages"], row["complete"]) for row in rows):
+        kept = [message for message in said if message["role"] != "assistant"]
+        order += [n for n in range(9) if questions[n][0][: len(kept)] == kept]
+        assert said[-1]["role"] == "assistant" and (kept == questions[order[-1]][0] or not complete)
+    assert order == sorted(order) and len(order) == len(rows) > 4
+    synthesize(given(tmp_path, answer_temperature=0.0))
+    for line in (tmp_path / "a.jsonl").read_text().splitlines()[::4]:
+        *before, last = json.loads(line)["messages"]
+        request = Request(chat_ids(target.tokenizer, before), SMALL["max_new_tokens"])
+        (alone,) = generate(target, NoDraft(), [request], Sampling(0.0)).generations
+        assert text_of(target, alone).strip() == last["content"]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 75)])
+def test_answers_of_a_run_that_was_killed_go_on_to_the_same_file(
+    tmp_path: Path, answers: bytes, number: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    real = InProcess._decode
+
+    def stopping(self: InProcess, requests: list[Request]) -> list[Generation]:
+        if self.ledger.rows:
+            os.kill(os.getpid(), number)  # in its second block
+        return real(self, requests)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcess, "_decode", stopping)
+        child = faults.fork(lambda: synthesize(given(tmp_path)))
+        assert faults.wait(child) == code
+    left = path.read_bytes()
+    assert answers.startswith(left) and 0 < len(left.splitlines()) < 9
+    synthesize(given(tmp_path, num_conversations=7))
+    synthesize(given(tmp_path))
+    assert path.read_bytes() == answers
+    synthesize(given(tmp_path))  # nothing to do
+    with pytest.raises(UserError, match="batch 4, now 3"):
+        synthesize(given(tmp_path, batch=3))
+
+
+def test_a_question_that_cannot_be_answered_is_named_and_left_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cfg = replace(given(tmp_path), num_conversations=6, max_new_tokens=4, max_failed=0.1)
+    path = asks(tmp_path, 5)
+    path.write_text(json.dumps({"prompt": "long " * 3000}) + "\n" + path.read_text())
+    with pytest.raises(UserError, match=r"asked.jsonl:1: the conversation has \d+ tokens.*max_f"):
+        synthesize(cfg)
+    synthesize(replace(cfg, max_failed=0.2))
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 5
+    assert "1 questions without an answer" in capfd.readouterr().err
+    short = replace(cfg, out=str(tmp_path / "b.jsonl"), max_failed=0.2, max_cut=0.1)
+    with pytest.raises(UserError, match="max_cut: . of . answers were cut at max_new_tokens=4"):
+        synthesize(short)
