@@ -177,12 +177,14 @@ class Engine:
 
     def _cycle(self, cache: TreeCache) -> None:
         """One target pass for every live row."""
+        begin = self.clock()
         budget, rng = self._budget(), self._rng(self.rows)
         tree = self._propose(budget, rng)
         step = self._score(cache, tree)
         seen = self._verify(tree, step, rng)
         self._commit(cache, step, seen, budget)
         self.timing.cycles += 1
+        self.timing.cycle_s.append(self.clock() - begin)
 
     def part(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Seconds inside count as those of a part of `timing`."""

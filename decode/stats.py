@@ -12,6 +12,8 @@ loop cycles             begin where the last 8 generated tokens have been genera
                         every drafter.
 intervals               95 % percentile bootstrap over prompts (cycles of one prompt are not
                         independent), fixed seed.
+speed                   tokens per pass over seconds per pass; the seconds as a trimmed mean, for a
+                        machine that stalls once would else decide a ratio of sums.
 
 Sources: accepted length as in EAGLE and Spec-Bench ("mean accepted tokens"); docs map it to
 the other conventions.
@@ -27,6 +29,7 @@ import numpy as np
 from outrider.decode.engine import Cycle, Generation
 
 LOOP_GRAM, LOOP_TIMES = 8, 3
+TRIM = 0.1  # of the units, at either end of their times
 RESAMPLES = 2000
 
 
@@ -42,6 +45,11 @@ class Interval:
 
     def json(self) -> dict:
         return asdict(self)
+
+    def times(self, factor: float) -> Interval:
+        """Everything by a positive factor."""
+        low, high = (None if x is None else x * factor for x in (self.low, self.high))
+        return Interval(self.mean * factor, low, high)
 
 
 @dataclass(frozen=True)
@@ -150,20 +158,66 @@ def paired_difference(
     return _resampled(difference, len(a), seed)
 
 
-def ratio_of_rates(
-    work: Sequence[float],
-    seconds: Sequence[float],
-    base_work: Sequence[float],
-    base_seconds: Sequence[float],
-    seed: int = 0,
-) -> Interval:
-    """Speedup: (work / seconds) / (base work / base seconds) over paired prompts (tokens and
-    wall seconds each).
-    """
-    w, s, bw, bs = (np.asarray(x, float) for x in (work, seconds, base_work, base_seconds))
-    return _resampled(
-        lambda p: (w[p].sum(-1) / s[p].sum(-1)) / (bw[p].sum(-1) / bs[p].sum(-1)), len(w), seed
+@dataclass(frozen=True)
+class Work:
+    """What one drafter did, by unit (a prompt, or prompts that ran together). tokens, passes:
+    decoded, of the target. pass_s: seconds of a pass; NaN where that cannot be trusted, which
+    costs the unit its say in times alone."""
+
+    tokens: Sequence[float]
+    passes: Sequence[float]
+    pass_s: Sequence[float]
+
+
+def trimmed(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weighted mean over the last axis, where the lowest and the highest tenth (at least one, of
+    three or more) count as much as their inner neighbour: no single value moves it. NaN values
+    are left out; NaN where there is no other."""
+    known = np.isfinite(values)
+    count = known.sum(-1, keepdims=True)
+    tail = np.where(count >= 3, np.ceil(TRIM * count), 0).astype(int)
+    ordered = np.sort(values, -1)  # NaN last
+    ends = [np.clip(at, 0, values.shape[-1] - 1) for at in (tail, count - 1 - tail)]
+    low, high = (np.take_along_axis(ordered, at, -1) for at in ends)
+    kept = np.where(known, np.clip(values, low, high), 0.0)
+    shares = np.where(known, weights, 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (kept * shares).sum(-1) / shares.sum(-1)  # type: ignore[no-any-return]
+
+
+def rate(work: Work, seed: int = 0) -> Interval:
+    """Tokens per second: tokens per pass over the trimmed seconds of a pass, resampled by unit."""
+    return speedup(work, Work(work.passes, work.passes, [1.0] * len(work.passes)), seed)
+
+
+def pass_ratio(work: Work, base: Work, seed: int = 0) -> Interval:
+    """How long a pass of `work` takes in those of `base`: the trimmed mean of the ratios of paired
+    units."""
+    return _resampled(_pass_ratio(work, base), len(work.tokens), seed)
+
+
+def speedup(work: Work, base: Work, seed: int = 0) -> Interval:
+    """Tokens per second of `work` over those of `base`, over paired units: the ratio of tokens per
+    pass, which no machine disturbs, over the trimmed mean of the units' ratios of seconds per
+    pass."""
+    tokens, passes, base_tokens, base_passes = (
+        np.asarray(x, float) for x in (work.tokens, work.passes, base.tokens, base.passes)
     )
+    slower = _pass_ratio(work, base)
+
+    def statistic(pick: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            more = tokens[pick].sum(-1) / passes[pick].sum(-1)
+            return more / (base_tokens[pick].sum(-1) / base_passes[pick].sum(-1)) / slower(pick)
+
+    return _resampled(statistic, len(tokens), seed)
+
+
+def _pass_ratio(work: Work, base: Work) -> Callable[[np.ndarray], np.ndarray]:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = np.asarray(work.pass_s, float) / np.asarray(base.pass_s, float)
+    passes = np.asarray(work.passes, float)
+    return lambda pick: trimmed(ratios[pick], passes[pick])
 
 
 def _resampled(statistic: Callable[[np.ndarray], np.ndarray], count: int, seed: int) -> Interval:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 PARTS = ("target", "drafter", "distribution", "verify", "cache", "python")
@@ -28,10 +28,11 @@ class Timing:
     verify_s: float = 0.0
     commit_s: float = 0.0
     total_s: float = 0.0
-    cycles: int = 0  # target passes after prefill
+    cycles: int = 0
     drafter_s: float = 0.0
     distribution_s: float = 0.0
     cache_s: float = 0.0
+    cycle_s: list[float] = field(default_factory=list)
 
     @contextlib.contextmanager
     def part(self, name: str, clock: Callable[[], float]) -> Iterator[None]:

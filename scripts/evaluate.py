@@ -187,7 +187,8 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
             write(joined(reports), first, out)
         score_table.table(reports[-1]).show()
     for report in reports:
-        score_table.ranking(report).show()
+        if len(report["ranking"]) > 1:
+            score_table.ranking(report).show()
         print("\n".join(shares(report)), end="\n" if shares(report) else "")
     for name, found in parity.items():
         # What passed is said in a line; what failed, or could not be compared, at length.
@@ -294,7 +295,7 @@ def measure(
             {**scores.row(system), "lossless": same.get(system.name)} for system in systems
         ],
         "pairs": scores.pairs(),
-        "plain_pass_ms": scores.steadiness(),
+        "stalls": scores.stalls(),
         "skipped": [*skipped, *measured.lost],
         "skipped_turns": measured.skipped_turns,
         "sittings": measured.sittings,
@@ -346,8 +347,8 @@ def folder(temperature: float, batch_size: int) -> str:
 # of a drafter, what the first report keeps of another setting
 BRIEFLY = (
     *("name", "label", "kind", "shape", "accepted_length", "acceptance_by_position"),
-    *("tokens_per_second", "speedup", "end_to_end", "draft_ms", "verify_ms", "break_even"),
-    "lossless",
+    *("tokens_per_second", "speedup", "doubts", "end_to_end", "draft_ms", "verify_ms"),
+    *("break_even", "lossless"),
 )
 
 
@@ -356,7 +357,7 @@ def other(report: dict[str, Any]) -> dict[str, Any]:
     settings = report["settings"]
     return {
         "folder": folder(settings["temperature"], settings["batch_size"]),
-        **{key: report[key] for key in ("settings", "target", "plain_pass_ms", "ranking")},
+        **{key: report[key] for key in ("settings", "target", "stalls", "ranking")},
         "drafters": [{key: row[key] for key in BRIEFLY} for row in report["drafters"]],
     }
 

@@ -20,6 +20,9 @@ from outrider.scripts.reports.score_table import DEPTHS as MOST
 from outrider.scripts.reports.score_table import Row, by_depth, ranks
 from outrider.scripts.reports.table import Table, interval, number
 from outrider.scripts.scoring.batches import stops_paying
+from outrider.scripts.scoring.ranking import best
+
+ENDS = ("low", "high")  # of an interval
 
 
 def page(report: dict[str, Any]) -> str:
@@ -33,7 +36,7 @@ def page(report: dict[str, Any]) -> str:
         sub=sub,
         cards=cards(report),
         scores=marked(report),
-        ranking=score_table.ranking(report) if len(report.get("ranking") or []) > 1 else None,
+        ranking=score_table.ranking(report) if len(report["ranking"]) > 1 else None,
         drawn=drawings(report),
         times=Table.of(score_table.TIMES, timed) if timed else None,
         sources="; ".join(dict.fromkeys(r["breakdown"]["source"] for r in timed)),
@@ -70,47 +73,35 @@ def described(name: str, report: dict[str, Any]) -> str:
         return WORDS[name]
     title, unit = BARS[name]
     known = [r for r in report["drafters"] if r.get(name) and r[name]["mean"] is not None]
-    texts = [f"{r['label']} {interval(r[name], 2, unit)}" for r in known]
+    texts = [f"{r['label']} {score_table.speed(r) if unit else interval(r[name])}" for r in known]
     return f"{title}: {'; '.join(texts)}"
 
 
-def best_of(report: dict[str, Any]) -> dict[str, Any] | None:
-    """The fastest row that drafts."""
-    rows = [r for r in plots.drafting(report) if r["speedup"]["mean"] is not None]
-    return max(rows, key=lambda r: r["speedup"]["mean"], default=None)
-
-
 def headline(report: dict[str, Any]) -> tuple[str, str]:
-    """(title, line below): only what was measured."""
-    best, sub = best_of(report), score_table.title(report)
-    if best is None:
-        return "Plain decoding, measured", sub
-    if best["label"] in score_table.in_doubt(report):
-        tau = number(best["accepted_length"]["mean"])
-        return f"{best['label']}: {tau} tokens per target pass, on a machine too busy to time", sub
-    speed, low, high = (best["speedup"][key] for key in ("mean", "low", "high"))
-    if low is not None and low > 1:
-        return f"{best['label']} makes {report['target']['name']} {speed:.2f}× as fast", sub
-    if high is not None and high < 1:
-        what = f"the fastest, {best['label']}, runs at {speed:.2f}× plain decoding"
+    """(title, line below): only what was measured and can be believed."""
+    found, sub = best(report), score_table.title(report)
+    if found is None:
+        drawn = plots.drafting(report)
+        return ("No speed here can be believed" if drawn else "Plain decoding, measured"), sub
+    speed, low, high = interval(found["speedup"], 2, "×"), *map(found["speedup"].get, ENDS)
+    if low > 1:
+        return f"{found['label']} makes {report['target']['name']} {speed} as fast", sub
+    if high < 1:
+        what = f"the fastest, {found['label']}, runs at {speed} plain decoding"
         return f"No drafter is faster here: {what}", sub
-    return f"{best['label']}: {speed:.2f}× plain decoding, not clearly faster on this machine", sub
+    return f"{found['label']}: {speed} plain decoding, not clearly faster on this machine", sub
 
 
 def cards(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """(figure, what it is), the headline's first."""
-    rows = report["drafters"]
-    best = best_of(report)
+    """(figure, what it is), those of the headline's row first."""
+    rows, found = report["drafters"], best(report)
     facts = []
-    if best:
-        if best["label"] not in score_table.in_doubt(report):
-            speed = number(best["speedup"]["mean"]) + "×"
-            facts.append((speed, f"decoding speed, {best['label']}"))
-        known = [r for r in plots.drafting(report) if r["accepted_length"]["mean"]]
-        longest = max(known, key=lambda r: r["accepted_length"]["mean"], default=best)
-        length = number(longest["accepted_length"]["mean"])
-        facts.append((length, f"tokens per target pass, {longest['label']}"))
-        facts.append((number(best["tokens_per_second"], 1), f"tokens/s, {best['label']}"))
+    if found:
+        label = found["label"]
+        length = number(found["accepted_length"]["mean"])
+        facts.append((number(found["speedup"]["mean"]) + "×", f"decoding speed, {label}"))
+        facts.append((length, f"tokens per target pass, {label}"))
+        facts.append((number(found["tokens_per_second"], 1), f"tokens/s, {label}"))
     checked = [r["lossless"] for r in rows if r.get("lossless") and r["name"] != "none"]
     if checked:
         same, total = sum(c["equal"] for c in checked), sum(c["checked"] for c in checked)
@@ -123,9 +114,9 @@ def cards(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def marked(report: dict[str, Any]) -> Table:
     """The score table, the fastest row marked, with the colour that each row has in figures."""
-    rows, colors, best = report["drafters"], plots.color_of(report), best_of(report)
+    rows, colors, found = report["drafters"], plots.color_of(report), best(report)
     dots = [colors[row["name"]] for row in rows]
-    return score_table.table(report, best=None if best is None else rows.index(best), dots=dots)
+    return score_table.table(report, best=None if found is None else rows.index(found), dots=dots)
 
 
 DEPTHS: dict[str, Callable[[Row, int], str]] = {
@@ -162,7 +153,9 @@ def batches(report: dict[str, Any]) -> Table | None:
 
     def cell(size: int, row: dict[str, Any]) -> str:
         point = next((p for p in row["points"] if p["batch_size"] == size), None)
-        return "–" if point is None else interval({**point, "mean": point["speedup"]}, 2, "×")
+        if point is None:
+            return "–"
+        return score_table.speed({**point, "speedup": {**point, "mean": point["speedup"]}})
 
     def verdict(row: dict[str, Any]) -> str:
         at = stops_paying(row["points"])["stops_at"]

@@ -85,9 +85,13 @@ def curve(ax: Axes, points: Sequence[Any], keys: tuple[Any, Any], style: str, **
 def _bars(ax: Axes, report: dict[str, Any], key: str, title: str, unit: str, label: str) -> None:
     rows = [d for d in report["drafters"] if d.get(key) and d[key]["mean"] is not None][::-1]
     colors = color_of(report)
-    far = max([d[key]["high"] or d[key]["mean"] for d in rows], default=1.0)
+    doubted = [d for d in rows if key == "speedup" and d["doubts"]]
+    far = max([d[key]["high"] or d[key]["mean"] for d in rows if d not in doubted], default=1.0)
     for y, d in enumerate(rows):
         value, low, high = d[key]["mean"], d[key]["low"], d[key]["high"]
+        if d in doubted:
+            ax.text(far * 1.03, y, "in doubt", va="center", color=INK)
+            continue
         ax.barh(y, value, height=0.62, color=colors[d["name"]], alpha=0.92)
         if low is not None and high > low:
             ax.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")

@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from outrider.scripts.reports.table import WARNS, Table
+from outrider.scripts.reports.table import DOUBT, WARNS, Table
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -65,7 +65,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    known.globals["WARNS"] = WARNS
+    known.globals |= {"WARNS": WARNS, "DOUBT": DOUBT}
     return known
 
 

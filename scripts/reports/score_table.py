@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-from outrider.scripts.reports.table import Columns, Table, interval, number
+from outrider.scripts.reports.table import DOUBT, Columns, Table, interval, number
 from outrider.scripts.scoring.addresses import SERVER
+from outrider.scripts.scoring.pace import FAR
 
 Row = dict[str, Any]
-# of a speed: trained heads span 0.05 to 0.25 on 16 prompts and more of an idle machine
-WIDE_SPEED = 0.3
 
 
 def positions(row: Row, most: int = 4) -> str:
@@ -39,13 +37,19 @@ def unseen(row: Row) -> bool:
     return row["kind"] == "reference" and not row["draft_ms"]
 
 
+def speed(row: Row, end_to_end: bool = False) -> str:
+    """Of a report's row: its speed in plain decoding's; marked where that is in doubt."""
+    text = interval((row["end_to_end"] if end_to_end else row)["speedup"], 2, "×")
+    return f"{text} {DOUBT}" if row["doubts"] else text
+
+
 COLUMNS: Columns = [
     ("drafter", lambda r: r["label"]),
     ("accepted length", lambda r: interval(r["accepted_length"])),
     ("accepted at 1…4", positions),
     ("tokens/s", lambda r: number(r["tokens_per_second"], 1)),
-    ("speedup", lambda r: interval(r["speedup"], 2, "×")),
-    ("end to end", lambda r: interval(r["end_to_end"]["speedup"], 2, "×")),
+    ("speedup", speed),
+    ("end to end", functools.partial(speed, end_to_end=True)),
     ("draft ms", lambda r: number(None if unseen(r) else r["draft_ms"], 1)),
     ("verify ms", lambda r: number(r["verify_ms"], 1)),
     ("same tokens", equality),
@@ -66,6 +70,12 @@ def minutes(row: Row) -> str:
     return "–" if seconds is None else f"{seconds / 60:.0f}"
 
 
+def even(limit: float | None) -> str:
+    """An accepted length to break even at. No pass is shorter than a plain one: a figure below 1 is
+    chance, and beyond chance a doubt."""
+    return number(limit) if limit is None or limit > 1 else "1.00"
+
+
 # What a drafter costs: a table of its own.
 COSTS: Columns = [
     ("drafter", lambda r: r["label"]),
@@ -78,7 +88,7 @@ COSTS: Columns = [
     ),
     ("draft ms", lambda r: "–" if unseen(r) else interval(r.get("draft_ms_interval"), 1)),
     ("verify ms", lambda r: interval(r.get("verify_ms_interval"), 1)),
-    ("breaks even at", lambda r: number(r.get("break_even"))),
+    ("breaks even at", lambda r: even(r.get("break_even"))),
     ("accepted length", lambda r: interval(r["accepted_length"])),
 ]
 # Acceptance by position and by rank.
@@ -143,7 +153,7 @@ TIMES: Columns = [
         (label, functools.partial(lambda name, r: part(r, name), name))
         for name, label in PARTS.items()
     ),
-    ("speedup", lambda r: "–" if r["speedup"]["mean"] is None else f"{r['speedup']['mean']:.2f}×"),
+    ("speedup", speed),
     ("with a free drafter", lambda r: without(r, "drafter")),
     ("target alone", lambda r: without(r, "all_but_target")),
 ]
@@ -186,7 +196,7 @@ def by_suite(found: dict[str, Any]) -> Table:
             f"{one['name']} ({one['asked']} prompts)",
             row["name"],
             interval(row["accepted_length"]),
-            interval(row["speedup"], 2, "×"),
+            speed(row),
         ]
         for one in found["suites"]
         for row in one["drafters"]
@@ -200,7 +210,7 @@ def ranking(report: dict[str, Any]) -> Table:
     label = {r["name"]: r["label"] for r in report["drafters"]}
     cells_of = "statistically tied with"
     columns: Columns = [
-        ("drafter", lambda r: f"{r['rank']}. {r['label']}"),
+        ("drafter", lambda r: f"{r['rank']}{'=' if r['tied_with'] else '.'} {r['label']}"),
         ("speedup", lambda r: interval(r["speedup"], 2, "×")),
         (cells_of, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–"),
     ]
@@ -208,7 +218,10 @@ def ranking(report: dict[str, Any]) -> Table:
         columns,
         report["ranking"],
         title=f"ranking, {title(report)}",
-        notes=["a rank is 1 + how many of these rows are faster beyond chance (95 %, paired)"],
+        notes=[
+            "the fastest first; a rank is 1 + how many of these rows are faster beyond chance "
+            "(95 %, paired); = marks rows that chance may have parted from another"
+        ],
         words=(0, -1),
         prose=(cells_of,),
     )
@@ -259,50 +272,25 @@ def notes(report: dict[str, Any]) -> list[str]:
     return lines + [f"skipped {one['name']}: {one['reason']}" for one in report["skipped"]]
 
 
-def wide(speed: dict[str, Any]) -> bool:
-    """Whether the interval of a speed {mean, low, high} spans more than WIDE_SPEED of it. False
-    where there is no interval."""
-    low, high = speed["low"], speed["high"]
-    return low is not None and bool(high - low > WIDE_SPEED * speed["mean"])
-
-
-def unsteady(pace: dict[str, Any], speeds: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
-    """The names among (name, speed) whose speed is in doubt: plain passes took unlike times
-    (`pace`, plain_pass_ms of a report: the 90th percentile above 1.5 times the 10th) and the 95 %
-    interval of the speed spans more than 0.3 of it. Neither alone says so: rows take turns, so a
-    ratio may hold on a busy machine, and unlike prompts widen an interval on an idle one."""
-    return [] if pace["steady"] else [name for name, speed in speeds if wide(speed)]
-
-
-def in_doubt(report: dict[str, Any]) -> list[str]:
-    """The labels of a report's rows whose speed is in doubt."""
-    return unsteady(
-        report["plain_pass_ms"], [(r["label"], r["speedup"]) for r in report["drafters"]]
-    )
-
-
-def busy(pace: dict[str, Any], names: Sequence[str], advice: str) -> str:
-    """A note on plain passes that took unlike times. names: rows whose speed is in doubt for it;
-    advice: what to do then."""
-    passes = f"a plain pass took {pace['low']:.0f} to {pace['high']:.0f} ms in this run"
-    width = f"{100 * WIDE_SPEED:.0f} %"
-    if names:
-        return (
-            f"UNSTEADY: {passes}, so other work shared the machine, and the intervals of these "
-            f"speeds span more than {width} of them: {', '.join(names)}. {advice}"
-        )
-    return (
-        f"Other work shared the machine: {passes}. No interval spans more than {width} of its "
-        "speed, since rows took turns; tokens/s are those of these minutes."
-    )
+def stalls(found: dict[str, Any]) -> list[str]:
+    """What a run's stalls of the machine cost, of a report's `stalls`, a note each."""
+    stall = f"met a stall of the machine (over {FAR:g} times the usual time of a pass) and"
+    lines = []
+    if again := found["timed_again"]:
+        some = f"{len(again)} of {found['units']} prompts"
+        lines.append(f"{some} {stall} were timed again with all drafters.")
+    if out := found["left_out"]:
+        lines.append(f"{len(out)} of {found['units']} prompts {stall} are left out of all times.")
+    if passes := found["passes"]:
+        some = ", ".join(f"{count} of {name}" for name, count in passes.items())
+        lines.append(f"Passes that {stall} are left out of times: {some}.")
+    return lines
 
 
 def _warnings(report: dict[str, Any]) -> list[str]:
     """What puts the whole table in doubt."""
     lines = []
-    pace = report["plain_pass_ms"]
-    if not pace["steady"]:
-        lines.append(busy(pace, in_doubt(report), "Do not trust them."))
+    lines += stalls(report["stalls"])
     wrong = [
         r["label"] for r in report["drafters"] if (r.get("lossless") or {}).get("beyond_rounding")
     ]
@@ -317,7 +305,8 @@ def _doubts(row: Row, target: dict[str, Any]) -> list[str]:
     """What speaks against a drafter."""
     lines = []
     limit, length = row.get("break_even"), row["accepted_length"]["mean"]
-    if limit is not None and length is not None and length < limit:
+    lines += [f"IN DOUBT {DOUBT}: the speed of {row['label']}: {why}." for why in row["doubts"]]
+    if not row["doubts"] and limit is not None and length is not None and length < limit:
         lines.append(
             f"{row['label']} is not faster here: its cycles take {limit:.2f} plain tokens' "
             "time and "

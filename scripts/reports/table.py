@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ from rich.text import Text
 
 Columns = Sequence[tuple[str, Callable[[dict[str, Any]], str]]]
 NARROW, WIDE = 120, 150  # characters of a line
-WARNS = ("NOT", "UNSTEADY", "skipped")  # how a note begins that nobody should miss
+WARNS = ("NOT", "IN DOUBT", "skipped")  # how a note begins that nobody should miss
+BRACKETS = re.compile(r" \[[^]]*\]")  # of an interval
+DOUBT = "✗"  # behind a figure that cannot be believed
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,15 @@ class Table:
             name = self.head[i] if self.head else ""
             drawn.add_column(name, justify="left" if i in left else "right", overflow="fold")
         for number, row in enumerate(self.rows):
-            cells = [row[i].partition(" [")[0] if narrow else row[i] for i in kept]
+            cells = [BRACKETS.sub("", row[i]) if narrow else row[i] for i in kept]
             if self.best is not None:
                 cells[0] = ("▸ " if number == self.best else "  ") + cells[0]
-            drawn.add_row(*map(Text, cells), style="bold" if number == self.best else None)
+            texts = [Text(cell, style="red" if cell.endswith(DOUBT) else "") for cell in cells]
+            drawn.add_row(*texts, style="bold" if number == self.best else None)
         console.print(drawn)
         for line in self.notes:
-            style = "yellow" if line.startswith(WARNS) else "dim"
+            style = "red" if line.startswith("IN DOUBT") else "dim"
+            style = "yellow" if line.startswith(WARNS) and style == "dim" else style
             _say(console, line, style)
 
     def _left(self) -> set[int]:

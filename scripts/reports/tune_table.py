@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.scripts.reports.score_table import busy, distribution_of, requested, unsteady
-from outrider.scripts.reports.table import Columns, Table, interval, number
+from outrider.scripts.reports.score_table import distribution_of, even, requested, speed, stalls
+from outrider.scripts.reports.table import DOUBT, Columns, Table, interval, number
 
 COLUMNS: Columns = (
     ("settings", lambda row: row["name"]),
     ("accepted length", lambda row: interval(row["measured"]["accepted_length"])),
     ("replayed", lambda row: number(row["replayed"])),
     ("tokens/s", lambda row: number(row["measured"]["tokens_per_second"], 1)),
-    ("speedup", lambda row: interval(row["measured"]["speedup"], 2, "×")),
-    ("breaks even at", lambda row: number(row["measured"]["break_even"])),
+    ("speedup", lambda row: speed(row["measured"])),
+    ("breaks even at", lambda row: even(row["measured"]["break_even"])),
 )
 
 
@@ -30,12 +30,6 @@ def table(report: dict[str, Any]) -> Table:
     )
 
 
-def in_doubt(report: dict[str, Any]) -> list[str]:
-    """The names of measured settings whose speed is in doubt (score_table.unsteady)."""
-    rows = [(row["name"], row["measured"]["speedup"]) for row in report["rows"]]
-    return unsteady(report["plain_pass_ms"], rows)
-
-
 def sentences(report: dict[str, Any]) -> list[str]:
     """What a reader of the table must know."""
     chosen = report["chosen"]
@@ -47,7 +41,10 @@ def sentences(report: dict[str, Any]) -> list[str]:
         f"{len(report['timed'])} of them timed, these measured in turns; brackets: 95 % bootstrap "
         "over prompts.",
     ]
-    pace = report["plain_pass_ms"]
-    if not pace["steady"]:
-        lines.append(busy(pace, in_doubt(report), "Choose again on a quiet machine."))
+    lines += stalls(report["stalls"])
+    lines += [
+        f"IN DOUBT {DOUBT}: the speed of {row['name']}: {why}."
+        for row in report["rows"]
+        for why in row["measured"]["doubts"]
+    ]
     return lines + [str(n) for n in report["notes"]]

@@ -60,10 +60,14 @@ def scored(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """Every number of the rows by GROUP/DRAFTER/KEY, and who accepted most."""
+    """Every number of the rows by GROUP/DRAFTER/KEY, no speed that is in doubt among them, and who
+    accepted most."""
     found: dict[str, Any] = {}
     for row in report.get("drafters") or report.get("rows") or []:
-        for key, value in flat(row.get("measured", row)).items():
+        measured = row.get("measured", row)
+        for key, value in flat(measured).items():
+            if measured["doubts"] and group(key) == "speed":
+                continue
             found[f"{group(key)}/{row.get('label', row['name'])}/{key}"] = value
     drafting = [
         (row["accepted_length"]["mean"], row["name"])

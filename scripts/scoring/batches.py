@@ -22,6 +22,7 @@ def batches(reports: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
                     "speedup": row["speedup"]["mean"],
                     "low": row["speedup"]["low"],
                     "high": row["speedup"]["high"],
+                    "doubts": row["doubts"],
                     "tokens_per_second": row["tokens_per_second"],
                 }
                 out.setdefault(row["label"], []).append(point)
@@ -32,15 +33,15 @@ def stops_paying(points: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Up to which of the measured batch sizes a drafter pays, of `batches`: pays_up_to, the
     largest one up to which every size is clearly faster than plain decoding (interval above
     1); stops_at, the smallest one from which on none is faster. None where no measured size
-    is."""
+    is; a speed in doubt says neither."""
     known = sorted(points, key=lambda p: p["batch_size"])
     up_to = stops = None
     for p in known:
-        if p["low"] is None or p["low"] <= 1:
+        if p["doubts"] or p["low"] is None or p["low"] <= 1:
             break
         up_to = p["batch_size"]
     for p in reversed(known):
-        if p["speedup"] > 1:
+        if p["doubts"] or p["speedup"] > 1:
             break
         stops = p["batch_size"]
     return {"pays_up_to": up_to, "stops_at": stops}

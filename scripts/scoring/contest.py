@@ -2,7 +2,8 @@
 hits all alike.
 
 For each chunk of prompts the drafters run one after another, and the one that begins moves on
-with every chunk. The answers of `none` become the history of later turns.
+with every chunk. The answers of `none` become the history of later turns. A chunk on which the
+machine stalled for one of them (pace.py) is asked again of all.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from outrider.conf.errors import UserError
 from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timing
@@ -21,10 +24,13 @@ from outrider.heads.names import NONE, DraftSpec
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import Steps, columns
 from outrider.scripts.common.prompts import Prompt, chat_ids, question_ids
+from outrider.scripts.scoring import pace
 from outrider.scripts.scoring.names import clipped
 from outrider.train.measure.memory import peak_bytes, reset_peak
 
 WARM_UP_TOKENS = 8
+AGAIN = 2  # times that a chunk is asked again at most
+OFTEN = 0.1  # of the chunks; where more of them stalled, asking again would not help
 History = dict[str, list[dict[str, str]]]  # prompt id -> messages
 
 
@@ -94,11 +100,20 @@ class TimedRun:
         return self.tokens - (len(self.prompts) if self.first is None else self.first)
 
 
+class Turn(NamedTuple):
+    """One turn of a chunk of prompts. live: the prompts that can be asked."""
+
+    number: int
+    live: list[Prompt]
+    requests: list[Request]
+
+
 @dataclass
 class Contest:
     """Everything measured. skipped_turns: (prompt id, turn, why) of turns that no drafter
     could run. lost: {name, reason} of servers that failed on the way, of which nothing is kept.
-    sittings: when the run began, and when it went on after it had been stopped.
+    sittings: when the run began, and when it went on after it had been stopped. again: chunks
+    that were asked again, once for each time.
     """
 
     answers: list[ScoredAnswer] = field(default_factory=list)
@@ -106,6 +121,26 @@ class Contest:
     skipped_turns: list[dict[str, Any]] = field(default_factory=list)
     lost: list[dict[str, str]] = field(default_factory=list)
     sittings: list[str] = field(default_factory=list)
+    again: list[pace.Unit] = field(default_factory=list)
+
+    def calls(self, drafters: Sequence[str]) -> dict[str, dict[pace.Unit, list[TimedRun]]]:
+        """Drafter -> chunk -> its timed calls: all turns. A chunk whose shorter prompts are through
+        keeps the name of its first turn."""
+        found: dict[str, dict[pace.Unit, list[TimedRun]]] = {name: {} for name in drafters}
+        for one in self.timed_runs:
+            if one.drafter not in found:
+                continue
+            units = found[one.drafter]
+            unit = next((u for u in units if one.turn and set(one.prompts) <= set(u)), one.prompts)
+            units.setdefault(unit, []).append(one)
+        return found
+
+    def paces(self, drafters: Sequence[str]) -> dict[str, dict[pace.Unit, pace.Pace]]:
+        """Drafter -> chunk -> how fast it decoded."""
+        calls = self.calls(drafters).items()
+        return pace.paces(
+            {d: {u: [c.timing for c in cs] for u, cs in of.items()} for d, of in calls}
+        )
 
     def part(self, chunk: Sequence[Prompt]) -> dict[str, Any]:
         """A JSON value of all that was measured on a chunk of prompts."""
@@ -129,6 +164,14 @@ class Contest:
         self.answers = [one for one in self.answers if one.drafter not in lost]
         self.timed_runs = [one for one in self.timed_runs if one.drafter not in lost]
 
+    def retake(self, part: dict[str, Any]) -> None:
+        """Put what `part` has told of a chunk in place of what is known of it."""
+        unit = tuple(part["again"])  # of the prompts that ran together
+        self.answers = [one for one in self.answers if one.prompt_id not in unit]
+        self.timed_runs = [one for one in self.timed_runs if not set(one.prompts) <= {*unit}]
+        self.again.append(unit)
+        self.take(part)
+
     def run(
         self, system: System, requests: Sequence[Request], settings: ContestSettings
     ) -> DecodedRun | None:
@@ -145,6 +188,30 @@ class Contest:
             self.answers = [one for one in self.answers if one.drafter != system.name]
             self.timed_runs = [one for one in self.timed_runs if one.drafter != system.name]
             return None
+
+    def ask(
+        self,
+        systems: Sequence[System],
+        turn: Turn,
+        settings: ContestSettings,
+        device: torch.device,
+        first: int,
+        say: Callable[[int, System], None],
+    ) -> dict[str, DecodedRun]:
+        """What every system answers to one turn of a chunk, by name, noted. first: who begins, a
+        number that counts on with the chunks. say: told of each system beforehand."""
+        runs = {}
+        for k in range(len(systems)):
+            system = systems[(k + first) % len(systems)]
+            say(first, system)
+            if not turn.live:
+                continue
+            reset_peak(device)
+            run = self.run(system, turn.requests, settings)
+            if run is not None:
+                self.note(system, turn.live, turn.number, run, peak_bytes(device))
+                runs[system.name] = run
+        return runs
 
     def note(
         self, system: System, live: Sequence[Prompt], turn: int, run: DecodedRun, most: int | None
@@ -181,9 +248,9 @@ class Talks:
 
     def requested(
         self, asking: Sequence[Prompt], turn: int, limit: int, skipped: list[dict[str, Any]]
-    ) -> tuple[list[Prompt], list[Request]]:
-        """The prompts whose turn can be asked, and the requests for `limit` tokens; those that
-        have outgrown the context go to `skipped`."""
+    ) -> Turn:
+        """The turn as it is asked, for `limit` tokens; prompts that have outgrown the context go to
+        `skipped`."""
         live: list[Prompt] = []
         requests: list[Request] = []
         for p in asking:
@@ -197,7 +264,26 @@ class Talks:
                 continue
             live.append(p)
             requests.append(Request(ids, limit, id=request_id(self.numbers[p.id], turn)))
-        return live, requests
+        return Turn(turn, live, requests)
+
+    def as_before(
+        self, contest: Contest, chunk: Sequence[Prompt], settings: ContestSettings
+    ) -> list[Turn]:
+        """All that was asked of a chunk."""
+        asked = {(a.prompt_id, a.turn): a.generation.prompt_ids for a in contest.answers}
+        found = []
+        for turn in range(max(len(p.turns) for p in chunk)):
+            live = [p for p in chunk if (p.id, turn) in asked]
+            requests = [
+                Request(
+                    asked[p.id, turn],
+                    settings.max_new_tokens,
+                    id=request_id(self.numbers[p.id], turn),
+                )
+                for p in live
+            ]
+            found.append(Turn(turn, live, requests))
+        return found
 
     def remember(self, live: Sequence[Prompt], run: DecodedRun) -> None:
         """Answers that later turns go on from."""
@@ -233,37 +319,53 @@ def run_contest(
         contest.take(part)
         for system in systems:
             system.facts |= {"tells": False} if system.name in part["silent"] else {}
-    if len(known) == len(chunks):
-        return contest
-    contest.sittings.append(datetime.now(UTC).isoformat())
-    _warm_up(contest, systems, first[0], settings)
+    for part in memo.lines(f"{name}-again"):
+        contest.retake(part)
+    if len(known) < len(chunks):
+        contest.sittings.append(datetime.now(UTC).isoformat())
+        _warm_up(contest, systems, first[0], settings)
     with Steps(*columns(28), quiet=quiet, transient=True) as progress:
         total, done = (len(systems) * sum(some) for some in (turns, turns[: len(known)]))
         task = progress.add_task("scoring", total=total, completed=done, name="scoring")
+
+        def say(number: int, system: System) -> None:
+            note = f"prompt {number * size + 1} of {len(prompts)}, {system.label}"
+            progress.update(task, description=clipped(system.label, 28), note=note)
+            progress.advance(task)
+
         for number, chunk in list(enumerate(chunks))[len(known) :]:
             for turn in range(turns[number]):
                 asking = [p for p in chunk if turn < len(p.turns)]
-                live, requests = talks.requested(
+                asked = talks.requested(
                     asking, turn, settings.max_new_tokens, contest.skipped_turns
                 )
-                for k in range(len(systems)):
-                    system = systems[(k + number) % len(systems)]
-                    progress.update(
-                        task,
-                        description=clipped(system.label, 28),
-                        note=f"prompt {number * size + 1} of {len(prompts)}, {system.label}",
-                    )
-                    if live:
-                        reset_peak(target.device)
-                        run = contest.run(system, requests, settings)
-                        if run is not None:
-                            contest.note(system, live, turn, run, peak_bytes(target.device))
-                        if run is not None and system.name == NONE:
-                            talks.remember(live, run)
-                    progress.advance(task)
+                runs = contest.ask(systems, asked, settings, target.device, number, say)
+                if NONE in runs:
+                    talks.remember(asked.live, runs[NONE])
             silent = [system.name for system in systems if not system.facts.get("tells", True)]
             memo.add(name, contest.part(chunk) | {"silent": silent})
+        for number in iter(lambda: _stalled(contest, systems, chunks), None):
+            total += len(systems) * turns[number]
+            progress.update(task, total=total)
+            again = Contest(lost=contest.lost, sittings=contest.sittings)
+            for asked in talks.as_before(contest, chunks[number], settings):
+                again.ask(systems, asked, settings, target.device, number, say)
+            part = again.part(chunks[number]) | {"again": [p.id for p in chunks[number]]}
+            contest.retake(part)
+            memo.add(f"{name}-again", part)
     return contest
+
+
+def _stalled(
+    contest: Contest, systems: Sequence[System], chunks: Sequence[Sequence[Prompt]]
+) -> int | None:
+    """The number of a chunk that is to be asked again; None where there is none, or too many."""
+    lost = {one["name"] for one in contest.lost}
+    bad = pace.stalled(contest.paces([s.name for s in systems if s.name not in lost]))
+    if len({*bad, *contest.again}) > max(1, OFTEN * len(chunks)):
+        return None
+    once_more = {p for unit in bad if contest.again.count(unit) < AGAIN for p in unit}
+    return next((i for i, chunk in enumerate(chunks) if once_more & {p.id for p in chunk}), None)
 
 
 def _first_questions(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -8,6 +8,7 @@ generate" is measured in the same interleaved run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,8 @@ def generated(
     timing.draft_s += sum(seconds for began, seconds in watch.drafts if began >= first)
     timing.drafter_s = timing.draft_s
     timing.cycles += len(later)
+    begins = [*(p.began for p in later), end]
+    timing.cycle_s += [after - before for before, after in itertools.pairwise(begins)]
     return rows, watch.passes
 
 

@@ -17,14 +17,17 @@ from typing import Any
 import numpy as np
 
 from outrider.decode import stats
-from outrider.decode.engine import Cycle
+from outrider.decode.engine import Cycle, Timing
 from outrider.heads.names import NONE
+from outrider.scripts.scoring import pace
 from outrider.scripts.scoring.breakdown import breakdown
-from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
+from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System
+from outrider.scripts.scoring.pace import Unit
 
+FEW = 5  # timed units; the bootstrap of fewer says little
+WIDE = 0.5  # of a speed: an interval beyond that is no measurement
+LEAST = 0.97  # of a plain pass, that a cycle with a draft takes
 REPORTED = ("trained_for", "weights_sha256", "hub")  # of a system's facts, where they are known
-# 90th over 10th percentile of the time of a plain pass; a quiet machine stays below 1.2.
-UNLIKE = 1.5
 
 
 class Scores:
@@ -37,19 +40,12 @@ class Scores:
         self.answers: dict[str, dict[str, list[ScoredAnswer]]] = {
             system.name: {} for system in systems
         }
-        self.timed_runs: dict[str, dict[tuple[str, ...], list[TimedRun]]] = {
-            system.name: {} for system in systems
-        }
         for answer in contest.answers:
             self.answers[answer.drafter].setdefault(answer.prompt_id, []).append(answer)
-        for timed_run in contest.timed_runs:
-            # A chunk whose shorter prompts are through keeps its first prompt's unit.
-            units = self.timed_runs[timed_run.drafter]
-            unit = next(
-                (u for u in units if timed_run.turn and set(timed_run.prompts) <= set(u)),
-                timed_run.prompts,
-            )
-            units.setdefault(unit, []).append(timed_run)
+        names = [system.name for system in systems]
+        self.timed_runs, self.paces = contest.calls(names), contest.paces(names)
+        self.again = contest.again
+        self.left_out = set(pace.stalled(self.paces))
         self.prompts = list(next(iter(self.answers.values()), {}))
         self.category = {
             p: rows[0].category for rows_of in self.answers.values() for p, rows in rows_of.items()
@@ -64,75 +60,101 @@ class Scores:
             for p in prompts
         ]
 
-    def units(self, category: str | None = None) -> list[tuple[str, ...]]:
+    def units(self, category: str | None = None) -> list[Unit]:
         """The timed units whose prompts are all of `category` (None: every unit)."""
         units = next(iter(self.timed_runs.values()), {})
         return [
             u for u in units if category is None or all(self.category[p] == category for p in u)
         ]
 
-    def work(
-        self, name: str, units: Sequence[tuple[str, ...]], whole: bool
-    ) -> tuple[list[float], list[float]]:
-        """(tokens, seconds) per unit: end to end, or of decoding alone (the prefill's token is
-        not its work).
-        """
-        tokens, seconds = [], []
+    def work(self, name: str, units: Sequence[Unit], whole: bool = False) -> stats.Work:
+        """What a row did on these units: decoding alone (the prefill's token is not its work), or
+        end to end."""
+        tokens, passes, pass_s = [], [], []
         for unit in units:
-            timed_runs = self.timed_runs[name][unit]
-            tokens.append(
-                float(
-                    sum(
-                        timed_run.tokens if whole else timed_run.decoded for timed_run in timed_runs
-                    )
-                )
-            )
-            timings = [timed_run.timing for timed_run in timed_runs]
-            seconds.append(sum(t.total_s if whole else t.decode_s for t in timings))
-        return tokens, seconds
+            calls, took = self.timed_runs[name][unit], self.paces[name][unit]
+            count = sum(call.timing.cycles for call in calls)
+            each = float("nan") if unit in self.left_out else took.pass_s
+            if whole and count:
+                each += sum(call.timing.prefill_s for call in calls) / count
+            tokens.append(float(sum(call.tokens if whole else call.decoded for call in calls)))
+            passes.append(float(count))
+            pass_s.append(each)
+        return stats.Work(tokens, passes, pass_s)
 
-    def speedup(
-        self, a: str, b: str, units: Sequence[tuple[str, ...]], whole: bool = False
-    ) -> dict[str, Any]:
+    def speedup(self, a: str, b: str, units: Sequence[Unit], whole: bool = False) -> dict[str, Any]:
         """Tokens per second of `a` over those of `b`, paired by unit."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = stats.ratio_of_rates(
-                *self.work(a, units, whole), *self.work(b, units, whole), self.seed
-            )
-        return plain(ratio.json())
+        work, base = (self.work(name, units, whole) for name in (a, b))
+        return plain(stats.speedup(work, base, self.seed).json())  # type: ignore[no-any-return]
 
-    def cycle_ms(
-        self, name: str, phases: Sequence[str], units: Sequence[tuple[str, ...]]
-    ) -> dict[str, Any]:
+    def undisturbed(self, name: str) -> list[list[Timing]]:
+        """[unit][call]: of a row the units in which no pass met a stall."""
+        units = [unit for unit, took in self.paces[name].items() if not took.stalled]
+        return [[call.timing for call in self.timed_runs[name][unit]] for unit in units]
+
+    def cycle_ms(self, name: str, phases: Sequence[str]) -> dict[str, Any]:
         """Milliseconds per cycle spent in `phases`, resampled by unit."""
-        timed_runs = [self.timed_runs[name][unit] for unit in units]
-        spent = [
-            1000 * sum(getattr(timed_run.timing, f"{p}_s") for timed_run in one for p in phases)
-            for one in timed_runs
-        ]
-        passes = [float(sum(timed_run.timing.cycles for timed_run in one)) for one in timed_runs]
+        calls = self.undisturbed(name)
+        spent = [1000 * sum(getattr(t, f"{p}_s") for t in unit for p in phases) for unit in calls]
+        passes = [float(sum(t.cycles for t in unit)) for unit in calls]
         return plain(stats.ratio_interval(spent, passes, self.seed).json())  # type: ignore[no-any-return]
 
-    def break_even(self, system: System, units: Sequence[tuple[str, ...]]) -> float | None:
+    def break_even(self, system: System, units: Sequence[Unit]) -> stats.Interval | None:
         """Accepted length at which the drafter's cycles, as long as they were, would be as
         fast as plain decoding.
         """
-        _, spent = self.work(system.name, units, False)
-        tokens, base = (sum(part) for part in self.work(NONE, units, False))
-        passes, plain_passes = (
-            sum(timed_run.timing.cycles for u in units for timed_run in self.timed_runs[n][u])
-            for n in (system.name, NONE)
-        )
-        if not system.nodes or not passes or not plain_passes or not tokens or not base:
+        mine, base = self.work(system.name, units), self.work(NONE, units)
+        passes, plain_passes, plain_tokens = map(sum, (mine.passes, base.passes, base.tokens))
+        if not system.nodes or not passes or not plain_passes or not plain_tokens:
             return None
         answers = [a for u in units for p in u for a in self.answers[system.name][p]]
         cycles = sum(len(a.generation.cycles) for a in answers)
         rows = cycles / passes if cycles else 1.0  # that a target pass serves on average
-        return (sum(spent) / passes) / (base / tokens) / rows
+        longer = stats.pass_ratio(mine, base, self.seed)
+        return longer.times(plain_tokens / plain_passes / rows)
 
-    def rate(self, name: str, units: Sequence[tuple[str, ...]], whole: bool) -> float | None:
-        tokens, seconds = self.work(name, units, whole)
-        return sum(tokens) / sum(seconds) if sum(seconds) > 0 else None
+    def doubts(self, system: System, speed: dict[str, Any], units: Sequence[Unit]) -> list[str]:
+        """Why the speed of a row cannot be believed, a sentence each; [] where it can."""
+        mean, low, high = (speed[key] for key in ("mean", "low", "high"))
+        timed = [unit for unit in units if unit not in self.left_out]
+        if mean is None or system.name == NONE:
+            return []
+        found = []
+        if len(timed) < FEW:
+            found.append(
+                f"it rests on {len(timed)} timed prompts (or batches of them), less than {FEW}"
+            )
+        if low is not None and high - low > WIDE * mean:
+            found.append(f"its interval is wider than {WIDE:g} of it")
+        limit = self.break_even(system, units)
+        if limit is None or system.kind == "reference":  # another engine has passes of its own
+            return found
+        share = self._target_share()
+        if limit.mean < share:
+            found.append(
+                f"it is faster than its accepted length allows: {limit.mean:.2f} plain passes a "
+                f"cycle, of which the target alone takes {share:.2f}"
+            )
+        elif limit.high is not None and limit.high < LEAST:
+            found.append(f"a cycle that drafts seems shorter ({limit.mean:.2f}) than a plain one")
+        return found
+
+    def _target_share(self) -> float:
+        """The share of a plain cycle that the target takes, which no drafter can go below."""
+        timings = [t for unit in self.undisturbed(NONE) for t in unit if t.decode_s > 0]
+        shares = [t.target_s / t.decode_s for t in timings]
+        return float(np.median(shares)) if shares else 0.0
+
+    def stalls(self) -> dict[str, Any]:
+        """What the machine's stalls cost: of how many timed units those that were timed again and
+        those that are left out of all times; passes left out, by row."""
+        passes = {name: sum(p.stalled for p in of.values()) for name, of in self.paces.items()}
+        return {
+            "units": len(self.units()),
+            "timed_again": [list(unit) for unit in dict.fromkeys(self.again)],
+            "left_out": [list(unit) for unit in self.units() if unit in self.left_out],
+            "passes": {name: count for name, count in passes.items() if count},
+        }
 
     def row(self, system: System) -> dict[str, Any]:
         """One entry of report.json's `drafters`."""
@@ -149,25 +171,30 @@ class Scores:
                 "max_nodes": system.nodes,
                 **self._accepted(system, clean),
                 **speed,
-                "break_even": self.break_even(system, units),
                 "parameters": system.facts.get("parameters"),
                 "bytes": system.facts.get("bytes"),
                 "training": system.facts.get("training"),
                 **{k: v for k, v in system.facts.items() if k in REPORTED},
                 **self._parts(system, [c for cycles in clean for c in cycles]),
-                **self._times(system, units, speed["speedup"]["mean"]),
+                **self._times(system, speed["speedup"]["mean"]),
                 "per_prompt": [
                     self._prompt(system, p, cycles)
                     for p, cycles in zip(self.prompts, clean, strict=True)
                 ],
-                "units": [
-                    {"prompts": list(unit), "tokens": tokens, "seconds": spent}
-                    for unit, tokens, spent in zip(
-                        units, *self.work(system.name, units, False), strict=True
-                    )
-                ],
+                "units": [self._unit(system.name, unit) for unit in units],
             }
         )
+
+    def _unit(self, name: str, unit: Unit) -> dict[str, Any]:
+        """What was timed: tokens and seconds of decoding as measured; stalled: passes left out."""
+        calls, took = self.timed_runs[name][unit], self.paces[name][unit]
+        return {
+            "prompts": list(unit),
+            "tokens": float(sum(call.decoded for call in calls)),
+            "seconds": sum(call.timing.decode_s for call in calls),
+            "passes": sum(call.timing.cycles for call in calls),
+            "stalled": took.stalled,
+        }
 
     def _accepted(self, system: System, clean: list[list[Cycle]]) -> dict[str, Any]:
         """What was written and accepted. clean: the cycles of every prompt that count."""
@@ -202,48 +229,49 @@ class Scores:
             },
         }
 
-    def _speed(self, system: System, units: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+    def _speed(self, system: System, units: Sequence[Unit]) -> dict[str, Any]:
         """Tokens per second, and against plain decoding."""
         name = system.name
+        alone, whole = (stats.rate(self.work(name, units, end), self.seed) for end in (False, True))
+        speed = self.speedup(name, NONE, units)
+        limit = self.break_even(system, units)
         return {
-            "tokens_per_second": self.rate(name, units, False),
-            "tokens_per_second_interval": stats.ratio_interval(
-                *self.work(name, units, False), self.seed
-            ).json(),
-            "speedup": self.speedup(name, NONE, units),
+            "tokens_per_second": alone.mean,
+            "tokens_per_second_interval": alone.json(),
+            "speedup": speed,
+            "doubts": self.doubts(system, speed, units),
             "end_to_end": {
-                "tokens_per_second": self.rate(name, units, True),
+                "tokens_per_second": whole.mean,
                 "speedup": self.speedup(name, NONE, units, whole=True),
             },
+            "break_even": None if limit is None else limit.mean,
         }
 
-    def _times(
-        self, system: System, units: Sequence[tuple[str, ...]], speedup: float | None
-    ) -> dict[str, Any]:
-        """Peak memory, and where the time of a cycle goes."""
+    def _times(self, system: System, speedup: float | None) -> dict[str, Any]:
+        """Peak memory, and where the time of a cycle goes, stalls left out."""
         name = system.name
-        timed_runs = [
-            timed_run for timed_runs in self.timed_runs[name].values() for timed_run in timed_runs
-        ]
-        timings = [timed_run.timing for timed_run in timed_runs]
-        passes = sum(t.cycles for t in timings)
-        draft, target = sum(t.draft_s for t in timings), sum(t.target_s for t in timings)
-        checked = sum(t.verify_s + t.commit_s for t in timings)
-        decoded = sum(self.work(name, units, False)[0])
+        calls = [call for of in self.timed_runs[name].values() for call in of]
+        steady = [unit for unit, took in self.paces[name].items() if not took.stalled]
+        decoded = sum(self.work(name, steady).tokens)
         outside = system.facts.get("totals_alone", False)  # a server
+        timings = [timing for unit in self.undisturbed(name) for timing in unit]
         parts = None if outside else breakdown(timings, decoded, speedup)
+        draft, verify, target = (
+            self.cycle_ms(name, phases)
+            for phases in (("draft",), ("target", "verify", "commit"), ("target",))
+        )
         inside = {  # what is seen in this process alone
-            "peak_bytes": max((timed_run.peak or 0 for timed_run in timed_runs), default=0) or None,
-            "draft_ms_interval": self.cycle_ms(name, ("draft",), units),
-            "verify_ms_interval": self.cycle_ms(name, ("target", "verify", "commit"), units),
-            "draft_ms": _per(draft, passes),
-            "verify_ms": _per(target + checked, passes),
-            "target_ms": _per(target, passes),
-            "target_passes": passes,
+            "peak_bytes": max((call.peak or 0 for call in calls), default=0) or None,
+            "draft_ms_interval": draft,
+            "verify_ms_interval": verify,
+            "draft_ms": draft["mean"],
+            "verify_ms": verify["mean"],
+            "target_ms": target["mean"],
+            "target_passes": sum(call.timing.cycles for call in calls),
         }
         return {
             **(dict.fromkeys(inside) if outside else inside),
-            "prefill_seconds": sum(t.prefill_s for t in timings),
+            "prefill_seconds": sum(call.timing.prefill_s for call in calls),
             "ms_per_token": parts["ms_per_token"] if parts else {},
             "breakdown": parts,
         }
@@ -273,7 +301,7 @@ class Scores:
             "prompts": len(prompts),
             "cycles": sum(map(len, clean)),
             "accepted_length": stats.accepted_length(clean, self.seed).json(),
-            "tokens_per_second": self.rate(name, units, False),
+            "tokens_per_second": stats.rate(self.work(name, units), self.seed).mean,
             "speedup": self.speedup(name, NONE, units) if units else None,
         }
 
@@ -290,23 +318,6 @@ class Scores:
             "tokens": sum(len(a.generation.token_ids) for a in answers),
             "finish": [a.generation.finish for a in answers],
         }
-
-    def steadiness(self) -> dict[str, Any]:
-        """Milliseconds per target pass of `none` by timed unit. Not steady: the 90th percentile
-        is above 1.5 times the 10th, so something else was using the machine. Which speeds that
-        puts in doubt, their intervals say (scripts/reports/score_table.py: unsteady)."""
-        spent = []
-        for timed_runs in self.timed_runs["none"].values():
-            passes = sum(timed_run.timing.cycles for timed_run in timed_runs)
-            spent += (
-                [1000 * sum(timed_run.timing.decode_s for timed_run in timed_runs) / passes]
-                if passes
-                else []
-            )
-        if not spent:
-            return {"low": None, "median": None, "high": None, "steady": True}
-        low, median, high = np.percentile(spent, [10, 50, 90]).tolist()
-        return {"low": low, "median": median, "high": high, "steady": high <= UNLIKE * low}
 
     def pairs(self) -> list[dict[str, Any]]:
         """Paired differences of accepted length between drafters that draft, and speed ratios
@@ -372,7 +383,3 @@ def plain(value: Any) -> Any:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _per(seconds: float, count: float) -> float | None:
-    return 1000 * seconds / count if count else None

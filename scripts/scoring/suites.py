@@ -129,16 +129,16 @@ def _prompt(suite: SuiteConfig, row: dict[str, Any], number: int) -> Prompt:
     return Prompt(name, category, list(turns))
 
 
+IN_ONE = ("name", "accepted_length", "speedup", "end_to_end", "doubts", "tokens_per_second")
+
+
 def in_one(reports: list[Path], missing: list[str]) -> dict[str, Any]:
     """JSON of the reports of several suites: accepted length and speedup of every drafter, by
     suite. missing: why a suite has no report."""
     found: dict[str, Any] = {"format": 1, "suites": [], "missing": missing}
     for path in reports:
         report = json.loads(path.read_text(encoding="utf-8"))
-        rows = [
-            {key: row[key] for key in ("name", "accepted_length", "speedup", "tokens_per_second")}
-            for row in report["drafters"]
-        ]
+        rows = [{key: row[key] for key in IN_ONE} for row in report["drafters"]]
         source = report["settings"]["prompts"]
         found["suites"].append(
             {**source["suite"], "asked": report["settings"]["num_prompts"], "drafters": rows}

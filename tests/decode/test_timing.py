@@ -117,3 +117,4 @@ def test_every_part_gets_its_own_seconds(
     assert sum(parts.values()) == timing.decode_s == timing.total_s - timing.prefill_s
     phases = timing.draft_s + timing.target_s + timing.verify_s + timing.commit_s
     assert phases == timing.decode_s, "the phases of a cycle have no gap between them"
+    assert len(timing.cycle_s) == passes and sum(timing.cycle_s) == timing.decode_s

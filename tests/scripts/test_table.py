@@ -46,11 +46,11 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_brackets() -> None:
 @pytest.mark.parametrize("head", [True, False])
 def test_html_escapes_cells_and_marks_warnings(head: bool) -> None:
     columns = TABLE.head if head else ()
-    table = Table(columns, [["<b>", "1.40 [1.32]", "x"]], notes=["UNSTEADY", "fine"], best=0)
+    table = Table(columns, [["<b>", "1.40 [1.32]", "x"]], notes=["IN DOUBT", "fine"], best=0)
     text = rendering._environment().get_template("parts.html").module.panel(table)  # type: ignore[attr-defined]
     assert "&lt;b&gt;" in text and "<b>" not in text
     assert "1.40 <small>[1.32]</small>" in text and 'class="best"' in text
-    assert '<p class="note warn">UNSTEADY</p>' in text and '<p class="note">fine</p>' in text
+    assert '<p class="note warn">IN DOUBT</p>' in text and '<p class="note">fine</p>' in text
 
 
 def test_figures_in_cells() -> None:

@@ -17,7 +17,6 @@ from outrider.heads.drafters import resolve_drafter
 from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.tuned import DECODE
 from outrider.scripts import tune
-from outrider.scripts.reports import tune_table
 from outrider.scripts.tuning import run as tune_run
 from tests.helpers.commands import code_of
 from tests.helpers.training import TINY, tiny_target
@@ -110,19 +109,3 @@ def test_the_fastest_of_every_shape_are_confirmed() -> None:
     shapes = [(one.shape, one.nodes) for one in tune_run.confirmed(timed, 3)]
     assert shapes == [("tree", 8), ("chain", None), ("tree", 16)]
     assert len(tune_run.confirmed(timed, 1)) == 2 and not tune_run.confirmed([], 3)
-
-
-def test_a_choice_is_in_doubt_where_its_own_speed_is() -> None:
-    """Plain passes of unlike times put no speed in doubt whose interval is narrow."""
-
-    def row(name: str, span: float) -> dict[str, Any]:
-        speed = {"mean": 1.5, "low": 1.5 - span / 2, "high": 1.5 + span / 2}
-        return {"name": name, "measured": {"speedup": speed}}
-
-    report = {
-        "plain_pass_ms": {"low": 18.0, "high": 30.0, "steady": False},
-        "rows": [row("chain:2", 0.2), row("chain:4", 0.6)],
-    }
-    assert tune_table.in_doubt(report) == ["chain:4"]
-    report["plain_pass_ms"] = {"low": 18.0, "high": 30.0, "steady": True}
-    assert tune_table.in_doubt(report) == []

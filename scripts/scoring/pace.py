@@ -1,0 +1,88 @@
+"""How long a pass takes, and which passes met a stall of the machine.
+
+A row's speed is its tokens per pass over its seconds per pass. Tokens per pass are the drafter's
+and cannot be disturbed; seconds per pass can: another program, a sleeping laptop, a page fault.
+So the second factor is taken without what cannot be a pass of this row: a pass that took more
+than FAR times what the slower quarter of the row's passes take, and SLICE longer, is left out of
+the mean, and an answer that consists of such passes is left out for all rows (contest.py asks it
+again first). Where every row is slow on a prompt, its text is long and nothing stalled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.decode.timing import Timing
+
+FAR = 4.0
+SLICE = 0.02  # seconds that a scheduler gives another program at once; less is any row's noise
+Unit = tuple[str, ...]  # ids of prompts that ran together, with all their turns
+Timings = Mapping[str, Mapping[Unit, Sequence[Timing]]]  # row -> unit -> its timed calls
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What one row took on one unit. seconds: of decoding without stalls, of `passes` passes
+    (NaN: nothing that can be trusted). stalled: passes that are left out of both."""
+
+    seconds: float
+    passes: int
+    stalled: int
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds of a pass; NaN where none was measured."""
+        return self.seconds / self.passes if self.passes else float("nan")
+
+
+def paces(timings: Timings) -> dict[str, dict[Unit, Pace]]:
+    """Row -> unit -> Pace."""
+    usual = {row: _usual(units) for row, units in timings.items()}
+    found: dict[str, dict[Unit, Pace]] = {row: {} for row in timings}
+    for unit in next(iter(timings.values()), {}):
+        slow = [_middle(timings[row][unit]) / usual[row] for row in timings if usual[row] > 0]
+        text = max(1.0, min((s for s in slow if s == s), default=1.0))  # slow for every row
+        for row in timings:
+            found[row][unit] = _pace(
+                timings[row][unit], max(FAR * usual[row] * text, usual[row] + SLICE)
+            )
+    return found
+
+
+def stalled(found: Mapping[str, Mapping[Unit, Pace]]) -> list[Unit]:
+    """The units of which a row has no pass that can be trusted."""
+    units = next(iter(found.values()), {})
+    return [u for u in units if any(r[u].stalled and not r[u].passes for r in found.values())]
+
+
+def _usual(units: Mapping[Unit, Sequence[Timing]]) -> float:
+    """Seconds that the slower quarter of a row's passes take or exceed; of its calls, where single
+    passes are not known (a server). The lower neighbour: one call of two cannot move it."""
+    calls = [timing for calls in units.values() for timing in calls]
+    times = [second for timing in calls for second in timing.cycle_s]
+    times = times or [timing.decode_s / timing.cycles for timing in calls if timing.cycles]
+    return float(np.percentile(times, 75, method="lower")) if times else 0.0
+
+
+def _middle(calls: Sequence[Timing]) -> float:
+    """Seconds of a usual pass of these calls; NaN for none."""
+    times = [second for timing in calls for second in timing.cycle_s]
+    passes = sum(timing.cycles for timing in calls)
+    if times:
+        return float(np.median(times))
+    return sum(timing.decode_s for timing in calls) / passes if passes else float("nan")
+
+
+def _pace(calls: Sequence[Timing], limit: float) -> Pace:
+    """The pace of one row's calls on a unit. limit: seconds above which a pass met a stall."""
+    far = [second for timing in calls for second in timing.cycle_s if second > limit]
+    passes = sum(timing.cycles for timing in calls)
+    seconds = sum(timing.decode_s for timing in calls) - sum(far)
+    left = passes - len(far)
+    # Half of the passes, or seconds outside of them: the rest is no measurement either.
+    if passes and (2 * len(far) > passes or seconds > left * limit):
+        return Pace(float("nan"), 0, passes)
+    return Pace(seconds, left, len(far))
