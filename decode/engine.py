@@ -137,8 +137,8 @@ class Engine:
         return DecodedRun([row.out for row in self.all], self.timing, self.probs_rows)
 
     def _admit(self, cache: TreeCache) -> None:
-        """Prefill waiting requests into free rows and draw their first token, which belongs to no
-        cycle."""
+        """Prefill waiting requests into free rows and draw their first token, which belongs
+        to no cycle."""
         while self.queue and len(self.rows) < self.batch_size:
             start = self.clock()
             count = min(len(self.queue), self.batch_size - len(self.rows))
@@ -318,8 +318,8 @@ def _run_of(engine: Callable[P, Engine]) -> Callable[P, DecodedRun]:
     """A function that takes what `engine` takes: its options stand in one place."""
 
     def generate(*args: P.args, **kwargs: P.kwargs) -> DecodedRun:
-        """Decode every request: the run of an `Engine`, whose arguments it takes. Raises UserError
-        as it does."""
+        """Decode every request: the run of an `Engine`, whose arguments it takes. Raises
+        UserError as it does."""
         return engine(*args, **kwargs).run()
 
     return generate

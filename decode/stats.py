@@ -170,9 +170,9 @@ class Work:
 
 
 def trimmed(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Weighted mean over the last axis, where the lowest and the highest tenth (at least one, of
-    three or more) count as much as their inner neighbour: no single value moves it. NaN values
-    are left out; NaN where there is no other."""
+    """Weighted mean over the last axis, where the lowest and the highest tenth (at least
+    one, of three or more) count as much as their inner neighbour: no single value moves it.
+    NaN values are left out; NaN where there is no other."""
     known = np.isfinite(values)
     count = known.sum(-1, keepdims=True)
     tail = np.where(count >= 3, np.ceil(TRIM * count), 0).astype(int)
@@ -186,20 +186,21 @@ def trimmed(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def rate(work: Work, seed: int = 0) -> Interval:
-    """Tokens per second: tokens per pass over the trimmed seconds of a pass, resampled by unit."""
+    """Tokens per second: tokens per pass over the trimmed seconds of a pass, resampled by
+    unit."""
     return speedup(work, Work(work.passes, work.passes, [1.0] * len(work.passes)), seed)
 
 
 def pass_ratio(work: Work, base: Work, seed: int = 0) -> Interval:
-    """How long a pass of `work` takes in those of `base`: the trimmed mean of the ratios of paired
-    units."""
+    """How long a pass of `work` takes in those of `base`: the trimmed mean of the ratios of
+    paired units."""
     return _resampled(_pass_ratio(work, base), len(work.tokens), seed)
 
 
 def speedup(work: Work, base: Work, seed: int = 0) -> Interval:
-    """Tokens per second of `work` over those of `base`, over paired units: the ratio of tokens per
-    pass, which no machine disturbs, over the trimmed mean of the units' ratios of seconds per
-    pass."""
+    """Tokens per second of `work` over those of `base`, over paired units: the ratio of
+    tokens per pass, which no machine disturbs, over the trimmed mean of the units' ratios
+    of seconds per pass."""
     tokens, passes, base_tokens, base_passes = (
         np.asarray(x, float) for x in (work.tokens, work.passes, base.tokens, base.passes)
     )
@@ -279,8 +280,8 @@ def acceptance_by_rank(cycles: Iterable[Cycle], levels: int | None = None) -> li
 
 
 def acceptance_by_drafter(cycles: Iterable[Cycle], drafters: int) -> list[tuple[int, int]]:
-    """For each of a union's drafters: accepted draft tokens that it proposed, and those of them
-    that no other one proposed."""
+    """For each of a union's drafters: accepted draft tokens that it proposed, and those of
+    them that no other one proposed."""
     marks = [mark for cycle in cycles for mark in cycle.drafters]
     return [
         (sum(mark >> k & 1 for mark in marks), sum(mark == 1 << k for mark in marks))

@@ -60,7 +60,8 @@ class Timing:
 
 
 class Timed(Protocol):
-    """Who has methods that are `timed`. part(name): a context whose seconds count as `name`."""
+    """Who has methods that are `timed`. part(name): a context whose seconds count as
+    `name`."""
 
     def part(self, name: str) -> AbstractContextManager[None]: ...
 

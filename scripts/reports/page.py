@@ -113,7 +113,8 @@ def cards(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def marked(report: dict[str, Any]) -> Table:
-    """The score table, the fastest row marked, with the colour that each row has in figures."""
+    """The score table, the fastest row marked, with the colour that each row has in
+    figures."""
     rows, colors, found = report["drafters"], plots.color_of(report), best(report)
     dots = [colors[row["name"]] for row in rows]
     return score_table.table(report, best=None if found is None else rows.index(found), dots=dots)

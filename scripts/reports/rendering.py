@@ -1,5 +1,5 @@
-"""Pages from the templates beside this file. In HTML everything is escaped but the drawings, which
-are ours.
+"""Pages from the templates beside this file. In HTML everything is escaped but the
+drawings, which are ours.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def minutes(row: Row) -> str:
 
 
 def even(limit: float | None) -> str:
-    """An accepted length to break even at. No pass is shorter than a plain one: a figure below 1 is
-    chance, and beyond chance a doubt."""
+    """An accepted length to break even at. No pass is shorter than a plain one: a figure
+    below 1 is chance, and beyond chance a doubt."""
     return number(limit) if limit is None or limit > 1 else "1.00"
 
 

@@ -25,10 +25,10 @@ class Table:
     """Cells of text under the names of columns; names and values have no names of columns.
 
     title: what was measured, and how. notes: what its reader must know, a line each. words:
-    columns that hold text and stand left, counted from either end; the others stand right. best:
-    number of the row that is marked. spare: names of columns that a narrow terminal leaves out,
-    and all brackets with them. In HTML: prose: names of columns whose text may run over several
-    lines; dots: a colour for every row.
+    columns that hold text and stand left, counted from either end; the others stand right.
+    best: number of the row that is marked. spare: names of columns that a narrow terminal
+    leaves out, and all brackets with them. In HTML: prose: names of columns whose text may
+    run over several lines; dots: a colour for every row.
     """
 
     head: Sequence[str]

@@ -34,9 +34,8 @@ SCORES = {
 def to_wandb(report: dict[str, Any], out: Path, job: str, mode: str, project: str) -> None:
     """Log a report and the PNGs under OUT/figures.
 
-    mode: "online" or "offline". Trouble with wandb (not
-    installed, no account, no network) costs a line on stderr and no more: the report is written by
-    then.
+    mode: "online" or "offline". Trouble with wandb (not installed, no account, no network)
+    costs a line on stderr and no more: the report is written by then.
     """
     no_reports(mode)
     try:
@@ -60,8 +59,8 @@ def scored(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """Every number of the rows by GROUP/DRAFTER/KEY, no speed that is in doubt among them, and who
-    accepted most."""
+    """Every number of the rows by GROUP/DRAFTER/KEY, no speed that is in doubt among them,
+    and who accepted most."""
     found: dict[str, Any] = {}
     for row in report.get("drafters") or report.get("rows") or []:
         measured = row.get("measured", row)

@@ -111,9 +111,9 @@ class Turn(NamedTuple):
 @dataclass
 class Contest:
     """Everything measured. skipped_turns: (prompt id, turn, why) of turns that no drafter
-    could run. lost: {name, reason} of servers that failed on the way, of which nothing is kept.
-    sittings: when the run began, and when it went on after it had been stopped. again: chunks
-    that were asked again, once for each time.
+    could run. lost: {name, reason} of servers that failed on the way, of which nothing is
+    kept. sittings: when the run began, and when it went on after it had been stopped.
+    again: chunks that were asked again, once for each time.
     """
 
     answers: list[ScoredAnswer] = field(default_factory=list)
@@ -124,8 +124,8 @@ class Contest:
     again: list[pace.Unit] = field(default_factory=list)
 
     def calls(self, drafters: Sequence[str]) -> dict[str, dict[pace.Unit, list[TimedRun]]]:
-        """Drafter -> chunk -> its timed calls: all turns. A chunk whose shorter prompts are through
-        keeps the name of its first turn."""
+        """Drafter -> chunk -> its timed calls: all turns. A chunk whose shorter prompts are
+        through keeps the name of its first turn."""
         found: dict[str, dict[pace.Unit, list[TimedRun]]] = {name: {} for name in drafters}
         for one in self.timed_runs:
             if one.drafter not in found:
@@ -189,30 +189,6 @@ class Contest:
             self.timed_runs = [one for one in self.timed_runs if one.drafter != system.name]
             return None
 
-    def ask(
-        self,
-        systems: Sequence[System],
-        turn: Turn,
-        settings: ContestSettings,
-        device: torch.device,
-        first: int,
-        say: Callable[[int, System], None],
-    ) -> dict[str, DecodedRun]:
-        """What every system answers to one turn of a chunk, by name, noted. first: who begins, a
-        number that counts on with the chunks. say: told of each system beforehand."""
-        runs = {}
-        for k in range(len(systems)):
-            system = systems[(k + first) % len(systems)]
-            say(first, system)
-            if not turn.live:
-                continue
-            reset_peak(device)
-            run = self.run(system, turn.requests, settings)
-            if run is not None:
-                self.note(system, turn.live, turn.number, run, peak_bytes(device))
-                runs[system.name] = run
-        return runs
-
     def note(
         self, system: System, live: Sequence[Prompt], turn: int, run: DecodedRun, most: int | None
     ) -> None:
@@ -249,8 +225,8 @@ class Talks:
     def requested(
         self, asking: Sequence[Prompt], turn: int, limit: int, skipped: list[dict[str, Any]]
     ) -> Turn:
-        """The turn as it is asked, for `limit` tokens; prompts that have outgrown the context go to
-        `skipped`."""
+        """The turn as it is asked, for `limit` tokens; prompts that have outgrown the
+        context go to `skipped`."""
         live: list[Prompt] = []
         requests: list[Request] = []
         for p in asking:
@@ -290,6 +266,31 @@ class Talks:
         for p, generation in zip(live, run.generations, strict=True):
             text = self.target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
             self.history[p.id].append({"role": "assistant", "content": text})
+
+
+@dataclass
+class Asking:
+    """How a turn is asked. say(chunk number, system): told of each system beforehand."""
+
+    systems: Sequence[System]
+    settings: ContestSettings
+    device: torch.device
+    say: Callable[[int, System], None]
+
+    def turn(self, contest: Contest, turn: Turn, number: int) -> dict[str, DecodedRun]:
+        """What every system answers to one turn of the chunk `number`, by name; noted."""
+        runs = {}
+        for k in range(len(self.systems)):
+            system = self.systems[(k + number) % len(self.systems)]
+            self.say(number, system)
+            if not turn.live:
+                continue
+            reset_peak(self.device)
+            run = contest.run(system, turn.requests, self.settings)
+            if run is not None:
+                contest.note(system, turn.live, turn.number, run, peak_bytes(self.device))
+                runs[system.name] = run
+        return runs
 
 
 def run_contest(
@@ -333,33 +334,45 @@ def run_contest(
             progress.update(task, description=clipped(system.label, 28), note=note)
             progress.advance(task)
 
+        asking = Asking(systems, settings, target.device, say)
         for number, chunk in list(enumerate(chunks))[len(known) :]:
             for turn in range(turns[number]):
-                asking = [p for p in chunk if turn < len(p.turns)]
-                asked = talks.requested(
-                    asking, turn, settings.max_new_tokens, contest.skipped_turns
-                )
-                runs = contest.ask(systems, asked, settings, target.device, number, say)
+                asked = [p for p in chunk if turn < len(p.turns)]
+                limit, skipped = settings.max_new_tokens, contest.skipped_turns
+                one = talks.requested(asked, turn, limit, skipped)
+                runs = asking.turn(contest, one, number)
                 if NONE in runs:
-                    talks.remember(asked.live, runs[NONE])
+                    talks.remember(one.live, runs[NONE])
             silent = [system.name for system in systems if not system.facts.get("tells", True)]
             memo.add(name, contest.part(chunk) | {"silent": silent})
-        for number in iter(lambda: _stalled(contest, systems, chunks), None):
-            total += len(systems) * turns[number]
-            progress.update(task, total=total)
-            again = Contest(lost=contest.lost, sittings=contest.sittings)
-            for asked in talks.as_before(contest, chunks[number], settings):
-                again.ask(systems, asked, settings, target.device, number, say)
-            part = again.part(chunks[number]) | {"again": [p.id for p in chunks[number]]}
-            contest.retake(part)
-            memo.add(f"{name}-again", part)
+        _ask_again(contest, chunks, asking, talks, memo, name)
     return contest
+
+
+def _ask_again(
+    contest: Contest,
+    chunks: Sequence[Sequence[Prompt]],
+    asking: Asking,
+    talks: Talks,
+    memo: Memo,
+    name: str,
+) -> None:
+    """Put new measurements in place of those that a stall has spoiled, those of all
+    systems."""
+    while (number := _stalled(contest, asking.systems, chunks)) is not None:
+        again = Contest(lost=contest.lost, sittings=contest.sittings)
+        for turn in talks.as_before(contest, chunks[number], asking.settings):
+            asking.turn(again, turn, number)
+        part = again.part(chunks[number]) | {"again": [p.id for p in chunks[number]]}
+        contest.retake(part)
+        memo.add(f"{name}-again", part)
 
 
 def _stalled(
     contest: Contest, systems: Sequence[System], chunks: Sequence[Sequence[Prompt]]
 ) -> int | None:
-    """The number of a chunk that is to be asked again; None where there is none, or too many."""
+    """The number of a chunk that is to be asked again; None where there is none, or too
+    many."""
     lost = {one["name"] for one in contest.lost}
     bad = pace.stalled(contest.paces([s.name for s in systems if s.name not in lost]))
     if len({*bad, *contest.again}) > max(1, OFTEN * len(chunks)):

@@ -1,11 +1,12 @@
 """How long a pass takes, and which passes met a stall of the machine.
 
-A row's speed is its tokens per pass over its seconds per pass. Tokens per pass are the drafter's
-and cannot be disturbed; seconds per pass can: another program, a sleeping laptop, a page fault.
-So the second factor is taken without what cannot be a pass of this row: a pass that took more
-than FAR times what the slower quarter of the row's passes take, and SLICE longer, is left out of
-the mean, and an answer that consists of such passes is left out for all rows (contest.py asks it
-again first). Where every row is slow on a prompt, its text is long and nothing stalled.
+A row's speed is its tokens per pass over its seconds per pass. Tokens per pass are the
+drafter's and cannot be disturbed; seconds per pass can: another program, a sleeping laptop,
+a page fault. So the second factor is taken without what cannot be a pass of this row: a
+pass that took more than FAR times what the slower quarter of the row's passes take, and
+SLICE longer, is left out of the mean, and an answer that consists of such passes is left
+out for all rows (contest.py asks it again first). Where every row is slow on a prompt, its
+text is long and nothing stalled.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def stalled(found: Mapping[str, Mapping[Unit, Pace]]) -> list[Unit]:
 
 
 def _usual(units: Mapping[Unit, Sequence[Timing]]) -> float:
-    """Seconds that the slower quarter of a row's passes take or exceed; of its calls, where single
-    passes are not known (a server). The lower neighbour: one call of two cannot move it."""
+    """Seconds that the slower quarter of a row's passes take or exceed; of its calls, where
+    single passes are not known (a server). The lower neighbour: one call of two cannot move
+    it."""
     calls = [timing for calls in units.values() for timing in calls]
     times = [second for timing in calls for second in timing.cycle_s]
     times = times or [timing.decode_s / timing.cycles for timing in calls if timing.cycles]

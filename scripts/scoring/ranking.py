@@ -1,6 +1,6 @@
-"""From measured rows to a ranking. A rank is claimed only where it was measured: a row stands
-behind another one when the 95 % interval of their paired speed ratio lies on one side of 1. A row
-whose speed is in doubt (score.py: doubts) has none.
+"""From measured rows to a ranking. A rank is claimed only where it was measured: a row
+stands behind another one when the 95 % interval of their paired speed ratio lies on one
+side of 1. A row whose speed is in doubt (score.py: doubts) has none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def believable(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def best(report: dict[str, Any]) -> dict[str, Any] | None:
-    """The fastest row that drafts and whose speed can be believed; None where there is none."""
+    """The fastest row that drafts and whose speed can be believed; None where there is
+    none."""
     return next((row for row in believable(report) if row["name"] != NONE), None)
 
 
@@ -43,9 +44,9 @@ def claims(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def ranking(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows that can be ranked, the fastest first: {name, label, rank, speedup, beaten_by,
-    tied_with}. rank: 1 + how many rows are clearly faster, and never below that of a row above.
-    beaten_by: rows that are clearly faster; tied_with: rows that are neither that nor clearly
-    slower."""
+    tied_with}. rank: 1 + how many rows are clearly faster, and never below that of a row
+    above. beaten_by: rows that are clearly faster; tied_with: rows that are neither that
+    nor clearly slower."""
     faster = set(claims(report))  # (a, b): a is clearly faster than b
     rows = believable(report)
     found: list[dict[str, Any]] = []

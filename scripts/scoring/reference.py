@@ -41,7 +41,8 @@ class Pass:
 
 class Watch(StoppingCriteria):
     """What is seen of a call of `generate`: when the first token was there, which ends the
-    prefill (it never stops the call), every pass of the target, every draft of an assistant."""
+    prefill (it never stops the call), every pass of the target, every draft of an
+    assistant."""
 
     def __init__(self) -> None:
         self.first: float | None = None

@@ -68,8 +68,8 @@ class Scores:
         ]
 
     def work(self, name: str, units: Sequence[Unit], whole: bool = False) -> stats.Work:
-        """What a row did on these units: decoding alone (the prefill's token is not its work), or
-        end to end."""
+        """What a row did on these units: decoding alone (the prefill's token is not its
+        work), or end to end."""
         tokens, passes, pass_s = [], [], []
         for unit in units:
             calls, took = self.timed_runs[name][unit], self.paces[name][unit]
@@ -146,8 +146,8 @@ class Scores:
         return float(np.median(shares)) if shares else 0.0
 
     def stalls(self) -> dict[str, Any]:
-        """What the machine's stalls cost: of how many timed units those that were timed again and
-        those that are left out of all times; passes left out, by row."""
+        """What the machine's stalls cost: of how many timed units those that were timed
+        again and those that are left out of all times; passes left out, by row."""
         passes = {name: sum(p.stalled for p in of.values()) for name, of in self.paces.items()}
         return {
             "units": len(self.units()),
@@ -186,7 +186,8 @@ class Scores:
         )
 
     def _unit(self, name: str, unit: Unit) -> dict[str, Any]:
-        """What was timed: tokens and seconds of decoding as measured; stalled: passes left out."""
+        """What was timed: tokens and seconds of decoding as measured; stalled: passes left
+        out."""
         calls, took = self.timed_runs[name][unit], self.paces[name][unit]
         return {
             "prompts": list(unit),
@@ -339,9 +340,9 @@ class Scores:
 
 
 def output_lines(contest: Contest) -> list[dict[str, Any]]:
-    """The lines of outputs.jsonl. drafted: accepted draft tokens, the first ones of what each of
-    `cycles` committed. by: of a union, who proposed each of them, bit k for its k-th drafter. cut,
-    loop: places in `cycles` of those that are counted apart.
+    """The lines of outputs.jsonl. drafted: accepted draft tokens, the first ones of what
+    each of `cycles` committed. by: of a union, who proposed each of them, bit k for its
+    k-th drafter. cut, loop: places in `cycles` of those that are counted apart.
     """
     lines = []
     for a in contest.answers:

@@ -1,5 +1,5 @@
-"""One run of the tuner: record, replay, time, confirm, and the report of it. scripts/tune.py is
-its command line.
+"""One run of the tuner: record, replay, time, confirm, and the report of it.
+scripts/tune.py is its command line.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Tuning:
         return sorted(rows, key=lambda row: -row["tokens_per_second"])
 
     def measure(self, settings: dict[str, DraftSettings]) -> tuple[Scores, dict[str, Any]]:
-        """What interleaved decoding gave: the scores, and the row of every name, plain decoding
-        under "none" among them."""
+        """What interleaved decoding gave: the scores, and the row of every name, plain
+        decoding under "none" among them."""
         cfg = self.cfg
         systems, _ = systems_of(["none"], self.target)
         systems += [

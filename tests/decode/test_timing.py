@@ -1,4 +1,5 @@
-"""Where a run says its time went: every part by a clock that only the part under test moves."""
+"""Where a run says its time went: every part by a clock that only the part under test
+moves."""
 
 from __future__ import annotations
 

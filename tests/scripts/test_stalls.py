@@ -102,8 +102,8 @@ def speeds(found: Contest, entered: list[System]) -> dict[str, float]:
 
 
 def test_no_stall_moves_a_speed_of_a_recorded_contest() -> None:
-    """50 s in any one answer, whether one pass, all passes or the time around them took it, or in
-    5 % of the passes of any row."""
+    """50 s in any one answer, whether one pass, all passes or the time around them took it,
+    or in 5 % of the passes of any row."""
     quiet, entered = measured((*ROWS, SERVER))
     before = speeds(quiet, entered)
     ratio = {}
@@ -142,8 +142,8 @@ def test_no_stall_moves_a_speed_of_a_recorded_contest() -> None:
 
 
 def test_an_answer_that_stalled_is_asked_again_of_all(tmp_path: Any) -> None:
-    """As A1 of a real demo: plain decoding took 847 ms a token in one answer, and its row's other
-    ones 11."""
+    """As A1 of a real demo: plain decoding took 847 ms a token in one answer, and its row's
+    other ones 11."""
 
     def stall(name: str, call: int, seconds: Any) -> Any:
         return seconds * (80 if (name, call) == ("none", 9) else 1)  # the first call warms up
@@ -215,8 +215,8 @@ def doubted(report: dict[str, Any], name: str) -> bool:
 
 
 def test_a_speed_that_cannot_be_is_never_the_winner() -> None:
-    """Rows that are faster than their accepted length allows; as wide as their value; of too few
-    prompts. The row beside them keeps its place."""
+    """Rows that are faster than their accepted length allows; as wide as their value; of
+    too few prompts. The row beside them keeps its place."""
 
     def faster(name: str, call: int, seconds: Any) -> Any:
         return seconds * (0.5 if name == "head" else 1)
