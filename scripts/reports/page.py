@@ -45,6 +45,7 @@ def page(report: dict[str, Any]) -> str:
         depths=depths(report),
         costs=Table.of(score_table.COSTS, report["drafters"]),
         pairs=pairs(report),
+        same=score_table.SAME,
         facts=[about_target(report), settings(report), about_environment(report)],
     )
 

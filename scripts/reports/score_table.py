@@ -23,7 +23,7 @@ def positions(row: Row, most: int = 4) -> str:
 
 
 def equality(row: Row) -> str:
-    """Answers that equal those of `none` token by token; "+n" more within rounding."""
+    """Answers that equal those of `none` token by token, and the others; see SAME."""
     found = row.get("lossless")
     if not found:
         return "–"
@@ -43,12 +43,17 @@ def speed(row: Row, end_to_end: bool = False) -> str:
     return f"{text} {DOUBT}" if row["doubts"] else text
 
 
+SAME = (
+    "n/m: m answers were compared, one for each turn of a prompt, and n of them are plain "
+    "decoding's, token by token; +k≈: k more part where two tokens are equally likely up to "
+    "rounding, so either is the model's own; !k: k part beyond rounding"
+)
 COLUMNS: Columns = [
     ("drafter", lambda r: r["label"]),
     ("accepted length", lambda r: interval(r["accepted_length"])),
-    ("accepted at 1…4", positions),
-    ("tokens/s", lambda r: number(r["tokens_per_second"], 1)),
     ("speedup", speed),
+    ("tokens/s", lambda r: number(r["tokens_per_second"], 1)),
+    ("accepted at 1…4", positions),
     ("end to end", functools.partial(speed, end_to_end=True)),
     ("draft ms", lambda r: number(None if unseen(r) else r["draft_ms"], 1)),
     ("verify ms", lambda r: number(r["verify_ms"], 1)),
@@ -242,6 +247,8 @@ def notes(report: dict[str, Any]) -> list[str]:
             "accepted at d: of the cycles that proposed depth d and accepted d - 1, the share that "
             "accepted d."
         )
+    if any(row.get("lossless") for row in report["drafters"]):
+        lines.append(f"same tokens: {SAME}.")
     lines += _warnings(report)
     for row in report["drafters"]:
         lines += _doubts(row, report["target"])

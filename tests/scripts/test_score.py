@@ -16,6 +16,7 @@ from outrider.scripts.scoring.batches import stops_paying
 from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
 from outrider.scripts.scoring.ranking import ranking
 from outrider.scripts.scoring.score import Scores, output_lines
+from tests.helpers.browser import chromium, shot
 
 
 def system(name: str, nodes: int) -> System:
@@ -254,6 +255,34 @@ def test_the_page_stands_alone(report: dict[str, Any]) -> None:
     assert len(ids) == len(set(ids)), "two drawings share an id"
 
 
+# Of each table below a heading: how far its columns reach, and the width that a phone shows of it.
+SEEN = """heading => {
+  const title = [...document.querySelectorAll("h2")].find(h => h.textContent === heading);
+  const panel = title.nextElementSibling, left = panel.getBoundingClientRect().left;
+  const ends = [...panel.querySelectorAll("th")].map(
+    th => [th.textContent, th.getBoundingClientRect().right - left]);
+  return [Object.fromEntries(ends), panel.clientWidth];
+}"""
+
+
+def test_a_phone_shows_what_a_drafter_is_worth(report: dict[str, Any]) -> None:
+    """Length and speed of every row without a move of the finger, the ranking as a whole."""
+    names = ["hydra_heads@chain:2+ngram@3", "eagle3@tree:12+ngram@tree"]
+    report["drafters"][1]["label"] = names[0]
+    report["drafters"] += [{**report["drafters"][1], "name": "slow", "label": names[1]}]
+    (first,) = [row for row in report["ranking"] if row["name"] == "fast"]
+    report["ranking"] = [{**first, "tied_with": ["slow", "none"]}, {**first, "name": "slow"}]
+    with chromium() as browser:
+        phone = browser.new_page(viewport={"width": 390, "height": 844})
+        phone.set_content(page.page(report))
+        shot(phone, "report")
+        ends, width = phone.evaluate(SEEN, "Scores")
+        assert ends["accepted length"] < ends["speedup"] <= width
+        ends, width = phone.evaluate(SEEN, "Ranking")
+        assert max(ends.values()) <= width
+        assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_names_cannot_break_out_of_the_page(report: dict[str, Any]) -> None:
     report["drafters"][1]["label"] = 'x"><script>alert(1)</script>'
     report["settings"]["prompts"]["path"] = "<b>{{ 7 * 7 }}</b>"
@@ -281,5 +310,7 @@ def test_the_table_in_markdown(report: dict[str, Any]) -> None:
     lines = score_table.table(report).markdown().splitlines()
     assert len(lines) == 4 and all(line.count("|") == lines[0].count("|") for line in lines)
     assert "| fast | 2.00" in lines[3] and "1/2 +1≈" in lines[3]
+    assert any("≈" in line for line in score_table.notes(report)), "said where it is shown"
+    assert "≈" in page.page(report).split("What the words mean")[1]
     report["drafters"][1]["lossless"]["beyond_rounding"] = 1
     assert any("NOT LOSSLESS" in line for line in score_table.notes(report))
