@@ -73,6 +73,8 @@ KEYS = {
 }
 # Verbs whose file hands everything on to one of the same name under train/, which speaks.
 HANDED_ON = ("validate", "cache_features")
+# What torchrun hands on to its processes; the last two not by itself.
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 COMPLETION = 'Completion: eval "$(_OUTRIDER_COMPLETE=bash_source outrider)", also zsh_ and fish_'
 HELP = frozenset({"-h", "--help"})
 # "accelerate launch train/head.py head=eagle3" and "python scripts/check.py" in a file's words
@@ -237,19 +239,16 @@ def launched(verb: Verb, processes: int, words: Iterable[str]) -> list[str]:
     """
     if processes == 1:
         return [sys.executable, str(verb.file), *words]
-    import torch
+    from outrider.train.launcher import devices
 
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if 0 < devices < processes:
-        raise UserError(f"--launch: {processes} processes, and {devices} devices; give {devices}")
+    found = devices(processes, key="--launch")
     beside = Path(sys.executable).with_name("accelerate")
     module = ["-m", "accelerate.commands.accelerate_cli"]
     launcher = [str(beside)] if beside.exists() else module
     launcher += ["launch", "--num_processes", str(processes)]
-    if not devices:  # else accelerate starts one process, whatever was asked
+    if not found:  # else accelerate starts one process, which starts the others
         launcher += ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
         launcher += ["--dynamo_backend", "no"]
-        os.environ["ACCELERATE_USE_CPU"] = "true"
     return [sys.executable, *launcher, str(verb.file), *words]
 
 
@@ -367,6 +366,7 @@ class Train(Verbs):
                 raise SystemExit(0)
             if not head or (CONF / "head" / f"{cmd_name}.yaml").exists():  # a package's is heavy
                 refuse(training(verb.file.stem, [*head, *words]))
+            os.environ.setdefault("PET_SIGNALS_TO_HANDLE", SIGNALS)
             become(launched(verb, launch, [*head, *words]))
 
         about = options("head").get(cmd_name) or verb.about

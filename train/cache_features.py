@@ -37,6 +37,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from outrider.conf.errors import Interrupted
 from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
+from outrider.train.launch_keys import on_processors
 from outrider.train.signals import CODES, Stop
 from outrider.train.stored.features import MANIFEST
 from outrider.train.stored.writer import FeatureWriter
@@ -78,7 +79,7 @@ def write(writer: FeatureWriter, rank: int, world: int, console: Console) -> boo
 @entry("cache_features", CacheConfig)
 def main(cfg: CacheConfig) -> None:
     """Write or continue a cache."""
-    state = PartialState(cpu=cfg.device == "cpu")
+    state = PartialState(cpu=on_processors(cfg.device))
     rank, world, main_rank = state.process_index, state.num_processes, state.is_main_process
     console = Console(stderr=True, quiet=not main_rank, soft_wrap=True)
     target = load_target(cfg.target, cfg.dtype, cfg.device or (state.device if world > 1 else None))

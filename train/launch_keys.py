@@ -95,8 +95,7 @@ def start(cfg: TrainConfig) -> Accelerator:
     that do not fit, and a device that is not there."""
     check_settings(cfg)
     # Before the ranks meet: one that is still connecting would see those leave that know.
-    world = get_cpu_distributed_information().world_size
-    check_ranks(cfg, world)
+    check_ranks(cfg, get_cpu_distributed_information().world_size)
     device = device_of(cfg)
     # Gradients lie in DDP's own buckets: a copy less.
     handlers = [
@@ -108,28 +107,23 @@ def start(cfg: TrainConfig) -> Accelerator:
         os.environ["ACCELERATE_TORCH_DEVICE"] = device
         torch.cuda.set_device(device)
     try:
-        accelerator = Accelerator(
-            cpu=cfg.device == "cpu",
+        return Accelerator(
+            cpu=on_processors(cfg.device),
             mixed_precision="no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
             dynamo_backend="no",
             kwargs_handlers=handlers,
         )
-        check_met(accelerator.num_processes, world)
-        return accelerator
     finally:
         if device and before is None:
             del os.environ["ACCELERATE_TORCH_DEVICE"]
 
 
-def check_met(ranks: int, launched: int) -> None:
-    """Raises UserError where processes of a launch do not work together: a launch file for GPUs
-    starts them on a machine without one too, each for itself."""
-    if ranks < launched:
-        raise UserError(
-            f"device: {launched} processes were launched for GPUs, but there is none; set "
-            "device=cpu"
-        )
+def on_processors(device: str) -> bool:
+    """Whether Accelerate is told to leave GPUs alone: by device=cpu, and for several processes
+    where torch sees none, since each would be alone. device: as the key of that name."""
+    several = get_cpu_distributed_information().world_size > 1
+    return device == "cpu" or (several and not torch.accelerator.is_available())
 
 
 @contextlib.contextmanager

@@ -1,38 +1,49 @@
 """What an entry point needs before and around its run. Before torch is there: what it shall do
-with memory, which no launch file can say. Around: good manners under `accelerate launch`, one line
-for a user's mistake, not one line and the launcher's traceback.
+with memory, which no launch file can say. Around: good manners under `accelerate launch`, the
+processes that were asked for, and one line for a user's mistake, not one line and the launcher's
+traceback.
 
-With one process, accelerate starts the script as a child, dies of a SIGTERM without passing it
-on, and answers any exit code but 0 with a traceback of its own. Under any other parent (a
-shell, torchrun) nothing here does anything.
+For one process, and wherever torch sees less than two GPUs, accelerate starts the script as one
+child, whatever number was asked for; that child then starts the others (`spread`). Accelerate dies
+of a SIGTERM without passing it on, and answers any exit code but 0 with a traceback of its own.
 
 Our exit code cannot be handed on that way: the launcher knows 0, or its traceback and 1, and a
-child can end its parent by a signal alone. So a shell sees 143 from a launcher of one process,
-and 1 from one of several (torchrun's). One process needs no launcher: `python train/medusa.py
-...` is the same run and ends with the code itself.
+child can end its parent by a signal alone. So a shell sees 143 from a launcher of one child, and
+1 from one of several (torchrun's). One process needs no launcher: `python train/medusa.py ...` is
+the same run and ends with the code itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.conf.errors import UserError
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"  # the older names of it yield to this one
 OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # How many prepared matrix products are kept: by oneDNN, and by torch on top of it.
 PREPARED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 SHAPES = 64  # EAGLE-3 on SmolLM2 held 1.9 GB with it at step 181, 2.8 at step 24 with their 1,024
+# `accelerate launch`, as a script and as `python -m`
+COMMANDS = ("accelerate", "accelerate-launch", "accelerate.commands.accelerate_cli")
+COMMANDS += ("accelerate.commands.launch",)
 # What `--help` says of every training script.
 SAME = """\
 Several GPUs: `outrider train NAME ... --launch N`, which is `accelerate launch --num_processes N`.
 The same command again resumes. Data: chats in JSONL, a `datasets` data set (data=hub), or plain
 text (data=text); data.path=[FILE,FILE] takes several. Exit codes: 0 done, 1 training and decoding
 disagree (parity gate), 2 a mistake to mend, 130 stopped by Ctrl-C and 75 by SIGTERM, SIGUSR1 or
-SIGUSR2 (saved: start it again). `python` ends with them, `accelerate launch` cannot
-(train/launcher.py). What happens at each fault: docs/reliability.md."""
+SIGUSR2 (saved: start it again). One process ends with them; a launcher hands on 0 alone, and ends
+with 143 (accelerate, one process or no GPUs) or 1 (several). Faults: docs/reliability.md."""
 
 
 def set_memory() -> None:
@@ -50,12 +61,18 @@ def set_memory() -> None:
         os.environ.setdefault(name, str(SHAPES))
 
 
-def run(command: Callable[[], None]) -> None:
-    """Run an entry point; after a mistake or a stop that was explained in one line, the
-    launcher says nothing more.
-    """
-    try:
+def run(command: Any) -> None:
+    """Run an entry point (conf.schema.entry), in as many processes as were asked for."""
+    with last_word():
+        spread(command)
         command()
+
+
+@contextlib.contextmanager
+def last_word() -> Iterator[None]:
+    """After a mistake or a stop that was explained in one line, the launcher says nothing more."""
+    try:
+        yield
     except SystemExit as end:
         if end.code in (1, 2, 75, 130) and (parent := waiting_launcher()):
             sys.stdout.flush()
@@ -70,16 +87,75 @@ def refuse(name: str, schema: type) -> None:
     Called by a file before its imports load torch. name, schema: as for conf.schema.entry."""
     from outrider.conf.schema import refused
 
-    def ended() -> None:
-        if not {"-h", "--help"} & {*sys.argv} and (code := refused(name, schema, sys.argv[1:])):
+    with last_word():
+        if not helped() and (code := refused(name, schema, sys.argv[1:])):
             raise SystemExit(code)
 
-    run(ended)
+
+def helped() -> bool:
+    """Whether the command is asked what it does."""
+    return bool({"-h", "--help"} & {*sys.argv})
+
+
+def spread(command: Any) -> None:
+    """Where `accelerate launch` was asked for several processes and started this one alone, be
+    their launcher, accelerate's own for several GPUs, and end with them."""
+    parent = waiting_launcher()
+    # Accelerate sets it for several; who trains alone does not pay for reading its words again.
+    if not parent or "MASTER_ADDR" not in os.environ or helped():
+        return
+    refuse(command.config_name, command.schema)  # a mistake is told once
+    args = asked(launch_words(parent) or ())
+    if max(args.num_processes, args.num_machines) < 2:
+        return
+    from accelerate.commands.launch import multi_gpu_launcher
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        devices(args.num_processes // args.num_machines, args.cpu or args.use_cpu)
+        follow()
+        multi_gpu_launcher(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except (ChildFailedError, SignalException):  # the processes have said why
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+def asked(words: Sequence[str]) -> Namespace:
+    """What `accelerate launch WORDS` is asked for, its config file included, as accelerate itself
+    understands it. Raises what accelerate raises, such as ValueError."""
+    from accelerate.commands import launch
+
+    args = launch.launch_command_parser().parse_args([*words])
+    logging.disable(logging.WARNING)  # it tells what it took as usual, a second time
+    try:
+        return launch._validate_launch_command(args)[0]
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def devices(count: int, cpu: bool = False, key: str = "num_processes") -> int:
+    """How many accelerators `count` processes of this machine take, one each; 0: they run on its
+    processors, as they are told to (cpu), or because torch sees no accelerator. Raises UserError,
+    which names `key`, for more processes than accelerators."""
+    import torch
+
+    found = 0 if cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()
+    if 0 < found < count:
+        raise UserError(
+            f"{key}: {count} processes, and {found} devices; give {found}, or hide them "
+            "(CUDA_VISIBLE_DEVICES=) to run on the processors"
+        )
+    return min(found, count)
 
 
 def follow() -> None:
-    """Get a SIGTERM when the launcher dies of one."""
-    if waiting_launcher():
+    """Get a SIGTERM when the launcher dies: accelerate passes no signal on, and torchrun neither
+    SIGUSR1 nor SIGUSR2."""
+    if sys.platform == "linux" and (waiting_launcher() or "TORCHELASTIC_RUN_ID" in os.environ):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
@@ -90,12 +166,16 @@ def waiting_launcher() -> int:
     if sys.platform != "linux" or "RANK" in os.environ:
         return 0
     parent = os.getppid()
+    return 0 if launch_words(parent) is None else parent
+
+
+def launch_words(process: int) -> list[str] | None:
+    """The words behind `accelerate launch` where that is a process's command; else None."""
     try:
-        with open(f"/proc/{parent}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")
+        words = os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()).split("\0")[:-1]
     except OSError:
-        return 0
-    named = any(
-        os.path.basename(word) in (b"accelerate", b"accelerate-launch") for word in words[:3]
-    )
-    return parent if named else 0
+        return None
+    for at, word in enumerate(words[:3], 1):
+        if os.path.basename(word) in COMMANDS:
+            return words[at + (words[at : at + 1] == ["launch"]) :]
+    return None

@@ -162,7 +162,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         raise SystemExit(0)
 
     monkeypatch.setattr(cli, "become", become)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "")  # a launch without GPUs sets it
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "")  # a launch sets it
     return lines
 
 

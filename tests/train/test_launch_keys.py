@@ -15,7 +15,7 @@ from outrider.conf.errors import UserError
 from outrider.scripts.common.files import ROOT
 from outrider.train import launch_keys
 from outrider.train.config import TrainConfig
-from outrider.train.launch_keys import REFUSED, check_settings, device_of
+from outrider.train.launch_keys import REFUSED, check_settings, device_of, on_processors
 from tests.helpers.training import run_config
 
 
@@ -125,10 +125,12 @@ def test_devices_that_are_not_there(cfg: TrainConfig, monkeypatch: pytest.Monkey
         device_of(cfg)
 
 
-def test_ranks_that_each_work_alone_are_told_why() -> None:
-    """A launch file for GPUs on a machine without one: the second of them would be told that
-    another run is writing to its folder."""
-    launch_keys.check_met(2, 2)
-    launch_keys.check_met(1, 1)
-    with pytest.raises(UserError, match="device: 2 processes were launched for GPUs.*device=cpu"):
-        launch_keys.check_met(1, 2)
+def test_several_processes_without_a_gpu_meet_on_the_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a launch file for GPUs starts them there too, each for itself."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert on_processors("")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert on_processors("cpu") and not on_processors("") and not on_processors("cuda")

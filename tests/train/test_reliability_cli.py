@@ -1,5 +1,5 @@
-"""The same faults through the real command lines: python, torchrun with restarts, and a signal
-to torchrun.
+"""The same faults through the real command lines: python, torchrun with restarts, and signals
+to torchrun and to `accelerate launch`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,26 @@ from tests.helpers.training import chats, overrides, run_config
 
 STEPS = 60
 SMALL = (f"steps={STEPS}", "save_every=1", "log_every=1", "micro_batch=1")
+LAUNCH = ("-m", "accelerate.commands.launch", "--num_processes", "2")
+Child = subprocess.Popen[str]
 ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 
 
-def plain(data: Path, out: Path) -> None:
-    cfg = run_config(data, out, *SMALL, "save_every=0")
+def plain(data: Path, out: Path, *keys: str) -> None:
+    cfg = run_config(data, out, *SMALL, "save_every=0", *keys)
     fit(cfg, head_class(cfg.head.kind))
 
 
-def start(data: Path, out: Path, *launcher: str) -> subprocess.Popen[str]:
-    line = [sys.executable, *launcher, "train/medusa.py", *overrides(data, out, *SMALL)]
+def start(data: Path, out: Path, *launcher: str, keys: tuple[str, ...] = ()) -> Child:
+    line = [sys.executable, *launcher, "train/medusa.py", *overrides(data, out, *SMALL, *keys)]
     return subprocess.Popen(
-        line, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        line,
+        cwd=ROOT,
+        env=ENV,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -99,3 +107,36 @@ def test_real_commands_survive_kills_and_signals(tmp_path: Path) -> None:
     found["torchrun, SIGTERM"] = kept and parent.returncode == 0 and outcome(out, STEPS) == whole[2]
 
     assert all(found.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    [(signal.SIGUSR1, False), (signal.SIGUSR1, True), (signal.SIGINT, True)],
+)
+def test_accelerate_trains_with_the_processes_asked_for_and_a_signal_saves_them(
+    number: signal.Signals, to_all: bool, tmp_path: Path
+) -> None:
+    """Two, on a machine without two GPUs. to_all: whether the process group gets the signal."""
+    data, steps = chats(tmp_path / "data.jsonl"), 400
+    keys = (f"steps={steps}", "save_every=0")
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert finish(2, partial(plain, data, whole, *keys), tmp_path / "said") == [0, 0]
+
+    parent = start(data, out, *LAUNCH, keys=keys)
+    until(out, 20)
+    (os.killpg if to_all else os.kill)(parent.pid, number)
+    said = parent.communicate(timeout=60)[1]  # the pipe closes when the last process has ended
+    newest, problems = disk.newest(out)
+    assert "over 2 rank(s)" in said and newest is not None and not problems
+    assert 20 <= disk.step_of(newest) < steps
+    assert start(data, out, *LAUNCH, keys=keys).wait(300) == 0
+    assert outcome(out, steps) == outcome(whole, steps)
+
+
+@pytest.mark.slow
+def test_a_mistake_under_accelerate_is_one_line(tmp_path: Path) -> None:
+    child = start(tmp_path / "none.jsonl", tmp_path / "run", *LAUNCH)
+    said = child.communicate(timeout=100)[1].splitlines()
+    assert child.returncode and said[-1].startswith("error: data.path: no such file")
+    assert sum("rror" in line for line in said) == 1
