@@ -139,6 +139,10 @@ def in_one_line(error: Exception, cfg: TrainConfig, world: int) -> UserError | I
     world: number of processes."""
     if is_no_memory(error):
         return UserError(no_memory(cfg, world))
+    if "Duplicate GPU detected" in str(error):  # in NCCL's words
+        return UserError(
+            f"num_processes: two of {world} processes have the same GPU; give one for each GPU"
+        )
     if is_peer_gone(error):
         return Interrupted(
             f"one of {world} processes is gone: what it said stands above, or it was killed, often "

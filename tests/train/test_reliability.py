@@ -17,7 +17,7 @@ import pytest
 
 from outrider.train import loop
 from outrider.train import state as disk
-from outrider.train.facts import is_peer_gone
+from outrider.train.facts import in_one_line, is_peer_gone
 from outrider.train.texts.batches import BatchPlan, load_rows
 from tests.helpers import faults
 from tests.helpers.faults import Marks, at_call, finish, launcher, outcome, ranks, train, wait
@@ -291,6 +291,12 @@ def test_who_outlives_a_killed_rank_says_so_in_one_line(place: Place, hit: int) 
 def test_a_peer_that_is_gone_is_told_from_a_bug(words: str, gone: bool) -> None:
     assert is_peer_gone(RuntimeError(words)) == gone
     assert not is_peer_gone(ConnectionResetError(words))  # a hub, a tracker
+
+
+def test_two_processes_on_one_gpu_are_told_in_a_line(tmp_path: Path) -> None:
+    cfg = run_config(tmp_path / "data.jsonl", tmp_path / "run")
+    words = "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4e000"
+    assert "num_processes" in str(in_one_line(RuntimeError(words), cfg, 2))
 
 
 # restarts
