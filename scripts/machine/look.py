@@ -27,6 +27,7 @@ from outrider.heads.eagle import kernels
 from outrider.scripts.common import files
 from outrider.train.config import TRACKERS
 from outrider.train.launch_keys import HONOURED, of_file, refusals
+from outrider.train.launcher import asked, devices
 
 GIB = 1 << 30
 LEAST_DISK = 5 * GIB  # below that the first cache or checkpoint may not fit
@@ -189,27 +190,27 @@ def accelerate_config(dtype: str) -> ReportPart:
         return part
     part.facts.append(f"{path}, which `accelerate launch` reads without --config_file")
     try:
-        config = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        part.problems.append(
-            f"{path}: cannot be read ({first_line(error)}); run `accelerate config` again"
-        )
+        config = yaml.safe_load(path.read_text())
+        part.problems += [f"{path}: {line}" for line in refusals(of_file(config), dtype)]
+        if config.get("use_cpu") and gpus():
+            part.problems.append(f"{path}: use_cpu: there are GPUs here; set it to false")
+        if part.problems:
+            return part
+        launch = asked(["--config_file", str(path), "train/head.py"])
+        count = launch.num_processes // launch.num_machines
+        taken = devices(count)
+    except UserError as error:
+        part.problems.append(f"{path}: {error}")
         return part
-    if not isinstance(config, dict):
-        part.problems.append(f"{path}: is no mapping; run `accelerate config` again")
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        part.problems.append(
+            f"{path}: cannot be taken ({first_line(error)}); run `accelerate config` again"
+        )
         return part
     honoured = [f"{key} {config[key]}" for key in HONOURED if key in config]
     part.facts.append(f"honoured: {', '.join(honoured) or 'nothing is set'}")
-    part.problems += [f"{path}: {line}" for line in refusals(of_file(config), dtype)]
-    if config.get("use_cpu") and torch.cuda.is_available():
-        part.problems.append(f"{path}: use_cpu: would leave the GPUs here unused; set it to false")
-    processes, count = config.get("num_processes"), gpus()
-    machines = config.get("num_machines") or 1
-    if count and isinstance(processes, int) and processes > count * machines:
-        part.problems.append(
-            f"{path}: num_processes {processes}, but {machines} machine(s) of {count} GPUs; "
-            f"set {count * machines}"
-        )
+    place = f"{taken} GPU(s)" if taken else "the processors"
+    part.facts.append(f"a launch trains with {count} process(es) of this machine, on {place}")
     return part
 
 

@@ -65,7 +65,7 @@ def test_a_gpu_that_is_not_there_is_one_problem(
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "plain": ({"num_processes": 1, "mixed_precision": "no"}, []),
+    "plain": ({"distributed_type": "NO", "num_processes": 1, "mixed_precision": "no"}, []),
     "agrees": ({"mixed_precision": "bf16", "distributed_type": "NO"}, []),
     "accumulates": ({"gradient_accumulation_steps": 4}, ["gradient_accumulation_steps: 4"]),
     "fsdp": ({"distributed_type": "FSDP", "fsdp_config": {"a": 1}}, ["fsdp_config: "]),
@@ -76,7 +76,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["deepspeed_config: FSDP2 shards"],
     ),
     "sagemaker": ({"compute_environment": "AMAZON_SAGEMAKER"}, ["SAGEMAKER"]),
-    "no mapping of its own": ({"deepspeed_config": None, "dynamo_config": []}, []),
+    "no mapping of its own": (
+        {"distributed_type": "NO", "deepspeed_config": None, "dynamo_config": []},
+        [],
+    ),
+    "accelerate itself refuses it": ({"distributed_type": "NO", "strange": 1}, ["strange"]),
 }
 
 
@@ -101,7 +105,32 @@ def test_a_broken_config_is_one_problem(
     path = sound / "default_config.yaml"
     path.write_text(text)
     monkeypatch.setattr(look, "_config_file", lambda: path)
-    assert len(look.accelerate_config("bfloat16").problems) == (1 if text else 0)
+    assert len(look.accelerate_config("bfloat16").problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "said"),
+    [
+        ("MULTI_GPU", 0, "with 8 process(es) of this machine, on the processors"),
+        ("MULTI_CPU", 0, "with 8 process(es) of this machine, on the processors"),
+        ("MULTI_GPU", 8, "with 8 process(es) of this machine, on 8 GPU(s)"),
+        ("NO", 8, "with 8 process(es) of this machine, on 8 GPU(s)"),
+        ("MULTI_GPU", 4, "num_processes: 8 processes, and 4 devices; give 4"),
+        ("NO", 1, "num_processes: 8 processes, and 1 devices; give 1"),
+    ],
+)
+def test_what_a_launch_makes_of_the_number_of_processes(
+    sound: Path, monkeypatch: pytest.MonkeyPatch, kind: str, gpus: int, said: str
+) -> None:
+    """A run of the same settings trains with so many ranks, or ends with this line."""
+    path = sound / "default_config.yaml"
+    path.write_text(yaml.safe_dump({"distributed_type": kind, "num_processes": 8}))
+    monkeypatch.setattr(look, "_config_file", lambda: path)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    part = look.accelerate_config("bfloat16")
+    lines = part.problems if "give" in said else part.facts
+    assert said in lines[-1] and ("honoured" in "".join(part.facts)) != ("give" in said)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf" / "launch").glob("*.yaml")))
