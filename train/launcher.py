@@ -34,8 +34,8 @@ OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 PREPARED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 SHAPES = 64  # EAGLE-3 on SmolLM2 held 1.9 GB with it at step 181, 2.8 at step 24 with their 1,024
 # `accelerate launch`, as a script and as `python -m`
-COMMANDS = ("accelerate", "accelerate-launch", "accelerate.commands.accelerate_cli")
-COMMANDS += ("accelerate.commands.launch",)
+MODULES = ("accelerate.commands.accelerate_cli", "accelerate.commands.launch")
+COMMANDS = ("accelerate", "accelerate-launch", *MODULES)
 # What `--help` says of every training script.
 SAME = """\
 Several GPUs: `outrider train NAME ... --launch N`, which is `accelerate launch --num_processes N`.
