@@ -117,8 +117,7 @@ class Plain:
         compute the same logits, one pass over the whole text and one cached step per token,
         compared.
 
-        logit: largest difference of any logit. gap: largest difference of the distance to the
-        best logit, over the BEST tokens of either: what can turn a greedy choice.
+        logit: largest difference of any logit. gap: see `moved`.
         """
         worst = gap = 0.0
         for prompt in prompts:
@@ -127,12 +126,19 @@ class Plain:
             whole = self.logits([([*ids, *stepped.argmax(-1).tolist()], len(ids))])[0]
             a, b = whole.double(), stepped.double()
             worst = max(worst, float((a - b).abs().max()))
-            near = torch.zeros_like(a, dtype=torch.bool)
-            for x in (a, b):
-                near.scatter_(1, x.topk(min(BEST, x.shape[1])).indices, True)
-            moved = (a - a.amax(1, keepdim=True)) - (b - b.amax(1, keepdim=True))
-            gap = max(gap, float(moved[near].abs().max()))
+            gap = max(gap, moved(a, b))
         return {"logit": worst, "gap": gap}
+
+
+def moved(a: Tensor, b: Tensor) -> float:
+    """Of two ways to compute the same logits [n, V], the largest difference of the distance to the
+    best logit, over the BEST tokens of either: what can turn a greedy choice."""
+    a, b = a.double(), b.double()
+    near = torch.zeros_like(a, dtype=torch.bool)
+    for x in (a, b):
+        near.scatter_(1, x.topk(min(BEST, x.shape[1])).indices, True)
+    change = (a - a.amax(1, keepdim=True)) - (b - b.amax(1, keepdim=True))
+    return float(change[near].abs().max())
 
 
 def _guided(given: Tensor, free: Tensor, guidance: float) -> Tensor:

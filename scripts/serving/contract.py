@@ -6,12 +6,22 @@ of the exported numbers accepted there: an accepted stop token counts, what a dr
 it does not; a draft never reaches beyond the length limit. Engines differ in the cycle that ends
 an answer: vLLM counts what stands behind the stop token as well, llama.cpp not even that token
 (`until_stop`).
+
+It was written in float32, and servers run in 16 bits. So it holds per prompt `rivals`: for every
+token of the answer the tokens next to it, [[token, by how much its logit is below], ..], of which
+the first is the gap of the two best logits; and what 16 bits do to such gaps, `rounding`
+(near_ties.py). An answer that parts at a rival within rounding["most"] parts at a near tie, which
+is no fault unless it happens too often; what comes behind is not compared. A file of version 0.2
+has neither.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +32,8 @@ from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Cycle, Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+from outrider.scripts.serving import near_ties
+from outrider.scripts.serving.asking import Reply
 
 NAME = "expected.json"
 FORMAT = 1
@@ -38,8 +50,10 @@ def expected(
     drafter.max_depth = drafter.max_nodes = depth
     requests = [Request(list(p), limit, id=i) for i, p in enumerate(prompts)]
     run = generate(target, drafter, requests, Sampling(), batch_size=len(requests))
+    texts = [(found.prompt_ids, found.token_ids) for found in run.generations]
+    rounding, rivals = near_ties.measured(target, texts)
     rows = []
-    for request, found in zip(requests, run.generations, strict=True):
+    for request, found, others in zip(requests, run.generations, rivals, strict=True):
         rows.append(
             {
                 "ids": list(request.prompt),
@@ -47,6 +61,7 @@ def expected(
                 "text": _text(target, found.token_ids),
                 "proposed": [c.proposed for c in found.cycles],
                 "accepted": [c.accepted for c in found.cycles],
+                "rivals": others,
             }
         )
     cycles = [found.cycles for found in run.generations]
@@ -57,6 +72,7 @@ def expected(
         "draft_tokens": depth,
         "stop": list(target.eos_ids),
         "vocab": target.vocab_size,
+        "rounding": vars(rounding),
         **rates(cycles),
         "prompts": rows,
     }
@@ -96,6 +112,17 @@ def cycles_of(contract: dict[str, Any]) -> list[list[Cycle]]:
             start += accepted + 1
         out.append(cycles)
     return out
+
+
+def up_to(cycles: Sequence[Cycle], limit: int) -> list[Cycle]:
+    """The cycles of the same answer with at most `limit` tokens: the last token of a cycle is not
+    drafted."""
+    rooms = ((cycle, limit - cycle.start - 1) for cycle in cycles)
+    return [
+        replace(cycle, proposed=min(cycle.proposed, room), accepted=min(cycle.accepted, room))
+        for cycle, room in rooms
+        if room >= 0
+    ]
 
 
 def until_stop(
@@ -153,117 +180,139 @@ def _counts(row: dict[str, Any]) -> bool:
     )
 
 
-def verdict(
-    contract: dict[str, Any],
-    answers: Sequence[dict[str, Any]],
-    counters: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """What a server did against the contract.
+@dataclass(frozen=True)
+class Parting:
+    """Where an answer leaves the expected one. alike: tokens before. gap: of the two best logits
+    there, None where that is not known. near: 16 bits may choose so; else it is a fault."""
 
-    answers: per prompt `tokens` (None where it sends none), `text`, and `draft_tokens` and
-    `accepted` where it tells them; then every prompt's counts must be the contract's. counters:
-    what the server's own counters rose by, in their place: its rates must lie in the intervals,
-    since engines differ at the end of an answer. served: answers and acceptance agree. parts:
-    where answers part, in words; [] when they do not.
-    """
-    parts = []
-    for number, (row, answer) in enumerate(zip(contract["prompts"], answers, strict=True), 1):
-        where = _parting(row, answer, set(contract["stop"]))
-        if where is not None:
-            parts.append(f"prompt {number}: {where}")
-    acceptance = None
-    if all(a.get("accepted") is not None for a in answers):
-        acceptance = _by_prompt(contract, answers, counters)
-    elif counters is not None:
-        acceptance = _by_counters(contract, counters)
-    return {
-        "answers": len(answers),
-        "equal": len(answers) - len(parts),
-        "parts": parts,
-        "acceptance": acceptance,
-        "served": not parts and acceptance is not None and acceptance["equal"],
-    }
+    alike: int
+    said: str
+    gap: float | None = None
+    near: bool = False
 
 
-def _parting(row: dict[str, Any], answer: dict[str, Any], stop: set[int]) -> str | None:
-    """Where an answer leaves the expected one; None when it does not."""
-    if answer.get("tokens") is None:
-        if answer["text"] == row["text"]:
-            return None
-        at = next(
-            (
-                i
-                for i, (a, b) in enumerate(zip(row["text"], answer["text"], strict=False))
-                if a != b
-            ),
-            min(len(row["text"]), len(answer["text"])),
-        )
-        return (
-            f"the text parts at character {at}: {answer['text'][at : at + 20]!r} instead of "
-            f"{row['text'][at : at + 20]!r}"
-        )
-    mine = [t for t in row["tokens"] if t not in stop]
-    theirs = [t for t in answer["tokens"] if t not in stop]
+def rounding(contract: dict[str, Any]) -> near_ties.Rounding | None:
+    """What 16 bits do to its target; None where it does not tell."""
+    return near_ties.Rounding(**contract["rounding"]) if "rounding" in contract else None
+
+
+def parting(
+    contract: dict[str, Any], row: dict[str, Any], answer: Reply, limit: int
+) -> Parting | None:
+    """Where the answer behind a prompt `row`, of at most `limit` tokens, leaves the expected one;
+    None where it does not."""
+    if answer.tokens is None:
+        return _parting_text(row["text"], answer.text)
+    stop = set(contract["stop"])
+    expected = row["tokens"][:limit]
+    mine, theirs = ([t for t in side if t not in stop] for side in (expected, answer.tokens))
     if mine == theirs:
         return None
-    at = next(
-        (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
-        min(len(mine), len(theirs)),
-    )
-    said = [str(side[at]) if at < len(side) else "the end" for side in (theirs, mine)]
-    return f"token {at + 1} is {said[0]} instead of {said[1]}"
+    at = _first(mine, theirs)
+    here, there = ([*map(str, side)][at : at + 1] or ["the end"] for side in (mine, theirs))
+    said = f"token {at + 1} is {there[0]} instead of {here[0]}"
+    known = rounding(contract)
+    if known is None or at >= len(expected):
+        return Parting(at, said)
+    rivals = row["rivals"][at]
+    chosen = {theirs[at]} if at < len(theirs) else stop if answer.stopped else set()
+    gap = next((gap for token, gap in rivals if token in chosen), None)
+    lead = f"by {rivals[0][1]:.2g} or more" if gap is None else f"by {gap:.2g}"
+    said += f", whose logit leads {lead}; 16 bits move {known.most:.2g}"
+    return Parting(at, said, gap, gap is not None and gap <= known.most)
 
 
-def _by_prompt(
-    contract: dict[str, Any], answers: Sequence[dict[str, Any]], counters: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Drafted and accepted tokens of every prompt against the contract's. llama.cpp alone tells
-    them of every prompt, so they are counted as it does."""
-    rows = zip(contract["prompts"], cycles_of(contract), strict=True)
-    known = [until_stop(cycles, row["tokens"], contract["stop"]) for row, cycles in rows]
-    mine = [(sum(c.proposed for c in cycles), sum(c.accepted for c in cycles)) for cycles in known]
-    theirs = [(int(a["draft_tokens"]), int(a["accepted"])) for a in answers]
-    unlike = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=True), 1) if a != b]
-    counted = (counters or {}).get("accepted_by_position", [])
-    places = enumerate(zip(hits([c for row in known for c in row]), counted, strict=False), 1)
-    place = next((d for d, (a, b) in places if a != b), None)
+def gaps(row: dict[str, Any]) -> list[float]:
+    """Of the two best logits at every token of a prompt's answer."""
+    return [rivals[0][1] for rivals in row["rivals"]]
+
+
+def _parting_text(mine: str, theirs: str) -> Parting | None:
+    if mine == theirs:
+        return None
+    at = _first(mine, theirs)
+    said = f"{theirs[at : at + 20]!r} instead of {mine[at : at + 20]!r}"
+    return Parting(0, f"the text parts at character {at}: {said} (it tells no token ids)")
+
+
+def _first(mine: Sequence[Any], theirs: Sequence[Any]) -> int:
+    """The first place where they differ."""
+    pairs = enumerate(zip(mine, theirs, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An answer, or its part before a near tie, that is the expected one of `prompt` (from 0) with
+    `limit` tokens: what the server counted there. drafts: cycles that drafted, None where it does
+    not tell them; by_position: how many of them accepted draft token 1, 2, .., [] as well."""
+
+    prompt: int
+    limit: int
+    drafted: int
+    accepted: int
+    drafts: int | None
+    by_position: Sequence[int] = ()
+
+
+def acceptance(contract: dict[str, Any], pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Drafted and accepted tokens of one piece or more beside the contract's.
+
+    equal: the rates lie within the contract's intervals, since engines differ at the end of an
+    answer and 16 bits turn draft tokens too. position: the first draft token whose rate does not.
+    unlike_prompts: those with other counts.
+    """
+    known = [_known(contract, piece) for piece in pieces]
+    mine = [(sum(c.proposed for c in cs), sum(c.accepted for c in cs)) for cs in known]
+    theirs = [(piece.drafted, piece.accepted) for piece in pieces]
+    pairs = zip(pieces, mine, theirs, strict=True)
+    accepted = sum(b for _, b in theirs)
+    cycles = sum(c.proposed > 0 for cs in known for c in cs)
+    # where they are not told: as many tokens, so a draft token less is a cycle more
+    told = [piece.drafts for piece in pieces if piece.drafts is not None]
+    drafts = max(1, sum(told) if told else cycles + sum(b for _, b in mine) - accepted)
+    whole = known == cycles_of(contract)
+    wanted = contract if whole else rates(known)
+    # an end weighs more where fewer cycles come before it
+    share = contract["cycles"] * len(pieces) / len(contract["prompts"]) / max(cycles, 1)
+    inside = functools.partial(_inside, edge=EDGE * share + _turned(contract, pieces, cycles))
+    counted = [sum(at) for at in zip_longest(*(p.by_position for p in pieces), fillvalue=0)]
+    positions = enumerate(zip(wanted["acceptance_by_position"], counted, strict=False), 1)
+    place = next((d for d, (rate, n) in positions if not inside(n / drafts, rate)), None)
+    length = 1 + accepted / drafts
     return {
+        "answers": len(pieces),
         "drafted": {"expected": sum(a for a, _ in mine), "server": sum(a for a, _ in theirs)},
-        "accepted": {"expected": sum(b for _, b in mine), "server": sum(b for _, b in theirs)},
-        "unlike_prompts": unlike,
-        "position": place if unlike else None,
-        "equal": not unlike,
-    }
-
-
-def _by_counters(contract: dict[str, Any], counters: dict[str, Any]) -> dict[str, Any]:
-    """A server's rates against the contract's intervals."""
-    drafts = counters["drafts"]
-    length = contract["accepted_length"]
-    found = 1 + counters["accepted_tokens"] / drafts
-    place = None
-    rows = zip(contract["acceptance_by_position"], counters["accepted_by_position"], strict=False)
-    for position, (wanted, hits) in enumerate(rows, 1):
-        if place is None and not _inside(hits / drafts, wanted):
-            place = position
-    cycles = contract["cycles"]
-    return {
-        "drafted": {
-            "expected": sum(sum(row["proposed"]) for row in contract["prompts"]),
-            "server": counters["draft_tokens"],
-        },
-        "accepted": {
-            "expected": sum(sum(row["accepted"]) for row in contract["prompts"]),
-            "server": counters["accepted_tokens"],
-        },
-        "accepted_length": {"expected": length, "server": found, "cycles": cycles},
-        "unlike_prompts": None,
+        "accepted": {"expected": sum(b for _, b in mine), "server": accepted},
+        "accepted_length": {"expected": wanted["accepted_length"], "server": length},
+        "unlike_prompts": [piece.prompt + 1 for piece, a, b in pairs if a != b],
         "position": place,
-        "equal": place is None and _inside(found, length),
+        "equal": place is None and inside(length, wanted["accepted_length"]),
     }
 
 
-def _inside(value: float, interval: dict[str, Any]) -> bool:
+def _turned(contract: dict[str, Any], pieces: Sequence[Piece], cycles: int) -> float:
+    """The most by which 16 bits move a rate over so many cycles, when they turn draft tokens as
+    often as the target's own: three standard deviations above the mean."""
+    known = rounding(contract)
+    if known is None:
+        return 0.0
+    rows = (gaps(contract["prompts"][piece.prompt])[: piece.limit] for piece in pieces)
+    every = [known.turned(gap) for row in rows for gap in row]
+    mean = sum(every) / len(every)
+    return mean + 3 * math.sqrt(mean / max(cycles, 1))
+
+
+def _known(contract: dict[str, Any], piece: Piece) -> list[Cycle]:
+    """The contract's cycles of a piece, as its server counts them."""
+    row = contract["prompts"][piece.prompt]
+    cycles = up_to(cycles_of(contract)[piece.prompt], piece.limit)
+    if piece.drafts is not None:
+        return cycles
+    return until_stop(cycles, row["tokens"], contract["stop"])  # llama.cpp
+
+
+def _inside(value: float, interval: dict[str, Any], edge: float) -> bool:
     """Whether a rate lies in an interval; with one prompt there is none, and all do."""
     low, high = interval["low"], interval["high"]
-    return low is None or high is None or low - EDGE <= value <= high + EDGE
+    return low is None or high is None or low - edge <= value <= high + edge

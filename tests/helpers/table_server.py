@@ -24,6 +24,8 @@ OWNERS = {"llama.cpp": "llamacpp", "vllm": "vllm", "sglang": "sglang", "other": 
 Draw = Callable[[np.random.Generator, np.ndarray, float, float, int, int], int]
 # (who answers, what was asked or None for a GET, the answer) -> the answer, bytes as they are, or
 # None where it has answered itself
+Ranked = list[tuple[int, float]]
+Told = Callable[[Ranked, float], Ranked]  # (likeliest tokens of a place, temperature) -> as told
 Twist = Callable[[BaseHTTPRequestHandler, dict[str, Any] | None, Any], Any]
 
 
@@ -60,18 +62,18 @@ def spoken(
     draw: Draw = sound,
     wait: float = 0.0,
     by_text: bool = False,
-    lie: float = 0.0,
+    told: Told = lambda best, heat: best,
     twist: Twist = lambda who, body, value: value,
 ) -> Iterator[str]:
     """Its address while the block runs. kind: a key of OWNERS. wait: seconds of every answer.
-    by_text: tokens of log-probabilities are named by text. lie: nats by which those that come
-    with an answer are off. twist: what becomes of every answer."""
+    by_text: tokens of log-probabilities are named by text. told: those that come with an answer.
+    twist: what becomes of every answer."""
 
     class Bound(_Handler):
         pass
 
     Bound.kind, Bound.draw_, Bound.wait, Bound.by_text = kind, staticmethod(draw), wait, by_text
-    Bound.lie, Bound.twist = lie, staticmethod(twist)
+    Bound.told, Bound.twist = staticmethod(told), staticmethod(twist)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Bound)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -82,13 +84,14 @@ def spoken(
         server.server_close()
 
 
-def _best(last: int) -> list[tuple[int, float]]:
+def _best(last: int) -> Ranked:
     return [(int(i), float(TABLE[last, i])) for i in LIKELIEST[last]]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    kind, wait, by_text, lie = "", 0.0, False, 0.0
+    kind, wait, by_text = "", 0.0, False
     draw_: Draw
+    told: Told
     twist: Twist
 
     def log_message(self, *_: Any) -> None:
@@ -184,7 +187,8 @@ class _Handler(BaseHTTPRequestHandler):
             choice["token_ids"] = found = found[: end + 1]
             if "logprobs" in body:
                 before = [ids[-1], *found[:-1]]
-                rows = [{name.format(t): v + self.lie for t, v in _best(b)} for b in before]
+                told = [type(self).told(_best(b), heat) for b in before]
+                rows = [{name.format(t): v for t, v in row} for row in told]
                 own = [float(TABLE[b, t]) for b, t in zip(before, found, strict=True)]
                 choice["logprobs"] = {"top_logprobs": rows, "token_logprobs": own}
         return {"choices": [choice]}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,13 +68,36 @@ def test_a_server_that_ignores_the_temperature_is_named(prompts, tmp_path) -> No
     assert code == 1 and "the temperature is not honoured" in paper["line"]
 
 
-@pytest.mark.parametrize("lie", [0.0, -0.7])
-def test_log_probabilities_that_come_with_an_answer_are_checked(lie, prompts, tmp_path) -> None:
-    """A part of them is scored again; where that differs, all are."""
-    with table_server.spoken("other", lie=lie) as url:
+def rounded(best: table_server.Ranked, heat: float) -> table_server.Ranked:
+    """As 16 bits tell it: every logit off by 0.12 or so, unlikely ones alike."""
+    rng = np.random.default_rng([t for t, _ in best])
+    found = [(t, v + float(rng.normal()) * 0.12) for t, v in best]
+    mass = [math.fsum(math.exp(v) for _, v in row) for row in (found, best)]
+    return [(t, v - math.log(mass[0] / mass[1])) for t, v in found]
+
+
+def heated(best: table_server.Ranked, heat: float) -> table_server.Ranked:
+    """At the temperature that was asked for."""
+    total = math.log(sum(math.exp(v / heat) for _, v in best))
+    return [(t, v / heat - total) for t, v in best]
+
+
+TOLD: dict[str, tuple[table_server.Told, bool]] = {
+    "as they are": (lambda best, heat: best, True),
+    "rounded": (rounded, True),
+    "too small": (lambda best, heat: [(t, v - 0.3) for t, v in best], False),
+    "at the temperature asked for": (heated, False),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_log_probabilities_that_come_with_an_answer_are_checked(name, prompts, tmp_path) -> None:
+    """A part of them is scored again; where that differs by more than rounding, all are."""
+    told, sound = TOLD[name]
+    with table_server.spoken("other", told=told) as url:
         code, paper = certify(url, tmp_path, prompts, "tokens=600")
     assert code == 0, paper["line"]
-    assert any("are not the model's" in note for note in paper["notes"]) == (lie < 0)
+    assert any("are not the model's" in note for note in paper["notes"]) != sound
 
 
 def test_a_slow_server_is_judged_by_what_came_in_time(prompts, tmp_path) -> None:
