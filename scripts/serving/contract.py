@@ -164,7 +164,27 @@ def load(path: Path) -> dict[str, Any]:
                 f"expected: {place}: prompt {number} holds tokens, proposed or accepted that are "
                 "no counts of its cycles; export the head again"
             )
+        if "rounding" in value and not _rivalled(row):
+            raise UserError(
+                f"expected: {place}: prompt {number} holds rivals that are none of its tokens; "
+                "export the head again"
+            )
     return value
+
+
+def _rivalled(row: dict[str, Any]) -> bool:
+    """Whether every token of a prompt has a rival or more: a token and a distance."""
+    rivals = row.get("rivals")
+    return (
+        isinstance(rivals, list)
+        and len(rivals) == len(row["tokens"])
+        and all(isinstance(some, list) and some for some in rivals)
+        and all(
+            isinstance(one, list) and [*map(type, one)] == [int, float]
+            for some in rivals
+            for one in some
+        )
+    )
 
 
 def _counts(row: dict[str, Any]) -> bool:
@@ -275,7 +295,9 @@ def acceptance(contract: dict[str, Any], pieces: Sequence[Piece]) -> dict[str, A
     wanted = contract if whole else rates(known)
     # an end weighs more where fewer cycles come before it
     share = contract["cycles"] * len(pieces) / len(contract["prompts"]) / max(cycles, 1)
-    inside = functools.partial(_inside, edge=EDGE * share + _turned(contract, pieces, cycles))
+    edge = EDGE * share + _turned(contract, pieces, cycles)
+    longest = max((c.proposed for cs in known for c in cs), default=0)
+    inside = functools.partial(_inside, edge=edge, alone=longest / max(cycles, 1))
     counted = [sum(at) for at in zip_longest(*(p.by_position for p in pieces), fillvalue=0)]
     positions = enumerate(zip(wanted["acceptance_by_position"], counted, strict=False), 1)
     place = next((d for d, (rate, n) in positions if not inside(n / drafts, rate)), None)
@@ -306,13 +328,18 @@ def _turned(contract: dict[str, Any], pieces: Sequence[Piece], cycles: int) -> f
 def _known(contract: dict[str, Any], piece: Piece) -> list[Cycle]:
     """The contract's cycles of a piece, as its server counts them."""
     row = contract["prompts"][piece.prompt]
-    cycles = up_to(cycles_of(contract)[piece.prompt], piece.limit)
+    cycles = cycles_of(contract)[piece.prompt]
+    if piece.limit < len(row["tokens"]):
+        cycles = up_to(cycles, piece.limit)
     if piece.drafts is not None:
         return cycles
     return until_stop(cycles, row["tokens"], contract["stop"])  # llama.cpp
 
 
-def _inside(value: float, interval: dict[str, Any], edge: float) -> bool:
-    """Whether a rate lies in an interval; with one prompt there is none, and all do."""
+def _inside(value: float, interval: dict[str, Any], edge: float, alone: float) -> bool:
+    """Whether a rate lies in an interval. One prompt has none: there a cycle's draft, `alone`, may
+    be counted otherwise."""
     low, high = interval["low"], interval["high"]
-    return low is None or high is None or low - edge <= value <= high + edge
+    if low is None or high is None:
+        return abs(value - float(interval["mean"])) <= edge + alone
+    return bool(low - edge <= value <= high + edge)

@@ -49,7 +49,7 @@ async def _checked(wanted: dict[str, Any], address: Address) -> dict[str, Any]:
             asked, limit = list[_Asked](), wanted["max_new_tokens"]
             while limit:
                 reply = await door.answer(row["ids"], ServerRequest(limit))
-                before, page = page, await door.metrics()
+                before, page = page, None if page is None else await door.metrics()
                 parts = contract.parting(wanted, row, reply, limit)
                 asked.append(_Asked(prompt, limit, reply, parts, rise(before, page)))
                 # the first token is drafted by nobody

@@ -41,6 +41,23 @@ def test_a_contract_whose_counts_are_none(tmp_path: Path, wrong: dict[str, Any])
             contract.load(tmp_path)
 
 
+@pytest.mark.parametrize("rivals", [None, [], [[]] * 2, [[[3, 0.5]], [[3]]], [[[3, "1"]]] * 2])
+def test_a_contract_whose_rivals_are_none(tmp_path: Path, rivals: Any) -> None:
+    sound = {"ids": [5], "tokens": [1, 2], "text": "", "proposed": [1], "accepted": [0]}
+    noise = {"most": 0.1, "usual": 0.02, "places": 2}
+    for row, taken in (
+        (sound | {"rivals": [[[3, 0.5]]] * 2}, True),
+        (sound | {"rivals": rivals}, False),
+    ):
+        message = {"format": contract.FORMAT, "rounding": noise, "prompts": [row]}
+        (tmp_path / contract.NAME).write_text(json.dumps(message))
+        if taken:
+            assert contract.load(tmp_path) == message
+            continue
+        with pytest.raises(UserError, match="^expected: .*: prompt 1 holds rivals .*; export the"):
+            contract.load(tmp_path)
+
+
 SGLANG = {"spec_accept_token_num": 6, "spec_draft_token_num": 9, "spec_verify_ct": 3}
 
 
