@@ -1,5 +1,5 @@
-"""Given questions and their answers, whoever answers: what a row holds, what is counted, and when
-a run stops.
+"""Questions and their answers, whoever asks and answers: what a row holds, what is counted, and
+when a run stops.
 
 A drafter learns the target's own words, so the target must answer. What a row holds is text, and
 training tokenizes it again through the target's chat template. Where that gives other tokens
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from outrider.conf.errors import UserError
 from outrider.scripts.synthesis.config import SynthesizeConfig
 from outrider.scripts.synthesis.ledger import Ledger
-from outrider.scripts.synthesis.questions import Questions
+from outrider.scripts.synthesis.questions import Invented, Questions
 from outrider.scripts.synthesis.server import AnswerRefused, ServerAnswer
 from outrider.train.texts.reasoning import DELIMITERS
 from outrider.train.texts.rows import BadRow, RowReading, encode, interpret
@@ -46,7 +46,7 @@ class Answering:
     settled."""
 
     cfg: SynthesizeConfig
-    questions: Questions
+    questions: Questions | Invented
     ledger: Ledger
     total: int
     tokenizer: Any
@@ -63,6 +63,11 @@ class Answering:
         self.ends = frozenset({self.tokenizer.eos_token_id} - {None})
         given = self.cfg.extra_body.get("chat_template_kwargs")
         self.template: dict[str, Any] = given if isinstance(given, dict) else {}
+
+    @property
+    def done(self) -> int:
+        """How much of `total` is on file."""
+        return self.ledger.settled
 
     def where(self, n: int) -> str:
         """The file and line of a question."""
@@ -127,7 +132,7 @@ class Answering:
         for row in rows:
             self.ledger.tally.update(tally_of(row))
         self.ledger.append(rows, asked, failed, goes_on=True)
-        self.on_commit(self.ledger.settled)
+        self.on_commit(self.done)
 
     def _message(self, answer: ServerAnswer) -> dict[str, Any]:
         """An answer as a turn of a row."""

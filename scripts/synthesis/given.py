@@ -1,4 +1,4 @@
-"""The run of `scripts/synthesize.py prompts=..`: who answers, the ledger, closing words."""
+"""The run of `scripts/synthesize.py`: who asks, who answers, the ledger, closing words."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from outrider.scripts.synthesis.conversation import Answering
 from outrider.scripts.synthesis.in_process import InProcess
 from outrider.scripts.synthesis.ledger import Ledger, check_space, say
 from outrider.scripts.synthesis.prompt_sets import is_file, prompt_set
-from outrider.scripts.synthesis.questions import Questions
+from outrider.scripts.synthesis.questions import Invented, Questions
 from outrider.scripts.synthesis.regenerate import Regenerator
 from outrider.scripts.synthesis.server import OpenAIServer
 from outrider.scripts.synthesis.set_prompts import prompts_of
 from outrider.scripts.synthesis.signals import Signals
+from outrider.scripts.synthesis.write import Inventing
 
 FORMAT = 2  # raise when the same settings would give other requests or rows
 UNLIKE = 0.5  # below this share of answers with the same tokens here, something is wrong
@@ -34,6 +35,10 @@ UNLIKE = 0.5  # below this share of answers with the same tokens here, something
 def answer(cfg: SynthesizeConfig, signals: Signals) -> None:
     """Write or continue `signals.path`. Raises UserError, or Interrupted as `signals` does."""
     path = signals.path
+    if not cfg.prompts:
+        letters = 5 * (cfg.max_question_tokens + cfg.longest)  # of a row, about
+        check_space(path.parent, cfg.conversations * letters + (1 << 20))
+        return asyncio.run(_answer(cfg, Invented(path), cfg.conversations, signals))
     questions, usual = _questions(cfg, path)
     bad, of = questions.bad, len(questions) + len(questions.bad)
     if len(bad) > cfg.max_failed * of:
@@ -59,25 +64,24 @@ def _questions(cfg: SynthesizeConfig, path: Path) -> tuple[Questions, int]:
 
 
 async def _answer(
-    cfg: SynthesizeConfig, questions: Questions, total: int, signals: Signals
+    cfg: SynthesizeConfig, questions: Questions | Invented, total: int, signals: Signals
 ) -> None:
     path, who = signals.path, _server if cfg.backend == "openai" else _here
     try:
         async with who(cfg, questions, total, signals) as work:
-            ledger = work.ledger
-            if ledger.settled > total:
+            if work.done > total:
                 raise UserError(
-                    f"num_conversations: {path} already holds the answers to {ledger.settled} "
-                    f"questions, {total} asked; give another name"
+                    f"num_conversations: {path} already holds {work.done}, {total} asked; give "
+                    "another name"
                 )
-            if ledger.settled == total:
-                say(f"{path} already holds the answers to {total} questions; nothing to do")
+            if work.done == total:
+                say(f"{path} already holds {total} conversations; nothing to do")
                 return work.check_cut()
-            signals.held = ledger.rows
-            with Meter(total, ledger.settled, cfg.longest // 2 + 1) as meter:
+            signals.held = work.ledger.rows
+            with Meter(total, work.done, cfg.longest // 2 + 1) as meter:
 
                 def settled(count: int) -> None:
-                    signals.held = ledger.rows
+                    signals.held = work.ledger.rows
                     meter.block(count)
 
                 work.on_tokens = signals.after(meter.add)
@@ -92,11 +96,11 @@ async def _answer(
 
 @contextlib.asynccontextmanager
 async def _server(
-    cfg: SynthesizeConfig, questions: Questions, total: int, signals: Signals
+    cfg: SynthesizeConfig, questions: Questions | Invented, total: int, signals: Signals
 ) -> AsyncIterator[Regenerator | InProcess]:
     """A server answers, many questions at a time. A signal ends what waits for it."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
+    assert task is not None and isinstance(questions, Questions)
     signals.cancel = functools.partial(loop.call_soon_threadsafe, task.cancel)
     key = os.environ.get(cfg.api_key_env, "") if cfg.api_key_env else ""
     server = OpenAIServer(
@@ -116,11 +120,18 @@ async def _server(
 
 @contextlib.asynccontextmanager
 async def _here(
-    cfg: SynthesizeConfig, questions: Questions, total: int, signals: Signals
+    cfg: SynthesizeConfig, questions: Questions | Invented, total: int, signals: Signals
 ) -> AsyncIterator[Regenerator | InProcess]:
     """The target answers in this process."""
     target = load_target(cfg.target, cfg.dtype)
     identity = {k: v for k, v in target.identity.to_json().items() if k != "path"}
+    if isinstance(questions, Invented):
+        ledger = Ledger(signals.path, {**cfg.settings(), "target": identity})
+        ledger.open()
+        if ledger.rows < total:
+            ledger.shorten(cfg.batch)
+        yield Inventing(cfg, ledger, total, target.tokenizer, questions=questions, target=target)
+        return
     settings = _settings(cfg, questions, target.tokenizer, "")
     here = {"batch": cfg.batch, "dtype": cfg.dtype, "target": identity}
     ledger = Ledger(signals.path, {**settings, **here})
@@ -172,6 +183,9 @@ def _closing(work: Answering, meter: Meter) -> None:
         (line, reason), count = work.ledger.failed[0], len(work.ledger.failed)
         where = f"{work.questions.path}:{line}"
         text += f"; {count} questions without an answer, the first {where}: {reason}"
+    if isinstance(work, Inventing):
+        dropped = ", ".join(f"{n} {why}" for why, n in work.dropped.most_common()) or "none"
+        return say(f"{text}; dropped: {dropped}")
     say(text)
     say(work.cut())
     if work.template:

@@ -1,9 +1,9 @@
-"""Given questions that the target answers in this process, a block of them at a time."""
+"""Questions that the target answers in this process, a block of them at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.conf.errors import UserError
@@ -15,7 +15,6 @@ from outrider.decode.target import Target
 from outrider.scripts.common.prompts import chat_ids
 from outrider.scripts.synthesis.conversation import SURE, Answering, Turn
 from outrider.scripts.synthesis.server import AnswerRefused, ServerAnswer
-from outrider.scripts.synthesis.write import text_of
 
 
 @dataclass(kw_only=True)
@@ -24,26 +23,31 @@ class InProcess(Answering):
     whole or not at all, so a run that was killed goes on to the same rows."""
 
     target: Target
+    failed: list[list[Any]] = field(default_factory=list)
 
     async def run(self) -> None:
         """Have all of them answered. Raises UserError when too many fail or are cut."""
-        while (first := self.ledger.settled) < self.total:
+        while (want := min(self.cfg.batch, self.total - self.done)) > 0:
             self.check_cut(SURE)
-            block = range(first, min(first + self.cfg.batch, self.total))
-            found = self._block(block)
-            failed = [
-                [self.questions.lines[n], str(found[n])]
-                for n in block
-                if isinstance(found[n], AnswerRefused)
-            ]
-            rows = [found[n] for n in block if isinstance(found[n], dict)]
-            self.append(rows, len(block), failed)
+            numbers = self.next_block(want)
+            rows = self._block(numbers)
+            self.append(rows, len(numbers), self.failed)
+            self.failed = []
 
-    def _block(self, numbers: Sequence[int]) -> dict[int, Any]:
-        """The row of each question, or AnswerRefused."""
+    def next_block(self, want: int) -> Sequence[int]:
+        """The numbers of the next questions."""
+        return range(self.done, self.done + want)
+
+    def fail(self, n: int, error: Exception) -> None:
+        """See Answering."""
+        super().fail(n, error)
+        self.failed.append([self.questions.lines[n], str(error)])
+
+    def _block(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """The rows of questions, but of those that have no answer."""
         talks = {n: self.converse(n) for n in numbers}
         heard: dict[int, Any] = dict.fromkeys(numbers)
-        found: dict[int, Any] = {}
+        found: dict[int, dict[str, Any]] = {}
         while heard:
             requests = {}
             for n, out in heard.items():
@@ -54,9 +58,9 @@ class InProcess(Answering):
                     found[n] = end.value
                 except AnswerRefused as error:
                     self.fail(n, error)
-                    found[n] = error
-            heard = dict(zip(requests, self._decode(list(requests.values())), strict=True))
-        return found
+            outs = self.decode(list(requests.values()), self.answers, 2 * self.cfg.seed + 1)
+            heard = dict(zip(requests, outs, strict=True))
+        return [found[n] for n in numbers if n in found]
 
     def _request(self, n: int, turn: Turn) -> Request:
         try:
@@ -65,23 +69,39 @@ class InProcess(Answering):
             raise AnswerRefused(str(error)) from None
         if why := unfit(self.target, len(ids), self.cfg.longest):
             raise AnswerRefused(f"the conversation {why}")
-        return Request(ids, self.cfg.longest, id=n << 16 | turn.turn)
+        return Request(ids, self.cfg.longest, id=turn.turn - 1 << 48 | n)
 
-    def _decode(self, requests: list[Request]) -> list[Generation]:
-        cfg = self.cfg
+    def decode(
+        self,
+        requests: list[Request],
+        sampling: Sampling,
+        seed: int,
+        stop: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """Whatever follows the requests. stop: tokens that end it, in place of the target's."""
         run = generate(
             self.target,
             NoDraft(),
             requests,
-            Sampling(cfg.answer_temperature, top_p=cfg.answer_top_p),
-            batch_size=cfg.batch,
-            seed=cfg.seed,
+            sampling,
+            batch_size=self.cfg.batch,
+            seed=seed,
             on_tokens=lambda _, new, __: self.on_tokens(len(new)),
+            eos_ids=stop,
         )
         return run.generations
 
+    @property
+    def answers(self) -> Sampling:
+        return Sampling(self.cfg.answer_temperature, top_p=self.cfg.answer_top_p)
+
     def _answer(self, out: Generation) -> ServerAnswer:
-        text, ids = text_of(self.target, out), out.token_ids
+        text, ids = self.text(out), out.token_ids
         if not text.strip():
             raise AnswerRefused("the answer is empty")
         return ServerAnswer(text, out.finish == "eos", len(ids), list(ids))
+
+    def text(self, out: Generation) -> str:
+        """What was decoded, without its end-of-turn token; other special tokens are shown."""
+        ids = out.token_ids[:-1] if out.finish == "eos" else out.token_ids
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))

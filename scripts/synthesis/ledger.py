@@ -52,19 +52,15 @@ class Ledger:
         if (record := read_record(self.path, self.meta, self.settings)) is None:
             return
         try:
-            # Of an earlier version: the blocks alone, or their sums.
-            blocks = (
-                record["blocks"] if "blocks" in record else [[record["settled"], record["rows"]]]
-            )
-            self.blocks = [[int(requested), int(got)] for requested, got in blocks]
-            self.failed = [[int(line), str(reason)] for line, reason in record.get("failed", [])]
-            self.tally = Counter({str(k): int(n) for k, n in record.get("tally", {}).items()})
-            recorded = record.get("bytes"), record.get("sha256")
+            self.blocks = [[int(requested), int(got)] for requested, got in record["blocks"]]
+            self.failed = [[int(line), str(reason)] for line, reason in record["failed"]]
+            self.tally = Counter({str(k): int(n) for k, n in record["tally"].items()})
+            recorded = record["bytes"], record["sha256"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise damaged(self.path, self.meta) from error
         self.path.touch()
         found = self._read()
-        if found < self.rows or recorded not in ((None, None), self._now()):
+        if found < self.rows or recorded != self._now():
             raise UserError(
                 f"out: {self.path} was changed since it was written; delete it and "
                 f"{self.meta.name} to start again"

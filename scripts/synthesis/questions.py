@@ -5,6 +5,7 @@ when due.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,18 @@ class Questions:
             raise UserError(
                 f"{self.path}:{self.lines[n]}: changed while it was read ({error}); start again"
             ) from None
+
+
+class Invented:
+    """Questions that a file does not hold: number -> text."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.texts = path, dict[int, str]()
+        self.bad: list[tuple[int, str]] = []
+        self.lines: Sequence[int] = ()
+
+    def __getitem__(self, n: int) -> tuple[list[dict[str, str]], list[Any] | None]:
+        return [{"role": "user", "content": self.texts[n]}], None
 
 
 def turns_of(line: bytes) -> list[dict[str, str]]:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import NoDraft
-from outrider.decode.engine import Generation, Request, generate
+from outrider.conf.jsonl import records
+from outrider.decode.engine import Request
 from outrider.decode.sampling import Sampling
-from outrider.decode.target import Target
-from outrider.scripts.common.prompts import chat_ids, user_header
+from outrider.scripts.common.prompts import user_header
+from outrider.scripts.synthesis.in_process import InProcess
+from outrider.scripts.synthesis.questions import Invented
 
 MIN_CHARS = 8
 MIN_LETTERS = 0.2  # share of letters among the characters that are no white space
@@ -53,62 +54,56 @@ def fingerprint(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-@dataclass
-class BlockWriter:
-    """Draws blocks of conversations. Block b is a pure function of (target, settings, seed, b,
-    the questions before it), whatever ran before in this process.
+@dataclass(kw_only=True)
+class Inventing(InProcess):
+    """The target asks as well as it answers. Block b is a pure function of (target, settings, seed,
+    b, the questions before it), whatever ran before in this process.
 
-    seen: fingerprints of earlier questions. dropped: junk by reason. tokens: generated so far,
-    all of them."""
+    seen: fingerprints of earlier questions. dropped: junk by reason."""
 
-    target: Target
-    question: Sampling
-    answer: Sampling
-    max_question_tokens: int
-    max_new_tokens: int
-    batch: int
-    seed: int
-    on_tokens: Callable[[int], None] = lambda n: None
+    questions: Invented
     seen: set[str] = field(default_factory=set)
     dropped: Counter[str] = field(default_factory=Counter)
-    tokens: int = 0
 
     def __post_init__(self) -> None:
-        tokenizer = self.target.tokenizer
-        self.header, after = user_header(tokenizer)
-        special_ids = set(tokenizer.all_special_ids)
-        self.stop = set(self.target.eos_ids) | {i for i in after[:1] if i in special_ids}
-        self.specials = tuple(t for t in tokenizer.all_special_tokens if t)
+        super().__post_init__()
+        self.header, after = user_header(self.tokenizer)
+        special_ids = set(self.tokenizer.all_special_ids)
+        self.stop = sorted({*self.target.eos_ids, *(i for i in after[:1] if i in special_ids)})
         if not self.stop:
             raise UserError(
                 "target: it names no end-of-turn token; set eos_token_id in its "
                 "generation_config.json"
             )
+        known = records(self.ledger.path) if self.ledger.rows else ()
+        self.seen |= {fingerprint(row["messages"][0]["content"]) for row in known}
 
-    def block(self, number: int, want: int) -> list[dict[str, Any]]:
-        """At most `want` conversations {"messages", "complete"}: fewer where an answer came
-        out empty.
+    @property
+    def done(self) -> int:
+        """Rows: a question without an answer is replaced by another one."""
+        return self.ledger.rows
 
-        Raises UserError when the target invents too few usable questions."""
-        questions = self._questions(number, want)
-        prompts = [
-            chat_ids(self.target.tokenizer, [{"role": "user", "content": q}]) for q in questions
-        ]
-        first = number << 24
-        requests = [Request(p, self.max_new_tokens, id=first + i) for i, p in enumerate(prompts)]
-        rows = []
-        answers = self._run(requests, self.answer, 2 * self.seed + 1, None)
-        for text, out in zip(questions, answers, strict=True):
-            reply = self._text(out).strip()
-            if not reply or any(s in reply for s in self.specials):
-                self.dropped["no answer"] += 1
-                continue
-            messages = [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
-            rows.append({"messages": messages, "complete": out.finish == "eos"})
-            self.seen.add(fingerprint(text))  # of rows on file alone: a resumed run knows no others
-        return rows
+    def next_block(self, want: int) -> Sequence[int]:
+        """As many new questions. Raises UserError when the target invents too few usable ones."""
+        number = len(self.ledger.blocks)
+        self.questions.texts = dict(enumerate(self._questions(number, want), number << 24))
+        return [*self.questions.texts]
+
+    def fail(self, n: int, error: Exception) -> None:
+        """Count an invented question that has no answer."""
+        self.dropped["no answer"] += 1
+
+    def check_cut(self, least: int = 1) -> None:
+        """Short answers are meant to be cut."""
+
+    def append(self, rows: list[dict[str, Any]], asked: int, failed: list[list[Any]]) -> None:
+        """A block of the file. Questions of rows alone are seen: a resumed run knows no others."""
+        self.seen |= {fingerprint(row["messages"][0]["content"]) for row in rows}
+        self.ledger.append(rows, asked)
+        self.on_commit(self.done)
 
     def _questions(self, number: int, want: int) -> list[str]:
+        drawn_from = Sampling(self.cfg.question_temperature, top_p=self.cfg.question_top_p)
         good: list[str] = []
         here: set[str] = set()
         drawn = 0
@@ -119,10 +114,11 @@ class BlockWriter:
             first = (number << 24) + drawn
             drawn += count
             requests = [
-                Request(self.header, self.max_question_tokens, id=first + i) for i in range(count)
+                Request(self.header, self.cfg.max_question_tokens, id=first + i)
+                for i in range(count)
             ]
-            for out in self._run(requests, self.question, 2 * self.seed, self.stop):
-                text = clean_question(self._text(out), out.finish == "eos")
+            for out in self.decode(requests, drawn_from, 2 * self.cfg.seed, self.stop):
+                text = clean_question(self.text(out), out.finish == "eos")
                 key = fingerprint(text)
                 reason = junk(text, self.specials)
                 if not reason and (key in self.seen or key in here):
@@ -140,31 +136,3 @@ class BlockWriter:
             f"target: only {len(good)} of {drawn} invented questions are usable ({why}); take an "
             "instruction-tuned chat model, or a higher question_temperature"
         )
-
-    def _run(
-        self, requests: list[Request], sampling: Sampling, seed: int, stop: set[int] | None
-    ) -> list[Generation]:
-        def count(_: int, new: list[int], __: list[bool]) -> None:
-            self.tokens += len(new)
-            self.on_tokens(len(new))
-
-        run = generate(
-            self.target,
-            NoDraft(),
-            requests,
-            sampling,
-            batch_size=self.batch,
-            seed=seed,
-            on_tokens=count,
-            eos_ids=sorted(stop) if stop else None,
-        )
-        return run.generations
-
-    def _text(self, out: Generation) -> str:
-        return text_of(self.target, out)
-
-
-def text_of(target: Target, out: Generation) -> str:
-    """An answer without its end-of-turn token; other special tokens are shown."""
-    ids = out.token_ids[:-1] if out.finish == "eos" else out.token_ids
-    return str(target.tokenizer.decode(ids, skip_special_tokens=False))

@@ -178,7 +178,7 @@ def test_interrupted_run_continues_to_the_same_file(
         synthesize(config(tmp_path, url))
         assert path.read_bytes() == calm
         synthesize(config(tmp_path, url))  # nothing to do
-        with pytest.raises(UserError, match="num_conversations: .* 40 questions, 3 asked"):
+        with pytest.raises(UserError, match="num_conversations: .* holds 40, 3 asked"):
             synthesize(config(tmp_path, url, num_conversations=3))
         with pytest.raises(UserError, match="seed 0, now 1; max_new_tokens 4096, now 9"):
             synthesize(config(tmp_path, url, seed=1, max_new_tokens=9))

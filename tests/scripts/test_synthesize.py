@@ -1,5 +1,6 @@
 """Synthesis: the same file however often it was interrupted, and what it refuses."""
 
+import asyncio
 import errno
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,12 +21,12 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.common.files import sole_writer
 from outrider.scripts.common.prompts import chat_ids
-from outrider.scripts.synthesis import ledger
+from outrider.scripts.synthesis import in_process, ledger
 from outrider.scripts.synthesis import write as synthesis
 from outrider.scripts.synthesis.in_process import InProcess
 from outrider.scripts.synthesis.ledger import Ledger
-from outrider.scripts.synthesis.questions import Questions
-from outrider.scripts.synthesis.write import BlockWriter, clean_question, fingerprint, junk, text_of
+from outrider.scripts.synthesis.questions import Invented, Questions
+from outrider.scripts.synthesis.write import Inventing, clean_question, fingerprint, junk
 from outrider.scripts.synthesize import SynthesizeConfig, synthesize
 from tests.helpers import faults
 
@@ -80,7 +82,7 @@ def test_interrupted_run_continues_to_the_same_file(
     tmp_path, monkeypatch, whole: bytes, stop_at: int
 ) -> None:
     path = tmp_path / "a.jsonl"
-    real, calls = synthesis.generate, []
+    real, calls = in_process.generate, []
 
     def interrupting(*args, on_tokens, **kwargs):
         def count(i, tokens, drafted):
@@ -91,7 +93,7 @@ def test_interrupted_run_continues_to_the_same_file(
 
         return real(*args, on_tokens=count, **kwargs)
 
-    monkeypatch.setattr(synthesis, "generate", interrupting)
+    monkeypatch.setattr(in_process, "generate", interrupting)
     with pytest.raises(Interrupted, match="the same command continues") as stop:
         synthesize(config(path))
     assert stop.value.code == 130
@@ -234,9 +236,12 @@ def test_cut_questions_lose_their_unfinished_sentence() -> None:
     assert clean_question("Hi. What is the capital of", False) == "Hi. What is the capital of"
 
 
-def test_duplicates_are_dropped_across_and_inside_blocks(monkeypatch) -> None:
+def test_duplicates_are_dropped_across_and_inside_blocks(tmp_path, monkeypatch) -> None:
     target = load_target(TargetConfig(kind="tiny", vocab=260))
-    writer = BlockWriter(target, Sampling(1.0), Sampling(0.7), 24, 6, 4, 0)
+    ledger = Ledger(tmp_path / "a.jsonl", {})
+    cfg = config(ledger.path, max_question_tokens=24, max_new_tokens=6, batch=4)
+    questions = Invented(ledger.path)
+    writer = Inventing(cfg, ledger, 3, target.tokenizer, questions=questions, target=target)
     drawn = [
         "One apple!",
         "one  apple?",
@@ -251,10 +256,11 @@ def test_duplicates_are_dropped_across_and_inside_blocks(monkeypatch) -> None:
     def text(self, out):
         return next(texts) if out.prompt_ids == self.header else "Yes."
 
-    monkeypatch.setattr(BlockWriter, "_text", text)
+    monkeypatch.setattr(Inventing, "text", text)
     monkeypatch.setattr(synthesis, "clean_question", lambda text, complete: text)
     writer.seen.add(fingerprint("Old question."))
-    kept = [row["messages"][0]["content"] for row in writer.block(0, 3)]
+    asyncio.run(writer.run())
+    kept = [row["messages"][0]["content"] for row in records(ledger.path)]
     assert kept == ["One apple!", "Two pears", "Three figs"]
     assert writer.dropped["duplicate"] == 2
     assert writer.seen >= {"one apple", "old question"}
@@ -268,28 +274,6 @@ def test_unusual_line_ends_inside_a_text_do_not_split_its_line(tmp_path) -> None
     again.open()
     assert (again.rows, again.settled) == (1, 1) and records(again.path) == [row]
     assert len(again.path.read_text().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "old", [("blocks",), ("settled", "rows", "bytes", "sha256", "failed")], ids=["local", "server"]
-)
-def test_files_of_earlier_versions_go_on(tmp_path, old: tuple[str, ...]) -> None:
-    made = Ledger(tmp_path / "a.jsonl", {"seed": 0})
-    made.append([{"a": 1}, {"a": 2}], 3)
-    made.append([{"a": 3}], 2, [[4, "refused"]], goes_on="blocks" not in old)
-    record = json.loads(made.meta.read_text()) | {"settled": made.settled, "rows": made.rows}
-    made.meta.write_text(json.dumps({k: record[k] for k in ("settings", *old)}))
-    again = Ledger(made.path, {"seed": 0})
-    again.open()
-    assert (again.blocks, again.bytes) == (made.blocks, made.bytes)
-    again.append([{"a": 4}], 1)
-    assert [row["a"] for row in records(again.path)] == [1, 2, 3, 4]
-    again = Ledger(made.path, {"seed": 0})
-    again.open()
-    again.shorten(2)
-    again = Ledger(made.path, {"seed": 0})
-    again.open()
-    assert (again.rows, len(again.path.read_text().splitlines())) == (3, 3)
 
 
 # given questions
@@ -351,7 +335,8 @@ def test_own_questions_are_answered_here_in_their_order(tmp_path: Path, answers:
         *before, last = json.loads(line)["messages"]
         request = Request(chat_ids(target.tokenizer, before), SMALL["max_new_tokens"])
         (alone,) = generate(target, NoDraft(), [request], Sampling(0.0)).generations
-        assert text_of(target, alone).strip() == last["content"]
+        ids = alone.token_ids[:-1] if alone.finish == "eos" else alone.token_ids
+        assert target.tokenizer.decode(ids).strip() == last["content"]
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 75)])
@@ -359,15 +344,15 @@ def test_answers_of_a_run_that_was_killed_go_on_to_the_same_file(
     tmp_path: Path, answers: bytes, number: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.jsonl"
-    real = InProcess._decode
+    real = InProcess.decode
 
-    def stopping(self: InProcess, requests: list[Request]) -> list[Generation]:
+    def stopping(self: InProcess, *args: Any) -> list[Generation]:
         if self.ledger.rows:
             os.kill(os.getpid(), number)  # in its second block
-        return real(self, requests)
+        return real(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(InProcess, "_decode", stopping)
+        patch.setattr(InProcess, "decode", stopping)
         child = faults.fork(lambda: synthesize(given(tmp_path)))
         assert faults.wait(child) == code
     left = path.read_bytes()
