@@ -25,7 +25,6 @@ UNSEEN = ("gsm8k", "humaneval", "math500", "mtbench")  # suites that are small t
 
 LONGEST = 4096  # tokens of an answer to a given question: a model that thinks needs them
 INVENTED = 200  # tokens of an answer to an invented question
-AT_A_TIME = 256  # questions to a server
 HERE = ("chat_template_kwargs",)  # keys of a request that mean something in this process
 
 FORMAT = 1  # raise when the same settings would give other rows
@@ -75,8 +74,8 @@ class SynthesizeConfig(AutoDtype):
     prompts_path: str = ""
     # suites and JSONL files whose prompts are left out of a public set
     unseen: list[NotEmpty] = field(default_factory=lambda: list(UNSEEN))
-    # openai: questions asked at a time; null = 256
-    concurrency: OneOrMore | None = None
+    # openai: questions asked at a time
+    concurrency: OneOrMore = 256
     # openai: seconds that a whole answer may take
     timeout: AboveZero = 600.0
     # openai: tries after the first one, for each question; a rate limit uses up none
@@ -96,19 +95,9 @@ class SynthesizeConfig(AutoDtype):
     extra_body: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def conversations(self) -> int:
-        """num_conversations, or what is usual where the target invents the questions."""
-        return self.num_conversations or (0 if self.prompts else 600)
-
-    @property
     def longest(self) -> int:
         """max_new_tokens, or what is usual for such questions."""
         return self.max_new_tokens or (LONGEST if self.prompts else INVENTED)
-
-    @property
-    def at_a_time(self) -> int:
-        """concurrency, or what is usual."""
-        return self.concurrency or AT_A_TIME
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""

@@ -170,24 +170,15 @@ class Answering:
         more than text, whether what would be supervised are the model's tokens."""
         if not self.tokenizer.chat_template:
             return
-        try:
-            here = self._supervised(row)
-        except BadRow as problem:
-            self.unusable[problem.reason] += 1
-            return
-        if more_than_text(answer):
-            self._compare(answer, here)
-
-    def _supervised(self, row: dict[str, Any]) -> list[int]:
-        """Ids of the last answer of a row, without its end-of-turn token. Raises BadRow."""
         how = RowReading(sys.maxsize, self.ends, last_turn_only=True, kwargs=self.template)
         try:
-            made = interpret(row, "row")
-        except ValueError as error:
-            raise BadRow("row", str(error)) from None
-        (found,) = encode(made, self.tokenizer, how)
-        ids = [i for i, on in zip(found.ids, found.loss, strict=True) if on]
-        return ids[:-1] if ids[-1] in self.ends else ids
+            (found,) = encode(interpret(row, "row"), self.tokenizer, how)
+        except (BadRow, ValueError) as problem:
+            self.unusable[problem.reason if isinstance(problem, BadRow) else str(problem)] += 1
+            return
+        if more_than_text(answer):
+            here = [i for i, on in zip(found.ids, found.loss, strict=True) if on]
+            self._compare(answer, here[:-1] if here[-1] in self.ends else here)
 
 
 def more_than_text(answer: ServerAnswer) -> bool:

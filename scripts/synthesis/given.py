@@ -29,6 +29,7 @@ from outrider.scripts.synthesis.signals import Signals
 from outrider.scripts.synthesis.write import Inventing
 
 FORMAT = 2  # raise when the same settings would give other requests or rows
+USUAL = 600  # conversations, where the target invents the questions
 UNLIKE = 0.5  # below this share of answers with the same tokens here, something is wrong
 
 
@@ -36,9 +37,10 @@ def answer(cfg: SynthesizeConfig, signals: Signals) -> None:
     """Write or continue `signals.path`. Raises UserError, or Interrupted as `signals` does."""
     path = signals.path
     if not cfg.prompts:
+        total = cfg.num_conversations or USUAL
         letters = 5 * (cfg.max_question_tokens + cfg.longest)  # of a row, about
-        check_space(path.parent, cfg.conversations * letters + (1 << 20))
-        return asyncio.run(_answer(cfg, Invented(path), cfg.conversations, signals))
+        check_space(path.parent, total * letters + (1 << 20))
+        return asyncio.run(_answer(cfg, Invented(path), total, signals))
     questions, usual = _questions(cfg, path)
     bad, of = questions.bad, len(questions) + len(questions.bad)
     if len(bad) > cfg.max_failed * of:
@@ -84,8 +86,13 @@ async def _answer(
                     signals.held = work.ledger.rows
                     meter.block(count)
 
-                work.on_tokens = signals.after(meter.add)
-                work.on_commit = settled
+                def told(tokens: int) -> None:
+                    meter.add(tokens)
+                    if signals.drawing:
+                        signals.check_stop()
+
+                work.on_tokens, work.on_commit = told, settled
+                signals.drawing = signals.cancel is None
                 await work.run()
                 _closing(work, meter)
             work.check_cut()
@@ -104,7 +111,7 @@ async def _server(
     signals.cancel = functools.partial(loop.call_soon_threadsafe, task.cancel)
     key = os.environ.get(cfg.api_key_env, "") if cfg.api_key_env else ""
     server = OpenAIServer(
-        cfg.base_url.rstrip("/"), key, cfg.timeout, cfg.retries, cfg.backoff, cfg.at_a_time
+        cfg.base_url.rstrip("/"), key, cfg.timeout, cfg.retries, cfg.backoff, cfg.concurrency
     )
     server.on_trouble = _Messages(server.base_url)
     async with server:

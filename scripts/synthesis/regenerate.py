@@ -45,7 +45,7 @@ class Regenerator(Answering):
         finished = False
         try:
             async with asyncio.TaskGroup() as group:
-                workers = [group.create_task(self._work()) for _ in range(self.cfg.at_a_time)]
+                workers = [group.create_task(self._work()) for _ in range(self.cfg.concurrency)]
                 while (await asyncio.wait(workers, timeout=COMMIT_SECONDS))[1]:
                     self._commit(False)
             finished = await self.server.alive()
@@ -64,7 +64,7 @@ class Regenerator(Answering):
 
     async def _work(self) -> None:
         for n in self._todo:
-            while n >= self._next + AHEAD * self.cfg.at_a_time:
+            while n >= self._next + AHEAD * self.cfg.concurrency:
                 self._moved.clear()
                 await self._moved.wait()
             self._begun = mine = self._begun + 1

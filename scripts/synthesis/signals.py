@@ -38,17 +38,6 @@ class Signals:
         elif again or not self.drawing:
             self.check_stop()
 
-    def after(self, told: Callable[[int], None]) -> Callable[[int], None]:
-        """`told`, and then the end of the run where a signal has come."""
-        self.drawing = self.cancel is None
-
-        def both(tokens: int) -> None:
-            told(tokens)
-            if self.drawing:
-                self.check_stop()
-
-        return both
-
     def check_stop(self) -> None:
         """Raise Interrupted (130 after Ctrl-C, 75 after SIGTERM) where a signal has come."""
         if self.requested:
