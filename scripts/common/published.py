@@ -110,7 +110,7 @@ def _in_folder(which: Published, folder: Path) -> dict[str, Any]:
 
 def _on_disk(which: Published) -> Path:
     """The file or folder of a set: `path` itself, or what bears the set's name in it."""
-    place = Path(which.path).expanduser()
+    place = Path(which.path).expanduser().absolute()  # "." has no name, which the library wants
     if place.is_dir():
         place = next(iter(copies(which, place)), place)
     if not place.exists():

@@ -85,15 +85,19 @@ def test_every_set_is_described_like_its_file_and_listed() -> None:
 
 @pytest.mark.parametrize("name", SETS)
 def test_the_form_of_the_set_is_read(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From a file, and from a folder that holds it."""
+    """From a file, and from a folder that holds it, also the one where one is."""
     rows = SETS[name]
     file = written(tmp_path / "sets", name, [row for row, _ in rows])
     wanted = [turns for _, turns in rows if turns]
-    for place, out in ((file, "a.jsonl"), (file.parent, "b.jsonl")):
+    monkeypatch.chdir(file.parent)
+    for number, place in enumerate((file, file.parent, file.name, ".")):
         which = replace(prompt_set(name), path=str(place))
-        assert asked(prompts_of(which, tmp_path / out, [])) == wanted
+        assert asked(prompts_of(which, tmp_path / f"{number}.jsonl", [])) == wanted
     said = capsys.readouterr().err
     assert f"licence: {which.licence}" in said and "had not been tried on the real set" in said
     assert f"{len(wanted)} prompts of {len(rows)} rows" in said
