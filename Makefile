@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: demo test slow lint test-old clean help
 
 help:
-	@echo "make demo [FAST=1] [BLOCK=1]  data, Hydra heads and EAGLE-3 (and DSpark), score tables at T = 0 and T = 1, report"
+	@echo "make demo [FAST=1]  Hydra heads and EAGLE-3 learn, score tables at T = 0 and T = 1, report"
 	@echo "make test           lint, types, fast tests"
 	@echo "make slow           the slow tests"
 	@echo "make lint | test-old | clean"
@@ -30,7 +30,7 @@ help:
 	@touch $@
 
 demo: .venv
-	@$(PY) scripts/demo.py fast=$(if $(filter-out 0,$(FAST)),true,false) block=$(if $(filter-out 0,$(BLOCK)),true,false)
+	@$(PY) scripts/demo.py fast=$(if $(filter-out 0,$(FAST)),true,false)
 
 lint: .venv
 	@$(PY) -m ruff check .

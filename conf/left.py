@@ -37,6 +37,7 @@ KEYS = {  # a group stands for all of its keys
     "again": _ROWS,
     "answer_speed": "",
     "answers": "",
+    "block": "outrider train block head=dspark",
     "candidates": "drafters",
     "category": _ROWS,
     "concurrency": "",

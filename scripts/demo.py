@@ -1,17 +1,22 @@
-"""The main job, start to end: the target writes its own data, Hydra heads and an EAGLE-3 head
-learn from it, all are scored: on questions of the same kind that nothing learned from, at T = 0
-and T = 1, and on others that are unlike the data.
+"""The main job, start to end: Hydra heads and an EAGLE-3 head learn from conversations that the
+target wrote, and are scored beside n-grams and plain decoding: on questions of the same kind that
+nothing learned from, at T = 0 and T = 1, and on others that are unlike the data.
 
-    make demo            # some 55 minutes of one CPU core
-    # the same steps with tiny budgets, a few minutes; the figures mean little
-    make demo FAST=1
-    make demo BLOCK=1    # a DSpark head as well, with or without FAST=1
+    make demo            # minutes; a first table within one
+    make demo FAST=1     # the same steps with tiny budgets: its figures mean little
 
 Each step prints its command. Stop it at any time: the same command goes on where it stopped,
-and a finished step is not done again. Leaves data.jsonl, questions.jsonl, features (1 GB),
-hydra_heads and eagle3 in runs/demo, reports/demo/t0, t1 and unlike, and in
-reports/demo/spent.json where the time went. The work of the other budget is kept aside in
-runs/demo-full or runs/demo-fast and comes back with it.
+and a finished step is not done again. Leaves chats.jsonl, features, hydra_heads and eagle3 in
+runs/demo, the tables in reports/demo/like and unlike, and in reports/demo/spent.json the minutes
+and the memory of every step; FAST=1 has folders of its own, runs/demo-fast and reports/demo-fast.
+
+The conversations come with the code, since writing them takes as long as the rest. What wrote
+scripts/prompts/demo_chats.jsonl and demo_questions.jsonl, whose answers nothing reads:
+
+    outrider synthesize target=smollm2 seed=0 batch=96 num_conversations=384 \\
+        max_new_tokens=200 out=demo_chats.jsonl
+    outrider synthesize target=smollm2 seed=1 batch=48 num_conversations=48 \\
+        max_new_tokens=8 out=demo_questions.jsonl
 """
 
 from __future__ import annotations
@@ -21,8 +26,6 @@ import os
 import shlex
 import shutil
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +33,7 @@ from typing import Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from rich.console import Console
-
+from outrider.conf.errors import UserError
 from outrider.conf.schema import entry
 from outrider.scripts.common import files
 from outrider.scripts.common.config import DemoConfig
@@ -39,176 +41,99 @@ from outrider.scripts.common.pipeline import Command, Pipeline
 from outrider.scripts.reports import score_table
 from outrider.scripts.reports.table import Table, interval, number
 
-RUNS, REPORTS = Path("runs/demo"), Path("reports/demo")
-# Short drafts: a drafted token costs 6 to 12 % of a plain pass, and on a processor without
-# bfloat16 the seventh of a pass a step more. scripts/tune.py finds the best size for a head and a
-# machine.
-HYDRA_HEADS, EAGLE = f"{RUNS}/hydra_heads@chain", f"{RUNS}/eagle3@chain"
+CHATS, QUESTIONS = (Path(f"scripts/prompts/demo_{what}.jsonl") for what in ("chats", "questions"))
 NGRAM = "ngram@3"
-UNION = f"{HYDRA_HEADS}:2+{NGRAM}"
-BLOCK = f"{RUNS}/dspark@chain:2"
 
 
 @dataclass(frozen=True)
-class DemoBudget:
-    """What the demo may spend."""
+class Budget:
+    """What the demo may spend. name: of its folders. conversations: so many of those that come
+    with the code. hydra_steps, eagle_steps: of training. prompts: asked like the data, half as
+    many unlike it. tokens: of an answer."""
 
+    name: str
     conversations: int
-    answer_tokens: int
     draft_vocab: int
-    steps: int
+    hydra_steps: int
     eagle_steps: int
-    block_steps: int
     batch: int
     prompts: int
     tokens: int
 
+    @property
+    def runs(self) -> Path:
+        return Path("runs") / self.name
 
-FULL = DemoBudget(
-    conversations=384,
-    answer_tokens=200,
-    draft_vocab=3072,
-    steps=130,
-    eagle_steps=140,
-    block_steps=280,
-    batch=16,
-    prompts=48,
-    tokens=48,
-)
-FAST = DemoBudget(
-    conversations=32,
-    answer_tokens=64,
-    draft_vocab=384,
-    steps=20,
-    eagle_steps=10,
-    block_steps=10,
-    batch=8,
-    prompts=8,
-    tokens=24,
-)
+    @property
+    def reports(self) -> Path:
+        return Path("reports") / self.name
+
+    def rows(self) -> dict[str, tuple[str, str]]:
+        """Drafters of the tables: (what they are to a reader, kind of head), by their names. Short
+        drafts: a drafted token costs 6 to 12 % of a plain pass, a seventh on a processor without
+        bfloat16. scripts/tune.py finds the best size for a head and a machine."""
+        hydra = f"{self.runs}/hydra_heads@chain:2"
+        return {
+            NGRAM: ("n-grams, untrained", "ngram"),
+            f"{self.runs}/eagle3@chain:2": ("EAGLE-3 head", "eagle3"),
+            hydra: ("Hydra heads", "hydra_heads"),
+            f"{hydra}+{NGRAM}": ("Hydra heads and n-grams", "hydra_heads"),
+        }
 
 
-DATA, QUESTIONS, FEATURES = RUNS / "data.jsonl", RUNS / "questions.jsonl", RUNS / "features"
-TEXT = ["target=smollm2", "data=jsonl", f"data.path={DATA}", "data.max_length=320"]
+FULL = Budget("demo", 384, 3072, hydra_steps=120, eagle_steps=120, batch=16, prompts=24, tokens=48)
+FAST = Budget("demo-fast", 32, 384, hydra_steps=10, eagle_steps=10, batch=8, prompts=4, tokens=24)
 
 
-def steps(budget: DemoBudget, fast: bool, block: bool = False) -> list[Command]:
+def steps(budget: Budget) -> list[Command]:
     """The main job as commands."""
+    runs, reports = budget.runs, budget.reports
+    chats, features = runs / "chats.jsonl", runs / "features"
+    text = ["target=smollm2", "data=jsonl", f"data.path={chats}", "data.max_length=320"]
+    read = features / "manifest.json"
 
-    def synthesize(out: Path, seed: int, count: int, tokens: int) -> list[str]:
-        return [
-            "scripts/synthesize.py",
-            "target=smollm2",
-            f"out={out}",
-            f"seed={seed}",
-            f"batch={min(count, 96)}",
-            f"num_conversations={count}",
-            f"max_new_tokens={tokens}",
-        ]
-
-    # Something to see before the long steps.
-    few = ["num_prompts=6", "max_new_tokens=32"]
-    first = score("n-grams, which need no training, race", "first", ["none", NGRAM], few)
-    data = synthesize(DATA, 0, budget.conversations, budget.answer_tokens)
-    # Their answers are of no use: every drafter is asked for its own.
-    questions = synthesize(QUESTIONS, 1, budget.prompts, 8)
-    # All heads see every conversation some five times: the target reads it once for all of them.
-    store = [
-        "scripts/cache_features.py",
-        *TEXT,
-        "heads=[hydra_heads,eagle3,dspark]",
-        f"out={FEATURES}",
-    ]
-    runs = trainings(budget, fast)
-    if not block:
-        del runs["dspark"]
-    written = FEATURES / "manifest.json"
-    heads = {name: RUNS / name / "head" / "head.json" for name in runs}
-    return [
-        first,
-        Command("the target writes conversations", data, [], DATA),
-        Command("the target asks questions that nothing learns from", questions, [], QUESTIONS),
-        Command("the target reads them, once for all heads", store, [DATA], written),
-        *(
-            Command(f"{title} from them", args, [written], heads[name])
-            for name, (title, args) in runs.items()
-        ),
-        *scores(budget, block, list(heads.values())),
-    ]
-
-
-def trainings(budget: DemoBudget, fast: bool) -> dict[str, tuple[str, list[str]]]:
-    """(title, command) of every head's training, by its name."""
-
-    def train(name: str, script: str, updates: int, *more: str) -> list[str]:
-        return [
+    def train(title: str, script: str, name: str, updates: int, keys: list[str]) -> Command:
+        words = [
             script,
-            *TEXT,
-            f"data.features={FEATURES}",
-            f"out_dir={RUNS}/{name}",
-            "seed=0",
+            *text,
+            f"data.features={features}",
+            f"out_dir={runs}/{name}",
             f"steps={updates}",
             f"batch_size={budget.batch}",
             f"head.draft_vocab={budget.draft_vocab}",
-            *more,
-            f"save_every={max(updates // 3, 10)}",
-            f"eval.every={updates}",  # once, at the end: a decode costs as much as ten steps
-            f"eval.prompts={2 if fast else 6}",
-            f"eval.max_new_tokens={16 if fast else 48}",
-            f"eval.parity={2 if fast else 4}",
+            *keys,
+            "eval.every=0",  # the tables that follow decode
+            "eval.parity=2",
         ]
+        return Command(title, words, [read], runs / name / "head" / "head.json")
 
-    # Short blocks: at these budgets later slots are hardly ever accepted.
-    dspark = ["head=dspark", "head.block=3"]
-    eagle3 = ["head=eagle3", "head.steps=2", "head.depth=2"]
-    return {
-        # Of all heads those that learn most in so few minutes; no other engine loads them.
-        "hydra_heads": (
-            "Hydra heads learn",
-            train("hydra_heads", "train/hydra_heads.py", budget.steps, "head.heads=2"),
-        ),
-        "eagle3": (
-            "an EAGLE-3 head learns",
-            # Two levels, for so many are drafted. Without the norms of EAGLE-3.1: every engine
-            # serves it, and they bring 3 %.
-            train("eagle3", "train/eagle.py", budget.eagle_steps, *eagle3),
-        ),
-        "dspark": (
-            "a DSpark head learns",
-            train("dspark", "train/block.py", budget.block_steps, *dspark),
-        ),
-    }
+    def score(
+        title: str, name: str, rows: list[str], keys: list[str], reads: list[Path]
+    ) -> Command:
+        words = ["scripts/evaluate.py", "target=smollm2", f"drafters=[{','.join(rows)}]"]
+        words += [f"out={reports}/{name}", "parity=0", *keys]
+        return Command(title, words, reads, reports / name / "report.json")
 
-
-def scores(budget: DemoBudget, block: bool, heads: list[Path]) -> list[Command]:
-    """Drafters side by side: on questions like the data at both temperatures, and on others."""
-    more = [BLOCK] if block else []
-    at_zero = ["none", NGRAM, f"{HYDRA_HEADS}:2", f"{EAGLE}:2", UNION, *more]
-    # Drafts are shorter where tokens are sampled: fewer of them are accepted.
-    short = [f"{HYDRA_HEADS}:1", f"{EAGLE}:1"]
-    at_one = ["none", NGRAM, *short, f"{HYDRA_HEADS}:1+{NGRAM}", *more]
-
-    like = f"prompts={QUESTIONS}"
-    few = f"num_prompts={budget.prompts // 2}"
-    tables = [
-        ("scores on questions unlike the data", "unlike", at_zero, [few, "parity=0"]),
-        ("scores at T = 1", "t1", at_one, [like, "temperature=1", few, "parity=0"]),
-        ("scores at T = 0", "t0", at_zero, [like, "temperature=0", "parity=2"]),
+    store = ["scripts/cache_features.py", *text, "heads=[hydra_heads,eagle3]", f"out={features}"]
+    hydra = "Hydra heads learn, the head that learns most in a minute"
+    eagle = "an EAGLE-3 head learns, which other engines load"
+    # As many levels as are drafted; without the norms of EAGLE-3.1, for every engine.
+    eagle_keys = ["head=eagle3", "head.steps=2", "head.depth=2"]
+    heads = [
+        train(hydra, "train/hydra_heads.py", "hydra_heads", budget.hydra_steps, ["head.heads=2"]),
+        train(eagle, "train/eagle.py", "eagle3", budget.eagle_steps, eagle_keys),
     ]
+    rows, reads = ["none", *budget.rows()], [QUESTIONS, *(head.leaves for head in heads)]
+    few, length = ["num_prompts=6", "max_new_tokens=32"], f"max_new_tokens={budget.tokens}"
+    both = [f"prompts={QUESTIONS}", f"num_prompts={budget.prompts}", "temperatures=[0,1]", length]
+    half = [f"num_prompts={budget.prompts // 2}", length]
     return [
-        score(title, name, drafters, [f"max_new_tokens={budget.tokens}", *keys], heads)
-        for title, name, drafters, keys in tables
+        score("n-grams, which need no training", "first", ["none", NGRAM], few, []),
+        Command("the target reads its conversations, once for both heads", store, [chats], read),
+        *heads,
+        score("scores on questions like the data", "like", rows, both, reads),
+        score("scores on questions unlike the data", "unlike", rows, half, reads),
     ]
-
-
-def score(
-    title: str, name: str, drafters: list[str], keys: list[str], heads: Sequence[Path] = ()
-) -> Command:
-    """A table of drafters, in a folder of that name."""
-    words = ["scripts/evaluate.py", "target=smollm2", f"drafters=[{','.join(drafters)}]"]
-    words += [f"out={REPORTS}/{name}", *keys]
-    reads = [*heads, QUESTIONS] if heads else []
-    return Command(title, words, reads, REPORTS / name / "report.json")
 
 
 @entry("demo", DemoConfig)
@@ -216,130 +141,104 @@ def main(cfg: DemoConfig) -> int:
     """Run the steps that are not done yet."""
     if files.in_clone():  # an installed package is no place to write to
         os.chdir(files.ROOT)
-    console = Console()
-    started = time.perf_counter()
     budget = FAST if cfg.fast else FULL
-    todo = steps(budget, cfg.fast, cfg.block)
-    with files.sole_folder(RUNS):
-        swap("fast" if cfg.fast else "full", budget)
-        job = Pipeline("demo", RUNS)
+    todo = steps(budget)
+    with files.sole_folder(budget.runs):
+        begin(budget)
+        job = Pipeline("demo", budget.runs)
         job.run(todo, again)
-        where_it_went(job, todo).show()
-    pages = [str(step.leaves.with_name("report.html")) for step in todo[1:] if scored(step)]
-    spent = f"{time.perf_counter() - started:.0f} s"
-    console.print(f"open {', '.join(pages)}   ({spent})", highlight=False, soft_wrap=True)
-    report, other = (
-        json.loads((REPORTS / name / "report.json").read_text()) for name in ("t0", "unlike")
-    )
-    what_it_brought(report, other).show()
+        spent = where_it_went(job, todo, budget.reports / "spent.json")
+    spent.show()
+    reports = {name: budget.reports / name / "report.json" for name in ("like", "unlike")}
+    like, unlike = (json.loads(path.read_text()) for path in reports.values())
+    what_it_brought(budget, like, unlike).show()
+    print("open", *(path.with_name("report.html") for path in reports.values()))
     # Not by rich, which would take [..] for its own.
-    print("go on with", *next_commands(report), sep="\n")
+    print("go on with", *next_commands(budget, like), sep="\n")
     return 0
 
 
-def what_it_brought(like: dict[str, Any], unlike: dict[str, Any]) -> Table:
-    """The last screen: n-grams, which learned nothing, beside the trained heads, alone and with
-    them, of the reports on questions like the data and on others."""
-    shown = {
-        NGRAM: "n-grams, untrained",
-        f"{EAGLE}:2": "EAGLE-3 head",
-        f"{HYDRA_HEADS}:2": "Hydra heads",
-        UNION: "Hydra heads and n-grams",
-    }
-    rows = []
-    for what, report in (("like its data", like), ("unlike it", unlike)):
-        found = {row["name"]: row for row in report["drafters"]}
-        cells = [
-            f"{number(found[name]['accepted_length']['mean'])} · "
-            f"{interval(found[name]['speedup'], 2, '×')}"
-            for name in shown
-        ]
-        rows.append([what, *cells])
-    header = ("questions", *shown.values())
-    notes = [
-        "tokens a pass, where plain decoding has 1, and its speed in plain decoding's; T = 0",
-        "EAGLE-3 is what other engines load; Hydra heads learn more in so few minutes",
-    ]
-    return Table(header, rows, "what training brought", notes)
-
-
-def next_commands(report: dict[str, Any]) -> list[str]:
-    """Chat, page and export of the fastest row of `report` that has a head of ours, as one types
-    them: the export takes the EAGLE-3 head, which every engine serves."""
-    trained = [row for row in report["drafters"] if str(row["name"]).startswith(f"{RUNS}/")]
-    best = max(trained, key=lambda row: row["speedup"]["mean"])["name"]
-    command = "outrider" if shutil.which("outrider") else ".venv/bin/outrider"
-    lines = [
-        ["chat", "target=smollm2", f"drafter={best}"],
-        ["serve", "target=smollm2", f"drafters=[{best}]"],
-        ["export", "target=smollm2", f"drafter={RUNS}/eagle3", "format=vllm", "out=exports/demo"],
-    ]
-    return [f"  {command} {shlex.join(words)}" for words in lines]
-
-
-def scored(command: Command) -> bool:
-    """Whether a command leaves a table of drafters."""
-    return command.leaves.name == "report.json"
+def begin(budget: Budget) -> None:
+    """Put the conversations where they are trained on. Raises UserError where another version of
+    the demo, which had other figures, has left its files."""
+    figures = budget.runs / "budget.json"
+    if (budget.runs / "steps").exists() and (
+        not figures.exists() or json.loads(figures.read_text()) != asdict(budget)
+    ):
+        raise UserError(
+            f"{budget.runs}: of another version of the demo, which this one cannot go on with; "
+            "rename or remove it"
+        )
+    files.write_json(figures, asdict(budget))
+    lines = files.here(CHATS).read_text().splitlines(keepends=True)[: budget.conversations]
+    files.write_text(budget.runs / "chats.jsonl", "".join(lines))
 
 
 def again(command: Command) -> None:
     """Show the scores that an earlier run has left: a command that runs prints its own."""
-    if scored(command):
+    if command.leaves.name == "report.json":
         score_table.table(json.loads(command.leaves.read_text())).show()
 
 
-def where_it_went(job: Pipeline, todo: list[Command]) -> Table:
-    """The seconds of every step, done now or before, also in spent.json."""
+def where_it_went(job: Pipeline, todo: list[Command], out: Path) -> Table:
+    """Seconds and memory of every step, done now or before, and of all of them; also in `out`."""
     spent = {step.title: job.spent(step) for step in todo}
+    whole = {key: sum(row[key] for row in spent.values()) for key in ("seconds", "cpu_seconds")}
+    whole["peak_bytes"] = max(row["peak_bytes"] for row in spent.values())
+    minutes = {"minutes": whole["seconds"] / 60, "core_minutes": whole["cpu_seconds"] / 60}
     lines = {step.title: {"command": step.line, **spent[step.title]} for step in todo}
     about = {"command": files.command(), "environment": files.environment("cpu")}
-    files.write_json(REPORTS / "spent.json", {**about, "steps": lines})
-    rows, keys = [], ("seconds", "cpu_seconds")
-    everything: dict[str, float] = {key: sum(row[key] for row in spent.values()) for key in keys}
-    everything["peak_bytes"] = max(row["peak_bytes"] for row in spent.values())
-    spent["all"] = everything
-    whole = spent["all"]["cpu_seconds"]
-    for title, row in spent.items():
-        seconds, cpu = (row[key] for key in keys)
-        share = f"{cpu / whole:.0%}" if whole else "–"
-        memory = f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "–"
-        rows.append([title, f"{seconds:.0f}", f"{cpu:.0f}", share, memory])
-    head = ("where the time went", "seconds", "of the processors", "share", "largest, GiB")
-    notes = [
-        "largest: of this step and of those before it in the same sitting, the largest process"
+    files.write_json(out, {**about, "all": {**whole, **minutes}, "steps": lines})
+    rows = [
+        [title, f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}", gib(row["peak_bytes"])]
+        for title, row in [*spent.items(), ("all", whole)]
     ]
-    return Table(head, rows, notes=notes)
+    head = ("where the time went", "seconds", "of the processors", "memory, GiB")
+    return Table(head, rows, notes=["memory: of the largest process up to the end of the step"])
 
 
-def swap(name: str, budget: DemoBudget) -> None:
-    """Make runs/demo and reports/demo those of the budget `name`; the other budget's are set
-    aside, and so is what a demo with other figures left under this name: its files could not be
-    gone on with."""
-    mark, figures = RUNS / "budget", RUNS / "budget.json"
-    old = mark.read_text().strip() if mark.exists() else name
-    if old != name:
-        move(f"-{old}")
-        for folder in (RUNS, REPORTS):
-            if (aside := Path(f"{folder}-{name}")).exists():
-                aside.rename(folder)
-    made = json.loads(figures.read_text()) if figures.exists() else None
-    if (RUNS / "steps").exists() and made != asdict(budget):
-        kept = move(f"-{name}-before")
-        print(f"note: {RUNS} is of an earlier demo; set aside as {kept}")
-    files.write_json(figures, asdict(budget))
-    files.write_text(mark, name + "\n")
+def gib(size: float) -> str:
+    """1.9; a dash where it is not known."""
+    return f"{size / 2**30:.1f}" if size else "–"
 
 
-def move(ending: str) -> str:
-    """Rename runs/demo and reports/demo, with a number behind `ending` where that is taken. What
-    runs/demo is called now."""
-    endings = (ending, *(f"{ending}-{number}" for number in range(1, 10**6)))
-    both = (RUNS, REPORTS)
-    free = next(e for e in endings if not any(Path(f"{folder}{e}").exists() for folder in both))
-    for folder in both:
-        if folder.exists():
-            folder.rename(f"{folder}{free}")
-    return f"{RUNS}{free}"
+def what_it_brought(budget: Budget, like: dict[str, Any], unlike: dict[str, Any]) -> Table:
+    """The last screen, from the reports on questions like the data and unlike them: n-grams,
+    which learned nothing, and the trained heads, alone and with them."""
+    from outrider.heads.interop import engines  # slow to import
+
+    settings = {"T = 0": like, "T = 1": like["others"][0], "unlike its data, T = 0": unlike}
+    found = [{row["name"]: row for row in report["drafters"]} for report in settings.values()]
+    others = (engines.VLLM, engines.SGLANG, engines.LLAMACPP)
+    rows = []
+    for name, (title, kind) in budget.rows().items():
+        loaded = ", ".join(engine.name for engine in others if engine.loads(kind))
+        cells = [
+            f"{number(row[name]['accepted_length']['mean'])} · "
+            f"{interval(row[name]['speedup'], 2, '×')}"
+            for row in found
+        ]
+        rows.append([title, *cells, loaded or "Outrider alone"])
+    head = ("drafter", *settings, "loaded by")
+    notes = ["tokens a pass, where plain decoding has 1 · speed, where plain decoding has 1"]
+    if budget is FAST:
+        notes.append("NOT what the heads can do: FAST=1 checks that all steps run")
+    return Table(head, rows, "what training brought", notes, words=(0, -1))
+
+
+def next_commands(budget: Budget, report: dict[str, Any]) -> list[str]:
+    """Chat, page and export, as one types them: the first two with the fastest row of `report`
+    that has a head of ours, the last with the head that other engines load."""
+    trained = [row for row in report["drafters"] if str(row["name"]).startswith(f"{budget.runs}/")]
+    best = max(trained, key=lambda row: row["speedup"]["mean"])["name"]
+    command = "outrider" if shutil.which("outrider") else ".venv/bin/outrider"
+    export = [f"drafter={budget.runs}/eagle3", "format=vllm", f"out=exports/{budget.name}"]
+    lines = [
+        ["chat", "target=smollm2", f"drafter={best}"],
+        ["serve", "target=smollm2", f"drafters=[{best}]"],
+        ["export", "target=smollm2", *export],
+    ]
+    return [f"  {command} {shlex.join(words)}" for words in lines]
 
 
 if __name__ == "__main__":

@@ -285,6 +285,6 @@ def test_quick_start_without_network_and_without_wandb(
     ]
     done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
     found = attempts.take()
-    reports = [copy / "reports" / "demo" / name / "report.json" for name in ("t0", "t1")]
+    reports = [copy / "reports" / "demo-fast" / name / "report.json" for name in ("like", "unlike")]
     met = done.returncode == 0 and not found and all(p.is_file() for p in reports)
     assert met, (found, done.stderr[-3000:])

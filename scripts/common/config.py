@@ -42,5 +42,3 @@ class DemoConfig:
 
     # tiny budgets: a check that all parts work together
     fast: bool = False
-    # train a block head (DSpark) too, and put it into the tables
-    block: bool = False

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from outrider.conf.errors import UserError
 from outrider.scripts import demo
 from outrider.scripts.common import files
 from outrider.scripts.common.pipeline import Command, Pipeline
+from outrider.scripts.common.prompts import load_prompts
 
 
 def test_without_a_clone_there_are_no_scripts(
@@ -24,39 +29,49 @@ def test_without_a_clone_there_are_no_scripts(
     assert train.line == "outrider train eagle steps=1 --launch 2"
 
 
+def scored(budget: demo.Budget, **speeds: float) -> dict[str, Any]:
+    """A report of all rows of the demo, each 1.5 tokens a pass and twice as fast as plain, or of
+    the given speed by the start of what it is to a reader."""
+    rows = []
+    for name, (title, _) in budget.rows().items():
+        speed = next((v for word, v in speeds.items() if title.startswith(word)), 2.0)
+        interval = {"mean": speed, "low": speed - 0.1, "high": speed + 0.1}
+        rows.append({"name": name, "accepted_length": {"mean": 1.5}, "speedup": interval})
+    return {"drafters": rows}
+
+
 def test_the_demo_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {"none": 1.0, "ngram": 1.5, "runs/demo/hydra_heads@chain:2": 1.2}
-    rows["runs/demo/eagle3@chain:2+ngram"] = 1.3
-    report = {"drafters": [{"name": k, "speedup": {"mean": v}} for k, v in rows.items()]}
+    report = scored(demo.FULL, n=3.0, EAGLE=2.5)
     monkeypatch.setattr(demo.shutil, "which", lambda name: None)
-    assert demo.next_commands(report) == [
-        "  .venv/bin/outrider chat target=smollm2 drafter=runs/demo/eagle3@chain:2+ngram",
-        "  .venv/bin/outrider serve target=smollm2 'drafters=[runs/demo/eagle3@chain:2+ngram]'",
+    assert demo.next_commands(demo.FULL, report) == [
+        "  .venv/bin/outrider chat target=smollm2 drafter=runs/demo/eagle3@chain:2",
+        "  .venv/bin/outrider serve target=smollm2 'drafters=[runs/demo/eagle3@chain:2]'",
         "  .venv/bin/outrider export target=smollm2 drafter=runs/demo/eagle3 format=vllm "
         "out=exports/demo",
     ]
 
 
-def test_its_last_lines_keep_their_brackets(
+def test_its_last_screen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Both temperatures, the engines that load a head, and commands that keep their brackets."""
     monkeypatch.setattr(files, "ROOT", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    row = {"accepted_length": {"mean": 1.5}, "speedup": {"mean": 1.2, "low": 1.1, "high": 1.3}}
-    names = [demo.NGRAM, f"{demo.EAGLE}:2", f"{demo.HYDRA_HEADS}:2", demo.UNION]
-    for name, best in (("t0", 1.4), ("unlike", 0.9)):
-        rows = [{**row, "name": name} for name in names]
-        rows[-1] = {**rows[-1], "speedup": {"mean": best, "low": best - 0.1, "high": best + 0.1}}
-        files.write_json(tmp_path / f"reports/demo/{name}/report.json", {"drafters": rows})
+    monkeypatch.setattr(demo, "begin", lambda _: None)
     monkeypatch.setattr(demo.Pipeline, "run", lambda *_: None)
-    monkeypatch.setattr(demo, "where_it_went", lambda *_: demo.Table((), []))
+    monkeypatch.chdir(tmp_path)
+    like = {**scored(demo.FAST, n=1.1, EAGLE=1.4), "others": [scored(demo.FAST, EAGLE=1.3)]}
+    for name, report in (("like", like), ("unlike", scored(demo.FAST, EAGLE=0.9))):
+        files.write_json(tmp_path / f"reports/demo-fast/{name}/report.json", report)
     with pytest.raises(SystemExit) as end:
         demo.main(["fast=true"])
     said = capsys.readouterr().out
-    assert end.value.code == 0 and "'drafters=[runs/demo/hydra_heads@chain:2+ngram@3]'" in said
-    like, unlike = (line for line in said.splitlines() if "1.50 · " in line)
-    assert "like its data" in like and "1.50 · 1.40× [1.30, 1.50]" in like
-    assert "unlike it" in unlike and "1.50 · 0.90× [0.80, 1.00]" in unlike
+    assert end.value.code == 0 and "'drafters=[runs/demo-fast/hydra_heads@chain:2]'" in said
+    (eagle,) = (line for line in said.splitlines() if "│ EAGLE-3 head " in line)
+    speeds = ["1.40× [1.30, 1.50]", "1.30× [1.20, 1.40]", "0.90× [0.80, 1.00]"]
+    places = [eagle.index(part) for part in (*speeds, "vLLM, SGLang, llama.cpp")]
+    assert places == sorted(places)
+    assert all("vLLM" not in line for line in said.splitlines() if "│ Hydra heads " in line)
+    assert json.loads((tmp_path / "reports/demo-fast/spent.json").read_text())["all"]
 
 
 @pytest.mark.parametrize("clone", [True, False])
@@ -76,15 +91,13 @@ def test_the_demo_writes_where_a_user_finds_it(
         seen.append(os.getcwd())
         raise SystemExit(7)
 
-    monkeypatch.setattr(demo, "swap", stop)
+    monkeypatch.setattr(demo, "begin", stop)
     with pytest.raises(SystemExit):
         demo.main(["fast=true"])
     assert seen == [str(root if clone else here)]
 
 
-def test_a_step_keeps_its_seconds_and_its_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_step_keeps_its_seconds_and_its_memory(tmp_path: Path) -> None:
     script, left = tmp_path / "big.py", tmp_path / "left"
     script.write_text(f"open({str(left)!r}, 'w').write(str(len(b'x' * 600_000_000)))\n")
     step = Command("it is big", [str(script)], [], left)
@@ -93,38 +106,36 @@ def test_a_step_keeps_its_seconds_and_its_memory(
     job.run([step])
     spent = job.spent(step)
     assert spent["seconds"] > 0 and spent["cpu_seconds"] > 0 and 6e8 < spent["peak_bytes"] < 1e12
-    monkeypatch.setattr(demo, "REPORTS", tmp_path)
-    shown = demo.where_it_went(job, [step])
-    gib = f"{spent['peak_bytes'] / 2**30:.1f}"
+    shown = demo.where_it_went(job, [step], tmp_path / "spent.json")
     assert [row[0] for row in shown.rows] == ["it is big", "all"]
-    assert [row[-1] for row in shown.rows] == [gib, gib]
+    kept = json.loads((tmp_path / "spent.json").read_text())
+    assert kept["steps"]["it is big"] == {"command": step.line, **spent}
+    assert kept["all"] == {
+        **spent,
+        "minutes": spent["seconds"] / 60,
+        "core_minutes": spent["cpu_seconds"] / 60,
+    }
 
 
-def test_what_an_earlier_demo_left_is_set_aside(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_demo_goes_on_with_its_own_files_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    earlier = demo.RUNS / "steps"
-    earlier.mkdir(parents=True)
-    (demo.RUNS / "budget").write_text("full\n")
-    (demo.RUNS / "questions.jsonl").write_text("24 of them")
-    demo.swap("full", demo.FULL)
-    kept = Path(f"{demo.RUNS}-full-before")
-    assert (kept / "questions.jsonl").read_text() == "24 of them"
-    assert "of an earlier demo; set aside as runs/demo-full-before" in capsys.readouterr().out
-    assert not earlier.exists() and (demo.RUNS / "budget").read_text() == "full\n"
+    demo.begin(demo.FULL)
+    (demo.FULL.runs / "steps").mkdir()
+    demo.begin(demo.FULL)
+    demo.begin(demo.FAST)
+    with pytest.raises(UserError, match="^runs/demo: .*rename or remove it"):
+        demo.begin(replace(demo.FULL, hydra_steps=1))
+    (demo.FULL.runs / "budget.json").unlink()
+    with pytest.raises(UserError, match="^runs/demo: "):
+        demo.begin(demo.FULL)
 
-    earlier.mkdir()
-    demo.swap("full", demo.FULL)
-    assert earlier.exists(), "the same demo goes on"
-    demo.swap("fast", demo.FAST)
-    assert not earlier.exists() and Path(f"{demo.RUNS}-full/steps").exists()
-    demo.swap("full", demo.FULL)
-    assert earlier.exists() and not capsys.readouterr().out
-    earlier.with_name("budget.json").write_text('{"conversations": 288}')
-    demo.swap("full", demo.FULL)
-    assert Path(f"{demo.RUNS}-full-before-1/steps").exists() and not earlier.exists()
-    demo.swap("fast", demo.FAST)
-    Path(f"{demo.RUNS}-fast/by_hand").mkdir(parents=True)
-    demo.swap("full", demo.FULL)
-    assert Path(f"{demo.RUNS}-fast-1").exists(), "nothing is overwritten"
+
+def test_nothing_is_trained_on_what_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    demo.begin(demo.FULL)
+    learned = load_prompts(demo.FULL.runs / "chats.jsonl")
+    assert len(learned) == demo.FULL.conversations
+    asked = [*load_prompts(demo.QUESTIONS), *load_prompts("scripts/prompts/demo.jsonl")]
+    assert not {p.turns[0] for p in learned} & {turn for p in asked for turn in p.turns}
