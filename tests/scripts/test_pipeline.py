@@ -29,19 +29,24 @@ def test_without_a_clone_there_are_no_scripts(
     assert train.line == "outrider train eagle steps=1 --launch 2"
 
 
-def scored(budget: demo.Budget, **speeds: float) -> dict[str, Any]:
+def scored(budget: demo.Budget, doubted: str = "", **speeds: float) -> dict[str, Any]:
     """A report of all rows of the demo, each 1.5 tokens a pass and twice as fast as plain, or of
-    the given speed by the start of what it is to a reader."""
+    the given speed by the start of what it is to a reader. doubted: that of a row whose speed
+    cannot be believed."""
     rows = []
     for name, (title, _) in budget.rows().items():
         speed = next((v for word, v in speeds.items() if title.startswith(word)), 2.0)
         interval = {"mean": speed, "low": speed - 0.1, "high": speed + 0.1}
-        rows.append({"name": name, "accepted_length": {"mean": 1.5}, "speedup": interval})
+        row = {"name": name, "kind": "head", "accepted_length": {"mean": 1.5}}
+        doubts = ["too fast"] if title == doubted else []
+        rows.append({**row, "speedup": interval, "doubts": doubts})
     return {"drafters": rows}
 
 
 def test_the_demo_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = scored(demo.FULL, n=3.0, EAGLE=2.5)
+    """With the fastest trained row that can be believed."""
+    report = scored(demo.FULL, "Hydra heads", n=3.0, EAGLE=1.8, Hydra=1.7)
+    report["drafters"][2]["speedup"]["mean"] = 3.5
     monkeypatch.setattr(demo.shutil, "which", lambda name: None)
     assert demo.next_commands(demo.FULL, report) == [
         "  .venv/bin/outrider chat target=smollm2 drafter=runs/demo/eagle3@chain:2",
@@ -60,7 +65,8 @@ def test_its_last_screen(
     monkeypatch.setattr(demo.Pipeline, "run", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     like = {**scored(demo.FAST, n=1.1, EAGLE=1.4), "others": [scored(demo.FAST, EAGLE=1.3)]}
-    for name, report in (("like", like), ("unlike", scored(demo.FAST, EAGLE=0.9))):
+    unlike = scored(demo.FAST, "n-grams, untrained", EAGLE=0.9)
+    for name, report in (("like", like), ("unlike", unlike)):
         files.write_json(tmp_path / f"reports/demo-fast/{name}/report.json", report)
     with pytest.raises(SystemExit) as end:
         demo.main(["fast=true"])
@@ -71,6 +77,7 @@ def test_its_last_screen(
     places = [eagle.index(part) for part in (*speeds, "vLLM, SGLang, llama.cpp")]
     assert places == sorted(places)
     assert all("vLLM" not in line for line in said.splitlines() if "│ Hydra heads " in line)
+    assert "2.00× [1.90, 2.10] ✗" in said and "IN DOUBT" in said
     assert json.loads((tmp_path / "reports/demo-fast/spent.json").read_text())["all"]
 
 
