@@ -56,6 +56,16 @@ def test_the_demo_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_processor_without_bfloat16_gets_half(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    monkeypatch.setattr("outrider.decode.models.arithmetic.dtype_on", lambda _: dtype)
+    half = dtype == "float32"
+    assert demo.budget_here() == (demo.HALF if half else demo.FULL)
+    assert ("bfloat16" in capsys.readouterr().out) == half
+
+
 def test_its_last_screen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
