@@ -33,7 +33,7 @@ from typing import Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from outrider.conf.errors import UserError
+from outrider.conf.errors import UserError, resumable
 from outrider.conf.schema import entry
 from outrider.scripts.common import files
 from outrider.scripts.common.config import DemoConfig
@@ -140,6 +140,7 @@ def steps(budget: Budget) -> list[Command]:
 
 
 @entry("demo", DemoConfig)
+@resumable()
 def main(cfg: DemoConfig) -> int:
     """Run the steps that are not done yet."""
     if files.in_clone():  # an installed package is no place to write to
@@ -149,7 +150,7 @@ def main(cfg: DemoConfig) -> int:
     with files.sole_folder(budget.runs):
         begin(budget)
         job = Pipeline("demo", budget.runs)
-        job.run(todo, again)
+        job.run(todo)
         spent = where_it_went(job, todo, budget.reports / "spent.json")
     spent.show()
     reports = {name: budget.reports / name / "report.json" for name in ("like", "unlike")}
@@ -187,12 +188,6 @@ def begin(budget: Budget) -> None:
     files.write_text(budget.runs / "chats.jsonl", "".join(lines))
 
 
-def again(command: Command) -> None:
-    """Show the scores that an earlier run has left: a command that runs prints its own."""
-    if command.leaves.name == "report.json":
-        score_table.table(json.loads(command.leaves.read_text())).show()
-
-
 def where_it_went(job: Pipeline, todo: list[Command], out: Path) -> Table:
     """Seconds and memory of every step, done now or before, and of all of them; also in `out`."""
     spent = {step.title: job.spent(step) for step in todo}
@@ -208,7 +203,7 @@ def where_it_went(job: Pipeline, todo: list[Command], out: Path) -> Table:
         for title, row in [*spent.items(), ("all", whole)]
     ]
     head = ("where the time went", "seconds", "of the processors", "memory, GiB")
-    return Table(head, rows, notes=["memory: of the largest process up to the end of the step"])
+    return Table(head, rows)
 
 
 def what_it_brought(budget: Budget, like: dict[str, Any], unlike: dict[str, Any]) -> Table:

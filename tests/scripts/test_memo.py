@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.conf.errors import UserError
+from outrider.conf.errors import Interrupted, UserError
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.pipeline import Command, Pipeline
 
@@ -111,10 +111,9 @@ def test_a_command_runs_once_for_what_it_is_and_reads(
     data = tmp_path / "data"
     data.write_text("1")
     pipeline, command = job(tmp_path, COUNT)
-    done: list[Command] = []
     for _ in range(2):
-        pipeline.run([command], done.append)
-    assert command.leaves.read_text() == "x" and done == [command]
+        pipeline.run([command])
+    assert command.leaves.read_text() == "x"
     assert "1. some: done already" in capsys.readouterr().out
     data.unlink()
     data.write_text("1")
@@ -140,8 +139,26 @@ def test_a_command_fails_in_a_line(tmp_path: Path) -> None:
         UserError, match="^job: `python .*` ended with exit code 3; see its message"
     ):
         pipeline.run([command])
-    pipeline.run([Command(command.title, command.argv, [], command.leaves, (0, 3))])
     pipeline, command = job(tmp_path, "pass")
     command.leaves.unlink()
     with pytest.raises(UserError, match="left is missing after its step"):
         pipeline.run([command])
+
+
+def test_a_stopped_command_saves_what_it_has(tmp_path: Path) -> None:
+    """Ctrl-C at the job: its command is asked to stop and waited for, and its time is kept."""
+    saves = """
+import os, signal
+def save(*_):
+    time.sleep(1)
+    sys.exit(open(sys.argv[1], "w").write("saved") and 75)
+signal.signal(signal.SIGTERM, save)
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(60)
+"""
+    pipeline, command = job(tmp_path, saves)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.run([command])
+    assert command.leaves.read_text() == "saved" and pipeline.spent(command)["seconds"] > 1
+    with pytest.raises(Interrupted, match="the same command goes on"):
+        pipeline.run([job(tmp_path, "sys.exit(75)")[1]])

@@ -21,12 +21,12 @@ def test_without_a_clone_there_are_no_scripts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     score = Command("scores", ["scripts/evaluate.py", "target=tiny"], [], tmp_path)
-    train = Command("learns", ["train/eagle.py", "steps=1"], [], tmp_path, processes=2)
+    train = Command("learns", ["train/eagle.py", "steps=1"], [], tmp_path)
     assert score.line == "python scripts/evaluate.py target=tiny"
-    assert train.line.startswith("accelerate launch ")
+    assert train.line == "python train/eagle.py steps=1"
     monkeypatch.setattr(files, "ROOT", tmp_path)
     assert score.line == "outrider evaluate target=tiny"
-    assert train.line == "outrider train eagle steps=1 --launch 2"
+    assert train.line == "outrider train eagle steps=1"
 
 
 def scored(budget: demo.Budget, doubted: str = "", **speeds: float) -> dict[str, Any]:
@@ -115,23 +115,24 @@ def test_the_demo_writes_where_a_user_finds_it(
 
 
 def test_a_step_keeps_its_seconds_and_its_memory(tmp_path: Path) -> None:
-    script, left = tmp_path / "big.py", tmp_path / "left"
-    script.write_text(f"open({str(left)!r}, 'w').write(str(len(b'x' * 600_000_000)))\n")
-    step = Command("it is big", [str(script)], [], left)
+    steps = []
+    for name, size in (("big", 600_000_000), ("small", 1)):
+        script, left = tmp_path / f"{name}.py", tmp_path / name
+        script.write_text(f"open({str(left)!r}, 'w').write(str(len(b'x' * {size})))\n")
+        steps.append(Command(name, [str(script)], [], left))
     job = Pipeline("demo", tmp_path)
-    assert job.spent(step)["peak_bytes"] == 0
-    job.run([step])
-    spent = job.spent(step)
-    assert spent["seconds"] > 0 and spent["cpu_seconds"] > 0 and 6e8 < spent["peak_bytes"] < 1e12
-    shown = demo.where_it_went(job, [step], tmp_path / "spent.json")
-    assert [row[0] for row in shown.rows] == ["it is big", "all"]
+    assert job.spent(steps[0])["peak_bytes"] == 0
+    job.run(steps)
+    big, small = (job.spent(step) for step in steps)
+    assert big["seconds"] > 0 and big["cpu_seconds"] > 0 and small["cpu_seconds"] > 0
+    assert small["peak_bytes"] < 6e8 < big["peak_bytes"] < 1e12, "of each step alone"
+    shown = demo.where_it_went(job, steps, tmp_path / "spent.json")
+    assert [row[0] for row in shown.rows] == ["big", "small", "all"]
     kept = json.loads((tmp_path / "spent.json").read_text())
-    assert kept["steps"]["it is big"] == {"command": step.line, **spent}
-    assert kept["all"] == {
-        **spent,
-        "minutes": spent["seconds"] / 60,
-        "core_minutes": spent["cpu_seconds"] / 60,
-    }
+    assert kept["steps"]["big"] == {"command": steps[0].line, **big}
+    assert kept["all"]["peak_bytes"] == big["peak_bytes"]
+    for key, minutes in (("seconds", "minutes"), ("cpu_seconds", "core_minutes")):
+        assert kept["all"][key] == big[key] + small[key] == pytest.approx(kept["all"][minutes] * 60)
 
 
 def test_the_demo_goes_on_with_its_own_files_alone(
