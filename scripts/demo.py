@@ -5,13 +5,14 @@ nothing learned from, at T = 0 and T = 1, and on others that are unlike the data
     make demo            # minutes; a first table within one
     make demo FAST=1     # the same steps with tiny budgets: its figures mean little
 
-Each step prints its command. Stop it at any time: the same command goes on where it stopped,
-and a finished step is not done again. Leaves chats.jsonl, features, hydra_heads and eagle3 in
-runs/demo, the tables in reports/demo/like and unlike, and in reports/demo/spent.json the minutes
-and the memory of every step; FAST=1 has folders of its own, runs/demo-fast and reports/demo-fast.
+Each step prints its command. Stop it at any time: the same command goes on where it stopped. Leaves
+chats.jsonl, features, hydra_heads and eagle3 in runs/demo, tables in reports/demo/like and unlike,
+and the seconds and memory of every step in reports/demo/spent.json; FAST=1 has folders of its own,
+runs/demo-fast and reports/demo-fast.
 
 The conversations come with the code, since writing them takes as long as the rest. What wrote
-scripts/prompts/demo_chats.jsonl and demo_questions.jsonl, whose answers nothing reads:
+scripts/prompts/demo_chats.jsonl, and demo_questions.jsonl, whose answers nothing reads (bfloat16
+rounds otherwise on other machines, so a few rows differ there):
 
     outrider synthesize target=smollm2 seed=0 batch=96 num_conversations=384 \\
         max_new_tokens=200 out=demo_chats.jsonl
@@ -54,7 +55,6 @@ class Budget:
 
     name: str
     conversations: int
-    draft_vocab: int
     hydra_steps: int
     eagle_steps: int
     prompts: int
@@ -81,10 +81,10 @@ class Budget:
         }
 
 
-FULL = Budget("demo", 384, 3072, hydra_steps=180, eagle_steps=180, prompts=24, tokens=48)
+FULL = Budget("demo", 384, hydra_steps=180, eagle_steps=180, prompts=24, tokens=48)
 # Where a processor has no instructions for bfloat16: a float32 step takes it three times as long.
 HALF = replace(FULL, conversations=192, hydra_steps=100, eagle_steps=90, prompts=16)
-FAST = Budget("demo-fast", 32, 384, hydra_steps=10, eagle_steps=10, prompts=8, tokens=24)
+FAST = Budget("demo-fast", 32, hydra_steps=10, eagle_steps=10, prompts=8, tokens=24)
 
 
 def steps(budget: Budget) -> list[Command]:
@@ -102,7 +102,7 @@ def steps(budget: Budget) -> list[Command]:
             f"out_dir={runs}/{name}",
             f"steps={updates}",
             "batch_size=8",
-            f"head.draft_vocab={budget.draft_vocab}",
+            "head.draft_vocab=3072",
             "optim.lr=2e-3",  # twice the usual: so short a run learns more
             *keys,
             "eval.every=0",  # the tables that follow decode
@@ -153,10 +153,10 @@ def main(cfg: DemoConfig) -> int:
         job.run(todo)
         spent = where_it_went(job, todo, budget.reports / "spent.json")
     spent.show()
-    reports = {name: budget.reports / name / "report.json" for name in ("like", "unlike")}
-    like, unlike = (json.loads(path.read_text()) for path in reports.values())
+    tables = [budget.reports / name for name in ("like", "unlike")]
+    like, unlike = (json.loads((table / "report.json").read_text()) for table in tables)
     what_it_brought(budget, like, unlike).show()
-    print("open", *(path.with_name("report.html") for path in reports.values()))
+    print("open", *(table / "report.html" for table in tables))
     # Not by rich, which would take [..] for its own.
     print("go on with", *next_commands(budget, like), sep="\n")
     return 0
@@ -176,9 +176,8 @@ def begin(budget: Budget) -> None:
     """Put the conversations where they are trained on. Raises UserError where another version of
     the demo, which had other figures, has left its files."""
     figures = budget.runs / "budget.json"
-    if (budget.runs / "steps").exists() and (
-        not figures.exists() or json.loads(figures.read_text()) != asdict(budget)
-    ):
+    made = json.loads(figures.read_text()) if figures.exists() else None
+    if (budget.runs / "steps").exists() and made != asdict(budget):
         raise UserError(
             f"{budget.runs}: of another version of the demo, which this one cannot go on with; "
             "rename or remove it"
@@ -192,18 +191,20 @@ def where_it_went(job: Pipeline, todo: list[Command], out: Path) -> Table:
     """Seconds and memory of every step, done now or before, and of all of them; also in `out`."""
     spent = {step.title: job.spent(step) for step in todo}
     keys = ("seconds", "cpu_seconds")
-    whole = {key: sum(row[key] for row in spent.values()) for key in keys}
+    whole = {key: round(sum(row[key] for row in spent.values()), 1) for key in keys}
     whole["peak_bytes"] = max(row["peak_bytes"] for row in spent.values())
-    minutes = {"minutes": whole["seconds"] / 60, "core_minutes": whole["cpu_seconds"] / 60}
-    lines = {step.title: {"command": step.line, **spent[step.title]} for step in todo}
+    minutes, core_minutes = (round(whole[key] / 60, 2) for key in keys)
     about = {"command": files.command(), "environment": files.environment("cpu")}
-    files.write_json(out, {**about, "all": {**whole, **minutes}, "steps": lines})
+    about["all"] = {"minutes": minutes, "core_minutes": core_minutes, **whole}
+    lines = {step.title: {"command": step.line, **spent[step.title]} for step in todo}
+    files.write_json(out, {**about, "steps": lines})
     rows = [
         [title, *(f"{row[key]:.0f}" for key in keys), f"{row['peak_bytes'] / 2**30:.1f}"]
         for title, row in [*spent.items(), ("all", whole)]
     ]
+    notes = [f"{minutes:.1f} minutes, {core_minutes:.1f} of one core: {out}"]
     head = ("where the time went", "seconds", "of the processors", "memory, GiB")
-    return Table(head, rows)
+    return Table(head, rows, notes=notes)
 
 
 def what_it_brought(budget: Budget, like: dict[str, Any], unlike: dict[str, Any]) -> Table:
