@@ -41,7 +41,7 @@ from outrider.scripts.common.config import DemoConfig
 from outrider.scripts.common.pipeline import Command, Pipeline
 from outrider.scripts.reports import score_table
 from outrider.scripts.reports.table import DOUBT, Table, number
-from outrider.scripts.scoring.ranking import believable
+from outrider.scripts.scoring.ranking import believable, best
 
 CHATS, QUESTIONS = (Path(f"scripts/prompts/demo_{what}.jsonl") for what in ("chats", "questions"))
 NGRAM = "ngram@3"
@@ -222,13 +222,15 @@ def what_it_brought(budget: Budget, like: dict[str, Any], unlike: dict[str, Any]
         ]
         engines = [engine.name for engine in (VLLM, SGLANG, LLAMACPP) if engine.loads(kind)]
         rows.append([title, *cells, ", ".join(engines) or "Outrider alone"])
+    fastest = best(like)
+    marked = list(budget.rows()).index(fastest["name"]) if fastest else None
     head = ("drafter", *settings, "loaded by")
     notes = ["tokens a pass · speed, where plain decoding has 1 of both"]
     if any(cell.endswith(DOUBT) for row in rows for cell in row):
         notes.append(f"IN DOUBT {DOUBT}: the notes of the table above say why")
     if budget is FAST:
         notes.append("NOT what the heads can do: FAST=1 checks that all steps run")
-    return Table(head, rows, "what training brought", notes, words=(0, -1))
+    return Table(head, rows, "what training brought", notes, words=(0, -1), best=marked)
 
 
 def next_commands(budget: Budget, report: dict[str, Any]) -> list[str]:
@@ -236,12 +238,12 @@ def next_commands(budget: Budget, report: dict[str, Any]) -> list[str]:
     that has a head of ours and whose speed can be believed, the last with the head that other
     engines load."""
     trained = [row["name"] for row in believable(report) if row["name"].startswith("runs/")]
-    best = trained[0] if trained else f"{budget.runs}/eagle3"
+    drafter = trained[0] if trained else f"{budget.runs}/eagle3"
     command = "outrider" if shutil.which("outrider") else ".venv/bin/outrider"
     export = [f"drafter={budget.runs}/eagle3", "format=vllm", f"out=exports/{budget.name}"]
     lines = [
-        ["chat", "target=smollm2", f"drafter={best}"],
-        ["serve", "target=smollm2", f"drafters=[{best}]"],
+        ["chat", "target=smollm2", f"drafter={drafter}"],
+        ["serve", "target=smollm2", f"drafters=[{drafter}]"],
         ["export", "target=smollm2", *export],
     ]
     return [f"  {command} {shlex.join(words)}" for words in lines]

@@ -82,11 +82,12 @@ def test_its_last_screen(
         demo.main(["fast=true"])
     said = capsys.readouterr().out
     assert end.value.code == 0 and "'drafters=[runs/demo-fast/hydra_heads@chain:2]'" in said
-    (eagle,) = (line for line in said.splitlines() if "│ EAGLE-3 head " in line)
+    (eagle,) = (line for line in said.splitlines() if "EAGLE-3 head  " in line)
     speeds = ["1.40× [1.30, 1.50]", "1.30× [1.20, 1.40]", "0.90× [0.80, 1.00]"]
     places = [eagle.index(part) for part in (*speeds, "vLLM, SGLang, llama.cpp")]
     assert places == sorted(places)
-    assert all("vLLM" not in line for line in said.splitlines() if "│ Hydra heads " in line)
+    assert all("vLLM" not in line for line in said.splitlines() if "Hydra heads  " in line)
+    assert "▸ Hydra heads " in said
     assert "2.00× [1.90, 2.10] ✗" in said and "IN DOUBT" in said
     assert json.loads((tmp_path / "reports/demo-fast/spent.json").read_text())["all"]
 
