@@ -66,7 +66,8 @@ class Pipeline:
 
     def spent(self, command: Command) -> dict[str, float]:
         """Seconds of a command and of the processors in its process, over all its runs; one that
-        was stopped counts. peak_bytes: its largest resident memory, 0 before it has run."""
+        was stopped counts. peak_bytes: its largest resident memory, which Linux begins to count
+        at that of the process that starts it; 0 before it has run."""
         rows = self._memo(command).lines("runs")
         seconds = {key: round(sum(r[key] for r in rows), 3) for key in ("seconds", "cpu_seconds")}
         return {**seconds, "peak_bytes": max((row["peak_bytes"] for row in rows), default=0)}
