@@ -25,7 +25,7 @@ STEPS = 60
 SMALL = (f"steps={STEPS}", "save_every=1", "log_every=1", "micro_batch=1")
 LAUNCH = ("-m", "accelerate.commands.launch", "--num_processes", "2")
 Child = subprocess.Popen[str]
-ENV = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+ENV = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def plain(data: Path, out: Path, *keys: str) -> None:
