@@ -118,6 +118,8 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         if memo.resumed:
             bar.console.print(f"going on with {out / 'unfinished'}", highlight=False)
         world = certificate.open_world(target, prompts, plan, by_name(bar), memo)
+        if not cfg.quiet:
+            bar.console.print(controls.ahead(world), highlight=False)
         layers = certificate.layers(world, drafter)
         negative = controls.run(world)
     bound = certificate.bound(layers, plan.alpha, cfg.detect)

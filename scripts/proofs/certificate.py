@@ -18,6 +18,7 @@ otherwise.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,8 @@ class CertificatePlan(Setting):
 class World:
     """What every layer on the user's own target works with. noise: see Plain.rounding; tie:
     largest difference of a token's distance to the best one that counts as rounding; theirs:
-    the reference's greedy tokens for the prompts `chosen`; memo: what was found so far."""
+    the reference's greedy tokens for the prompts `chosen`; memo: what was found so far; pace:
+    seconds for one of these tokens, None where an earlier run wrote them."""
 
     target: Target
     plain: Plain
@@ -84,6 +86,7 @@ class World:
     noise: dict[str, float]
     tie: float
     theirs: list[list[int]]
+    pace: float | None = None
 
 
 def open_world(
@@ -101,9 +104,12 @@ def open_world(
     chosen = [prompts[i % len(prompts)] for i in range(plan.greedy_prompts)]
     requested = [Request(list(p), plan.greedy_tokens, id=i) for i, p in enumerate(chosen)]
     how = (greedy_of(plan.sampling), plan.batch_size, plan.guidance)
+    known, begin = len(memo.lines("reference")), time.perf_counter()
     theirs = reference_tokens(plain, requested, *how, named(on_progress, "reference"), memo)
+    fresh = sum(len(tokens) for tokens in theirs[known:])
+    pace = (time.perf_counter() - begin) / fresh if fresh else None
     tie = SAFETY * noise["gap"] * spread
-    return World(target, plain, plan, memo, on_progress, prompts, chosen, noise, tie, theirs)
+    return World(target, plain, plan, memo, on_progress, prompts, chosen, noise, tie, theirs, pace)
 
 
 def layers(world: World, drafter: Drafter) -> list[dict[str, Any]]:

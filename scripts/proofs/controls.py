@@ -21,7 +21,7 @@ from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.verify import Coins, Verdict
 from outrider.decode.wrapped import Wrapped
-from outrider.scripts.common.progress import named
+from outrider.scripts.common.progress import clock, named
 from outrider.scripts.proofs import certificate, uniformity
 from outrider.scripts.proofs.enumerator import Case, enumerate_case
 from outrider.scripts.proofs.greedy import greedy_layer
@@ -31,6 +31,19 @@ from outrider.scripts.proofs.sampled import Sample, sampling_layer
 ENOUGH = 1e-6  # a sample is stopped early once its p falls below
 WARM = 1.0  # at a lower temperature next to nothing is left to chance, and nothing to see
 DRAFTED = 3  # tokens of a draft
+
+
+def ahead(world: certificate.World) -> str:
+    """How much there is to do, controls and all, before it is begun: tokens at the most, and how
+    long the reference would take for them."""
+    plan = world.plan
+    greedy = plan.sampling.greedy
+    tokens = 2 * len(world.chosen) * plan.greedy_tokens + (0 if greedy else 2 * plan.tokens)
+    took = "" if world.pace is None else f", about {clock(world.pace * tokens)} of decoding"
+    return (
+        f"to do: {plan.cases} toy worlds, {2 if greedy else 3} controls (wrong code that must be "
+        f"rejected), {tokens:,} tokens at most, half of them of controls{took}"
+    )
 
 
 def run(world: certificate.World) -> list[dict[str, Any]]:

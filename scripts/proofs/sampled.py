@@ -10,6 +10,7 @@ Shape letters: R tokens, V vocabulary, O orders, G strata, n sample size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -169,10 +170,13 @@ def _chunk(
     """The next requests: what is kept of their tokens, as many as are still wanted. drawn: told
     how many were decoded so far."""
     how, number = judge.how, sum(row["requests"] for row in rows)
-    wanted = how.tokens - sum(row["size"] for row in rows)
+    done = sum(row["size"] for row in rows)
+    wanted = how.tokens - done
+    usual = max(1.0, done / number) if number else how.max_new_tokens  # tokens of an answer
+    count = min(how.chunk * how.batch_size, math.ceil(wanted / usual))
     requested = [
         Request(list(prompts[(number + i) % len(prompts)]), how.max_new_tokens, id=number + i)
-        for i in range(how.chunk * how.batch_size)
+        for i in range(count)
     ]
     run, lines = _recorded(judge.target, drafter, requested, how, drawn)
     texts = [([*g.prompt_ids, *g.token_ids], len(g.prompt_ids)) for g in run.generations]

@@ -282,6 +282,15 @@ def test_distribution_of_the_guided_loop_is_exact(rule: str) -> None:
         assert found.error <= 1e-9 and unguided.outputs == found.outputs
 
 
+def test_a_small_sample_is_drawn_from_few_requests(world: Any) -> None:
+    """100 tokens, at most 40 an answer, once took 32 requests."""
+    plain, own, prompts = world
+    memo = Memo(None)
+    how = Setting(ONE, 100, 40, 16)
+    found = sampling_layer(plain, plain.target, own, prompts, how, memo=memo)
+    assert len(found.u) == 100 and sum(row["requests"] for row in memo.lines("sampling")) <= 8
+
+
 def test_a_sample_goes_on_where_it_stopped(world: Any, tmp_path: Path) -> None:
     plain, own, prompts = world
     how = Setting(ONE, 1500, 12, 16)
