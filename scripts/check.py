@@ -2,10 +2,11 @@
 
     python scripts/check.py url=http://127.0.0.1:8080 expected=exports/eagle3
 
-Asks it the prompts of expected.json and compares answers, drafted and accepted tokens. A server in
-16 bits may part where the target's two best logits lie near each other: such answers are compared
-up to there, and are no fault unless they are more than 16 bits explain. Exit code 1: it does not,
-with the place where it parts. scripts/serving/contract.py tells what the file holds.
+Asks it the prompts of expected.json and compares answers, drafted and accepted tokens. A
+server in 16 bits may part where the target's two best logits lie near each other: such
+answers are compared up to there, and are no fault unless they are more than 16 bits explain.
+Exit code 1: it does not, with the place where it parts. scripts/serving/contract.py tells
+what the file holds.
 """
 
 from __future__ import annotations

@@ -2,17 +2,17 @@
 whether a running server does it.
 
 `expected.json` holds prompts as token ids, the greedy answer behind each, and what our chain
-of the exported numbers accepted there: an accepted stop token counts, what a draft holds behind
-it does not; a draft never reaches beyond the length limit. Engines differ in the cycle that ends
-an answer: vLLM counts what stands behind the stop token as well, llama.cpp not even that token
-(`until_stop`).
+of the exported numbers accepted there: an accepted stop token counts, what a draft holds
+behind it does not; a draft never reaches beyond the length limit. Engines differ in the cycle
+that ends an answer: vLLM counts what stands behind the stop token as well, llama.cpp not even
+that token (`until_stop`).
 
-It was written in float32, and servers run in 16 bits. So it holds per prompt `rivals`: for every
-token of the answer the tokens next to it, [[token, by how much its logit is below], ..], of which
-the first is the gap of the two best logits; and what 16 bits do to such gaps, `rounding`
-(near_ties.py). An answer that parts at a rival within rounding["most"] parts at a near tie, which
-is no fault unless it happens too often; what comes behind is not compared. A file of version 0.2
-has neither.
+It was written in float32, and servers run in 16 bits. So it holds per prompt `rivals`: for
+every token of the answer the tokens next to it, [[token, by how much its logit is below],
+..], of which the first is the gap of the two best logits; and what 16 bits do to such gaps,
+`rounding` (near_ties.py). An answer that parts at a rival within rounding["most"] parts at a
+near tie, which is no fault unless it happens too often; what comes behind is not compared. A
+file of version 0.2 has neither.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def cycles_of(contract: dict[str, Any]) -> list[list[Cycle]]:
 
 
 def up_to(cycles: Sequence[Cycle], limit: int) -> list[Cycle]:
-    """The cycles of the same answer with at most `limit` tokens: the last token of a cycle is not
-    drafted."""
+    """The cycles of the same answer with at most `limit` tokens: the last token of a cycle is
+    not drafted."""
     rooms = ((cycle, limit - cycle.start - 1) for cycle in cycles)
     return [
         replace(cycle, proposed=min(cycle.proposed, room), accepted=min(cycle.accepted, room))
@@ -128,8 +128,8 @@ def up_to(cycles: Sequence[Cycle], limit: int) -> list[Cycle]:
 def until_stop(
     cycles: Sequence[Cycle], tokens: Sequence[int], stop: Collection[int]
 ) -> list[Cycle]:
-    """The cycles of an answer `tokens` as an engine counts them for which an accepted token that
-    ends the text is none."""
+    """The cycles of an answer `tokens` as an engine counts them for which an accepted token
+    that ends the text is none."""
     out = []
     for cycle in cycles:
         drafted = tokens[cycle.start : cycle.start + cycle.accepted]
@@ -202,8 +202,9 @@ def _counts(row: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Parting:
-    """Where an answer leaves the expected one. alike: tokens before. gap: of the two best logits
-    there, None where that is not known. near: 16 bits may choose so; else it is a fault."""
+    """Where an answer leaves the expected one. alike: tokens before. gap: of the two best
+    logits there, None where that is not known. near: 16 bits may choose so; else it is a
+    fault."""
 
     alike: int
     said: str
@@ -219,8 +220,8 @@ def rounding(contract: dict[str, Any]) -> near_ties.Rounding | None:
 def parting(
     contract: dict[str, Any], row: dict[str, Any], answer: Reply, limit: int
 ) -> Parting | None:
-    """Where the answer behind a prompt `row`, of at most `limit` tokens, leaves the expected one;
-    None where it does not."""
+    """Where the answer behind a prompt `row`, of at most `limit` tokens, leaves the expected
+    one; None where it does not."""
     if answer.tokens is None:
         return _parting_text(row["text"], answer.text)
     stop = set(contract["stop"])
@@ -263,9 +264,10 @@ def _first(mine: Sequence[Any], theirs: Sequence[Any]) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """An answer, or its part before a near tie, that is the expected one of `prompt` (from 0) with
-    `limit` tokens: what the server counted there. drafts: cycles that drafted, None where it does
-    not tell them; by_position: how many of them accepted draft token 1, 2, .., [] as well."""
+    """An answer, or its part before a near tie, that is the expected one of `prompt` (from 0)
+    with `limit` tokens: what the server counted there. drafts: cycles that drafted, None
+    where it does not tell them; by_position: how many of them accepted draft token 1, 2, ..,
+    [] as well."""
 
     prompt: int
     limit: int
@@ -278,9 +280,9 @@ class Piece:
 def acceptance(contract: dict[str, Any], pieces: Sequence[Piece]) -> dict[str, Any]:
     """Drafted and accepted tokens of one piece or more beside the contract's.
 
-    equal: the rates lie within the contract's intervals, since engines differ at the end of an
-    answer and 16 bits turn draft tokens too. position: the first draft token whose rate does not.
-    unlike_prompts: those with other counts.
+    equal: the rates lie within the contract's intervals, since engines differ at the end of
+    an answer and 16 bits turn draft tokens too. position: the first draft token whose rate
+    does not. unlike_prompts: those with other counts.
     """
     known = [_known(contract, piece) for piece in pieces]
     mine = [(sum(c.proposed for c in cs), sum(c.accepted for c in cs)) for cs in known]
@@ -314,8 +316,8 @@ def acceptance(contract: dict[str, Any], pieces: Sequence[Piece]) -> dict[str, A
 
 
 def _turned(contract: dict[str, Any], pieces: Sequence[Piece], cycles: int) -> float:
-    """The most by which 16 bits move a rate over so many cycles, when they turn draft tokens as
-    often as the target's own: three standard deviations above the mean."""
+    """The most by which 16 bits move a rate over so many cycles, when they turn draft tokens
+    as often as the target's own: three standard deviations above the mean."""
     known = rounding(contract)
     if known is None:
         return 0.0
@@ -337,8 +339,8 @@ def _known(contract: dict[str, Any], piece: Piece) -> list[Cycle]:
 
 
 def _inside(value: float, interval: dict[str, Any], edge: float, alone: float) -> bool:
-    """Whether a rate lies in an interval. One prompt has none: there a cycle's draft, `alone`, may
-    be counted otherwise."""
+    """Whether a rate lies in an interval. One prompt has none: there a cycle's draft,
+    `alone`, may be counted otherwise."""
     low, high = interval["low"], interval["high"]
     if low is None or high is None:
         return abs(value - float(interval["mean"])) <= edge + alone

@@ -30,11 +30,11 @@ def checked(wanted: dict[str, Any], address: Address) -> dict[str, Any]:
     """What a server did against a contract, with its kind; counters: what is wrong with its
     counters.
 
-    equal: answers as expected. near_ties: where others part at one; their part before it is asked
-    again, so that its counts can be compared. faults: where answers part otherwise, in words.
-    odds: see near_ties.Rounding. not_compared: expected tokens behind near ties. acceptance: see
-    contract.acceptance; None where the server tells none. longer: a cycle drafted more than
-    expected. served: no fault, and the acceptance is equal.
+    equal: answers as expected. near_ties: where others part at one; their part before it is
+    asked again, so that its counts can be compared. faults: where answers part otherwise, in
+    words. odds: see near_ties.Rounding. not_compared: expected tokens behind near ties.
+    acceptance: see contract.acceptance; None where the server tells none. longer: a cycle
+    drafted more than expected. served: no fault, and the acceptance is equal.
 
     Raises UserError for a server that cannot be asked.
     """
@@ -112,8 +112,8 @@ def _answered(said: dict[str, Any]) -> bool:
 
 
 def _piece(one: _Asked, by_page: bool) -> Piece | None:
-    """What the server counted, on its page or with the answer (SGLang, llama.cpp, our own); None
-    where it tells nothing."""
+    """What the server counted, on its page or with the answer (SGLang, llama.cpp, our own);
+    None where it tells nothing."""
     if by_page:
         rose = one.rose.rose or {}
         counts = (rose["draft_tokens"], rose["accepted_tokens"], rose["drafts"])

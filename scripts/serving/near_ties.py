@@ -1,9 +1,9 @@
-"""Where may a server in 16 bits answer otherwise than the target in float32? Where the two best
-logits lie so near that its arithmetic turns them round.
+"""Where may a server in 16 bits answer otherwise than the target in float32? Where the two
+best logits lie so near that its arithmetic turns them round.
 
-How far that arithmetic moves logits is measured, with the rule by which `evaluate` judges answers
-that differ (scripts/scoring/same_tokens.py): the target's own logits in float32 and in bfloat16
-behind the same tokens, and SAFETY times the most that one moved against the best.
+How far that arithmetic moves logits is measured, with the rule by which `evaluate` judges
+answers that differ (scripts/scoring/same_tokens.py): the target's own logits in float32 and
+in bfloat16 behind the same tokens, and SAFETY times the most that one moved against the best.
 
 Shape letters: n tokens of an answer, V vocabulary.
 """
@@ -28,8 +28,9 @@ Rivals = list[tuple[int, float]]  # tokens, by how much their logit is below the
 
 @contextlib.contextmanager
 def in_bfloat16(model: torch.nn.Module) -> Iterator[None]:
-    """The model with bfloat16 weights while the block runs, then as it was, bit by bit. A weight
-    that bfloat16 holds exactly, as most published ones, needs no second copy meanwhile."""
+    """The model with bfloat16 weights while the block runs, then as it was, bit by bit. A
+    weight that bfloat16 holds exactly, as most published ones, needs no second copy
+    meanwhile."""
     kept: list[tuple[torch.nn.Parameter, Tensor | None, torch.dtype]] = []
     try:
         for weight in model.parameters():
@@ -73,8 +74,9 @@ class Rounding:
 def measured(
     target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> tuple[Rounding, list[list[Rivals]]]:
-    """Of (prompt, answer) token ids: what 16 bits do to this target, and for every token of every
-    answer its rivals, the nearest first: those within `most` of it, and the nearest in any case.
+    """Of (prompt, answer) token ids: what 16 bits do to this target, and for every token of
+    every answer its rivals, the nearest first: those within `most` of it, and the nearest in
+    any case.
 
     target: in float32; it is back in it afterwards."""
     plain = Plain(target)

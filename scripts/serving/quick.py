@@ -44,10 +44,10 @@ JUDGING = 4.0  # seconds that are left for the tests
 COUNTING = 2.0  # seconds for a page of counters
 SEEDS = 1 << 31
 STEP = 8  # places between two that are scored again
-# Nats by which one distribution may be off the other (Kullback-Leibler) on average. Two ways to
-# compute a logit in bfloat16 differ by up to 2 units in the last place (scoring/same_tokens.py),
-# 0.25 where logits are below 32; so much noise on every logit moves a distribution by half of its
-# square.
+# Nats by which one distribution may be off the other (Kullback-Leibler) on average. Two ways
+# to compute a logit in bfloat16 differ by up to 2 units in the last place
+# (scoring/same_tokens.py), 0.25 where logits are below 32; so much noise on every logit moves a
+# distribution by half of its square.
 CLOSE = 0.25**2 / 2
 MOST = 14.0  # nats between two log-probabilities of a token: one says as good as never
 
