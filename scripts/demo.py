@@ -83,7 +83,7 @@ class Budget:
 
 FULL = Budget("demo", 384, hydra_steps=180, eagle_steps=180, prompts=24, tokens=48)
 # Where a processor has no instructions for bfloat16: a float32 step takes it three times as long.
-HALF = replace(FULL, conversations=192, hydra_steps=100, eagle_steps=90, prompts=16)
+HALF = replace(FULL, conversations=192, hydra_steps=100, eagle_steps=90, prompts=12)
 FAST = Budget("demo-fast", 32, hydra_steps=10, eagle_steps=10, prompts=8, tokens=24)
 
 
@@ -168,7 +168,9 @@ def budget_here() -> Budget:
 
     if dtype_on(None) == "bfloat16":
         return FULL
-    print("note: no instructions for bfloat16 here: half of the data, in float32")
+    print(
+        "note: no instructions for bfloat16 here: half of the data and of the questions, in float32"
+    )
     return HALF
 
 
@@ -180,7 +182,7 @@ def begin(budget: Budget) -> None:
     if (budget.runs / "steps").exists() and made != asdict(budget):
         raise UserError(
             f"{budget.runs}: of another version of the demo, which this one cannot go on with; "
-            "rename or remove it"
+            f"rename or remove it and {budget.reports}"
         )
     files.write_json(figures, asdict(budget))
     lines = files.here(CHATS).read_text().splitlines(keepends=True)[: budget.conversations]

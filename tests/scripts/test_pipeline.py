@@ -145,7 +145,7 @@ def test_the_demo_goes_on_with_its_own_files_alone(
     (demo.FULL.runs / "steps").mkdir()
     demo.begin(demo.FULL)
     demo.begin(demo.FAST)
-    with pytest.raises(UserError, match="^runs/demo: .*rename or remove it"):
+    with pytest.raises(UserError, match="^runs/demo: .*rename or remove it and reports.demo"):
         demo.begin(replace(demo.FULL, hydra_steps=1))
     (demo.FULL.runs / "budget.json").unlink()
     with pytest.raises(UserError, match="^runs/demo: "):
