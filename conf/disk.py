@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from outrider.conf.errors import UserError
 
 _numbers = itertools.count()
 
@@ -54,3 +57,17 @@ def size(count: float) -> str:
             return f"{count:.1f} {unit}".replace(".0 ", " ")
         count /= 1000
     return f"{count:,.1f} TB"
+
+
+def check_space(key: str, folder: Path, need: float, fix: str = "give another folder") -> None:
+    """Raises UserError where `need` bytes are not free on the disk of `folder`, which need not be
+    there yet. key: which names it. fix: what to do beside freeing space."""
+    near = folder.absolute()
+    while not near.exists():
+        near = near.parent
+    free = shutil.disk_usage(near).free
+    if free < need:
+        raise UserError(
+            f"{key}: {near} has {size(free)} free, {size(need)} are needed; free space there or "
+            f"{fix}"
+        )

@@ -15,14 +15,13 @@ import errno
 import functools
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from outrider.conf.disk import size
+from outrider.conf.disk import check_space, size
 from outrider.conf.errors import UserError, first_line
 from outrider.heads.names import HUB, OPTIONS, parse
 
@@ -158,12 +157,7 @@ def _announced(known: HubName, wanted: tuple[str, ...], keys: dict[str, Any]) ->
     if missing:
         cache = Path(constants.HF_HUB_CACHE)
         cache.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(cache).free
-        if missing > free:
-            raise UserError(
-                f"{known}: needs {size(missing)}, and {cache} has {size(free)}; free some or set "
-                "HF_HOME"
-            )
+        check_space(str(known), cache, missing, "set HF_HOME to another folder")
         if os.environ.get("RANK", "0") == "0":
             at = found[0].commit_hash[:7]
             print(f"{known}: fetching {size(missing)} at commit {at}", file=sys.stderr, flush=True)

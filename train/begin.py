@@ -25,7 +25,7 @@ from outrider.train.measure.profile import Window
 from outrider.train.measure.speed import Flops
 from outrider.train.resolve import Resolved, resolve
 from outrider.train.run import Run
-from outrider.train.saving import Saver, last_state, resume
+from outrider.train.saving import Saver, check_space, last_state, resume
 from outrider.train.sharding import loaded, shard_target
 from outrider.train.signals import Stop, interruption
 from outrider.train.stored.features import Source
@@ -66,6 +66,7 @@ def begin(
     meaning = {**meaning_of(cfg, target, rows), **source.meaning, **made.meaning}
     if checkpoint is not None:
         notes += resume(checkpoint, state, cfg, meaning, head, optimizer)
+    check_space(cfg, head, state.step, accelerator)
     state.meaning = meaning
     state.came_from(made.spent)
 

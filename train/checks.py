@@ -23,6 +23,7 @@ from outrider.heads.base import Batch, Head
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
 from outrider.train.measure import memory
+from outrider.train.saving import needed
 from outrider.train.texts.batches import BatchPlan, JoinedRows
 
 # (counts [V], **changed head keys) -> a target and a fresh head on it
@@ -318,10 +319,9 @@ def cost(cfg: Any, target: Target, head: Head, rows: JoinedRows, plan: BatchPlan
         f"arithmetic: {_si(flops / tokens, 'FLOP')} per token, {_si(whole, 'FLOP')} for the run; "
         f"here {_si(flops / seconds, 'FLOP/s')}"
     )
-    most = (12 * (cfg.keep + 1) + 8) * n  # one checkpoint more while it is written, head/ and best/
     check.say(
         f"disk: head {_si(4 * n, 'B', 1024)}, checkpoint {_si(12 * n, 'B', 1024)}, {cfg.out_dir} "
-        f"up to {_si(most, 'B', 1024)}; features are made on the fly: 0 B"
+        f"up to {_si(needed(cfg, head), 'B', 1024)}; features are made on the fly: 0 B"
     )
     return check
 

@@ -23,6 +23,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch import Tensor
 
+from outrider.conf import disk as files
 from outrider.conf.errors import UserError, first_line
 from outrider.decode.models.identity import Identity
 from outrider.heads.base import Head
@@ -184,6 +185,31 @@ class Saver:
                 "checkpoint was written; look at its hardware, then start the same command again "
                 f"to go on from the newest one in {self.out}"
             )
+
+
+def needed(cfg: TrainConfig, head: Head, step: int = 0) -> int:
+    """Bytes that a run will still put into its folder from `step` on: checkpoints, one more than
+    are kept while it is written, head/ and best/, and a copy of one of them as it is replaced."""
+    out, trained = Path(cfg.out_dir), [p for p in head.parameters() if p.requires_grad]
+    weights = sum(v.nbytes for v in head.state_dict().values())
+    every, left = cfg.save_every or cfg.steps, step < cfg.steps
+    due = -(-cfg.steps // every) - step // every if left else 0
+    more = max(0, min(due, cfg.keep + 1 - len(disk.checkpoints(out))))
+    heads = sum(not (out / name).exists() for name in ("head", "best")) + left
+    return more * (weights + 2 * sum(p.nbytes for p in trained)) + heads * weights + disk.MARGIN
+
+
+def check_space(cfg: TrainConfig, head: Head, step: int, accelerator: Accelerator) -> None:
+    """Raises UserError on every rank where the run folder's disk cannot hold the run."""
+    problem = ""
+    if accelerator.is_main_process:
+        try:
+            fix = "give another out_dir, or a smaller keep"
+            files.check_space("out_dir", Path(cfg.out_dir), needed(cfg, head, step), fix)
+        except UserError as error:
+            problem = str(error)
+    if problem := agreed(problem, accelerator):
+        raise UserError(problem)
 
 
 def last_state(out: Path, accelerator: Accelerator) -> tuple[Path | None, State, list[str]]:

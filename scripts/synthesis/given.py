@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from outrider.conf.disk import check_space
 from outrider.conf.errors import UserError
 from outrider.decode.models.identity import sha256_template, sha256_tokenizer
 from outrider.decode.models.load import load_target, load_tokenizer
@@ -19,7 +20,7 @@ from outrider.scripts.common.meter import Meter
 from outrider.scripts.synthesis.config import SynthesizeConfig
 from outrider.scripts.synthesis.conversation import Answering
 from outrider.scripts.synthesis.in_process import InProcess
-from outrider.scripts.synthesis.ledger import Ledger, check_space, say
+from outrider.scripts.synthesis.ledger import Ledger, say
 from outrider.scripts.synthesis.prompt_sets import is_file, prompt_set
 from outrider.scripts.synthesis.questions import Invented, Questions
 from outrider.scripts.synthesis.regenerate import Regenerator
@@ -53,7 +54,7 @@ def answer(cfg: SynthesizeConfig, signals: Signals) -> None:
     total = min(cfg.num_conversations or usual or len(questions), len(questions))
     # About 5 bytes a token, and the questions again.
     need = 5 * total * cfg.longest + questions.path.stat().st_size + (1 << 20)
-    check_space(path.parent, need)
+    check_space("out", path.parent, need)
     asyncio.run(_answer(cfg, questions, total, signals))
 
 

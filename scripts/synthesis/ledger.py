@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -118,16 +117,6 @@ class Ledger:
         record = {"settings": self.settings, "blocks": self.blocks, "bytes": size}
         record |= {"sha256": digest, "failed": self.failed, "tally": dict(self.tally)}
         write_json(self.meta, record)
-
-
-def check_space(folder: Path, need: int) -> None:
-    """Raises UserError where `need` bytes are not free."""
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise UserError(
-            f"out: {folder} has {free >> 20} MB free, up to {need >> 20} MB are needed; free "
-            "space there or give another folder"
-        )
 
 
 def say(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -16,7 +17,7 @@ import torch
 
 from outrider.conf.errors import Interrupted, UserError
 from outrider.heads import checkpoint as heads_checkpoint
-from outrider.train import loop
+from outrider.train import loop, saving
 from outrider.train import state as disk
 from outrider.train.facts import is_no_memory, no_memory
 from outrider.train.run import Run
@@ -30,6 +31,43 @@ def snapshot(step: int, value: float = 0.0) -> Snapshot:
     return Snapshot(
         state, {"w": torch.full((9,), value)}, {"0.exp_avg": torch.zeros(9)}, "medusa", {}, None
     )
+
+
+# before the training
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [("save_every=1", "keep=2"), ("save_every=0",), ("save_every=4",)])
+def test_a_full_disk_is_found_before_the_first_step(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
+) -> None:
+    """One byte less than the run needs: no step. Exactly as many: it holds no more at one time,
+    and hardly less. A run that is done needs none."""
+    usage, out, free = type(shutil.disk_usage("/")), tmp_path / "run", [0]
+    asked, held, needed, retire = list[int](), list[int](), saving.needed, disk.retire
+
+    def recorded(*given: Any) -> int:
+        asked.append(needed(*given))
+        return asked[-1]
+
+    def retiring(*given: Any) -> None:
+        held.append(sum(p.stat().st_size for p in out.rglob("*.safetensors")))
+        retire(*given)
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, free[0]))
+    monkeypatch.setattr(saving, "needed", recorded)
+    monkeypatch.setattr(disk, "retire", retiring)
+    for _ in range(2):
+        with pytest.raises(UserError, match="out_dir: .* are needed"):
+            run(data, out, *keys)
+        free[0] = asked[0] - 1
+    assert not (out / "metrics.jsonl").exists() and not (out / "checkpoints").exists()
+    free[0] = asked[0]
+    run(data, out, *keys)
+    head = (out / "head" / "head.safetensors").stat().st_size
+    assert 0 <= asked[0] - disk.MARGIN - (max(held) + 2 * head) < 1.1 * head
+    free[0] = disk.MARGIN
+    run(data, out, *keys)
 
 
 # beside the training

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,16 +152,9 @@ class FeatureWriter:
             for i in range(self.count)
             if self.entry(i) and self.path(i).is_file()
         )
-        near = self.folder.absolute()
-        while not near.exists():
-            near = near.parent
-        free, need = shutil.disk_usage(near).free, whole - there + (1 << 20)
-        if free < need:
-            raise UserError(
-                f"out: {near} has {free:,} bytes free, {need:,} are needed; free space, store "
-                "fewer taps, or give another folder"
-            )
-        return f"{text}, {there:,} there already, {free:,} free on {near}"
+        need = whole - there + (1 << 20)
+        disk.check_space("out", self.folder, need, "store fewer taps, or give another folder")
+        return f"{text}, {there:,} there already"
 
     def begin(self) -> None:
         """Write the plan."""
