@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -208,6 +209,34 @@ def test_held_out_rows_follow_the_prompt_and_are_never_trained_on(tmp_path: Path
     assert not used & set(rows.held.nonzero()[:, 0].tolist())
     prompt = byte_tokenizer().decode(rows.prompt(5))
     assert prompt == "<|im_start|>user\nquestion 5<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_eight_rows_are_held_out_of_a_hundred_whatever_the_hash_says(tmp_path: Path) -> None:
+    """By their prompts, however the rows lie in files; and counted as held out."""
+
+    def asked(rows: JoinedRows) -> set[str]:
+        decode = byte_tokenizer().decode
+        return {decode(rows.prompt(r)) for r in rows.held.nonzero()[:, 0].tolist()}
+
+    path = chats(tmp_path / "d.jsonl", 160)
+    rows = load(path, held_out=1e-9)
+    assert rows.held.sum() == len(asked(rows)) == 8
+    cached = [load(path, held_out=1e-9, cache=True) for _ in range(2)]
+    assert {r.sha256() for r in cached} == {rows.sha256()} != {load(path, held_out=0).sha256()}
+    counts = rows.loss & ~rows.held.repeat_interleave(rows.lengths)
+    assert cached[1].counts(260).equal(torch.bincount(rows.ids[counts].long(), minlength=260))
+    lines = path.read_text().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_text("".join(lines[100:]))
+    (tmp_path / "b.jsonl").write_text("".join(reversed(lines[:100])))
+    cfg = DataConfig(path=[str(tmp_path / f"{name}.jsonl") for name in "ba"], held_out=1e-9)
+    parts = load_rows(cfg, byte_tokenizer(), EOS, 260, 1024)
+    assert asked(parts) == asked(rows) and parts.counts(260).equal(rows.counts(260))
+    path.write_text("".join(line for line in lines for _ in range(3)))
+    assert load(path, held_out=1e-9).held.sum() == 9, "three chats of three rows each"
+    path.write_text(lines[0] * 160)
+    assert not load(path, held_out=1e-9).held.any(), "or nothing is left to train on"
+    assert not load(chats(path, 99), held_out=1e-9).held.any()
+    assert not load(chats(path, 160), held_out=0).held.any()
 
 
 def test_batch_k_is_a_function_of_seed_epoch_and_k(tmp_path: Path) -> None:

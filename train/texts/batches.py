@@ -43,6 +43,7 @@ from outrider.train.texts.tokens import HASHED, PART, RowCounter, TokenWriter, m
 from outrider.train.texts.workers import processes
 from outrider.train.waiting import nothing, turn
 
+LEAST, ENOUGH = 8, 100  # rows that are held out at least, and of how many
 VERSION = 4  # of the token cache: raise it when rows are encoded differently
 LEFT_OUT = (
     "left_out.txt"  # in the run folder: file:line and reason of every row that is not trained on
@@ -277,6 +278,31 @@ def joined(parts: Sequence[JoinedRows], weights: Sequence[float] = ()) -> Joined
     )
 
 
+def some_held_out(rows: JoinedRows) -> JoinedRows:
+    """The same rows, LEAST of them held out where there are ENOUGH and the share of data.held_out
+    meant fewer: by a hash of their prompts, so that equal ones and all rows of a chat fall on
+    one side whatever their order. A prompt of more than LEAST rows stays."""
+    missing = LEAST - int(rows.held.sum())
+    if missing <= 0 or rows.held.numel() < ENOUGH:
+        return rows
+    chats: dict[str, str] = {}  # file:line -> hash of its first prompt
+    groups: dict[str, list[int]] = {}
+    for row in (~rows.held).nonzero()[:, 0].tolist():
+        name = chats.get(place := rows.where(row))
+        if name is None:
+            ids = json.dumps(rows.prompt(row))
+            name = chats[place] = hashlib.sha256(ids.encode()).hexdigest()
+        groups.setdefault(name, []).append(row)
+    held = rows.held.clone()
+    for name in sorted(groups):
+        if missing > 0 and len(groups[name]) <= LEAST:
+            held[groups[name]] = True
+            missing -= len(groups[name])
+    about = {k: v for k, v in rows.about.items() if k != "sha256"}
+    about["sha256"] = _sha256_of_all([rows.sha256(), held.numpy().tobytes().hex()])
+    return replace(rows, held=held, tally=None, about=about)
+
+
 def _sha256_of_all(hashes: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
@@ -308,8 +334,9 @@ class BatchPlan:
         self.per_epoch = self.train.numel() // batch_size
         if not self.per_epoch:
             raise UserError(
-                f"batch_size: {batch_size} rows, but only {self.train.numel()} rows to "
-                "train on; lower it"
+                f"batch_size: {batch_size} rows, but only {self.train.numel()} rows to train on; "
+                + (f"set batch_size={self.train.numel()}, or " if self.train.numel() else "")
+                + "give more data"
             )
         self.parts = self._parts()
         self._epoch = functools.lru_cache(maxsize=2)(self._order)
@@ -433,6 +460,8 @@ def load_rows(
     for part in parts:
         _check_any(part)
     rows = joined(parts, cfg.weights)
+    if cfg.held_out and not isinstance(cfg.held_out, str):
+        rows = some_held_out(rows)
     total = rows.lines.numel() + len(rows.bad)
     if len(rows.bad) > cfg.max_bad_fraction * total:
         raise UserError(
