@@ -54,7 +54,7 @@ def facts_of(
         f"{f' ({rows.reasons()})' if rows.bad else ''}"
         + (f", {plan.skipped} skipped as data.skip says" if cfg.data.skip else ""),
         "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
-        f"epoch, {cfg.steps} steps, "
+        f"epoch, {cfg.steps:,} steps, {cfg.steps / plan.per_epoch:,.1f} passes over the data, "
         f"{plan.waste(limits_of(cfg), world):.1%} padding",
     }
     if mixture := plan.mixture():
