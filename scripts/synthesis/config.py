@@ -20,6 +20,7 @@ from outrider.conf.rules import (
     one_of,
 )
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
+from outrider.train.config import CONCURRENCY
 
 UNSEEN = ("gsm8k", "humaneval", "math500", "mtbench")  # suites that are small to fetch
 
@@ -74,8 +75,9 @@ class SynthesizeConfig(AutoDtype):
     prompts_path: str = ""
     # suites and JSONL files whose prompts are left out of a public set
     unseen: list[NotEmpty] = field(default_factory=lambda: list(UNSEEN))
-    # openai: questions asked at a time
-    concurrency: OneOrMore = 256
+    # openai: questions asked at a time, as many as one server of a model wants; with several
+    #     behind base_url give so many for each
+    concurrency: OneOrMore = CONCURRENCY
     # openai: seconds that a whole answer may take
     timeout: AboveZero = 600.0
     # openai: tries after the first one, for each question; a rate limit uses up none

@@ -40,7 +40,7 @@ def answer(cfg: SynthesizeConfig, signals: Signals) -> None:
     if not cfg.prompts:
         total = cfg.num_conversations or USUAL
         letters = 5 * (cfg.max_question_tokens + cfg.longest)  # of a row, about
-        check_space(path.parent, total * letters + (1 << 20))
+        check_space("out", path.parent, total * letters + (1 << 20))
         return asyncio.run(_answer(cfg, Invented(path), total, signals))
     questions, usual = _questions(cfg, path)
     bad, of = questions.bad, len(questions) + len(questions.bad)

@@ -22,10 +22,12 @@ from outrider.decode.models.packages import TARGETS
 
 @dataclass(frozen=True)
 class Model:
-    """A target by its config."""
+    """A target by its config. thinks: whether its chat template lets it think unless told
+    otherwise."""
 
     name: str
     config: dict[str, Any]
+    thinks: bool = False
 
     @functools.cached_property
     def built(self) -> Any:
@@ -61,12 +63,24 @@ def numbers(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+def active(model: Model) -> float:
+    """Parameters of a target's layers that a token meets."""
+    experts = sum(p.numel() for n, p in model.layers.named_parameters() if ".experts." in n)
+    if not experts:
+        return numbers(model.layers)
+    many = getattr(model.text, "num_local_experts", 0) or model.text.num_experts
+    return numbers(model.layers) - experts * (1 - model.text.num_experts_per_tok / many)
+
+
 @functools.cache
 def shipped() -> dict[str, Model]:
     """Models whose facts lie here, by their repository in lower case."""
     files = sorted(Path(__file__).parent.glob("models/*.json"))
     facts = (json.loads(path.read_text()) for path in files)
-    return {f["repository"].lower(): Model(f["repository"], f["config"]) for f in facts}
+    return {
+        f["repository"].lower(): Model(f["repository"], f["config"], f.get("thinks", False))
+        for f in facts
+    }
 
 
 def model_of(cfg: TargetConfig) -> Model:
@@ -87,6 +101,15 @@ def model_of(cfg: TargetConfig) -> Model:
         )
     path = Path(cfg.path).expanduser() / "config.json"
     try:
-        return Model(path.parent.name, dict(json.loads(path.read_text())))
+        config = dict(json.loads(path.read_text()))
+        return Model(path.parent.name, config, _thinks(path.parent))
     except (OSError, ValueError, TypeError):
         raise UserError(f"target.path: {path} is no model's config.json") from None
+
+
+def _thinks(folder: Path) -> bool:
+    """Whether the chat template beside a config has a switch for thinking, which is on unless
+    it is named, or opens a block of it."""
+    places = [folder / name for name in ("chat_template.jinja", "tokenizer_config.json")]
+    text = "".join(place.read_text() for place in places if place.is_file())
+    return any(word in text for word in ("enable_thinking", "reasoning_effort", "<think>"))
