@@ -64,8 +64,7 @@ def begin(
 
     source = _source(cfg, head, target, rows, check_stop)
     meaning = {**meaning_of(cfg, target, rows), **source.meaning, **made.meaning}
-    if checkpoint is not None:
-        notes += resume(checkpoint, state, cfg, meaning, head, optimizer)
+    notes += resume(checkpoint, state, cfg, meaning, head, optimizer)
     check_space(cfg, head, state.step, accelerator)
     state.meaning = meaning
     state.came_from(made.spent)

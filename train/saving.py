@@ -225,17 +225,19 @@ def last_state(out: Path, accelerator: Accelerator) -> tuple[Path | None, State,
 
 
 def resume(
-    checkpoint: Path,
+    checkpoint: Path | None,
     state: State,
     cfg: TrainConfig,
     meaning: dict[str, Any],
     head: Head,
     optimizer: torch.optim.Optimizer,
 ) -> list[str]:
-    """Restore a checkpoint of this run into head and optimizer; returns what to tell the user.
-    state: the checkpoint's. meaning: of the run as it goes on.
+    """Restore a checkpoint of this run, if there is one, into head and optimizer; returns what to
+    tell the user. state: the checkpoint's. meaning: of the run as it goes on.
 
     Raises UserError where that is another run."""
+    if checkpoint is None:
+        return []
     out = Path(cfg.out_dir)
     changes = disk.check_meaning(state.meaning, meaning, out, defaults(cfg))
     anew = disk.replanned(state.meaning, meaning, defaults(cfg))
