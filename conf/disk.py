@@ -60,14 +60,14 @@ def size(count: float) -> str:
 
 
 def check_space(key: str, folder: Path, need: float, fix: str = "give another folder") -> None:
-    """Raises UserError where `need` bytes are not free on the disk of `folder`, which need not be
-    there yet. key: which names it. fix: what to do beside freeing space."""
+    """Raises UserError where `need` bytes are not free on the disk of `folder`, which need not
+    be there yet. key: which names it. fix: what to do beside freeing space."""
     near = folder.absolute()
     while not near.exists():
         near = near.parent
     free = shutil.disk_usage(near).free
     if free < need:
         raise UserError(
-            f"{key}: {near} has {size(free)} free, {size(need)} are needed; free space there or "
-            f"{fix}"
+            f"{key}: {near} has {size(free)} free, {size(need)} are needed; free space there "
+            f"or {fix}"
         )

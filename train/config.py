@@ -47,7 +47,7 @@ from outrider.heads.parallel.config import HydraHeadsConfig, MedusaConfig
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
-CONCURRENCY = 256  # questions that a server of one model answers at a time: of synthesize, dry run
+CONCURRENCY = 256  # questions to a server at a time, of synthesize and of a dry run
 
 # Keys that may differ when a run is resumed: they change where, when and how fast, not what is
 # learned. Data are compared by the hash of their tokens, targets by their identity, so their
@@ -426,8 +426,9 @@ class ValidateConfig(TrainConfig):
     gpu: NotEmpty = "h100-80gb"
     # of a dry run: rows of the training data, which are not read
     rows: OneOrMore = 500_000
-    # of a dry run: tokens of a row on average; null = 800, or 2500 where the target's chat template
-    # lets it think and data.chat_template_kwargs={enable_thinking: false} does not forbid it
+    # of a dry run: tokens of a row on average; null = 800, or 2500 where the target's chat
+    # template lets it think and data.chat_template_kwargs={enable_thinking: false} does not
+    # forbid it
     row_tokens: OneOrMore | None = None
     # of a dry run: share of the tokens that is supervised
     supervised: Annotated[float, Interval(gt=0, le=1)] = 0.8

@@ -23,8 +23,8 @@ from outrider.train.config import TrainConfig
 from outrider.train.schedule import usual_rate
 
 DRAFT_VOCAB = 8192  # where nobody says how many
-# Passes over the same rows that taught nearly what as many new rows would, and beyond how many a
-# run is told so.
+# Passes over the same rows that taught nearly what as many new rows would, and beyond how many
+# a run is told so.
 PASSES, MANY = 8, 10
 
 
@@ -82,8 +82,9 @@ def resolve(
     if (passes := cfg.steps / per_epoch) > MANY:
         fix = f"epochs={PASSES}" if cfg.epochs else f"steps={PASSES * per_epoch}"
         notes.append(
-            f"steps: {cfg.steps:,} are {passes:,.0f} passes over these rows, and nobody tried more "
-            f"than {PASSES} (docs/data.md): take more rows, or {fix}, which is {PASSES} passes"
+            f"steps: {cfg.steps:,} are {passes:,.0f} passes over these rows, and nobody tried "
+            f"more than {PASSES} (docs/data.md): take more rows, or {fix}, which is {PASSES} "
+            "passes"
         )
     if cfg.optim.lr is None:
         rate, note = _rate(cfg, kind, target, earlier or {})

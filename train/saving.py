@@ -188,15 +188,16 @@ class Saver:
 
 
 def needed(cfg: TrainConfig, head: Head, step: int = 0) -> int:
-    """Bytes that a run will still put into its folder from `step` on: checkpoints, one more than
-    are kept while it is written, head/ and best/, and a copy of one of them as it is replaced."""
+    """Bytes that a run will still put into its folder from `step` on: checkpoints, one more
+    than are kept while it is written, head/ and best/, and a copy of one as it is replaced."""
     out, trained = Path(cfg.out_dir), [p for p in head.parameters() if p.requires_grad]
     weights = sum(v.nbytes for v in head.state_dict().values())
     every, left = cfg.save_every or cfg.steps, step < cfg.steps
     due = -(-cfg.steps // every) - step // every if left else 0
     more = max(0, min(due, cfg.keep + 1 - len(disk.checkpoints(out))))
     heads = sum(not (out / name).exists() for name in ("head", "best")) + left
-    return more * (weights + 2 * sum(p.nbytes for p in trained)) + heads * weights + disk.MARGIN
+    moments = 2 * sum(p.nbytes for p in trained)
+    return more * (weights + moments) + heads * weights + disk.MARGIN
 
 
 def check_space(cfg: TrainConfig, head: Head, step: int, accelerator: Accelerator) -> None:
@@ -232,8 +233,8 @@ def resume(
     head: Head,
     optimizer: torch.optim.Optimizer,
 ) -> list[str]:
-    """Restore a checkpoint of this run, if there is one, into head and optimizer; returns what to
-    tell the user. state: the checkpoint's. meaning: of the run as it goes on.
+    """Restore a checkpoint of this run, if there is one, into head and optimizer; returns what
+    to tell the user. state: the checkpoint's. meaning: of the run as it goes on.
 
     Raises UserError where that is another run."""
     if checkpoint is None:

@@ -72,9 +72,10 @@ def test_a_run_that_does_not_fit_is_told_keys_with_which_it_does() -> None:
     assert "to change: no key makes it fit" in report.report(planned(*large, "gpu=a100-40gb"))[1]
 
 
-# Tokens of answers a second of one server in 16 bits, with so many requests at a time (0: as many
-# as fit) of so many tokens that answer so many. vLLM, Qwen3-8B: github.com/tgarg01/silybench-data,
-# capacity.csv. TensorRT-LLM 0.17, Llama-3.1-8B: docs/source/performance/perf-overview.md.
+# Tokens of answers a second of one server in 16 bits, with so many requests at a time (0: as
+# many as fit) of so many tokens that answer so many. vLLM, Qwen3-8B:
+# github.com/tgarg01/silybench-data, capacity.csv. TensorRT-LLM 0.17, Llama-3.1-8B:
+# docs/source/performance/perf-overview.md.
 PUBLISHED = [
     ("qwen/qwen3-8b", "h100-80gb", 327, 128, 1024, 13322),
     ("qwen/qwen3-8b", "h100-80gb", 512, 128, 128, 14540),
@@ -115,16 +116,17 @@ def test_hours_follow_the_hardware_and_what_does_not_fit_has_none() -> None:
     eight, four = figures("gpus=8"), figures("gpus=4")
     for line in ("answers", "to the end"):
         assert four[line][:2] == pytest.approx([2 * n for n in eight[line][:2]], rel=0.05)
-    parts = eight["answers"][0] + eight["training"][1], eight["answers"][1] + eight["training"][2]
+    likely, fast, slow, *_ = eight["training"]
+    parts = eight["answers"][0] + fast, eight["answers"][1] + slow
     assert eight["to the end"] == pytest.approx(parts, abs=0.11)
-    likely, _, slow, *_ = eight["training"]
     assert slow > 1.23 * likely
     small = figures("gpus=1", "gpu=rtx4090-24gb")
     assert "to the end" not in small and not small["training"]
     cards = ("h200-141gb", "h100-80gb", "a100-80gb", "a100-40gb", "l40s-48gb", "rtx4090-24gb")
     hours = [answers("gpus=8", f"gpu={card}") for card in cards]
     assert hours[:5] == sorted(set(hours[:5])) and 8 * hours[5] < small["answers"][1]
-    assert answers("data.chat_template_kwargs={enable_thinking: false}") < eight["answers"][1] / 3
+    brief = answers("data.chat_template_kwargs={enable_thinking: false}")
+    assert brief < eight["answers"][1] / 3
     alone = figures("target.name=meta-llama/Llama-3.1-70B-Instruct", "gpus=2", "gpu=h100-80gb")
     assert not alone["answers"] and "to the end" not in alone
 
@@ -132,7 +134,7 @@ def test_hours_follow_the_hardware_and_what_does_not_fit_has_none() -> None:
 @pytest.mark.parametrize(
     ("template", "tokens"), [("{% if enable_thinking is false %}", 2500), ("{{ bos }}", 800)]
 )
-def test_rows_of_a_target_that_thinks_are_long(tmp_path: Path, template: str, tokens: int) -> None:
+def test_rows_are_long_where_it_thinks(tmp_path: Path, template: str, tokens: int) -> None:
     config = shipped()["qwen/qwen3-0.6b"].config
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))

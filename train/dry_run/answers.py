@@ -44,8 +44,8 @@ def cached(model: Model, tokens: float) -> float:
 def speed(
     model: Model, peak: float, bandwidth: float, requests: float, asked: float, answered: float
 ) -> float:
-    """Tokens of answers a second of one server. peak: FLOP/s. bandwidth: bytes a second. asked,
-    answered: tokens of a question and of its answer."""
+    """Tokens of answers a second of one server. peak: FLOP/s. bandwidth: bytes a second.
+    asked, answered: tokens of a question and of its answer."""
     text = model.text
     table = text.vocab_size * text.hidden_size
     read = numbers(model.built) - (0 if text.tie_word_embeddings else table)
@@ -57,7 +57,7 @@ def speed(
 def servers(
     model: Model, gpus: int, gpu: tuple[float, float, float], asked: float, answered: float
 ) -> Servers | None:
-    """So many GPUs as servers of the fewest GPUs that hold the target and SOME requests, or else
+    """So many GPUs as servers of the fewest that hold the target and SOME requests, or else
     of the most; None where none holds it. gpu: bytes of memory, FLOP/s, bytes a second."""
     best = None
     for width in (1 << n for n in range(gpus.bit_length())):

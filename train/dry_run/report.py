@@ -1,9 +1,9 @@
 """The dry run for a reader: memory by part, hours, and what to change where it does not fit.
 
-Hours of training are operations by formula at a share of the GPU's peak that was measured on one
-H200 alone, with targets of up to 1.5 B; beyond, the range ends at what another trainer published
-for 8 B. Hours of answers are a roofline at the shares that published servers reached. Nobody has
-measured either on several GPUs.
+Hours of training are operations by formula at a share of the GPU's peak that was measured on
+one H200 alone, with targets of up to 1.5 B; beyond, the range ends at what another trainer
+published for 8 B. Hours of answers are a roofline at the shares that published servers
+reached. Nobody has measured either on several GPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.train.resolve import DRAFT_VOCAB
 
 KNOWN = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())
 LARGE = 0.8  # share of a GPU's memory that a whole target may take
-ROW, THOUGHT = 800, 2500  # tokens of a row on average, and of one whose answer was thought over
+ROW, THOUGHT = 800, 2500  # tokens of a row on average, and of one that was thought over
 
 
 def planned(cfg: ValidateConfig, run: TrainConfig) -> Plan:
@@ -46,7 +46,8 @@ def planned(cfg: ValidateConfig, run: TrainConfig) -> Plan:
 
 
 def _thinks(cfg: ValidateConfig, model: Model) -> bool:
-    return model.thinks and cfg.data.chat_template_kwargs.get("enable_thinking", True) is not False
+    told = cfg.data.chat_template_kwargs.get("enable_thinking", True)
+    return model.thinks and told is not False
 
 
 def flops_a_token(plan: Plan, length: int) -> float:
@@ -94,14 +95,15 @@ def report(plan: Plan) -> tuple[bool, str]:
 
 
 def hours(plan: Plan, fits: bool) -> list[str]:
-    """The hours of answers and of training on the GPUs that are named, and all that they assume;
-    none of what does not fit."""
+    """The hours of answers and of training on the GPUs that are named, none of what does not
+    fit, and all that they assume."""
     cfg, row = plan.cfg, plan.cfg.row_tokens or ROW
     thinks = "; its chat template lets it think" if _thinks(cfg, plan.model) else ""
     passes = cfg.steps * cfg.batch_size / cfg.rows
     assumed = [
         f"assumed: {cfg.rows:,} rows (rows) of {row:,} tokens (row_tokens{thinks}), "
-        f"{cfg.supervised:.0%} of them answers (supervised), {passes:,.1f} passes (steps, epochs)"
+        f"{cfg.supervised:.0%} of them answers (supervised), {passes:,.1f} passes (steps, "
+        "epochs)"
     ]
     lines, ends = [], []
     for name, found in (("answers", _answers(plan, row)), ("training", _training(plan, row))):
@@ -115,7 +117,7 @@ def hours(plan: Plan, fits: bool) -> list[str]:
     if len(ends) == 2:
         low, high = map(sum, zip(*ends, strict=True))
         lines.append(f"to the end: {low:,.1f} to {high:,.1f} hours")
-    assumed.append("  not counted: start-up, tokenizing, evaluation, waiting for the last answers")
+    assumed.append("  not counted: start-up, tokenizing, evaluation, the last answers")
     return lines + assumed
 
 
@@ -132,15 +134,15 @@ def _answers(plan: Plan, row: int) -> Hours | None:
     (low, high), total = KNOWN["served"], cfg.rows * answered
     least, most = (total / made.speed / share / 3600 for share in (high, low))
     said = (
-        f"{least:,.1f} to {most:,.1f} hours for {total / 1e6:,.0f} M tokens; servers: {made.count} "
-        f"x {made.width} GPU, each {made.requests} requests at a time and "
-        f"{low * made.speed / made.count:,.0f} to {high * made.speed / made.count:,.0f} tokens/s "
-        f"(synthesize concurrency={CONCURRENCY * made.count})"
+        f"{least:,.1f} to {most:,.1f} hours for {total / 1e6:,.0f} M tokens; servers: "
+        f"{made.count} x {made.width} GPU, each {made.requests} requests at a time and "
+        f"{low * made.speed / made.count:,.0f} to {high * made.speed / made.count:,.0f} "
+        f"tokens/s (synthesize concurrency={CONCURRENCY * made.count})"
     )
     why = (
         f"{low:.0%} to {high:.0%} of a roofline in 16 bits, {bandwidth / 1e12:.2f} TB/s and "
-        f"{peak / 1e12:,.0f} TFLOP/s a GPU; published runs with 8 B models, vLLM on an H100 and "
-        "TensorRT-LLM on an A100, reached 51% to 76%"
+        f"{peak / 1e12:,.0f} TFLOP/s a GPU; published runs with 8 B models, vLLM on an H100 "
+        "and TensorRT-LLM on an A100, reached 51% to 76%"
     )
     return said, why, least, most
 
@@ -152,13 +154,13 @@ def _training(plan: Plan, row: int) -> Hours:
     shares = least, share, best = shares_of_peak(each)
     most, likely, fewest = (tokens * each / peak / one / 3600 for one in shares)
     said = (
-        f"{likely:,.1f} hours ({fewest:,.1f} to {most:,.1f}) for {tokens / 1e6:,.0f} M tokens of "
-        f"{each / 1e9:,.1f} GFLOP"
+        f"{likely:,.1f} hours ({fewest:,.1f} to {most:,.1f}) for {tokens / 1e6:,.0f} M tokens "
+        f"of {each / 1e9:,.1f} GFLOP"
     )
     why = (
-        f"{share:.0%} of the GPU's peak ({best:.0%} to {least:.0%}), measured on one H200 with "
-        "targets of 0.1 to 1.5 B, and nowhere else; the slow end is 1.25 times the likely hours, "
-        "since a roofline was 1.23 times too fast where it was measured"
+        f"{share:.0%} of the GPU's peak ({best:.0%} to {least:.0%}), measured on one H200 "
+        "with targets of 0.1 to 1.5 B, and nowhere else; the slow end is 1.25 times the "
+        "likely hours, since a roofline was 1.23 times too fast where it was measured"
     )
     return said, why, fewest, most
 

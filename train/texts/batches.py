@@ -279,7 +279,7 @@ def joined(parts: Sequence[JoinedRows], weights: Sequence[float] = ()) -> Joined
 
 
 def some_held_out(rows: JoinedRows) -> JoinedRows:
-    """The same rows, LEAST of them held out where there are ENOUGH and the share of data.held_out
+    """The same rows, LEAST of them held out where there are ENOUGH and data.held_out's share
     meant fewer: by a hash of their prompts, so that equal ones and all rows of a chat fall on
     one side whatever their order. A prompt of more than LEAST rows stays."""
     missing = LEAST - int(rows.held.sum())
@@ -334,7 +334,8 @@ class BatchPlan:
         self.per_epoch = self.train.numel() // batch_size
         if not self.per_epoch:
             raise UserError(
-                f"batch_size: {batch_size} rows, but only {self.train.numel()} rows to train on; "
+                f"batch_size: {batch_size} rows, but only {self.train.numel()} rows to train "
+                "on; "
                 + (f"set batch_size={self.train.numel()}, or " if self.train.numel() else "")
                 + "give more data"
             )
