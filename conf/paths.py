@@ -1,8 +1,19 @@
-"""What is said of files and folders that a configuration names and that are not there."""
+"""Files, folders and models that a configuration names."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME of a model hub
+
+
+def model(name: str) -> tuple[str, str] | None:
+    """(option, key) of `target` that stand for a model named in place of an option: ("local",
+    "path") for a folder, ("hub", "name") for OWNER/NAME; None for neither."""
+    if name.startswith((".", "/", "~")) or Path(name).is_dir():
+        return "local", "path"
+    return ("hub", "name") if REPOSITORY.fullmatch(name) else None
 
 
 def no_file(key: str, path: str, fix: str) -> list[str]:

@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -42,7 +43,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from outrider.conf import argv, left, packages, usage
+from outrider.conf import argv, habits, left, packages, paths, usage
 from outrider.conf.errors import CheckFailed, Interrupted, UserError
 from outrider.conf.typed import (
     convert,
@@ -51,9 +52,11 @@ from outrider.conf.typed import (
     key_of,
     keys,
     knows,
+    near,
     nearest,
     nested_schema,
     raise_all,
+    takes_several,
     to_typed,
     unknown_key,
     wrong_kind,
@@ -274,7 +277,8 @@ def _compose(
     problems: list[str] = []
     good: list[str] = []
     parser = OverridesParser.create()
-    for text in argv.joined(overrides):
+    words = [w for text in argv.joined(overrides) for w in _named_model(text, conf_dir)]
+    for text in words:
         try:
             parsed = parser.parse_override(text)
         except HydraException:
@@ -292,19 +296,52 @@ def _compose(
             wrong = [w for c in chosen if (w := _choice(conf_dir, schema, key, c))]
             problems += wrong
             good += [] if wrong else [text]
-        elif parsed.is_sweep_override():
-            problems.append(
-                f"{text}: several values need --multirun; quote a value that holds a comma"
-            )
-        elif not knows(schema, key):
-            problems.append(unknown_key(key, keys(schema)))
+        elif parsed.is_delete() and knows(schema, key):
+            good.append(text)
         else:
-            # The schema is the authority: a key that the YAML leaves at its default may be set.
-            good.append(text if parsed.is_delete() else "++" + text.lstrip("+"))
+            try:
+                # The schema is the authority: a key that the YAML leaves at its default may be set.
+                good.append("++" + _one_or_several(text.lstrip("+"), parsed, schema))
+            except UserError as error:
+                problems.append(str(error))
     try:
         return _composed(conf_dir, name, good), problems
     except (HydraException, *UNREADABLE) as error:
         return None, [*problems, _readable(error, conf_dir)]
+
+
+def _named_model(text: str, conf_dir: Path) -> list[str]:
+    """The words for target=OWNER/NAME and target=FOLDER; of any other word the word itself."""
+    group, _, value = text.partition("=")
+    named = paths.model(value.strip("'\"")) if group == "target" else None
+    if named is None or value in group_options(conf_dir, group):
+        return [text]
+    return [f"{group}={named[0]}", f"{group}.{named[1]}={value}"]
+
+
+def _one_or_several(text: str, parsed: Override, schema: type) -> str:
+    """The word with its key as this schema has it: drafter=X for drafters=X and the other way
+    round, [A,B] for A,B where a key takes several. Raises UserError for a key that there is not,
+    and for several values of one that takes one."""
+    key, _, given = text.partition("=")
+    value = None if parsed.is_sweep_override() else parsed.value()
+    several = parsed.is_sweep_override() or isinstance(value, list)
+    here, more, one = knows(schema, key), f"{key}s", key.removesuffix("s")
+    if takes_several(schema, more) and (several or not here):
+        key = more
+    elif not here and one != key and knows(schema, one):
+        if isinstance(value, list) and len(value) != 1:
+            raise UserError(
+                f"{one}: {len(value)} of them, and this command takes one; give {one}=X"
+            )
+        key, given = one, given.strip("[]") if several else given
+    elif not here:
+        raise UserError(unknown_key(key, keys(schema)))
+    if takes_several(schema, key) and not isinstance(value, list | dict) and given != "null":
+        return f"{key}=[{given}]"
+    if parsed.is_sweep_override():
+        raise UserError(f"{text}: several values need --multirun; quote a value that holds a comma")
+    return f"{key}={given}"
 
 
 def _unreadable(text: str, schema: type, conf_dir: Path) -> str:
@@ -315,6 +352,8 @@ def _unreadable(text: str, schema: type, conf_dir: Path) -> str:
         return left.line(text, left.WORDS[text])
     if text in keys(schema) or group_options(conf_dir, text):
         return f"{text}: has no value; write {text}=VALUE, without spaces around ="
+    if habits.said(text, [*keys(schema)]):
+        return unknown_key(text, keys(schema))
     chosen = [group for group in _groups(conf_dir) if text in group_options(conf_dir, group)]
     said = f"did you mean {chosen[0]}={text}?" if chosen else f"write KEY={text}, or quote a list"
     return f"{text}: is no KEY=VALUE; {said}"
@@ -327,7 +366,8 @@ def dashed(args: Sequence[str], schema: type, conf_dir: Path = CONF) -> list[str
         if not flag.startswith("-") or flag.partition("=")[0] in argv.FLAGS:
             continue
         key, value = argv.undashed(flag, args[i + 1 : i + 2])
-        if not (knows(schema, key) or group_options(conf_dir, key)):
+        other = f"{key}s", key.removesuffix("s")
+        if not (any(knows(schema, k) for k in (key, *other)) or group_options(conf_dir, key)):
             said = unknown_key(key, keys(schema)).removeprefix(f"{key}: ")
         else:
             said = f"keys have no dashes; write {key}={value or 'VALUE'}"
@@ -379,7 +419,8 @@ def _choice(conf_dir: Path, schema: type, group: str, name: str) -> str:
         missing = packages.missing(name) if group == packages.GROUP else ""
     except UserError as error:
         missing = str(error)
-    return missing or f"{group}={name}: no such option; {nearest(name, fitting)}"
+    model = "" if group != "target" or near(name, fitting) else "write target=OWNER/NAME; "
+    return missing or f"{group}={name}: no such option; {model}{nearest(name, fitting)}"
 
 
 def _strange_recipe(name: str, recipes: dict[str, Path], heads: set[str]) -> str:

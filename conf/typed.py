@@ -29,35 +29,14 @@ from pydantic import AllowInfNan, BeforeValidator, Field, Strict, TypeAdapter, V
 from pydantic_core import ErrorDetails, PydanticCustomError, SchemaValidator
 from pydantic_core import core_schema as core
 
-from outrider.conf import left
+from outrider.conf import habits, left
 from outrider.conf.errors import UserError, first_line
 
 T = TypeVar("T")
 SHORT = reprlib.Repr()  # how a wrong value is shown: the line stays a line
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
+LIKE = 0.75  # of the letters are those of another word, in order: a slip of it
 TOOLS = re.compile(r"# (type: ignore|noqa)")  # a comment for tools, no doc line
-# Names that other trainers and engines have for a key: ours, of which a command has one at most.
-HABITS: dict[str, tuple[str, ...]] = {
-    "learning_rate": ("optim.lr",),
-    "lr_scheduler_type": ("optim.schedule",),
-    "warmup_ratio": ("optim.warmup",),
-    "warmup_steps": ("optim.warmup",),  # a share of the steps
-    "max_grad_norm": ("optim.clip",),
-    "max_steps": ("steps",),
-    "num_steps": ("steps",),
-    "num_epochs": ("epochs",),
-    "num_train_epochs": ("epochs",),
-    "output_dir": ("out_dir", "out"),
-    "per_device_train_batch_size": ("micro_batch",),  # batch_size is that of all processes
-    "save_steps": ("save_every",),
-    "eval_steps": ("eval.every",),
-    "torch_dtype": ("dtype",),
-    "model": ("target",),
-    "model_name_or_path": ("target.name",),
-    "max_tokens": ("max_new_tokens",),
-    "speculative_model": ("drafter", "drafters"),
-    "num_samples": ("num_prompts",),
-}
 INVALID = object()  # stands for a value that could not be read; its problem is on the list
 
 
@@ -133,46 +112,67 @@ def nested_schema(hint: Any) -> type | None:
 
 def knows(schema: type, key: str) -> bool:
     """Whether a dotted key is a field of the schema or lies inside a dict or Any field."""
+    return _hint(schema, key) is not None
+
+
+def takes_several(schema: type, key: str) -> bool:
+    """Whether a dotted key is a field of the schema that holds a list, whatever else."""
+    found = {typing.get_origin(option) for option in _options(_hint(schema, key))}
+    return found <= {list, None} and list in found
+
+
+def _hint(schema: type, key: str) -> Any:
+    """The type of a dotted key; Any inside a dict or Any field, None where there is no such key."""
     hint: Any = schema
     for part in key.split("."):
         nested = nested_schema(hint)
         if nested is None:
-            return any(
+            inside = any(
                 o is Any or typing.get_origin(o) is dict or o is dict for o in _options(hint)
             )
+            return Any if inside else None
         hints = {key_of(name): h for name, h in typing.get_type_hints(nested).items()}
         if part not in hints:
-            return False
+            return None
         hint = hints[part]
-    return True
+    return hint
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """The one-line message about a key that does not exist, with the one that was meant: another
-    tool's name for it, that very name without a group, or the nearest one.
+    """The one-line message about a key that does not exist: what left, another tool's name for
+    one, that very name without a group, or a slip of one.
     """
     known = list(known)
-    group, _, name = key.rpartition(".")
     if instead := left.of_key(key):
         return instead
-    habits = (*HABITS.get(f"{group}_{name}" if group else name, ()), *([name] if group else []))
-    meant = next((k for k in habits if k in known), None)
-    inside = [k for k in known if group and k.startswith(group + ".")]
-    said = f"did you mean {meant}?" if meant else nearest(key, inside or known)
-    return f"{key}: no such key; {said}"
+    group, _, name = key.rpartition(".")
+    said = habits.said(key, known)
+    if not said and group and name in known:
+        said = f"did you mean {name}?"
+    inside = [k.removeprefix(f"{group}.") for k in known if group and k.startswith(f"{group}.")]
+    if not said and inside and (close := near(name, inside)):
+        said = f"did you mean {group}.{close}?"
+    if not said and inside:
+        said = f"known in {group}: " + ", ".join(sorted(k for k in inside if "." not in k))
+    return f"{key}: no such key; {said or nearest(key, known)}"
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """The known word, or dotted key, of which `word` is a slip; "" where none is like it."""
+    known = list(known)
+    if close := difflib.get_close_matches(word, known, 1, LIKE):
+        return close[0]
+    last = {k.rpartition(".")[2]: k for k in known}
+    if close := difflib.get_close_matches(word.rpartition(".")[2], list(last), 1, LIKE):
+        return last[close[0]]
+    return ""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """ "did you mean X?" for the closest known word, or the list of what exists."""
+    """ "did you mean X?" for the known word of which this is a slip, or the list of what exists."""
     known = list(known)
-    close = difflib.get_close_matches(word, known, 1, 0.5)
-    if not close:  # lr -> optim.lr: compare the last parts as well
-        last = {k.rpartition(".")[2]: k for k in known}
-        close = [
-            last[w] for w in difflib.get_close_matches(word.rpartition(".")[2], list(last), 1, 0.7)
-        ]
-    if close:
-        return f"did you mean {close[0]}?"
+    if close := near(word, known):
+        return f"did you mean {close}?"
     return "known: " + ", ".join(sorted(k for k in known if "." not in k) or sorted(known))
 
 
@@ -368,9 +368,9 @@ WORDS = {
     "string_too_short": ("is empty", "{usual}"),
     "too_long": ("{shown} holds too many; give {max_length}", ""),
     "literal_error": ("{shown} is none of {expected}; choose one", ""),
-    "int_type": ("{shown} is not a whole number", "8"),
-    "float_type": ("{shown} is not a number", "0.5"),
-    "finite_number": ("{shown} is not a number", "0.5"),
+    "int_type": ("{shown} is not a whole number", "N"),
+    "float_type": ("{shown} is not a number", "X"),
+    "finite_number": ("{shown} is not a number", "X"),
     "bool_type": ("{shown} is not true or false", "true"),
     "string_type": ("{shown} is not text", "VALUE"),
     "list_type": ("{shown} is not a list [..]", "[A,B]"),

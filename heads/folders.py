@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 from outrider.conf.errors import UserError
+from outrider.conf.paths import REPOSITORY
 from outrider.heads import hub
 from outrider.heads.names import CARD, HUB, NGRAM, NONE, DraftSpec
 
-REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Folders of this tool, also where they are not made yet
 OURS = (
     "runs",

@@ -255,7 +255,7 @@ def launched(verb: Verb, processes: int, words: Iterable[str]) -> list[str]:
 def _no_such(kind: str, word: str, known: Iterable[str]) -> NoReturn:
     from outrider.conf.typed import nearest
 
-    known = list(known)
+    known = list(options("head") if kind == "head" else known)
     gone = {"verb": left.VERBS, "head": left.KINDS}.get(kind, {})
     if word in gone and word not in known:
         click.echo(f"error: {left.line(word, gone[word])}", err=True)

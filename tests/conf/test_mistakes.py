@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
+from outrider.conf import habits
 from outrider.conf.errors import UserError
-from outrider.conf.schema import compose
+from outrider.conf.schema import _shown, compose
+from outrider.conf.typed import keys, unknown_key
 from tests.conf.test_config import ENTRIES
 from tests.helpers.chats import chats
 
@@ -63,3 +68,62 @@ def test_a_command_ends_with_one_line_and_has_written_nothing(
     check(err.removeprefix("error: ").removesuffix("\n"), said)
     written = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert written - {".lock"} == {"data.jsonl", "prompts.jsonl"}
+
+
+def given(name: str) -> list[str]:
+    """Words with which a command has nothing to complain of."""
+    return shlex.split(TABLE[name]["given"])
+
+
+@pytest.mark.parametrize("name", ["eagle", "medusa", "block", "evaluate", "tune", "serve"])
+def test_what_others_call_a_key_is_answered_with_one_that_the_command_takes(name: str) -> None:
+    made, known = compose(name, ENTRIES[name], given(name)), [*keys(ENTRIES[name])]
+    found = (habits.said(key, known) for key in habits.CURES)
+    cures = {said[13:-1] for said in found if said.startswith("did you mean ")}
+    words = []
+    for word in sorted(word for cure in cures for word in cure.split()):
+        value = functools.reduce(getattr, word.partition("=")[0].split("."), made)
+        plain = not dataclasses.is_dataclass(value) and value not in ("", None) and "=" not in word
+        words += [f"{word}={_shown(value)}"] if plain else [word] if "=" in word else []
+    assert len(words) > 3
+    compose(name, ENTRIES[name], [*given(name), *words, *["data.name=x"][: "data=hub" in words]])
+
+
+def test_a_reason_that_names_a_key_names_one_that_there_is() -> None:
+    for why in habits.NONE:
+        for word in re.findall(r"[a-z_.]+=\w+", why):
+            name = "validate" if "validate" in why else "eagle"
+            compose(name, ENTRIES[name], [*given("eagle"), word])
+        for key in re.findall(r"(?:head|eval|optim|data)\.\w+|micro_batch|batch_size", why):
+            assert key in [*keys(ENTRIES["eagle"])] or (Path("docs") / key).exists(), why
+
+
+def test_no_key_of_hugging_face_is_taken_for_a_slip_of_another() -> None:
+    from transformers import TrainingArguments
+
+    known = [*keys(ENTRIES["eagle"])]
+    theirs = {field.name for field in dataclasses.fields(TrainingArguments)} - {*known}
+    theirs -= {*habits.CURES, *(key.rpartition(".")[2] for key in known)}
+    said = [unknown_key(key, known) for key in theirs]
+    assert not [line for line in said if "did you mean" in line]
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "meant"),
+    [
+        ("chat", "drafters=ngram", "drafter=ngram"),
+        ("chat", "drafters=[ngram]", "drafter=ngram"),
+        ("serve", "drafter=ngram", "drafters=[ngram]"),
+        ("serve", "drafters=ngram", "drafters=[ngram]"),
+        ("evaluate", "drafters=none,ngram@3", "drafters=[none,ngram@3]"),
+        ("evaluate", "drafter=[none,ngram]", "drafters=[none,ngram]"),
+        ("evaluate", "temperature=0,1", "temperatures=[0,1]"),
+        ("evaluate", "batch_size=[1,4]", "batch_sizes=[1,4]"),
+        ("serve", "target=Qwen/Qwen3-8B", "target=hub target.name=Qwen/Qwen3-8B"),
+        ("serve", "target=/m", "target=local target.path=/m"),
+    ],
+)
+def test_what_can_mean_one_thing_alone_is_taken(name: str, typed: str, meant: str) -> None:
+    words = [] if name == "chat" else given(name)
+    here, there = ([*words, *line.split()] for line in (typed, meant))
+    assert compose(name, ENTRIES[name], here) == compose(name, ENTRIES[name], there)

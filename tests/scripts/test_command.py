@@ -256,7 +256,7 @@ MISTAKES = {
     "evaluate targt=smollm2": "targt: no such key; did you mean target?",
     "evaluate out=x --target smollm2": "--target: keys have no dashes; write target=smollm2",
     "evaluate out=x --max-new-tokens=8": "--max-new-tokens=8: keys have no dashes; write max_new",
-    "evaluate out=x --drafter ngram": "--drafter: no such key; did you mean drafters?",
+    "evaluate out=x --drafter ngram": "--drafter: keys have no dashes; write drafter=ngram",
     "evaluate --output_dir x": "--output_dir: no such key; did you mean out?",
     "evaluate out=x smollm2": "smollm2: is no KEY=VALUE; did you mean target=smollm2?",
     "evaluate out=x temperature=-1": "temperature: -1 is below 0",
