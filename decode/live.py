@@ -14,6 +14,7 @@ Shape letters: B live rows, N tree nodes, D path length, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -86,6 +87,9 @@ class LiveBatch(Engine):
     how many there were.
 
     After an exception of `step` the batch is broken: throw it away.
+
+    seconds: of all steps so far, without what happens once before the first: the cache is made, and
+    the target probed and packed.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class LiveBatch(Engine):
         )
         self.room = room
         self._cache: TreeCache | None = None
-        self._joined = 0
+        self._joined, self.seconds = 0, 0.0
         self._seats: dict[int, tuple[Seat, _Row]] = {}
         self._at: tuple[Tensor, list[_Row], Tensor | None] | None = None
         self._wild = torch.zeros((), dtype=torch.int64, device=target.device)
@@ -162,16 +166,24 @@ class LiveBatch(Engine):
     @torch.inference_mode()
     def step(self) -> list[Seat]:
         """Free rows, read waiting prompts, run one cycle; the requests that ended with it."""
-        if self._cache is None:
-            nodes = self.drafter.max_nodes
-            self._cache = self.target.new_cache(self.room.rows, self.room.longest, nodes)
-            self.drafter.reset(self.room.rows, self.room.longest)
-        self._retire(self._cache)
-        self._admit(self._cache)
+        cache = self._cache or self._ready()
+        begin = time.perf_counter()
+        self._retire(cache)
+        self._admit(cache)
         if self.rows:
-            self._cycle(self._cache)
+            self._cycle(cache)
         self._at = None
-        return self._ended()
+        ended = self._ended()
+        self.seconds += time.perf_counter() - begin
+        return ended
+
+    def _ready(self) -> TreeCache:
+        """Make the cache, and ready what decodes with it."""
+        self._cache = self.target.new_cache(
+            self.room.rows, self.room.longest, self.drafter.max_nodes
+        )
+        self.drafter.reset(self.room.rows, self.room.longest)
+        return self._cache
 
     def _ended(self) -> list[Seat]:
         gone = [number for number, (_, row) in self._seats.items() if row.done]

@@ -3,7 +3,7 @@
     from outrider.api import generate, load_target, train
 
     target = load_target("smollm2")
-    run = train("medusa", "data.path=runs/data.jsonl", "out_dir=runs/medusa", "steps=1000")
+    run = train("eagle3", "data.path=runs/data.jsonl", "out_dir=runs/eagle3", "steps=1000")
     answer = generate(target, "What is the capital of France?", drafter=f"{run}@tree")
     for piece in answer:
         print(piece.text, end="", flush=True)
@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import secrets
 import subprocess
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outrider.conf import paths
 from outrider.conf.errors import UserError
+from outrider.conf.rules import OneOrMore, Seed
 from outrider.conf.schema import CONF
 from outrider.conf.typed import from_json, nearest, raise_all
 from outrider.decode import stats
@@ -34,22 +35,23 @@ from outrider.decode.live import Fresh, LiveBatch, LiveLimits, Seat
 from outrider.decode.models import load as loading
 from outrider.decode.models.arithmetic import dtype_on
 from outrider.decode.models.config import AUTO
-from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.text import Stream
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.names import NONE
 from outrider.scripts import cli
-from outrider.scripts.common.prompts import question_ids
+from outrider.scripts.common.prompts import chat_ids, question_ids
+from outrider.scripts.common.sampling_keys import SamplingKeys
 
-__all__ = ["Answer", "Piece", "generate", "load_drafter", "load_target", "train"]
+__all__ = ["Answer", "Piece", "UserError", "generate", "load_drafter", "load_target", "train"]
 
 
 def load_target(
     name: str = "smollm2", dtype: str = AUTO, device: str | None = None, **keys: Any
 ) -> Target:
-    """The frozen target of conf/target/NAME.yaml. keys: of that file, such as
-    load_target("hub", name="Qwen/Qwen3-8B") or load_target("local", path=FOLDER).
+    """The frozen target of conf/target/NAME.yaml, a repository of the Hugging Face hub such as
+    "Qwen/Qwen3-8B", or a folder of save_pretrained. keys: of that file, such as
+    load_target("Qwen/Qwen3-8B", revision="main") or load_target("tiny", layers=1).
 
     dtype: float32, bfloat16 or float16; auto: bfloat16, but float32 on a CPU without
     instructions for it. device: None = the GPU when there is one. Raises UserError for an
@@ -57,10 +59,12 @@ def load_target(
     """
     from omegaconf import OmegaConf
 
-    path = CONF / "target" / f"{name}.yaml"
-    known = cli.options("target")
+    known, name = cli.options("target"), str(name)
+    if name not in known and (named := paths.model(name)):
+        name, keys = named[0], {named[1]: name, **keys}
     if name not in known:
-        raise UserError(f"target={name}: no such target; {nearest(name, known)}")
+        raise UserError(f"name: {name}: no such target; {nearest(name, known)}")
+    path = CONF / "target" / f"{name}.yaml"
     given: Any = OmegaConf.to_container(OmegaConf.load(path))
     given = {key: value for key, value in given.items() if value != "???"}
     cfg, problems = from_json({**given, **keys}, loading.TargetConfig)
@@ -71,7 +75,9 @@ def load_target(
 def load_drafter(name: str, target: Target) -> Drafter:
     """A drafter by name: "none", "ngram", a run folder, a head folder or a smaller model, with
     @chain, @tree and the like behind it. Raises UserError as heads.resolve_drafter does."""
-    return resolve_drafter(name, target)
+    if not isinstance(name, str):
+        raise UserError(f"drafter: a {type(name).__name__}; give a drafter's name")
+    return resolve_drafter(name, _a_target(target))
 
 
 def train(head: str, *keys: str, processes: int = 1) -> Path:
@@ -81,11 +87,14 @@ def train(head: str, *keys: str, processes: int = 1) -> Path:
     head: a name of `outrider ls heads`, or an entry point. Returns the run folder, which is a
     drafter's name. Raises UserError for an unknown head and for a run that ended with a code.
     """
-    found = cli.trainer(head)
+    found = cli.trainer(str(head))
     if found is None:
-        known = {*cli.trainers(), *cli.options("head")}
-        raise UserError(f"{head}: no such head; {nearest(head, known)}")
+        raise UserError(f"head: {head}: no such head; {nearest(str(head), cli.options('head'))}")
     verb, chosen = found
+    if wrong := [key for key in keys if not isinstance(key, str) or "=" not in key]:
+        raise UserError(f"keys: {wrong[0]!r}; give each as text, KEY=VALUE")
+    if processes < 1:
+        raise UserError(f"processes: {processes} is below 1; give 1 or more")
     code = subprocess.call(cli.launched(verb, processes, [*chosen, *keys]))
     if code:
         raise UserError(f"train {head}: ended with exit code {code}; see its message above")
@@ -111,7 +120,6 @@ class Answer:
     _batch: LiveBatch = field(repr=False)
     _seat: Seat = field(repr=False)
     _pieces: list[Piece] = field(repr=False)
-    _seconds: float = 0.0
 
     def __iter__(self) -> Iterator[Piece]:
         """Every piece, decoded when it is asked for."""
@@ -121,9 +129,7 @@ class Answer:
                 yield self._pieces[at]
                 at += 1
                 continue
-            begin = time.perf_counter()
             self._batch.step()
-            self._seconds += time.perf_counter() - begin
             if not self._batch.busy and (said := self._batch.left_out()):
                 warnings.warn(said, stacklevel=2)
 
@@ -166,15 +172,45 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over the seconds spent in passes, prefill included; what the reader
-        did between two pieces is not counted."""
+        """Generated tokens over the seconds spent in passes, prefill included; neither what the
+        reader did between two pieces counts, nor what a target does once (decode/live.py)."""
         count = len(self._whole().token_ids)
-        return count / self._seconds if self._seconds > 0 else float("nan")
+        return count / self._batch.seconds if self._batch.seconds > 0 else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings(SamplingKeys):
+    """The settings of an answer, with the rules of the commands' keys."""
+
+    max_new_tokens: OneOrMore = 256
+    seed: Seed | None = None
+
+
+def _a_target(target: Any) -> Target:
+    if not isinstance(target, Target):
+        raise UserError(f"target: a {type(target).__name__}; give what load_target returns")
+    return target
+
+
+def _ids(target: Target, prompt: Any) -> list[int]:
+    """Token ids of a prompt in one of its three forms. Raises UserError for another one."""
+    if isinstance(prompt, str):
+        return question_ids(target.tokenizer, prompt)
+    each: list[Any] = [*prompt] if isinstance(prompt, Sequence) else [None]
+    if all(type(one) is int for one in each):
+        return each
+    if all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in each):
+        if all(isinstance(text, str) for one in each for text in one.values()):
+            return chat_ids(target.tokenizer, each)
+    raise UserError(
+        "prompt: none of a message's text, a conversation [{'role': .., 'content': ..}] and token "
+        "ids; give one of them"
+    )
 
 
 def generate(
     target: Target,
-    prompt: str | Sequence[int],
+    prompt: str | Sequence[dict[str, str]] | Sequence[int],
     drafter: str | Drafter = NONE,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
@@ -184,18 +220,30 @@ def generate(
 ) -> Answer:
     """The target's answer, the same distribution whatever drafts.
 
-    prompt: a user's message, put through the chat template, or token ids as they are. drafter:
+    prompt: a user's message or a conversation, [{"role": "user", "content": ..}], put through the
+    chat template, or token ids as they are. drafter:
     a name (see load_drafter) or a drafter, which then serves one answer at a time. seed: the
     same one gives the same answer; None = another one each time. Nothing is decoded before the
     answer is read. Raises UserError for settings out of range and for a prompt that is empty,
     too long or of another vocabulary.
     """
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens: {max_new_tokens} is below 1; give 1 or more")
-    ids = question_ids(target.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
-    made = resolve_drafter(drafter, target) if isinstance(drafter, str) else drafter
-    longest = min(target.context_length, len(ids) + max_new_tokens)
-    batch = LiveBatch(target, made, Sampling(temperature, top_k, top_p), LiveLimits(1, longest))
+    settings, problems = from_json(
+        {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "seed": seed,
+        },
+        _Settings,
+    )
+    raise_all(problems)
+    ids = _ids(_a_target(target), prompt)
+    made: Any = drafter
+    if not hasattr(drafter, "reset"):
+        made = load_drafter(made, target)
+    longest = min(target.context_length, len(ids) + settings.max_new_tokens)
+    batch = LiveBatch(target, made, settings.sampling(), LiveLimits(1, longest))
     pieces: list[Piece] = []
     stream = Stream(target.tokenizer)
 
@@ -203,5 +251,7 @@ def generate(
         for token, drafted in zip(fresh.tokens, fresh.drafted, strict=True):
             pieces.append(Piece(token, stream.push(token), drafted))
 
-    request = Request(ids, max_new_tokens, id=secrets.randbits(63) if seed is None else seed)
+    request = Request(
+        ids, settings.max_new_tokens, id=secrets.randbits(63) if seed is None else seed
+    )
     return Answer(batch, batch.join(request, watch), pieces)

@@ -245,7 +245,6 @@ class Lane:
     sampling: Sampling
     batch: LiveBatch
     jobs: dict[int, Job] = field(default_factory=dict)
-    seconds: float = 0.0
 
 
 class Decoder(threading.Thread):
@@ -312,7 +311,7 @@ class Decoder(threading.Thread):
                 kept.append(job)
             elif not job.gone:
                 job.seat = lane.batch.join(job.request, job.hear, job.body.logprobs)
-                job.seconds = lane.seconds
+                job.seconds = lane.batch.seconds
                 lane.jobs[job.seat.number] = job
         self.waiting = kept
 
@@ -321,7 +320,6 @@ class Decoder(threading.Thread):
         for job in lane.jobs.values():
             if (job.gone or job.stopped) and job.seat:
                 lane.batch.leave(job.seat)  # its row is free in this cycle
-        begin = time.perf_counter()
         try:
             ended = lane.batch.step()
         except Exception as error:
@@ -330,9 +328,8 @@ class Decoder(threading.Thread):
             for job in lane.jobs.values():
                 job.fail(500, f"decoding failed ({type(error).__name__}); see the log")
             return
-        lane.seconds += time.perf_counter() - begin
         for seat in ended:
-            lane.jobs.pop(seat.number).end(seat.generation.finish, lane.seconds)
+            lane.jobs.pop(seat.number).end(seat.generation.finish, lane.batch.seconds)
 
 
 class App:

@@ -100,7 +100,10 @@ def _place(device: str | torch.device | None) -> torch.device:
     """Where the target runs. On a GPU, cuDNN's attention is switched off for this process."""
     import torch
 
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, TypeError):
+        raise UserError(f"device: {device!r} is none of cpu, cuda, cuda:N; choose one") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UserError("device: cuda asked for, but torch sees no GPU; use device=cpu")
     if place.type == "cuda":

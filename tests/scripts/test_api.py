@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import re
+import types
 import typing
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
+from outrider.decode import live
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
 from outrider.scripts import api
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.common.prompts import chat_ids
@@ -62,6 +65,51 @@ def test_an_answer_is_the_engine_s_own() -> None:
             assert (answer.accepted_length > 1) == any(own.from_draft)
 
 
+def test_a_conversation_is_a_prompt() -> None:
+    target = api.load_target("tiny", "float32", "cpu")
+    turns = [{"role": "user", "content": "abc"}]
+    assert api.generate(target, turns, max_new_tokens=4, seed=1).token_ids == (
+        api.generate(target, "abc", max_new_tokens=4, seed=1).token_ids
+    )
+
+
+def test_a_model_is_named_as_transformers_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[tuple[str, str, str]] = []
+    monkeypatch.setattr(
+        api.loading, "load_target", lambda cfg, *_: named.append((cfg.kind, cfg.name, cfg.path))
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for name in ("Qwen/Qwen3-8B", "mine", "./mine", "tiny"):
+        api.load_target(name)
+    assert named == [
+        ("hub", "Qwen/Qwen3-8B", ""),
+        ("local", "", "mine"),
+        ("local", "", "./mine"),
+        ("tiny", "", ""),
+    ]
+
+
+def test_what_a_target_does_once_is_in_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on by a second at every pass, and by a thousand where a cache is made."""
+    target, now = api.load_target("tiny", "float32", "cpu"), [0.0]
+
+    def slow(seconds: float, call: typing.Any) -> typing.Any:
+        def slowed(*given: typing.Any, **keys: typing.Any) -> typing.Any:
+            now[0] += seconds
+            return call(*given, **keys)
+
+        return slowed
+
+    monkeypatch.setattr(live, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(Target, "new_cache", slow(1000, Target.new_cache))
+    monkeypatch.setattr(live.LiveBatch, "_cycle", slow(1, live.LiveBatch._cycle))
+    answer = api.generate(target, [3, 4, 5], max_new_tokens=4)
+    assert answer.tokens_per_second == len(answer.token_ids) / len(answer._seat.generation.cycles)
+
+
 def test_a_draft_that_is_left_out_is_message() -> None:
     """The answer is whole, and as slow as without a drafter."""
     target = api.load_target("tiny", "float32", "cpu")
@@ -93,6 +141,20 @@ def test_it_is_decoded_as_it_is_read() -> None:
         (lambda t: api.generate(t, "x", "runs/none-such"), "runs/none-such"),
         (lambda t: api.generate(t, "x", temperature=-1), "temperature"),
         (lambda t: api.generate(t, "x", max_new_tokens=0), "max_new_tokens: 0 is below 1"),
+        (lambda t: api.generate(t, "x", max_new_tokens="8"), "max_new_tokens: '8' is not a whole"),
+        (lambda t: api.generate(t, "x", temperature=None), "temperature: None"),
+        (lambda t: api.generate(t, "x", seed="x"), "seed: 'x'"),
+        (lambda t: api.generate(t, "x", drafter=3), "drafter: a int"),
+        (lambda t: api.generate("tiny", "x"), "target: a str"),
+        (lambda t: api.generate(t, None), "prompt: "),
+        (lambda t: api.generate(t, [{"role": "user"}]), "prompt: "),
+        (lambda t: api.generate(t, ["x"]), "prompt: "),
+        (lambda t: api.load_drafter(None, t), "drafter: "),
+        (lambda t: api.load_target("tiny", "half"), "dtype: 'half'"),
+        (lambda t: api.load_target("tiny", "float32", "gpu"), "device: 'gpu'"),
+        (lambda t: api.load_target(7), "name: 7"),
+        (lambda t: api.train("medusa", 3), "keys: 3"),
+        (lambda t: api.train("medusa", processes=0), "processes: 0"),
         (lambda t: api.load_target("smolm2"), "did you mean smollm2"),
         (lambda t: api.load_target("tiny", layer=3), "layer: no such key; did you mean layers"),
         (lambda t: api.load_target("local"), "path: "),

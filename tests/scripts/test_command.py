@@ -228,6 +228,7 @@ def test_two_processes_train_from_an_empty_folder(tmp_path: Path) -> None:
     [
         (["evalute"], "error: evalute: no such verb; did you mean evaluate?"),
         (["train", "eagel3"], "error: eagel3: no such head; did you mean eagle3?"),
+        (["train", "eagle4"], "error: eagle4: no such head; did you mean eagle3?"),
         (["ls", "head"], "error: head: no such list; did you mean heads?"),
         (["--bogus"], "error: No such option '--bogus'; see outrider --help"),
         (["train", "medusa", "--launch", "0"], "error: Invalid value for '--launch'"),
