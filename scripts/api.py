@@ -199,9 +199,9 @@ def _ids(target: Target, prompt: Any) -> list[int]:
     each: list[Any] = [*prompt] if isinstance(prompt, Sequence) else [None]
     if all(type(one) is int for one in each):
         return each
-    if all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in each):
-        if all(isinstance(text, str) for one in each for text in one.values()):
-            return chat_ids(target.tokenizer, each)
+    turns = all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in each)
+    if turns and all(isinstance(text, str) for one in each for text in one.values()):
+        return chat_ids(target.tokenizer, each)
     raise UserError(
         "prompt: none of a message's text, a conversation [{'role': .., 'content': ..}] and token "
         "ids; give one of them"
