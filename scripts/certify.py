@@ -9,7 +9,8 @@ drafter, shape and settings.
 Writes OUT/certificate.json and OUT/certificate.html. Exit code 0: lossless. 1: not lossless. 3:
 undecided (too few tokens, or wrong code that must be rejected got through). docs/lossless.md says
 how to read it. Finished parts wait in OUT/unfinished: the same command again goes on, and an
-undecided one with more tokens takes what it has.
+undecided one with more tokens takes what it has. A certificate of something else in OUT is replaced
+with overwrite=true alone.
 
     python scripts/certify.py url=http://127.0.0.1:8080
 
@@ -55,21 +56,15 @@ CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
 TESTED = ("decode", "heads", "scripts/proofs")  # whose code a certificate is about
 URL_CODES = {"passed": 0, "rejected": 1, "undecided": 3}
 # a run goes on under other values of these
-LATER = (
-    "target",
-    "out",
-    "quiet",
-    "tokens",
-    "alpha",
-    "detect",
-    "url",
-    *URL_ALONE,
-)
+MORE = ("tokens", "alpha", "detect")
+LATER = ("target", "out", "quiet", "overwrite", *MORE, "url", *URL_ALONE)
 
 
 @entry("certify", CertifyConfig)
 def main(cfg: CertifyConfig) -> int:
     """Certify this engine, or check a server. Exit codes: see the file's first lines."""
+    if cfg.out:
+        files.unclaimed(Path(cfg.out) / "certificate.json", files.asked(cfg, MORE), cfg.overwrite)
     if cfg.url:
         return server_checked(cfg)
     out = Path(cfg.out)
@@ -133,12 +128,15 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         "seconds": round((datetime.now(UTC) - start).total_seconds(), 1),
         "resumed": memo.resumed,
         "command": files.command(),
+        "asked": files.asked(cfg, MORE),
         "layers": layers,
         "negative_controls": negative,
         "bound": bound,
         "identities": {"target": about, "drafter": head},
         "shape": {"kind": drafter.shape, "depth": drafter.max_depth, "nodes": drafter.max_nodes},
-        "settings": {k: v for k, v in asdict(cfg).items() if k not in ("target", *URL_ALONE)},
+        "settings": {
+            k: v for k, v in asdict(cfg).items() if k not in ("target", "overwrite", *URL_ALONE)
+        },
         "versions": files.environment(str(target.device)),
     }
     files.write_text(out / "certificate.html", certificate_page.page(paper))
@@ -191,9 +189,10 @@ def server_checked(cfg: CertifyConfig) -> int:
     for note in found["notes"]:
         print(note, file=sys.stderr)
     if cfg.out:
-        unasked = (*HERE_ALONE, "target", "dtype", "device")
+        unasked = (*HERE_ALONE, "target", "dtype", "device", "overwrite")
         settings = {key: value for key, value in asdict(cfg).items() if key not in unasked}
         about = {"format": 2, "command": files.command(), "settings": settings}
+        about["asked"] = files.asked(cfg, MORE)
         Path(cfg.out).mkdir(parents=True, exist_ok=True)
         files.write_json(Path(cfg.out) / "certificate.json", about | found)
     return URL_CODES[found["verdict"]]

@@ -114,7 +114,7 @@ def steps(budget: Budget) -> list[Command]:
         title: str, name: str, rows: list[str], keys: list[str], reads: list[Path]
     ) -> Command:
         words = ["scripts/evaluate.py", "target=smollm2", f"drafters=[{','.join(rows)}]"]
-        words += [f"out={reports}/{name}", "parity=0", *keys]
+        words += [f"out={reports}/{name}", "overwrite=true", "parity=0", *keys]
         return Command(title, words, reads, reports / name / "report.json")
 
     store = ["scripts/cache_features.py", *text, "heads=[hydra_heads,eagle3]", f"out={features}"]

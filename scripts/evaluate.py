@@ -17,7 +17,8 @@ into OUT/NAME, with one table in OUT/suites.json; suite.path=FILE or FOLDER take
 disk.
 
 An evaluation that is stopped (Ctrl-C, SIGTERM, kill -9) goes on by the same command: prompts
-that all drafters have answered are kept in OUT/unfinished until the report is written.
+that all drafters have answered are kept in OUT/unfinished until the report is written. A report of
+another evaluation in OUT is replaced with overwrite=true alone.
 
 Exit codes: 0; 3 when a prompt could not be asked or a server failed on the way: it is named
 and left out, the others are scored; 1 when a trained head failed the parity gate (decoding
@@ -87,6 +88,7 @@ ELSEWHERE = (
     "wandb",
     "wandb_project",
     "quiet",
+    "overwrite",
 )
 MEASURED = ("decode", "heads", "scripts/scoring")  # code that answers and times depend on
 
@@ -112,6 +114,8 @@ def by_suite(cfg: EvaluateConfig, named: list[SuiteConfig], out: Path) -> int:
     if len(named) == 1:
         return evaluated(replace(cfg, suite=named[0]), out)
     codes, kept, missing = [], [], []
+    for suite in named:
+        unclaimed(replace(cfg, suite=suite), out / suite.name)
     for suite in named:
         try:
             code, memo = scored(replace(cfg, suite=suite), out / suite.name)
@@ -150,9 +154,15 @@ def requested_of(
 
 def evaluated(cfg: EvaluateConfig, out: Path) -> int:
     """The run behind `main`: its exit code. The same call goes on where one was stopped."""
+    unclaimed(cfg, out)
     code, memo = scored(cfg, out)
     memo.clear()
     return code
+
+
+def unclaimed(cfg: EvaluateConfig, out: Path) -> None:
+    """Raises UserError where the report of another evaluation lies in `out`."""
+    files.unclaimed(out / "report.json", files.asked(cfg), cfg.overwrite)
 
 
 def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
@@ -172,7 +182,10 @@ def scored(cfg: EvaluateConfig, out: Path) -> tuple[int, Memo]:
     parity = gates(
         systems, target, prompts, cfg.parity, min(cfg.max_new_tokens, GATE_TOKENS), cfg.quiet
     )
-    shared = {"parity": {name: found.json() for name, found in parity.items()}}
+    shared = {
+        "asked": files.asked(cfg),
+        "parity": {name: found.json() for name, found in parity.items()},
+    }
     settings = points(cfg)
     reports = []
     for at in settings:
@@ -286,7 +299,7 @@ def measure(
             **{
                 k: v
                 for k, v in asdict(cfg).items()
-                if k not in ("target", "prompts", "suite", "quiet", "out")
+                if k not in ("target", "prompts", "suite", "quiet", "out", "overwrite")
             },
             "target": asdict(cfg.target),
             "num_prompts": len(prompts),

@@ -5,7 +5,7 @@
 Drafts once along the target's plain answers, replays chains and trees of many sizes on what was
 drafted, times a cycle of those that may pay, measures the best few in turns, and writes the
 fastest into the head's folder (decode.json), where evaluate, chat and export read it. OUT gets
-tune.json.
+tune.json, which overwrite=true alone replaces where it is of something else.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def main(cfg: TuneConfig) -> None:
     """Replay, time, measure, write."""
     out = Path(cfg.out)
     with files.sole_folder(out):
+        files.unclaimed(out / "tune.json", files.asked(cfg, ["write"]), cfg.overwrite)
         tuned(cfg, out)
 
 
@@ -57,7 +58,7 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     )  # a token is two letters or more
     plan = MemoryPlan(cfg.batch_size, longest + cfg.max_new_tokens, cfg.max_nodes)
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
-    report = tune_run.run(cfg, target, console)
+    report = tune_run.run(cfg, target, console) | {"asked": files.asked(cfg, ["write"])}
     files.write_json(out / "tune.json", report)
     tune_table.table(report).show(console)
     folder = settings_folder(draft)

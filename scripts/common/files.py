@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,6 +36,34 @@ def check_out(path: Path) -> None:
     except OSError as error:
         why = error.strerror or error
         raise UserError(f"out: cannot write to {path.parent} ({why}); choose another") from None
+
+
+# Keys of commands that change nothing in what they report.
+BESIDE = ("out", "quiet", "overwrite", "wandb", "wandb_project")
+
+
+def asked(cfg: Any, beside: Iterable[str] = ()) -> dict[str, Any]:
+    """What a command was asked for, as its report keeps it: its keys but BESIDE and `beside`."""
+    left_out = {*BESIDE, *beside}
+    found = {key: value for key, value in asdict(cfg).items() if key not in left_out}
+    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+
+
+def unclaimed(report: Path, wanted: dict[str, Any], overwrite: bool) -> None:
+    """Raises UserError where `report` is there and not of what is `wanted` (`asked`), unless it may
+    be replaced: the same command writes its own report anew."""
+    if overwrite or not report.exists():
+        return
+    try:
+        known = dict(json.loads(report.read_bytes())["asked"])
+    except (OSError, ValueError, KeyError, TypeError):
+        known = {}
+    apart = [key for key in {**known, **wanted} if known.get(key) != wanted.get(key)]
+    if apart:
+        other = f" with another {', '.join(apart[:4])}" if known else ""
+        raise UserError(
+            f"out: {report} exists{other}; set overwrite=true to replace it, or give another folder"
+        )
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -51,6 +51,8 @@ class CertifyConfig(PenaltyKeys):
     url: str = ""
     # folder for certificate.json and certificate.html; with url it may be left out
     out: str = ""
+    # replace the certificate of something else in `out`
+    overwrite: bool = False
     # the frozen model whose distribution is at stake
     target: TargetConfig = field(default_factory=TargetConfig)
     # 0 = greedy: then the greedy layer decides alone; a server is asked at 0.6 times it as well

@@ -19,6 +19,8 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
 
     # folder for report.json, report.html, outputs.jsonl and figures/
     out: str
+    # replace the report of another evaluation in `out`
+    overwrite: bool = False
     # the frozen model that all drafters draft for
     target: TargetConfig = field(default_factory=TargetConfig)
     # none, ngram, hf_generate, run folders, head folders or hub:OWNER/NAME[@REVISION];

@@ -22,6 +22,8 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     drafter: str
     # folder for tune.json
     out: str
+    # replace the tune.json of something else in `out`
+    overwrite: bool = False
     # the frozen model
     target: TargetConfig = field(default_factory=TargetConfig)
     # prompts like those that will be asked: acceptance depends on them

@@ -168,7 +168,7 @@ def confirmed(timed: Sequence[dict[str, Any]], count: int) -> list[DraftSettings
 def _made_with(tuning: Tuning) -> dict[str, Any]:
     """What the report rests on: command, drafter, target, settings, machine."""
     cfg, target, head = tuning.cfg, tuning.target, tuning.family.head
-    unsaid = ("quiet", "wandb", "wandb_project")
+    unsaid = ("quiet", "overwrite", "wandb", "wandb_project")
     return {
         "format": 2,
         **files.origin(str(target.device)),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outrider.conf.jsonl import records
-from outrider.scripts import evaluate
+from outrider.scripts import certify, evaluate, tune
 from outrider.scripts.scoring import contest
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
@@ -168,6 +168,43 @@ def test_a_change_is_named_and_begins_anew(
         assert code_of(evaluate.main, *requested, key) == 130
     assert f"unfinished was made with another {name}; all is made anew" in capsys.readouterr().err
     assert len((tmp_path / "out/unfinished/t0-b1.jsonl").read_text().splitlines()) == 1
+
+
+def test_the_report_of_another_evaluation_is_not_replaced(
+    requested: tuple[str, ...],
+    tmp_path: Path,
+    measured: list[Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*requested, "temperatures=[0]", "max_new_tokens=2"]
+    assert code_of(evaluate.main, *words) == 0
+    report, seen = tmp_path / "out/report.json", len(measured)
+    held = report.read_bytes()
+    assert code_of(evaluate.main, *words, "drafters=[none]") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "exists" in said and "drafters" in said and "overwrite=true" in said
+    assert report.read_bytes() == held and len(measured) == seen, "refused before any work"
+    assert code_of(evaluate.main, *words, "quiet=true") == 0
+    assert code_of(evaluate.main, *words, "drafters=[none]", "overwrite=true") == 0
+    assert len(json.loads(report.read_text())["drafters"]) == 1
+
+
+@pytest.mark.parametrize("held", ['{"asked": {"seed": 7}}', '{"format": 1}', "no JSON"])
+@pytest.mark.parametrize(
+    ("main", "file", "words"),
+    [
+        (tune.main, "tune.json", ["target=tiny", "drafter=ngram"]),
+        (certify.main, "certificate.json", ["target=tiny", "drafter=ngram"]),
+        (certify.main, "certificate.json", ["url=http://127.0.0.1:9"]),
+    ],
+)
+def test_nor_is_what_other_long_work_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], main: Any, file: str, words: Any, held: str
+) -> None:
+    (tmp_path / file).write_text(held)
+    assert code_of(main, *words, f"out={tmp_path}") == 2
+    assert "exists" in (said := capsys.readouterr().err) and "overwrite=true" in said
+    assert (tmp_path / file).read_text() == held
 
 
 def test_a_head_that_was_trained_on_is_measured_anew(tmp_path: Path) -> None:
