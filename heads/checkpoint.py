@@ -31,6 +31,7 @@ from outrider.decode.models.identity import Identity, sha256_file
 from outrider.decode.target import Target
 from outrider.heads import earlier, vocab
 from outrider.heads.base import Head
+from outrider.heads.folders import other_target
 from outrider.heads.names import CARD as CARD
 
 H = TypeVar("H", bound=Head)
@@ -199,11 +200,7 @@ def _belongs(card: dict[str, Any], folder: Path, target: Target, relative: bool)
         if relative or target.relatives:
             differences = [line for line in differences if line.startswith("tokenizer_sha256")]
         if differences:
-            raise UserError(
-                f"{folder}: the head was trained for another target ({'; '.join(differences)}); "
-                "use the target it names, train a head for this one, or set "
-                "target.allow_other=true where tokenizer and widths are the same"
-            )
+            raise UserError(other_target(folder, "; ".join(differences)))
 
 
 def _stored(path: Path, wanted: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -186,10 +186,10 @@ class _Settings(SamplingKeys):
     seed: Seed | None = None
 
 
-def _a_target(target: Any) -> Target:
-    if not isinstance(target, Target):
-        raise UserError(f"target: a {type(target).__name__}; give what load_target returns")
-    return target
+def _a_target(given: object) -> Target:
+    if not isinstance(given, Target):
+        raise UserError(f"target: a {type(given).__name__}; give what load_target returns")
+    return given
 
 
 def _ids(target: Target, prompt: Any) -> list[int]:

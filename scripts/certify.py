@@ -1,8 +1,8 @@
 """Certify that decoding with a drafter leaves the target's distribution unchanged: this target,
 drafter, shape and settings.
 
-    python scripts/certify.py target=smollm2 drafter=runs/medusa@tree temperature=1 \\
-        out=certificates/medusa
+    python scripts/certify.py target=smollm2 drafter=runs/eagle3@tree temperature=1 \\
+        out=certificates/eagle3
     python scripts/certify.py target=tiny drafter=ngram temperature=1 tokens=50000 \\
         out=certificates/tiny
 

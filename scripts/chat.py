@@ -1,7 +1,7 @@
 """Talk to the target. Tokens from accepted drafts are coloured; a footer gives accepted length
 and tokens/s.
 
-    python scripts/chat.py target=smollm2 drafter=runs/demo/hydra_heads@chain:2
+    python scripts/chat.py target=smollm2 drafter=runs/demo/eagle3@chain:2
     echo "What is the capital of France?" | python scripts/chat.py drafter=ngram temperature=0
 
 Ctrl-C stops an answer, Ctrl-D or /exit leaves, /reset forgets the conversation. With piped

@@ -1,9 +1,9 @@
 """Score drafters side by side on prompts: one table, one report.
 
     python scripts/evaluate.py target=smollm2 \\
-        'drafters=[none,ngram,runs/medusa@chain,runs/medusa@tree]' prompts=FILE \\
+        'drafters=[none,ngram,runs/eagle3@chain,runs/eagle3@tree]' prompts=FILE \\
         temperature=0 max_new_tokens=128 batch_size=1 seed=0 \\
-        out=reports/medusa
+        out=reports/eagle3
 
 Writes OUT/report.json, OUT/report.html (one file with its plots), OUT/outputs.jsonl and
 OUT/figures/*.png, and prints the table and the ranking. Among the drafters may stand outside

@@ -1,6 +1,6 @@
 """Choose K, tree shape and tree size for a drafter on this machine.
 
-    python scripts/tune.py target=smollm2 drafter=runs/medusa out=reports/tune-medusa
+    python scripts/tune.py target=smollm2 drafter=runs/eagle3 out=reports/tune-eagle3
 
 Drafts once along the target's plain answers, replays chains and trees of many sizes on what was
 drafted, times a cycle of those that may pay, measures the best few in turns, and writes the

@@ -1,8 +1,8 @@
 """The one training loop. It knows no head by name: whatever subclasses heads.base.Head can be
 trained.
 
-    accelerate launch train/medusa.py target=smollm2 data=jsonl data.path=FILE \\
-        out_dir=runs/medusa steps=N
+    accelerate launch train/eagle.py target=smollm2 data=jsonl data.path=FILE \\
+        out_dir=runs/eagle3 steps=N
 
 The target is frozen: it is neither in the optimizer nor wrapped for gradient exchange. The
 head's forward is its loss and returns (sum, count); sums are divided once, by the count over

@@ -141,9 +141,15 @@ def sha256_weights(folder: Path) -> str:
         raise UserError(
             f"target: {folder} holds no *.safetensors weights; save the model with save_pretrained"
         )
+    names = [file.name for file in files]
+    return sha256_joined(dict(zip(names, sha256_remembered(files), strict=True)))
+
+
+def sha256_joined(digests: dict[str, str]) -> str:
+    """sha256 over the names and hashes of files, in name order."""
     total = hashlib.sha256()
-    for file, digest in zip(files, sha256_remembered(files), strict=True):
-        total.update(f"{digest}  {file.name}\n".encode())
+    for name in sorted(digests):
+        total.update(f"{digests[name]}  {name}\n".encode())
     return total.hexdigest()
 
 

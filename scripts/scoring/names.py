@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from outrider.conf.errors import UserError
 from outrider.heads.folders import head_folder
-from outrider.heads.names import JOIN, members, parse, split
+from outrider.heads.names import HUB, JOIN, members, parse, split
 from outrider.scripts.scoring.addresses import SERVER, wrong_address
 
 INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
@@ -54,6 +54,13 @@ def wrong_drafter(name: str) -> str:
             return f"{name}: no such drafter; did you mean {close[0]}?"
         return str(error).removeprefix("drafters: ")
     return ""
+
+
+def heads_of(name: str) -> list[str]:
+    """Where the drafters that a name asks for lie; [] for a reference of others."""
+    if name in (GENERATE, LOOKUP) or SERVER.fullmatch(name) or HUB in name:
+        return []
+    return [part.source for part in parse(name.removeprefix(f"{ASSISTED}@")).each]
 
 
 def label(name: str) -> str:

@@ -44,7 +44,7 @@ class ServeConfig(AutoDtype):
 
     def absent(self) -> list[str]:
         """What is named and not there, as "key: value; fix"."""
-        return no_drafters(self.drafters, "drafters")
+        return no_drafters(self.drafters, "drafters", self.target)
 
     @property
     def local(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.config import TargetConfig
+from outrider.decode.models.identity import sha256_weights
 from outrider.decode.models.load import load_target, load_tokenizer
 from outrider.decode.models.packages import TARGETS, checks, convert, ensure, fetch
 from outrider.decode.models.packages.table import FORMAT
@@ -208,6 +209,7 @@ def test_converted_model_is_sound(real) -> None:
     target = load_target(TargetConfig())
     assert target.eos_ids == (0, 2) and target.context_length == 8192
     assert checks.of_model(SMOLLM2, target.model, target.tokenizer) == []
+    assert sha256_weights(real) == SMOLLM2.converted
     weights = target.model
     assert weights.lm_head.weight.data_ptr() == weights.model.embed_tokens.weight.data_ptr()
     size = (real / "model.safetensors").stat().st_size

@@ -35,7 +35,8 @@ class PackagedTarget:
     """kind: its name in conf/target. name: of its folder and in tables. weights: what they
     are, in words. repository: where the model was published, under `license`. gguf: {sha256,
     bytes} of the joined file, of which the hash is what is trusted. parameters: numbers that
-    are stored. config, generation: as published. tokenizer: {special: bos, eos, pad and unk
+    are stored. converted: identity.sha256_weights of its folder. config, generation: as
+    published. tokenizer: {special: bos, eos, pad and unk
     by their text, more special ones under extra_special_tokens; plain: ids that the GGUF
     calls special and the published tokenizer does not; steps: the parts of a tokenizer.json
     other than vocabulary and added tokens}. ids: of the special tokens. system: what the
@@ -49,6 +50,7 @@ class PackagedTarget:
     wheels: Wheels
     gguf: dict[str, Any]
     parameters: int
+    converted: str
     config: dict[str, Any]
     generation: dict[str, Any]
     tokenizer: dict[str, Any]
