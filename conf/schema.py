@@ -300,7 +300,7 @@ def _compose(
             good.append(text)
         else:
             try:
-                # The schema is the authority: a key that the YAML leaves at its default may be set.
+                # The schema is the authority: a key that the YAML leaves alone may be set.
                 good.append("++" + _one_or_several(text.lstrip("+"), parsed, schema))
             except UserError as error:
                 problems.append(str(error))
@@ -321,8 +321,8 @@ def _named_model(text: str, conf_dir: Path) -> list[str]:
 
 def _one_or_several(text: str, parsed: Override, schema: type) -> str:
     """The word with its key as this schema has it: drafter=X for drafters=X and the other way
-    round, [A,B] for A,B where a key takes several. Raises UserError for a key that there is not,
-    and for several values of one that takes one."""
+    round, [A,B] for A,B where a key takes several. Raises UserError for a key that there is
+    not, and for several values of one that takes one."""
     key, _, given = text.partition("=")
     value = None if parsed.is_sweep_override() else parsed.value()
     several = parsed.is_sweep_override() or isinstance(value, list)

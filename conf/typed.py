@@ -122,7 +122,7 @@ def takes_several(schema: type, key: str) -> bool:
 
 
 def _hint(schema: type, key: str) -> Any:
-    """The type of a dotted key; Any inside a dict or Any field, None where there is no such key."""
+    """The type of a dotted key; Any inside a dict or Any field, None for no key."""
     hint: Any = schema
     for part in key.split("."):
         nested = nested_schema(hint)
@@ -169,7 +169,7 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """ "did you mean X?" for the known word of which this is a slip, or the list of what exists."""
+    """ "did you mean X?" for the word that this is a slip of, or the list of what exists."""
     known = list(known)
     if close := near(word, known):
         return f"did you mean {close}?"

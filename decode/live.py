@@ -88,8 +88,8 @@ class LiveBatch(Engine):
 
     After an exception of `step` the batch is broken: throw it away.
 
-    seconds: of all steps so far, without what happens once before the first: the cache is made, and
-    the target probed and packed.
+    seconds: of all steps so far, without what happens once before the first: the cache is made,
+    and the target probed and packed.
     """
 
     def __init__(

@@ -172,8 +172,8 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over the seconds spent in passes, prefill included; neither what the
-        reader did between two pieces counts, nor what a target does once (decode/live.py)."""
+        """Generated tokens over the seconds spent in passes, prefill included; neither what
+        the reader did between two pieces counts, nor what a target does once (decode/live.py)."""
         count = len(self._whole().token_ids)
         return count / self._batch.seconds if self._batch.seconds > 0 else float("nan")
 
@@ -220,8 +220,8 @@ def generate(
 ) -> Answer:
     """The target's answer, the same distribution whatever drafts.
 
-    prompt: a user's message or a conversation, [{"role": "user", "content": ..}], put through the
-    chat template, or token ids as they are. drafter:
+    prompt: a user's message or a conversation, [{"role": "user", "content": ..}], put through
+    the chat template, or token ids as they are. drafter:
     a name (see load_drafter) or a drafter, which then serves one answer at a time. seed: the
     same one gives the same answer; None = another one each time. Nothing is decoded before the
     answer is read. Raises UserError for settings out of range and for a prompt that is empty,

@@ -1,4 +1,4 @@
-"""Whether a target is the one that a head was trained for, before anything of it is fetched."""
+"""Whether a target is the one that a head was trained for, before it is fetched."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PART = re.compile(r"model-\d+-of-\d+\.safetensors")  # of weights that are one f
 
 def another(trained_for: dict[str, Any], cfg: TargetConfig) -> str:
     """The name of the target that `cfg` would have fetched, where its weights are not those of
-    `trained_for`, the target of a head's card. "" where they are, where nothing would be fetched,
-    and where only loading can tell."""
+    `trained_for`, the target of a head's card. "" where they are, where nothing would be
+    fetched, and where only loading can tell."""
     from outrider.decode.models.packages.table import TARGETS
 
     packed = TARGETS.get(cfg.kind)
@@ -26,15 +26,15 @@ def another(trained_for: dict[str, Any], cfg: TargetConfig) -> str:
 
 
 def _published(cfg: TargetConfig) -> str:
-    """Identity.weights_sha256 of a repository by what the hub says of its files; "" where it does
-    not answer, or they are laid out in another way."""
+    """Identity.weights_sha256 of a repository by what the hub says of its files; "" where it
+    does not answer, or they are laid out in another way."""
     from huggingface_hub import HfApi
 
     try:
-        listed = HfApi().model_info(cfg.name, revision=cfg.revision, files_metadata=True).siblings
+        found = HfApi().model_info(cfg.name, revision=cfg.revision, files_metadata=True)
     except Exception:  # the client's errors and those of its network share no class
         return ""
-    files = {one.rfilename: one.lfs for one in listed or []}
+    files = {one.rfilename: one.lfs for one in found.siblings or []}
     names = [WHOLE] if WHOLE in files else [name for name in files if PART.fullmatch(name)]
     digests = {name: lfs.sha256 for name in names if (lfs := files[name])}
     return sha256_joined(digests) if digests and len(digests) == len(names) else ""

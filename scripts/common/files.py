@@ -43,15 +43,15 @@ BESIDE = ("out", "quiet", "overwrite", "wandb", "wandb_project")
 
 
 def asked(cfg: Any, beside: Iterable[str] = ()) -> dict[str, Any]:
-    """What a command was asked for, as its report keeps it: its keys but BESIDE and `beside`."""
+    """What a command was asked for, as its report keeps it: its keys, some left out."""
     left_out = {*BESIDE, *beside}
     found = {key: value for key, value in asdict(cfg).items() if key not in left_out}
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]
 
 
 def unclaimed(report: Path, wanted: dict[str, Any], overwrite: bool) -> None:
-    """Raises UserError where `report` is there and not of what is `wanted` (`asked`), unless it may
-    be replaced: the same command writes its own report anew."""
+    """Raises UserError where `report` is there and not of what is `wanted` (`asked`), unless it
+    may be replaced: the same command writes its own report anew."""
     if overwrite or not report.exists():
         return
     try:

@@ -93,7 +93,7 @@ def test_a_model_is_named_as_transformers_names_it(
 
 
 def test_what_a_target_does_once_is_in_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that goes on by a second at every pass, and by a thousand where a cache is made."""
+    """A clock that goes on by a second at every pass, and by 1000 where a cache is made."""
     target, now = api.load_target("tiny", "float32", "cpu"), [0.0]
 
     def slow(seconds: float, call: typing.Any) -> typing.Any:
