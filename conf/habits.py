@@ -161,4 +161,6 @@ def said(key: str, known: Collection[str]) -> str:
                 return f"did you mean {cure}?"
         if name in REASONS:
             return REASONS[name]
+        if name in CURES:
+            return f"{CURES[name][0]} is that, of another command; leave it out"
     return ""
