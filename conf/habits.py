@@ -162,5 +162,5 @@ def said(key: str, known: Collection[str]) -> str:
         if name in REASONS:
             return REASONS[name]
         if name in CURES:
-            return f"{CURES[name][0]} is that, of another command; leave it out"
+            return f"{CURES[name][0]} is that, in commands and heads that have it"
     return ""

@@ -185,7 +185,7 @@ def refused(name: str, schema: type, words: Sequence[str], conf_dir: Path = CONF
 
     def check() -> int:
         if any(word.startswith("-") for word in words):
-            raise_all(dashed(words, schema, conf_dir))
+            raise_all(dashed(words, _closest(name, schema, words, conf_dir), conf_dir))
         else:
             present(_checked(name, schema, words, conf_dir)[0])
         return 0
@@ -200,7 +200,7 @@ def _run(
         checked: tuple[Any, bool] = _checked(name, schema, args, conf_dir)
         value = present(checked[0])
         return main(settled(value) if checked[1] else value) or 0
-    raise_all(dashed(args, schema, conf_dir))
+    raise_all(dashed(args, _closest(name, schema, args, conf_dir), conf_dir))
     codes: list[int] = []
 
     def job(cfg: DictConfig) -> None:
@@ -304,10 +304,23 @@ def _compose(
                 good.append("++" + _one_or_several(text.lstrip("+"), parsed, schema))
             except UserError as error:
                 problems.append(str(error))
+    if problems and (closest := _closest(name, schema, words, conf_dir)) is not schema:
+        return _compose(name, closest, words, conf_dir)  # it knows the keys of the chosen head
     try:
         return _composed(conf_dir, name, good), problems
     except (HydraException, *UNREADABLE) as error:
         return None, [*problems, _readable(error, conf_dir)]
+
+
+def _closest(name: str, schema: type, words: Sequence[str], conf_dir: Path) -> type:
+    """The schema that the chosen groups lead to (`exact`), by which a mistake is answered."""
+    if not hasattr(schema, "exact"):
+        return schema
+    chosen = [word for word in words if group_options(conf_dir, word.partition("=")[0])]
+    try:
+        return exact(schema, _composed(conf_dir, name, chosen))
+    except (UserError, HydraException, *UNREADABLE):
+        return schema
 
 
 def _named_model(text: str, conf_dir: Path) -> list[str]:

@@ -254,6 +254,7 @@ def test_a_mistake_in_a_key_is_the_script_s_own(tmp_path: Path) -> None:
 
 
 MISTAKES = {
+    "train eagle3 --ttt-length 7": "did you mean head.steps?",
     "evaluate targt=smollm2": "targt: no such key; did you mean target?",
     "evaluate out=x --target smollm2": "--target: keys have no dashes; write target=smollm2",
     "evaluate out=x --max-new-tokens=8": "--max-new-tokens=8: keys have no dashes; write max_new",
