@@ -182,7 +182,7 @@ def test_the_lines_of_the_readme_run(
     tiny = ("target=tiny", "steps=2", "batch_size=4", "eval.every=0", "dtype=float32")
 
     def quick(head: str, *keys: str) -> Path:
-        kept = [k for k in keys if k.partition("=")[0] not in ("target", "data.path", "steps")]
+        kept = [k for k in keys if k.partition("=")[0] not in ("target", "data.path", "epochs")]
         return real(head, *kept, *tiny, "data.path=data.jsonl")
 
     monkeypatch.setattr(api, "train", quick)
