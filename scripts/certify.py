@@ -56,6 +56,7 @@ CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
 TESTED = ("decode", "heads", "scripts/proofs")  # whose code a certificate is about
 URL_CODES = {"passed": 0, "rejected": 1, "undecided": 3}
 # a run goes on under other values of these
+UNSAID = ("target", "overwrite", *URL_ALONE)  # by the settings of a certificate
 MORE = ("tokens", "alpha", "detect")
 LATER = ("target", "out", "quiet", "overwrite", *MORE, "url", *URL_ALONE)
 
@@ -134,9 +135,7 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         "bound": bound,
         "identities": {"target": about, "drafter": head},
         "shape": {"kind": drafter.shape, "depth": drafter.max_depth, "nodes": drafter.max_nodes},
-        "settings": {
-            k: v for k, v in asdict(cfg).items() if k not in ("target", "overwrite", *URL_ALONE)
-        },
+        "settings": {k: v for k, v in asdict(cfg).items() if k not in UNSAID},
         "versions": files.environment(str(target.device)),
     }
     files.write_text(out / "certificate.html", certificate_page.page(paper))
