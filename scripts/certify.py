@@ -55,9 +55,9 @@ from outrider.scripts.serving.asking import Address
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
 TESTED = ("decode", "heads", "scripts/proofs")  # whose code a certificate is about
 URL_CODES = {"passed": 0, "rejected": 1, "undecided": 3}
-# a run goes on under other values of these
 UNSAID = ("target", "overwrite", *URL_ALONE)  # by the settings of a certificate
-MORE = ("tokens", "alpha", "detect")
+MORE = ("tokens", "alpha", "detect")  # the same certificate, of more or fewer tokens
+# a run goes on under other values of these
 LATER = ("target", "out", "quiet", "overwrite", *MORE, "url", *URL_ALONE)
 
 
