@@ -88,7 +88,7 @@ def test_half_an_emoji_leaves_the_other_prompts(
         code(
             evaluate.main,
             f"prompts={path}",
-            f"out={out}",
+            f"out={out}-2",
             "device=cpu",
             "drafters=[none]",
             "quiet=true",
