@@ -185,6 +185,7 @@ class Engine:
         self._commit(cache, step, seen, budget)
         self.timing.cycles += 1
         self.timing.cycle_s.append(self.clock() - begin)
+        self.timing.cycle_nodes.append(tree.tokens.shape[1])
 
     def part(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Seconds inside count as those of a part of `timing`."""

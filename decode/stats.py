@@ -31,6 +31,7 @@ from outrider.decode.engine import Cycle, Generation
 LOOP_GRAM, LOOP_TIMES = 8, 3
 TRIM = 0.1  # of the units, at either end of their times
 RESAMPLES = 2000
+AT_ONCE = 1 << 20  # units of resamples: memory does not grow with the prompts
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,7 @@ def ratio_interval(
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
     used = bottom > 0
     top, bottom = top[used], bottom[used]
-    if len(top) == 0:
-        return Interval(float("nan"), None, None)
-    mean = float(top.sum() / bottom.sum())
-    if len(top) < 2:
-        return Interval(mean, None, None)
-    pick = np.random.default_rng(seed).integers(0, len(top), (RESAMPLES, len(top)))
-    low, high = np.percentile(top[pick].sum(1) / bottom[pick].sum(1), [2.5, 97.5])
-    return Interval(mean, float(low), float(high))
+    return _resampled(lambda pick: top[pick].sum(-1) / bottom[pick].sum(-1), len(top), seed)
 
 
 def accepted_length(per_prompt: Iterable[Sequence[Cycle]], seed: int = 0) -> Interval:
@@ -227,7 +221,9 @@ def _resampled(statistic: Callable[[np.ndarray], np.ndarray], count: int, seed: 
     mean = float(statistic(np.arange(count)[None])[0])
     if count < 2:
         return Interval(mean, None, None)
-    values = statistic(np.random.default_rng(seed).integers(0, count, (RESAMPLES, count)))
+    rng, most = np.random.default_rng(seed), max(1, AT_ONCE // count)
+    sizes = (min(most, RESAMPLES - done) for done in range(0, RESAMPLES, most))
+    values = np.concatenate([statistic(rng.integers(0, count, (size, count))) for size in sizes])
     values = values[np.isfinite(values)]
     if not len(values):
         return Interval(mean, None, None)

@@ -20,6 +20,9 @@ class Timing:
     until it is scored, verify_s until the path is chosen, commit_s until the next cycle may
     begin. Within them: drafter_s proposing and observing, distribution_s from logits to
     distributions (inside verify_s), cache_s keeping accepted rows of the K/V cache.
+
+    cycle_s, cycle_nodes: of every cycle, how long it took and how many nodes of a row it drafted;
+    empty where that is not known.
     """
 
     prefill_s: float = 0.0
@@ -33,6 +36,7 @@ class Timing:
     distribution_s: float = 0.0
     cache_s: float = 0.0
     cycle_s: list[float] = field(default_factory=list)
+    cycle_nodes: list[int] = field(default_factory=list)
 
     @contextlib.contextmanager
     def part(self, name: str, clock: Callable[[], float]) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any
 from outrider.scripts.reports.score_table import distribution_of, even, requested, speed, stalls
 from outrider.scripts.reports.table import DOUBT, Columns, Table, interval, number
 
+NO_FASTER = "Nothing was faster than plain decoding"
 COLUMNS: Columns = (
     ("settings", lambda row: row["name"]),
     ("accepted length", lambda row: interval(row["measured"]["accepted_length"])),
@@ -33,18 +34,20 @@ def table(report: dict[str, Any]) -> Table:
 def sentences(report: dict[str, Any]) -> list[str]:
     """What a reader of the table must know."""
     chosen = report["chosen"]
+    doubts = {row["name"]: row["measured"]["doubts"] for row in report["rows"]}
+    nothing = "No speed can be believed" if doubts[chosen["name"]] else NO_FASTER
     lines = [
         f"Chosen: {chosen['name']}."
         if chosen["pays"]
-        else f"Nothing was faster than plain decoding here. The nearest is {chosen['name']}.",
+        else f"{nothing} here. The nearest is {chosen['name']}.",
         f"{report['replayed']} settings were replayed along the target's own answers, "
         f"{len(report['timed'])} of them timed, these measured in turns; brackets: 95 % bootstrap "
         "over prompts.",
     ]
     lines += stalls(report["stalls"])
     lines += [
-        f"IN DOUBT {DOUBT}: the speed of {row['name']}: {why}."
-        for row in report["rows"]
-        for why in row["measured"]["doubts"]
+        f"IN DOUBT {DOUBT}: the speed of {name}: {why}."
+        for name, why_of in doubts.items()
+        for why in why_of
     ]
     return lines + [str(n) for n in report["notes"]]

@@ -318,11 +318,13 @@ def run_contest(
     known = memo.lines(name)
     for part in known:
         contest.take(part)
-        for system in systems:
-            system.facts |= {"tells": False} if system.name in part["silent"] else {}
-    for part in memo.lines(f"{name}-again"):
+    later = memo.lines(f"{name}-again") if len(known) == len(chunks) else []
+    for part in later:
         contest.retake(part)
-    if len(known) < len(chunks):
+    for system in systems:
+        silent = any(system.name in part["silent"] for part in [*known, *later])
+        system.facts |= {"tells": False} if silent else {}
+    if len(known) < len(chunks) or _stalled(contest, systems, chunks) is not None:
         contest.sittings.append(datetime.now(UTC).isoformat())
         _warm_up(contest, systems, first[0], settings)
     with Steps(*columns(28), quiet=quiet, transient=True) as progress:
@@ -343,8 +345,7 @@ def run_contest(
                 runs = asking.turn(contest, one, number)
                 if NONE in runs:
                     talks.remember(one.live, runs[NONE])
-            silent = [system.name for system in systems if not system.facts.get("tells", True)]
-            memo.add(name, contest.part(chunk) | {"silent": silent})
+            memo.add(name, contest.part(chunk) | {"silent": _silent(systems)})
         _ask_again(contest, chunks, asking, talks, memo, name)
     return contest
 
@@ -364,8 +365,14 @@ def _ask_again(
         for turn in talks.as_before(contest, chunks[number], asking.settings):
             asking.turn(again, turn, number)
         part = again.part(chunks[number]) | {"again": [p.id for p in chunks[number]]}
+        part["silent"] = _silent(asking.systems)
         contest.retake(part)
         memo.add(f"{name}-again", part)
+
+
+def _silent(systems: Sequence[System]) -> list[str]:
+    """Names of servers that do not say what they accepted."""
+    return [system.name for system in systems if not system.facts.get("tells", True)]
 
 
 def _stalled(
@@ -374,11 +381,12 @@ def _stalled(
     """The number of a chunk that is to be asked again; None where there is none, or too
     many."""
     lost = {one["name"] for one in contest.lost}
-    bad = pace.stalled(contest.paces([s.name for s in systems if s.name not in lost]))
-    if len({*bad, *contest.again}) > max(1, OFTEN * len(chunks)):
+    units = pace.stalled(contest.paces([s.name for s in systems if s.name not in lost]))
+    ids = [tuple(p.id for p in chunk) for chunk in chunks]
+    bad = [i for i, chunk in enumerate(ids) if any({*unit} <= {*chunk} for unit in units)]
+    if len({*(ids[i] for i in bad), *contest.again}) > max(1, OFTEN * len(chunks)):
         return None
-    once_more = {p for unit in bad if contest.again.count(unit) < AGAIN for p in unit}
-    return next((i for i, chunk in enumerate(chunks) if once_more & {p.id for p in chunk}), None)
+    return next((i for i in bad if contest.again.count(ids[i]) < AGAIN), None)
 
 
 def _first_questions(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -6,13 +6,16 @@ a page fault. So the second factor is taken without what cannot be a pass of thi
 pass that took more than FAR times what the slower quarter of the row's passes take, and
 SLICE longer, is left out of the mean, and an answer that consists of such passes is left
 out for all rows (contest.py asks it again first). Where every row is slow on a prompt, its
-text is long and nothing stalled.
+text is long and nothing stalled; where the passes that draft about as much are slow, so are
+they.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -20,6 +23,8 @@ from outrider.decode.timing import Timing
 
 FAR = 4.0
 SLICE = 0.02  # seconds that a scheduler gives another program at once; less is any row's noise
+ANY = -1  # kind of passes
+ALIKE = 8  # passes that draft about as much, of which a usual one is known
 Unit = tuple[str, ...]  # ids of prompts that ran together, with all their turns
 Timings = Mapping[str, Mapping[Unit, Sequence[Timing]]]  # row -> unit -> its timed calls
 
@@ -44,12 +49,11 @@ def paces(timings: Timings) -> dict[str, dict[Unit, Pace]]:
     usual = {row: _usual(units) for row, units in timings.items()}
     found: dict[str, dict[Unit, Pace]] = {row: {} for row in timings}
     for unit in next(iter(timings.values()), {}):
-        slow = [_middle(timings[row][unit]) / usual[row] for row in timings if usual[row] > 0]
+        slow = [_middle(timings[row][unit]) / of[ANY] for row, of in usual.items() if of[ANY] > 0]
         text = max(1.0, min((s for s in slow if s == s), default=1.0))  # slow for every row
-        for row in timings:
-            found[row][unit] = _pace(
-                timings[row][unit], max(FAR * usual[row] * text, usual[row] + SLICE)
-            )
+        for row, of in usual.items():
+            limits = {kind: max(FAR * s * text, s + SLICE) for kind, s in of.items()}
+            found[row][unit] = _pace(timings[row][unit], limits)
     return found
 
 
@@ -59,32 +63,52 @@ def stalled(found: Mapping[str, Mapping[Unit, Pace]]) -> list[Unit]:
     return [u for u in units if any(r[u].stalled and not r[u].passes for r in found.values())]
 
 
-def _usual(units: Mapping[Unit, Sequence[Timing]]) -> float:
-    """Seconds that the slower quarter of a row's passes take or exceed; of its calls, where
-    single passes are not known (a server). The lower neighbour: one call of two cannot move
-    it."""
+def _passes(calls: Sequence[Timing]) -> list[tuple[int, float]]:
+    """(kind, seconds) of every pass that is known. Those of a kind draft about as much."""
+    return [
+        (nodes.bit_length(), second)
+        for timing in calls
+        for nodes, second in zip_longest(timing.cycle_nodes, timing.cycle_s, fillvalue=0)
+    ]
+
+
+def _usual(units: Mapping[Unit, Sequence[Timing]]) -> dict[int, float]:
+    """Kind -> seconds that the slower quarter of a row's passes take or exceed, of its calls,
+    where single passes are not known (a server); under ANY those of all kinds, than which none
+    has less. The lower neighbour: one call of two cannot move it."""
     calls = [timing for calls in units.values() for timing in calls]
-    times = [second for timing in calls for second in timing.cycle_s]
-    times = times or [timing.decode_s / timing.cycles for timing in calls if timing.cycles]
+    times = defaultdict[int, list[float]](list)
+    for kind, second in _passes(calls):
+        times[kind].append(second)
+    every = [second for of in times.values() for second in of]
+    every = every or [timing.decode_s / timing.cycles for timing in calls if timing.cycles]
+    least = _slower(every)
+    own = {kind: max(least, _slower(of)) for kind, of in times.items() if len(of) >= ALIKE}
+    return {ANY: least, **own}
+
+
+def _slower(times: Sequence[float]) -> float:
     return float(np.percentile(times, 75, method="lower")) if times else 0.0
 
 
 def _middle(calls: Sequence[Timing]) -> float:
     """Seconds of a usual pass of these calls; NaN for none."""
-    times = [second for timing in calls for second in timing.cycle_s]
+    times = [second for _, second in _passes(calls)]
     passes = sum(timing.cycles for timing in calls)
     if times:
         return float(np.median(times))
     return sum(timing.decode_s for timing in calls) / passes if passes else float("nan")
 
 
-def _pace(calls: Sequence[Timing], limit: float) -> Pace:
-    """The pace of one row's calls on a unit. limit: seconds above which a pass met a stall."""
-    far = [second for timing in calls for second in timing.cycle_s if second > limit]
+def _pace(calls: Sequence[Timing], limits: Mapping[int, float]) -> Pace:
+    """The pace of one row's calls on a unit. limits: kind -> seconds above which a pass met a
+    stall."""
+    known = [(second, limits.get(kind, limits[ANY])) for kind, second in _passes(calls)]
+    far = [second for second, limit in known if second > limit]
     passes = sum(timing.cycles for timing in calls)
     seconds = sum(timing.decode_s for timing in calls) - sum(far)
-    left = passes - len(far)
+    most = sum(limit for second, limit in known if second <= limit)
     # Half of the passes, or seconds outside of them: the rest is no measurement either.
-    if passes and (2 * len(far) > passes or seconds > left * limit):
+    if passes and (2 * len(far) > passes or seconds > (most if known else passes * limits[ANY])):
         return Pace(float("nan"), 0, passes)
-    return Pace(seconds, left, len(far))
+    return Pace(seconds, passes - len(far), len(far))

@@ -27,6 +27,7 @@ from outrider.scripts.scoring.pace import Unit
 FEW = 5  # timed units; the bootstrap of fewer says little
 WIDE = 0.5  # of a speed: an interval beyond that is no measurement
 LEAST = 0.97  # of a plain pass, that a cycle with a draft takes
+SURE = 0.9  # of a plain pass: the noise of a quiet machine does not explain less
 REPORTED = ("trained_for", "weights_sha256", "hub")  # of a system's facts, where they are known
 
 
@@ -116,21 +117,20 @@ class Scores:
     def doubts(self, system: System, speed: dict[str, Any], units: Sequence[Unit]) -> list[str]:
         """Why the speed of a row cannot be believed, a sentence each; [] where it can."""
         mean, low, high = (speed[key] for key in ("mean", "low", "high"))
-        timed = [unit for unit in units if unit not in self.left_out]
         if mean is None or system.name == NONE:
             return []
         found = []
-        if len(timed) < FEW:
-            found.append(
-                f"it rests on {len(timed)} timed prompts (or batches of them), less than {FEW}"
-            )
+        both = np.array([self.work(name, units).pass_s for name in (system.name, NONE)])
+        timed = int(np.isfinite(both).all(0).sum())
+        if timed < FEW:
+            found.append(f"it rests on {timed} timed prompts (or batches of them), less than {FEW}")
         if low is not None and high - low > WIDE * mean:
             found.append(f"its interval is wider than {WIDE:g} of it")
         limit = self.break_even(system, units)
         if limit is None or system.kind == "reference":  # another engine has passes of its own
             return found
         share = self._target_share()
-        if limit.mean < share:
+        if limit.mean < min(share, SURE):
             found.append(
                 f"it is faster than its accepted length allows: {limit.mean:.2f} plain passes a "
                 f"cycle, of which the target alone takes {share:.2f}"

@@ -202,7 +202,7 @@ def decoding(about: About) -> list[str]:
         return ["not tuned; `outrider tune drafter=...` finds K for a machine and prompts"]
     lines = [
         f"tuned here: {found.best}"
-        + ("" if found.pays else " (slower than plain decoding when measured)")
+        + ("" if found.pays else " (not measured to be faster than plain decoding)")
     ]
     if found.chain is not None:
         lines.append(f"for engines, which draft chains: {found.chain}")

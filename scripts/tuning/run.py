@@ -186,8 +186,8 @@ def _made_with(tuning: Tuning) -> dict[str, Any]:
 
 
 def _pace(row: dict[str, Any]) -> float:
-    """Measured tokens per second of a row of the report."""
-    return float(row["measured"]["tokens_per_second"])
+    """Measured tokens per second of a row of the report; 0 where nothing was decoded."""
+    return float(row["measured"]["tokens_per_second"] or 0)
 
 
 def listed(one: DraftSettings) -> dict[str, Any]:

@@ -119,3 +119,4 @@ def test_every_part_gets_its_own_seconds(
     phases = timing.draft_s + timing.target_s + timing.verify_s + timing.commit_s
     assert phases == timing.decode_s, "the phases of a cycle have no gap between them"
     assert len(timing.cycle_s) == passes and sum(timing.cycle_s) == timing.decode_s
+    assert len(timing.cycle_nodes) == passes

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.decode import stats
 from outrider.decode.engine import Cycle, DecodedRun, Generation, Timing
 from outrider.decode.sampling import Sampling
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.prompts import Prompt
 from outrider.scripts.reports import page, score_table
 from outrider.scripts.scoring import contest as contests
+from outrider.scripts.scoring import pace
 from outrider.scripts.scoring.contest import Contest, ContestSettings, System
 from outrider.scripts.scoring.ranking import best, ranking
 from outrider.scripts.scoring.score import Scores
@@ -240,3 +242,87 @@ def test_the_ranking_is_in_the_order_of_speed() -> None:
     assert shown == sorted(shown, reverse=True) and len(shown) == len(ROWS)
     ranks = [row["rank"] for row in report["ranking"]]
     assert ranks == sorted(ranks)
+
+
+def test_a_pass_that_drafts_much_is_no_stall() -> None:
+    """A union whose every sixth pass drafts a tree pays for it; a stall of such a pass is one."""
+
+    def calls(seconds: list[float], nodes: list[int]) -> dict[tuple[str, ...], list[Timing]]:
+        timing = Timing(total_s=sum(seconds), cycles=len(seconds), cycle_s=seconds)
+        timing.cycle_nodes = nodes
+        return {("p",): [timing]}
+
+    plain, wide = [0.011] * 60, [*[0.011] * 5, 0.075] * 10
+    found = pace.paces({"none": calls(plain, [0] * 60), "union": calls(wide, [*[0] * 5, 64] * 10)})
+    assert found["union"]["p",] == pace.Pace(pytest.approx(1.3), 60, 0)
+    wide[5] = STALL
+    found = pace.paces({"none": calls(plain, [0] * 60), "union": calls(wide, [*[0] * 5, 64] * 10)})
+    assert found["union"]["p",] == pace.Pace(pytest.approx(1.225), 59, 1)
+
+
+def test_a_speed_of_few_answers_that_decoded_is_doubted() -> None:
+    """Answers of one token have no speed."""
+    found, entered = measured()
+    for call in found.timed_runs:
+        if call.prompts[0] not in ("p0", "p1"):
+            call.tokens, call.timing = 1, Timing(0.03, total_s=0.03)
+    doubts = Scores(found, entered).row(entered[1])["doubts"]
+    assert any("rests on 2 timed" in why for why in doubts)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_row_that_drafts_nothing_is_not_doubted(seed: int) -> None:
+    """Of a large target, whose pass is nearly all of a cycle, with 5 % of noise an answer."""
+    rng = np.random.default_rng(seed)
+
+    def noisy(name: str, call: int, seconds: Any) -> Any:
+        return seconds * np.exp(0.05 * rng.normal())
+
+    found, entered = measured(
+        (("none", 11.0, 1.0, True), ("idle", 11.0, 1.0, True)), noisy, count=8
+    )
+    entered[1].nodes = 3
+    for call in found.timed_runs:
+        call.timing.target_s = 0.995 * call.timing.decode_s
+    assert not Scores(found, entered).row(entered[1])["doubts"]
+
+
+def test_asking_again_ends_where_a_prompt_was_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of which one prompt does not fit, and another stalls each time."""
+    fits = iter([False, *[True] * 99])
+    monkeypatch.setattr(contests, "unfit", lambda *_: "" if next(fits) else "too long")
+
+    def stall(name: str, call: int, seconds: Any) -> Any:
+        return seconds * (80 if name == "head" and (call == 2 or call > 13) else 1)
+
+    entered = systems(ROWS, stall)
+    settings = ContestSettings(Sampling(), 48, 2, 0, "traversal")
+    target: Any = Target()
+    found = contests.run_contest(target, PROMPTS, entered, settings, True)
+    assert found.again == [("p0", "p1")] * contests.AGAIN
+
+
+def test_a_run_that_was_stopped_while_it_asked_again_warms_up(tmp_path: Any) -> None:
+    """And what a server did not tell by then stays untold."""
+
+    def stall(name: str, call: int, seconds: Any) -> Any:
+        if call == 26:
+            raise KeyboardInterrupt
+        return seconds * (80 if (name, call) == ("none", 9) else 1)
+
+    memo, calls = Memo(tmp_path / "memo", {"of": "this"}), []
+    with pytest.raises(KeyboardInterrupt):
+        measured(stall=stall, memo=memo)
+    measured(stall=lambda name, call, seconds: calls.append(name) or seconds, memo=memo)
+    assert len(calls) == 2 * len(ROWS)
+
+
+def test_memory_of_an_interval_does_not_grow_with_the_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = np.random.default_rng(0)
+    tokens, passes, pass_s = rng.random((3, 50)).tolist()
+    work = stats.Work(tokens, passes, pass_s)
+    whole = stats.rate(work), stats.ratio_interval(tokens, passes)
+    monkeypatch.setattr(stats, "AT_ONCE", 1000)
+    assert (stats.rate(work), stats.ratio_interval(tokens, passes)) == whole
