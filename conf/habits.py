@@ -86,6 +86,7 @@ OURS = {
     "suite": "benchmark benchmarks task tasks",
     "base_url|url": "api_base server_url endpoint vllm_endpoint base_url url",
     "name": "served_model_name",
+    "gpus": "num_gpus n_gpus",
 }
 # Why there is none -> theirs.
 NONE = {
@@ -93,7 +94,8 @@ NONE = {
     "conf/launch, and shard_target=true spreads a target that fits no GPU": (
         "deepspeed deepspeed_config local_rank fsdp fsdp_config tp_size "
         "tensor_parallel_size sp_ulysses_size sp_ring_size ddp_backend ddp_timeout "
-        "ddp_find_unused_parameters dist_timeout parallelism_config accelerator_config"
+        "ddp_find_unused_parameters dist_timeout parallelism_config accelerator_config "
+        "num_processes nproc_per_node num_gpus n_gpus gpus devices world_size"
     ),
     "batch_size is that of a whole step, micro_batch that of a pass": (
         "gradient_accumulation_steps draft_accumulation_steps accumulate_grad_batches "

@@ -158,14 +158,16 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """The known word, or dotted key, of which `word` is a slip; "" where none is like it."""
+    """The known word, or dotted key, of which `word` is a slip or the beginning; "" where none is
+    like it."""
     known = list(known)
     if close := difflib.get_close_matches(word, known, 1, LIKE):
         return close[0]
     last = {k.rpartition(".")[2]: k for k in known}
     if close := difflib.get_close_matches(word.rpartition(".")[2], list(last), 1, LIKE):
         return last[close[0]]
-    return ""
+    longer = sorted(k for k in known if k.startswith(f"{word}_"))
+    return longer[0] if longer and all(k.startswith(longer[0]) for k in longer) else ""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

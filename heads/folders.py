@@ -65,6 +65,8 @@ def find_head(path: str) -> Path:
             f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or "
             "checkpoints/); finish the training run, or give another folder"
         )
+    if path.partition("@")[0] in (NONE, NGRAM):
+        raise UserError(f"drafters: {path}: has no weights; give a run folder or a head folder")
     near = f"did you mean {found}? or " if (found := _near(path)) else ""
     raise UserError(
         f"drafters: {path}: neither none, ngram nor an existing folder; {near}give a run folder, "

@@ -225,6 +225,12 @@ def test_drafters_that_do_not_exist(
         )
 
 
+@pytest.mark.parametrize("name", ["none", "ngram", "ngram@3"])
+def test_what_has_no_weights_has_no_folder(name: str) -> None:
+    with pytest.raises(UserError, match=f"drafters: {name}: has no weights; give a run folder"):
+        find_head(name)
+
+
 def test_a_run_folder_means_its_final_head_then_its_best_then_its_newest_checkpoint(
     target, saved: Path
 ) -> None:
