@@ -290,10 +290,10 @@ def _compose(
             good.append(text)
         elif options and not (parsed.is_sweep_override() or isinstance(parsed.value(), dict)):
             value = parsed.value()
-            chosen = [
-                str(c) for c in (value if isinstance(value, list) else [value]) if c is not None
-            ]
-            wrong = [w for c in chosen if (w := _choice(conf_dir, schema, key, c))]
+            chosen = value if isinstance(value, list) else [value]
+            wrong = [w for c in chosen if (w := _choice(conf_dir, schema, key, str(c)))]
+            if (None in chosen or not chosen) or parsed.is_delete():
+                wrong = [f"{text}: names no option; leave it out, or choose one"]
             problems += wrong
             good += [] if wrong else [text]
         elif parsed.is_delete() and knows(schema, key):
@@ -325,10 +325,13 @@ def _closest(name: str, schema: type, words: Sequence[str], conf_dir: Path) -> t
 
 def _named_model(text: str, conf_dir: Path) -> list[str]:
     """The words for target=OWNER/NAME and target=FOLDER; of any other word the word itself."""
-    group, _, value = text.partition("=")
-    named = paths.model(value.strip("'\"")) if group == "target" else None
+    group, _, value = text.lstrip("+").partition("=")
+    bare = value.strip("'\"")
+    named = paths.model(bare) if group == "target" else None
     if named is None or value in group_options(conf_dir, group):
         return [text]
+    if value == bare and ("," not in bare or Path(bare).is_dir()):
+        value = "'{}'".format(bare.replace("'", r"\'"))  # it holds what words of ours do not
     return [f"{group}={named[0]}", f"{group}.{named[1]}={value}"]
 
 

@@ -113,7 +113,7 @@ def spread(command: Any) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        devices(args.num_processes // args.num_machines, args.cpu or args.use_cpu)
+        devices(here(args), args.cpu or args.use_cpu)
         follow()
         multi_gpu_launcher(args)
     except UserError as error:
@@ -135,6 +135,11 @@ def asked(words: Sequence[str]) -> Namespace:
         return launch._validate_launch_command(args)[0]
     finally:
         logging.disable(logging.NOTSET)
+
+
+def here(args: Namespace) -> int:
+    """How many processes this machine runs, of what `asked` tells."""
+    return int(args.num_processes // max(args.num_machines, 1))
 
 
 def devices(count: int, cpu: bool = False, key: str = "num_processes") -> int:

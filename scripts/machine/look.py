@@ -27,7 +27,7 @@ from outrider.heads.eagle import kernels
 from outrider.scripts.common import files
 from outrider.train.config import TRACKERS
 from outrider.train.launch_keys import HONOURED, of_file, refusals
-from outrider.train.launcher import asked, devices
+from outrider.train.launcher import asked, devices, here
 
 GIB = 1 << 30
 LEAST_DISK = 5 * GIB  # below that the first cache or checkpoint may not fit
@@ -197,7 +197,7 @@ def accelerate_config(dtype: str) -> ReportPart:
         if part.problems:
             return part
         launch = asked(["--config_file", str(path), "train/head.py"])
-        count = launch.num_processes // launch.num_machines
+        count = here(launch)
         taken = devices(count)
     except UserError as error:
         part.problems.append(f"{path}: {error}")

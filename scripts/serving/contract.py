@@ -38,6 +38,7 @@ from outrider.scripts.serving.asking import Reply
 NAME = "expected.json"
 FORMAT = 1
 EDGE = 0.02  # by which the end of an answer alone may move a rate
+HUGE = 1 << 31  # no number of a contract is that large
 
 
 def expected(
@@ -155,6 +156,7 @@ def load(path: Path) -> dict[str, Any]:
         not isinstance(rows, list)
         or not rows
         or value.get("format") != FORMAT
+        or not _settings(value)
         or not all(isinstance(r, dict) and all(k in r for k in keys) for r in rows)
     ):
         raise UserError(f"expected: {place} is no contract of an export; export the head again")
@@ -169,7 +171,23 @@ def load(path: Path) -> dict[str, Any]:
                 f"expected: {place}: prompt {number} holds rivals that are none of its tokens; "
                 "export the head again"
             )
-    return value
+    return value | rates(cycles_of(value))
+
+
+def _settings(value: dict[str, Any]) -> bool:
+    """Whether a contract says how it is asked, and what 16 bits do, in numbers that can be."""
+    stop, counts = value.get("stop"), ["max_new_tokens", "draft_tokens"]
+    known = value.get("rounding", {"most": 0.0, "usual": 0.0, "places": 1})
+    return (
+        all(type(value.get(key)) is int and 0 < value[key] < HUGE for key in counts)
+        and isinstance(stop, list)
+        and all(type(token) is int for token in stop)
+        and isinstance(known, dict)
+        and known.keys() == {"most", "usual", "places"}
+        and all(type(known[key]) is float and 0 <= known[key] < HUGE for key in ("most", "usual"))
+        and type(known["places"]) is int
+        and known["places"] > 0
+    )
 
 
 def _rivalled(row: dict[str, Any]) -> bool:
@@ -180,7 +198,7 @@ def _rivalled(row: dict[str, Any]) -> bool:
         and len(rivals) == len(row["tokens"])
         and all(isinstance(some, list) and some for some in rivals)
         and all(
-            isinstance(one, list) and [*map(type, one)] == [int, float]
+            isinstance(one, list) and [*map(type, one)] == [int, float] and 0 <= one[1] < HUGE
             for some in rivals
             for one in some
         )
@@ -191,10 +209,12 @@ def _counts(row: dict[str, Any]) -> bool:
     """Whether a prompt's numbers are whole, from 0 on, and those of its cycles go together."""
     lists = [row[key] for key in ("ids", "tokens", "proposed", "accepted")]
     whole = all(isinstance(one, list) for one in lists) and all(
-        type(value) is int and value >= 0 for one in lists for value in one
+        type(value) is int and 0 <= value < HUGE for one in lists for value in one
     )
     return (
         whole
+        and isinstance(row["text"], str)
+        and row["ids"] != []
         and len(row["proposed"]) == len(row["accepted"])
         and all(a <= p for p, a in zip(row["proposed"], row["accepted"], strict=True))
     )

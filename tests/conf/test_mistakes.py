@@ -127,3 +127,12 @@ def test_what_can_mean_one_thing_alone_is_taken(name: str, typed: str, meant: st
     words = [] if name == "chat" else given(name)
     here, there = ([*words, *line.split()] for line in (typed, meant))
     assert compose(name, ENTRIES[name], here) == compose(name, ENTRIES[name], there)
+
+
+@pytest.mark.parametrize("name", ["a b", "k=v", "x,y", "p'q", 'q"r', "é[1]", "~", "a\\b"])
+def test_a_target_is_a_folder_of_any_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text("{}")
+    words = [f"target={tmp_path / name}", "drafters=none", "out=o"]
+    found = compose("evaluate", ENTRIES["evaluate"], words)
+    assert found.target.path == str(tmp_path / name)

@@ -3,7 +3,9 @@ llama.cpp itself, where its environment is there."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import random
 import subprocess
 from collections.abc import Iterator
@@ -180,6 +182,31 @@ def test_a_file_that_is_no_contract(tmp_path: Path, text: str | None) -> None:
         path.write_text(text)
     with pytest.raises(contract.UserError, match="expected.json"):
         contract.load(tmp_path if text is not None else path)
+
+
+HOSTILE = (None, -1, 0, 1.5, 10**400, math.nan, math.inf, "x", [], {}, [None], [[-1]], {"most": 1})
+
+
+def test_a_contract_is_whole_or_refused(tmp_path: Path, target: Target, draft: Target) -> None:
+    """Whatever stands in place of one of its values, or does not stand there at all."""
+    wanted = contract.expected(target, DraftModel(draft, 3), PROMPTS[:1], 3, LIMIT)
+    (tmp_path / contract.NAME).write_text(json.dumps(wanted))
+    assert contract.load(tmp_path) == json.loads((tmp_path / contract.NAME).read_text())
+    with serving(target, draft, depth=3) as url:
+        for within, key in (
+            *[(None, key) for key in wanted],
+            *[("prompts", key) for key in wanted["prompts"][0]],
+            *[("rounding", key) for key in wanted["rounding"]],
+        ):
+            for value in (*HOSTILE, ...):
+                broken = json.loads(json.dumps(wanted))
+                part = {None: broken, "prompts": broken["prompts"][0]}.get(within) or broken[within]
+                del part[key]
+                part |= {} if value is ... else {key: value}
+                (tmp_path / contract.NAME).write_text(json.dumps(broken))
+                with contextlib.suppress(contract.UserError):
+                    told = contract_check.checked(contract.load(tmp_path), Address(url))
+                    assert contract_check.summary(told)
 
 
 @contextmanager

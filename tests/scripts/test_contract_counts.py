@@ -13,6 +13,8 @@ from outrider.scripts.serving import contract, contract_check
 from outrider.scripts.serving.asking import Address
 from tests.helpers.odd_server import odd
 
+ASKED = {"format": contract.FORMAT, "max_new_tokens": 8, "draft_tokens": 2, "stop": [0]}
+
 
 @pytest.mark.parametrize(
     "wrong",
@@ -32,10 +34,10 @@ from tests.helpers.odd_server import odd
 def test_a_contract_whose_counts_are_none(tmp_path: Path, wrong: dict[str, Any]) -> None:
     sound = {"ids": [5], "tokens": [1, 2], "text": "", "proposed": [2, 1], "accepted": [1, 0]}
     for row, taken in ((sound, True), (sound | wrong, False)):
-        message = {"format": contract.FORMAT, "prompts": [sound, row]}
+        message = {**ASKED, "prompts": [sound, row]}
         (tmp_path / contract.NAME).write_text(json.dumps(message))
         if taken:
-            assert contract.load(tmp_path) == message
+            assert contract.load(tmp_path).items() >= message.items()
             continue
         with pytest.raises(UserError, match="^expected: .*: prompt 2 holds .*; export the head"):
             contract.load(tmp_path)
@@ -49,10 +51,10 @@ def test_a_contract_whose_rivals_are_none(tmp_path: Path, rivals: Any) -> None:
         (sound | {"rivals": [[[3, 0.5]]] * 2}, True),
         (sound | {"rivals": rivals}, False),
     ):
-        message = {"format": contract.FORMAT, "rounding": noise, "prompts": [row]}
+        message = {**ASKED, "rounding": noise, "prompts": [row]}
         (tmp_path / contract.NAME).write_text(json.dumps(message))
         if taken:
-            assert contract.load(tmp_path) == message
+            assert contract.load(tmp_path).items() >= message.items()
             continue
         with pytest.raises(UserError, match="^expected: .*: prompt 1 holds rivals .*; export the"):
             contract.load(tmp_path)
