@@ -138,8 +138,14 @@ def asked(words: Sequence[str]) -> Namespace:
 
 
 def here(args: Namespace) -> int:
-    """How many processes this machine runs, of what `asked` tells."""
-    return int(args.num_processes // max(args.num_machines, 1))
+    """How many processes this machine runs, of what `asked` tells. Raises UserError for fewer
+    than machines."""
+    machines = max(args.num_machines, 1)
+    if machines > max(args.num_processes, 1):
+        raise UserError(
+            f"num_processes: {args.num_processes} on {machines} machines; give {machines} or more"
+        )
+    return max(int(args.num_processes // machines), 1)
 
 
 def devices(count: int, cpu: bool = False, key: str = "num_processes") -> int:

@@ -133,6 +133,25 @@ def test_what_a_launch_makes_of_the_number_of_processes(
     assert said in lines[-1] and ("honoured" in "".join(part.facts)) != ("give" in said)
 
 
+@pytest.mark.parametrize(
+    ("processes", "machines", "said"),
+    [
+        (2, 0, "with 2 process(es)"),
+        (-3, 1, "with 1 process(es)"),
+        (1, 3, "1 on 3 machines; give 3"),
+    ],
+)
+def test_a_launch_of_odd_numbers(
+    sound: Path, monkeypatch: pytest.MonkeyPatch, processes: int, machines: int, said: str
+) -> None:
+    path = sound / "default_config.yaml"
+    config = {"distributed_type": "MULTI_GPU", "num_processes": processes}
+    path.write_text(yaml.safe_dump({**config, "num_machines": machines}))
+    monkeypatch.setattr(look, "_config_file", lambda: path)
+    part = look.accelerate_config("bfloat16")
+    assert said in [*part.facts, *part.problems][-1]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "conf" / "launch").glob("*.yaml")))
 def test_the_shipped_launch_files_are_honoured(path: Path) -> None:
     config = yaml.safe_load(path.read_text())
