@@ -196,7 +196,8 @@ def _ids(target: Target, prompt: Any) -> list[int]:
     """Token ids of a prompt in one of its three forms. Raises UserError for another one."""
     if isinstance(prompt, str):
         return question_ids(target.tokenizer, prompt)
-    each: list[Any] = [*prompt] if isinstance(prompt, Sequence) else [None]
+    several = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+    each: list[Any] = [*prompt] if several else [None]
     if all(type(one) is int for one in each):
         return each
     turns = all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in each)

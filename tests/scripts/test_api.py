@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import outrider.api
 from outrider.conf.errors import UserError
 from outrider.decode import live
 from outrider.decode.draft_model import DraftModel
@@ -28,7 +29,7 @@ from outrider.scripts.common.prompts import chat_ids
 
 
 def test_what_is_exported_is_typed_and_documented() -> None:
-    assert api.__all__ == sorted(api.__all__)
+    assert api.__all__ == sorted(api.__all__) == outrider.api.__all__
     for name in api.__all__:
         thing = getattr(api, name)
         assert inspect.getdoc(thing), name
@@ -149,6 +150,7 @@ def test_it_is_decoded_as_it_is_read() -> None:
         (lambda t: api.generate(t, None), "prompt: "),
         (lambda t: api.generate(t, [{"role": "user"}]), "prompt: "),
         (lambda t: api.generate(t, ["x"]), "prompt: "),
+        (lambda t: api.generate(t, b"x"), "prompt: "),
         (lambda t: api.load_drafter(None, t), "drafter: "),
         (lambda t: api.load_target("tiny", "half"), "dtype: 'half'"),
         (lambda t: api.load_target("tiny", "float32", "gpu"), "device: 'gpu'"),
