@@ -187,9 +187,9 @@ def test_the_lines_of_the_readme_run(
         kept = [k for k in keys if k.partition("=")[0] not in ("target", "data.path", "epochs")]
         return real(head, *kept, *tiny, "data.path=data.jsonl")
 
-    monkeypatch.setattr(api, "train", quick)
+    monkeypatch.setattr(outrider.api, "train", quick)
     load = api.load_target
-    monkeypatch.setattr(api, "load_target", lambda name: load("tiny", "float32", "cpu"))
+    monkeypatch.setattr(outrider.api, "load_target", lambda name: load("tiny", "float32", "cpu"))
     names: dict[str, object] = {}
     exec(compile(found[1], "README.md", "exec"), names)
     answer = names["answer"]
