@@ -98,7 +98,7 @@ class Scores:
         calls = self.undisturbed(name)
         spent = [1000 * sum(getattr(t, f"{p}_s") for t in unit for p in phases) for unit in calls]
         passes = [float(sum(t.cycles for t in unit)) for unit in calls]
-        return plain(stats.ratio_interval(spent, passes, self.seed).json())  # type: ignore[no-any-return]
+        return plain(stats.trimmed_interval(spent, passes, self.seed).json())  # type: ignore[no-any-return]
 
     def break_even(self, system: System, units: Sequence[Unit]) -> stats.Interval | None:
         """Accepted length at which the drafter's cycles, as long as they were, would be as
@@ -176,7 +176,7 @@ class Scores:
                 "training": system.facts.get("training"),
                 **{k: v for k, v in system.facts.items() if k in REPORTED},
                 **self._parts(system, [c for cycles in clean for c in cycles]),
-                **self._times(system, speed["speedup"]["mean"]),
+                **self._times(system, speed),
                 "per_prompt": [
                     self._prompt(system, p, cycles)
                     for p, cycles in zip(self.prompts, clean, strict=True)
@@ -248,8 +248,9 @@ class Scores:
             "break_even": None if limit is None else limit.mean,
         }
 
-    def _times(self, system: System, speedup: float | None) -> dict[str, Any]:
-        """Peak memory, and where the time of a cycle goes, stalls left out."""
+    def _times(self, system: System, speed: dict[str, Any]) -> dict[str, Any]:
+        """Peak memory, and where the time of a cycle goes, stalls left out. speed: of `_speed`."""
+        rate, speedup = speed["tokens_per_second"], speed["speedup"]["mean"]
         name = system.name
         calls = [call for of in self.timed_runs[name].values() for call in of]
         steady = [unit for unit, took in self.paces[name].items() if not took.stalled]
@@ -257,6 +258,8 @@ class Scores:
         outside = system.facts.get("totals_alone", False)  # a server
         timings = [timing for unit in self.undisturbed(name) for timing in unit]
         parts = None if outside else breakdown(timings, decoded, speedup)
+        if parts and rate:  # a slow answer has its say in shares alone, as in the row's speed
+            parts["ms_per_token"] = {k: 1000 * s / rate for k, s in parts["share"].items()}
         draft, verify, target = (
             self.cycle_ms(name, phases)
             for phases in (("draft",), ("target", "verify", "commit"), ("target",))

@@ -236,6 +236,21 @@ def test_a_speed_that_cannot_be_is_never_the_winner() -> None:
     assert doubted(report, "head") and doubted(report, "ngram") and best(report) is None
 
 
+def test_the_times_of_a_row_are_those_of_its_speed() -> None:
+    """Where one answer is slow, though no stall: seconds by part add up to tokens per second."""
+
+    def slow(name: str, call: int, seconds: Any) -> Any:
+        return seconds * (3 if call == 9 and name != "ngram" else 1)
+
+    for row in report_of(*measured(stall=slow))["drafters"]:
+        each = sum(row["ms_per_token"].values())
+        assert each == pytest.approx(1000 / row["tokens_per_second"])
+        # 0.95 of a pass is timed; a plain pass of 11 ms gives a token
+        spent = (row["draft_ms"] + row["verify_ms"]) * sum(u["passes"] for u in row["units"])
+        tokens = sum(u["tokens"] for u in row["units"])
+        assert spent / tokens == pytest.approx(0.95 * each, rel=0.02), row["name"]
+
+
 def test_the_ranking_is_in_the_order_of_speed() -> None:
     report = report_of(*measured())
     shown = [row["speedup"]["mean"] for row in report["ranking"]]
