@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -157,8 +158,13 @@ os.kill(os.getppid(), signal.SIGINT)
 time.sleep(60)
 """
     pipeline, command = job(tmp_path, saves)
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.run([command])
+    # a shell that starts the tests in the background lets them ignore Ctrl-C
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run([command])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert command.leaves.read_text() == "saved" and pipeline.spent(command)["seconds"] > 1
     with pytest.raises(Interrupted, match="the same command goes on"):
         pipeline.run([job(tmp_path, "sys.exit(75)")[1]])
