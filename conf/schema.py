@@ -43,7 +43,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from outrider.conf import argv, habits, left, packages, paths, usage
+from outrider.conf import argv, left, packages, paths, synonyms, usage
 from outrider.conf.errors import CheckFailed, Interrupted, UserError
 from outrider.conf.typed import (
     convert,
@@ -368,7 +368,7 @@ def _unreadable(text: str, schema: type, conf_dir: Path) -> str:
         return left.line(text, left.WORDS[text])
     if text in keys(schema) or group_options(conf_dir, text):
         return f"{text}: has no value; write {text}=VALUE, without spaces around ="
-    if habits.said(text, [*keys(schema)]):
+    if synonyms.said(text, [*keys(schema)]):
         return unknown_key(text, keys(schema))
     chosen = [group for group in _groups(conf_dir) if text in group_options(conf_dir, group)]
     said = f"did you mean {chosen[0]}={text}?" if chosen else f"write KEY={text}, or quote a list"

@@ -29,7 +29,7 @@ from pydantic import AllowInfNan, BeforeValidator, Field, Strict, TypeAdapter, V
 from pydantic_core import ErrorDetails, PydanticCustomError, SchemaValidator
 from pydantic_core import core_schema as core
 
-from outrider.conf import habits, left
+from outrider.conf import left, synonyms
 from outrider.conf.errors import UserError, first_line
 
 T = TypeVar("T")
@@ -146,7 +146,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     if instead := left.of_key(key):
         return instead
     group, _, name = key.rpartition(".")
-    said = habits.said(key, known)
+    said = synonyms.said(key, known)
     if not said and group and name in known:
         said = f"did you mean {name}?"
     inside = [k.removeprefix(f"{group}.") for k in known if group and k.startswith(f"{group}.")]

@@ -10,7 +10,7 @@ from pathlib import Path
 from outrider.conf.errors import UserError
 from outrider.conf.paths import REPOSITORY
 from outrider.decode.models.config import TargetConfig
-from outrider.decode.models.unfetched import another
+from outrider.decode.models.target_match import another
 from outrider.heads import hub
 from outrider.heads.names import CARD, HUB, NGRAM, NONE, DraftSpec
 

@@ -83,7 +83,7 @@ class Budget:
 
 FULL = Budget("demo", 384, hydra_steps=180, eagle_steps=180, prompts=24, tokens=48)
 # Where a processor has no instructions for bfloat16: a float32 step takes it three times as long.
-HALF = replace(FULL, conversations=192, hydra_steps=100, eagle_steps=90, prompts=12)
+HALF = replace(FULL, conversations=192, hydra_steps=100, eagle_steps=90, prompts=12, tokens=36)
 FAST = Budget("demo-fast", 32, hydra_steps=10, eagle_steps=10, prompts=8, tokens=24)
 
 
@@ -225,9 +225,12 @@ def what_it_brought(budget: Budget, like: dict[str, Any], unlike: dict[str, Any]
         engines = [engine.name for engine in (VLLM, SGLANG, LLAMACPP) if engine.loads(kind)]
         rows.append([title, *cells, ", ".join(engines) or "Outrider alone"])
     fastest = best(like)
-    marked = list(budget.rows()).index(fastest["name"]) if fastest else None
+    pays = fastest is not None and fastest["speedup"]["mean"] > 1
+    marked = list(budget.rows()).index(fastest["name"]) if fastest and pays else None
     head = ("drafter", *settings, "loaded by")
     notes = ["tokens a pass · speed, where plain decoding has 1 of both"]
+    if not pays:
+        notes.append("NOT faster than plain decoding on this machine at T = 0: no row")
     if any(cell.endswith(DOUBT) for row in rows for cell in row):
         notes.append(f"IN DOUBT {DOUBT}: the notes of the table above say why")
     if budget is FAST:

@@ -30,7 +30,7 @@ if __name__ == "__main__":
 from outrider.conf.schema import entry
 from outrider.scripts.common.files import sole_writer
 from outrider.scripts.synthesis.config import SynthesizeConfig
-from outrider.scripts.synthesis.given import answer
+from outrider.scripts.synthesis.run import answer
 from outrider.scripts.synthesis.signals import Signals
 
 

@@ -22,8 +22,6 @@ from outrider.scripts.reports.table import Table, interval, number
 from outrider.scripts.scoring.batches import stops_paying
 from outrider.scripts.scoring.ranking import best
 
-ENDS = ("low", "high")  # of an interval
-
 
 def page(report: dict[str, Any]) -> str:
     """The whole page as text."""
@@ -84,10 +82,10 @@ def headline(report: dict[str, Any]) -> tuple[str, str]:
     if found is None:
         drawn = plots.drafting(report)
         return ("No speed here can be believed" if drawn else "Plain decoding, measured"), sub
-    speed, low, high = interval(found["speedup"], 2, "×"), *map(found["speedup"].get, ENDS)
-    if low > 1:
+    speed = interval(found["speedup"], 2, "×")
+    if found["speedup"]["low"] > 1:
         return f"{found['label']} makes {report['target']['name']} {speed} as fast", sub
-    if high < 1:
+    if found["speedup"]["high"] < 1:
         what = f"the fastest, {found['label']}, runs at {speed} plain decoding"
         return f"No drafter is faster here: {what}", sub
     return f"{found['label']}: {speed} plain decoding, not clearly faster on this machine", sub

@@ -77,8 +77,8 @@ class Table:
             drawn.add_row(*texts, style="bold" if number == self.best else None)
         console.print(drawn)
         for line in self.notes:
-            style = "red" if line.startswith("IN DOUBT") else "dim"
-            style = "yellow" if line.startswith(WARNS) and style == "dim" else style
+            warns = "red" if line.startswith("IN DOUBT") else "yellow"
+            style = warns if line.startswith(WARNS) else "dim"
             _say(console, line, style)
 
     def _left(self) -> set[int]:

@@ -165,7 +165,7 @@ class Contest:
         self.timed_runs = [one for one in self.timed_runs if one.drafter not in lost]
 
     def retake(self, part: dict[str, Any]) -> None:
-        """Put what `part` has told of a chunk in place of what is known of it."""
+        """Replace all that is known of a chunk by `part`, which was measured later."""
         unit = tuple(part["again"])  # of the prompts that ran together
         self.answers = [one for one in self.answers if one.prompt_id not in unit]
         self.timed_runs = [one for one in self.timed_runs if not set(one.prompts) <= {*unit}]
@@ -358,8 +358,7 @@ def _ask_again(
     memo: Memo,
     name: str,
 ) -> None:
-    """Put new measurements in place of those that a stall has spoiled, those of all
-    systems."""
+    """Measure chunks again, with all systems, in which the machine stalled for one."""
     while (number := _stalled(contest, asking.systems, chunks)) is not None:
         again = Contest(lost=contest.lost, sittings=contest.sittings)
         for turn in talks.as_before(contest, chunks[number], asking.settings):

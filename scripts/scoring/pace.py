@@ -5,9 +5,10 @@ drafter's and cannot be disturbed; seconds per pass can: another program, a slee
 a page fault. So the second factor is taken without what cannot be a pass of this row: a
 pass that took more than FAR times what the slower quarter of the row's passes take, and
 SLICE longer, is left out of the mean, and an answer that consists of such passes is left
-out for all rows (contest.py asks it again first). Where every row is slow on a prompt, its
-text is long and nothing stalled; where the passes that draft about as much are slow, so are
-they.
+out for all rows (contest.py asks it again first).
+
+Two kinds of slow passes are no stalls: those of a long prompt, which is slow for every row,
+and those that draft many nodes. So a pass is compared with passes that draft about as many.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """From measured rows to a ranking. A rank is claimed only where it was measured: a row
-stands behind another one when the 95 % interval of their paired speed ratio lies on one
+ranks behind another one when the 95 % interval of their paired speed ratio is on one
 side of 1. A row whose speed is in doubt (score.py: doubts) has none.
 """
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from outrider.conf import habits
+from outrider.conf import synonyms
 from outrider.conf.errors import UserError
 from outrider.conf.schema import _shown, compose
 from outrider.conf.typed import keys, unknown_key
@@ -78,7 +78,7 @@ def given(name: str) -> list[str]:
 @pytest.mark.parametrize("name", ["eagle", "medusa", "block", "evaluate", "tune", "serve"])
 def test_what_others_call_a_key_is_answered_with_one_that_the_command_takes(name: str) -> None:
     made, known = compose(name, ENTRIES[name], given(name)), [*keys(ENTRIES[name])]
-    found = (habits.said(key, known) for key in habits.CURES)
+    found = (synonyms.said(key, known) for key in synonyms.CURES)
     cures = {said[13:-1] for said in found if said.startswith("did you mean ")}
     words = []
     for word in sorted(word for cure in cures for word in cure.split()):
@@ -90,7 +90,7 @@ def test_what_others_call_a_key_is_answered_with_one_that_the_command_takes(name
 
 
 def test_a_reason_that_names_a_key_names_one_that_there_is() -> None:
-    for why in habits.NONE:
+    for why in synonyms.NONE:
         for word in re.findall(r"[a-z_.]+=\w+", why):
             name = "validate" if "validate" in why else "eagle"
             compose(name, ENTRIES[name], [*given("eagle"), word])
@@ -103,7 +103,7 @@ def test_no_key_of_hugging_face_is_taken_for_a_slip_of_another() -> None:
 
     known = [*keys(ENTRIES["eagle"])]
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)} - {*known}
-    theirs -= {*habits.CURES, *(key.rpartition(".")[2] for key in known)}
+    theirs -= {*synonyms.CURES, *(key.rpartition(".")[2] for key in known)}
     said = [unknown_key(key, known) for key in theirs]
     assert not [line for line in said if "did you mean" in line]
 

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 from outrider.conf.errors import UserError
 from outrider.conf.schema import refused
 from outrider.decode.drafters import NoDraft
-from outrider.decode.models import unfetched
+from outrider.decode.models import target_match
 from outrider.decode.ngram import NGram
 from outrider.heads import find_head, load_head, save_head
 from outrider.heads.checkpoint import recover, staged
@@ -116,7 +116,7 @@ def test_a_head_of_another_target_is_refused_before_that_is_fetched(
     monkeypatch.setattr(HfApi, "model_info", info)
     hub = [*given, "target=me/other"]
     assert refused(verb, schema, hub) == 2 and asked == ["me/other"]
-    monkeypatch.setattr(unfetched, "sha256_joined", lambda _: weights_of(saved))
+    monkeypatch.setattr(target_match, "sha256_joined", lambda _: weights_of(saved))
     assert refused(verb, schema, hub) == 0, "the same weights by another name"
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: 1 / 0)
     assert refused(verb, schema, hub) == 0, "only loading can tell"

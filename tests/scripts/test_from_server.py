@@ -25,8 +25,8 @@ from outrider.decode.models.load import TargetConfig
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.synthesis import ledger
 from outrider.scripts.synthesis import server as openai_server
+from outrider.scripts.synthesis.from_server import Regenerator
 from outrider.scripts.synthesis.questions import turns_of
-from outrider.scripts.synthesis.regenerate import Regenerator
 from outrider.scripts.synthesize import SynthesizeConfig, synthesize
 from outrider.train.texts.rows import ChatRow, raw_row
 from tests.helpers.unruly_server import FAULTS
@@ -198,7 +198,7 @@ def test_killed_between_file_and_record(
         real(path, value)
 
     monkeypatch.setattr(ledger, "write_json", dying)
-    monkeypatch.setattr("outrider.scripts.synthesis.regenerate.COMMIT_SECONDS", 0.02)
+    monkeypatch.setattr("outrider.scripts.synthesis.from_server.COMMIT_SECONDS", 0.02)
     with serving(tmp_path, delay=0.02) as url:
         with pytest.raises(OSError, match="No space"):
             synthesize(config(tmp_path, url))

@@ -92,6 +92,15 @@ def test_its_last_screen(
     assert json.loads((tmp_path / "reports/demo-fast/spent.json").read_text())["all"]
 
 
+def test_the_demo_marks_no_row_that_is_slower_than_plain_decoding() -> None:
+    slow = {"n": 0.96, "EAGLE": 0.7, "Hydra": 0.8, "Hydra heads and": 0.9}
+    for speeds, marked in ((slow, None), (slow | {"EAGLE": 1.2}, 1)):
+        report = scored(demo.FULL, **speeds)
+        both = demo.what_it_brought(demo.FULL, {**report, "others": [report]}, report)
+        assert both.best == marked
+        assert any("NOT faster" in note for note in both.notes) == (marked is None)
+
+
 @pytest.mark.parametrize("clone", [True, False])
 def test_the_demo_writes_where_a_user_finds_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clone: bool

@@ -17,11 +17,11 @@ import pytest
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.scripts.synthesis import given
+from outrider.scripts.synthesis import run
 from outrider.scripts.synthesis import server as openai_server
+from outrider.scripts.synthesis.from_server import AHEAD, Regenerator
 from outrider.scripts.synthesis.ledger import Ledger
 from outrider.scripts.synthesis.questions import Questions
-from outrider.scripts.synthesis.regenerate import AHEAD, Regenerator
 from outrider.scripts.synthesis.server import (
     Again,
     AnswerRefused,
@@ -313,6 +313,6 @@ def test_other_questions_or_another_tokenizer_are_other_settings(tmp_path: Path)
     for numbers, vocab in (([1, 2], 260), ([1, 3], 260), ([1, 2], 270)):
         write(tmp_path, [*numbers])
         questions = Questions(tmp_path / "asked.jsonl")
-        found.append(given._settings(cfg, questions, byte_tokenizer(vocab), "tiny"))
+        found.append(run._settings(cfg, questions, byte_tokenizer(vocab), "tiny"))
     assert found[0] != found[1] and found[0] != found[2]
-    assert given._settings(cfg, questions, byte_tokenizer(270), "big") != found[2]
+    assert run._settings(cfg, questions, byte_tokenizer(270), "big") != found[2]

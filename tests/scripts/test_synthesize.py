@@ -308,7 +308,7 @@ def ending(*_: object) -> Target:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.scripts.synthesis.given.load_target", ending)
+    monkeypatch.setattr("outrider.scripts.synthesis.run.load_target", ending)
 
 
 @pytest.fixture

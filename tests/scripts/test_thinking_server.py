@@ -14,7 +14,7 @@ import pytest
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.scripts.synthesis import given
+from outrider.scripts.synthesis import run
 from outrider.scripts.synthesis.server import AnswerRefused, read_answer
 from outrider.scripts.synthesize import synthesize
 from outrider.train.texts.rows import BadRow, RowReading, encode, interpret
@@ -42,7 +42,7 @@ FORMS = ("inside", "reasoning_content", "reasoning")
 def qwen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The tokenizer of the served model."""
     made = byte_tokenizer(template=QWEN)
-    monkeypatch.setattr(given, "load_tokenizer", lambda *_, **__: made)
+    monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: made)
     return made
 
 
@@ -151,7 +151,7 @@ def test_rows_that_training_would_leave_out_are_message_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As of a template that knows no reasoning, behind a server that cuts it out."""
-    monkeypatch.setattr(given, "load_tokenizer", lambda *_, **__: byte_tokenizer())
+    monkeypatch.setattr(run, "load_tokenizer", lambda *_, **__: byte_tokenizer())
     questions(tmp_path, 4)
     with serving(tmp_path, thinks="reasoning") as url:
         synthesize(config(tmp_path, url))

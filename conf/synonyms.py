@@ -1,4 +1,4 @@
-"""What other trainers and engines call a key (Hugging Face's Trainer, TRL, SpecForge,
+"""Synonyms: what other trainers and engines call a key (Hugging Face's Trainer, TRL, SpecForge,
 speculators, vLLM): ours, or why there is none. One table for all commands.
 """
 

@@ -19,11 +19,11 @@ from outrider.decode.models.load import load_target, load_tokenizer
 from outrider.scripts.common.meter import Meter
 from outrider.scripts.synthesis.config import SynthesizeConfig
 from outrider.scripts.synthesis.conversation import Answering
+from outrider.scripts.synthesis.from_server import Regenerator
 from outrider.scripts.synthesis.in_process import InProcess
 from outrider.scripts.synthesis.ledger import Ledger, say
 from outrider.scripts.synthesis.prompt_sets import is_file, prompt_set
 from outrider.scripts.synthesis.questions import Invented, Questions
-from outrider.scripts.synthesis.regenerate import Regenerator
 from outrider.scripts.synthesis.server import OpenAIServer
 from outrider.scripts.synthesis.set_prompts import prompts_of
 from outrider.scripts.synthesis.signals import Signals
