@@ -5,7 +5,7 @@
 Asks it the prompts of expected.json and compares answers, drafted and accepted tokens. A
 server in 16 bits may part where the target's two best logits lie near each other: such
 answers are compared up to there, and are no fault unless they are more than 16 bits explain.
-Exit code 1: it does not, with the place where it parts. scripts/serving/contract.py tells
+Exit code 1: it does not, with the place where it parts. scripts/exporting/contract.py tells
 what the file holds.
 """
 
@@ -19,9 +19,9 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 
 from outrider.conf.schema import entry
 from outrider.scripts.common import files
-from outrider.scripts.serving import contract, contract_check
+from outrider.scripts.exporting import contract, contract_check
+from outrider.scripts.exporting.config import CheckConfig
 from outrider.scripts.serving.asking import Address
-from outrider.scripts.serving.config import CheckConfig
 
 
 @entry("check", CheckConfig)

@@ -43,12 +43,12 @@ from outrider.heads.names import NONE, DraftSpec
 from outrider.heads.small_lm.plain import plain_model
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts, question_ids, spread
-from outrider.scripts.serving import card as export_card
-from outrider.scripts.serving import contract, gguf_export, notices
-from outrider.scripts.serving import draft as export_draft
-from outrider.scripts.serving.check import ExportCheck, check_export, comparable
-from outrider.scripts.serving.config import ExportConfig
-from outrider.scripts.serving.stage import check_room, free_place, writing
+from outrider.scripts.exporting import card as export_card
+from outrider.scripts.exporting import contract, gguf_export, notices
+from outrider.scripts.exporting import draft as export_draft
+from outrider.scripts.exporting.config import ExportConfig
+from outrider.scripts.exporting.self_check import ExportCheck, check_export, comparable
+from outrider.scripts.exporting.stage import check_room, free_place, writing
 
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
 

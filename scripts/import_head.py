@@ -36,10 +36,10 @@ from outrider.heads.interop import Foreign, detect, read_folder
 from outrider.heads.names import HUB
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts, question_ids, spread
+from outrider.scripts.exporting import probe as acceptance_probe
+from outrider.scripts.exporting.config import AS_WRITTEN, ImportConfig
+from outrider.scripts.exporting.probe import Convention
 from outrider.scripts.reports.table import Table
-from outrider.scripts.serving import probe as acceptance_probe
-from outrider.scripts.serving.config import AS_WRITTEN, ImportConfig
-from outrider.scripts.serving.probe import Convention
 
 
 @entry("import_head", ImportConfig)

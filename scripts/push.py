@@ -38,14 +38,14 @@ from outrider.heads.interop import engines, exported
 from outrider.heads.interop.served import formats
 from outrider.heads.names import HUB
 from outrider.scripts import export
+from outrider.scripts.exporting.card import run_record
+from outrider.scripts.exporting.config import ExportConfig
+from outrider.scripts.exporting.stage import free_place
 from outrider.scripts.publishing import measured, upload
 from outrider.scripts.publishing.config import AUTO, NONE, REPOSITORY, PushConfig, keyed
 from outrider.scripts.publishing.form import Form
 from outrider.scripts.publishing.page import Published, page
 from outrider.scripts.publishing.places import without_places
-from outrider.scripts.serving.card import run_record
-from outrider.scripts.serving.config import ExportConfig
-from outrider.scripts.serving.stage import free_place
 
 BASES = {target.name: target.repository for target in TARGETS.values()}
 FOR_VLLM = ("vllm", "deepspec", "transformers")  # of format=auto, the first that takes the kind

@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from outrider.heads.hub import LIBRARY
+from outrider.scripts.exporting.card import NAMES, trained_depth
 from outrider.scripts.publishing.form import Form
 from outrider.scripts.publishing.measured import Measured
 from outrider.scripts.reports.rendering import render
-from outrider.scripts.serving.card import NAMES, trained_depth
 
 TASK = "text-generation"
 

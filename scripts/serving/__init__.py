@@ -1,3 +1,1 @@
-"""Serving: heads in other engines' formats, and the checks that those engines draft what was
-trained.
-"""
+"""Serving: questions to running servers, what they count, and the two-minute certificate."""

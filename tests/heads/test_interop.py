@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from outrider.conf.errors import UserError
 from outrider.heads.interop import LAYOUTS, Facts, detect, find_layout, read_folder
-from outrider.scripts.serving.card import About
-from outrider.scripts.serving.check import check_export
+from outrider.scripts.exporting.card import About
+from outrider.scripts.exporting.self_check import check_export
 from tests.helpers.engine_schemas import SCHEMAS, violations
 from tests.helpers.interop import PAIRS, change, deep_target, folder, random_head
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.conf.errors import UserError
-from outrider.scripts.serving import contract, contract_check
+from outrider.scripts.exporting import contract, contract_check
 from outrider.scripts.serving.asking import Address
 from tests.helpers.odd_server import odd
 

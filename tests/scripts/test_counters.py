@@ -124,7 +124,7 @@ def test_a_check_says_what_is_wrong_with_the_counters(
     target: Any, tmp_path: Path, capsys, before: str, after: str, said: str
 ) -> None:
     from outrider.decode.ngram import NGram
-    from outrider.scripts.serving import contract
+    from outrider.scripts.exporting import contract
 
     made = contract.expected(target, NGram(), [[5, 6, 5, 6, 5], [7, 8, 9]], 3, 8)
     place = tmp_path / contract.NAME

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import outrider.scripts.serving.draft
+import outrider.scripts.exporting.draft
 from outrider.heads import save_head
 from outrider.heads.interop import LAYOUTS, engines
 from outrider.scripts.export import main
@@ -108,7 +108,7 @@ def test_an_export_is_whole_checked_and_hashed(
 def test_a_mutated_export_is_deleted_and_the_command_fails(
     target, prompts, tmp_path: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    whole = outrider.scripts.serving.draft.save
+    whole = outrider.scripts.exporting.draft.save
 
     def broken(tensors: dict, path: Path) -> None:
         wanted = {"block_bias": "blocks.1.layers.0.bias"}.get(name, name)
@@ -117,7 +117,7 @@ def test_a_mutated_export_is_deleted_and_the_command_fails(
         tensors[key] = value.roll(1, 0) if value.dtype == torch.int64 else value * 1.2
         whole(tensors, path)
 
-    monkeypatch.setattr(outrider.scripts.serving.draft, "save", broken)
+    monkeypatch.setattr(outrider.scripts.exporting.draft, "save", broken)
     keys = {"norm_before_fc": True} if kind == "eagle3" else {}
     source, out = saved(tmp_path, target, kind, **keys), tmp_path / "out"
     assert run(prompts, f"drafter={source}", "format=vllm", f"out={out}") == 2
@@ -179,7 +179,7 @@ def test_a_failed_overwrite_keeps_the_old_export(
     assert run(prompts, *args) == 0
     before = (out / "outrider.json").read_bytes()
     monkeypatch.setattr(
-        outrider.scripts.serving.draft,
+        outrider.scripts.exporting.draft,
         "save",
         lambda tensors, path: save_file({"x": torch.zeros(1)}, path),
     )
@@ -296,9 +296,9 @@ def test_a_separate_draft_is_a_plain_folder(
     assert '"method": "draft_model", "num_speculative_tokens": 3' in card and "STANDALONE" in card
     assert run(prompts, f"drafter={tmp_path / 'run'}", "format=vllm", f"out={tmp_path / 'x'}") == 2
     assert "format=transformers" in capsys.readouterr().err
-    whole = outrider.scripts.serving.draft.save
+    whole = outrider.scripts.exporting.draft.save
     monkeypatch.setattr(
-        outrider.scripts.serving.draft,
+        outrider.scripts.exporting.draft,
         "save",
         lambda tensors, path: whole(
             {k: v.flip(0) if "up_proj" in k else v for k, v in tensors.items()}, path

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-import outrider.scripts.serving.draft
+import outrider.scripts.exporting.draft
 from outrider.conf.disk import size
 from outrider.heads.interop import LAYOUTS, Facts
-from outrider.scripts.serving import notices
-from outrider.scripts.serving.stage import MARK, sweep, writing
+from outrider.scripts.exporting import notices
+from outrider.scripts.exporting.stage import MARK, sweep, writing
 from tests.helpers.interop import PAIRS, deep_target, random_head
 from tests.scripts.test_export import prompts, run, saved  # noqa: F401
 
@@ -62,7 +62,7 @@ def test_a_stopped_export_leaves_nothing(
     code: int,
     said: str,
 ) -> None:
-    monkeypatch.setattr(outrider.scripts.serving.draft, name, stop)
+    monkeypatch.setattr(outrider.scripts.exporting.draft, name, stop)
     source, out = saved(tmp_path, target, "medusa"), tmp_path / "out"
     assert run(prompts, f"drafter={source}", "format=vllm", f"out={out}") == code
     message = capsys.readouterr().err

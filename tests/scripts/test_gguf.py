@@ -19,8 +19,8 @@ from outrider.heads import save_head
 from outrider.heads.interop import gguf_write
 from outrider.heads.interop.gguf_read import read_gguf
 from outrider.scripts.export import main
-from outrider.scripts.serving import gguf_export
-from outrider.scripts.serving.loaders import gguf as read
+from outrider.scripts.exporting import gguf_export
+from outrider.scripts.exporting.loaders import gguf as read
 from tests.helpers.interop import DEEP, biased_qwen2, deep_target, random_head
 
 FEW = ("max_new_tokens=4",)

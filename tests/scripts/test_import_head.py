@@ -16,8 +16,8 @@ from outrider.conf.errors import UserError
 from outrider.heads import load_head, save_head
 from outrider.heads.interop import detect, read_folder
 from outrider.heads.names import DraftSpec
+from outrider.scripts.exporting import probe as acceptance_probe
 from outrider.scripts.import_head import main
-from outrider.scripts.serving import probe as acceptance_probe
 from tests.helpers.interop import DEEP, change, deep_target, folder, random_head
 
 
@@ -412,7 +412,7 @@ def test_conventions_that_only_behaviour_shows_are_named(target) -> None:
 
 
 def test_the_probe_takes_another_convention_only_when_it_is_clearly_better() -> None:
-    from outrider.scripts.serving.probe import Convention, fitting
+    from outrider.scripts.exporting.probe import Convention, fitting
 
     written = Convention("as_written", "", 0.40, -9.0)
     assert (

@@ -19,8 +19,8 @@ from outrider.heads import head_class, save_head
 from outrider.heads.base import Head
 from outrider.heads.interop import Facts, find_layout, served
 from outrider.scripts.common import files
-from outrider.scripts.serving import draft, gguf_export
-from outrider.scripts.serving.check import check_export
+from outrider.scripts.exporting import draft, gguf_export
+from outrider.scripts.exporting.self_check import check_export
 from outrider.train.dry_run.models import Model, model_of
 from tests.helpers.interop import random_head
 from tests.train.test_recipes import RECIPES, RUNS

@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.scripts.serving import contract
+from outrider.scripts.exporting import contract
+from outrider.scripts.exporting.contract import Parting, Piece
+from outrider.scripts.exporting.near_ties import MANY
 from outrider.scripts.serving.asking import Address, Endpoint, Reply, ServerRequest
-from outrider.scripts.serving.contract import Parting, Piece
 from outrider.scripts.serving.counters import Rise, rise
-from outrider.scripts.serving.near_ties import MANY
 
 SHOWN = 3  # faults that are printed
 

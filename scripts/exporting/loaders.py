@@ -1,5 +1,5 @@
-"""What an engine makes of an exported file, for scripts/serving/reader.py: a folder of a Medusa or
-EAGLE head, a folder of a block head (DFlash, DSpark), a GGUF file. Written from the engines'
+"""What an engine makes of an exported file, for scripts/exporting/reader.py: a folder of a Medusa
+or EAGLE head, a folder of a block head (DFlash, DSpark), a GGUF file. Written from the engines'
 loaders and from nothing of heads/ but the reader of GGUF's bytes.
 
 Each counts layers, takes flags and renames tensors as its engine does; what an engine ignores is
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.heads.interop.gguf_read import read_gguf
-from outrider.scripts.serving.reader import LAYER, EngineFile, Kind, LayerDims, Turn, rotary
+from outrider.scripts.exporting.reader import LAYER, EngineFile, Kind, LayerDims, Turn, rotary
 
 # llama.cpp's names of tensors -> plain ones; the longer ones first
 NAMES = {

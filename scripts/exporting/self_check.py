@@ -1,5 +1,5 @@
 """The self-check of an export: what the engine would draft from the folder
-(scripts/serving/reader.py) against what the source head drafts through its own drafter, on
+(scripts/exporting/reader.py) against what the source head drafts through its own drafter, on
 real prompts with the real target.
 
 LayerDims letters: n committed tokens, F features, D width, K drafted tokens, V vocabulary.
@@ -25,8 +25,8 @@ from outrider.heads.interop.block import folded
 from outrider.heads.layered_drafter import LayeredDrafter
 from outrider.heads.names import DraftSpec
 from outrider.heads.parallel.medusa import MedusaDrafter
-from outrider.scripts.serving import loaders
-from outrider.scripts.serving.reader import EngineFile
+from outrider.scripts.exporting import loaders
+from outrider.scripts.exporting.reader import EngineFile
 
 FROM_TARGET = ("net.mask", "net.mask_embed")  # of exported heads: rows of the target's table
 TOLERANCE = 5e-4  # of the largest logit; float32 against float32 in another order of sums

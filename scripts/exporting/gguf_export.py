@@ -1,5 +1,5 @@
 """What `format=gguf` writes: a head, a separate draft or the target itself as one GGUF file,
-read again by scripts/serving/reader.py before it counts.
+read again by scripts/exporting/reader.py before it counts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from outrider.heads.interop import gguf_write
 from outrider.heads.interop.gguf_block import block_model
 from outrider.heads.interop.gguf_write import GgufModel
 from outrider.scripts.common import files
+from outrider.scripts.exporting.loaders import gguf
+from outrider.scripts.exporting.self_check import TOLERANCE, ExportCheck, check_drafts, rounded
+from outrider.scripts.exporting.stage import visible
 from outrider.scripts.reports.rendering import render
-from outrider.scripts.serving.check import TOLERANCE, ExportCheck, check_drafts, rounded
-from outrider.scripts.serving.loaders import gguf
-from outrider.scripts.serving.stage import visible
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
 

@@ -1,7 +1,7 @@
 """How a serving engine drafts with an exported head, written from the engines' forward passes and
 from nothing of heads/: the self-check of every export, and the oracle of the import tests.
 
-An EngineFile is what an engine makes of an export (scripts/serving/loaders.py: a folder, a block
+An EngineFile is what an engine makes of an export (scripts/exporting/loaders.py: a folder, a block
 head's folder, a GGUF file): its tensors under plain names, and every flag as the engine takes it.
 Drafts are greedy, in float32, without a cache.
 

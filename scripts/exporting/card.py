@@ -16,8 +16,8 @@ from outrider.heads.base import Head
 from outrider.heads.interop import Facts, engines, served
 from outrider.heads.tuned import Tuned
 from outrider.scripts.common import files
+from outrider.scripts.exporting.stage import visible
 from outrider.scripts.reports.rendering import render
-from outrider.scripts.serving.stage import visible
 
 FORMAT = 1
 NAMES = {

@@ -32,7 +32,7 @@ from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Cycle, Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.scripts.serving import near_ties
+from outrider.scripts.exporting import near_ties
 from outrider.scripts.serving.asking import Reply
 
 NAME = "expected.json"
