@@ -1,5 +1,5 @@
 """Where the target's distribution of the predicted tokens comes from: its own LM head, or features
-on disk (train/stored) that hold its most probable tokens.
+on disk (train/features) that hold its most probable tokens.
 
 Shape letters: N rows of features, D width, V vocabulary, Vd draft vocabulary, n predicted tokens,
 m tokens of a chunk.

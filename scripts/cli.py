@@ -56,7 +56,7 @@ MARKS = ("@", "dry run:")  # comments for Hydra, and on which GPUs a recipe was 
 # Where the keys of a verb stand, "module:class". They are those of conf/VERB.yaml, VERB being the
 # name of its file.
 KEYS = {
-    "synthesize": "outrider.scripts.synthesis.config:SynthesizeConfig",
+    "synthesize": "outrider.scripts.data.config:SynthesizeConfig",
     "cache_features": "outrider.train.config:CacheConfig",
     "validate": "outrider.train.config:ValidateConfig",
     "evaluate": "outrider.scripts.scoring.config:EvaluateConfig",

@@ -29,9 +29,9 @@ if __name__ == "__main__":
 
 from outrider.conf.schema import entry
 from outrider.scripts.common.files import sole_writer
-from outrider.scripts.synthesis.config import SynthesizeConfig
-from outrider.scripts.synthesis.run import answer
-from outrider.scripts.synthesis.signals import Signals
+from outrider.scripts.data.config import SynthesizeConfig
+from outrider.scripts.data.run import answer
+from outrider.scripts.data.signals import Signals
 
 
 def synthesize(cfg: SynthesizeConfig) -> None:

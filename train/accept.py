@@ -19,10 +19,10 @@ from outrider.heads.base import Head
 from outrider.heads.names import DraftSpec
 from outrider.heads.parity import PassLimits
 from outrider.train.config import EvalConfig, TrainConfig
+from outrider.train.data.batches import JoinedRows, held_out_batches
 from outrider.train.facts import is_no_memory
 from outrider.train.saving import requested_anywhere
 from outrider.train.signals import Stop
-from outrider.train.texts.batches import JoinedRows, held_out_batches
 
 
 class _Requested(Exception):

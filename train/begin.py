@@ -18,7 +18,9 @@ from outrider.heads.base import Head
 from outrider.heads.batch import hash_u63
 from outrider.train.clock import Clock
 from outrider.train.config import TrainConfig
+from outrider.train.data.batches import BatchPlan, JoinedRows, load_rows
 from outrider.train.facts import facts_of, meaning_of, self_check
+from outrider.train.features.store import Source
 from outrider.train.lock import Lock
 from outrider.train.log import Log
 from outrider.train.measure.profile import Window
@@ -28,8 +30,6 @@ from outrider.train.run import Run
 from outrider.train.saving import Saver, check_space, last_state, resume
 from outrider.train.sharding import loaded, shard_target
 from outrider.train.signals import Stop, interruption
-from outrider.train.stored.features import Source
-from outrider.train.texts.batches import BatchPlan, JoinedRows, load_rows
 from outrider.train.waiting import meet, nothing, turn
 
 CheckStop = Callable[[], None]

@@ -11,7 +11,7 @@ may write one folder, with or without a launcher, also on several machines that 
 takes shards that nobody has taken. Stopped, killed or damaged: the same command continues, and
 writes again only what is missing or differs from its sha256. Target, data, dtype and taps must
 then be the same. manifest.json is written last and makes the folder readable
-(train/stored/features.py). Exit codes: 0 done, 2 a mistake to mend, 130 and 75 stopped by
+(train/features/store.py). Exit codes: 0 done, 2 a mistake to mend, 130 and 75 stopped by
 Ctrl-C or a signal (start it again).
 """
 
@@ -37,11 +37,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from outrider.conf.errors import Interrupted
 from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
+from outrider.train.data.batches import load_rows
+from outrider.train.features.store import MANIFEST
+from outrider.train.features.writer import FeatureWriter
 from outrider.train.launch_keys import on_processors
 from outrider.train.signals import CODES, Stop
-from outrider.train.stored.features import MANIFEST
-from outrider.train.stored.writer import FeatureWriter
-from outrider.train.texts.batches import load_rows
 from outrider.train.waiting import meet
 
 

@@ -22,9 +22,9 @@ from outrider.decode.target import Target
 from outrider.heads.base import Batch, Head
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
+from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.measure import memory
 from outrider.train.saving import needed
-from outrider.train.texts.batches import BatchPlan, JoinedRows
 
 # (counts [V], **changed head keys) -> a target and a fresh head on it
 Fresh = Callable[..., tuple[Target, Head]]

@@ -11,8 +11,8 @@ from typing import Any
 from outrider.conf.errors import CheckFailed
 from outrider.heads.parity import check
 from outrider.heads.registry import load_head
+from outrider.train.data.batches import JoinedRows
 from outrider.train.run import Run
-from outrider.train.texts.batches import JoinedRows
 
 RESULT = "parity.json"
 

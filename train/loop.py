@@ -29,9 +29,9 @@ from outrider.heads.registry import head_class
 from outrider.train import state as disk
 from outrider.train.begin import begin
 from outrider.train.config import TrainConfig
+from outrider.train.data.prefetch import Made
 from outrider.train.evaluation import evaluate, seen
 from outrider.train.facts import in_one_line
-from outrider.train.feed import Made
 from outrider.train.gate import gate
 from outrider.train.launch_keys import ending, start
 from outrider.train.lock import Lock, locked

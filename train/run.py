@@ -19,15 +19,15 @@ from outrider.heads.batch import Batch
 from outrider.heads.parity import PassLimits
 from outrider.train.clock import Clock
 from outrider.train.config import TrainConfig
-from outrider.train.feed import Feed
+from outrider.train.data.batches import BatchPlan, JoinedRows
+from outrider.train.data.prefetch import Feed
+from outrider.train.features.store import Source
 from outrider.train.log import Log
 from outrider.train.measure.profile import Window
 from outrider.train.measure.speed import Flops
 from outrider.train.saving import Saver
 from outrider.train.signals import Stop
 from outrider.train.state import State
-from outrider.train.stored.features import Source
-from outrider.train.texts.batches import BatchPlan, JoinedRows
 
 
 @dataclass

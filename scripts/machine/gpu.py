@@ -35,6 +35,7 @@ from outrider.scripts.common import files
 from outrider.scripts.machine.config import DoctorConfig
 from outrider.train.begin import begin
 from outrider.train.config import ValidateConfig
+from outrider.train.data.batches import JoinedRows
 from outrider.train.dry_run import memory, report
 from outrider.train.dry_run.models import Model, model_of, numbers
 from outrider.train.dry_run.plan import Plan, plan_of
@@ -46,7 +47,6 @@ from outrider.train.measure.speed import peak_flops
 from outrider.train.run import Run
 from outrider.train.runs import EagleRun
 from outrider.train.signals import Stop
-from outrider.train.texts.batches import JoinedRows
 
 WARM = 3  # steps before the clock runs
 SUPERVISED = 0.8  # share of a row, as the dry run assumes

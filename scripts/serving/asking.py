@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.conf.errors import UserError
+from outrider.scripts.data.server import Again, AnswerRefused, GivenUp, OpenAIServer
 from outrider.scripts.serving import token_forms
 from outrider.scripts.serving.token_forms import ServerRequest
-from outrider.scripts.synthesis.server import Again, AnswerRefused, GivenUp, OpenAIServer
 
 LLAMACPP, VLLM, SGLANG, OTHER = "llama.cpp", "vllm", "sglang", "other"
 DRAFTED = ("draft_n", "draft_n_accepted")  # draft tokens of an answer, by llama.cpp

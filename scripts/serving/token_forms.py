@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.scripts.synthesis.server import Again, AnswerRefused
+from outrider.scripts.data.server import Again, AnswerRefused
 
 # of an answer, in SGLang's words
 SGLANG_COUNTS = {

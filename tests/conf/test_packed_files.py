@@ -13,9 +13,9 @@ import pytest
 from outrider.conf.errors import UserError
 from outrider.conf.jsonl import read_lines
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.scripts.synthesis.questions import Questions
+from outrider.scripts.data.questions import Questions
 from outrider.train.config import DataConfig
-from outrider.train.texts.batches import load_rows
+from outrider.train.data.batches import load_rows
 
 ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 LINES = (json.dumps(ROW) + "\n").encode() * 8

@@ -23,12 +23,12 @@ from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.jsonl import read_lines
 from outrider.decode.models.load import TargetConfig
 from outrider.scripts.common.files import ROOT
-from outrider.scripts.synthesis import ledger
-from outrider.scripts.synthesis import server as openai_server
-from outrider.scripts.synthesis.from_server import Regenerator
-from outrider.scripts.synthesis.questions import turns_of
+from outrider.scripts.data import ledger
+from outrider.scripts.data import server as openai_server
+from outrider.scripts.data.from_server import Regenerator
+from outrider.scripts.data.questions import turns_of
 from outrider.scripts.synthesize import SynthesizeConfig, synthesize
-from outrider.train.texts.rows import ChatRow, raw_row
+from outrider.train.data.rows import ChatRow, raw_row
 from tests.helpers.unruly_server import FAULTS
 
 KEY = "sk-very-secret-0123456789"
@@ -198,7 +198,7 @@ def test_killed_between_file_and_record(
         real(path, value)
 
     monkeypatch.setattr(ledger, "write_json", dying)
-    monkeypatch.setattr("outrider.scripts.synthesis.from_server.COMMIT_SECONDS", 0.02)
+    monkeypatch.setattr("outrider.scripts.data.from_server.COMMIT_SECONDS", 0.02)
     with serving(tmp_path, delay=0.02) as url:
         with pytest.raises(OSError, match="No space"):
             synthesize(config(tmp_path, url))

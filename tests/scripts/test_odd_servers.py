@@ -14,6 +14,7 @@ from outrider.decode.engine import Request
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+from outrider.scripts.data.server import Again
 from outrider.scripts.scoring.served import ServedSystem, risen
 from outrider.scripts.serving.asking import (
     LLAMACPP,
@@ -23,7 +24,6 @@ from outrider.scripts.serving.asking import (
     ServerRequest,
     _read_llamacpp,
 )
-from outrider.scripts.synthesis.server import Again
 from tests.helpers.odd_server import llamacpp, odd, vllm
 
 SHAPE = {"layers": 2, "hidden": 32, "vocab": 260}

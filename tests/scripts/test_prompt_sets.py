@@ -14,9 +14,9 @@ import pytest
 from outrider.conf.errors import UserError
 from outrider.scripts import cli
 from outrider.scripts.common.prompts import DEMO, load_prompts
-from outrider.scripts.synthesis.prompt_sets import PromptSet, known, prompt_set
-from outrider.scripts.synthesis.questions import Questions
-from outrider.scripts.synthesis.set_prompts import prompts_of
+from outrider.scripts.data.prompt_sets import PromptSet, known, prompt_set
+from outrider.scripts.data.questions import Questions
+from outrider.scripts.data.set_prompts import prompts_of
 from outrider.scripts.synthesize import synthesize
 from tests.scripts.test_from_server import config, serving
 

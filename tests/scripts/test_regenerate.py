@@ -17,12 +17,12 @@ import pytest
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.scripts.synthesis import run
-from outrider.scripts.synthesis import server as openai_server
-from outrider.scripts.synthesis.from_server import AHEAD, Regenerator
-from outrider.scripts.synthesis.ledger import Ledger
-from outrider.scripts.synthesis.questions import Questions
-from outrider.scripts.synthesis.server import (
+from outrider.scripts.data import run
+from outrider.scripts.data import server as openai_server
+from outrider.scripts.data.from_server import AHEAD, Regenerator
+from outrider.scripts.data.ledger import Ledger
+from outrider.scripts.data.questions import Questions
+from outrider.scripts.data.server import (
     Again,
     AnswerRefused,
     GivenUp,

@@ -21,12 +21,12 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.common.files import sole_writer
 from outrider.scripts.common.prompts import chat_ids
-from outrider.scripts.synthesis import in_process, ledger
-from outrider.scripts.synthesis import write as synthesis
-from outrider.scripts.synthesis.in_process import InProcess
-from outrider.scripts.synthesis.ledger import Ledger
-from outrider.scripts.synthesis.questions import Invented, Questions
-from outrider.scripts.synthesis.write import Inventing, clean_question, fingerprint, junk
+from outrider.scripts.data import in_process, ledger
+from outrider.scripts.data import write as synthesis
+from outrider.scripts.data.in_process import InProcess
+from outrider.scripts.data.ledger import Ledger
+from outrider.scripts.data.questions import Invented, Questions
+from outrider.scripts.data.write import Inventing, clean_question, fingerprint, junk
 from outrider.scripts.synthesize import SynthesizeConfig, synthesize
 from tests.helpers import faults
 
@@ -308,7 +308,7 @@ def ending(*_: object) -> Target:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.scripts.synthesis.run.load_target", ending)
+    monkeypatch.setattr("outrider.scripts.data.run.load_target", ending)
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import pytest
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.scripts.synthesis import run
-from outrider.scripts.synthesis.server import AnswerRefused, read_answer
+from outrider.scripts.data import run
+from outrider.scripts.data.server import AnswerRefused, read_answer
 from outrider.scripts.synthesize import synthesize
-from outrider.train.texts.rows import BadRow, RowReading, encode, interpret
+from outrider.train.data.rows import BadRow, RowReading, encode, interpret
 from tests.scripts.test_from_server import config, one_context, serving
 
 __all__ = ["one_context"]

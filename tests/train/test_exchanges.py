@@ -10,8 +10,8 @@ import pytest
 
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.train.config import DataConfig
-from outrider.train.texts.batches import load_rows
-from outrider.train.texts.rows import RowReading, encode, interpret
+from outrider.train.data.batches import load_rows
+from outrider.train.data.rows import RowReading, encode, interpret
 
 ASKED = [
     {"role": "user", "content": "one"},

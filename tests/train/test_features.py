@@ -26,12 +26,12 @@ from outrider.heads.checkpoint import read_card
 from outrider.train import cache_features
 from outrider.train.cache_features import CacheConfig
 from outrider.train.config import TrainConfig
+from outrider.train.data.batches import JoinedRows, load_rows
+from outrider.train.features import store
+from outrider.train.features import writer as feature_writer
+from outrider.train.features.store import FeatureStore, Freed, Source
+from outrider.train.features.writer import FeatureWriter
 from outrider.train.loop import fit
-from outrider.train.stored import features
-from outrider.train.stored import writer as feature_writer
-from outrider.train.stored.features import FeatureStore, Freed, Source
-from outrider.train.stored.writer import FeatureWriter
-from outrider.train.texts.batches import JoinedRows, load_rows
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ def opened(
     target: Target | None = None,
 ) -> FeatureStore:
     rows = rows or writer.rows
-    identity = features.identity_of(target or writer.target, rows, writer.cfg.dtype)
+    identity = store.identity_of(target or writer.target, rows, writer.cfg.dtype)
     return FeatureStore.open(writer.folder, identity, taps or writer.taps, rows)
 
 
@@ -131,7 +131,7 @@ def test_cached_loss_and_gradient_equal_online(name: str, data: Path, tmp_path: 
     head = head_for(name, target, rows.counts(target.vocab_size)).train()
     batch = rows.batch([3, 11, 30, 47])
     found = []
-    for source in (target, features.CachedTarget(target, store, batch)):
+    for source in (target, store.CachedTarget(target, store, batch)):
         out = head(batch, source)
         out.sum.backward()
         found.append((out.sum.detach(), [p.grad.clone() for p in head.parameters()]))
@@ -150,7 +150,7 @@ def test_what_is_stored_is_what_the_target_gave_bit_for_bit(data: Path, tmp_path
         for part in writer._batches(order[rows.lengths[order].argsort(stable=True)]):
             batch = rows.batch(part)
             found = writer.target.features(batch.ids, batch.mask, writer.taps)
-            read = features.CachedTarget(writer.target, store, batch).features(
+            read = store.CachedTarget(writer.target, store, batch).features(
                 batch.ids, batch.mask, writer.taps
             )
             assert torch.equal(found * batch.mask[:, :, None, None], read)
@@ -231,11 +231,11 @@ def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
         UserError, match=rf"{manifest}: holds the hidden states \[4\], the head reads \[1, 2, 4\]"
     ):
         opened(writer, taps=[1, 2, 4])
-    identity = features.identity_of(writer.target, writer.rows, "bfloat16")
+    identity = store.identity_of(writer.target, writer.rows, "bfloat16")
     with pytest.raises(UserError, match="dtype float32 is not bfloat16 of this run"):
         FeatureStore.open(writer.folder, identity, (4,), writer.rows)
     cfg = replace(writer.cfg, target=replace(writer.cfg.target, quantize="bnb-nf4"))
-    identity = features.identity_of(writer.target, writer.rows, features.computed_in(cfg))
+    identity = store.identity_of(writer.target, writer.rows, store.computed_in(cfg))
     with pytest.raises(UserError, match="dtype float32 is not float32, bnb-nf4 of this run"):
         FeatureStore.open(writer.folder, identity, (4,), writer.rows)
     other = load_rows(
@@ -300,7 +300,7 @@ def test_a_manifest_that_was_tampered_with_is_refused(
     path = tmp_path / "f" / "manifest.json"
     card = {**json.loads(path.read_text()), **change}
     if named != "damaged":
-        card["sha256"] = features.card_sha256(card)
+        card["sha256"] = store.card_sha256(card)
     path.write_text(json.dumps(card))
     with pytest.raises((UserError, TypeError), match=named if change.get("taps", 1) else None):
         opened(writer)

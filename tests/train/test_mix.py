@@ -16,10 +16,10 @@ from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads import head_class
 from outrider.train import resolve
 from outrider.train.config import DataConfig
+from outrider.train.data.batches import BatchPlan, JoinedRows, load_rows
+from outrider.train.data.mix import shares
 from outrider.train.loop import fit
 from outrider.train.schedule import usual_rate
-from outrider.train.texts.batches import BatchPlan, JoinedRows, load_rows
-from outrider.train.texts.mix import shares
 from tests.helpers.training import chats, run, run_config, sigterm_at_update
 
 EOS = (2,)

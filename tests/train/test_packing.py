@@ -13,9 +13,9 @@ import torch
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
 from outrider.heads import head_class
-from outrider.train.stored.features import CachedTarget, Source
-from outrider.train.texts.batches import BatchPlan, load_rows
-from outrider.train.texts.sharing import Limits
+from outrider.train.data.batches import BatchPlan, load_rows
+from outrider.train.data.packing import Limits
+from outrider.train.features.store import CachedTarget, Source
 from tests.helpers.archs import build
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from tests.train.test_features import VARIANTS, head_for, written

@@ -17,8 +17,8 @@ import pytest
 
 from outrider.train import loop
 from outrider.train import state as disk
+from outrider.train.data.batches import BatchPlan, load_rows
 from outrider.train.facts import in_one_line, is_peer_gone
-from outrider.train.texts.batches import BatchPlan, load_rows
 from tests.helpers import faults
 from tests.helpers.faults import Marks, at_call, finish, launcher, outcome, ranks, train, wait
 from tests.helpers.training import chats, run_config, tiny_target

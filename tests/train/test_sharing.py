@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from outrider.heads.batch import Batch
-from outrider.train.texts.batches import BatchPlan, JoinedRows, load_rows
-from outrider.train.texts.sharing import Limits, laid, shared
+from outrider.train.data.batches import BatchPlan, JoinedRows, load_rows
+from outrider.train.data.packing import Limits, laid, shared
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from tests.train.test_features import VARIANTS, head_for
 

@@ -10,8 +10,8 @@ import pytest
 
 from outrider.decode.models.tiny import CHATML, byte_tokenizer
 from outrider.train.config import DataConfig
-from outrider.train.texts.batches import load_rows
-from outrider.train.texts.rows import BadRow, ChatRow, Encoded, RowReading, encode, interpret
+from outrider.train.data.batches import load_rows
+from outrider.train.data.rows import BadRow, ChatRow, Encoded, RowReading, encode, interpret
 
 EOS = frozenset({2})
 HEADER = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
@@ -252,7 +252,7 @@ def test_a_token_over_the_border_belongs_to_the_turn_with_a_space_alone(
 ) -> None:
     """As a sentencepiece token that begins with the space before an answer; a line break before
     it is the header's."""
-    from outrider.train.texts.rows import _inside
+    from outrider.train.data.rows import _inside
 
     whole = f"user: q\nbot:{before}hello<e>"
     start = whole.index("hello")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
-from outrider.train.texts.rows import BadRow, Encoded, RowReading, encode, interpret
+from outrider.train.data.rows import BadRow, Encoded, RowReading, encode, interpret
 
 EOS = frozenset({2})
 START, END = "<|im_start|>", "<|im_end|>"

@@ -16,9 +16,9 @@ from outrider.decode.models.identity import cache_root
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.train import waiting
 from outrider.train.config import DataConfig
-from outrider.train.texts import batches, tokenizing, tokens
-from outrider.train.texts.batches import JoinedRows, load_rows
-from outrider.train.texts.tokenizing import Work
+from outrider.train.data import batches, tokenizing, tokens
+from outrider.train.data.batches import JoinedRows, load_rows
+from outrider.train.data.tokenizing import Work
 from outrider.train.waiting import turn
 from tests.helpers.faults import fork, ranks, wait
 from tests.helpers.training import chats

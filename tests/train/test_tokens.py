@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from outrider.conf.errors import UserError
 from outrider.train.config import DataConfig
-from outrider.train.texts.batches import BatchPlan
+from outrider.train.data.batches import BatchPlan
 from tests.helpers.training import chats
 from tests.train.test_train_data import load
 
@@ -40,7 +40,7 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = chats(tmp_path / "d.jsonl", 50)
     want = load(path)
     folder = parquet(tmp_path / "data", records(path))
-    monkeypatch.setattr("outrider.train.texts.tokens.SPILL", 300)
+    monkeypatch.setattr("outrider.train.data.tokens.SPILL", 300)
     streamed = load(folder, kind="hub", streaming=True, cache=True)
     assert streamed.sha256() == want.sha256() and streamed.where(3) == f"{folder}[train]:3"
     assert [
@@ -49,7 +49,7 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for t in [getattr(streamed, n)]
     ]
     for part in (1, 100, 1 << 20):
-        monkeypatch.setattr("outrider.train.texts.batches.PART", part)
+        monkeypatch.setattr("outrider.train.data.batches.PART", part)
         train = want.loss & ~want.held.repeat_interleave(want.lengths)
         assert streamed.counts(260).equal(want.ids[train].long().bincount(minlength=260))
     steps = range(2 * BatchPlan(want, 4, 3, 7).per_epoch)
@@ -60,7 +60,7 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(saved) == 1, "nothing spilled is left behind"
     with safe_open(saved[0], "pt") as file:
         assert file.get_tensor("ids").equal(want.ids) and file.get_tensor("loss").equal(want.loss)
-    monkeypatch.setattr("outrider.train.texts.batches._tokenize", None)
+    monkeypatch.setattr("outrider.train.data.batches._tokenize", None)
     assert load(folder, kind="hub", streaming=True, cache=True).sha256() == want.sha256()
     monkeypatch.undo()
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))

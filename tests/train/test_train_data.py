@@ -17,8 +17,8 @@ from outrider.conf.errors import UserError
 from outrider.conf.jsonl import parse_line
 from outrider.decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenizer
 from outrider.train.config import DataConfig
-from outrider.train.texts.batches import BatchPlan, JoinedRows, load_rows
-from outrider.train.texts.rows import BadRow, ChatRow, RowReading, encode, interpret
+from outrider.train.data.batches import BatchPlan, JoinedRows, load_rows
+from outrider.train.data.rows import BadRow, ChatRow, RowReading, encode, interpret
 from tests.helpers.malformed import FURTHER, THIRTY, Kind, good
 from tests.helpers.training import chats
 

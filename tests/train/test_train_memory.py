@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from outrider.conf.jsonl import records
 from outrider.heads import head_class
 from outrider.heads.losses import LossWeights
+from outrider.train.data.batches import BatchPlan, load_rows
 from outrider.train.measure.memory import Peak, predict, widest
-from outrider.train.texts.batches import BatchPlan, load_rows
 from tests.helpers.training import chats, random_batch, run_config, tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +114,7 @@ from outrider.conf.schema import compose
 from outrider.decode.models.load import load_target
 from outrider.heads import head_class
 from outrider.train.measure import memory
-from outrider.train.texts.batches import BatchPlan, load_rows
+from outrider.train.data.batches import BatchPlan, load_rows
 from outrider.train.validate import ValidateConfig, head_config
 cfg = compose("validate", ValidateConfig, sys.argv[1:])
 target = load_target(cfg.target, cfg.dtype, cfg.device)

@@ -142,7 +142,7 @@ def test_overfit_is_judged_by_the_engine(kind, good: bool) -> None:
 
 
 def test_masks_that_supervise_nothing_or_everything_are_caught() -> None:
-    from outrider.train.texts.batches import BatchPlan, JoinedRows
+    from outrider.train.data.batches import BatchPlan, JoinedRows
 
     ids = torch.arange(3, 35, dtype=torch.int32)
     for fill in (False, True):

@@ -17,7 +17,7 @@ import torch
 
 from outrider.decode.target import Target
 from outrider.heads.base import Head
-from outrider.train.texts.batches import BatchPlan, JoinedRows
+from outrider.train.data.batches import BatchPlan, JoinedRows
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -24,11 +24,11 @@ from outrider.conf.errors import UserError
 from outrider.scripts.common.files import sha256, write_json
 from outrider.scripts.common.prompts import DEMO, Prompt, load_prompts, requested, spoken
 from outrider.scripts.common.published import copies, rows_of
+from outrider.scripts.data.ledger import json_line, say
+from outrider.scripts.data.prompt_sets import PromptSet
+from outrider.scripts.data.questions import asked_of
+from outrider.scripts.data.write import fingerprint
 from outrider.scripts.scoring.suites import ALL, SuiteConfig, load_suite, suites
-from outrider.scripts.synthesis.ledger import json_line, say
-from outrider.scripts.synthesis.prompt_sets import PromptSet
-from outrider.scripts.synthesis.questions import asked_of
-from outrider.scripts.synthesis.write import fingerprint
 
 EVERY = 200_000  # rows between two words of progress
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.conf.jsonl import HALF, is_whole
-from outrider.train.texts.spans import arguments
+from outrider.train.data.spans import arguments
 
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)  # worth another try
 LONGEST_WAIT = 60.0  # seconds between two tries, unless the server asks for more

@@ -16,8 +16,8 @@ from outrider.conf.jsonl import records
 from outrider.decode.engine import Request
 from outrider.decode.sampling import Sampling
 from outrider.scripts.common.prompts import user_header
-from outrider.scripts.synthesis.in_process import InProcess
-from outrider.scripts.synthesis.questions import Invented
+from outrider.scripts.data.in_process import InProcess
+from outrider.scripts.data.questions import Invented
 
 MIN_CHARS = 8
 MIN_LETTERS = 0.2  # share of letters among the characters that are no white space

@@ -1,7 +1,7 @@
 """The files of a feature cache: which hidden states, how many rows in each, written so that a
 kill leaves no half file.
 
-Used by train/cache_features.py; train/stored/features.py reads what this writes.
+Used by train/cache_features.py; train/features/store.py reads what this writes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from outrider.decode.models.identity import sha256_remembered
 from outrider.decode.models.load import torch_dtype
 from outrider.decode.target import Target
 from outrider.heads import head_class
-from outrider.train.stored import features
-from outrider.train.stored.features import MANIFEST, PLAN, Shard, card_sha256, identity_of
-from outrider.train.texts.batches import JoinedRows
+from outrider.train.data.batches import JoinedRows
+from outrider.train.features import store
+from outrider.train.features.store import MANIFEST, PLAN, Shard, card_sha256, identity_of
 
 
 def taps_of(cfg: Any, target: Target) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class FeatureWriter:
         self.per_token = len(self.taps) * target.hidden_size * size
         self.bounds = bounds_of(rows, self.per_token, cfg.shard_mb << 20)
         self.plan = {
-            "identity": identity_of(target, rows, features.computed_in(cfg)),
+            "identity": identity_of(target, rows, store.computed_in(cfg)),
             "taps": list(self.taps),
             "stored": self.store,
             "width": target.hidden_size,
@@ -110,7 +110,7 @@ class FeatureWriter:
         """Whether a shard is there, whole and unchanged."""
         shard = self.entry(number)
         good = shard is not None and shard.rows == (self.bounds[number], self.bounds[number + 1])
-        return bool(good and shard and not features.damage([shard]))
+        return bool(good and shard and not store.damage([shard]))
 
     def prepare(self) -> str:
         """Compare with what lies in the folder, check the free space; what will be written, in

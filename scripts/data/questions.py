@@ -13,7 +13,7 @@ from outrider.conf.errors import UserError
 from outrider.conf.jsonl import parse_line, read_places
 from outrider.scripts.common.files import sha256
 from outrider.scripts.common.prompts import requested, spoken
-from outrider.train.texts.rows import tools_of
+from outrider.train.data.rows import tools_of
 
 
 class Questions:

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from outrider.conf.errors import UserError
-from outrider.scripts.synthesis.config import SynthesizeConfig
-from outrider.scripts.synthesis.ledger import Ledger
-from outrider.scripts.synthesis.questions import Invented, Questions
-from outrider.scripts.synthesis.server import AnswerRefused, ServerAnswer
-from outrider.train.texts.reasoning import DELIMITERS
-from outrider.train.texts.rows import BadRow, RowReading, encode, interpret
+from outrider.scripts.data.config import SynthesizeConfig
+from outrider.scripts.data.ledger import Ledger
+from outrider.scripts.data.questions import Invented, Questions
+from outrider.scripts.data.server import AnswerRefused, ServerAnswer
+from outrider.train.data.reasoning import DELIMITERS
+from outrider.train.data.rows import BadRow, RowReading, encode, interpret
 
 HINT = "the same command goes on from here"
 SURE = 256  # answers after which a share of cut ones is believed

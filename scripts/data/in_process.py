@@ -13,8 +13,8 @@ from outrider.decode.fits import unfit
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.common.prompts import chat_ids
-from outrider.scripts.synthesis.conversation import SURE, Answering, Turn
-from outrider.scripts.synthesis.server import AnswerRefused, ServerAnswer
+from outrider.scripts.data.conversation import SURE, Answering, Turn
+from outrider.scripts.data.server import AnswerRefused, ServerAnswer
 
 
 @dataclass(kw_only=True)

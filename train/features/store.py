@@ -29,7 +29,7 @@ from outrider.decode.models.identity import sha256_remembered
 from outrider.decode.models.shards import layer_stacks
 from outrider.decode.target import Target
 from outrider.heads.base import Batch, Head
-from outrider.train.texts.batches import JoinedRows
+from outrider.train.data.batches import JoinedRows
 
 FORMAT = 1
 PLAN, MANIFEST = "plan.json", "manifest.json"

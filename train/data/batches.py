@@ -4,7 +4,7 @@ k).
 Nothing iterates, so nothing is rewound on resume, and the number of ranks does not change the
 order. Tokens are cached by content (data, tokenizer, template, settings), so a second run
 starts at once; they are read by mapping that file, so they need not fit into memory
-(train/texts/tokens.py).
+(train/data/tokens.py).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from outrider.decode.models.identity import (
 )
 from outrider.heads.batch import Batch, hash_u63
 from outrider.train.config import DataConfig
-from outrider.train.texts.mix import File, Joined, drawn, shares
-from outrider.train.texts.rows import BadRow, ChatRow, RowReading, read_records, read_text
-from outrider.train.texts.sharing import Limits, laid, shared
-from outrider.train.texts.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded
-from outrider.train.texts.tokens import HASHED, PART, RowCounter, TokenWriter, mapped, sha256_of
-from outrider.train.texts.workers import processes
+from outrider.train.data.mix import File, Joined, drawn, shares
+from outrider.train.data.packing import Limits, laid, shared
+from outrider.train.data.rows import BadRow, ChatRow, RowReading, read_records, read_text
+from outrider.train.data.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded
+from outrider.train.data.tokens import HASHED, PART, RowCounter, TokenWriter, mapped, sha256_of
+from outrider.train.data.workers import processes
 from outrider.train.waiting import nothing, turn
 
 LEAST, ENOUGH = 8, 100  # rows that are held out at least, and of how many

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.train.texts.reasoning import (
+from outrider.train.data.reasoning import (
     asks_inside,
     behind,
     closes,
@@ -22,7 +22,7 @@ from outrider.train.texts.reasoning import (
     pieces,
     stays_open,
 )
-from outrider.train.texts.spans import REASONING, Message, Template, unused
+from outrider.train.data.spans import REASONING, Message, Template, unused
 
 
 class Unshown(ValueError):

@@ -128,7 +128,7 @@ class SynthesizeConfig(AutoDtype):
         return problems
 
     def _prompt_problems(self) -> list[str]:
-        from outrider.scripts.synthesis.prompt_sets import is_file, prompt_set
+        from outrider.scripts.data.prompt_sets import is_file, prompt_set
 
         if not self.prompts and self.extra_body and self.backend == "local":
             return ["extra_body: only with prompts; leave it out"]

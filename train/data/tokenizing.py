@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.train.texts.rows import BadRow, ChatRow, RowReading, encode, raw_row
-from outrider.train.texts.tokens import TokenWriter, mapped
-from outrider.train.texts.workers import SECONDS, call, end
-from outrider.train.texts.workers import pool as fresh
+from outrider.train.data.rows import BadRow, ChatRow, RowReading, encode, raw_row
+from outrider.train.data.tokens import TokenWriter, mapped
+from outrider.train.data.workers import SECONDS, call, end
+from outrider.train.data.workers import pool as fresh
 
 CHUNK, LETTERS = 2048, 1 << 19  # rows and letters of a part, about
 # What the header tells of turns that are not trained on as they stand in the data.
@@ -44,7 +44,7 @@ class Work:
 @dataclass
 class TokenPart:
     """The tokens of some rows. bad: messages about rows that were left out, without the name of
-    the source. turns: see train.texts.rows.Encoded. notes: how many turns lack what.
+    the source. turns: see train.data.rows.Encoded. notes: how many turns lack what.
     """
 
     writer: TokenWriter

@@ -183,7 +183,7 @@ class TokenWriter:
 
     def _hashes(self) -> tuple[str, str]:
         """Content hash of all that makes two data sets the same, and of ids and row bounds
-        alone (see train.stored.features)."""
+        alone (see train.features.store)."""
         whole, tokens = hashlib.sha256(), hashlib.sha256()
         for name in HASHED:
             both = (whole, tokens) if name in ("ids", "offsets") else (whole,)

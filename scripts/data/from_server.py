@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.conf.errors import UserError
-from outrider.scripts.synthesis.conversation import HINT, SURE, Answering
-from outrider.scripts.synthesis.server import AnswerRefused, GivenUp, OpenAIServer
+from outrider.scripts.data.conversation import HINT, SURE, Answering
+from outrider.scripts.data.server import AnswerRefused, GivenUp, OpenAIServer
 
 AHEAD = 16  # times the concurrency: how many questions may be asked beyond the oldest open one
 IN_A_ROW = 8  # questions without an answer, one after the other, that stop the run

@@ -1,7 +1,7 @@
 """From raw rows to token ids and a loss mask; a row that cannot be used says why.
 
 The mask comes from the chat template itself: from its generation tags where it has them,
-otherwise from renderings with a turn replaced (train/texts/spans.py). Answers are never
+otherwise from renderings with a turn replaced (train/data/spans.py). Answers are never
 searched for. An assistant span ends with its end-of-turn token: what the template writes after
 it, the target never generates. What a row holds beside text (tool calls, tools, reasoning) is
 handed to the template; a row of which the template would show less than there is is left out.
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from outrider.conf.errors import UserError, first_line
 from outrider.conf.jsonl import inner, parse_line
-from outrider.train.texts.answers import ServedTemplate, Unshown, check, cut_inside, served
-from outrider.train.texts.reasoning import pieces
-from outrider.train.texts.spans import (
+from outrider.train.data.answers import ServedTemplate, Unshown, check, cut_inside, served
+from outrider.train.data.reasoning import pieces
+from outrider.train.data.spans import (
     REASONING,
     Message,
     Span,

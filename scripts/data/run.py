@@ -17,17 +17,17 @@ from outrider.conf.errors import UserError
 from outrider.decode.models.identity import sha256_template, sha256_tokenizer
 from outrider.decode.models.load import load_target, load_tokenizer
 from outrider.scripts.common.meter import Meter
-from outrider.scripts.synthesis.config import SynthesizeConfig
-from outrider.scripts.synthesis.conversation import Answering
-from outrider.scripts.synthesis.from_server import Regenerator
-from outrider.scripts.synthesis.in_process import InProcess
-from outrider.scripts.synthesis.ledger import Ledger, say
-from outrider.scripts.synthesis.prompt_sets import is_file, prompt_set
-from outrider.scripts.synthesis.questions import Invented, Questions
-from outrider.scripts.synthesis.server import OpenAIServer
-from outrider.scripts.synthesis.set_prompts import prompts_of
-from outrider.scripts.synthesis.signals import Signals
-from outrider.scripts.synthesis.write import Inventing
+from outrider.scripts.data.config import SynthesizeConfig
+from outrider.scripts.data.conversation import Answering
+from outrider.scripts.data.from_server import Regenerator
+from outrider.scripts.data.in_process import InProcess
+from outrider.scripts.data.ledger import Ledger, say
+from outrider.scripts.data.prompt_sets import is_file, prompt_set
+from outrider.scripts.data.questions import Invented, Questions
+from outrider.scripts.data.server import OpenAIServer
+from outrider.scripts.data.set_prompts import prompts_of
+from outrider.scripts.data.signals import Signals
+from outrider.scripts.data.write import Inventing
 
 FORMAT = 2  # raise when the same settings would give other requests or rows
 USUAL = 600  # conversations, where the target invents the questions

@@ -1,6 +1,6 @@
 """Batches one pass ahead: the same, in turn, and what goes wrong in the thread is heard.
 
-pytest tests/train/test_feed.py
+pytest tests/train/test_prefetch.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.conf.errors import UserError
-from outrider.train.feed import Feed
+from outrider.train.data.prefetch import Feed
 from outrider.train.run import room_of
 from tests.helpers.training import run, run_config, sigterm_at_update
 

@@ -1,0 +1,1 @@
+"""Training data written by the target itself, here or by a server."""

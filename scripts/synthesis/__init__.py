@@ -1,1 +1,0 @@
-"""Synthesis: training data written by the target itself, here or by a server."""
