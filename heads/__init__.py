@@ -8,7 +8,7 @@ Vocabulary, calibration, disk and the distributions of the loss are the base's. 
 frozen.
 
 To add a head: docs/new-head.md, a folder with a subclass of Head (or of
-parallel.base.ParallelHead) and a YAML, here or in a package of one's own. Its `Drafts`, the
+medusa.base.ParallelHead) and a YAML, here or in a package of one's own. Its `Drafts`, the
 class of its drafters, implements decode.grow.LevelSource.
 
 A drafter's name is read by names.parse and nowhere else; drafters.requested adds what

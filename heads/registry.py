@@ -15,8 +15,8 @@ from outrider.heads.checkpoint import CARD, load_as, read_card
 
 # kind -> module of this package:class
 HEADS = {
-    "medusa": "parallel.medusa:MedusaHead",
-    "hydra_heads": "parallel.hydra_heads:HydraHeads",
+    "medusa": "medusa.head:MedusaHead",
+    "hydra_heads": "medusa.hydra_heads:HydraHeads",
     "eagle1": "eagle.eagle1:Eagle1Head",
     "eagle3": "eagle.head:Eagle3Head",
     "dflash": "block.head:DFlashHead",

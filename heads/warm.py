@@ -135,7 +135,7 @@ def _weights(head: Head) -> Iterator[tuple[str, Tensor]]:
 
 
 def _made(head: Head) -> dict[str, Any]:
-    """The shape of a head's own decoder layers (heads.eagle.shape.layer_config); {} without any."""
+    """The shape of a head's own decoder layers (layers.shape.layer_config); {} without any."""
     message = head.config_json()
     return message.get("layer") or message.get("prefix") or {}
 

@@ -109,7 +109,7 @@ LINES = 60  # of a function, at most
 # (decode/probe.py), what comes before the first step (train/begin.py), what is refused
 # (decode/fits.py, decode/tree_rules.py), the keys that heads share (heads/config.py), how a head
 # is written and read (heads/stored.py), and what is the same function at less cost
-# (decode/frontier.py, decode/view.py, heads/eagle/modules.py, heads/eagle/merged.py). Lines may
+# (decode/frontier.py, decode/view.py, heads/layers/modules.py, heads/layers/merged.py). Lines may
 # only become fewer.
 ALGORITHM = (
     *("verify", "residual", "siblings", "engine", "tree", "layout", "grow", "sampling"),
@@ -125,14 +125,14 @@ READING = {
     "Medusa": (
         4780,
         (
-            *("heads/parallel/config.py", "heads/parallel/base.py"),
-            *("heads/parallel/medusa.py", "heads/parallel/drafter.py"),
+            *("heads/medusa/config.py", "heads/medusa/base.py"),
+            *("heads/medusa/head.py", "heads/medusa/drafter.py"),
         ),
     ),
     "EAGLE": (
         5577,
         (
-            *("heads/layered.py", "heads/layered_drafter.py"),
+            *("heads/layers/head.py", "heads/layers/drafter.py"),
             *(f"heads/eagle/{name}.py" for name in EAGLE),
         ),
     ),

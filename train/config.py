@@ -43,7 +43,7 @@ from outrider.conf.typed import ALSO, default
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.heads.config import HeadConfig
 from outrider.heads.folders import no_head
-from outrider.heads.parallel.config import HydraHeadsConfig, MedusaConfig
+from outrider.heads.medusa.config import HydraHeadsConfig, MedusaConfig
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 

@@ -10,7 +10,7 @@ Head i = 0 .. K - 1 guesses x_{t+i+2} from f_t and the embeddings of the tokens 
     loss = sum over supervised x_s and i of  decay^i  l(q_i(. | f_{s-i-2}, ..), p(. | x_<s), x_s)
 
 with the text's own tokens in training, the drafted ones in drafting; p is the target's
-distribution and l of heads/losses.py (plain_loss). h and q stand in heads/parallel/hydra_heads.py
+distribution and l of heads/losses.py (plain_loss). h and q stand in heads/medusa/hydra_heads.py
 and base.py, the update in train/loop.py (train_step).
 """
 

@@ -9,7 +9,7 @@ Head i = 0 .. K - 1 guesses x_{t+i+2} from f_t, the target's feature at t after 
     loss = sum over supervised x_s and i of  decay^i  l(q_i(. | f_{s-i-2}), p(. | x_<s), x_s)
 
 with p the target's distribution and l of heads/losses.py (plain_loss). h and q stand in
-heads/parallel/medusa.py and base.py, the update in train/loop.py (train_step).
+heads/medusa/head.py and base.py, the update in train/loop.py (train_step).
 """
 
 from __future__ import annotations

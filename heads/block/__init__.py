@@ -1,1 +1,1 @@
-"""Block heads: one pass drafts a whole block (DFlash, DSpark)."""
+"""Block heads, DFlash and DSpark: one pass of a few layers over masks drafts a whole block."""

@@ -26,8 +26,8 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
 from outrider.heads.block.net import BlockNet, Keys
-from outrider.heads.layered import LayeredHead
-from outrider.heads.layered_drafter import LayeredDrafter
+from outrider.heads.layers.drafter import LayeredDrafter
+from outrider.heads.layers.head import LayeredHead
 
 
 class BlockDrafter(LayeredDrafter):

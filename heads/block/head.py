@@ -34,9 +34,9 @@ from outrider.heads.block.drafter import BlockDrafter
 from outrider.heads.block.look_back import look_back
 from outrider.heads.block.loss import Slots, SlotWeights
 from outrider.heads.block.net import BlockNet, Keys, attend_blocks
-from outrider.heads.eagle.modules import take
-from outrider.heads.layered import LayeredHead
-from outrider.heads.layered_saved import LayeredSaved
+from outrider.heads.layers.head import LayeredHead
+from outrider.heads.layers.modules import take
+from outrider.heads.layers.saved import LayeredSaved
 from outrider.heads.losses import Taught, TokenStats, by_level, chunk_of, chunked_loss
 
 MEASURED = 64  # tokens by which the size of the tapped features is measured

@@ -23,8 +23,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
 from outrider.heads.block.config import BlockConfig
-from outrider.heads.eagle.modules import Linear, RMSNorm, owned
-from outrider.heads.eagle.rope import DraftNet, Rope
+from outrider.heads.layers.modules import Linear, RMSNorm, owned
+from outrider.heads.layers.rope import DraftNet, Rope
 
 Keys = tuple[Tensor, Tensor]  # keys and values, [B, Hkv, n, hd] each
 Attend = Callable[[int, Tensor, Keys], Tensor]  # layer, queries, the rows' own keys

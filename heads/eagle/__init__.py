@@ -1,1 +1,2 @@
-"""EAGLE-1 and EAGLE-3: one small layer run autoregressively on the target's features."""
+"""EAGLE-1, EAGLE-3, HASS and P-EAGLE: a small decoder layer that goes on from the target's
+features, level by level."""

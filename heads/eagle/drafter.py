@@ -19,8 +19,8 @@ from outrider.decode import attention
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.target import Target
 from outrider.heads.eagle.net import Eagle3Net, EagleNet
-from outrider.heads.layered import LayeredHead
-from outrider.heads.layered_drafter import LayeredDrafter
+from outrider.heads.layers.drafter import LayeredDrafter
+from outrider.heads.layers.head import LayeredHead
 
 PIECE = 512  # tokens of a prompt that are read at once where a window is narrower
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from outrider.decode.target import Target
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.head import EagleHead
-from outrider.heads.eagle.modules import Linear
 from outrider.heads.eagle.net import EagleNet
-from outrider.heads.eagle.rope import Rope
+from outrider.heads.layers.modules import Linear
+from outrider.heads.layers.rope import Rope
 
 
 class Eagle1Net(EagleNet):

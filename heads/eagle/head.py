@@ -27,15 +27,15 @@ from outrider.decode.drafters import Drafter
 from outrider.decode.target import Target
 from outrider.heads import losses, vocab
 from outrider.heads.batch import Batch, LossOut
-from outrider.heads.eagle.attention import Memory
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.drafter import EagleDrafter, ParallelEagleDrafter
-from outrider.heads.eagle.modules import cast_once, take
 from outrider.heads.eagle.net import Eagle3Net, EagleNet
 from outrider.heads.eagle.noise import feature_noise
 from outrider.heads.eagle.places import Places
 from outrider.heads.eagle.saved import EagleSaved
-from outrider.heads.layered import LayeredHead
+from outrider.heads.layers.attention import Memory
+from outrider.heads.layers.head import LayeredHead
+from outrider.heads.layers.modules import cast_once, take
 from outrider.heads.losses import Taught, chunk_of, chunked_loss
 from outrider.heads.names import DraftSpec
 from outrider.heads.recompute import plainly, recomputed

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.heads.eagle.attention import NAME
 from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.eagle.layer import DraftLayer
-from outrider.heads.eagle.modules import Linear, RMSNorm
-from outrider.heads.eagle.rope import DraftNet, Rope
+from outrider.heads.layers.attention import NAME
+from outrider.heads.layers.layer import DraftLayer
+from outrider.heads.layers.modules import Linear, RMSNorm
+from outrider.heads.layers.rope import DraftNet, Rope
 
 
 class EagleNet(DraftNet):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads.batch import Batch, Movable
-from outrider.heads.eagle.layout import PassLayout
+from outrider.heads.layers.layout import PassLayout
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.decode.target import Target
 from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.layered_saved import LayeredSaved
+from outrider.heads.layers.saved import LayeredSaved
 
 
 @dataclass(kw_only=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
-from outrider.heads.eagle.shape import LayerShape
 from outrider.heads.interop.layout import Facts, number
 from outrider.heads.interop.reading import Foreign
+from outrider.heads.layers.shape import LayerShape
 
 # Tensors of a layer and their shapes, by the letters of `sizes`.
 LAYER = {
@@ -98,7 +98,7 @@ def window_in(foreign: Foreign, config: dict[str, Any]) -> int | None:
 
 
 def layer(foreign: Foreign, config: dict[str, Any]) -> dict[str, Any]:
-    """The draft layer (heads.eagle.shape.layer_config) that a LlamaConfig describes.
+    """The draft layer (heads.layers.shape.layer_config) that a LlamaConfig describes.
 
     Raises UserError for a key that is missing or absurd, and for layers that this repository
     cannot run.

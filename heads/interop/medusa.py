@@ -26,7 +26,7 @@ from outrider.heads.interop import engines
 from outrider.heads.interop.layout import Facts, HeadLayout, refuse
 from outrider.heads.interop.reading import Foreign
 from outrider.heads.interop.table import Sizes, TensorRow, to_ours
-from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 
 MAP = TensorRow("token_map", "", "Vd", when="map", dtype="int64", optional=True)
 

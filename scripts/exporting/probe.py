@@ -26,7 +26,7 @@ from outrider.heads import vocab
 from outrider.heads.base import Batch, Head
 from outrider.heads.eagle.eagle1 import Eagle1Head
 from outrider.heads.eagle.head import Eagle3Head, EagleHead
-from outrider.heads.parallel.medusa import MedusaHead
+from outrider.heads.medusa.head import MedusaHead
 from outrider.scripts.exporting.config import AS_WRITTEN as AS_WRITTEN
 
 SURE = 4.0  # standard errors by which a convention must be better

@@ -22,9 +22,9 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.base import Head
 from outrider.heads.interop.block import folded
-from outrider.heads.layered_drafter import LayeredDrafter
+from outrider.heads.layers.drafter import LayeredDrafter
+from outrider.heads.medusa.head import MedusaDrafter
 from outrider.heads.names import DraftSpec
-from outrider.heads.parallel.medusa import MedusaDrafter
 from outrider.scripts.exporting import loaders
 from outrider.scripts.exporting.reader import EngineFile
 

@@ -23,7 +23,7 @@ from outrider.conf.errors import UserError, first_line
 from outrider.decode.models.arithmetic import bfloat16_on_cpu
 from outrider.decode.models.identity import cache_root
 from outrider.decode.models.memory import available
-from outrider.heads.eagle import kernels
+from outrider.heads.layers import kernels
 from outrider.scripts.common import files
 from outrider.train.config import TRACKERS
 from outrider.train.launch_keys import HONOURED, of_file, refusals

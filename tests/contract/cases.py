@@ -19,8 +19,8 @@ from outrider.heads.base import Head, HeadConfig
 from outrider.heads.batch import Batch
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig
+from outrider.heads.medusa.head import MedusaConfig
+from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from tests.helpers.training import random_batch, tiny_target
 

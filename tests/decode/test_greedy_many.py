@@ -17,8 +17,8 @@ from outrider.decode.engine import Request, generate
 from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 from outrider.heads.names import DraftSpec
-from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.decode.test_engine import Tree
 from tests.helpers.archs import build
 

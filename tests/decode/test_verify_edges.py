@@ -24,9 +24,9 @@ from outrider.decode.verify import RULES, rejection, traversal, verify_chain
 from outrider.heads import head_class
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.medusa.head import MedusaConfig
+from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.names import DraftSpec
-from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.scripts.proofs.enumerator import Branches
 from tests.helpers.training import tiny_target
 

@@ -16,9 +16,9 @@ from outrider.heads import head_class, load_head, save_head
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.losses import LossWeights
+from outrider.heads.medusa.head import MedusaConfig
+from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.names import DraftSpec
-from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig
 from tests.helpers.archs import CHAIN, TREE, VOCAB, build
 from tests.helpers.decoding import texts
 from tests.helpers.training import random_batch

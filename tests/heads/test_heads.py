@@ -19,8 +19,8 @@ from outrider.decode.ngram import NGram
 from outrider.heads import find_head, load_head, save_head
 from outrider.heads.checkpoint import recover, staged
 from outrider.heads.drafters import resolve_drafter
+from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 from outrider.heads.names import DraftSpec
-from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.conf.test_config import ENTRIES
 from tests.helpers.training import tiny_target
 

@@ -13,8 +13,8 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.tree import TreeShape
 from outrider.heads import shapes, vocab
 from outrider.heads.losses import LossWeights
+from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 from outrider.heads.names import DraftSpec
-from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
 from tests.helpers.training import random_batch, tiny_target
 
 FULL = MedusaConfig(heads=3, draft_vocab=0)

@@ -24,12 +24,12 @@ from outrider.decode.target import Target
 from outrider.heads import head_class, load_head, parity, save_head
 from outrider.heads.base import Head
 from outrider.heads.batch import Batch
-from outrider.heads.eagle.cache import DraftCache
 from outrider.heads.eagle.drafter import EagleDrafter
+from outrider.heads.layers.cache import DraftCache
 from outrider.heads.losses import LossWeights
-from outrider.heads.parallel.drafter import LastFeature
-from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig, MedusaDrafter, MedusaHead
+from outrider.heads.medusa.drafter import LastFeature
+from outrider.heads.medusa.head import MedusaConfig, MedusaDrafter, MedusaHead
+from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.train.loop import fit
 from outrider.train.runs import EagleRun
 from tests.heads.test_eagle import head_of, target_of

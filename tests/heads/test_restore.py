@@ -15,8 +15,8 @@ from outrider.conf.schema import compose
 from outrider.heads import head_class, kinds
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig
+from outrider.heads.medusa.head import MedusaConfig
+from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.small_lm.config import SmallLMConfig
 from outrider.train.config import HydraHeadsRun, MedusaRun
 from outrider.train.loop import fit

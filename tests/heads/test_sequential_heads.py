@@ -16,9 +16,9 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.heads import head_class, vocab
 from outrider.heads.losses import LossWeights
+from outrider.heads.medusa.head import MedusaConfig
+from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.names import DraftSpec
-from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig
 from tests.helpers.training import random_batch, tiny_target
 
 CASES = {

@@ -20,8 +20,8 @@ from outrider.heads import head_class, vocab
 from outrider.heads.config import LossWeights, Mask
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.losses import Taught, chunked_loss
-from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig
+from outrider.heads.medusa.head import MedusaConfig
+from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.teacher import target_distribution
 from outrider.scripts.proofs.enumerator import Case, enumerate_case
 from outrider.train.data.batches import load_rows

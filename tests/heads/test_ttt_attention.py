@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads.eagle import kernels
-from outrider.heads.eagle.attention import Memory, dense
-from outrider.heads.eagle.kernels import BLOCKS, CPU, FLASH, Kernel
-from outrider.heads.eagle.layout import PassLayout
-from outrider.heads.eagle.merged import merged
+from outrider.heads.layers import kernels
+from outrider.heads.layers.attention import Memory, dense
+from outrider.heads.layers.kernels import BLOCKS, CPU, FLASH, Kernel
+from outrider.heads.layers.layout import PassLayout
+from outrider.heads.layers.merged import merged
 
 RAGGED = torch.tensor([3, 4, 5, 6, 7, 14, 15, 16, 30, 31, 32])
 POSITION = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 0, 0]])

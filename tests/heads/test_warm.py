@@ -19,7 +19,7 @@ from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.head import Eagle3Head
-from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 from outrider.heads.warm import MEANING, Start, _spent
 from outrider.train.config import MedusaRun
 from outrider.train.loop import fit

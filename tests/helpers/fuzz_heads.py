@@ -18,9 +18,9 @@ from outrider.heads import head_class, load_head, save_head
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.checkpoint import CARD, _card_sha256, text_of
 from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.medusa.head import MedusaConfig
+from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.names import DraftSpec
-from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from tests.helpers.training import tiny_target
 

@@ -15,8 +15,8 @@ from outrider.heads import head_class
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.interop import LAYOUTS, Facts
-from outrider.heads.parallel.hydra_heads import HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig
+from outrider.heads.medusa.head import MedusaConfig
+from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 
 DEEP = {"layers": 8, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}
 MASK = 259  # no text has it

@@ -11,7 +11,7 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.heads import head_class, save_head
-from outrider.heads.parallel.medusa import MedusaConfig
+from outrider.heads.medusa.head import MedusaConfig
 from outrider.scripts.common.prompts import Prompt
 from outrider.scripts.scoring.parity import gates
 from outrider.scripts.scoring.systems import systems_of

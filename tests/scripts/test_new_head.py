@@ -137,7 +137,7 @@ BROKEN: dict[str, tuple[dict[str, str | None], str | None, str]] = {
     "names nothing": ({}, "turn = ::: ", f"{NAMED}has no conf/head/turn.yaml"),
     "names a kind of ours": (
         {},
-        "turn = heads.parallel.medusa:MedusaHead",
+        "turn = heads.medusa.medusa:MedusaHead",
         f"{NAMED}has no conf/head/turn.yaml",
     ),
     "calls it otherwise": (

@@ -16,8 +16,8 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads import head_class, save_head, shapes
 from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.names import DraftSpec
-from outrider.heads.parallel.medusa import MedusaConfig
 from outrider.heads.small_lm.config import SmallLMConfig
 from outrider.heads.tuned import DraftSettings
 from outrider.scripts.common.progress import silent

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from outrider.heads import vocab
-from outrider.heads.parallel.hydra_heads import HydraHeads, HydraHeadsConfig
-from outrider.heads.parallel.medusa import MedusaConfig, MedusaHead
+from outrider.heads.medusa.head import MedusaConfig, MedusaHead
+from outrider.heads.medusa.hydra_heads import HydraHeads, HydraHeadsConfig
 from outrider.train import checks
 from outrider.train.validate import main
 from tests.helpers import faults

@@ -13,7 +13,7 @@ from outrider.decode.models import quantize
 from outrider.heads.block.head import BlockHead
 from outrider.heads.eagle.head import EagleHead
 from outrider.heads.losses import CHUNK
-from outrider.heads.parallel.hydra_heads import HydraHeads
+from outrider.heads.medusa.hydra_heads import HydraHeads
 from outrider.train.dry_run.models import numbers
 from outrider.train.dry_run.plan import Plan
 

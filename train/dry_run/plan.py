@@ -13,10 +13,10 @@ from outrider.conf.errors import UserError
 from outrider.decode.models.facts import context_length
 from outrider.decode.models.load import torch_dtype
 from outrider.heads import head_class
-from outrider.heads.eagle.shape import layer_config
-from outrider.heads.layered import LayeredHead
-from outrider.heads.parallel.base import ParallelHead
-from outrider.heads.parallel.hydra_heads import HydraHeads
+from outrider.heads.layers.head import LayeredHead
+from outrider.heads.layers.shape import layer_config
+from outrider.heads.medusa.base import ParallelHead
+from outrider.heads.medusa.hydra_heads import HydraHeads
 from outrider.train.config import ValidateConfig
 from outrider.train.dry_run.models import Model
 

@@ -23,8 +23,8 @@ from outrider.heads import losses, vocab
 from outrider.heads.base import Head, HeadConfig
 from outrider.heads.batch import Batch, LossOut
 from outrider.heads.losses import Taught, chunk_of, chunked_loss
-from outrider.heads.parallel.config import ParallelConfig as ParallelConfig
-from outrider.heads.parallel.saved import ParallelSaved
+from outrider.heads.medusa.config import ParallelConfig as ParallelConfig
+from outrider.heads.medusa.saved import ParallelSaved
 from outrider.heads.teacher import target_distribution
 
 

@@ -7,8 +7,8 @@ attention by a flash kernel; the second is one number per row and step; both sof
 merged by their log-sum-exp. The backward pass of the first part then needs only the merged
 output and log-sum-exp.
 
-`dense` says it in plain operations. The merging stands in heads/eagle/merged.py, what computes
-the first part on which device in heads/eagle/kernels.py.
+`dense` says it in plain operations. The merging stands in heads/layers/merged.py, what computes
+the first part on which device in heads/layers/kernels.py.
 
 With a sliding window (Beltagy et al. 2020) a row looks at so many positions at most, its own
 among them, as engines count them. At step s a row stands s positions behind the last key of
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from outrider.heads.eagle.kernels import kernel_for
-from outrider.heads.eagle.layout import PassLayout, pack, unpack
-from outrider.heads.eagle.merged import merged
+from outrider.heads.layers.kernels import kernel_for
+from outrider.heads.layers.layout import PassLayout, pack, unpack
+from outrider.heads.layers.merged import merged
 
 NAME = "outrider_ttt"
 

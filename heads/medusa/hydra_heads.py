@@ -10,7 +10,7 @@ projection as the LM head's rows, so a fresh head equals the LM head. Embeddings
 unit mean square, the size of features.
 
 Hydra++: prefix_layers = 1 puts a Llama-style decoder layer over the target's features in front
-of all heads (heads/parallel/prefix.py); it sees the whole past, and starts as the identity.
+of all heads (heads/medusa/prefix.py); it sees the whole past, and starts as the identity.
 Trained by train/hydra_heads.py; conf/head/hydra_heads.yaml holds the keys. (Hydra alone means
 the config library.)
 
@@ -31,12 +31,12 @@ from outrider.decode.grow import Form, Nodes
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.batch import Batch
-from outrider.heads.eagle.shape import LayerShape, as_made, layer_config
-from outrider.heads.parallel.base import ParallelHead
-from outrider.heads.parallel.config import HydraHeadsConfig as HydraHeadsConfig
-from outrider.heads.parallel.drafter import LastFeature
-from outrider.heads.parallel.prefix import Prefix, PrefixState
-from outrider.heads.parallel.saved import ParallelSaved
+from outrider.heads.layers.shape import LayerShape, as_made, layer_config
+from outrider.heads.medusa.base import ParallelHead
+from outrider.heads.medusa.config import HydraHeadsConfig as HydraHeadsConfig
+from outrider.heads.medusa.drafter import LastFeature
+from outrider.heads.medusa.prefix import Prefix, PrefixState
+from outrider.heads.medusa.saved import ParallelSaved
 
 LARGEST_SCALE = 1e6  # of embeddings that are next to zero
 

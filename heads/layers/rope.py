@@ -27,7 +27,7 @@ def rope_table(config: LlamaConfig, length: int, dtype: torch.dtype, device: tor
 
 class DraftNet(nn.Module):
     """A network of draft layers. config: theirs, of the keys `shape` of a LlamaConfig
-    (heads.eagle.shape.layer_config)."""
+    (heads.layers.shape.layer_config)."""
 
     def __init__(self, shape: dict[str, Any]) -> None:
         super().__init__()

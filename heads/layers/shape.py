@@ -19,7 +19,7 @@ from outrider.conf.rules import BelowOne
 from outrider.conf.typed import SHORT
 from outrider.decode.target import Target
 from outrider.heads.config import LayerKeys as LayerKeys
-from outrider.heads.eagle.rope import rope_table
+from outrider.heads.layers.rope import rope_table
 from outrider.heads.limits import Count, Layers
 
 WIDEST_HEAD = 1 << 16  # rotary positions are tried at this width

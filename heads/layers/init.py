@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.decode.target import Target
-from outrider.heads.eagle.modules import RMSNorm
+from outrider.heads.layers.modules import RMSNorm
 
 SPREAD = 1.5  # of a fresh head's logits
 

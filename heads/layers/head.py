@@ -16,9 +16,9 @@ from outrider.decode.target import Target
 from outrider.heads import vocab
 from outrider.heads.base import Head
 from outrider.heads.config import LayeredConfig as LayeredConfig
-from outrider.heads.eagle.init import reset_weights, start_norm
-from outrider.heads.eagle.shape import LayerShape, as_made, layer_config
-from outrider.heads.layered_saved import LayeredSaved
+from outrider.heads.layers.init import reset_weights, start_norm
+from outrider.heads.layers.saved import LayeredSaved
+from outrider.heads.layers.shape import LayerShape, as_made, layer_config
 from outrider.heads.teacher import TeacherFn, target_distribution
 
 

@@ -29,11 +29,11 @@ from outrider.decode.drafters import Drafter
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.target import Target
 from outrider.heads.batch import Batch
+from outrider.heads.medusa.base import ParallelHead
+from outrider.heads.medusa.config import MedusaConfig
+from outrider.heads.medusa.drafter import AtOnce
+from outrider.heads.medusa.saved import ParallelSaved
 from outrider.heads.names import DraftSpec
-from outrider.heads.parallel.base import ParallelHead
-from outrider.heads.parallel.config import MedusaConfig
-from outrider.heads.parallel.drafter import AtOnce
-from outrider.heads.parallel.saved import ParallelSaved
 
 __all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead"]
 

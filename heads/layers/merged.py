@@ -1,7 +1,7 @@
 """Attention of training-time test in two parts that are merged by their log-sum-exp: keys of step
 0 by a flash kernel, a row's own later keys as one number for each of them.
 
-Shape letters: as in heads/eagle/attention.py.
+Shape letters: as in heads/layers/attention.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.heads.eagle.kernels import Kernel, Known, kernel_for
-from outrider.heads.eagle.layout import PassLayout
+from outrider.heads.layers.kernels import Kernel, Known, kernel_for
+from outrider.heads.layers.layout import PassLayout
 
 
 def merged(
@@ -24,7 +24,7 @@ def merged(
     own: list[Tensor],
     kernel: Kernel | None = None,
 ) -> Tensor:
-    """As heads.eagle.attention.dense. rows: [n] of `query`, None: all B * T of them. kernel:
+    """As heads.layers.attention.dense. rows: [n] of `query`, None: all B * T of them. kernel:
     None: as the device wants it."""
     kernel = kernel or kernel_for(query, first[1])
     return _Merged.apply(query, layout, rows, scale, kernel, *first, *own)  # type: ignore[no-any-return]

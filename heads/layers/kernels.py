@@ -1,4 +1,4 @@
-"""The causal part of a drafter's attention in training (heads/eagle/attention.py), by device.
+"""The causal part of a drafter's attention in training (heads/layers/attention.py), by device.
 
 What computes it is chosen by device (`kernel_for`): the CPU's flash kernel, whose
 backward pass runs document by document on dense blocks, which the CPU's matrix unit likes
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.heads.eagle.layout import PassLayout, pack, side_by_side, spread, unpack
+from outrider.heads.layers.layout import PassLayout, pack, side_by_side, spread, unpack
 
 BLOCK = 1 << 24  # scores that dense blocks hold at the same time
 LEAST_BAND = 128  # positions that rows of a block lie in where a window cuts documents

@@ -3,7 +3,7 @@ target, with wide projections.
 
 Serving engines run a Llama-style layer whatever the target is, so that is what is trained:
 head count, head size, grouping, rotary base and scaling and norm epsilon are the target's, the
-MLP's width and activation keys of the head (heads/eagle/shape.py); there is no bias. Weights are
+MLP's width and activation keys of the head (heads/layers/shape.py); there is no bias. Weights are
 float32; every module computes in the dtype of its input.
 
 Shape letters: B rows, T positions, n rows of a packed pass, D width, H query heads, hd head
@@ -21,8 +21,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
 )
 
-from outrider.heads.eagle.modules import RMSNorm, owned, take
-from outrider.heads.eagle.rope import Rope
+from outrider.heads.layers.modules import RMSNorm, owned, take
+from outrider.heads.layers.rope import Rope
 
 
 class DraftLayer(nn.Module):

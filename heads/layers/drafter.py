@@ -1,4 +1,4 @@
-"""The drafter behind heads that run decoder layers of their own (heads/layered.py): their cache,
+"""The drafter behind heads that run decoder layers of their own (layers/head.py): their cache,
 and one state per row. EAGLE (heads/eagle/) and block heads (heads/block/) say what is read and
 what is guessed.
 
@@ -15,8 +15,8 @@ from outrider.decode.grow import Form
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.drafting import Drafting
-from outrider.heads.eagle.cache import CachedNet
-from outrider.heads.layered import LayeredHead
+from outrider.heads.layers.cache import CachedNet
+from outrider.heads.layers.head import LayeredHead
 
 
 class LayeredDrafter(CachedNet, Drafting):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.decode import waits
 from outrider.decode.target import Target
-from outrider.heads.eagle.rope import DraftNet, Rope
+from outrider.heads.layers.rope import DraftNet, Rope
 
 
 class DraftCache:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from outrider.decode import attention
 from outrider.decode.target import Target
 from outrider.heads.batch import Batch
-from outrider.heads.eagle.cache import CachedNet
-from outrider.heads.eagle.layer import DraftLayer
-from outrider.heads.eagle.rope import DraftNet, Rope
+from outrider.heads.layers.cache import CachedNet
+from outrider.heads.layers.layer import DraftLayer
+from outrider.heads.layers.rope import DraftNet, Rope
 
 
 class Prefix(DraftNet):
-    """Llama-style layers shaped after the target (`shape`: heads.eagle.shape.layer_config).
+    """Llama-style layers shaped after the target (`shape`: heads.layers.shape.layer_config).
     Weights are float32.
     """
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from outrider.decode.target import Target
 from outrider.heads import shapes, vocab
-from outrider.heads.eagle.shape import LayerShape
+from outrider.heads.layers.shape import LayerShape
 from outrider.heads.limits import MOST_DEPTH
 from outrider.heads.saved import Saved
 

@@ -1,8 +1,8 @@
 """Drafters of parallel heads (decode.grow draws the draft): K heads on the feature that
 predicted the last committed token.
 
-Medusa's heads (heads/parallel/medusa.py) look at no drafted token, so all levels are known at
-once. Its Markov term and Hydra heads (heads/parallel/hydra_heads.py) read the tokens of a
+Medusa's heads (heads/medusa/head.py) look at no drafted token, so all levels are known at
+once. Its Markov term and Hydra heads (heads/medusa/hydra_heads.py) read the tokens of a
 node's own path: the children of a node come from its own logits.
 
 Shape letters: B live rows, D width, Vd draft vocabulary.
@@ -18,7 +18,7 @@ from outrider.decode.grow import Form, Nodes
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.drafting import Drafting
-from outrider.heads.parallel.base import ParallelHead
+from outrider.heads.medusa.base import ParallelHead
 
 
 class LastFeature(Drafting):
