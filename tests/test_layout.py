@@ -120,7 +120,13 @@ SHARED = (
     *("heads/base.py", "heads/batch.py", "heads/drafting.py", "heads/losses.py"),
     *("train/loop.py", "train/run.py"),
 )
-EAGLE = (*("head", "config", "net", "layer", "places", "attention", "cache", "init", "drafter"),)
+EAGLE = (
+    *(
+        f"heads/layers/{name}.py"
+        for name in ("head", "drafter", "layer", "attention", "cache", "init")
+    ),
+    *(f"heads/eagle/{name}.py" for name in ("head", "config", "net", "places", "drafter")),
+)
 READING = {
     "Medusa": (
         4780,
@@ -131,10 +137,7 @@ READING = {
     ),
     "EAGLE": (
         5577,
-        (
-            *("heads/layers/head.py", "heads/layers/drafter.py"),
-            *(f"heads/eagle/{name}.py" for name in EAGLE),
-        ),
+        EAGLE,
     ),
 }
 
