@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from outrider.conf.errors import UserError
-from outrider.decode import waits
+from outrider.decode import devices
 
 LayerShape = tuple[int, int, int]  # Hkv, key size, value size
 
@@ -201,7 +201,7 @@ class TreeCache(Cache):
         """
         come = [[self.offset, *(self.offset + 1 + node for node in path)] for path in paths]
         if len(self.physical) == 1:
-            begin, source = self.physical[0], waits.sent(come[0], self.device)
+            begin, source = self.physical[0], devices.send(come[0], self.device)
             for buffer in self.buffers:
                 buffer[:, 0, :, begin : begin + 1 + deepest] = buffer[:, 0].index_select(2, source)
             return
@@ -209,7 +209,7 @@ class TreeCache(Cache):
             [[row] * (deepest + 1), come[row // self.width], [*range(end, end + deepest + 1)]]
             for row, end in enumerate(self.physical)
         ]
-        row, source, target = waits.sent(moves, self.device).unbind(1)
+        row, source, target = devices.send(moves, self.device).unbind(1)
         for buffer in self.buffers:
             buffer[:, row, :, target] = buffer[:, row, :, source]
 

@@ -20,7 +20,7 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.cache import TreeCache
 from outrider.decode.drafters import Drafter
 from outrider.decode.fits import longest_answer
@@ -173,7 +173,7 @@ class Engine:
             self.timing.prefill_s += self.clock() - start
 
     def _tensors(self, texts: Iterable[Sequence[int]]) -> list[Tensor]:
-        return [waits.sent(text, self.target.device) for text in texts]
+        return [devices.send(text, self.target.device) for text in texts]
 
     def _cycle(self, cache: TreeCache) -> None:
         """One target pass for every live row."""
@@ -204,7 +204,7 @@ class Engine:
 
     def _checked(self, tree: DraftTree) -> DraftTree:
         """The draft, held against its rules. Raises what `tree.validate` does."""
-        if waits.free(tree.tokens) or tree.static_layout is None:  # which is asked for as well
+        if devices.on_cpu(tree.tokens) or tree.static_layout is None:  # which is asked for as well
             tree.validate(self.target.vocab_size, self.drafter.max_nodes)
         else:
             tree.check_form(self.drafter.max_nodes)  # its values are looked at when verified
@@ -212,7 +212,7 @@ class Engine:
 
     @timed("target")
     def _score(self, cache: TreeCache, tree: DraftTree) -> Step:
-        last = waits.sent([row.out.token_ids[-1] for row in self.rows], self.target.device)
+        last = devices.send([row.out.token_ids[-1] for row in self.rows], self.target.device)
         return self.target.score(cache, last, tree, self.drafter.taps)
 
     @timed("verify")
@@ -226,7 +226,7 @@ class Engine:
         self.probs_rows += distribution.computed
         with self.part("distribution"):
             doubtful = distribution.doubtful()
-            if not waits.free(tree.tokens):
+            if not devices.on_cpu(tree.tokens):
                 doubtful = doubtful | tree.doubtful(self.target.vocab_size)
             seen = verdict.to_host(tree, doubtful)
         if seen.doubtful:

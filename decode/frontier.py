@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.layout import Inner
 from outrider.decode.residual import first_ratio
 from outrider.decode.rng import Coins
@@ -173,5 +173,5 @@ def parents(
         rows, slots, kids, valid = (t[inner] for t in (rows, slots, kids, valid))
     if not rows.numel():
         return None
-    ranks = int(valid.any(0).sum()) if waits.free(valid) else valid.shape[1]
+    ranks = int(valid.any(0).sum()) if devices.on_cpu(valid) else valid.shape[1]
     return read(tree, distribution, rows, slots, kids[:, :ranks], valid[:, :ranks])

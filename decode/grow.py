@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outrider.decode import devices
 from outrider.decode import levels as tables
-from outrider.decode import waits
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeLayout, TreeShape
@@ -212,7 +212,7 @@ def dynamic(source: LevelSource, levels: int, budget: Tensor, width: int, nodes:
             above = beam // width
             ancestors = ancestors.gather(1, above[..., None].expand(-1, -1, ancestors.shape[2]))
     depth = tables.depths_of(tuple(depths), device)
-    deep = depth >= waits.sent(budget, device)[:, None]
+    deep = depth >= devices.send(budget, device)[:, None]
     score = torch.cat(scores, 1).masked_fill(deep, -torch.inf)
     return rerank(score, torch.cat(tokens, 1), torch.cat(origins, 1), depth, levels, nodes)
 
@@ -269,7 +269,7 @@ def siblings(
     # A distribution without mass gives some place without. One of NaN counts as drawn from,
     # wherever its NaN stands: then the tree is refused.
     there = ~(torch.cat(masses, 1) <= 0)
-    if not waits.free(probs) or not bool(there.all()):
+    if not devices.on_cpu(probs) or not bool(there.all()):
         there[:, : len(kids)] |= probs.sum(2, keepdim=True).isnan()[:, order]
         sizes = [place.shape[1] for place in places]
         _stand_in(places, there.split(sizes, 1), logits[:, order].float())

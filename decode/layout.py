@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.inner import Inner, Room
 
 
@@ -106,7 +106,7 @@ class TreeLayout:
         sibling = (parents[:, :, None] == parents[:, None, :]) & (slot[:n, None] > slot[None, :n])
         rank = sibling.sum(-1)
         width = n  # without asking; what is too wide is filled with -1
-        if ask or waits.free(rank):
+        if ask or devices.on_cpu(rank):
             width = int(rank.max()) + 1 if n else 0
         children = parents.new_full((rows, n + 1, width), -1)
         batch = torch.arange(rows, device=parents.device)[:, None].expand(rows, n)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.cache import TreeCache
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Engine, Generation, Request, _Row
@@ -126,7 +126,7 @@ class LiveBatch(Engine):
 
     @property
     def busy(self) -> bool:
-        """Whether anything runs or waits."""
+        """Whether anything runs or devices."""
         return bool(self._seats)
 
     def join(self, request: Request, watch: Watch, top: int | None = None) -> Seat:
@@ -191,7 +191,7 @@ class LiveBatch(Engine):
 
     def _checked(self, tree: DraftTree) -> DraftTree:
         """Where the host may ask, only a draft that is refused is looked at twice."""
-        if waits.free(tree.tokens):
+        if devices.on_cpu(tree.tokens):
             try:
                 return super()._checked(tree)
             except UserError:  # not finite; whatever else is wrong is an error of ours

@@ -12,7 +12,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.tree import DraftTree, TreeLayout
 
 # A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk",
@@ -67,7 +67,7 @@ class TreeMasks:
         self, lengths: list[int], tree: DraftTree, width: int, reaches: set[Reach]
     ) -> dict[Reach, Tensor]:
         longest, n, rows = max(lengths), tree.width + 1, len(lengths)
-        ends = waits.sent(lengths, self.device)
+        ends = devices.send(lengths, self.device)
         slots = torch.arange(longest, device=self.device)
         block = tree.mask()
         block = block.repeat_interleave(width, 0) if block.shape[0] > 1 else block

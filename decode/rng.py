@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.inverse_cdf import inverse_cdf
 
 DRAFT, ACCEPT, RESIDUAL = 1, 2, 3
@@ -93,7 +93,7 @@ class Rng:
             nodes = torch.arange(self._span + 1, device=self._base.device)
             nodes[-1] = -1  # behind all others, where the index -1 finds it
             table = _numbers(self._base[:, None], nodes[None], purpose)
-            self._tables[purpose] = waits.sent(table, node.device)
+            self._tables[purpose] = devices.send(table, node.device)
         return self._tables[purpose][rows, node]
 
     def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Rng:
         if weights.shape[1] == 1:
             return torch.zeros_like(rows)
         index = inverse_cdf(weights, self.uniform(rows, node, RESIDUAL))
-        if waits.free(weights):
+        if devices.on_cpu(weights):
             return index
         # On an accelerator a running sum rounds at every place in its own way, and so may seem
         # to grow where nothing is added.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.tree import DraftTree
 
 _FIRST_CANDIDATES = (
@@ -170,7 +170,7 @@ def _truncate(
     kept = values.masked_fill(values < floor, -math.inf)
     count = (kept > -math.inf).sum(-1).masked_fill_(wide, 1)
     reach = want  # without asking; what is behind has no mass
-    if waits.free(count):
+    if devices.on_cpu(count):
         reach = int(count.max().clamp_(min=1)) if count.numel() else 1
     narrow = Support(ids[:, :reach], normalised(kept[:, :reach]))
     rows = wide.nonzero()[:, 0]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outrider.conf.errors import UserError
-from outrider.decode import fits, waits
+from outrider.decode import devices, fits
 from outrider.decode.cache import TreeCache
 from outrider.decode.masks import TreeMasks
 from outrider.decode.models import facts
@@ -192,7 +192,7 @@ class Scorer:
         if len(cache.physical) == 1:
             positions = places + offset
         else:
-            positions = places + waits.sent(cache.physical, self.device)[:, None]
+            positions = places + devices.send(cache.physical, self.device)[:, None]
         if offset + n > self.context_length:  # padding nodes of a tree cut by its size stick out
             positions = positions.clamp(max=self.context_length - 1)
         cache.open(0, len(cache.physical), offset, n)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.residual import NOTHING, Siblings
 from outrider.decode.sampling import Distribution, Support
 from outrider.decode.tree import DraftTree, Proposal
@@ -109,7 +109,7 @@ def _on_columns(
         return View.of(support), F.pad(own, (0, 1)).view(*q.shape[:-1], -1), column
     if proposal.vocab is None:
         return View.of(support), q[..., :-1], tokens
-    if waits.free(known) and bool((known | ~valid).all()):
+    if devices.on_cpu(known) and bool((known | ~valid).all()):
         return DraftView.on(support, proposal.vocab), q, place
     size = support.probs.shape[1]
     own = proposal.read(q[..., :-1].flatten(0, -2), None, size)

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.cache import TreeCache
 from outrider.decode.models import packed
 from outrider.decode.probe import (
@@ -156,7 +156,7 @@ class Target(Scorer):
             (mask[:, 1:] & ~mask[:, :-1]).any(),
             "features: a real token follows padding",
         )
-        if not waits.free(mask):
+        if not devices.on_cpu(mask):
             torch._assert_async(~wrong, message)
         elif bool(wrong):
             raise ValueError(f"{message}; pad on the right")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode import tree_rules, waits
+from outrider.decode import devices, tree_rules
 from outrider.decode.inner import room_of
 from outrider.decode.layout import TreeLayout
 
@@ -156,7 +156,7 @@ class DraftTree:
         return DraftTree(
             tokens,
             shape.parents(tokens.device).expand(rows, n),
-            waits.sent(size, tokens.device),
+            devices.send(size, tokens.device),
             sampled,
             proposal,
             static_layout=shape.layout(tokens.device),

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode import residual, waits
+from outrider.decode import devices, residual
 from outrider.decode.frontier import AllAtOnce, Judged, LevelByLevel, parents
 from outrider.decode.rng import Coins
 from outrider.decode.sampling import Distribution
@@ -172,7 +172,7 @@ def walk(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
         return on & (drawn < 0)
 
     frontier = (
-        LevelByLevel(tree, distribution) if waits.free(drawn) else AllAtOnce(tree, distribution)
+        LevelByLevel(tree, distribution) if devices.on_cpu(drawn) else AllAtOnce(tree, distribution)
     )
     for rows, slots in frontier.batches(missing):
         support, undefined = distribution.read(rows, slots)
@@ -220,7 +220,7 @@ def traversal(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdic
     reach = torch.zeros(count, n + 2, dtype=torch.float64, device=every.device)
     remains = reach[:, : n + 1]
     remains[:, 0] = 1
-    lazy = waits.free(reach) or layout.inner is None
+    lazy = devices.on_cpu(reach) or layout.inner is None
     frontier = LevelByLevel(tree, distribution) if lazy else AllAtOnce(tree, distribution)
     judged: list[Judged] = []
     for family, memory in frontier.families(reach):

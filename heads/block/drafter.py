@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.attention import tree_attention
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.rng import Rng
@@ -56,9 +56,9 @@ class BlockDrafter(LayeredDrafter):
         c = self.net.fuse(feats[:, : places.shape[1]].to(self.dtype))
         for layer, (key, value) in enumerate(self.net.context(c, self.turned(places))):
             self.cache.update(key, value, layer)
-        newest = tokens.gather(1, waits.sent((n[:, None] - 1).clamp(min=0), self.device))[:, 0]
+        newest = tokens.gather(1, devices.send((n[:, None] - 1).clamp(min=0), self.device))[:, 0]
         if not min(counts):  # a row without news keeps its state
-            newest = torch.where(waits.sent(n, self.device) > 0, newest, self.h[rows])
+            newest = torch.where(devices.send(n, self.device) > 0, newest, self.h[rows])
         self.h[rows] = newest
 
     def open(self, levels: int) -> Tensor:
@@ -94,7 +94,7 @@ class BlockDrafter(LayeredDrafter):
         before = torch.cat([self.h[:count, None], tree.tokens[:, :-1]], 1)
         flat = [self.temperatures[min(i, len(self.temperatures) - 1)] for i in range(levels)]
         found = self.net.chance(self.state[:, :levels], self.net.before(before, self.dtype))
-        chance = (found / waits.sent(flat, self.device)).sigmoid()
+        chance = (found / devices.send(flat, self.device)).sigmoid()
         rare = chance.cumprod(1) < self.least
         return replace(tree, size=tree.size.minimum((~rare).long().cumprod(1).sum(1)))
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.target import Target
 from outrider.heads.layers.rope import DraftNet, Rope
 
@@ -50,7 +50,7 @@ class DraftCache:
             self.ends, self._ended = self.line[None, lengths[0] : lengths[0] + 1], []
             return self.line[None, self.start : self.start + new]
         if self._ended != lengths:  # else another pass of the same cycle
-            self.ends = waits.sent(lengths, self.keys.device)[:, None]
+            self.ends = devices.send(lengths, self.keys.device)[:, None]
             self._ended = list(lengths)
         place = self.ends + self.line[ahead : ahead + new]
         self.slots = (self.line[rows, None], place)
@@ -130,7 +130,7 @@ class CachedNet:
         without any."""
         new = max(counts)
         ends = [i * new + max(count, 1) - 1 for i, count in enumerate(counts)]
-        return waits.sent(ends, self.device)
+        return devices.send(ends, self.device)
 
     def select(self, rows: list[int]) -> None:
         """Keep these live rows in this order."""

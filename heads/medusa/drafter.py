@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -52,10 +52,10 @@ class LastFeature(Drafting):
         if feats is None:
             raise ValueError(f"{self.name} drafts from the target's features; none were given")
         host = torch.stack([torch.arange(len(n)), (n - 1).clamp(min=0)])
-        row, at = waits.sent(host, self.device).unbind(0)
+        row, at = devices.send(host, self.device).unbind(0)
         newest, last = feats[row, at, 0].to(self.feats.dtype), tokens[row, at]
         if not bool((n > 0).all()):
-            news = waits.sent(n, self.device) > 0
+            news = devices.send(n, self.device) > 0
             newest = torch.where(news[:, None], newest, self.feats[rows])
             last = torch.where(news, last, self.last[rows])
         self.feats[rows], self.last[rows] = newest, last

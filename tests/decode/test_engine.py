@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.cache import TreeCache
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter, NoDraft
@@ -233,7 +233,7 @@ def test_a_cycle_without_a_distribution_commits_nothing(
     temperature: float, free: bool, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third pass of a run holds a NaN at the root of its second row."""
-    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    monkeypatch.setattr(devices, "on_cpu", lambda tensor: free)
     # What is looked at once for a target takes passes of its own, which do not count.
     generate(target, Tree(), requests(3, 2), Sampling(temperature), batch_size=3, eos_ids=())
     score, passes, message = target.score, [0], []
@@ -288,7 +288,7 @@ def test_a_drawn_token_outside_the_vocabulary_is_named(
     token: int, penalty: float, free: bool, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An index out of range ends a process on an accelerator before anything can be said."""
-    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    monkeypatch.setattr(devices, "on_cpu", lambda tensor: free)
     assert target.vocab_size == 320
     sampling = Sampling(1.0, repetition_penalty=penalty)
     for rule in ("traversal", "rejection"):
@@ -301,7 +301,7 @@ def test_a_drawn_token_outside_the_vocabulary_is_named(
 def test_padding_of_a_drawn_tree_may_hold_anything(
     penalty: float, free: bool, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    monkeypatch.setattr(devices, "on_cpu", lambda tensor: free)
     sampling = Sampling(1.0, repetition_penalty=penalty)
     for rule in ("traversal", "rejection"):
         found = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
@@ -21,7 +21,7 @@ from tests.helpers.reference_verify import Row, block
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification and drawing as on an accelerator: no value is read to end a loop early."""
-    monkeypatch.setattr(waits, "free", lambda tensor: False)
+    monkeypatch.setattr(devices, "on_cpu", lambda tensor: False)
 
 
 def check_cases(seed: int, count: int, **size: int) -> dict[str, list[float]]:
@@ -213,7 +213,7 @@ def test_perfect_draft_is_accepted_whole() -> None:
 @pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
 def test_padding_is_nobodys_child(free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's draft ends before a node that the target would have taken."""
-    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    monkeypatch.setattr(devices, "on_cpu", lambda tensor: free)
     tree = DraftTree.chain(torch.tensor([[3, 5], [3, 5]]), torch.tensor([1, 2]))
     logits = torch.zeros(2, 3, 8)
     logits[:, 0, 3] = logits[:, 1, 5] = logits[:, 2, 7] = 9.0

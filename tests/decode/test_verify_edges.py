@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
@@ -147,7 +147,7 @@ def scan(values: Tensor, dim: int) -> Tensor:
 def test_no_token_of_weight_zero_is_emitted_however_sums_round(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waits, "free", lambda tensor: False)
+    monkeypatch.setattr(devices, "on_cpu", lambda tensor: False)
     monkeypatch.setattr(Tensor, "cumsum", scan)
     g = torch.Generator().manual_seed(0)
     weights = (6 * torch.randn(50, size, generator=g, dtype=torch.float64)).softmax(-1)
@@ -243,7 +243,7 @@ def test_logits_that_no_path_reaches_may_be_anything(
     free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Below a candidate that the target never takes nothing is looked at."""
-    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    monkeypatch.setattr(devices, "on_cpu", lambda tensor: free)
     tokens = torch.tensor([[1, 2]])
     distribution = torch.zeros(1, 3, 4, dtype=torch.float64)
     distribution[0, 0, 1] = distribution[0, 1, 2] = distribution[0, 2, 3] = 1
@@ -266,7 +266,7 @@ def test_logits_where_a_budget_ends_may_be_anything(
 ) -> None:
     """A row's draft is cut above a slot that has a child in the shape, and the path ends before:
     the cut slot's distribution is not looked at."""
-    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    monkeypatch.setattr(devices, "on_cpu", lambda tensor: free)
     tokens = torch.tensor([[1, 2], [1, 2]])
     distribution = torch.full((2, 2, 4), 0.25, dtype=torch.float64)
     row, drawn = torch.tensor([[0, 1], [0, 1]]), torch.ones(2, 2, dtype=torch.bool)
@@ -288,7 +288,7 @@ def test_a_tree_drawn_from_nan_is_refused_under_every_setting(
 ) -> None:
     """A truncated distribution of NaN holds it at a few tokens alone: what is drawn beside
     them has no mass, and once passed for a stand-in."""
-    monkeypatch.setattr(waits, "free", lambda tensor: free)
+    monkeypatch.setattr(devices, "on_cpu", lambda tensor: free)
     logits = -torch.arange(600.0).repeat(2, 1, 1)
     logits[1, 0, 3] = torch.nan
     distribution = Sampling(1.0, **settings).draft_probs(logits[:, 0])[:, None]  # type: ignore[arg-type]

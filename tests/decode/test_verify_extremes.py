@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import TreeShape
 from outrider.decode.verify import RULES, verify
@@ -59,7 +59,7 @@ def test_exact_distribution_at_the_edges(stored: torch.dtype, distributions: tor
 def test_exact_distribution_at_the_edges_of_an_accelerator(
     stored: torch.dtype, distributions: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waits, "free", lambda tensor: False)
+    monkeypatch.setattr(devices, "on_cpu", lambda tensor: False)
     for seed, temperature in enumerate(TEMPERATURES):
         check_worlds(2, temperature, stored, distributions, seed + 80)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode import waits
+from outrider.decode import devices
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Generation, Request, generate
@@ -141,7 +141,7 @@ def test_the_same_without_waiting_for_the_device(
 ) -> None:
     target, drafter = made(form)
     want = together(target, Sick(drafter, ill={ILL}), DRAWN)
-    monkeypatch.setattr(waits, "free", lambda tensor: False)
+    monkeypatch.setattr(devices, "on_cpu", lambda tensor: False)
     assert together(target, Sick(drafter, ill={ILL}), DRAWN) == want
 
 

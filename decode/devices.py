@@ -2,7 +2,7 @@
 
 On a CPU that is free, and loops end as soon as nobody is left. On an accelerator every question
 waits for the device, so the code runs on with masks instead. Both ways give the same tokens;
-the tests walk the second one on CPUs by patching `free`.
+the tests walk the second one on CPUs by patching `on_cpu`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 
-def free(tensor: Tensor) -> bool:
-    """True where reading `tensor` on the host waits for nothing."""
+def on_cpu(tensor: Tensor) -> bool:
+    """Return whether reading `tensor` on the host waits for nothing."""
     return tensor.device.type == "cpu"
 
 
-def sent(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:
-    """Values of the host as a tensor on `device`. A plain copy there waits until all work before
-    it is done; one from pinned memory stands in line with that work."""
+def send(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:
+    """Return values of the host as a tensor on `device`, without waiting for it: a copy from pinned
+    memory stands in line with the work before it."""
     found = values if isinstance(values, Tensor) else torch.tensor(values)
     if found.device == device:
         return found
