@@ -6,7 +6,7 @@ is called, and an exit code (0 done, 1 a check failed, 2 a mistake to mend in on
 page it draws, and leaves whole files or none.
 
 Where things go: the entry point stays short and hands over to its room (`scoring/`,
-`tuning/`, `data/`, `proofs/`, `exporting/` for other engines, `serving/` to ask servers,
+`tuning/`, `data/`, `certificate/`, `exporting/` for other engines,
 `serve_http/` for the page of our own server, `reports/`); `common/` is what several rooms need. A
 configuration that a room reads lies in that room's config.py, so that no room imports its own
 command. Rooms import train, heads, decode and conf; nothing imports scripts. cli.py is the command

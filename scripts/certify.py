@@ -6,7 +6,7 @@ drafter, shape and settings.
     python scripts/certify.py target=tiny drafter=ngram temperature=1 tokens=50000 \\
         out=certificates/tiny
 
-Writes OUT/certificate.json and OUT/certificate.html. Exit code 0: lossless. 1: not lossless. 3:
+Writes OUT/layers.json and OUT/layers.html. Exit code 0: lossless. 1: not lossless. 3:
 undecided (too few tokens, or wrong code that must be rejected got through). docs/lossless.md says
 how to read it. Finished parts wait in OUT/unfinished: the same command again goes on, and an
 undecided one with more tokens takes what it has. A certificate of something else in OUT is
@@ -42,18 +42,17 @@ from outrider.heads import head_folder, hub
 from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.drafters import drafter_folder, drafter_folders, resolve_drafter
 from outrider.heads.names import parse
+from outrider.scripts.certificate import controls, layers, server_asked
+from outrider.scripts.certificate.config import HERE_ALONE, URL_ALONE, CertifyConfig
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import Steps, by_name, columns
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
-from outrider.scripts.proofs import certificate, controls
-from outrider.scripts.proofs.config import HERE_ALONE, URL_ALONE, CertifyConfig
 from outrider.scripts.reports import certificate_page
-from outrider.scripts.serving import quick
-from outrider.scripts.serving.asking import Address
+from outrider.scripts.scoring.servers import Address
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
-TESTED = ("decode", "heads", "scripts/proofs")  # whose code a certificate is about
+TESTED = ("decode", "heads", "scripts/certificate")  # whose code a certificate is about
 URL_CODES = {"passed": 0, "rejected": 1, "undecided": 3}
 UNSAID = ("target", "overwrite", *URL_ALONE)  # by the settings of a certificate
 MORE = ("tokens", "alpha", "detect")  # the same certificate, of more or fewer tokens
@@ -65,7 +64,7 @@ LATER = ("target", "out", "quiet", "overwrite", *MORE, "url", *URL_ALONE)
 def main(cfg: CertifyConfig) -> int:
     """Certify this engine, or check a server. Exit codes: see the file's first lines."""
     if cfg.out:
-        files.unclaimed(Path(cfg.out) / "certificate.json", files.asked(cfg, MORE), cfg.overwrite)
+        files.unclaimed(Path(cfg.out) / "layers.json", files.asked(cfg, MORE), cfg.overwrite)
     if cfg.url:
         return server_checked(cfg)
     out = Path(cfg.out)
@@ -113,14 +112,14 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     with Steps(*columns(44), quiet=cfg.quiet) as bar:
         if memo.resumed:
             bar.console.print(f"going on with {out / 'unfinished'}", highlight=False)
-        world = certificate.open_world(target, prompts, plan, by_name(bar), memo)
+        world = layers.open_world(target, prompts, plan, by_name(bar), memo)
         if not cfg.quiet:
             bar.console.print(controls.ahead(world), highlight=False)
-        layers = certificate.layers(world, drafter)
+        done = layers.layers(world, drafter)
         negative = controls.run(world)
-    bound = certificate.bound(layers, plan.alpha, cfg.detect)
+    bound = layers.bound(done, plan.alpha, cfg.detect)
     drafts = drafter.max_depth > 0
-    verdict, reasons = certificate.verdict(layers, negative, bound, drafts)
+    verdict, reasons = layers.verdict(done, negative, bound, drafts)
     paper = {
         "format": 4,
         "verdict": verdict,
@@ -130,7 +129,7 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         "resumed": memo.resumed,
         "command": files.command(),
         "asked": files.asked(cfg, MORE),
-        "layers": layers,
+        "layers": done,
         "negative_controls": negative,
         "bound": bound,
         "identities": {"target": about, "drafter": head},
@@ -138,12 +137,12 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         "settings": {k: v for k, v in asdict(cfg).items() if k not in UNSAID},
         "versions": files.environment(str(target.device)),
     }
-    files.write_text(out / "certificate.html", certificate_page.page(paper))
-    files.write_json(out / "certificate.json", paper)
+    files.write_text(out / "layers.html", certificate_page.page(paper))
+    files.write_json(out / "layers.json", paper)
     if verdict != "undecided":
         memo.clear()
     certificate_page.table(paper).show()
-    print(f"{out / 'certificate.html'} ({paper['seconds']:.0f} s)")
+    print(f"{out / 'layers.html'} ({paper['seconds']:.0f} s)")
     return CODES[verdict]
 
 
@@ -183,7 +182,7 @@ def server_checked(cfg: CertifyConfig) -> int:
     patience = min(cfg.timeout, cfg.seconds)
     address = Address(cfg.url, patience, cfg.retries, max(cfg.at_a_time), cfg.key_env)
     with Steps(*columns(44), quiet=cfg.quiet) as bar:
-        found = quick.judged(cfg.quick_plan(prompts, address), by_name(bar))
+        found = server_asked.judged(cfg.quick_plan(prompts, address), by_name(bar))
     print(found["line"])
     for note in found["notes"]:
         print(note, file=sys.stderr)
@@ -193,7 +192,7 @@ def server_checked(cfg: CertifyConfig) -> int:
         about = {"format": 2, "command": files.command(), "settings": settings}
         about["asked"] = files.asked(cfg, MORE)
         Path(cfg.out).mkdir(parents=True, exist_ok=True)
-        files.write_json(Path(cfg.out) / "certificate.json", about | found)
+        files.write_json(Path(cfg.out) / "layers.json", about | found)
     return URL_CODES[found["verdict"]]
 
 

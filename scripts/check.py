@@ -21,7 +21,7 @@ from outrider.conf.schema import entry
 from outrider.scripts.common import files
 from outrider.scripts.exporting import contract, contract_check
 from outrider.scripts.exporting.config import CheckConfig
-from outrider.scripts.serving.asking import Address
+from outrider.scripts.scoring.servers import Address
 
 
 @entry("check", CheckConfig)

@@ -61,7 +61,7 @@ KEYS = {
     "validate": "outrider.train.config:ValidateConfig",
     "evaluate": "outrider.scripts.scoring.config:EvaluateConfig",
     "tune": "outrider.scripts.tuning.config:TuneConfig",
-    "certify": "outrider.scripts.proofs.config:CertifyConfig",
+    "certify": "outrider.scripts.certificate.config:CertifyConfig",
     "export": "outrider.scripts.exporting.config:ExportConfig",
     "check": "outrider.scripts.exporting.config:CheckConfig",
     "serve": "outrider.scripts.serve_http.config:ServeConfig",

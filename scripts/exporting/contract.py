@@ -33,7 +33,7 @@ from outrider.decode.engine import Cycle, Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.exporting import near_ties
-from outrider.scripts.serving.asking import Reply
+from outrider.scripts.scoring.servers import Reply
 
 NAME = "expected.json"
 FORMAT = 1

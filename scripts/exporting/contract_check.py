@@ -9,8 +9,8 @@ from typing import Any
 from outrider.scripts.exporting import contract
 from outrider.scripts.exporting.contract import Parting, Piece
 from outrider.scripts.exporting.near_ties import MANY
-from outrider.scripts.serving.asking import Address, Endpoint, Reply, ServerRequest
-from outrider.scripts.serving.counters import Rise, rise
+from outrider.scripts.scoring.counters import Rise, rise
+from outrider.scripts.scoring.servers import Address, Endpoint, Reply, ServerRequest
 
 SHOWN = 3  # faults that are printed
 

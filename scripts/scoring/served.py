@@ -21,8 +21,9 @@ from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timin
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.scoring.addresses import SERVER
+from outrider.scripts.scoring.counters import read_counters, rise
 from outrider.scripts.scoring.reference import room
-from outrider.scripts.serving.asking import (
+from outrider.scripts.scoring.servers import (
     SERVE,
     VLLM,
     Address,
@@ -31,7 +32,6 @@ from outrider.scripts.serving.asking import (
     ServerRequest,
     reached,
 )
-from outrider.scripts.serving.counters import read_counters, rise
 
 TRIES = 4
 PATIENCE = 600.0  # seconds for one answer

@@ -17,7 +17,7 @@ from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.wrapped import Adaptive
 from outrider.heads.drafters import resolve_drafter
-from outrider.scripts.proofs.engine_distribution import (
+from outrider.scripts.certificate.engine_distribution import (
     PaddingAwareDrafter,
     TableDrafter,
     engine_distribution,

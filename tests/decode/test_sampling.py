@@ -23,7 +23,7 @@ from outrider.decode.inverse_cdf import inverse_cdf
 from outrider.decode.rng import ACCEPT, DRAFT, RESIDUAL, Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree
-from outrider.scripts.proofs.enumerator import naive_distribution
+from outrider.scripts.certificate.enumerator import naive_distribution
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -26,10 +26,14 @@ from outrider.decode.wrapped import Adaptive
 from outrider.heads import save_head
 from outrider.heads.drafters import drafter_folders, resolve_drafter
 from outrider.heads.names import DraftSpec, parse
+from outrider.scripts.certificate.engine_distribution import (
+    TableDrafter,
+    engine_distribution,
+    toy_model,
+)
+from outrider.scripts.certificate.enumerator import Case, enumerate_case
 from outrider.scripts.common.prompts import Prompt
 from outrider.scripts.evaluate import shares
-from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
-from outrider.scripts.proofs.enumerator import Case, enumerate_case
 from outrider.scripts.scoring.contest import ContestSettings, run_contest
 from outrider.scripts.scoring.score import Scores
 from outrider.scripts.scoring.systems import systems_of

@@ -14,7 +14,7 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
 from outrider.decode.verify import RULES, rejection, traversal, verify, walk
-from outrider.scripts.proofs.enumerator import Case, enumerate_case
+from outrider.scripts.certificate.enumerator import Case, enumerate_case
 from tests.helpers.reference_verify import Row, block
 
 

@@ -27,7 +27,7 @@ from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.names import DraftSpec
-from outrider.scripts.proofs.enumerator import Branches
+from outrider.scripts.certificate.enumerator import Branches
 from tests.helpers.training import tiny_target
 
 

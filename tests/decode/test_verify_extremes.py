@@ -15,7 +15,7 @@ from outrider.decode import devices
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import TreeShape
 from outrider.decode.verify import RULES, verify
-from outrider.scripts.proofs.enumerator import enumerate_case
+from outrider.scripts.certificate.enumerator import enumerate_case
 from tests.helpers.extremes import TEMPERATURES, Extreme
 
 # What a distribution may be off by, after three or four levels. float64 adds up to 1e-15. In

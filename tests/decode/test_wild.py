@@ -25,7 +25,7 @@ from outrider.decode.union import Union
 from outrider.decode.verify import RULES
 from outrider.decode.wrapped import Adaptive, Wrapped
 from outrider.heads.names import DraftSpec
-from outrider.scripts.proofs.engine_distribution import (
+from outrider.scripts.certificate.engine_distribution import (
     TableDrafter,
     engine_distribution,
     toy_model,

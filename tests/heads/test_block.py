@@ -33,7 +33,7 @@ from outrider.heads.block.loss import SMOOTH, Slots, SlotWeights
 from outrider.heads.losses import LossWeights, Taught, chunked_loss
 from outrider.heads.names import DraftSpec
 from outrider.heads.teacher import Teacher
-from outrider.scripts.proofs.engine_distribution import engine_distribution, toy_model
+from outrider.scripts.certificate.engine_distribution import engine_distribution, toy_model
 from tests.helpers.training import tiny_target
 
 KINDS: dict[str, dict[str, Any]] = {

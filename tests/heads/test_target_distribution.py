@@ -23,7 +23,7 @@ from outrider.heads.losses import Taught, chunked_loss
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.teacher import target_distribution
-from outrider.scripts.proofs.enumerator import Case, enumerate_case
+from outrider.scripts.certificate.enumerator import Case, enumerate_case
 from outrider.train.data.batches import load_rows
 from outrider.train.facts import meaning_of
 from outrider.train.state import RATE, check_meaning

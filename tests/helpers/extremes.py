@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.decode.grow import siblings
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
-from outrider.scripts.proofs.enumerator import Branches, Case
+from outrider.scripts.certificate.enumerator import Branches, Case
 
 TEMPERATURES = (0.01, 0.05, 0.1, 0.2, 0.3, 1.0, 5.0)
 GAPS = (0.0, 1.0, 9.0, 40.0, 52.0, 88.0, 95.0, 104.0, 150.0, 300.0)  # in temperatures

@@ -30,13 +30,15 @@ from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
 from outrider.decode.verify import RULES, verify
 from outrider.scripts import certify
-from outrider.scripts.common import files
-from outrider.scripts.common.memo import Memo
-from outrider.scripts.proofs import certificate, detection, enumerator, passes, pit, uniformity
-from outrider.scripts.proofs.controls import ScoredSharper
-from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
-from outrider.scripts.proofs.enumerator import Branches, Case, naive_distribution
-from outrider.scripts.proofs.greedy import (
+from outrider.scripts.certificate import detection, enumerator, layers, passes, pit, uniformity
+from outrider.scripts.certificate.controls import ScoredSharper
+from outrider.scripts.certificate.engine_distribution import (
+    TableDrafter,
+    engine_distribution,
+    toy_model,
+)
+from outrider.scripts.certificate.enumerator import Branches, Case, naive_distribution
+from outrider.scripts.certificate.greedy import (
     GreedyReading,
     Plain,
     _classify,
@@ -44,8 +46,8 @@ from outrider.scripts.proofs.greedy import (
     greedy_of,
     reference_tokens,
 )
-from outrider.scripts.proofs.recorder import Recorder, astray
-from outrider.scripts.proofs.sampled import (
+from outrider.scripts.certificate.recorder import Recorder, astray
+from outrider.scripts.certificate.sampled import (
     GROUPS,
     MOST_TESTS,
     Setting,
@@ -54,6 +56,8 @@ from outrider.scripts.proofs.sampled import (
     sampling_layer,
     strata,
 )
+from outrider.scripts.common import files
+from outrider.scripts.common.memo import Memo
 from tests.helpers import wrong_rules
 from tests.helpers.wrong_rules import commits_wrong_rows, leaks_siblings
 
@@ -322,7 +326,7 @@ def test_wrong_rules_and_wrong_distributions_are_rejected(world: Any) -> None:
     cut, unwarped = Sampling(0.8, top_k=3), wrong_rules.bonus_unwarped
     impossible = sample(world, cut, verify=unwarped, tokens=600)
     assert impossible.outside
-    assert "probability 0" in certificate.sampling_json(impossible, 1e-4)["why"]
+    assert "probability 0" in layers.sampling_json(impossible, 1e-4)["why"]
 
 
 def passes_of(judge: Plain, found: Any, prompts: Any, guidance: float | None = None) -> Any:
@@ -503,7 +507,7 @@ BOUND = {"tokens": 5000, "enough": True}
 
 def test_verdict_has_three_values() -> None:
     def of(layer: dict[str, Any], control: dict[str, Any], bound: dict[str, Any]) -> str:
-        return certificate.verdict([layer], [CAUGHT, control], bound)[0]
+        return layers.verdict([layer], [CAUGHT, control], bound)[0]
 
     missed = {**CAUGHT, "rejected": False}
     assert of(GOOD, CAUGHT, BOUND) == "lossless"
@@ -512,7 +516,7 @@ def test_verdict_has_three_values() -> None:
     assert of(GOOD, CAUGHT, {**BOUND, "enough": False}) == "undecided"
     assert of({**GOOD, "cycles_with_a_draft": 3}, CAUGHT, BOUND) == "undecided"
     greedy = {"name": "greedy", "passed": True}
-    assert of(greedy, CAUGHT, certificate.bound([greedy], 1e-4, 0.1)) == "lossless"
+    assert of(greedy, CAUGHT, layers.bound([greedy], 1e-4, 0.1)) == "lossless"
 
 
 def command(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
@@ -532,14 +536,14 @@ def command(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
     ]
     with pytest.raises(SystemExit) as stop:
         certify.main(keys)
-    path = out / "certificate.json"
+    path = out / "layers.json"
     return int(stop.value.code or 0), json.loads(path.read_text()) if path.exists() else {}
 
 
 @pytest.fixture
 def no_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """The enumeration of whole loops takes seconds and has tests of its own."""
-    monkeypatch.setattr(certificate, "_loop_errors", lambda plan: [0.0])
+    monkeypatch.setattr(layers, "_loop_errors", lambda plan: [0.0])
     monkeypatch.setattr(files, "code_sha256", lambda *_: "the code is edited while tests run")
 
 
@@ -556,11 +560,11 @@ def test_command_writes_a_certificate(
     assert paper["format"] == 4 and paper["bound"]["tokens"] == 1200
     assert 0.05 < paper["bound"]["shift"] < 0.12
     assert len(paper["identities"]["target"]["weights_sha256"]) == 64
-    page = (tmp_path / "c" / "certificate.html").read_text()
+    page = (tmp_path / "c" / "layers.html").read_text()
     assert paper["bound"]["said"] in page and "wrong code through the same layers" in page
     assert not any(word in page for word in ('src="', 'href="http', "<script", "@import"))
     left = sorted(p.name for p in (tmp_path / "c").iterdir())
-    assert left == ["certificate.html", "certificate.json"]
+    assert left == ["layers.html", "layers.json"]
 
 
 def test_an_undecided_certificate_goes_on_with_more_tokens(tmp_path: Path, no_loops: None) -> None:
@@ -594,7 +598,7 @@ def test_an_interrupted_certificate_says_how_to_go_on(
     def stopped(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(certificate, "exact_layer", stopped)
+    monkeypatch.setattr(layers, "exact_layer", stopped)
     assert command(tmp_path / "c", "drafter=none", "temperature=1") == (130, {})
     assert "same command again" in capsys.readouterr().err
 
@@ -604,7 +608,7 @@ def test_the_defaults_end_in_a_verdict(tmp_path: Path) -> None:
     """The line of the README, on a target that is there at once."""
     with pytest.raises(SystemExit) as stop:
         certify.main(["target=tiny", "drafter=ngram", "temperature=1", f"out={tmp_path}"])
-    paper = json.loads((tmp_path / "certificate.json").read_text())
+    paper = json.loads((tmp_path / "layers.json").read_text())
     assert (stop.value.code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
 
 

@@ -24,7 +24,7 @@ from outrider.heads.interop import gguf_write
 from outrider.heads.names import DraftSpec
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.exporting import contract, contract_check, gguf_export
-from outrider.scripts.serving.asking import Address, Reply
+from outrider.scripts.scoring.servers import Address, Reply
 from tests.helpers.interop import DEEP, deep_target, random_head
 from tests.helpers.speculating_server import serving
 

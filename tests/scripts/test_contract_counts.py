@@ -10,7 +10,7 @@ import pytest
 
 from outrider.conf.errors import UserError
 from outrider.scripts.exporting import contract, contract_check
-from outrider.scripts.serving.asking import Address
+from outrider.scripts.scoring.servers import Address
 from tests.helpers.odd_server import odd
 
 ASKED = {"format": contract.FORMAT, "max_new_tokens": 8, "draft_tokens": 2, "stop": [0]}

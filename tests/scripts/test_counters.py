@@ -15,8 +15,8 @@ import pytest
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.scripts import check
-from outrider.scripts.serving.asking import Address, Endpoint
-from outrider.scripts.serving.counters import read_counters, rise
+from outrider.scripts.scoring.counters import read_counters, rise
+from outrider.scripts.scoring.servers import Address, Endpoint
 from tests.helpers.odd_server import ENDLESS, odd, vllm
 
 LINE = "vllm:spec_decode_num_{}_total {}\n"

@@ -22,8 +22,8 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts import evaluate
+from outrider.scripts.certificate.greedy import Plain
 from outrider.scripts.common.prompts import Prompt, load_prompts
-from outrider.scripts.proofs.greedy import Plain
 from outrider.scripts.reports import plots
 from outrider.scripts.scoring import breakdown, contest
 from outrider.scripts.scoring import systems as systems_module

@@ -169,7 +169,7 @@ def test_a_second_process_is_refused(
 
 def test_the_drafters_code_is_part_of_a_certificate(tmp_path: Path) -> None:
     """Parts that were made with other code under heads/ do not count."""
-    for part in ("decode", "heads/eagle", "scripts/proofs"):
+    for part in ("decode", "heads/eagle", "scripts/certificate"):
         (tmp_path / part).mkdir(parents=True)
     found = set()
     for place in ("decode/engine.py", "heads/eagle/drafter.py"):

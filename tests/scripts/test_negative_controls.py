@@ -19,10 +19,14 @@ from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
 from outrider.decode.verify import RULES
-from outrider.scripts.proofs import controls
-from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
-from outrider.scripts.proofs.enumerator import Case, enumerate_case
-from outrider.scripts.proofs.recorder import rule_of
+from outrider.scripts.certificate import controls
+from outrider.scripts.certificate.engine_distribution import (
+    TableDrafter,
+    engine_distribution,
+    toy_model,
+)
+from outrider.scripts.certificate.enumerator import Case, enumerate_case
+from outrider.scripts.certificate.recorder import rule_of
 from tests.helpers import wrong_rules
 
 ONE, CHAIN = Sampling(1.0), TreeShape.chain(2)

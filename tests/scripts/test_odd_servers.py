@@ -16,7 +16,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.data.server import Again
 from outrider.scripts.scoring.served import ServedSystem, risen
-from outrider.scripts.serving.asking import (
+from outrider.scripts.scoring.servers import (
     LLAMACPP,
     OTHER,
     VLLM,

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from outrider.scripts.proofs import quick, suspicions, temperature
-from outrider.scripts.proofs.likeliest import JudgedAnswer, beyond_at_most, places
-from outrider.scripts.proofs.uniformity import overall
+from outrider.scripts.certificate import alternatives, server_judged, temperature
+from outrider.scripts.certificate.likeliest import JudgedAnswer, beyond_at_most, places
+from outrider.scripts.certificate.uniformity import overall
 from tests.helpers.table_server import BEST, LIKELIEST, LIMIT, PROMPTS, TABLE, VOCAB, Draw, sound
 
 
@@ -49,10 +49,10 @@ STOP = int(np.linalg.matrix_power(np.exp(temperature.powered(TABLE, 1 / 0.6)), 5
 
 
 def judged(seed: int, draw: Draw = sound, cached: bool = False) -> dict:
-    return quick.judged(answers(seed, draw, cached), BEST)
+    return server_judged.judged(answers(seed, draw, cached), BEST)
 
 
-@pytest.mark.parametrize("name", suspicions.SUSPICIONS)
+@pytest.mark.parametrize("name", alternatives.SUSPICIONS)
 def test_the_mean_of_every_bet_is_one(name: str) -> None:
     """Over all tokens that a place may have, whatever came before: for an answer's first
     token and for a later one."""
@@ -62,7 +62,7 @@ def test_the_mean_of_every_bet_is_one(name: str) -> None:
         for other in np.flatnonzero(np.isfinite(known.logs[at])):
             some = known.only(np.arange(len(known.own)) <= at)
             some.own[at] = other
-            ratios = np.stack(suspicions.SUSPICIONS[name](some))[:, at]
+            ratios = np.stack(alternatives.SUSPICIONS[name](some))[:, at]
             total = total + math.exp(known.logs[at, other]) * np.exp(ratios)
         assert np.allclose(total, 1, atol=1e-9)
 
@@ -155,7 +155,7 @@ def test_tokens_beyond_top_k_that_only_drafts_bring_are_rejected() -> None:
         return sound(rng, logs, heat, cut if place == 0 else 0, place, level)
 
     found = judged(0, draw)
-    assert found["verdict"] == "rejected" and suspicions.BEYOND in found["line"]
+    assert found["verdict"] == "rejected" and alternatives.BEYOND in found["line"]
 
 
 def test_a_stop_token_that_is_never_kept_is_named() -> None:
@@ -163,14 +163,14 @@ def test_a_stop_token_that_is_never_kept_is_named() -> None:
         other = np.where((np.arange(VOCAB) == STOP) & (cut == 0), -np.inf, logs)
         return sound(rng, other, heat, cut, *rest)
 
-    found = quick.judged(answers(0, draw) + answers(1, draw), BEST)
+    found = server_judged.judged(answers(0, draw) + answers(1, draw), BEST)
     assert found["verdict"] == "rejected" and "stop tokens" in found["line"], found["line"]
 
 
 def test_few_tokens_decide_nothing() -> None:
-    found = quick.judged(answers(0)[:10], BEST)
+    found = server_judged.judged(answers(0)[:10], BEST)
     assert found["verdict"] == "undecided" and "400 are needed" in found["line"]
-    assert quick.judged([], BEST)["verdict"] == "undecided"
+    assert server_judged.judged([], BEST)["verdict"] == "undecided"
     assert overall([]) == 1
 
 
@@ -179,6 +179,6 @@ def test_sound_answers_pass_100_seeds() -> None:
     """The false-alarm rate of all tests together is at most alpha; p-values are not too
     small."""
     p = np.array([judged(seed)["p"] for seed in range(100)])
-    assert (p >= quick.ALPHA).sum() >= 99
+    assert (p >= server_judged.ALPHA).sum() >= 99
     for level in (0.1, 0.01):
         assert (p <= level).mean() <= level + 3 * math.sqrt(level / 100)

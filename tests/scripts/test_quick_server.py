@@ -16,9 +16,9 @@ import torch
 
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.target import Target
+from outrider.scripts.certificate import server_asked
 from outrider.scripts.certify import main
-from outrider.scripts.serving import quick
-from outrider.scripts.serving.asking import Address
+from outrider.scripts.scoring.servers import Address
 from tests.helpers import table_server
 from tests.helpers.speculating_server import serving
 from tests.helpers.table_server import LIMIT, Twist
@@ -237,8 +237,8 @@ def pair() -> tuple[Target, Target]:
 def asked(url: str, seed: int = 0) -> dict[str, Any]:
     """The check as it is by default."""
     where = Address(url, 20.0, 0, 8)
-    plan = quick.QuickPlan(where, WORDS, 1.0, 1200, 120.0, (1, 8), 1e-3, seed)
-    return quick.judged(plan, lambda *_: None)
+    plan = server_asked.QuickPlan(where, WORDS, 1.0, 1200, 120.0, (1, 8), 1e-3, seed)
+    return server_asked.judged(plan, lambda *_: None)
 
 
 NAMED = {

@@ -15,7 +15,7 @@ from outrider.decode.models import facts
 from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.scripts.proofs.greedy import GreedyReading, Plain, greedy_layer
+from outrider.scripts.certificate.greedy import GreedyReading, Plain, greedy_layer
 from outrider.scripts.scoring.assisted import Assisted
 from outrider.scripts.scoring.reference import hf_generate
 from tests.helpers.archs import VOCAB, build

@@ -329,7 +329,7 @@ def test_a_taken_port_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_check_of_an_export_passes_against_it(running: Running, target: Target) -> None:
     from outrider.scripts.exporting import contract
     from outrider.scripts.exporting.contract_check import checked
-    from outrider.scripts.serving.asking import Address
+    from outrider.scripts.scoring.servers import Address
 
     prompts = [
         chat_ids(target.tokenizer, [{"role": "user", "content": f"{w} " * 4}])

@@ -15,7 +15,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts import evaluate
 from outrider.scripts.scoring.served import ServedSystem, accepted, cycles_of
-from outrider.scripts.serving.asking import Reply
+from outrider.scripts.scoring.servers import Reply
 from tests.helpers.speculating_server import serving
 
 SHAPE = {"layers": 2, "hidden": 32, "vocab": 260}

@@ -20,8 +20,8 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.scripts.data.server import Again, AnswerRefused, GivenUp, OpenAIServer
-from outrider.scripts.serving import token_forms
-from outrider.scripts.serving.token_forms import ServerRequest
+from outrider.scripts.scoring import server_forms
+from outrider.scripts.scoring.server_forms import ServerRequest
 
 LLAMACPP, VLLM, SGLANG, OTHER = "llama.cpp", "vllm", "sglang", "other"
 DRAFTED = ("draft_n", "draft_n_accepted")  # draft tokens of an answer, by llama.cpp
@@ -135,11 +135,11 @@ class Endpoint:
         if self.kind == LLAMACPP:
             return await self._post("/completion", _llamacpp(ids, ask), _read_llamacpp(ask), about)
         if self.kind == SGLANG:
-            body = token_forms.sglang(ids, ask)
-            return Reply(**await self._post("/generate", body, token_forms.read_sglang, about))
+            body = server_forms.sglang(ids, ask)
+            return Reply(**await self._post("/generate", body, server_forms.read_sglang, about))
         body = {"model": self.model, **_openai(ids, ask)}
         if self.kind == VLLM:
-            body = token_forms.NEUTRAL | body
+            body = server_forms.NEUTRAL | body
         if self.kind == OTHER and ask.top:
             body |= {"logprobs": ask.top, "return_tokens_as_token_ids": True}
         if self.kind == VLLM and ask.salt:
@@ -161,8 +161,8 @@ class Endpoint:
                 await self._distribution_llamacpp(ids[:at], top) for at in range(start, len(ids))
             ]
         if self.kind == SGLANG:
-            body = token_forms.sglang_scores(ids, start, top)
-            scores = token_forms.read_sglang_scores(ids, start)
+            body = server_forms.sglang_scores(ids, start, top)
+            scores = server_forms.read_sglang_scores(ids, start)
             read = lambda reply: [_sound(row) for row in scores(reply)]
             return await self._post("/generate", body, read, f"top_logprobs_num={top}")
         if self.kind == OTHER:
@@ -198,7 +198,7 @@ class Endpoint:
             "logprobs": top,
             "return_tokens_as_token_ids": True,
         }
-        read = lambda reply: _sound(token_forms.read_next(reply))
+        read = lambda reply: _sound(server_forms.read_next(reply))
         return await self._post("/v1/completions", body, read, f"logprobs={top}")
 
     async def tokenized(self, text: str) -> list[int]:
@@ -206,13 +206,13 @@ class Endpoint:
         about = f"the ids of {len(text)} characters"
         if self.kind == LLAMACPP:
             body: dict[str, Any] = {"content": text, "add_special": True}
-            return await self._post("/tokenize", body, token_forms.read_prompt, about)
+            return await self._post("/tokenize", body, server_forms.read_prompt, about)
         body = {"model": self.model, "prompt": text}
         if self.kind == SGLANG:
-            return await self._post("/tokenize", body, token_forms.read_prompt, about)
+            return await self._post("/tokenize", body, server_forms.read_prompt, about)
         body |= {"max_tokens": 1, "temperature": 0, "seed": 0, "top_p": 1.0}
         body["return_token_ids"] = True
-        return await self._post("/v1/completions", body, token_forms.read_prompt, about)
+        return await self._post("/v1/completions", body, server_forms.read_prompt, about)
 
     async def metrics(self) -> str | None:
         """Its Prometheus page; None where it has none, or one that cannot be read (`unread`)."""
@@ -272,9 +272,9 @@ def _read_llamacpp(ask: ServerRequest) -> Any:
             settings = reply["generation_settings"]
         except (KeyError, TypeError):
             raise Again("an answer of another form") from None
-        sound = token_forms.is_ids(tokens) and isinstance(text, str) and isinstance(settings, dict)
+        sound = server_forms.is_ids(tokens) and isinstance(text, str) and isinstance(settings, dict)
         counts = [timings.get(key, 0) if isinstance(timings, dict) else None for key in DRAFTED]
-        if not sound or not token_forms.is_ids(counts):
+        if not sound or not server_forms.is_ids(counts):
             raise Again("an answer of another form")
         requested = {"temperature": ask.temperature, "top_k": ask.top_k, "top_p": ask.top_p}
         requested |= {"min_p": ask.min_p, "seed": ask.seed}
@@ -321,9 +321,9 @@ def _read_openai(reply: Any) -> Reply:
     except (KeyError, IndexError, TypeError):
         raise Again("an answer of another form") from None
     tokens = choice.get("token_ids")
-    if not isinstance(text, str) or not (tokens is None or token_forms.is_ids(tokens)):
+    if not isinstance(text, str) or not (tokens is None or server_forms.is_ids(tokens)):
         raise Again("an answer of another form")
-    rows = None if tokens is None else token_forms.read_rows(choice, tokens)
+    rows = None if tokens is None else server_forms.read_rows(choice, tokens)
     counts = _read_speculation(reply)
     with contextlib.suppress(AnswerRefused):  # then they stand for nothing told
         sound = rows and [_sound(row) for row in rows]
@@ -336,7 +336,7 @@ def _read_speculation(reply: Any) -> dict[str, Any]:
     told = reply.get("speculation")
     keys = ("drafts", "drafted", "accepted")
     counts = {key: told.get(key) for key in keys} if isinstance(told, dict) else {}
-    return counts if token_forms.is_ids([*counts.values()]) else {}
+    return counts if server_forms.is_ids([*counts.values()]) else {}
 
 
 def _read_n_probs(reply: Any) -> dict[int, float]:
@@ -366,7 +366,7 @@ def _read_prompt_logprobs(ids: list[int], start: int) -> Any:
 def _sound(distribution: dict[int, float]) -> dict[int, float]:
     """Log-probabilities that are some: finite or -inf, with a sum of at most one and more than
     nothing, of ids that a token may have."""
-    if not token_forms.is_ids([*distribution]):
+    if not server_forms.is_ids([*distribution]):
         raise AnswerRefused("log-probabilities of token ids that are none")
     values = list(distribution.values())
     total = sum(math.exp(v) for v in values if v > -math.inf) if values else math.nan

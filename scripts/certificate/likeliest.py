@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outrider.scripts.proofs.temperature import powered
+from outrider.scripts.certificate.temperature import powered
 
 MARGIN = 0.02  # of top_p, within which rounding may move the edge
 EDGE = 0.25  # nats by which a token may fall short of a truncation's edge: rounding

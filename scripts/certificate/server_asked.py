@@ -1,6 +1,6 @@
 """Two minutes with a running server: is its temperature the one that was asked for, are its
 answers the model's, do they depend on how many are asked for together?
-(scripts/proofs/quick.py has the tests.)
+(scripts/certificate/server_judged.py has the tests.)
 
 Short answers are asked for, one and several at a time, at two temperatures. Then every answer
 goes back as a prompt, one at a time, and the server tells the model's likeliest tokens at
@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.conf.errors import UserError
+from outrider.scripts.certificate import server_judged
+from outrider.scripts.certificate.likeliest import JudgedAnswer
 from outrider.scripts.common.progress import OnProgress
-from outrider.scripts.proofs import quick
-from outrider.scripts.proofs.likeliest import JudgedAnswer
-from outrider.scripts.serving.asking import (
+from outrider.scripts.scoring.counters import rise
+from outrider.scripts.scoring.servers import (
     LLAMACPP,
     SERVE,
     VLLM,
@@ -33,7 +34,6 @@ from outrider.scripts.serving.asking import (
     Reply,
     ServerRequest,
 )
-from outrider.scripts.serving.counters import rise
 
 BEST = 20  # likeliest tokens of a place; engines tell no more by default
 CUT, NUCLEUS = 16, 0.9  # top_k and top_p: their edges lie among the BEST likeliest
@@ -100,7 +100,7 @@ def judged(plan: QuickPlan, on_progress: OnProgress) -> dict[str, Any]:
     """
     began = time.monotonic()
     collected, about = asyncio.run(_ask(plan, began, on_progress))
-    found = quick.judged(collected.answers, BEST, plan.alpha, plan.seed)
+    found = server_judged.judged(collected.answers, BEST, plan.alpha, plan.seed)
     notes = sorted(collected.notes)
     notes += [f"{name} is not taken into account" for name in found["ignored"]]
     if about["drafted"] == 0:

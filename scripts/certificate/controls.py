@@ -21,19 +21,19 @@ from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.verify import Coins, Verdict
 from outrider.decode.wrapped import Wrapped
+from outrider.scripts.certificate import layers, uniformity
+from outrider.scripts.certificate.enumerator import Case, enumerate_case
+from outrider.scripts.certificate.greedy import greedy_layer
+from outrider.scripts.certificate.recorder import rule_of
+from outrider.scripts.certificate.sampled import Sample, sampling_layer
 from outrider.scripts.common.progress import clock, named
-from outrider.scripts.proofs import certificate, uniformity
-from outrider.scripts.proofs.enumerator import Case, enumerate_case
-from outrider.scripts.proofs.greedy import greedy_layer
-from outrider.scripts.proofs.recorder import rule_of
-from outrider.scripts.proofs.sampled import Sample, sampling_layer
 
 ENOUGH = 1e-6  # a sample is stopped early once its p falls below
 WARM = 1.0  # at a lower temperature next to nothing is left to chance, and nothing to see
 DRAFTED = 3  # tokens of a draft
 
 
-def ahead(world: certificate.World) -> str:
+def ahead(world: layers.World) -> str:
     """How much there is to do, controls and all, before it is begun: tokens at the most, and how
     long the reference would take for them."""
     plan = world.plan
@@ -46,8 +46,8 @@ def ahead(world: certificate.World) -> str:
     )
 
 
-def run(world: certificate.World) -> list[dict[str, Any]]:
-    """What came of each, in the words of certificate.json; at T = 0 nothing is sampled."""
+def run(world: layers.World) -> list[dict[str, Any]]:
+    """What came of each, in the words of layers.json; at T = 0 nothing is sampled."""
     found = [world.memo.once("control-exact", lambda: _exact(world))]
     found.append(world.memo.once("control-greedy", lambda: _greedy(world)))
     if not world.plan.sampling.greedy:
@@ -56,7 +56,7 @@ def run(world: certificate.World) -> list[dict[str, Any]]:
     return found
 
 
-def _exact(world: certificate.World) -> dict[str, Any]:
+def _exact(world: layers.World) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(7)
     tables = torch.randn(2, 4**3, 3, dtype=torch.float64, generator=generator)
     case = Case(3, TreeShape.chain(2), "iid", Sampling(1.0), *tables)
@@ -64,12 +64,12 @@ def _exact(world: certificate.World) -> dict[str, Any]:
     return {
         "name": "a rejected token's place is filled from the whole distribution",
         "layer": "exact",
-        "rejected": error > certificate.CASE_LIMIT,
+        "rejected": error > layers.CASE_LIMIT,
         "evidence": f"output distribution off by {error:.2g}",
     }
 
 
-def _greedy(world: certificate.World) -> dict[str, Any]:
+def _greedy(world: layers.World) -> dict[str, Any]:
     wrong = bonus_from_the_draft(rule_of(world.plan.verify))
     how = dataclasses.replace(world.plan.reading(world.tie), verify=wrong)
     drafter, target = DraftModel(world.target, DRAFTED), world.target
@@ -84,7 +84,7 @@ def _greedy(world: certificate.World) -> dict[str, Any]:
     }
 
 
-def _sampling(world: certificate.World) -> dict[str, Any]:
+def _sampling(world: layers.World) -> dict[str, Any]:
     plan = world.plan
     warm = max(plan.sampling.temperature, WARM)
     how = dataclasses.replace(

@@ -25,7 +25,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.wrapped import Wrapped
-from outrider.scripts.proofs.enumerator import (
+from outrider.scripts.certificate.enumerator import (
     Choices,
     Drafted,
     largest_difference,

@@ -32,12 +32,14 @@ from outrider.decode.engine import Request
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
-from outrider.scripts.common.memo import Memo
-from outrider.scripts.common.progress import OnProgress, named
-from outrider.scripts.proofs import detection, passes, uniformity
-from outrider.scripts.proofs.engine_distribution import TableDrafter, engine_distribution, toy_model
-from outrider.scripts.proofs.enumerator import SCHEMES, Case, enumerate_case
-from outrider.scripts.proofs.greedy import (
+from outrider.scripts.certificate import detection, passes, uniformity
+from outrider.scripts.certificate.engine_distribution import (
+    TableDrafter,
+    engine_distribution,
+    toy_model,
+)
+from outrider.scripts.certificate.enumerator import SCHEMES, Case, enumerate_case
+from outrider.scripts.certificate.greedy import (
     Greedy,
     GreedyReading,
     Plain,
@@ -45,8 +47,10 @@ from outrider.scripts.proofs.greedy import (
     greedy_of,
     reference_tokens,
 )
-from outrider.scripts.proofs.recorder import rule_of
-from outrider.scripts.proofs.sampled import MOST_TESTS, Sample, Setting, sampling_layer
+from outrider.scripts.certificate.recorder import rule_of
+from outrider.scripts.certificate.sampled import MOST_TESTS, Sample, Setting, sampling_layer
+from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.progress import OnProgress, named
 
 CASE_LIMIT, LOOP_LIMIT = 1e-12, 1e-9
 SAFETY = 4  # rounding is measured on a few prompts only

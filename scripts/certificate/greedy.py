@@ -23,10 +23,10 @@ from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Generation, Request, Rule, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+from outrider.scripts.certificate import pit
+from outrider.scripts.certificate.recorder import Recorder
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import OnProgress, silent
-from outrider.scripts.proofs import pit
-from outrider.scripts.proofs.recorder import Recorder
 from outrider.scripts.scoring.reference import hf_generate
 
 BUDGET = 64 * 2**20  # logits held at once, in numbers

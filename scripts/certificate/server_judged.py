@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from outrider.scripts.proofs.likeliest import ROUNDED, JudgedAnswer, Places, places
-from outrider.scripts.proofs.suspicions import BEYOND, SUSPICIONS, bets, beyond_bets
-from outrider.scripts.proofs.temperature import exponent, moments, powered
-from outrider.scripts.proofs.uniformity import (
+from outrider.scripts.certificate.alternatives import BEYOND, SUSPICIONS, bets, beyond_bets
+from outrider.scripts.certificate.likeliest import ROUNDED, JudgedAnswer, Places, places
+from outrider.scripts.certificate.temperature import exponent, moments, powered
+from outrider.scripts.certificate.uniformity import (
     SMALLEST,
     Test,
     independence,

@@ -14,9 +14,9 @@ from outrider.scripts.common.absent import no_drafters, no_prompts
 from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
 
 if TYPE_CHECKING:
-    from outrider.scripts.proofs import certificate
-    from outrider.scripts.serving.asking import Address
-    from outrider.scripts.serving.quick import QuickPlan
+    from outrider.scripts.certificate import layers
+    from outrider.scripts.certificate.server_asked import QuickPlan
+    from outrider.scripts.scoring.servers import Address
 
 URL_TOKENS = 1200  # asked of a server by default
 ALPHA, URL_ALPHA = 1e-4, 1e-3
@@ -49,7 +49,7 @@ class CertifyConfig(PenaltyKeys):
     drafter: str = ""
     # address of a running server to check instead, such as http://127.0.0.1:8080
     url: str = ""
-    # folder for certificate.json and certificate.html; with url it may be left out
+    # folder for layers.json and layers.html; with url it may be left out
     out: str = ""
     # replace the certificate of something else in `out`
     overwrite: bool = False
@@ -125,12 +125,12 @@ class CertifyConfig(PenaltyKeys):
             ]
         return found
 
-    def plan(self) -> certificate.CertificatePlan:
+    def plan(self) -> layers.CertificatePlan:
         """What the layers do."""
-        from outrider.scripts.proofs import certificate, detection, sampled
+        from outrider.scripts.certificate import detection, layers, sampled
 
         alpha = self.alpha or ALPHA
-        return certificate.CertificatePlan(
+        return layers.CertificatePlan(
             self.sampling(),
             self.tokens or detection.tokens_for(self.detect, alpha, sampled.MOST_TESTS),
             self.max_new_tokens,
@@ -146,7 +146,7 @@ class CertifyConfig(PenaltyKeys):
 
     def quick_plan(self, prompts: list[str], address: Address) -> QuickPlan:
         """What a server is asked and how it is judged."""
-        from outrider.scripts.serving.quick import QuickPlan
+        from outrider.scripts.certificate.server_asked import QuickPlan
 
         levels = tuple(sorted(set(self.at_a_time)))
         tokens, alpha = self.tokens or URL_TOKENS, self.alpha or URL_ALPHA

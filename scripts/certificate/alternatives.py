@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from outrider.scripts.proofs.likeliest import Places
-from outrider.scripts.proofs.temperature import moments, powered
-from outrider.scripts.proofs.uniformity import Test
+from outrider.scripts.certificate.likeliest import Places
+from outrider.scripts.certificate.temperature import moments, powered
+from outrider.scripts.certificate.uniformity import Test
 
 # Of each suspicion: log r(x) / p(x) of every token [n], for every strength of it.
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from outrider.decode.sampling import Sampling
-from outrider.scripts.proofs import pit
-from outrider.scripts.proofs.greedy import Plain
+from outrider.scripts.certificate import pit
+from outrider.scripts.certificate.greedy import Plain
 
 LIKELY = 0.01
 TEXTS = 6  # answers that are computed in two plain ways

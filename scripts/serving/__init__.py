@@ -1,1 +1,0 @@
-"""Serving: questions to running servers, what they count, and the two-minute certificate."""
