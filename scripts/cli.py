@@ -187,7 +187,7 @@ def training(name: str, words: Sequence[str]) -> Entry:
 def help_of_training(name: str, words: Sequence[str], typed: str = "") -> str:
     """What `train/NAME.py WORDS --help` says. typed: the head that was asked for by name."""
     from outrider.conf.schema import help_text
-    from outrider.train.launcher import SAME
+    from outrider.train.launch import SAME
 
     at = training(name, words)
 
@@ -239,7 +239,7 @@ def launched(verb: Verb, processes: int, words: Iterable[str]) -> list[str]:
     """
     if processes == 1:
         return [sys.executable, str(verb.file), *words]
-    from outrider.train.launcher import devices
+    from outrider.train.launch import devices
 
     found = devices(processes, key="--launch")
     beside = Path(sys.executable).with_name("accelerate")

@@ -106,7 +106,7 @@ LINES = 60  # of a function, at most
 # What a stranger reads to know how a token comes about: the algorithm, what heads share, the
 # training loop, and one head with what it shares with its kin. Other drafters than that one do
 # not count (n-grams, a separate model, EAGLE-1), nor what the model is asked once
-# (decode/probe.py), what comes before the first step (train/begin.py), what is refused
+# (decode/probe.py), what comes before the first step (train/setup.py), what is refused
 # (decode/fits.py, decode/tree_rules.py), the keys that heads share (heads/config.py), how a head
 # is written and read (heads/stored.py), and what is the same function at less cost
 # (decode/frontier.py, decode/view.py, heads/layers/modules.py, heads/layers/merged.py). Lines may

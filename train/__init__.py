@@ -7,7 +7,7 @@ Losses are sums, divided once by the count over all micro-batches and ranks. Wha
 is there whole or not at all.
 
 Where things go: `loop.py` is the run in order of time, `run.py` what it works with, `data/`
-rows and batches, `features/` features on disk, `measure/` what passes cost; medusa.py, eagle.py,
+rows and batches, `features/` features on disk; medusa.py, eagle.py,
 hydra_heads.py and draft.py are entry points of ten lines. A new key goes into config.py, with
 a line above it; one that does not change what is learned goes into LOGISTICS as well. What
 follows from a row's text must change the key of the token cache (`data/batches.py`).

@@ -24,11 +24,11 @@ from pathlib import Path
 # train/ stands first and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from outrider.train import launcher
+from outrider.train import launch
 from outrider.train.config import CacheConfig
 
 if __name__ == "__main__":
-    launcher.refuse("cache_features", CacheConfig)
+    launch.refuse("cache_features", CacheConfig)
 
 from accelerate import PartialState
 from rich.console import Console
@@ -109,4 +109,4 @@ def main(cfg: CacheConfig) -> None:
 
 
 if __name__ == "__main__":
-    launcher.run(main)
+    launch.run(main)

@@ -22,8 +22,8 @@ from outrider.decode.target import Target
 from outrider.heads.base import Batch, Head
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
+from outrider.train import memory
 from outrider.train.data.batches import BatchPlan, JoinedRows
-from outrider.train.measure import memory
 from outrider.train.saving import needed
 
 # (counts [V], **changed head keys) -> a target and a fresh head on it

@@ -23,15 +23,15 @@ from pathlib import Path
 # train/ stands first and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from outrider.train import launcher
+from outrider.train import launch
 
-launcher.set_memory()
+launch.set_memory()
 
 from outrider.conf.schema import entry
 from outrider.train.runs import DraftRun
 
 
-@entry("draft", DraftRun, more=launcher.SAME)
+@entry("draft", DraftRun, more=launch.SAME)
 def main(cfg: DraftRun) -> None:
     """Train."""
     from outrider.train.loop import fit  # loads torch: a mistake in a key is told before
@@ -40,4 +40,4 @@ def main(cfg: DraftRun) -> None:
 
 
 if __name__ == "__main__":
-    launcher.run(main)
+    launch.run(main)

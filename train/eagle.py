@@ -22,15 +22,15 @@ from pathlib import Path
 # train/ stands first and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from outrider.train import launcher
+from outrider.train import launch
 
-launcher.set_memory()
+launch.set_memory()
 
 from outrider.conf.schema import entry
 from outrider.train.runs import EagleRun
 
 
-@entry("eagle", EagleRun, more=launcher.SAME)
+@entry("eagle", EagleRun, more=launch.SAME)
 def main(cfg: EagleRun) -> None:
     """Train."""
     from outrider.train.loop import fit  # loads torch: a mistake in a key is told before
@@ -39,4 +39,4 @@ def main(cfg: EagleRun) -> None:
 
 
 if __name__ == "__main__":
-    launcher.run(main)
+    launch.run(main)

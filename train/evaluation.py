@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 
 from outrider.heads.checkpoint import save_head
 from outrider.train.accept import NoRoom, decoded_acceptance
+from outrider.train.checkpoint import State
 from outrider.train.run import Run
 from outrider.train.saving import requested_anywhere
-from outrider.train.state import State
 
 
 def seen(state: State) -> dict[str, float]:

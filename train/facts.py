@@ -12,10 +12,10 @@ import torch
 from outrider.conf.errors import Interrupted, UserError
 from outrider.decode.target import Target
 from outrider.heads.base import Head
+from outrider.train.checkpoint import RATE, RATED
 from outrider.train.config import TrainConfig, flat
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.packing import Limits
-from outrider.train.state import RATE, RATED
 
 
 def meaning_of(cfg: TrainConfig, target: Target, rows: JoinedRows) -> dict[str, Any]:

@@ -22,15 +22,15 @@ from pathlib import Path
 # train/ stands first and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from outrider.train import launcher
+from outrider.train import launch
 
-launcher.set_memory()
+launch.set_memory()
 
 from outrider.conf.schema import entry
 from outrider.train.config import HydraHeadsRun
 
 
-@entry("hydra_heads", HydraHeadsRun, more=launcher.SAME)
+@entry("hydra_heads", HydraHeadsRun, more=launch.SAME)
 def main(cfg: HydraHeadsRun) -> None:
     """Train."""
     from outrider.train.loop import fit  # loads torch: a mistake in a key is told before
@@ -39,4 +39,4 @@ def main(cfg: HydraHeadsRun) -> None:
 
 
 if __name__ == "__main__":
-    launcher.run(main)
+    launch.run(main)

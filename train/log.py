@@ -25,8 +25,8 @@ from torch import nn
 from outrider.conf import disk
 from outrider.conf.commit import commit
 from outrider.conf.jsonl import records
+from outrider.train.checkpoint import State
 from outrider.train.config import REPLANNED, TrainConfig, is_logistics, meaning_hash
-from outrider.train.state import State
 from outrider.train.trackers import Tracker, started
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors")

@@ -26,8 +26,7 @@ from outrider.heads.base import Head
 from outrider.heads.batch import hash_u63
 from outrider.heads.checkpoint import save_head
 from outrider.heads.registry import head_class
-from outrider.train import state as disk
-from outrider.train.begin import begin
+from outrider.train import checkpoint as disk
 from outrider.train.config import TrainConfig
 from outrider.train.data.prefetch import Made
 from outrider.train.evaluation import evaluate, seen
@@ -35,12 +34,13 @@ from outrider.train.facts import in_one_line
 from outrider.train.gate import gate
 from outrider.train.launch_keys import ending, start
 from outrider.train.lock import Lock, locked
-from outrider.train.measure.memory import peak_bytes
-from outrider.train.poison import redo_without_bad_rows
+from outrider.train.memory import peak_bytes
+from outrider.train.nonfinite import redo_without_bad_rows
 from outrider.train.report import report
 from outrider.train.run import Run
 from outrider.train.saving import RETRIES, requested_anywhere
 from outrider.train.schedule import learning_rate
+from outrider.train.setup import begin
 from outrider.train.signals import Stop, interruption
 from outrider.train.sums import Shared, Sums, exchange
 from outrider.train.trackers import check_installed
@@ -144,7 +144,7 @@ def train_step(run: Run) -> int:
     shared = exchange(run, sums)
     run.state.unsound = 0 if shared.finite else run.state.unsound + 1
     if not shared.finite:
-        shared = redo_without_bad_rows(run, sums)  # train/poison.py
+        shared = redo_without_bad_rows(run, sums)  # train/nonfinite.py
     norm = _scale_gradients(run, shared)
     rate = _set_learning_rate(run)
     with run.clock.part("head"):

@@ -20,15 +20,15 @@ from pathlib import Path
 # train/ stands first and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from outrider.train import launcher
+from outrider.train import launch
 
-launcher.set_memory()
+launch.set_memory()
 
 from outrider.conf.schema import entry
 from outrider.train.config import MedusaRun
 
 
-@entry("medusa", MedusaRun, more=launcher.SAME)
+@entry("medusa", MedusaRun, more=launch.SAME)
 def main(cfg: MedusaRun) -> None:
     """Train."""
     from outrider.train.loop import fit  # loads torch: a mistake in a key is told before
@@ -37,4 +37,4 @@ def main(cfg: MedusaRun) -> None:
 
 
 if __name__ == "__main__":
-    launcher.run(main)
+    launch.run(main)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from outrider.train.clock import PARTS, shares
 from outrider.train.evaluation import seen
-from outrider.train.measure.memory import on_gpu, peak_bytes
+from outrider.train.memory import on_gpu, peak_bytes
+from outrider.train.metrics import PARTS, shares
 from outrider.train.run import Run
 
 

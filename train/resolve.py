@@ -69,7 +69,7 @@ def resolve(
     a head of class `kind` as the target, the data and the head at cfg.start settle them.
 
     counts: [V] int64, how often each token is supervised. per_epoch: batches of an epoch. earlier:
-    the meaning of the run that goes on (train.state), whose learning rate is kept where nobody
+    the meaning of the run that goes on (train.checkpoint), whose learning rate is kept where nobody
     gives another.
 
     Raises UserError for keys that the target or the data cannot carry, and where cfg.start is

@@ -17,17 +17,17 @@ from outrider.decode.target import Target
 from outrider.heads.base import Head
 from outrider.heads.batch import Batch
 from outrider.heads.parity import PassLimits
-from outrider.train.clock import Clock
+from outrider.train.checkpoint import State
 from outrider.train.config import TrainConfig
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.prefetch import Feed
 from outrider.train.features.store import Source
+from outrider.train.flops import Flops
 from outrider.train.log import Log
-from outrider.train.measure.profile import Window
-from outrider.train.measure.speed import Flops
+from outrider.train.metrics import Clock
+from outrider.train.profiling import Window
 from outrider.train.saving import Saver
 from outrider.train.signals import Stop
-from outrider.train.state import State
 
 
 @dataclass

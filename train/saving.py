@@ -27,12 +27,12 @@ from outrider.conf import disk as files
 from outrider.conf.errors import UserError, first_line
 from outrider.decode.models.identity import Identity
 from outrider.heads.base import Head
-from outrider.train import state as disk
+from outrider.train import checkpoint as disk
+from outrider.train.checkpoint import Snapshot, State
 from outrider.train.config import TrainConfig, defaults
 from outrider.train.lock import Lock
 from outrider.train.log import Log
 from outrider.train.signals import Stop
-from outrider.train.state import Snapshot, State
 
 RETRIES = 3  # saves that may fail in a row before the run gives up
 REFUSED = (OSError, RuntimeError, SafetensorError, MemoryError, UserError)

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from outrider.conf.errors import Interrupted
-from outrider.train.launcher import follow
+from outrider.train.launch import follow
 
 # 75: start it again
 CODES = {

@@ -24,11 +24,11 @@ from typing import Any
 # train/ stands first and would shadow libraries
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from outrider.train import launcher
+from outrider.train import launch
 from outrider.train.config import ValidateConfig as ValidateConfig
 
 if __name__ == "__main__":
-    launcher.refuse("validate", ValidateConfig)
+    launch.refuse("validate", ValidateConfig)
 
 import torch
 from omegaconf import OmegaConf
@@ -41,11 +41,11 @@ from outrider.heads import head_class
 from outrider.heads.base import Head
 from outrider.heads.batch import hash_u63
 from outrider.train import checks
-from outrider.train.begin import first_head, prepared
 from outrider.train.config import TrainConfig
 from outrider.train.dry_run import report
 from outrider.train.launch_keys import device_of
 from outrider.train.resolve import resolve
+from outrider.train.setup import first_head, prepared
 
 
 def head_config(given: dict[str, Any]) -> Any:

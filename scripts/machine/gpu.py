@@ -33,19 +33,19 @@ from outrider.heads import head_class
 from outrider.heads.names import DraftSpec
 from outrider.scripts.common import files
 from outrider.scripts.machine.config import DoctorConfig
-from outrider.train.begin import begin
 from outrider.train.config import ValidateConfig
 from outrider.train.data.batches import JoinedRows
 from outrider.train.dry_run import memory, report
 from outrider.train.dry_run.models import Model, model_of, numbers
 from outrider.train.dry_run.plan import Plan, plan_of
+from outrider.train.flops import peak_flops
 from outrider.train.launch_keys import start
 from outrider.train.lock import locked
 from outrider.train.loop import train_step
-from outrider.train.measure.memory import peak_bytes, reset_peak
-from outrider.train.measure.speed import peak_flops
+from outrider.train.memory import peak_bytes, reset_peak
 from outrider.train.run import Run
 from outrider.train.runs import EagleRun
+from outrider.train.setup import begin
 from outrider.train.signals import Stop
 
 WARM = 3  # steps before the clock runs

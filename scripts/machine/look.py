@@ -26,8 +26,8 @@ from outrider.decode.models.memory import available
 from outrider.heads.layers import kernels
 from outrider.scripts.common import files
 from outrider.train.config import TRACKERS
+from outrider.train.launch import asked, devices, here
 from outrider.train.launch_keys import HONOURED, of_file, refusals
-from outrider.train.launcher import asked, devices, here
 
 GIB = 1 << 30
 LEAST_DISK = 5 * GIB  # below that the first cache or checkpoint may not fit

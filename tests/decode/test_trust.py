@@ -15,7 +15,7 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.tiny import byte_tokenizer, tiny_model
 from outrider.heads.interop.reading import read_folder
 from outrider.scripts.common.files import ROOT
-from outrider.train import state as disk
+from outrider.train import checkpoint as disk
 
 READS = re.compile(
     r"torch\.load\(|pickle|joblib|np\.load\(|allow_pickle|yaml\.load\(|\beval\(|\bexec\(|marshal|shelve"

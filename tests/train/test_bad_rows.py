@@ -13,7 +13,7 @@ import torch
 from outrider.conf.errors import Interrupted, UserError
 from outrider.heads import head_class
 from outrider.heads.base import Batch, LossOut
-from outrider.train import state as disk
+from outrider.train import checkpoint as disk
 from outrider.train.loop import fit
 from tests.helpers.faults import digest, finish
 from tests.helpers.training import chats, run_config, sigterm_at_update

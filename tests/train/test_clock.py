@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outrider.train import clock
-from outrider.train.clock import PARTS, Clock, exchange_seconds, shares
+from outrider.train import metrics
+from outrider.train.metrics import PARTS, Clock, exchange_seconds, shares
 
 
 class Ticks:
@@ -23,7 +23,7 @@ class Ticks:
 
 def test_parts_add_up_over_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = Ticks()
-    monkeypatch.setattr(clock, "time", ticks)
+    monkeypatch.setattr(metrics, "time", ticks)
     parts = Clock(torch.device("cpu"))
     with parts.part("save"):  # before the step
         ticks.now += 2.0
@@ -65,7 +65,7 @@ def test_a_part_inside_another_is_taken_out_of_it(monkeypatch: pytest.MonkeyPatc
     """A target's features, asked for by the head's forward; asked for between the steps they
     count nowhere."""
     ticks = Ticks()
-    monkeypatch.setattr(clock, "time", ticks)
+    monkeypatch.setattr(metrics, "time", ticks)
     parts = Clock(torch.device("cpu"))
 
     def features(seconds: float) -> float:

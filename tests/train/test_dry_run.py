@@ -18,7 +18,7 @@ from outrider.train.dry_run import memory, report
 from outrider.train.dry_run.answers import servers, speed
 from outrider.train.dry_run.models import numbers, shipped
 from outrider.train.dry_run.plan import Plan
-from outrider.train.measure.speed import peak_flops
+from outrider.train.flops import peak_flops
 from tests.helpers.commands import code_of
 
 COUNTED = json.loads((ROOT / "docs/results/dry_run_peaks.json").read_text())["runs"]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.train import checkpoint as disk
 from outrider.train import loop, sums
-from outrider.train import state as disk
 from tests.helpers.faults import finish, train
 from tests.helpers.training import run
 

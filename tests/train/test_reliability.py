@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from outrider.train import checkpoint as disk
 from outrider.train import loop
-from outrider.train import state as disk
 from outrider.train.data.batches import BatchPlan, load_rows
 from outrider.train.facts import in_one_line, is_peer_gone
 from tests.helpers import faults

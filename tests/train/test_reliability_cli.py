@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from outrider.heads import head_class
-from outrider.train import state as disk
+from outrider.train import checkpoint as disk
 from outrider.train.loop import fit
 from tests.helpers.faults import ROOT, finish, free_port, outcome
 from tests.helpers.training import chats, overrides, run_config

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from outrider.train import checkpoint as disk
 from outrider.train import loop
-from outrider.train import state as disk
 from tests.helpers.faults import finish, fork, outcome, train, wait
 
 # The disk is full from step FULL on, and has space again from step SPACE on.

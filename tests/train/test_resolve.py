@@ -11,10 +11,10 @@ import torch
 
 from outrider.conf.schema import compose
 from outrider.heads import head_class
-from outrider.train.begin import first_head
+from outrider.train.checkpoint import newest, read
 from outrider.train.config import TrainConfig, entry_of
 from outrider.train.resolve import resolve
-from outrider.train.state import newest, read
+from outrider.train.setup import first_head
 from tests.contract.cases import CASES
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 

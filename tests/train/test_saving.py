@@ -17,11 +17,11 @@ import torch
 
 from outrider.conf.errors import Interrupted, UserError
 from outrider.heads import checkpoint as heads_checkpoint
+from outrider.train import checkpoint as disk
 from outrider.train import loop, saving
-from outrider.train import state as disk
+from outrider.train.checkpoint import Snapshot
 from outrider.train.facts import is_no_memory, no_memory
 from outrider.train.run import Run
-from outrider.train.state import Snapshot
 from tests.helpers.faults import digest
 from tests.helpers.training import run, run_config
 

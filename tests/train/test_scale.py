@@ -16,7 +16,7 @@ from accelerate import Accelerator, PartialState
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.heads import head_class
-from outrider.train import begin, cache_features, loop
+from outrider.train import cache_features, loop, setup
 from outrider.train.config import MedusaRun
 from outrider.train.loop import fit
 from outrider.train.runs import BlockRun, EagleRun
@@ -221,14 +221,14 @@ def test_groups_of_ranks_hold_copies_and_layers_ask_for_the_next(
 
     def action() -> None:
         seen: dict[str, Any] = {}
-        shard = begin.shard_target
+        shard = setup.shard_target
 
         def watching(cfg: Any, target: Any, *rest: Any) -> str:
             said = shard(cfg, target, *rest)
             seen.update(said=said, layers=target.body.layers)
             return said
 
-        begin.shard_target = watching  # type: ignore[assignment]  # this process ends here
+        setup.shard_target = watching  # type: ignore[assignment]  # this process ends here
         found = losses(
             data, tmp_path / "got", *keys, "shard_target=true", "shard_group=2", "device=cpu"
         )

@@ -20,7 +20,7 @@ import torch
 from outrider.conf.errors import Interrupted, UserError
 from outrider.heads import load_head
 from outrider.heads.checkpoint import read_card
-from outrider.train import state as disk
+from outrider.train import checkpoint as disk
 from outrider.train.lock import locked
 from tests.helpers.faults import finish
 from tests.helpers.training import overrides, run, sigterm_at_update, tiny_target

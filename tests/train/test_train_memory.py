@@ -22,7 +22,7 @@ from outrider.conf.jsonl import records
 from outrider.heads import head_class
 from outrider.heads.losses import LossWeights
 from outrider.train.data.batches import BatchPlan, load_rows
-from outrider.train.measure.memory import Peak, predict, widest
+from outrider.train.memory import Peak, predict, widest
 from tests.helpers.training import chats, random_batch, run_config, tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +113,7 @@ import sys, torch
 from outrider.conf.schema import compose
 from outrider.decode.models.load import load_target
 from outrider.heads import head_class
-from outrider.train.measure import memory
+from outrider.train import memory
 from outrider.train.data.batches import BatchPlan, load_rows
 from outrider.train.validate import ValidateConfig, head_config
 cfg = compose("validate", ValidateConfig, sys.argv[1:])

@@ -23,7 +23,7 @@ from outrider.train.dry_run.answers import servers
 from outrider.train.dry_run.models import Model, active, model_of, numbers
 from outrider.train.dry_run.plan import Plan, plan_of
 from outrider.train.facts import check_ranks
-from outrider.train.measure.speed import peak_flops
+from outrider.train.flops import peak_flops
 from outrider.train.resolve import DRAFT_VOCAB
 
 KNOWN = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())

@@ -311,7 +311,7 @@ class Source:
     """What a head's forward gets as its target, by batch: the target itself, or with
     data.features one that reads the store. note: a line about it. pack: tokens of a packed
     sequence, 0 = not packed. meaning: what of it changes what is learned (see
-    train.state.check_meaning). reads: the hidden states that most heads ask for."""
+    train.checkpoint.check_meaning). reads: the hidden states that most heads ask for."""
 
     def __init__(self, cfg: Any, head: Head, target: Target, rows: JoinedRows) -> None:
         """Opens the store, and frees the target's layers where no evaluation needs them.

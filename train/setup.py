@@ -16,15 +16,15 @@ from outrider.decode.target import Target
 from outrider.heads import vocab
 from outrider.heads.base import Head
 from outrider.heads.batch import hash_u63
-from outrider.train.clock import Clock
 from outrider.train.config import TrainConfig
 from outrider.train.data.batches import BatchPlan, JoinedRows, load_rows
 from outrider.train.facts import facts_of, meaning_of, self_check
 from outrider.train.features.store import Source
+from outrider.train.flops import Flops
 from outrider.train.lock import Lock
 from outrider.train.log import Log
-from outrider.train.measure.profile import Window
-from outrider.train.measure.speed import Flops
+from outrider.train.metrics import Clock
+from outrider.train.profiling import Window
 from outrider.train.resolve import Resolved, resolve
 from outrider.train.run import Run
 from outrider.train.saving import Saver, check_space, last_state, resume

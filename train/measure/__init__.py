@@ -1,1 +1,0 @@
-"""What a training step costs: memory and matrix products."""
