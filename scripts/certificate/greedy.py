@@ -1,8 +1,6 @@
-"""The target as Hugging Face runs it, and the greedy layer of a certificate: token equality
-with its `generate`.
+"""The greedy layer of a certificate: token equality with Hugging Face `generate`.
 
-The reference is always a plain pass of the Hugging Face model with its own attention, no cache
-and no tree; rounding is measured, not assumed (see `rounding`).
+Rounding is measured, not assumed (scripts/scoring/plain.py).
 
 Shape letters: T sequence length, V vocabulary.
 """
@@ -10,9 +8,8 @@ Shape letters: T sequence length, V vocabulary.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,123 +24,11 @@ from outrider.scripts.certificate import pit
 from outrider.scripts.certificate.recorder import Recorder
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import OnProgress, silent
+from outrider.scripts.scoring.plain import Plain
 from outrider.scripts.scoring.reference import hf_generate
 
-BUDGET = 64 * 2**20  # logits held at once, in numbers
-BEST = 8  # tokens that rounding could make the greedy one
 CHUNK = 4  # batches of requests between two saves
 ALONE = 8  # one prompt of so many is decoded by itself: a single row takes ways of its own
-
-
-@dataclass
-class Plain:
-    """The target as Hugging Face runs it, with the attention it was loaded with."""
-
-    target: Target
-
-    @torch.no_grad()
-    def logits(self, sequences: Sequence[tuple[list[int], int]]) -> list[Tensor]:
-        """For each (ids, start): logits [len(ids) - start, V] that predict ids[start:], in one
-        pass, right-padded."""
-        longest = max(len(ids) for ids, _ in sequences) - 1
-        first = min(start for _, start in sequences) - 1
-        batch = torch.zeros(len(sequences), longest, dtype=torch.int64)
-        mask = torch.zeros_like(batch)
-        for b, (ids, _) in enumerate(sequences):
-            batch[b, : len(ids) - 1] = torch.tensor(ids[:-1])
-            mask[b, : len(ids) - 1] = 1
-        with self.target.as_loaded() as model:
-            keep = {}
-            if "logits_to_keep" in inspect.signature(model.forward).parameters:
-                keep["logits_to_keep"] = longest - first
-            batch, mask = batch.to(self.target.device), mask.to(self.target.device)
-            out = model(batch, attention_mask=mask, use_cache=False, **keep).logits
-        before = 1 + longest - out.shape[1]
-        ends = enumerate(sequences)
-        return [out[b, start - before : len(ids) - before] for b, (ids, start) in ends]
-
-    def in_batches(
-        self, sequences: Sequence[tuple[list[int], int]], guidance: float | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """(index, logits) of every sequence, as many at once as the memory budget allows,
-        alike lengths together.
-
-        guidance: classifier-free guidance as in transformers (Sanchez et al. 2306.17806):
-        log-probabilities moved away from those of an unconditional pass, which sees the
-        prompt's last token and what was generated.
-        """
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]))
-        while order:
-            size, longest = 0, 0
-            for i in order:
-                longest = max(longest, len(sequences[i][0]))
-                if size and (size + 1) * longest * self.target.vocab_size > BUDGET:
-                    break
-                size += 1
-            chunk, order = order[:size], order[size:]
-            found = self.logits([sequences[i] for i in chunk])
-            if guidance is not None:
-                texts = (sequences[i] for i in chunk)
-                free = self.logits([(ids[start - 1 :], 1) for ids, start in texts])
-                found = [_guided(a, b, guidance) for a, b in zip(found, free, strict=True)]
-            yield from zip(chunk, found, strict=True)
-
-    def stepped(self, ids: list[int], start: int, guidance: float | None = None) -> Tensor:
-        """Logits [len(ids) - start, V] of one text by a cached step per token."""
-        found = self._steps(ids[:start], len(ids) - start, ids[start:])
-        if guidance is None:
-            return found
-        return _guided(
-            found, self._steps(ids[start - 1 : start], len(found), ids[start:]), guidance
-        )
-
-    @torch.no_grad()
-    def _steps(self, ids: list[int], count: int, then: Sequence[int] = ()) -> Tensor:
-        """Logits [count, V] behind `ids`, which grow by the tokens `then`, and by the best one
-        where these have ended, by a cached step each."""
-        found: list[Tensor] = []
-        new, past = list(ids), None
-        with self.target.as_loaded() as model:
-            while len(found) < count:
-                now = torch.tensor([new], device=self.target.device)
-                out = model(now, past_key_values=past, use_cache=True)
-                found.append(out.logits[0, -1])
-                given = then[len(found) - 1 : len(found)]
-                new, past = list(given) or [int(found[-1].argmax())], out.past_key_values
-        return torch.stack(found)
-
-    def rounding(self, prompts: Sequence[Sequence[int]], steps: int = 16) -> dict[str, float]:
-        """What rounding does in this model and dtype, the engine left out: two plain ways to
-        compute the same logits, one pass over the whole text and one cached step per token,
-        compared.
-
-        logit: largest difference of any logit. gap: see `moved`.
-        """
-        worst = gap = 0.0
-        for prompt in prompts:
-            ids = list(prompt)
-            stepped = self._steps(ids, min(steps, self.target.context_length - len(ids) + 1))
-            whole = self.logits([([*ids, *stepped.argmax(-1).tolist()], len(ids))])[0]
-            a, b = whole.double(), stepped.double()
-            worst = max(worst, float((a - b).abs().max()))
-            gap = max(gap, moved(a, b))
-        return {"logit": worst, "gap": gap}
-
-
-def moved(a: Tensor, b: Tensor) -> float:
-    """Of two ways to compute the same logits [n, V], the largest difference of the distance to the
-    best logit, over the BEST tokens of either: what can turn a greedy choice."""
-    a, b = a.double(), b.double()
-    near = torch.zeros_like(a, dtype=torch.bool)
-    for x in (a, b):
-        near.scatter_(1, x.topk(min(BEST, x.shape[1])).indices, True)
-    change = (a - a.amax(1, keepdim=True)) - (b - b.amax(1, keepdim=True))
-    return float(change[near].abs().max())
-
-
-def _guided(given: Tensor, free: Tensor, guidance: float) -> Tensor:
-    a, b = given.float().log_softmax(-1), free.float().log_softmax(-1)
-    return b + guidance * (a - b)
 
 
 @dataclass

@@ -42,7 +42,6 @@ from outrider.scripts.certificate.enumerator import SCHEMES, Case, enumerate_cas
 from outrider.scripts.certificate.greedy import (
     Greedy,
     GreedyReading,
-    Plain,
     greedy_layer,
     greedy_of,
     reference_tokens,
@@ -51,6 +50,7 @@ from outrider.scripts.certificate.recorder import rule_of
 from outrider.scripts.certificate.sampled import MOST_TESTS, Sample, Setting, sampling_layer
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import OnProgress, named
+from outrider.scripts.scoring.plain import Plain
 
 CASE_LIMIT, LOOP_LIMIT = 1e-12, 1e-9
 SAFETY = 4  # rounding is measured on a few prompts only

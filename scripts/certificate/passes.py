@@ -26,7 +26,7 @@ from torch import Tensor
 
 from outrider.decode.sampling import Sampling
 from outrider.scripts.certificate import pit
-from outrider.scripts.certificate.greedy import Plain
+from outrider.scripts.scoring.plain import Plain
 
 LIKELY = 0.01
 TEXTS = 6  # answers that are computed in two plain ways

@@ -26,10 +26,10 @@ from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
 from outrider.decode.verify import Coins, Verdict
 from outrider.scripts.certificate import passes, pit, uniformity
-from outrider.scripts.certificate.greedy import Plain
 from outrider.scripts.certificate.recorder import Emitted, Recorder, astray
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import OnProgress, silent
+from outrider.scripts.scoring.plain import Plain
 
 ROWS = 128  # distributions at once
 ORDERS = ("by probability", "by id", "by a shuffle of the ids")

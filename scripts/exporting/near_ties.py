@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.decode.target import Target
-from outrider.scripts.certificate.greedy import BEST, Plain, moved
+from outrider.scripts.scoring.plain import BEST, Plain, moved
 from outrider.scripts.scoring.same_tokens import SAFETY
 
 WRONG, MANY = 3.0, 1000.0

@@ -5,7 +5,7 @@ Scoring a tree and scoring one token are different sums in floating point: a nea
 either way. So each first difference is looked up in the target itself: how far below the best
 logit either choice lies. A few units in the last place are rounding. Where it is more, what
 rounding does to such distances in this model and dtype is measured (two plain ways to compute
-the same logits, see greedy.Plain.rounding): a distance beyond twice that is an error in our
+the same logits, see Plain.rounding): a distance beyond twice that is an error in our
 code, and is called so.
 """
 
@@ -18,8 +18,8 @@ import torch
 
 from outrider.decode.target import Target
 from outrider.heads.names import NONE
-from outrider.scripts.certificate.greedy import Plain
 from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System
+from outrider.scripts.scoring.plain import Plain
 
 # Gap, in units in the last place of the larger logit, up to which two evaluation orders may
 # disagree unmeasured.

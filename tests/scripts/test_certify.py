@@ -40,7 +40,6 @@ from outrider.scripts.certificate.engine_distribution import (
 from outrider.scripts.certificate.enumerator import Branches, Case, naive_distribution
 from outrider.scripts.certificate.greedy import (
     GreedyReading,
-    Plain,
     _classify,
     greedy_layer,
     greedy_of,
@@ -58,6 +57,7 @@ from outrider.scripts.certificate.sampled import (
 )
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
+from outrider.scripts.scoring.plain import Plain
 from tests.helpers import wrong_rules
 from tests.helpers.wrong_rules import commits_wrong_rows, leaks_siblings
 

@@ -22,12 +22,12 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts import evaluate
-from outrider.scripts.certificate.greedy import Plain
 from outrider.scripts.common.prompts import Prompt, load_prompts
 from outrider.scripts.reports import plots
 from outrider.scripts.scoring import breakdown, contest
 from outrider.scripts.scoring import systems as systems_module
 from outrider.scripts.scoring.contest import Contest, ContestSettings, ScoredAnswer, System
+from outrider.scripts.scoring.plain import Plain
 from outrider.scripts.scoring.reference import hf_generate
 from outrider.scripts.scoring.same_tokens import lossless
 from outrider.scripts.scoring.score import Scores

@@ -15,8 +15,9 @@ from outrider.decode.models import facts
 from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.scripts.certificate.greedy import GreedyReading, Plain, greedy_layer
+from outrider.scripts.certificate.greedy import GreedyReading, greedy_layer
 from outrider.scripts.scoring.assisted import Assisted
+from outrider.scripts.scoring.plain import Plain
 from outrider.scripts.scoring.reference import hf_generate
 from tests.helpers.archs import VOCAB, build
 
