@@ -6,7 +6,7 @@ drafter, shape and settings.
     python scripts/certify.py target=tiny drafter=ngram temperature=1 tokens=50000 \\
         out=certificates/tiny
 
-Writes OUT/layers.json and OUT/layers.html. Exit code 0: lossless. 1: not lossless. 3:
+Writes OUT/certificate.json and OUT/certificate.html. Exit code 0: lossless. 1: not lossless. 3:
 undecided (too few tokens, or wrong code that must be rejected got through). docs/lossless.md says
 how to read it. Finished parts wait in OUT/unfinished: the same command again goes on, and an
 undecided one with more tokens takes what it has. A certificate of something else in OUT is
@@ -64,7 +64,7 @@ LATER = ("target", "out", "quiet", "overwrite", *MORE, "url", *URL_ALONE)
 def main(cfg: CertifyConfig) -> int:
     """Certify this engine, or check a server. Exit codes: see the file's first lines."""
     if cfg.out:
-        files.unclaimed(Path(cfg.out) / "layers.json", files.asked(cfg, MORE), cfg.overwrite)
+        files.unclaimed(Path(cfg.out) / "certificate.json", files.asked(cfg, MORE), cfg.overwrite)
     if cfg.url:
         return server_checked(cfg)
     out = Path(cfg.out)
@@ -137,12 +137,12 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         "settings": {k: v for k, v in asdict(cfg).items() if k not in UNSAID},
         "versions": files.environment(str(target.device)),
     }
-    files.write_text(out / "layers.html", certificate_page.page(paper))
-    files.write_json(out / "layers.json", paper)
+    files.write_text(out / "certificate.html", certificate_page.page(paper))
+    files.write_json(out / "certificate.json", paper)
     if verdict != "undecided":
         memo.clear()
     certificate_page.table(paper).show()
-    print(f"{out / 'layers.html'} ({paper['seconds']:.0f} s)")
+    print(f"{out / 'certificate.html'} ({paper['seconds']:.0f} s)")
     return CODES[verdict]
 
 
@@ -192,7 +192,7 @@ def server_checked(cfg: CertifyConfig) -> int:
         about = {"format": 2, "command": files.command(), "settings": settings}
         about["asked"] = files.asked(cfg, MORE)
         Path(cfg.out).mkdir(parents=True, exist_ok=True)
-        files.write_json(Path(cfg.out) / "layers.json", about | found)
+        files.write_json(Path(cfg.out) / "certificate.json", about | found)
     return URL_CODES[found["verdict"]]
 
 

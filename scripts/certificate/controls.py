@@ -47,7 +47,7 @@ def ahead(world: layers.World) -> str:
 
 
 def run(world: layers.World) -> list[dict[str, Any]]:
-    """What came of each, in the words of layers.json; at T = 0 nothing is sampled."""
+    """What came of each, in the words of certificate.json; at T = 0 nothing is sampled."""
     found = [world.memo.once("control-exact", lambda: _exact(world))]
     found.append(world.memo.once("control-greedy", lambda: _greedy(world)))
     if not world.plan.sampling.greedy:

@@ -536,7 +536,7 @@ def command(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
     ]
     with pytest.raises(SystemExit) as stop:
         certify.main(keys)
-    path = out / "layers.json"
+    path = out / "certificate.json"
     return int(stop.value.code or 0), json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -560,11 +560,11 @@ def test_command_writes_a_certificate(
     assert paper["format"] == 4 and paper["bound"]["tokens"] == 1200
     assert 0.05 < paper["bound"]["shift"] < 0.12
     assert len(paper["identities"]["target"]["weights_sha256"]) == 64
-    page = (tmp_path / "c" / "layers.html").read_text()
+    page = (tmp_path / "c" / "certificate.html").read_text()
     assert paper["bound"]["said"] in page and "wrong code through the same layers" in page
     assert not any(word in page for word in ('src="', 'href="http', "<script", "@import"))
     left = sorted(p.name for p in (tmp_path / "c").iterdir())
-    assert left == ["layers.html", "layers.json"]
+    assert left == ["certificate.html", "certificate.json"]
 
 
 def test_an_undecided_certificate_goes_on_with_more_tokens(tmp_path: Path, no_loops: None) -> None:
@@ -608,7 +608,7 @@ def test_the_defaults_end_in_a_verdict(tmp_path: Path) -> None:
     """The line of the README, on a target that is there at once."""
     with pytest.raises(SystemExit) as stop:
         certify.main(["target=tiny", "drafter=ngram", "temperature=1", f"out={tmp_path}"])
-    paper = json.loads((tmp_path / "layers.json").read_text())
+    paper = json.loads((tmp_path / "certificate.json").read_text())
     assert (stop.value.code, paper["verdict"]) == (0, "lossless"), paper["reasons"]
 
 
