@@ -49,20 +49,20 @@ from outrider.decode.target import Target
 from outrider.heads.small_lm.net import parameters
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.names import wrong_drafter
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
+from outrider.scripts.data.suites import SuiteConfig, in_one, load_suite, notes, suites
 from outrider.scripts.reports import score_table
 from outrider.scripts.reports.wandb_log import to_wandb
 from outrider.scripts.scoring import contest
 from outrider.scripts.scoring.batches import batches, stops_paying
 from outrider.scripts.scoring.breakdown import again
 from outrider.scripts.scoring.config import EvaluateConfig
-from outrider.scripts.scoring.names import wrong_drafter
 from outrider.scripts.scoring.parity import gates
 from outrider.scripts.scoring.ranking import ranking
 from outrider.scripts.scoring.same_tokens import lossless
 from outrider.scripts.scoring.score import Scores, output_lines
 from outrider.scripts.scoring.served import dead
-from outrider.scripts.scoring.suites import SuiteConfig, in_one, load_suite, notes, suites
 from outrider.scripts.scoring.systems import systems_of
 
 SKIPPED, DISAGREES = 3, 1

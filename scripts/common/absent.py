@@ -11,8 +11,8 @@ from outrider.decode.models.config import TargetConfig
 from outrider.heads.folders import for_another
 from outrider.heads.names import HUB
 from outrider.scripts.common.files import here
+from outrider.scripts.common.names import heads_of, wrong_drafter
 from outrider.scripts.common.prompts import DEMO
-from outrider.scripts.scoring.names import heads_of, wrong_drafter
 
 
 def no_prompts(path: str, key: str = "prompts") -> list[str]:

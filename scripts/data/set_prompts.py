@@ -27,8 +27,8 @@ from outrider.scripts.common.published import copies, rows_of
 from outrider.scripts.data.ledger import json_line, say
 from outrider.scripts.data.prompt_sets import PromptSet
 from outrider.scripts.data.questions import asked_of
+from outrider.scripts.data.suites import ALL, SuiteConfig, load_suite, suites
 from outrider.scripts.data.write import fingerprint
-from outrider.scripts.scoring.suites import ALL, SuiteConfig, load_suite, suites
 
 EVERY = 200_000  # rows between two words of progress
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.scripts.common import names
 from outrider.scripts.reports.rendering import render
 from outrider.scripts.reports.table import Table
-from outrider.scripts.scoring import names
 
 TONE = {"lossless": "good", "not lossless": "bad", "undecided": "open"}  # of style.css
 SHOWN = 12  # tests in the table; certificate.json has them all

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from outrider.scripts.scoring.names import clipped
+from outrider.scripts.common.names import clipped
 
 THEMED = {
     "#1d2433": "ink",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from outrider.scripts.common.names import SERVER
 from outrider.scripts.reports.table import DOUBT, Columns, Table, interval, number
-from outrider.scripts.scoring.addresses import SERVER
 from outrider.scripts.scoring.pace import FAR
 
 Row = dict[str, Any]

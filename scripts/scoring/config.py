@@ -8,9 +8,9 @@ from typing import Annotated
 from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, Wandb, ZeroOrMore, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.scripts.common.absent import no_drafters, no_prompts
+from outrider.scripts.common.names import SERVER, wrong_address
 from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
-from outrider.scripts.scoring.addresses import SERVER, wrong_address
-from outrider.scripts.scoring.suites import SuiteConfig
+from outrider.scripts.data.suites import SuiteConfig
 
 
 @dataclass(frozen=True)

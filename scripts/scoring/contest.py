@@ -22,10 +22,10 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.names import NONE, DraftSpec
 from outrider.scripts.common.memo import Memo
+from outrider.scripts.common.names import clipped
 from outrider.scripts.common.progress import Steps, columns
 from outrider.scripts.common.prompts import Prompt, chat_ids, question_ids
 from outrider.scripts.scoring import pace
-from outrider.scripts.scoring.names import clipped
 from outrider.train.memory import peak_bytes, reset_peak
 
 WARM_UP_TOKENS = 8

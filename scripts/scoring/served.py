@@ -20,7 +20,7 @@ from outrider.conf.errors import UserError
 from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timing
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.scripts.scoring.addresses import SERVER
+from outrider.scripts.common.names import SERVER
 from outrider.scripts.scoring.counters import read_counters, rise
 from outrider.scripts.scoring.reference import room
 from outrider.scripts.scoring.servers import (

@@ -16,9 +16,9 @@ from outrider.heads import head_folder, hub
 from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.drafters import drafter_folders, resolve_drafter
 from outrider.heads.names import DraftSpec, parse
+from outrider.scripts.common import names
 from outrider.scripts.common.clock import clock
-from outrider.scripts.scoring import names
-from outrider.scripts.scoring.addresses import SERVER
+from outrider.scripts.common.names import SERVER
 from outrider.scripts.scoring.assisted import Assisted, assistants
 from outrider.scripts.scoring.contest import ContestSettings, System
 from outrider.scripts.scoring.memory import own_elements

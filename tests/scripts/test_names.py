@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.scripts.scoring.names import clipped, label, labels
+from outrider.scripts.common.names import clipped, label, labels
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.conf.errors import UserError
 from outrider.scripts import evaluate
-from outrider.scripts.scoring.suites import SuiteConfig, load_suite, notes, suites
+from outrider.scripts.data.suites import SuiteConfig, load_suite, notes, suites
 from tests.helpers.commands import code_of
 
 # A row or two in the form of each published set.

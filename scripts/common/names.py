@@ -6,12 +6,13 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import PurePath
+from urllib.parse import urlsplit
 
 from outrider.conf.errors import UserError
 from outrider.heads.folders import head_folder
 from outrider.heads.names import HUB, JOIN, members, parse, split
-from outrider.scripts.scoring.addresses import SERVER, wrong_address
 
+SERVER = re.compile(r"([\w.+-]+)@(https?://\S+)")  # a running one, by a name for it
 INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
 LONGEST = 30
 # outside references: transformers' own loops
@@ -54,6 +55,24 @@ def wrong_drafter(name: str) -> str:
             return f"{name}: no such drafter; did you mean {close[0]}?"
         return str(error).removeprefix("drafters: ")
     return ""
+
+
+def wrong_address(name: str) -> str:
+    """What is wrong with the address of a running server, "" for a sound one and for any other
+    name. What may be a password is not told, for it would be printed."""
+    server = SERVER.fullmatch(name)
+    if server is None:
+        return ""
+    try:
+        parts = urlsplit(server[2])
+        sound = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        sound = False
+    if sound and "@" not in parts.netloc and not parts.query and not parts.fragment:
+        return ""
+    return (
+        f"{server[1]}@: its address is no address of a server; write {server[1]}@http://HOST:PORT"
+    )
 
 
 def heads_of(name: str) -> list[str]:
