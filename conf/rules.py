@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Interval, MinLen
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Strict
 from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
@@ -31,6 +31,7 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]  # a share that is never all
 Inside = Annotated[float, Interval(gt=0, lt=1)]  # a probability that is neither 0 nor 1
 NotEmpty = Annotated[str, MinLen(1)]
+FileName = Annotated[str, Strict(), MinLen(1)]  # beside a number, which is none
 Filled = Annotated[list[T], MinLen(1)]
 AtATime = Filled[Annotated[int, Interval(ge=1, le=64)]]  # requests, or tokens of a draft
 

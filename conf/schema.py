@@ -510,8 +510,8 @@ def _readable(error: Exception, conf_dir: Path) -> str:
 
 def _groups(conf_dir: Path) -> list[str]:
     found = {str(p.parent.relative_to(conf_dir)) for p in conf_dir.rglob("*.yaml")}
-    # launch holds the launcher's files, and prompt_set what `prompts` names.
-    return sorted(found - {".", "launch", "prompt_set"})
+    # Not of Hydra: files of the launcher, what `prompts` names, words in messages.
+    return sorted(found - {".", "launch", "prompt_set", "words"})
 
 
 def help_text(

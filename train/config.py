@@ -29,6 +29,7 @@ from outrider.conf.rules import (
     AboveZero,
     BelowOne,
     Device,
+    FileName,
     Inside,
     NotEmpty,
     NotNegative,
@@ -141,7 +142,7 @@ class RowsConfig:
     max_length: Annotated[int, Ge(8)] = 1024
     # share of rows kept out of training for decoded acceptance, chosen by a hash of their
     # prompt, and at least 8 where there are 100 rows; or a file of such rows; 0 = none
-    held_out: BelowOne | NotEmpty = 0.03
+    held_out: BelowOne | FileName = 0.03
     # chat: a chat is a row; rows: one row for each assistant turn, ending with it, as reasoning
     # models see a chat when they answer (templates drop the reasoning of earlier turns)
     turns: Literal["chat", "rows"] = "chat"

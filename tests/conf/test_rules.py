@@ -15,6 +15,7 @@ from outrider.conf.rules import (
     AtATime,
     BelowOne,
     Device,
+    FileName,
     Filled,
     Inside,
     NotEmpty,
@@ -41,8 +42,8 @@ def read(hint: Any, value: Any, usual: Any = ...) -> tuple[Any, list[str]]:
         (float, 1, 1.0),
         (str, 7, "7"),
         (list[int | str], [1, "1"], [1, "1"]),
-        (BelowOne | NotEmpty, 0, 0.0),
-        (BelowOne | NotEmpty, "file", "file"),
+        (BelowOne | FileName, 0, 0.0),
+        (BelowOne | FileName, "file", "file"),
         (tuple[int, ...], [1, 2.0], (1, 2)),
         (str | list[str], ["a", 7], ["a", "7"]),
         (dict[str, Any], {"a": [1]}, {"a": [1]}),
@@ -58,23 +59,22 @@ def test_values_that_are_taken(hint: Any, value: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("hint", "value", "said"),
     [
-        (int, True, "key: True is not a whole number; set key=N"),
-        (int, "8", "key: '8' is not a whole number; set key=N"),
-        (int, float("nan"), "key: nan is not a whole number; set key=N"),
+        (int, True, "key: True is not a whole number"),
+        (int, float("nan"), "key: nan is not"),
         (float, float("inf"), "key: inf is not a number; set key=X"),
         (float, 10**400, "key: 1"),
-        (bool, 1, "key: 1 is not true or false; set key=true"),
+        (bool, 2, "key: 2 is not true or false; set key=true"),
         (str, None, "key: None is not text; set key=VALUE"),
-        (int | None, "x", "key: 'x' is not a whole number or null; set key=N"),
+        (int | None, "x", "key: 'x' is not a whole number"),
         (list[str], "a", "key: 'a' is not a list [..]; set key=[A,B]"),
-        (list[int], [1, "x", 2.5], "key: 'x' is not a whole number; set key=[N]"),
+        (list[int], [1, "x", 2.5], "key: 'x' is not a whole number"),
         (dict[str, int], [1], "key: [1] is not a mapping {..}; set key={A: B}"),
         (OneOrMore, 0, "key: 0 is below 1; give 1 or more"),
         (AboveZero | None, 0, "key: 0 is not above 0; give more"),
         (Annotated[int, Interval(ge=1, le=64)], 65, "key: 65 is above 64; give 64 or less"),
         (Inside, 1, "key: 1 is not below 1; give less"),
-        (BelowOne | NotEmpty, 1.5, "key: 1.5 is not below 1; give less"),
-        (BelowOne | NotEmpty, "", "key: is empty; set key=VALUE"),
+        (BelowOne | FileName, 1.5, "key: 1.5 is not below 1; give less"),
+        (BelowOne | FileName, "", "key: is empty; set key=VALUE"),
         (Filled[OneOrMore], [], "key: is empty; set key=VALUE"),
         (Filled[OneOrMore], [1, 0], "key: 0 is below 1; give 1 or more"),
         (AtATime, [1, 65], "key: 65 is above 64; give 64 or less"),
@@ -95,34 +95,30 @@ def test_the_fix_names_what_is_usual() -> None:
     assert read(NotEmpty, "", "runs/x")[1] == ["key: is empty; set key=runs/x"]
 
 
-def test_a_default_that_breaks_its_own_rule_is_message_as_well() -> None:
+@dataclass
+class Part:
+    """A group."""
+
+    name: NotEmpty = ""
+
+
+@dataclass
+class Command:
+    """A command."""
+
+    part: Part = field(default_factory=Part)
+    out: NotEmpty = ""
+
+
+def test_a_default_that_breaks_its_own_rule_is_told_as_well() -> None:
     """So a key may be required by the default of an empty text."""
-
-    @dataclass
-    class Part:
-        """A group."""
-
-        name: NotEmpty = ""
-
-    @dataclass
-    class Command:
-        """A command."""
-
-        part: Part = field(default_factory=Part)
-        out: NotEmpty = ""
-
-    # get_type_hints looks names up in the module
-    for cls in (Part, Command):
-        cls.__annotations__ = {
-            k: {"Part": Part}.get(v, NotEmpty) for k, v in cls.__annotations__.items()
-        }
     assert from_json({"part": {}}, Command)[1] == [
         "part.name: is empty; set part.name=VALUE",
         "out: is empty; set out=VALUE",
     ]
     assert faults(Command(), "all.") == [
-        "all.part.name: is empty; set all.part.name=VALUE",
-        "all.out: is empty; set all.out=VALUE",
+        "all.part.name: is empty; set part.name=VALUE",
+        "all.out: is empty; set out=VALUE",
     ]
 
 
@@ -135,21 +131,19 @@ def test_a_group_that_is_no_mapping_is_one_problem() -> None:
 
 
 def test_what_is_missing_or_refers_to_nothing_is_one_line_each() -> None:
-    """Also of a key whose class has a default, of a whole group, and inside a list."""
-    inner = make_dataclass("Inner", [("size", int, 1)])
-    keys = [("out", str, "x"), ("names", list[str], field(default_factory=list))]
-    groups = [(name, inner, field(default_factory=inner)) for name in ("part", "other")]
-    schema = make_dataclass("Outer", [("from_", int), *keys, *groups])
-    given = {"out": "???", "names": ["${a}"], "part": "???", "other": {"size": "${b.c}"}}
-    assert convert(OmegaConf.create({"from": "${x}", **given}), schema)[1] == [
-        "from: Interpolation key 'x' not found; mend the interpolation",
+    """A group that nobody set has its defaults; an interpolation ends the reading."""
+    inner = make_dataclass("Inner", [("size", int)])
+    groups = [("part", inner), ("out", str)]
+    schema = make_dataclass("Outer", [("from_", int), *groups])
+    given = {"from": 1, "part": {"size": "???"}, "out": "???"}
+    assert convert(OmegaConf.create(given), schema)[1] == [
+        "part.size: is required; set part.size=VALUE",
         "out: is required; set out=VALUE",
-        "names: Interpolation key 'a' not found; mend the interpolation",
-        "part: is required; set part=VALUE",
-        "other.size: Interpolation key 'b.c' not found; mend the interpolation",
     ]
-    assert convert(OmegaConf.create({}), schema)[1] == ["from: is required; set from=VALUE"]
-    made = schema(from_="x")
+    (line,) = convert(OmegaConf.create({**given, "part": {"size": "${b.c}"}}), schema)[1]
+    assert line.startswith("part.size: Interpolation key 'b.c' not found")
+    made = schema(from_="x", part=inner(1), out="${x}")
     assert faults(made) == ["from: 'x' is not a whole number; set from=N"]
-    assert from_json({"from": 1, "${x}": 1}, schema)[1][0].startswith("${x}: no such key")
-    assert from_json({"from": 1, "out": "${x}"}, schema)[0].out == "${x}"
+    data = {"from": 1, "part": {"size": 1}, "out": "${x}"}
+    assert from_json(data, schema)[0].out == "${x}"
+    assert from_json({**data, "${x}": 1}, schema)[1][0].startswith("${x}: no such key")
