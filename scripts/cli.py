@@ -102,7 +102,7 @@ def trainers() -> dict[str, Verb]:
     return {
         name: verb
         for name, verb in found.items()
-        if "from outrider.train.loop import fit" in verb.file.read_text(encoding="utf-8")
+        if "launch.trainer(" in verb.file.read_text(encoding="utf-8")
     }
 
 

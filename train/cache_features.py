@@ -37,10 +37,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from outrider.conf.errors import Interrupted
 from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
+from outrider.train.accelerator import on_processors
 from outrider.train.data.batches import load_rows
 from outrider.train.features.store import MANIFEST
 from outrider.train.features.writer import FeatureWriter
-from outrider.train.launch_keys import on_processors
 from outrider.train.signals import CODES, Stop
 from outrider.train.waiting import meet
 

@@ -24,19 +24,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from outrider.train import launch
 
-launch.set_memory()
-
-from outrider.conf.schema import entry
-from outrider.train.runs import EagleRun
-
-
-@entry("eagle", EagleRun, more=launch.SAME)
-def main(cfg: EagleRun) -> None:
-    """Train."""
-    from outrider.train.loop import fit  # loads torch: a mistake in a key is told before
-
-    fit(cfg)
-
+main = launch.trainer("eagle", __name__)
 
 if __name__ == "__main__":
     launch.run(main)

@@ -77,22 +77,6 @@ def self_check(rows: JoinedRows, plan: BatchPlan, tokenizer: Any) -> str:
     return f"supervised text of {rows.where(row)}: {shown!r}"
 
 
-def check_ranks(cfg: TrainConfig, world: int) -> None:
-    """Raises UserError when the ranks cannot share a batch, or copies of the target, evenly.
-
-    world: how many there are.
-    """
-    if cfg.batch_size % world:
-        raise UserError(
-            f"batch_size: {cfg.batch_size} is no multiple of the {world} ranks; give one that is"
-        )
-    if cfg.shard_group and world % cfg.shard_group:
-        raise UserError(
-            f"shard_group: {cfg.shard_group} does not divide the {world} ranks; give the ranks of "
-            "a node"
-        )
-
-
 def no_memory(cfg: TrainConfig, world: int = 1) -> str:
     """What to do when a pass does not fit."""
     rows = cfg.micro_batch or cfg.batch_size // world

@@ -23,19 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from outrider.train import launch
 
-launch.set_memory()
-
-from outrider.conf.schema import entry
-from outrider.train.config import HeadRun
-
-
-@entry("head", HeadRun, more=launch.SAME)
-def main(cfg: HeadRun) -> None:
-    """Train."""
-    from outrider.train.loop import fit  # loads torch: a mistake in a key is told before
-
-    fit(cfg)
-
+main = launch.trainer("head", __name__)
 
 if __name__ == "__main__":
     launch.run(main)

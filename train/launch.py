@@ -1,41 +1,33 @@
-"""What an entry point needs before and around its run. Before torch is there: what it shall do
-with memory, which no launch file can say. Around: good manners under `accelerate launch`, the
-processes that were asked for, and one line for a user's mistake, not one line and the launcher's
-traceback.
+"""What an entry point of training needs before and around its run: memory settings that torch
+reads while it is imported, the processes that were asked for, and one line for a user's mistake
+in place of a launcher's traceback.
 
-For one process, and wherever torch sees less than two GPUs, accelerate starts the script as one
-child, whatever number was asked for; that child then starts the others (`spread`). Accelerate dies
-of a SIGTERM without passing it on, and answers any exit code but 0 with a traceback of its own.
-
-Our exit code cannot be handed on that way: the launcher knows 0, or its traceback and 1, and a
-child can end its parent by a signal alone. So a shell sees 143 from a launcher of one child, and
-1 from one of several (torchrun's). One process needs no launcher: `python train/medusa.py ...` is
-the same run and ends with the code itself.
+Where torch sees fewer than two GPUs, `accelerate launch` starts the script as one child, whatever
+number was asked for; that child then starts the others (`spread`). It answers any exit code but 0
+with a traceback of its own and can be told no code, so a shell sees 143 from a launcher of one
+child, and 1 from one of several (torchrun's). One process needs no launcher: `python
+train/medusa.py ...` is the same run and ends with the code itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from outrider.conf.errors import UserError
+from outrider.train.signals import follow, launch_words, waiting_launcher
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"  # the older names of it yield to this one
 OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # How many prepared matrix products are kept: by oneDNN, and by torch on top of it.
 PREPARED = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 SHAPES = 64  # EAGLE-3 on SmolLM2 held 1.9 GB with it at step 181, 2.8 at step 24 with their 1,024
-# `accelerate launch`, as a script and as `python -m`
-MODULES = ("accelerate.commands.accelerate_cli", "accelerate.commands.launch")
-COMMANDS = ("accelerate", "accelerate-launch", *MODULES)
 # What `--help` says of every training script.
 SAME = """\
 Several GPUs: `outrider train NAME ... --launch N`, which is `accelerate launch --num_processes N`.
@@ -61,6 +53,22 @@ def set_memory() -> None:
         os.environ.setdefault(name, str(SHAPES))
 
 
+def trainer(name: str, module: str) -> Any:
+    """The command that trains with the keys of train/NAME.py. module: that file's __name__, whose
+    docstring is its help. A mistake in a key is told before torch is loaded."""
+    set_memory()
+    from outrider.conf.schema import entry
+    from outrider.train.config import schema_of
+
+    def main(cfg: Any) -> None:
+        from outrider.train.loop import fit
+
+        fit(cfg)
+
+    main.__module__ = module
+    return entry(name, schema_of(name), more=SAME)(main)
+
+
 def run(command: Any) -> None:
     """Run an entry point (conf.schema.entry), in as many processes as were asked for."""
     with last_word():
@@ -77,8 +85,7 @@ def last_word() -> Iterator[None]:
         if end.code in (1, 2, 75, 130) and (parent := waiting_launcher()):
             sys.stdout.flush()
             sys.stderr.flush()
-            # It only waits for this process, and has nothing to add.
-            os.kill(parent, signal.SIGTERM)
+            os.kill(parent, signal.SIGTERM)  # it only waits for this process
         raise
 
 
@@ -161,32 +168,3 @@ def devices(count: int, cpu: bool = False, key: str = "num_processes") -> int:
             "(CUDA_VISIBLE_DEVICES=) to run on the processors"
         )
     return min(found, count)
-
-
-def follow() -> None:
-    """Get a SIGTERM when the launcher dies: accelerate passes no signal on, and torchrun neither
-    SIGUSR1 nor SIGUSR2."""
-    if sys.platform == "linux" and (waiting_launcher() or "TORCHELASTIC_RUN_ID" in os.environ):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def waiting_launcher() -> int:
-    """Process id of an `accelerate launch` that started this process and no other; 0 if there
-    is none.
-    """
-    if sys.platform != "linux" or "RANK" in os.environ:
-        return 0
-    parent = os.getppid()
-    return 0 if launch_words(parent) is None else parent
-
-
-def launch_words(process: int) -> list[str] | None:
-    """The words behind `accelerate launch` where that is a process's command; else None."""
-    try:
-        words = os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()).split("\0")[:-1]
-    except OSError:
-        return None
-    for at, word in enumerate(words[:3], 1):
-        if os.path.basename(word) in COMMANDS:
-            return words[at + (words[at : at + 1] == ["launch"]) :]
-    return None

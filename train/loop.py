@@ -27,12 +27,12 @@ from outrider.heads.batch import hash_u63
 from outrider.heads.checkpoint import save_head
 from outrider.heads.registry import head_class
 from outrider.train import checkpoint as disk
+from outrider.train.accelerator import ending, start
 from outrider.train.config import TrainConfig
 from outrider.train.data.prefetch import Made
 from outrider.train.evaluation import evaluate, seen
 from outrider.train.facts import in_one_line
 from outrider.train.gate import gate
-from outrider.train.launch_keys import ending, start
 from outrider.train.lock import Lock, locked
 from outrider.train.memory import peak_bytes
 from outrider.train.nonfinite import redo_without_bad_rows
@@ -54,7 +54,7 @@ def fit(cfg: TrainConfig, kind: type[Head] | None = None) -> None:
     little memory) and Interrupted after a signal, when all is saved, or where a peer is gone.
     """
     check_installed(cfg)
-    accelerator = start(cfg)
+    accelerator = start(cfg.batch_size, cfg.dtype, cfg.device, cfg.shard_group)
     hold = locked(Path(cfg.out_dir)) if accelerator.is_main_process else nullcontext()
     try:
         with Stop() as stop, ending(accelerator, stop), hold as lock:

@@ -72,7 +72,7 @@ def shard_target(
 
     Weights that still lie on the CPU move to `device` layer by layer, as shards; empty ones get
     the parts in `shards`. cfg.shard_group: ranks that hold a copy of the target together,
-    neighbours by number, such as those of a node (train.facts.check_ranks: it divides them);
+    neighbours by number, such as those of a node (train.accelerator.check_ranks: it divides them);
     0 = all. Raises UserError for a target without stacked layers.
     """
     from torch.distributed.device_mesh import init_device_mesh

@@ -3,30 +3,32 @@ stops it at once.
 
 A launcher may pass on a signal that the process has had already (a terminal's Ctrl-C, a
 scheduler that signals every process): what comes within a second of the first is the same
-wish.
+wish. `accelerate launch` passes no signal on, and torchrun neither SIGUSR1 nor SIGUSR2, so a
+rank asks the kernel for a SIGTERM when its launcher dies.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from outrider.conf.errors import Interrupted
-from outrider.train.launch import follow
 
 # 75: start it again
-CODES = {
-    signal.SIGINT: 130,
-    signal.SIGTERM: 75,
-    signal.SIGUSR1: 75,
-    signal.SIGUSR2: 75,
-}
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGUSR2: 75}
 ECHO = 1.0  # seconds
+# `accelerate launch`, as a script and as `python -m`
+COMMANDS = (
+    *("accelerate", "accelerate-launch"),
+    *("accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
+)
 
 
 class Stop:
@@ -64,11 +66,8 @@ class Stop:
         self.requested, self._heard = number, time.monotonic()
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):  # a full disk behind stderr
-                print(
-                    "stopping after this step; once more to stop at once",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                said = "stopping after this step; once more to stop at once"
+                print(said, file=sys.stderr, flush=True)
 
 
 def interruption(number: int, step: int, saved: bool) -> Interrupted:
@@ -76,3 +75,31 @@ def interruption(number: int, step: int, saved: bool) -> Interrupted:
     code = CODES.get(signal.Signals(number), 75) if number else 75
     text = f"stopped at step {step}" + (", saved" if saved else ", nothing to save yet")
     return Interrupted(f"{text}; the same command continues", code)
+
+
+def follow() -> None:
+    """Ask for a SIGTERM when the launcher of this process dies, where there is one."""
+    if sys.platform == "linux" and (waiting_launcher() or "TORCHELASTIC_RUN_ID" in os.environ):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def waiting_launcher() -> int:
+    """Process id of an `accelerate launch` that started this process and no other; 0 if there
+    is none.
+    """
+    if sys.platform != "linux" or "RANK" in os.environ:
+        return 0
+    parent = os.getppid()
+    return 0 if launch_words(parent) is None else parent
+
+
+def launch_words(process: int) -> list[str] | None:
+    """The words behind `accelerate launch` where that is a process's command; else None."""
+    try:
+        words = os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()).split("\0")[:-1]
+    except OSError:
+        return None
+    for at, word in enumerate(words[:3], 1):
+        if os.path.basename(word) in COMMANDS:
+            return words[at + (words[at : at + 1] == ["launch"]) :]
+    return None

@@ -41,9 +41,9 @@ from outrider.heads import head_class
 from outrider.heads.base import Head
 from outrider.heads.batch import hash_u63
 from outrider.train import checks
+from outrider.train.accelerator import device_of
 from outrider.train.config import TrainConfig
 from outrider.train.dry_run import report
-from outrider.train.launch_keys import device_of
 from outrider.train.resolve import resolve
 from outrider.train.setup import first_head, prepared
 
@@ -63,7 +63,7 @@ def main(cfg: ValidateConfig) -> int:
     if cfg.dry_run:
         return report.main(cfg, run)
     kind = head_class(run.head.kind)
-    device_of(cfg)  # a GPU that is not there is said before anything is loaded
+    device_of(cfg.device)  # a GPU that is not there is said before anything is loaded
     print(f"[ok] configuration: {kind.kind}, every key known and in range", flush=True)
     target, plan = prepared(run)
     rows = plan.rows

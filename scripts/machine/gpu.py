@@ -33,13 +33,13 @@ from outrider.heads import head_class
 from outrider.heads.names import DraftSpec
 from outrider.scripts.common import files
 from outrider.scripts.machine.config import DoctorConfig
+from outrider.train.accelerator import start
 from outrider.train.config import ValidateConfig
 from outrider.train.data.batches import JoinedRows
 from outrider.train.dry_run import memory, report
 from outrider.train.dry_run.models import Model, model_of, numbers
 from outrider.train.dry_run.plan import Plan, plan_of
 from outrider.train.flops import peak_flops
-from outrider.train.launch_keys import start
 from outrider.train.lock import locked
 from outrider.train.loop import train_step
 from outrider.train.memory import peak_bytes, reset_peak
@@ -106,7 +106,7 @@ def _planned(model: Model, keys: Sequence[str], typed: Any) -> Plan:
 @contextlib.contextmanager
 def _run(cfg: Any, model: Model) -> Iterator[Run]:
     """A training run of random rows on a target of random weights, begun and not announced."""
-    accelerator = start(cfg)
+    accelerator = start(cfg.batch_size, cfg.dtype, cfg.device)
     target = random_target(model, cfg.dtype, accelerator.device)
     rows = random_rows(4 * cfg.batch_size, cfg.data.max_length, target.vocab_size)
     with Stop() as stop, locked(Path(cfg.out_dir)) as lock:

@@ -25,9 +25,9 @@ from outrider.decode.models.identity import cache_root
 from outrider.decode.models.memory import available
 from outrider.heads.layers import kernels
 from outrider.scripts.common import files
+from outrider.train.accelerator import launched, refusals
 from outrider.train.config import TRACKERS
 from outrider.train.launch import asked, devices, here
-from outrider.train.launch_keys import HONOURED, of_file, refusals
 
 GIB = 1 << 30
 LEAST_DISK = 5 * GIB  # below that the first cache or checkpoint may not fit
@@ -182,7 +182,7 @@ def _existing(path: Path) -> Path:
 def accelerate_config(dtype: str) -> ReportPart:
     """What the user's accelerate config says, and what a run makes of it."""
     part = ReportPart("accelerate's config")
-    for line in refusals(os.environ, dtype):
+    for line in refusals(launched(), dtype):
         part.problems.append(f"environment: {line}")
     path = _config_file()
     if path is None:
@@ -191,12 +191,12 @@ def accelerate_config(dtype: str) -> ReportPart:
     part.facts.append(f"{path}, which `accelerate launch` reads without --config_file")
     try:
         config = yaml.safe_load(path.read_text())
-        part.problems += [f"{path}: {line}" for line in refusals(of_file(config), dtype)]
         if config.get("use_cpu") and gpus():
             part.problems.append(f"{path}: use_cpu: there are GPUs here; set it to false")
+        launch = asked(["--config_file", str(path), "train/head.py"])
+        part.problems += [f"{path}: {line}" for line in refusals(vars(launch), dtype)]
         if part.problems:
             return part
-        launch = asked(["--config_file", str(path), "train/head.py"])
         count = here(launch)
         taken = devices(count)
     except UserError as error:
@@ -207,8 +207,6 @@ def accelerate_config(dtype: str) -> ReportPart:
             f"{path}: cannot be taken ({first_line(error)}); run `accelerate config` again"
         )
         return part
-    honoured = [f"{key} {config[key]}" for key in HONOURED if key in config]
-    part.facts.append(f"honoured: {', '.join(honoured) or 'nothing is set'}")
     place = f"{taken} GPU(s)" if taken else "the processors"
     part.facts.append(f"a launch trains with {count} process(es) of this machine, on {place}")
     return part

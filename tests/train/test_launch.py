@@ -1,5 +1,5 @@
-"""Launch files: Accelerate reads them as they are meant, and the SLURM script requeues after a
-saved stop alone.
+"""Launch files and accelerate's settings: read as they are meant, or refused in a line; the SLURM
+script requeues after a saved stop alone.
 """
 
 from __future__ import annotations
@@ -8,17 +8,19 @@ import ast
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
+from outrider.conf.errors import UserError
 from outrider.conf.schema import CONF
-from outrider.scripts.cli import trainers
+from outrider.train.accelerator import REFUSED, device_of, on_processors, refusals, start
+from outrider.train.launch import asked
 from tests.helpers.training import TINY, chats
 
 ROOT = CONF.parent
@@ -139,18 +141,56 @@ def test_the_command_of_a_launch_file_trains_on_two_cpu_processes(
     assert curve(tmp_path / "run") == pytest.approx(want, rel=1e-5)
 
 
-def test_the_batch_script_is_sound() -> None:
-    done = subprocess.run(["bash", "-n", str(BATCH)], capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    if tool := shutil.which("shellcheck"):
-        done = subprocess.run([tool, str(BATCH)], capture_output=True, text=True, check=False)
-        assert not done.returncode, done.stdout
+# Settings of accelerate
+# -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", sorted(trainers()))
-def test_what_is_done_with_memory_is_said_before_torch_reads_it(
-    script: str, tmp_path: Path
+def test_what_a_run_would_not_honour_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in REFUSED:
+        assert not refusals({name: "no", "mixed_precision": None}, "bfloat16")
+        (line,) = refusals({name: "4"}, "bfloat16")
+        assert line.startswith(f"{name}: 4: ") and "\n" not in line
+    assert not refusals({"mixed_precision": "bf16"}, "bfloat16")
+    for precision, dtype in (("bf16", "float32"), ("fp16", "bfloat16")):
+        (line,) = refusals({"mixed_precision": precision}, dtype)
+        assert f"dtype={dtype}" in line
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="use_fsdp"):
+        start(4, "float32", "cpu")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_the_shipped_files_are_honoured(path: Path) -> None:
+    given = asked(["--config_file", str(path), "train/eagle.py"])
+    assert not refusals(vars(given), "bfloat16")
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="device: cuda"):
+        device_of("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert device_of("cuda") == "" and device_of("cuda:3") == "cuda:3"
+    for name, value in (("A", ""), ("WORLD_SIZE", "2"), ("ACCELERATE_USE_CPU", "true")):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match="device: cuda:4"):
+            device_of("cuda:4")
+
+
+def test_several_processes_without_a_gpu_meet_on_the_processors(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Else a launch file for GPUs starts them there too, each for itself."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert on_processors("")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert on_processors("cpu") and not on_processors("") and not on_processors("cuda")
+
+
+@pytest.mark.parametrize("script", ["medusa", pytest.param("eagle", marks=pytest.mark.slow)])
+def test_what_is_done_with_memory_is_said_before_torch_reads_it(script: str) -> None:
     """By the process that trains, since no file of Accelerate can; what the user set stays."""
     line = (
         "import os, runpy, sys; sys.modules['torch'] = None\n"

@@ -17,12 +17,12 @@ from typing import Any
 import yaml
 
 from outrider.conf.errors import UserError
+from outrider.train.accelerator import check_ranks
 from outrider.train.config import CONCURRENCY, TrainConfig, ValidateConfig
 from outrider.train.dry_run import memory
 from outrider.train.dry_run.answers import servers
 from outrider.train.dry_run.models import Model, active, model_of, numbers
 from outrider.train.dry_run.plan import Plan, plan_of
-from outrider.train.facts import check_ranks
 from outrider.train.flops import peak_flops
 from outrider.train.resolve import DRAFT_VOCAB
 
@@ -33,7 +33,7 @@ ROW, THOUGHT = 800, 2500  # tokens of a row on average, and of one that was thou
 
 def planned(cfg: ValidateConfig, run: TrainConfig) -> Plan:
     """run: cfg, the head's keys typed. Raises UserError for what the run would refuse."""
-    check_ranks(run, cfg.gpus)
+    check_ranks(cfg.batch_size, cfg.shard_group, cfg.gpus)
     if cfg.shard_target and cfg.gpus == 1:
         raise UserError("shard_target: needs several processes; set gpus=8, or leave it out")
     typed: Any = run.head

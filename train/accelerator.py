@@ -1,0 +1,185 @@
+"""The Accelerator of a run, and what a launch may not say: settings of accelerate's config file or
+of `accelerate launch` by which it would act behind the run's back (divide gradients, cast, wrap
+or compile the head). Where a run does the same by a key of its own, two places would say it; so
+what is not neutral is refused in one line, with the key to use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
+from accelerate.utils.environment import get_cpu_distributed_information
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+
+from outrider.conf.errors import UserError
+from outrider.train.signals import Stop
+
+OFF = ("", "no", "none", "false", "0", "auto")
+PATIENCE = timedelta(minutes=10)  # of a collective
+_FILES = "launch with conf/launch/ddp.yaml or conf/launch/fsdp2.yaml"
+_SHARD = "set shard_target=true and launch with conf/launch/fsdp2.yaml"
+# what is refused unless it is OFF: name in a config file -> what to do instead
+REFUSED = {
+    "gradient_accumulation_steps": "a step reads batch_size rows, micro_batch at a time",
+    "gradient_clipping": "set optim.clip",
+    "dynamo_backend": "the head is not compiled",
+    "use_fsdp": f"the plugin would wrap the head and leave the target as it is; {_SHARD}",
+    "use_deepspeed": f"FSDP2 shards a target that no GPU holds; {_SHARD}",
+    "use_megatron_lm": _FILES,
+    "use_parallelism_config": f"ranks share rows alone; {_FILES}",
+}
+AGREE = {"bf16": "bfloat16"}  # mixed_precision -> the dtype under which it says the same
+
+
+def start(batch_size: int, dtype: str, device: str, shard_group: int = 0) -> Accelerator:
+    """The Accelerator of a run. Raises UserError for a setting that it would not honour, ranks
+    that do not fit, and a device that is not there. All as the keys of these names."""
+    if found := refusals(launched(), dtype):
+        raise UserError(f"accelerate's settings: {'; '.join(found)}")
+    # Before the ranks meet: one that is still connecting would see those leave that know.
+    check_ranks(batch_size, shard_group, get_cpu_distributed_information().world_size)
+    one = device_of(device)
+    # Gradients lie in DDP's own buckets: a copy less.
+    handlers = [
+        InitProcessGroupKwargs(timeout=PATIENCE, init_method=meeting_place()),
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+    ]
+    before = os.environ.get("ACCELERATE_TORCH_DEVICE")
+    if one:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = one
+        torch.cuda.set_device(one)
+    try:
+        return Accelerator(
+            cpu=on_processors(device),
+            mixed_precision="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            dynamo_backend="no",
+            kwargs_handlers=handlers,
+        )
+    finally:
+        if one and before is None:
+            del os.environ["ACCELERATE_TORCH_DEVICE"]
+
+
+def meeting_place() -> str | None:
+    """Where the workers meet that torchrun started again on one node; None, Accelerate's own way,
+    for all others. torchrun keeps one store over all restarts, and a rank that reads the keys of
+    those that died waits for a peer that is gone (pytorch issue 135712); so each restart gets a
+    prefix. On several nodes the agents may count differently: there
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment makes a new store."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    if again == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not one_node:
+        return None
+
+    def meet(url: str, **more: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        for store, rank, world in rendezvous("env://", **more):
+            yield dist.PrefixStore(f"restart_{again}", store), rank, world
+
+    with contextlib.suppress(RuntimeError):  # registered already
+        register_rendezvous_handler("restarted", meet)
+    return "restarted://"
+
+
+def check_ranks(batch_size: int, shard_group: int, world: int) -> None:
+    """Raises UserError when `world` ranks cannot share a batch, or copies of the target, evenly."""
+    if batch_size % world:
+        raise UserError(
+            f"batch_size: {batch_size} is no multiple of the {world} ranks; give one that is"
+        )
+    if shard_group and world % shard_group:
+        raise UserError(
+            f"shard_group: {shard_group} does not divide the {world} ranks; give the ranks of a "
+            "node"
+        )
+
+
+def on_processors(device: str) -> bool:
+    """Whether Accelerate is told to leave GPUs alone: by device=cpu, and for several processes
+    where torch sees none, since each would be alone. device: as the key of that name."""
+    several = get_cpu_distributed_information().world_size > 1
+    return device == "cpu" or (several and not torch.accelerator.is_available())
+
+
+@contextlib.contextmanager
+def ending(accelerator: Accelerator, stop: Stop) -> Iterator[None]:
+    """Leave the process group behind the block, and end its threads with it. The wrapped model
+    holds the group and goes first: where it outlives the group, its end hangs, and where a thread
+    of the group lets go of a tensor while the interpreter ends, that aborts the process."""
+    try:
+        yield
+    except BaseException as error:
+        if accelerator.num_processes > 1:
+            traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
+        stop.over = True
+        accelerator.free_memory()
+        gc.collect()
+        accelerator.end_training()
+
+
+def launched() -> dict[str, Any]:
+    """What the launcher has set by environment variables, by the names of a config file."""
+    names = (*REFUSED, "mixed_precision")
+    return {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in names}
+
+
+def refusals(settings: Mapping[str, Any], dtype: str) -> list[str]:
+    """What a run in `dtype` refuses of accelerate's settings: "name: value: what to do instead"
+    each. settings: as `launched` or the command line of `accelerate launch` (launch.asked)."""
+    found = []
+    for name, instead in REFUSED.items():
+        value = str(settings.get(name)).lower()
+        if value not in OFF and (name, value) != ("gradient_accumulation_steps", "1"):
+            found.append(f"{name}: {value}: {instead}; leave it out")
+    precision = str(settings.get("mixed_precision")).lower()
+    if precision not in OFF and AGREE.get(precision) != dtype:
+        found.append(
+            f"mixed_precision: {precision}: the run casts by itself, here to dtype={dtype}; "
+            "set mixed_precision: 'no'"
+            + (f", or dtype={AGREE[precision]}" if precision in AGREE else "")
+        )
+    return found
+
+
+def device_of(device: str) -> str:
+    """The one GPU that the key `device` names, such as "cuda:3"; "" where it names none. Raises
+    UserError for a GPU that is not there, and for one GPU of several processes."""
+    kind, _, number = device.partition(":")
+    if kind != "cuda":
+        return ""
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes"):
+        raise UserError(
+            f"device: {device}, but accelerate was told to use the CPU (use_cpu); leave one out"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise UserError(
+            f"device: {device} asked for, but torch sees no GPU (`outrider doctor` says why); set "
+            "device=cpu"
+        )
+    if not number:
+        return ""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"device: {device} is one GPU, but there are several processes, which take one "
+            "each; leave the number out and choose GPUs with --gpu_ids or CUDA_VISIBLE_DEVICES"
+        )
+    if int(number) >= count:
+        raise UserError(f"device: {device}, but there are {count} GPUs, counted from 0")
+    return device
