@@ -1,231 +1,220 @@
 """Publish a head on the Hugging Face hub, from where `hub:OWNER/NAME` names it wherever a
 head may stand.
 
-    outrider push runs/eagle3 OWNER/NAME license=apache-2.0 report=reports/eagle3
+    outrider export drafter=runs/eagle3 format=vllm out=exports/eagle3
+    outrider push runs/eagle3 OWNER/NAME license=mit export=exports/eagle3 report=reports/eagle3
     outrider evaluate 'drafters=[none,hub:OWNER/NAME@tree]' out=reports/theirs
 
-What goes up, in one commit: at the top the head as an engine reads it (format=, exported and
-checked as scripts/export.py does), expected.json, the model card, and outrider.json with
-every hash; in head/ the head in our own form. All of it is safetensors (GGUF for llama.cpp)
-and JSON. The card says what an evaluation of this very head has measured (report=), else "not
-measured"; no file names a folder of this machine. A push that is interrupted leaves the
-repository as it was; the same command goes on, and sends no large file twice.
-
-RUN may be a run, one of its head folders, or an exported folder, which goes up alone. The
-token is huggingface_hub's: `hf auth login`, or HF_TOKEN. out=FOLDER writes what would go up
-and sends nothing.
+What goes up, in one commit: the model card; in head/ the head in our own form; at the top, with
+export=, the head as an engine reads it, expected.json, and outrider.json with every hash. All of it
+is safetensors (GGUF for llama.cpp) and JSON. The card says what an evaluation of this very head has
+measured (report=), else "not measured"; no file names a folder of this machine. A push that is
+interrupted leaves the repository as it was; the same command goes on, and sends no large file
+twice. The token is huggingface_hub's: `hf auth login`, or HF_TOKEN.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from outrider.conf.disk import size
 from outrider.conf.errors import UserError, resumable
+from outrider.conf.paths import REPOSITORY
 from outrider.conf.schema import entry
-from outrider.decode.models.packages import TARGETS
+from outrider.decode.models.identity import sha256_file
 from outrider.heads import find_head
-from outrider.heads.checkpoint import read_card, staged
-from outrider.heads.interop import engines, exported
-from outrider.heads.interop.served import formats
+from outrider.heads.checkpoint import CARD, read_card, rewritten
+from outrider.heads.hub import HEAD, LIBRARY, explained
+from outrider.heads.interop import MANIFEST, exported
 from outrider.heads.names import HUB
-from outrider.scripts import export
 from outrider.scripts.exporting.card import run_record
-from outrider.scripts.exporting.config import ExportConfig
-from outrider.scripts.exporting.stage import free_place
-from outrider.scripts.publishing import measured, upload
-from outrider.scripts.publishing.config import AUTO, NONE, REPOSITORY, PushConfig, keyed
-from outrider.scripts.publishing.form import Form
-from outrider.scripts.publishing.page import Published, page
-from outrider.scripts.publishing.places import without_places
+from outrider.scripts.publishing.card import Published, measured, page
+from outrider.scripts.publishing.config import PushConfig, keyed
 
-BASES = {target.name: target.repository for target in TARGETS.values()}
-FOR_VLLM = ("vllm", "deepspec", "transformers")  # of format=auto, the first that takes the kind
+TEXTS, WEIGHTS = (".json", ".md", ".txt", ".jinja"), (".safetensors", ".gguf")
+HARMLESS = {".gitattributes", ".gitignore", "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt"}
+# An absolute path of this machine: no part of an address, of a relative path or of a fraction.
+ABSOLUTE = re.compile(r"(?<![\w.:/@~-])(?:~|/[\w.@+-]+)(?:/[\w.@+-]+)+/?")
 
 
 @entry("push", PushConfig)
 @resumable()
 def main(cfg: PushConfig) -> int:
-    """Look, gather, check, upload."""
-    remote, source = None, source_of(cfg)  # what is not there is said before the hub is asked
-    if not cfg.out:
-        upload.allowed(cfg.repository)
-        remote = upload.look(cfg.repository, cfg.revision)
-        upload.check(remote, cfg.private, cfg.overwrite)
-    with ExitStack() as stack:
-        form, about = gathered(cfg, source, stack)
-        form.finish(page(form, about))
-        if remote is None:
-            written(cfg, form)
-            return 0
-        print(f"{cfg.repository}: {size(form.bytes)} to push: {', '.join(sorted(form.files))}")
-        sys.stdout.flush()
-        what = f"{form.kind} head for {about.base_model or form.target.get('name')}"
-        commit = upload.push(remote, form, cfg.private, f"Push a {what}")
+    """Look, gather, upload."""
+    from huggingface_hub import HfApi
+
+    api, about = HfApi(library_name=LIBRARY), gathered(cfg)
+    there, parent = look(api, cfg)
+    old = [path for path in there if _ours(path) and path not in about.files]
+    print(f"{cfg.repository}: {', '.join(sorted(about.files))}", flush=True)
+    commit = push(api, cfg, about, old, parent)
+    print(f"{api.endpoint}/{cfg.repository}: pushed, commit {commit[:12]}")
     branch = "" if cfg.revision == "main" else f"@{cfg.revision}"
-    print(f"{upload.client().endpoint}/{cfg.repository}: pushed, commit {commit[:12]}")
-    if form.card:
-        print(f"drafter: {HUB}{cfg.repository}{branch}")
+    print(f"drafter: {HUB}{cfg.repository}{branch}")
     return 0
 
 
-def written(cfg: PushConfig, form: Form) -> None:
-    """Leave in cfg.out what would go up. Raises UserError as scripts/export.py does of its
-    out."""
-    with staged(free_place(Path(cfg.out).expanduser(), cfg.overwrite)) as stage:
-        form.write(stage)
-    print(f"{cfg.out}: {size(form.bytes)} in {len(form.files)} files; nothing was pushed")
+def _ours(path: str) -> bool:
+    """Whether a push writes files like that one of a repository."""
+    top = "/" not in path and path.endswith((*WEIGHTS, ".json", ".jinja"))
+    return top or path.startswith(f"{HEAD}/")
 
 
-def source_of(cfg: PushConfig) -> Path:
-    """The exported folder or the head folder that cfg.run names. Raises UserError for neither."""
-    run = Path(cfg.run).expanduser()
-    return run if run.is_dir() and exported(run) else head_of(cfg.run)
+def look(api: Any, cfg: PushConfig) -> tuple[list[str], str | None]:
+    """Ask for the files of the branch and its commit; [] and None where there is no branch yet.
+
+    Raises UserError where the hub does not tell, and where pushing would do what nobody wants.
+    """
+    from huggingface_hub import constants, errors, get_token
+
+    if constants.HF_HUB_OFFLINE or not get_token():
+        missing = "HF_HUB_OFFLINE is set; unset it to push"
+        if not constants.HF_HUB_OFFLINE:
+            missing = "no token is set; `hf auth login`, or set HF_TOKEN to one with write right"
+        raise UserError(f"repository: {missing}")
+    with explained(f"repository: {cfg.repository}", cfg.revision):
+        try:
+            if cfg.private and not api.model_info(cfg.repository).private:
+                raise UserError(
+                    f"private: {cfg.repository} is there and public; make it private on its page, "
+                    "or leave it out"
+                )
+            info = api.model_info(cfg.repository, revision=cfg.revision)
+        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+            return [], None
+    files = [one.rfilename for one in info.siblings or ()]
+    foreign = sorted(set(files) - HARMLESS)
+    if foreign and info.library_name != LIBRARY and not cfg.overwrite:
+        raise UserError(
+            f"repository: {cfg.repository} holds files that no push wrote "
+            f"({', '.join(foreign[:3])}); give another name, or set overwrite=true"
+        )
+    return files, str(info.sha)
 
 
-def gathered(cfg: PushConfig, source: Path, stack: ExitStack) -> tuple[Form, Published]:
-    """Everything that goes up but for its card, and what its owner says of it. source: see
-    source_of. stack: holds what is needed until it is up. Raises UserError for what cannot be
-    published."""
-    run, form, given = Path(cfg.run).expanduser(), Form(), exported(source)
-    card = {} if given else read_card(source)
-    known = (given or card).get("target") or {}
-    base = cfg.base_model or named_on_hub(known)
-    weights = str((given or {}).get("source", {}).get("weights_sha256", ""))
-    weights = weights if given else str(card["weights"]["sha256"])
-    figures = None
-    if cfg.report:
-        place = Path(cfg.report).expanduser()
-        figures = measured.read(place, weights, str(known.get("weights_sha256", "")))
-    about = Published(
-        cfg.repository,
-        license_of(cfg, base),
-        base,
-        tuple(cfg.datasets),
-        figures,
-        *trained_on(source, card),
-    )
-    places = {str(known.get("path", "")): base or "TARGET", str(Path.home()): "~"}
-    folder = run if given else engine_form(cfg, run, source, card, base)
-    if not given:
-        form.add_head(source, places)
-    if folder is not None:
-        form.add_export(folder, {**places, **named_in_lines(cfg, folder, base)})
-    return form, scrubbed(about, places)
+def push(
+    api: Any, cfg: PushConfig, about: Published, old: Sequence[str], parent: str | None
+) -> str:
+    """Make the repository and the branch where they are not there, and commit all files, without
+    those in `old`, on top of `parent`. Returns the commit.
+
+    Raises UserError where the hub refuses or is not reached; then the repository is as it was, but
+    for being there."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    steps: list[Any] = [CommitOperationAdd(name, file) for name, file in about.files.items()]
+    steps += [CommitOperationDelete(name) for name in old]
+    with explained(f"repository: {cfg.repository}", cfg.revision):
+        api.create_repo(cfg.repository, private=cfg.private or None, exist_ok=True)
+        if cfg.revision != "main":
+            api.create_branch(cfg.repository, branch=cfg.revision, exist_ok=True)
+        done = api.create_commit(
+            cfg.repository,
+            steps,
+            commit_message=f"Push {about.title}",
+            revision=cfg.revision,
+            parent_commit=parent,
+        )
+    return str(done.oid)
 
 
-def head_of(run: str) -> Path:
-    """The head folder of a run. Raises UserError where there is none on this disk."""
-    if run.startswith(HUB):
-        raise UserError(f"run: {run}: is on the hub already; give a run, head or exported folder")
+def gathered(cfg: PushConfig) -> Published:
+    """Put together everything that goes up. Raises UserError for what cannot be published."""
+    if cfg.run.startswith(HUB):
+        raise UserError(
+            f"run: {cfg.run}: is on the hub already; give a run folder or a head folder"
+        )
     try:
-        return find_head(run)
+        folder = find_head(cfg.run)
     except UserError as error:
         raise UserError(f"run: {str(error).removeprefix('drafters: ')}") from None
+    card, record = read_card(folder), run_record(folder)
+    known = card["target"] or {}
+    name = str(known.get("name", ""))
+    base = cfg.base_model or (name if REPOSITORY.fullmatch(name) else "")
+    about = Published(cfg.repository, base, cfg.license, cfg.datasets, card)
+    places = {known.get("path", ""): base or "TARGET", str(Path.home()): "~"}
+    if cfg.report:
+        measured(Path(cfg.report).expanduser(), about)
+    for key, name in (("tokens_seen", "tokens"), ("supervised_seen", "tokens with a loss")):
+        if isinstance(amount := card["extra"].get("training", {}).get(key), int | float):
+            about.training[name] = f"{amount:,.0f}"
+    about.training |= {k: scrubbed(record[k], places) for k in ("data", "start") if k in record}
+    add_head(about, folder, lambda text: scrubbed(text, places))
+    if cfg.export:
+        add_export(about, Path(cfg.export).expanduser(), places)
+    about.files["README.md"] = page(about).encode()
+    return about
 
 
-def named_on_hub(known: dict[str, Any]) -> str:
-    """The target's repository, "" where nobody has told it."""
-    name = str(known.get("name", "")).partition(" (")[0]  # behind it: how it was quantised
-    name = BASES.get(name, name)
-    if REPOSITORY.fullmatch(name):
-        return name
-    print("note: base_model= is not given, and the card names no repository", file=sys.stderr)
-    return ""
+def add_head(about: Published, folder: Path, clean: Callable[[str], str]) -> None:
+    """Put a head folder into head/. clean: takes this machine's folders out of a text. Raises
+    UserError where it is damaged."""
+    card, name = about.card, str(about.card["weights"]["file"])
+    if sha256_file(folder / name) != card["weights"]["sha256"]:
+        raise UserError(f"run: {folder / name}: damaged (its sha256 is another one); restore it")
+    head, extra = json.loads(clean(json.dumps([card["head"], card["extra"]])))
+    target = card["target"] and {**card["target"], "path": ""}
+    about.files[f"{HEAD}/{name}"] = folder / name
+    text = rewritten(card, target=target, head=head, extra=extra)
+    about.files[f"{HEAD}/{CARD}"] = text.encode()
+    if name != "head.safetensors":  # an ordinary model, with what makes it one
+        for path in sorted(folder.iterdir()):
+            if path.suffix in TEXTS and path.name != CARD:
+                about.files[f"{HEAD}/{path.name}"] = clean(path.read_text("utf-8")).encode()
 
 
-def license_of(cfg: PushConfig, base: str) -> str:
-    """The licence of the card. Raises UserError where nobody tells one."""
-    if cfg.license:
-        return cfg.license
-    if base:
-        try:
-            found = getattr(upload.client().model_info(base).card_data, "license", None)
-        except Exception:  # without the hub, or without that repository, its owner has to say it
-            found = None
-        if isinstance(found, str):
-            print(f"license: {found}, as that of {base}")
-            return found
-    raise UserError(
-        f"license: is empty, and the hub tells none of {base or 'the target'}; set "
-        "license=apache-2.0, or whichever yours is"
-    )
-
-
-def trained_on(source: Path, card: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(what the run says of its data; amounts of its training, and what it started from)."""
-    record = run_record(source)
-    seen = card.get("extra", {}).get("training") or {}
-    amounts = {
-        name: f"{seen[key]:,.0f}"
-        for key, name in (("tokens_seen", "tokens"), ("supervised_seen", "tokens with a loss"))
-        if isinstance(seen.get(key), int | float)
+def add_export(about: Published, folder: Path, places: Mapping[str, str]) -> None:
+    """Put an export of this head at the top, but for its page. places: see scrubbed. Raises
+    UserError for another folder, and where a file is damaged or would not be read safely."""
+    manifest = exported(folder) or {}
+    if manifest.get("source", {}).get("card_sha256") != about.card["sha256"]:
+        raise UserError(f"export: {folder} is no export of this head; export it again")
+    gguf = manifest["engine_format"] == "gguf"  # llama.cpp reads a folder alone
+    here = about.repository.partition("/")[2] if gguf else about.repository
+    own = (str(manifest.get("folder", "")), str(folder), str(folder.resolve()))
+    served = {
+        f"{word} TARGET ": f"{word} {about.base_model or 'TARGET'} "
+        for word in ("serve", "--model-path")
     }
-    begun = {"started from": record["start"]} if "start" in record else {}
-    return str(record.get("data", "")), {**amounts, **begun}
+    places = {**places, **dict.fromkeys(own, here), **served}
+    listed = {}
+    for name, said in sorted(manifest["files"].items()):
+        path = folder / name
+        if not path.is_file() or sha256_file(path) != said["sha256"]:
+            raise UserError(f"export: {path}: changed since it was exported; export it again")
+        if path.suffix not in TEXTS + WEIGHTS:
+            raise UserError(f"export: {path}: neither weights nor text; give another folder")
+        if path.suffix in WEIGHTS:
+            about.files[name], listed[name] = path, said
+        elif name != "README.md":
+            data = scrubbed(path.read_text("utf-8"), places).encode()
+            listed[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            about.files[name] = data
+    text = json.dumps({**manifest, "files": listed, "folder": here}, indent=1, ensure_ascii=False)
+    about.manifest = json.loads(scrubbed(text, places))
+    about.files[MANIFEST] = (scrubbed(text, places) + "\n").encode()
 
 
-def scrubbed(about: Published, places: dict[str, str]) -> Published:
-    """The same without folders of this machine."""
-    training = {k: without_places(v, places) for k, v in about.training.items()}
-    return replace(about, data=without_places(about.data, places), training=training)
+def scrubbed(text: str, places: Mapping[str, str]) -> str:
+    """Put into `text` what `places` says in place of its keys, and the last name in place of every
+    other absolute path of this machine."""
+    for place in sorted(filter(None, places), key=len, reverse=True):
+        text = text.replace(place, places[place])
 
+    def bare(found: re.Match[str]) -> str:
+        root = Path(found[0]).expanduser().parts[:2]
+        return Path(found[0]).name if Path(*root).is_dir() else found[0]
 
-def engine_form(
-    cfg: PushConfig, run: Path, source: Path, card: dict[str, Any], base: str
-) -> Path | None:
-    """The folder that an engine reads, exported where it is not there; None where none is
-    wanted or no engine reads such a head. Raises UserError as scripts/export.py does."""
-    kind = str(card["kind"])
-    known = [one for one in FOR_VLLM if one in formats(kind) and engines.VLLM.loads(kind)]
-    format = cfg.format if cfg.format != AUTO else next(iter(known), NONE)
-    if cfg.format == AUTO and format == NONE:
-        print(f"format: {engines.VLLM.title} reads no {kind} heads; it goes up in our own form")
-    if format == NONE:
-        return None
-    place = Path(cfg.export).expanduser() if cfg.export else run / f"export-{format}"
-    made = exported(place) if place.is_dir() else None
-    if made is not None and made.get("engine_format") == format:
-        source_sha256 = made.get("source", {}).get("card_sha256")
-        if source_sha256 == card["sha256"]:
-            print(f"export: {place} is of this head")
-            return place
-    export.export(
-        ExportConfig(
-            drafter=str(source),
-            format=format,
-            out=str(place),
-            target=cfg.target,
-            overwrite=True,
-            dtype=cfg.dtype,
-            verifier=base,
-            prompts=cfg.prompts,
-            num_prompts=cfg.num_prompts,
-            device=cfg.device,
-        )
-    )
-    return place
-
-
-def named_in_lines(cfg: PushConfig, folder: Path, base: str) -> dict[str, str]:
-    """What stands in an export's lines for an engine, and what everybody else writes in its place:
-    the repository for the folder (for llama.cpp the folder that it is fetched into), and the base
-    model for the target."""
-    made = exported(folder) or {}
-    here = cfg.repository.rpartition("/")[2]
-    place = here if made.get("engine_format") == "gguf" else cfg.repository
-    own = (str(made.get("folder", "")), str(folder), str(folder.resolve()))
-    target = str((made.get("target") or {}).get("path", ""))
-    served = {f"{word} TARGET ": f"{word} {base} " for word in ("serve", "--model-path") if base}
-    return {**dict.fromkeys(own, place), target: base or "TARGET", **served}
+    return ABSOLUTE.sub(bare, text)
 
 
 def command(argv: Sequence[str] | None = None) -> None:

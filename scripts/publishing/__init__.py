@@ -1,2 +1,1 @@
-"""Publishing a head on the Hugging Face hub: what is uploaded, its card, and the upload
-itself."""
+"""Publishing a head on the Hugging Face hub: the keys of `push` and the card of the repository."""

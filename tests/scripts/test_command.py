@@ -291,7 +291,7 @@ MISTAKES = {
     "export drafter=runs/no format=vllm out=y": "drafter: runs/no: neither none, ngram nor an exist",
     "check url=http://h:1 expected=exports/no": "expected: no such file or folder exports/no; give",
     "import from=no out=y": "from: no such folder no; give the folder of a published head",
-    "push runs/no OWNER/NAME": "run: runs/no: neither none, ngram nor an existing folder",
+    "push runs/no OWNER/NAME license=mit": "run: runs/no: neither none, ngram nor an existing folder",
     "serve drafters=[runs/no]": "drafters: runs/no: neither none, ngram nor an existing folder",
     "chat drafter=runs/no": "drafter: runs/no: neither none, ngram nor an existing folder",
 }
@@ -392,7 +392,7 @@ def test_a_sound_command_line_becomes_its_file_and_loads_nothing_before(tmp_path
         "serve target=tiny",
         "chat target=tiny",
         "import from=head out=y",
-        "push head OWNER/NAME",
+        "push head OWNER/NAME license=mit",
         "synthesize target=tiny out=x",
         "demo",
         "doctor",
