@@ -1,20 +1,20 @@
 """Draft heads: modules that hang on a frozen target and learn to guess what it says next.
 
 The contract is heads.base.Head: `forward(batch, target)` is the training loss, summed, with
-its count; `forced` is what a draft would be on the text's own tokens; `drafter(target, draft)`
-makes a drafter over a copy of the weights, of the form that was asked for (names.DraftSpec, then
-decode.grow.Form); `for_target`, `config_json` and `from_json` make a head and bring it back.
-Vocabulary, calibration, disk and the distributions of the loss are the base's. The target is
-frozen.
+its count; `forced` is what a draft would be on the text's own tokens; `drafter(target,
+draft)` makes a drafter over a copy of the weights, of the form that was asked for
+(names.DraftSpec, then decode.grow.Form); `for_target`, `config_json` and `from_json` make a
+head and bring it back. Vocabulary, calibration, disk and the distributions of the loss are
+the base's. The target is frozen.
 
 To add a head: docs/new-head.md, a folder with a subclass of Head (or of
 medusa.base.ParallelHead) and a YAML, here or in a package of one's own. Its `Drafts`, the
 class of its drafters, implements decode.grow.LevelSource.
 
 A drafter's name is read by names.parse and nowhere else; drafters.requested adds what
-scripts/tune.py left, drafters.resolve_drafter makes the drafter. Not to be changed: the names of
-stored tensors and keys (tests/golden holds heads of earlier versions), and `forced` without
-`drafter` or the other way round (parity.py compares them).
+scripts/tune.py left, drafters.resolve_drafter makes the drafter. Not to be changed: the
+names of stored tensors and keys (tests/golden holds heads of earlier versions), and
+`forced` without `drafter` or the other way round (parity.py compares them).
 """
 
 from __future__ import annotations

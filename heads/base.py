@@ -30,8 +30,8 @@ __all__ = ["Batch", "Head", "HeadConfig", "LossOut"]
 
 
 class Head(Stored):
-    """A draft head. Subclasses set `kind`, `Config` and `Drafts`, the class of its drafters, and
-    define for_target and forward.
+    """A draft head. Subclasses set `kind`, `Config` and `Drafts`, the class of its
+    drafters, and define for_target and forward.
 
     taps: which target features it reads; tap k means hidden_states[k] of transformers: 0 =
         embeddings, num_layers = output after the final norm.
@@ -57,7 +57,8 @@ class Head(Stored):
     def __init__(self, cfg: Any) -> None:
         """cfg: its keys. Beside them a head has d2t, the draft vocabulary as [Vd] int64
         offsets (heads/vocab.py; None: the whole vocabulary), coverage, the share of the
-        supervised tokens inside, and calibration, what `calibrate` has measured ({} before)."""
+        supervised tokens inside, and calibration, what `calibrate` has measured ({}
+        before)."""
         super().__init__()
         self.cfg = cfg
         self.register_buffer("d2t", None)
@@ -232,5 +233,5 @@ class Head(Stored):
         self.step = step
 
     def check_loaded(self, target: Target) -> None:
-        """Called once the weights are loaded from a folder. Raises UserError where no draft can
-        be made with them. Default: nothing."""
+        """Called once the weights are loaded from a folder. Raises UserError where no draft
+        can be made with them. Default: nothing."""

@@ -19,7 +19,8 @@ class Movable:
     """A dataclass that holds tensors and goes to a device as a whole."""
 
     def to(self, device: torch.device) -> Self:
-        """The same on `device`. A copy to the host is waited for: torch gives it out unfilled."""
+        """The same on `device`. A copy to the host is waited for: torch gives it out
+        unfilled."""
         ahead = device.type != "cpu"
         return moved(self, lambda t: t.to(device, non_blocking=ahead))  # type: ignore[no-any-return]
 

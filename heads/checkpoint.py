@@ -60,7 +60,8 @@ class WeightsFile:
 
 @dataclass
 class Card:
-    """What stands in head.json. head: by the kind's own types (heads.saved.Saved). extra: free."""
+    """What stands in head.json. head: by the kind's own types (heads.saved.Saved). extra:
+    free."""
 
     format: int
     kind: str
@@ -159,8 +160,9 @@ def read_card(folder: Path) -> dict[str, Any]:
 
 
 def load_as(kind: type[H], folder: Path | str, target: Target, relative: bool = False) -> H:
-    """The head of class `kind` in `folder`, on the target's device, in the dtype it was trained
-    in. relative: it may have been trained for another target with the same tokenizer.
+    """The head of class `kind` in `folder`, on the target's device, in the dtype it was
+    trained in. relative: it may have been trained for another target with the same
+    tokenizer.
 
     Raises UserError when a file is missing or damaged, a value of the card is wrong or does
     not go with the weights, or the head was trained for another target, tokenizer or chat
@@ -263,7 +265,8 @@ def text_of(card: dict[str, Any]) -> str:
 
 
 def rewritten(card: dict[str, Any], **changed: Any) -> str:
-    """The text of head.json for a card of `read_card`, some of whose values are other ones now."""
+    """The text of head.json for a card of `read_card`, some of whose values are other ones
+    now."""
     known = {**card, **changed}
     return text_of(known | {"sha256": _card_sha256(known)})
 

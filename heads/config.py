@@ -1,5 +1,5 @@
-"""The keys that every head has, and those that families share; nothing here loads torch, so that
-help need not."""
+"""The keys that every head has, and those that families share; nothing here loads torch, so
+that help need not."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class LossWeights:
 
 
 def _activation(value: str) -> str:
-    """The rule that a text is one of transformers' activations, which are looked up for others than
-    the usual one."""
+    """The rule that a text is one of transformers' activations, which are looked up for
+    others than the usual one."""
     if value == SILU:
         return value
     from transformers.activations import ACT2FN

@@ -25,17 +25,18 @@ from outrider.heads.small_lm.plain import plain_folder, plain_model
 def resolve_drafter(spec: str, target: Target) -> Drafter:
     """A drafter by name (heads.names): "none", "ngram", a run folder, a head folder, or any
     smaller model with the target's tokenizer (a transformers folder or a Hugging Face
-    repository). "A+B" joins the drafts of several (decode.union): where T > 0 the first that is
-    no n-gram draws, the others give their most probable tokens.
+    repository). "A+B" joins the drafts of several (decode.union): where T > 0 the first
+    that is no n-gram draws, the others give their most probable tokens.
 
     Where scripts/tune.py has left its choice in the head's folder, that is how the head
     drafts; "@chain:4" or "@tree:16" (levels, nodes; "ngram@4" too) ask for something else.
-    Where T > 0 a head or model draws the candidates of its tree without replacement ("@sampled"
-    behind it, or its tree, asks for it where head.tree_draw was fixed); "@fixed" takes the most
-    probable ones instead. "@adaptive" behind any of them but "none" chooses the depth of the draft
-    at every step, by the acceptance of the row so far (decode.wrapped). The drafter's name is
-    `spec`. Raises UserError for anything else, for a tree on a target that takes chains only, for
-    a head of another target, and for a model with another tokenizer.
+    Where T > 0 a head or model draws the candidates of its tree without replacement
+    ("@sampled" behind it, or its tree, asks for it where head.tree_draw was fixed);
+    "@fixed" takes the most probable ones instead. "@adaptive" behind any of them but "none"
+    chooses the depth of the draft at every step, by the acceptance of the row so far
+    (decode.wrapped). The drafter's name is `spec`. Raises UserError for anything else, for
+    a tree on a target that takes chains only, for a head of another target, and for a model
+    with another tokenizer.
     """
     draft = requested(spec)
     drafter = _union(draft, spec, target) if draft.parts else _single(draft, spec, target)

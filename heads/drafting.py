@@ -19,7 +19,8 @@ from outrider.heads.base import Head
 
 
 class Drafting:
-    """See decode.drafters.Drafter, and decode.grow.LevelSource for what is asked of a subclass."""
+    """See decode.drafters.Drafter, and decode.grow.LevelSource for what is asked of a
+    subclass."""
 
     def __init__(self, head: Head, target: Target, form: Form) -> None:
         self.name, self.form, self.shape = f"{head.kind}@{form.shape}", form, form.shape

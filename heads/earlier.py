@@ -27,8 +27,8 @@ LAYER = ("intermediate_size", "hidden_act")  # of draft layers, before a head ha
 
 
 def implied(saved: dict[str, Any]) -> dict[str, Any]:
-    """Keys that the card of an earlier version lacks, by what it says of the layers. saved: what
-    stands under "head" in head.json."""
+    """Keys that the card of an earlier version lacks, by what it says of the layers. saved:
+    what stands under "head" in head.json."""
     config, layer = saved.get("config"), saved.get("layer") or saved.get("prefix")
     if not isinstance(config, dict) or not isinstance(layer, dict):
         return {}
@@ -42,8 +42,8 @@ def is_gone(key: str, value: Any) -> bool:
 
 
 def without_gone(config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a saved head (parsed JSON) and of its groups without those that may be passed
-    over. known: the keys that there are now, with any values."""
+    """The keys of a saved head (parsed JSON) and of its groups without those that may be
+    passed over. known: the keys that there are now, with any values."""
     kept = {k: v for k, v in config.items() if k in known or not is_gone(str(k), v)}
     for group, keys in kept.items():
         now = known.get(group)
@@ -54,8 +54,8 @@ def without_gone(config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any
 
 
 def left(config: dict[str, Any], known: dict[str, Any]) -> list[str]:
-    """The keys of a saved head that would have changed it and that no version after LAST has, as
-    "key: value; rule". known: see without_gone."""
+    """The keys of a saved head that would have changed it and that no version after LAST
+    has, as "key: value; rule". known: see without_gone."""
     return [
         f"config.{key}: {config[key]!r:.40}; {LAST} is the last that reads it"
         for key in GONE

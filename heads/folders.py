@@ -75,8 +75,8 @@ def find_head(path: str) -> Path:
 
 
 def no_head(path: str) -> list[str]:
-    """What is said where no head lies at `path`, for who starts from one; [] for "", and for the
-    hub, which is not asked."""
+    """What is said where no head lies at `path`, for who starts from one; [] for "", and
+    for the hub, which is not asked."""
     if not path or path.startswith(HUB) or head_in(path) is not None:
         return []
     return [
@@ -86,8 +86,9 @@ def no_head(path: str) -> list[str]:
 
 
 def for_another(path: str, cfg: TargetConfig) -> str:
-    """What is said of a head at `path` whose card names another target than `cfg`, which would
-    have been fetched; "" for any other drafter, and for the hub, which is not asked for heads."""
+    """What is said of a head at `path` whose card names another target than `cfg`, which
+    would have been fetched; "" for any other drafter, and for the hub, which is not asked
+    for heads."""
     place = None if path in (NONE, NGRAM) or path.startswith(HUB) else head_in(path)
     try:
         card = json.loads((place / CARD).read_bytes()) if place else {}

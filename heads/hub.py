@@ -35,8 +35,8 @@ REFUSED = {
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """(OWNER/NAME, revision or None) of hub:OWNER/NAME[@REVISION]. Raises UserError for anything
-    else."""
+    """(OWNER/NAME, revision or None) of hub:OWNER/NAME[@REVISION]. Raises UserError for
+    anything else."""
     repository, _, revision = name.removeprefix(HUB).partition("@")
     if "/" not in repository:
         raise UserError(f"{name}: names no owner; write {HUB}OWNER/{repository or 'NAME'}")
@@ -70,21 +70,22 @@ def served(name: str) -> Path:
 
 
 def commits(spec: str) -> dict[str, str]:
-    """Return the commits of the heads on the hub that a drafter's name asks for, by their names;
-    they have been fetched. {} for a drafter of this disk."""
+    """Return the commits of the heads on the hub that a drafter's name asks for, by their
+    names; they have been fetched. {} for a drafter of this disk."""
     sources = [part.source for part in parse(spec).each if part.source.startswith(HUB)]
     return {source: commit_of(head(source)) for source in sources}
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit that a fetched folder is of, 40 hex digits; "" for one of this disk."""
+    """Return the commit that a fetched folder is of, 40 hex digits; "" for one of this
+    disk."""
     found = re.search(r"/snapshots/([0-9a-f]{40})(/|$)", folder.as_posix())
     return found[1] if found else ""
 
 
 def _fetched(name: str, wanted: tuple[str, ...], deeper: list[str]) -> Path:
-    """Fetch the files of a repository that match `wanted` (fnmatch, whose "*" matches "/" too) and
-    not `deeper`. Raises UserError for one whose name could leave its folder."""
+    """Fetch the files of a repository that match `wanted` (fnmatch, whose "*" matches "/"
+    too) and not `deeper`. Raises UserError for one whose name could leave its folder."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import DryRunError
 
@@ -130,8 +131,8 @@ def _instead(name: str) -> str:
 
 @contextlib.contextmanager
 def explained(about: str, revision: str | None = None) -> Iterator[None]:
-    """Turn what the client raises in the block into a UserError of one line: `about`, the reason,
-    the fix. revision: that was asked for."""
+    """Turn what the client raises in the block into a UserError of one line: `about`, the
+    reason, the fix. revision: that was asked for."""
     try:
         yield
     except UserError:

@@ -1,5 +1,5 @@
-"""What a head learns from its target and its data: `plain_loss` is the formula, the rest is the
-same without [B, T, K, V].
+"""What a head learns from its target and its data: `plain_loss` is the formula, the rest is
+the same without [B, T, K, V].
 
 The kernel walks over chunks of supervised tokens; in a chunk it computes the logits of every
 head, their softmax, the loss, and at once the gradients with respect to hidden states and
@@ -39,10 +39,10 @@ def plain_loss(
         hard * -log q(x)  +  soft * -sum_v p(v) log q(v)  +  tv * (1 - a)  +  lk * -log a
 
     where x is the token of the data, q the head's distribution, p the target's, and a =
-    sum_v min(p(v), q(v)) the rate at which the verifier accepts what is drawn from q (Leviathan
-    et al. 2023). `soft` is the forward KL up to a constant and takes p over the draft vocabulary;
-    a takes the target's own p, whose tokens outside are all rejected; `lk` is LK losses' (arXiv
-    2602.23881).
+    sum_v min(p(v), q(v)) the rate at which the verifier accepts what is drawn from q
+    (Leviathan et al. 2023). `soft` is the forward KL up to a constant and takes p over the
+    draft vocabulary; a takes the target's own p, whose tokens outside are all rejected;
+    `lk` is LK losses' (arXiv 2602.23881).
 
     logits: [n, Vd]. teacher: p, None where no term needs it. target: [n] int64, x in the draft
     vocabulary, -1 outside.
@@ -59,11 +59,11 @@ def plain_loss(
 
 
 class TokenLoss(NamedTuple):
-    """`plain_loss` of m tokens of one head, and what else was found there. loss: [m]. grad: [m,
-    Vd] with respect to the logits, in their dtype, its rows still to be multiplied by grad_scale
-    [m]. hit: [m] bool, the head's best token is the data's. target_logp: [m] log-probability of the
-    data's token, of any token outside the draft vocabulary. rate: [m] sum min(p, q), None where
-    nobody asks for it."""
+    """`plain_loss` of m tokens of one head, and what else was found there. loss: [m]. grad:
+    [m, Vd] with respect to the logits, in their dtype, its rows still to be multiplied by
+    grad_scale [m]. hit: [m] bool, the head's best token is the data's. target_logp: [m]
+    log-probability of the data's token, of any token outside the draft vocabulary. rate:
+    [m] sum min(p, q), None where nobody asks for it."""
 
     loss: Tensor
     grad: Tensor
@@ -80,8 +80,8 @@ def token_loss(
     weights: LossWeights,
     rated: bool = False,
 ) -> TokenLoss:
-    """`plain_loss` with its gradient, for logits [m, Vd]. rated: the rate is wanted in any case.
-    Every pass over [m, Vd] costs as much as a third of a matmul."""
+    """`plain_loss` with its gradient, for logits [m, Vd]. rated: the rate is wanted in any
+    case. Every pass over [m, Vd] costs as much as a third of a matmul."""
     wide, in_vocab, spot = wide_of(logits), target >= 0, target.clamp(min=0)[:, None]
     q = torch.softmax(logits, -1)
     top, best = q.max(-1, keepdim=True)
@@ -143,11 +143,11 @@ class Taught:
 
     place: [n] int64, the token's place in the draft vocabulary, -1 outside. valid: [K, n]
     bool, head k has a feature for token j. terms: of the loss. scale: [K] float32, how much
-    each head's loss counts. teacher: see TeacherFn; None where no term needs it. chunk: tokens
-    that are met at once. parts: the chunks where they may not begin anywhere. weigh: gives weights
-    [m] to the tokens of a chunk by the log-probabilities [m] of the data's tokens, minus infinity
-    outside the draft vocabulary; None: all are 1. rated: the overlap of both distributions is
-    wanted.
+    each head's loss counts. teacher: see TeacherFn; None where no term needs it. chunk:
+    tokens that are met at once. parts: the chunks where they may not begin anywhere. weigh:
+    gives weights [m] to the tokens of a chunk by the log-probabilities [m] of the data's
+    tokens, minus infinity outside the draft vocabulary; None: all are 1. rated: the overlap
+    of both distributions is wanted.
     """
 
     place: Tensor
@@ -267,9 +267,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Gradients(NamedTuple):
-    """Gradients with respect to the factors of the logits x W^T + m V^T, added up over chunks and
-    heads; None where nobody needs one. hidden: x [K, n, D]. weight: W, as it was given. near: m
-    [n, r], wide. far: V [Vd, r]."""
+    """Gradients with respect to the factors of the logits x W^T + m V^T, added up over
+    chunks and heads; None where nobody needs one. hidden: x [K, n, D]. weight: W, as it was
+    given. near: m [n, r], wide. far: V [Vd, r]."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -306,8 +306,8 @@ class _Gradients(NamedTuple):
         grad: Tensor,
         scale: Tensor,
     ) -> None:
-        """Take in the gradient [m, Vd] of head k's logits in a chunk, its rows times scale [m].
-        factors: of these logits."""
+        """Take in the gradient [m, Vd] of head k's logits in a chunk, its rows times scale
+        [m]. factors: of these logits."""
         x, w, m, v = factors
         row = scale.to(x.dtype)[:, None]
         if self.hidden is not None:

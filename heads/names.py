@@ -8,8 +8,8 @@ where T > 0. A folder may have "@" in its path: of all readings, the longest sou
 counts.
 
 A+B joins the drafts of two drafters or more into one tree (decode.union):
-SOURCE[@SHAPE][@DRAW]+SOURCE[@SHAPE][@DRAW]..[@adaptive]. @adaptive may stand behind any of them and
-applies to all together. A "+" within a path that exists belongs to the path.
+SOURCE[@SHAPE][@DRAW]+SOURCE[@SHAPE][@DRAW]..[@adaptive]. @adaptive may stand behind any of
+them and applies to all together. A "+" within a path that exists belongs to the path.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class DraftSpec:
 
     source: "none", "ngram", a path, a head on the hub or a repository. shape: "chain",
     "tree", "" = the drafter's own. depth: levels. nodes: nodes of a tree. draw: "sampled",
-    "fixed", "default" = the drafter's own. width: nodes that a dynamic tree expands per level.
-    paths: ranks of a static tree's nodes. None: as the drafter itself has it. parts: the drafters
-    of a union, whose names joined are its source; () for a single one.
+    "fixed", "default" = the drafter's own. width: nodes that a dynamic tree expands per
+    level. paths: ranks of a static tree's nodes. None: as the drafter itself has it. parts:
+    the drafters of a union, whose names joined are its source; () for a single one.
     """
 
     source: str = ""
@@ -128,8 +128,8 @@ def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> DraftSpec:
     """What `spec` asks for. exists: tells paths that lie on this disk.
 
     Raises UserError, one line with the fix, for an unknown option, one that this kind of
-    drafter does not have, two that exclude each other, for options out of order, and for a union
-    of what cannot be joined.
+    drafter does not have, two that exclude each other, for options out of order, and for a
+    union of what cannot be joined.
     """
     names = members(spec, exists)
     if len(names) > 1:
@@ -223,8 +223,8 @@ def _with(draft: DraftSpec, option: str, spec: str) -> tuple[DraftSpec, int]:
 
 
 def _near(option: str, spec: str) -> str:
-    """ "did you mean SPEC@OPTION? or " with the known option that `option` is a slip of; "" where
-    none is near."""
+    """ "did you mean SPEC@OPTION? or " with the known option that `option` is a slip of; ""
+    where none is near."""
     word, colon, size = option.partition(":")
     for close in difflib.get_close_matches(word, OPTIONS, 1):
         if _is_option(known := close + colon + size):

@@ -15,13 +15,14 @@ its own outputs;
   mistake of the drafter, where the text is harder;
 - *reloaded*: the engine with the head as it was saved and read back.
 
-Compared are the distributions that drafts are drawn from: at some cycles of a short run at T = 1
-the training pass is given the drafted chain and must have the same distribution at every level,
-whether the target accepts the tokens or not. And what the greedy cycles accepted, one by one,
-except where the training pass prefers one token over another by no more than rounding. In float32
-one difference fails the gate; in 16 bits the distributions may be DISTRIBUTION apart on average, a
-later level not much more than the first, and a small share of the cycles may differ. The accepted
-lengths may differ by no more than the paired interval over prompts, or SLACK.
+Compared are the distributions that drafts are drawn from: at some cycles of a short run at
+T = 1 the training pass is given the drafted chain and must have the same distribution at
+every level, whether the target accepts the tokens or not. And what the greedy cycles
+accepted, one by one, except where the training pass prefers one token over another by no
+more than rounding. In float32 one difference fails the gate; in 16 bits the distributions
+may be DISTRIBUTION apart on average, a later level not much more than the first, and a
+small share of the cycles may differ. The accepted lengths may differ by no more than the
+paired interval over prompts, or SLACK.
 
 Shape letters: S levels of a draft, P prompts.
 """
@@ -147,9 +148,9 @@ class Parity:
 
 
 class _Witness(Wrapped):
-    """A chain drafter that keeps PROBES whole drafts of every request, the first and the last
-    ones: (cycle, tokens [S], distributions [S, Vd]). vocab: what the distributions' places mean,
-    see Proposal."""
+    """A chain drafter that keeps PROBES whole drafts of every request, the first and the
+    last ones: (cycle, tokens [S], distributions [S, Vd]). vocab: what the distributions'
+    places mean, see Proposal."""
 
     vocab: Tensor | None = None
 
@@ -336,7 +337,8 @@ def _replayed(
 
 
 def _replay(table: Forced, generation: Generation, depth: int) -> list[Cycle]:
-    """The cycles that the training pass makes of an answer; the last, cut ones are left out."""
+    """The cycles that the training pass makes of an answer; the last, cut ones are left
+    out."""
     accepted, size = table.hit.int().cumprod(1).sum(1).tolist(), len(generation.token_ids)
     room, k, out = size if generation.finish == "length" else size + depth, 1, []
     while k < size and accepted[k] < size - k and room - k > depth:

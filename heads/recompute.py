@@ -34,9 +34,10 @@ def recomputed(part: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def layers_recomputed(model: nn.Module, on: bool = True) -> Iterator[None]:
-    """While open, every layer of a transformers `model` keeps its inputs alone; the backward
-    pass runs it again with the weights that it has now and the same dropout. (transformers'
-    own switch works in training mode alone, where all dropout is on.) on: False does nothing."""
+    """While open, every layer of a transformers `model` keeps its inputs alone; the
+    backward pass runs it again with the weights that it has now and the same dropout.
+    (transformers' own switch works in training mode alone, where all dropout is on.) on:
+    False does nothing."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [layer.__dict__.get("forward") for layer in layers]
     if on and torch.is_grad_enabled():

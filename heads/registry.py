@@ -1,5 +1,6 @@
-"""The table of heads: the only place where their names meet their classes, one line each. A class
-is imported when somebody asks for its kind. Own packages bring further ones (docs/new-head.md)."""
+"""The table of heads: the only place where their names meet their classes, one line each. A
+class is imported when somebody asks for its kind. Own packages bring further ones
+(docs/new-head.md)."""
 
 from __future__ import annotations
 

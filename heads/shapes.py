@@ -177,7 +177,7 @@ def least_width(nodes: int, depth: int) -> int:
 
 
 def tree(calibration: dict[str, Any], nodes: int, depth: int) -> TreeShape:
-    """The tree of at most `nodes` nodes and `depth` levels for a calibration (an empty one: the
-    generic tree)."""
+    """The tree of at most `nodes` nodes and `depth` levels for a calibration (an empty one:
+    the generic tree)."""
     paths = [tuple(p) for p in calibration.get("paths", ())] or [p for p, _ in generic(depth)]
     return TreeShape.of([p for p in paths[:nodes] if len(p) <= depth])

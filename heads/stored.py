@@ -15,7 +15,8 @@ from outrider.heads.saved import differing
 
 class Stored(nn.Module):
     """What of a head stands in its folder: its weights, and in head.json what rebuilds it.
-    Saved: what head.json says, as types. kind, cfg, coverage, calibration: see heads.base.Head."""
+    Saved: what head.json says, as types. kind, cfg, coverage, calibration: see
+    heads.base.Head."""
 
     Saved: ClassVar[type[Any]]
     kind: ClassVar[str]

@@ -83,7 +83,8 @@ class DraftSettings:
 @dataclass(frozen=True)
 class Tuned:
     """What tuning chose for one head. best: the fastest of all shapes. pays: whether it was
-    faster than plain decoding when measured. evidence: where and how it was measured, for people.
+    faster than plain decoding when measured. evidence: where and how it was measured, for
+    people.
     """
 
     card_sha256: str
@@ -110,8 +111,8 @@ class Tuned:
         }
 
     def draft(self, requested: DraftSpec) -> DraftSpec:
-        """`requested` with the tuned size of its shape ("" = the best one), where it names no size
-        itself and there is one."""
+        """`requested` with the tuned size of its shape ("" = the best one), where it names
+        no size itself and there is one."""
         if requested.depth is not None or requested.nodes is not None:
             return requested
         found = {"": self.best, "chain": self.chain, "tree": self.tree}[requested.shape]

@@ -84,8 +84,9 @@ def places(ids: Tensor | None, tokens: Tensor) -> Tensor:
 
 
 def table(target: Target, ids: Tensor) -> Tensor:
-    """Rows [.., D] of the target's embedding table for tokens `ids` [..], as engines hand them to
-    a draft layer: what the embedding module makes of them (Gemma's multiplies) is left out."""
+    """Rows [.., D] of the target's embedding table for tokens `ids` [..], as engines hand
+    them to a draft layer: what the embedding module makes of them (Gemma's multiplies) is
+    left out."""
     return embedding(ids, target.embedding_weight)
 
 

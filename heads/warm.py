@@ -1,10 +1,11 @@
 """A head that starts from another one's weights: a run of one's own, a checkpoint, or a
 published head that scripts/import_head.py has read.
 
-The old head may have been trained for a relative of the target (same tokenizer and widths, as
-after fine-tuning). It is of the same kind, its weights have the same shapes, and mean the same: a
-head that reads other layers of the target, norms at other places or has layers of another make
-would read its weights as something else. Its draft vocabulary is the new head's.
+The old head may have been trained for a relative of the target (same tokenizer and widths,
+as after fine-tuning). It is of the same kind, its weights have the same shapes, and mean
+the same: a head that reads other layers of the target, norms at other places or has layers
+of another make would read its weights as something else. Its draft vocabulary is the new
+head's.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Start:
     def give(self, head: Head) -> str:
         """Copy the old weights into a fresh `head`; returns what was taken, in a line.
 
-        Raises UserError for weights of other shapes, and where they would mean something else."""
+        Raises UserError for weights of other shapes, and where they would mean something
+        else."""
         self._same_meaning(head)
         old, new = dict(_weights(self.head)), dict(_weights(head))
         shapes = [{name: tuple(w.shape) for name, w in one.items()} for one in (new, old)]

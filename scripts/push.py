@@ -1,16 +1,17 @@
 """Publish a head on the Hugging Face hub, from where `hub:OWNER/NAME` names it wherever a
 head may stand.
 
-    outrider export drafter=runs/eagle3 format=vllm out=exports/eagle3
-    outrider push runs/eagle3 OWNER/NAME license=mit export=exports/eagle3 report=reports/eagle3
-    outrider evaluate 'drafters=[none,hub:OWNER/NAME@tree]' out=reports/theirs
+    outrider export drafter=runs/eagle3 format=vllm out=exports/eagle3 outrider push
+    runs/eagle3 OWNER/NAME license=mit export=exports/eagle3 report=reports/eagle3 outrider
+    evaluate 'drafters=[none,hub:OWNER/NAME@tree]' out=reports/theirs
 
-What goes up, in one commit: the model card; in head/ the head in our own form; at the top, with
-export=, the head as an engine reads it, expected.json, and outrider.json with every hash. All of it
-is safetensors (GGUF for llama.cpp) and JSON. The card says what an evaluation of this very head has
-measured (report=), else "not measured"; no file names a folder of this machine. A push that is
-interrupted leaves the repository as it was; the same command goes on, and sends no large file
-twice. The token is huggingface_hub's: `hf auth login`, or HF_TOKEN.
+What goes up, in one commit: the model card; in head/ the head in our own form; at the top,
+with export=, the head as an engine reads it, expected.json, and outrider.json with every
+hash. All of it is safetensors (GGUF for llama.cpp) and JSON. The card says what an
+evaluation of this very head has measured (report=), else "not measured"; no file names a
+folder of this machine. A push that is interrupted leaves the repository as it was; the same
+command goes on, and sends no large file twice. The token is huggingface_hub's: `hf auth
+login`, or HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def _ours(path: str) -> bool:
 
 
 def look(api: Any, cfg: PushConfig) -> tuple[list[str], str | None]:
-    """Ask for the files of the branch and its commit; [] and None where there is no branch yet.
+    """Ask for the files of the branch and its commit; [] and None where there is no branch
+    yet.
 
     Raises UserError where the hub does not tell, and where pushing would do what nobody wants.
     """
@@ -103,11 +105,11 @@ def look(api: Any, cfg: PushConfig) -> tuple[list[str], str | None]:
 def push(
     api: Any, cfg: PushConfig, about: Published, old: Sequence[str], parent: str | None
 ) -> str:
-    """Make the repository and the branch where they are not there, and commit all files, without
-    those in `old`, on top of `parent`. Returns the commit.
+    """Make the repository and the branch where they are not there, and commit all files,
+    without those in `old`, on top of `parent`. Returns the commit.
 
-    Raises UserError where the hub refuses or is not reached; then the repository is as it was, but
-    for being there."""
+    Raises UserError where the hub refuses or is not reached; then the repository is as it
+    was, but for being there."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     steps: list[Any] = [CommitOperationAdd(name, file) for name, file in about.files.items()]
@@ -205,8 +207,8 @@ def add_export(about: Published, folder: Path, places: Mapping[str, str]) -> Non
 
 
 def scrubbed(text: str, places: Mapping[str, str]) -> str:
-    """Put into `text` what `places` says in place of its keys, and the last name in place of every
-    other absolute path of this machine."""
+    """Put into `text` what `places` says in place of its keys, and the last name in place
+    of every other absolute path of this machine."""
     for place in sorted(filter(None, places), key=len, reverse=True):
         text = text.replace(place, places[place])
 

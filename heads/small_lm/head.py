@@ -283,8 +283,8 @@ class SmallLM(Head):
     def forced(
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
-        """See Head. A separate model's distribution does not depend on the level: the same logits
-        serve all.
+        """See Head. A separate model's distribution does not depend on the level: the same
+        logits serve all.
         """
         out = self.net.get_output_embeddings()
         keep: Any = slice(0, self.vocab) if self.chosen is None else self.chosen
@@ -383,7 +383,8 @@ class SmallLM(Head):
 
 
 def _absurd(model: dict[str, Any], key: str = "model") -> list[str]:
-    """Counts in a model's config that would take hours to build before anything is compared."""
+    """Counts in a model's config that would take hours to build before anything is
+    compared."""
     for name, value in model.items():
         if isinstance(value, dict) and (found := _absurd(value, f"{key}.{name}")):
             return found

@@ -27,9 +27,9 @@ class PlainModel(Head):
     """A causal language model that was not trained here, behind the calls that decoding and
     tuning ask of a head.
 
-    Where T > 0 its tree is drawn from its own distribution on a static shape, as a trained head's
-    is; the shape assumes that every level is accepted alike (heads.shapes.even), since nobody has
-    measured the model.
+    Where T > 0 its tree is drawn from its own distribution on a static shape, as a trained
+    head's is; the shape assumes that every level is accepted alike (heads.shapes.even),
+    since nobody has measured the model.
     """
 
     kind = "small_lm"

@@ -1,5 +1,5 @@
-"""The card of a published head (README.md): what it is for, what was measured and how, how it is
-decoded with, and nothing that nobody has tried."""
+"""The card of a published head (README.md): what it is for, what was measured and how, how
+it is decoded with, and nothing that nobody has tried."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TASK, REPORT = "text-generation", "report.json"
 
 @dataclass(frozen=True)
 class Row:
-    """How a head drafted ("chain of 3", "tree of 16 nodes"), and the accepted length that came of
-    it, bonus token counted, with its 95 % interval."""
+    """How a head drafted ("chain of 3", "tree of 16 nodes"), and the accepted length that
+    came of it, bonus token counted, with its 95 % interval."""
 
     shape: str
     mean: float
@@ -29,10 +29,11 @@ class Row:
 
 @dataclass
 class Published:
-    """What goes up. repository: OWNER/NAME. base_model: the target's repository, "" where it has
-    none. card: head.json. manifest: outrider.json of an export, {} without one. files: by their
-    place in the repository, their content or where they lie here. rows, prompts, protocol: what an
-    evaluation says. training: what the run says of itself, by name."""
+    """What goes up. repository: OWNER/NAME. base_model: the target's repository, "" where
+    it has none. card: head.json. manifest: outrider.json of an export, {} without one.
+    files: by their place in the repository, their content or where they lie here. rows,
+    prompts, protocol: what an evaluation says. training: what the run says of itself, by
+    name."""
 
     repository: str
     base_model: str

@@ -62,7 +62,8 @@ def made(target, kind: str, **keys: Any):
 
 
 def packed(sizes: tuple[int, ...] = (9, 4, 11, 2), width: int = 15) -> Batch:
-    """Two rows: documents of 9 and 4 tokens and padding, and of 11 and 2 tokens and padding."""
+    """Two rows: documents of 9 and 4 tokens and padding, and of 11 and 2 tokens and
+    padding."""
     g = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 260, (2, width), generator=g)
     position = torch.zeros(2, width, dtype=torch.int64)

@@ -237,9 +237,9 @@ def test_the_31_norms_are_applied() -> None:
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_loss_gradient_is_that_of_a_plain_formula(kind: str) -> None:
-    """Packed rows, shared target distribution, chunks: the loss and its gradient equal a direct
-    per-token computation. What is accepted is counted by the target's own probabilities, what is
-    imitated by those among the draft tokens.
+    """Packed rows, shared target distribution, chunks: the loss and its gradient equal a
+    direct per-token computation. What is accepted is counted by the target's own
+    probabilities, what is imitated by those among the draft tokens.
     """
     target = target_of(dtype=torch.float64)
     loss = LossWeights(hard=0.3, soft=0.7, lk=0.2)

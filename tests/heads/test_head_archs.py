@@ -1,5 +1,5 @@
-"""EAGLE, Hydra heads, Medusa with a Markov term and DSpark on every architecture: a training step,
-then greedy equality.
+"""EAGLE, Hydra heads, Medusa with a Markov term and DSpark on every architecture: a
+training step, then greedy equality.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Heads in other programs' formats: round trips, the independent reader, and what is refused."""
+"""Heads in other programs' formats: round trips, the independent reader, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -166,7 +167,8 @@ def test_exports_meet_the_schemas_of_engines_that_do_not_run_here(
 
 
 def test_custom_layers_are_written_for_both_engines(target, tmp_path: Path) -> None:
-    """vLLM reads the list on top as hidden_states[k]; SGLang reads the nested one and adds 1."""
+    """vLLM reads the list on top as hidden_states[k]; SGLang reads the nested one and adds
+    1."""
     path = folder(tmp_path / "a", target, random_head(target, "eagle3", taps=[1, 3, 6]), "vllm")
     config = json.loads((path / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]

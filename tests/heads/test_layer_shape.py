@@ -1,5 +1,5 @@
-"""The make of a head's own decoder layers: what it takes from the target, what its keys choose, and
-what cards without those keys mean."""
+"""The make of a head's own decoder layers: what it takes from the target, what its keys
+choose, and what cards without those keys mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The plain formula by hand, and the chunked loss against it in float64, values and gradients."""
+"""The plain formula by hand, and the chunked loss against it in float64, values and
+gradients."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def run(head: Head, target: Target, folder: Path, tokens: int = 12) -> parity.Pa
 
 
 def test_answers_are_long_enough_for_the_draft(target: Target, tmp_path: Path) -> None:
-    """Cycles at the end of an answer are cut. Once a draft of seven passed eight tokens unseen."""
+    """Cycles at the end of an answer are cut. Once a draft of seven passed eight tokens
+    unseen."""
     found = run(other("medusa", target), target, tmp_path / "head", tokens=1)
     sound(found)
 
@@ -270,7 +271,8 @@ def test_without_a_training_pass_the_reload_is_judged(
 def test_places_that_the_training_pass_has_lost_are_no_agreement(
     every: int, target: Target, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """A busy GPU once handed out masks that were not copied yet; what they leave out agrees."""
+    """A busy GPU once handed out masks that were not copied yet; what they leave out
+    agrees."""
     whole = Batch.supervised
     monkeypatch.setattr(
         Batch, "supervised", lambda self, past: whole(self, past)[every - 1 :: every]

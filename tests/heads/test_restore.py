@@ -81,9 +81,9 @@ def run(variant: str, data: Path, out: Path) -> Path:
 def test_a_run_that_was_cut_short_ends_with_the_same_bits(
     tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed between the last checkpoint and head/, then between the two checkpoints. The last
-    checkpoint holds the calibration of the evaluation before, since a step is saved before it is
-    evaluated.
+    """Killed between the last checkpoint and head/, then between the two checkpoints. The
+    last checkpoint holds the calibration of the evaluation before, since a step is saved
+    before it is evaluated.
     """
     data, parts = chats(tmp_path / "data.jsonl"), tmp_path / "parts"
     whole = run(variant, data, tmp_path / "whole")

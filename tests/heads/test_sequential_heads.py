@@ -154,8 +154,9 @@ def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, cfg, 
 @each
 @both_shapes
 def test_drawn_candidates_follow_their_own_distributions(target, cfg, shape) -> None:
-    """T > 0: every node is drawn from the distribution of its own path, without its elder siblings;
-    over many rows what is drawn is on average what the stated distributions say."""
+    """T > 0: every node is drawn from the distribution of its own path, without its elder
+    siblings; over many rows what is drawn is on average what the stated distributions
+    say."""
     head = trained_like(
         target, dataclasses.replace(cfg, draft_vocab=12, share_lm_head=False, nodes=7)
     )

@@ -1,5 +1,5 @@
-"""Attention of training-time test: every kernel against plain softmax attention, and what a GPU
-would hold of it.
+"""Attention of training-time test: every kernel against plain softmax attention, and what a
+GPU would hold of it.
 
 pytest tests/heads/test_ttt_attention.py
 """
@@ -58,7 +58,8 @@ def _flash(
     window_size_left=None,
     window_size_right=None,
 ):
-    """What aten._flash_attention_forward gives for documents side by side: [N, H, hd], [H, N]."""
+    """What aten._flash_attention_forward gives for documents side by side: [N, H, hd], [H,
+    N]."""
     assert cuts.dtype == other_cuts.dtype == torch.int32 and (dropout, causal) == (0.0, True)
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     out, lse = torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0])
@@ -184,8 +185,8 @@ def test_blocks_are_cut_where_memory_says(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("window", [1, 64, 200, 1000])
 def test_a_window_costs_what_it_shows(window: int) -> None:
-    """Bands of long documents: every row is in one block, every key that it sees beside it, and
-    the blocks grow with the window and not with the document."""
+    """Bands of long documents: every row is in one block, every key that it sees beside it,
+    and the blocks grow with the window and not with the document."""
     torch.manual_seed(0)
     rows = (torch.rand(2 * 1500) < 0.6).nonzero()[:, 0]
     layout = PassLayout.of((2, 1500), rows).seen(window)

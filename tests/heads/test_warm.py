@@ -94,8 +94,8 @@ def starting(data: Path, out: Path, *more: str) -> tuple[Path, list[float]]:
 def test_a_start_keeps_its_draft_vocabulary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tokens that it lacks would begin beside rows that were trained: a run on the same data began
-    with a loss of 9.6 where the head had ended at 7.0."""
+    """Tokens that it lacks would begin beside rows that were trained: a run on the same
+    data began with a loss of 9.6 where the head had ended at 7.0."""
     data, few = chats(tmp_path / "data.jsonl"), "head.draft_vocab=17"
     first, taught = starting(data, tmp_path / "first", few, "optim.lr=0.02", "steps=12")
     still = (f"start={first}", "optim.lr=1e-12", "steps=1")

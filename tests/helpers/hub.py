@@ -30,7 +30,8 @@ class Repository:
 
 
 class FakeHub:
-    """What it holds, and what was asked for. refuse: is given the name of every call, and raises."""
+    """What it holds, and what was asked for. refuse: is given the name of every call, and
+    raises."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.repositories = folder, dict[str, Repository]()
@@ -39,7 +40,8 @@ class FakeHub:
         self.endpoint = "https://hub.test"
 
     def put(self, name: str, files: dict[str, Any], private: bool = False) -> str:
-        """Commit files (bytes, or where they lie) as somebody who knows nothing of this package."""
+        """Commit files (bytes, or where they lie) as somebody who knows nothing of this
+        package."""
         found = self.repositories.setdefault(name, Repository(private))
         before = found.commits.get(found.refs.get("main", ""), {})
         new = {path: c if isinstance(c, bytes) else c.read_bytes() for path, c in files.items()}

@@ -44,7 +44,8 @@ def target() -> Any:
 
 @pytest.fixture(scope="module")
 def exported(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with an EAGLE-3 head, its export for vLLM, and the prompts that it was checked on."""
+    """A run with an EAGLE-3 head, its export for vLLM, and the prompts that it was checked
+    on."""
     folder = tmp_path_factory.mktemp("work")
     seen = {"tokens_seen": 6192.0, "note": f"from {folder}/data.jsonl"}
     extra = {"step": 7, "training": seen}
