@@ -38,11 +38,11 @@ from outrider.conf.errors import Interrupted
 from outrider.conf.schema import entry
 from outrider.decode.models.load import load_target
 from outrider.train.accelerator import on_processors
-from outrider.train.data.batches import load_rows
+from outrider.train.data.load import load_rows
 from outrider.train.features.store import MANIFEST
 from outrider.train.features.writer import FeatureWriter
 from outrider.train.signals import CODES, Stop
-from outrider.train.waiting import meet
+from outrider.train.waiting import main_first, meet
 
 
 def write(writer: FeatureWriter, rank: int, world: int, console: Console) -> bool:
@@ -83,9 +83,9 @@ def main(cfg: CacheConfig) -> None:
     rank, world, main_rank = state.process_index, state.num_processes, state.is_main_process
     console = Console(stderr=True, quiet=not main_rank, soft_wrap=True)
     target = load_target(cfg.target, cfg.dtype, cfg.device or (state.device if world > 1 else None))
-    rows = load_rows(
-        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
-    )
+    size = target.vocab_size, target.context_length
+    with main_first("rows", cfg.data.wait):
+        rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, *size)
     meet("rows", cfg.data.wait)
     writer = FeatureWriter(cfg, target, rows)
     console.print(writer.prepare(), highlight=False)

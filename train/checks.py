@@ -51,9 +51,9 @@ def mask(rows: JoinedRows, plan: BatchPlan, tokenizer: Any, shown: int = 2) -> C
     a machine can see.
     """
     check = Check("loss mask")
-    share = rows.supervised / max(rows.loss.numel(), 1)
+    share = rows.totals.supervised / max(rows.loss.numel(), 1)
     check.say(
-        f"{rows.supervised:,} of {rows.ids.numel():,} tokens supervised ({share:.0%})",
+        f"{rows.totals.supervised:,} of {rows.ids.numel():,} tokens supervised ({share:.0%})",
         0 < share < 1,
     )
     if message := rows.supervision():

@@ -27,7 +27,7 @@ def meaning_of(cfg: TrainConfig, target: Target, rows: JoinedRows) -> dict[str, 
     files = {f"data.sha256.{i}": file.sha256 for i, file in enumerate(rows.files)}
     if isinstance(cfg.data.held_out, str):
         files["data.held_out"] = "a file"  # known by its hash, wherever it lies
-    found = {**flat(cfg), **hashes, "data.sha256": rows.sha256(), **files}
+    found = {**flat(cfg), **hashes, "data.sha256": rows.totals.sha256, **files}
     if cfg.head.draft_vocab and any(found.get(term) for term in RATED):
         found[RATE] = "the target's own"
     return json.loads(json.dumps(found))
@@ -44,7 +44,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """Lines of the header: name -> text."""
     held = int(rows.held.sum())
-    supervised = rows.supervised
+    supervised = rows.totals.supervised
     facts = {
         "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
         + "frozen",

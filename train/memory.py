@@ -18,6 +18,7 @@ import torch
 from outrider.decode.target import Target
 from outrider.heads.base import Head
 from outrider.train.data.batches import BatchPlan, JoinedRows
+from outrider.train.data.packing import Limits
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -88,9 +89,10 @@ def widest(cfg: Any, rows: JoinedRows, plan: BatchPlan, world: int = 1) -> list[
     epoch of them.
     """
     best: tuple[int, list[int]] = (0, [])
+    limits = Limits(cfg.micro_batch, cfg.micro_tokens)
     for step in range(min(cfg.steps, plan.per_epoch)):
-        for rank in range(world):
-            for part in plan.micro_batches(step, rank, world, cfg.micro_batch, cfg.micro_tokens):
+        for share in plan.shares(step, world, limits):
+            for part in share:
                 size = rows.computed(part)
                 best = max(best, (size, part))
     return best[1]

@@ -20,6 +20,7 @@ from outrider.heads.parity import PassLimits
 from outrider.train.checkpoint import State
 from outrider.train.config import TrainConfig
 from outrider.train.data.batches import BatchPlan, JoinedRows
+from outrider.train.data.packing import Limits
 from outrider.train.data.prefetch import Feed
 from outrider.train.features.store import Source
 from outrider.train.flops import Flops
@@ -63,8 +64,9 @@ class Run:
 
     def passes(self, step: int) -> list[list[int]]:
         """The rows of this rank's passes of a step."""
-        size = self.cfg.micro_batch, self.cfg.micro_tokens, self.source.pack, self.cfg.shard_target
-        return self.plan.micro_batches(step, self.rank, self.world, *size)
+        cfg = self.cfg
+        limits = Limits(cfg.micro_batch, cfg.micro_tokens, self.source.pack, cfg.shard_target)
+        return self.plan.shares(step, self.world, limits)[self.rank]
 
     def make(self, step: int, rows: Sequence[int]) -> tuple[Batch, Any]:
         """What a pass over some rows needs of the host, where a GPU copies it without a wait."""

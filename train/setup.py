@@ -17,7 +17,8 @@ from outrider.heads import vocab
 from outrider.heads.base import Head
 from outrider.heads.batch import hash_u63
 from outrider.train.config import TrainConfig
-from outrider.train.data.batches import BatchPlan, JoinedRows, load_rows
+from outrider.train.data.batches import BatchPlan, JoinedRows
+from outrider.train.data.load import load_rows
 from outrider.train.facts import facts_of, meaning_of, self_check
 from outrider.train.features.store import Source
 from outrider.train.flops import Flops
@@ -30,7 +31,7 @@ from outrider.train.run import Run
 from outrider.train.saving import Saver, check_space, last_state, resume
 from outrider.train.sharding import loaded, shard_target
 from outrider.train.signals import Stop, interruption
-from outrider.train.waiting import meet, nothing, turn
+from outrider.train.waiting import main_first, meet, nothing
 
 CheckStop = Callable[[], None]
 
@@ -62,7 +63,7 @@ def begin(
     head.to(accelerator.device)
     optimizer = _optimizer(cfg, head)
 
-    source = _source(cfg, head, target, rows, check_stop)
+    source = _source(cfg, head, target, rows)
     meaning = {**meaning_of(cfg, target, rows), **source.meaning, **made.meaning}
     notes += resume(checkpoint, state, cfg, meaning, head, optimizer)
     check_space(cfg, head, state.step, accelerator)
@@ -152,8 +153,10 @@ def _rows(cfg: TrainConfig, target: Target, check_stop: CheckStop = nothing) -> 
 def _texts(cfg: TrainConfig, target: Target, main: bool, check_stop: CheckStop) -> JoinedRows:
     """The rows of tokens; on rank 0 (main) those left out are listed in the run folder.
     check_stop: raises where the run was asked to stop."""
-    rows = _rows(cfg, target, check_stop)
-    meet("rows", cfg.data.wait, check_stop)  # in the first collective nobody may wait for tokens
+    wait = cfg.data.wait, check_stop
+    with main_first("rows", *wait) if cfg.data.cache else nullcontext():
+        rows = _rows(cfg, target, check_stop)
+    meet("rows", *wait)  # in the first collective nobody may wait for tokens
     if main:
         rows.list_bad(Path(cfg.out_dir))
     return rows
@@ -170,14 +173,8 @@ def _optimizer(cfg: TrainConfig, head: Head) -> torch.optim.AdamW:
     )
 
 
-def _source(
-    cfg: TrainConfig, head: Head, target: Target, rows: JoinedRows, check_stop: CheckStop
-) -> Source:
+def _source(cfg: TrainConfig, head: Head, target: Target, rows: JoinedRows) -> Source:
     """What the head's forward gets as its target: the target, or features on disk."""
     if cfg.data.packing:
         target.packs()  # remembered; the ranks of a sharded target must ask it together
-    # Files that this machine has not read yet are hashed once; the others find it in the cache.
-    with turn("features", cfg.data.wait, check_stop) if cfg.data.features else nullcontext():
-        source = Source(cfg, head, target, rows)
-    meet("features", cfg.data.wait, check_stop)
-    return source
+    return Source(cfg, head, target, rows)

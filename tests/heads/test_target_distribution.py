@@ -25,7 +25,7 @@ from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.teacher import target_distribution
 from outrider.scripts.certificate.enumerator import Case, enumerate_case
 from outrider.train.checkpoint import RATE, check_meaning
-from outrider.train.data.batches import load_rows
+from outrider.train.data.load import load_rows
 from outrider.train.facts import meaning_of
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import chats, random_batch, run_config, tiny_target

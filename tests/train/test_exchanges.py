@@ -10,7 +10,7 @@ import pytest
 
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.train.config import DataConfig
-from outrider.train.data.batches import load_rows
+from outrider.train.data.load import load_rows
 from outrider.train.data.rows import RowReading, encode, interpret
 
 ASKED = [

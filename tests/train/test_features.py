@@ -26,10 +26,11 @@ from outrider.heads.checkpoint import read_card
 from outrider.train import cache_features
 from outrider.train.cache_features import CacheConfig
 from outrider.train.config import TrainConfig
-from outrider.train.data.batches import JoinedRows, load_rows
+from outrider.train.data.batches import JoinedRows
+from outrider.train.data.load import load_rows
 from outrider.train.features import store
 from outrider.train.features import writer as feature_writer
-from outrider.train.features.store import FeatureStore, Freed, Source
+from outrider.train.features.store import CachedTarget, FeatureStore, Freed, Source
 from outrider.train.features.writer import FeatureWriter
 from outrider.train.loop import fit
 from tests.helpers.training import TINY, chats, run_config, tiny_target
@@ -131,7 +132,7 @@ def test_cached_loss_and_gradient_equal_online(name: str, data: Path, tmp_path: 
     head = head_for(name, target, rows.counts(target.vocab_size)).train()
     batch = rows.batch([3, 11, 30, 47])
     found = []
-    for source in (target, store.CachedTarget(target, store, batch)):
+    for source in (target, CachedTarget(target, store, batch)):
         out = head(batch, source)
         out.sum.backward()
         found.append((out.sum.detach(), [p.grad.clone() for p in head.parameters()]))
@@ -150,7 +151,7 @@ def test_what_is_stored_is_what_the_target_gave_bit_for_bit(data: Path, tmp_path
         for part in writer._batches(order[rows.lengths[order].argsort(stable=True)]):
             batch = rows.batch(part)
             found = writer.target.features(batch.ids, batch.mask, writer.taps)
-            read = store.CachedTarget(writer.target, store, batch).features(
+            read = CachedTarget(writer.target, store, batch).features(
                 batch.ids, batch.mask, writer.taps
             )
             assert torch.equal(found * batch.mask[:, :, None, None], read)

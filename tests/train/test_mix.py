@@ -16,7 +16,8 @@ from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads import head_class
 from outrider.train import resolve
 from outrider.train.config import DataConfig
-from outrider.train.data.batches import BatchPlan, JoinedRows, load_rows
+from outrider.train.data.batches import BatchPlan, JoinedRows
+from outrider.train.data.load import load_rows
 from outrider.train.data.mix import shares
 from outrider.train.loop import fit
 from outrider.train.schedule import usual_rate
@@ -52,8 +53,8 @@ def test_files_are_joined_row_by_row(files: list[Path], cache: bool) -> None:
     places = [one.where(r) for one in alone for r in range(one.lines.numel())]
     assert [rows.where(r) for r in range(len(places))] == places
     assert torch.equal(rows.counts(260), sum(one.counts(260) for one in alone))
-    assert rows.supervised == sum(one.supervised for one in alone)
-    assert rows.turns[0] == 50 and len({f.sha256 for f in rows.files}) == 3
+    assert rows.totals.supervised == sum(one.totals.supervised for one in alone)
+    assert rows.counted["turns"] == 50 and len({f.sha256 for f in rows.files}) == 3
     batch = rows.batch([0, 29, 30, 49])
     for b, row in enumerate([0, 29, 30, 49]):
         assert batch.ids[b][batch.mask[b]].tolist() == wanted[row]

@@ -13,7 +13,8 @@ import torch
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
 from outrider.heads import head_class
-from outrider.train.data.batches import BatchPlan, load_rows
+from outrider.train.data.batches import BatchPlan
+from outrider.train.data.load import load_rows
 from outrider.train.data.packing import Limits
 from outrider.train.features.store import CachedTarget, Source
 from tests.helpers.archs import build

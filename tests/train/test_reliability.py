@@ -17,7 +17,8 @@ import pytest
 
 from outrider.train import checkpoint as disk
 from outrider.train import loop
-from outrider.train.data.batches import BatchPlan, load_rows
+from outrider.train.data.batches import BatchPlan
+from outrider.train.data.load import load_rows
 from outrider.train.facts import in_one_line, is_peer_gone
 from tests.helpers import faults
 from tests.helpers.faults import Marks, at_call, finish, launcher, outcome, ranks, train, wait
@@ -197,14 +198,15 @@ def elastic(
 
     def segment(stop: int) -> None:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        batches, report, step = BatchPlan.micro_batches, loop.report, loop.train_step
+        batches, report, step = BatchPlan.shares, loop.report, loop.train_step
         where = out / f"seen-{rank}-{world}.jsonl"
 
-        def summary(self: Any, k: int, r: int, w: int, *size: int) -> Any:
-            chosen = batches(self, k, r, w, *size)
+        def summary(self: Any, k: int, w: int, limits: Any) -> Any:
+            chosen = batches(self, k, w, limits)
             with where.open("a") as file:
                 file.write(
-                    json.dumps({"step": k, "rows": [x for part in chosen for x in part]}) + "\n"
+                    json.dumps({"step": k, "rows": [x for part in chosen[rank] for x in part]})
+                    + "\n"
                 )
             return chosen
 
@@ -220,7 +222,7 @@ def elastic(
                 os.kill(os.getpid(), TERM)
             return step(run)
 
-        BatchPlan.waste, BatchPlan.micro_batches = (lambda *a, **k: 0.0), summary  # type: ignore[method-assign, assignment]
+        BatchPlan.waste, BatchPlan.shares = (lambda *a, **k: 0.0), summary  # type: ignore[method-assign, assignment]
         loop.report, loop.train_step = loss, stopping
         more = (f"steps={place.steps}", "dtype=float64", "save_every=0", "log_every=1")
         loop.fit(run_config(place.data, out, *SMALL, *more), faults.head_class("medusa"))

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from outrider.heads.batch import Batch
-from outrider.train.data.batches import BatchPlan, JoinedRows, load_rows
+from outrider.train.data.batches import BatchPlan, JoinedRows
+from outrider.train.data.load import load_rows
 from outrider.train.data.packing import Limits, laid, shared
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 from tests.train.test_features import VARIANTS, head_for

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from outrider.conf.errors import UserError
 from outrider.train.config import DataConfig
 from outrider.train.data.batches import BatchPlan
+from outrider.train.data.tokens import totals
 from tests.helpers.training import chats
 from tests.train.test_train_data import load
 
@@ -34,24 +35,26 @@ def parquet(folder: Path, rows: list[dict], files: int = 3) -> Path:
 
 def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens, hence the same batches and the same meaning of a run, however they were
-    read; spilled or not.
+    read.
     """
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     path = chats(tmp_path / "d.jsonl", 50)
     want = load(path)
     folder = parquet(tmp_path / "data", records(path))
-    monkeypatch.setattr("outrider.train.data.tokens.SPILL", 300)
     streamed = load(folder, kind="hub", streaming=True, cache=True)
-    assert streamed.sha256() == want.sha256() and streamed.where(3) == f"{folder}[train]:3"
+    assert (
+        streamed.totals.sha256 == want.totals.sha256 and streamed.where(3) == f"{folder}[train]:3"
+    )
     assert [
         t.equal(getattr(want, n))
         for n in ("ids", "loss", "offsets", "held")
         for t in [getattr(streamed, n)]
     ]
+    train = want.loss & ~want.held.repeat_interleave(want.lengths)
     for part in (1, 100, 1 << 20):
-        monkeypatch.setattr("outrider.train.data.batches.PART", part)
-        train = want.loss & ~want.held.repeat_interleave(want.lengths)
-        assert streamed.counts(260).equal(want.ids[train].long().bincount(minlength=260))
+        monkeypatch.setattr("outrider.train.data.tokens.COUNTED", part)
+        assert totals(vars(want)).tally.equal(want.ids[train].long().bincount())
+    assert streamed.counts(260).equal(want.ids[train].long().bincount(minlength=260))
     steps = range(2 * BatchPlan(want, 4, 3, 7).per_epoch)
     assert [BatchPlan(streamed, 4, 3, 7).batch(k) for k in steps] == [
         BatchPlan(want, 4, 3, 7).batch(k) for k in steps
@@ -60,8 +63,8 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(saved) == 1, "nothing spilled is left behind"
     with safe_open(saved[0], "pt") as file:
         assert file.get_tensor("ids").equal(want.ids) and file.get_tensor("loss").equal(want.loss)
-    monkeypatch.setattr("outrider.train.data.batches._tokenize", None)
-    assert load(folder, kind="hub", streaming=True, cache=True).sha256() == want.sha256()
+    monkeypatch.setattr("outrider.train.data.tokens.encoded", None)
+    assert load(folder, kind="hub", streaming=True, cache=True).totals.sha256 == want.totals.sha256
     monkeypatch.undo()
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     changed = records(path)
@@ -71,9 +74,9 @@ def test_streamed_rows_are_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "other" / "train-00000-of-00003.parquet").rename(
         folder / "train-00000-of-00003.parquet"
     )
-    assert load(folder, kind="hub", streaming=True, cache=True).sha256() != want.sha256(), (
-        "read again: other bytes"
-    )
+    assert (
+        load(folder, kind="hub", streaming=True, cache=True).totals.sha256 != want.totals.sha256
+    ), "read again: other bytes"
     with (folder / "train-00001-of-00003.parquet").open("r+b") as broken:
         broken.seek(20)
         broken.write(b"\xff" * 200)

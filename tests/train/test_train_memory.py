@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from outrider.conf.jsonl import records
 from outrider.heads import head_class
 from outrider.heads.losses import LossWeights
-from outrider.train.data.batches import BatchPlan, load_rows
+from outrider.train.data.batches import BatchPlan
+from outrider.train.data.load import load_rows
 from outrider.train.memory import Peak, predict, widest
 from tests.helpers.training import chats, random_batch, run_config, tiny_target
 
@@ -114,7 +115,8 @@ from outrider.conf.schema import compose
 from outrider.decode.models.load import load_target
 from outrider.heads import head_class
 from outrider.train import memory
-from outrider.train.data.batches import BatchPlan, load_rows
+from outrider.train.data.batches import BatchPlan
+from outrider.train.data.load import load_rows
 from outrider.train.validate import ValidateConfig, head_config
 cfg = compose("validate", ValidateConfig, sys.argv[1:])
 target = load_target(cfg.target, cfg.dtype, cfg.device)

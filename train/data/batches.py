@@ -2,9 +2,7 @@
 k).
 
 Nothing iterates, so nothing is rewound on resume, and the number of ranks does not change the
-order. Tokens are cached by content (data, tokenizer, template, settings), so a second run
-starts at once; they are read by mapping that file, so they need not fit into memory
-(train/data/tokens.py).
+order.
 """
 
 from __future__ import annotations
@@ -15,54 +13,32 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from outrider.conf import disk
-from outrider.conf.errors import UserError, first_line
-from outrider.conf.jsonl import read_lines
-from outrider.decode.models.identity import (
-    cache_root,
-    sha256_known,
-    sha256_remembered,
-    sha256_template,
-    sha256_tokenizer,
-)
+from outrider.conf.errors import UserError
 from outrider.heads.batch import Batch, hash_u63
-from outrider.train.config import DataConfig
 from outrider.train.data.mix import File, Joined, drawn, shares
 from outrider.train.data.packing import Limits, laid, shared
-from outrider.train.data.rows import BadRow, ChatRow, RowReading, read_records, read_text
-from outrider.train.data.tokenizing import CHUNK, LETTERS, Item, Parts, Work, encoded
-from outrider.train.data.tokens import HASHED, PART, RowCounter, TokenWriter, mapped, sha256_of
-from outrider.train.data.workers import processes
-from outrider.train.waiting import nothing, turn
+from outrider.train.data.tokens import DROPPED, HIDDEN, TURNS, Totals, totals
 
 LEAST, ENOUGH = 8, 100  # rows that are held out at least, and of how many
-VERSION = 4  # of the token cache: raise it when rows are encoded differently
-LEFT_OUT = (
-    "left_out.txt"  # in the run folder: file:line and reason of every row that is not trained on
-)
-ROW = (
-    'write {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", '
-    '"content": ".."}]}, ShareGPT\'s '
-    '{"conversations": [..]} or {"text": ".."}'
-)
+# In the run folder: file:line and reason of every row that is not trained on.
+LEFT_OUT = "left_out.txt"
 MIN_TEXT_PROMPT = 16  # tokens of a plain text that serve as its prompt
 
 
 @dataclass
 class JoinedRows:
     """Token rows, end to end. ids: [S] int32. loss: [S] bool. offsets: [R + 1] int64. lines:
-    [R] int64 (with `name`: where a row comes from). held: [R] bool, kept out of training.
-    turns: of how many assistant turns, how many the chat template shows, and how many are
-    supervised. notes: how many turns lack what. tally, about: what the token cache has counted
-    and hashed already.
+    [R] int64 (with `name`: where a row comes from). held: [R] bool, kept out of training. bad:
+    "file:line: reason" of rows that were left out. counted: assistant turns by what became of
+    them. known: the totals, where they are on file.
 
     files: which rows are from which file, where there are several; ids and loss are then
     `Joined`. weights: of the first files, how often each is drawn from; () = as they are."""
@@ -74,29 +50,20 @@ class JoinedRows:
     lines: Tensor
     held: Tensor
     bad: list[str]
-    turns: tuple[int, int, int] = (0, 0, 0)
-    tally: Tensor | None = None
-    about: Mapping[str, Any] = field(default_factory=dict)
+    counted: Mapping[str, int] = field(default_factory=dict)
+    known: Totals | None = None
     files: tuple[File, ...] = ()
     weights: tuple[float, ...] = ()
-    notes: Mapping[str, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def totals(self) -> Totals:
+        """What follows from all tokens."""
+        return self.known or totals(vars(self))
 
     @functools.cached_property
     def lengths(self) -> Tensor:
         """[R] int64 tokens."""
         return self.offsets.diff()
-
-    @functools.cached_property
-    def supervised(self) -> int:
-        """How many tokens are supervised."""
-        known = self.about.get("supervised")
-        return int(self.loss.sum()) if known is None else int(known)
-
-    @functools.cached_property
-    def max_id(self) -> int:
-        """The largest token id, -1 without tokens."""
-        known = self.about.get("max_id")
-        return int(known) if known is not None else int(self.ids.max()) if self.ids.numel() else -1
 
     def where(self, row: int) -> str:
         """file:line of a row."""
@@ -108,26 +75,19 @@ class JoinedRows:
         UserError for a line of several files, and for a file that is none of them."""
         found = torch.zeros_like(self.held)
         files = self.files or (File(self.name, 0, self.held.numel(), ""),)
-        bare = [place for place in places if isinstance(place, int)]
-        if bare and len(files) > 1:
-            raise UserError(
-                f"data.skip: {bare[0]} is a line of which of the {len(files)} files? give "
-                f"FILE:LINE, such as {files[0].name}:{bare[0]}"
-            )
-        named = {file.name: [*bare] for file in files}
         for place in places:
-            if not isinstance(place, str):
-                continue
-            name, _, line = place.rpartition(":")
-            if name not in named:
+            name, _, line = str(place).rpartition(":")
+            here = [file for file in files if name in ("", file.name)]
+            if not here:
+                known = ", ".join(file.name for file in files)
+                raise UserError(f"data.skip: {place}: no such file is read; there are {known}")
+            if len(here) > 1:
                 raise UserError(
-                    f"data.skip: {place}: no such file is read; there are {', '.join(named)}"
+                    f"data.skip: {place} is a line of which of the {len(files)} files? give "
+                    f"FILE:LINE, such as {files[0].name}:{place}"
                 )
-            named[name].append(int(line))
-        for file in files:
-            part = slice(file.first, file.end)
-            lines = torch.tensor(named[file.name], dtype=torch.int64)
-            found[part] = torch.isin(self.lines[part], lines)
+            part = slice(here[0].first, here[0].end)
+            found[part] |= self.lines[part] == int(line)
         return found
 
     def reasons(self, most: int = 4) -> str:
@@ -141,14 +101,14 @@ class JoinedRows:
 
     def supervision(self) -> str:
         """How many assistant turns are supervised, and why others are not; "" without chats."""
-        turns, shown, kept = self.turns
+        turns, shown, kept = (self.counted.get(name, 0) for name in TURNS)
         reasons = [
             f"{turns - shown:,} not shown apart by the chat template" if shown < turns else "",
             f"{shown - kept:,} beyond data.max_length" if kept < shown else "",
         ]
         why = ", ".join(filter(None, reasons))
         message = f"{kept:,} of {turns:,} assistant turns supervised" + (f" ({why})" if why else "")
-        notes = (f"{count:,} {note}" for note, count in self.notes.items() if count)
+        notes = (f"{n:,} {note}" for note in (DROPPED, HIDDEN) if (n := self.counted.get(note, 0)))
         return "; ".join([message, *notes]) if turns else ""
 
     def list_bad(self, folder: Path) -> None:
@@ -167,27 +127,8 @@ class JoinedRows:
         """Those rows, right-padded to the longest; pack: or packed end to end into sequences
         of so many tokens (or of the longest row, if that is more). How many positions a
         sequence has, `laid` decides."""
-        lengths = self.lengths[list(rows)]
-        sequences, width = laid(lengths.tolist(), pack)
-        if pack:
-            return self._packed(list(rows), sequences, width)
-        place = torch.arange(width)
-        mask = place < lengths[:, None]
-        flat = (self.offsets[list(rows)][:, None] + place).clamp(max=self.ids.numel() - 1)
-        return Batch(
-            self.ids[flat].long() * mask,
-            mask,
-            self.loss[flat] & mask,
-            torch.tensor(list(rows)),
-        )
-
-    def computed(self, rows: Sequence[int], pack: int = 0) -> int:
-        """Positions of the batch of those rows, padding included."""
-        sequences, width = laid(self.lengths[list(rows)].tolist(), pack)
-        return len(sequences) * width
-
-    def _packed(self, rows: list[int], sequences: list[list[int]], width: int) -> Batch:
-        sizes = self.lengths[rows].tolist()
+        sizes = self.lengths[list(rows)].tolist()
+        sequences, width = laid(sizes, pack)
         ids = torch.zeros(len(sequences), width, dtype=torch.int64)
         mask, loss = (torch.zeros_like(ids, dtype=torch.bool) for _ in range(2))
         position = torch.zeros_like(ids)
@@ -196,12 +137,17 @@ class JoinedRows:
             for i in chosen:
                 part = slice(start, start := start + sizes[i])
                 flat = slice(int(self.offsets[rows[i]]), int(self.offsets[rows[i] + 1]))
-                ids[b, part], mask[b, part] = self.ids[flat].long(), True
+                ids[b, part], mask[b, part] = self.ids[flat], True
                 loss[b, part] = self.loss[flat]
                 position[b, part] = torch.arange(sizes[i])
             position[b, start:] = torch.arange(width - start)
         numbers = torch.tensor([rows[i] for chosen in sequences for i in chosen])
-        return Batch(ids, mask, loss, numbers, position)
+        return Batch(ids, mask, loss, numbers, position if pack else None)
+
+    def computed(self, rows: Sequence[int], pack: int = 0) -> int:
+        """Positions of the batch of those rows, padding included."""
+        sequences, width = laid(self.lengths[list(rows)].tolist(), pack)
+        return len(sequences) * width
 
     def prompt(self, row: int) -> list[int]:
         """The tokens before the first supervised one; of a plain text at least
@@ -215,30 +161,9 @@ class JoinedRows:
 
     def counts(self, vocab_size: int) -> Tensor:
         """[V] int64 occurrences among the supervised tokens of the training rows."""
-        total = torch.zeros(vocab_size, dtype=torch.int64)
-        if self.tally is not None:
-            total[: self.tally.numel()] = self.tally
-            return total
-        first, count = 0, self.held.numel()
-        while first < count:  # the tokens may not fit into memory, those of some rows do
-            last = int(torch.searchsorted(self.offsets, self.offsets[first] + PART)) - 1
-            rows = slice(first, first := min(max(last, first + 1), count))
-            part = slice(int(self.offsets[rows.start]), int(self.offsets[rows.stop]))
-            train = self.loss[part] & ~self.held[rows].repeat_interleave(self.lengths[rows])
-            total += torch.bincount(self.ids[part][train].long(), minlength=vocab_size)
-        return total
-
-    def sha256(self) -> str:
-        """Content hash of ids, mask, row bounds and the held-out choice."""
-        return self.about.get("sha256") or sha256_of({name: getattr(self, name) for name in HASHED})
-
-    def tokens_sha256(self) -> str:
-        """Content hash of ids and row bounds alone, on which features depend."""
-        if known := self.about.get("tokens_sha256"):
-            return str(known)
-        total = hashlib.sha256(self.ids.numpy().data)
-        total.update(self.offsets.numpy().data)
-        return total.hexdigest()
+        found = torch.zeros(vocab_size, dtype=torch.int64)
+        found[: self.totals.tally.numel()] = self.totals.tally
+        return found
 
 
 def joined(parts: Sequence[JoinedRows], weights: Sequence[float] = ()) -> JoinedRows:
@@ -248,13 +173,14 @@ def joined(parts: Sequence[JoinedRows], weights: Sequence[float] = ()) -> Joined
         return parts[0]
     firsts = torch.tensor([0, *(p.lines.numel() for p in parts)]).cumsum(0).tolist()
     starts = torch.tensor([0, *(p.ids.numel() for p in parts)]).cumsum(0)
-    hashes = [p.sha256() for p in parts]
+    known = [p.totals for p in parts]
     files = [
-        File(p.name, first, end, sha256)
-        for p, first, end, sha256 in zip(parts, firsts, firsts[1:], hashes, strict=False)
+        File(p.name, first, end, p.totals.sha256)
+        for p, first, end in zip(parts, firsts, firsts[1:], strict=False)
     ]
-    size = max(p.tally.numel() if p.tally is not None else 1 + p.max_id for p in parts)
-    requested, shown, kept = (sum(p.turns[i] for p in parts) for i in range(3))
+    tally = torch.zeros(max(t.tally.numel() for t in known), dtype=torch.int64)
+    for one in known:
+        tally[: one.tally.numel()] += one.tally
     return JoinedRows(
         ", ".join(p.name for p in parts),
         # Of tensors they can what rows ask of them.
@@ -264,17 +190,16 @@ def joined(parts: Sequence[JoinedRows], weights: Sequence[float] = ()) -> Joined
         torch.cat([p.lines for p in parts]),
         torch.cat([p.held for p in parts]),
         [problem for p in parts for problem in p.bad],
-        (requested, shown, kept),
-        torch.stack([p.counts(size) for p in parts]).sum(0),
-        {
-            "supervised": sum(p.supervised for p in parts),
-            "max_id": max(p.max_id for p in parts),
-            "sha256": _sha256_of_all(hashes),
-            "tokens_sha256": _sha256_of_all([p.tokens_sha256() for p in parts]),
-        },
+        sum((Counter(p.counted) for p in parts), Counter()),
+        Totals(
+            sum(t.supervised for t in known),
+            max(t.max_id for t in known),
+            _sha256_of_all([t.sha256 for t in known]),
+            _sha256_of_all([t.tokens_sha256 for t in known]),
+            tally,
+        ),
         tuple(files),
         tuple(weights),
-        notes=sum((Counter(p.notes) for p in parts), Counter()),
     )
 
 
@@ -293,14 +218,17 @@ def some_held_out(rows: JoinedRows) -> JoinedRows:
             ids = json.dumps(rows.prompt(row))
             name = chats[place] = hashlib.sha256(ids.encode()).hexdigest()
         groups.setdefault(name, []).append(row)
-    held = rows.held.clone()
+    held, tally = rows.held.clone(), rows.totals.tally.clone()
     for name in sorted(groups):
         if missing > 0 and len(groups[name]) <= LEAST:
             held[groups[name]] = True
             missing -= len(groups[name])
-    about = {k: v for k, v in rows.about.items() if k != "sha256"}
-    about["sha256"] = _sha256_of_all([rows.sha256(), held.numpy().tobytes().hex()])
-    return replace(rows, held=held, tally=None, about=about)
+            for row in groups[name]:
+                part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
+                tokens = rows.ids[part][rows.loss[part]].long()
+                tally -= torch.bincount(tokens, minlength=tally.numel())
+    sha256 = _sha256_of_all([rows.totals.sha256, held.numpy().tobytes().hex()])
+    return replace(rows, held=held, known=rows.totals._replace(tally=tally, sha256=sha256))
 
 
 def _sha256_of_all(hashes: Sequence[str]) -> str:
@@ -387,28 +315,9 @@ class BatchPlan:
             batches.append(part[torch.randperm(part.shape[0], generator=generator)])
         return torch.cat(batches)
 
-    def micro_batches(
-        self,
-        step: int,
-        rank: int,
-        world: int,
-        micro: int,
-        tokens: int = 0,
-        pack: int = 0,
-        together: bool = False,
-    ) -> list[list[int]]:
-        """The rows of one rank at one step, cut into micro-batches of at most `micro` rows (0
-        = any number) and at most `tokens` computed positions (0 = any number; one row in any
-        case). pack: rows are packed into sequences of so many tokens. together: every pass of the
-        ranks is a collective (a sharded target), so all have equally many; without `tokens` they
-        have anyway.
-
-        batch_size is a multiple of world. Which rows a step has does not depend on world.
-        """
-        return self.shares(step, world, Limits(micro, tokens, pack, together))[rank]
-
     def shares(self, step: int, world: int, limits: Limits) -> list[list[list[int]]]:
-        """The micro-batches of every rank at one step."""
+        """The rows of every rank at one step, cut into micro-batches. world divides batch_size;
+        which rows a step has does not depend on it."""
         batch = self.batch(step)
         found = shared(self.rows.lengths[batch].tolist(), world, limits)
         return [[[batch[i] for i in part] for part in share] for share in found]
@@ -440,307 +349,3 @@ def held_out_batches(
         part.append(row)
     if part:
         yield rows.batch(part)
-
-
-def load_rows(
-    cfg: DataConfig,
-    tokenizer: Any,
-    eos_ids: Iterable[int],
-    vocab_size: int,
-    context: int,
-    check_stop: Callable[[], None] = nothing,
-) -> JoinedRows:
-    """Read, check and tokenize the data, or take the tokens from the cache. Of several
-    processes one tokenizes and the others wait for its file, without a collective.
-
-    check_stop: called while that takes long; what it raises ends it, and finished parts stay.
-    Raises UserError: no such file or data set, too many malformed rows (the first is named by
-    file:line), no row at all, token ids outside the target's vocabulary.
-    """
-    parts = [_load(file, tokenizer, eos_ids, context, check_stop) for file in _files(cfg)]
-    for part in parts:
-        _check_any(part)
-    rows = joined(parts, cfg.weights)
-    if cfg.held_out and not isinstance(cfg.held_out, str):
-        rows = some_held_out(rows)
-    total = rows.lines.numel() + len(rows.bad)
-    if len(rows.bad) > cfg.max_bad_fraction * total:
-        raise UserError(
-            f"{rows.bad[0]}; {len(rows.bad)} of {total} rows are unusable ({rows.reasons()}), "
-            f"above data.max_bad_fraction={cfg.max_bad_fraction}; mend them or raise it (a run "
-            f"that starts lists all of them in {LEFT_OUT})"
-        )
-    if rows.max_id >= vocab_size:
-        raise UserError(
-            f"target: its tokenizer makes id {rows.max_id}, its vocabulary has {vocab_size} "
-            "entries; use the tokenizer of this model"
-        )
-    if not rows.supervised:
-        raise UserError(
-            f"data.path: no token of {rows.name} is supervised; the chat template marks no "
-            "assistant text"
-        )
-    return rows
-
-
-def _files(cfg: DataConfig) -> list[DataConfig]:
-    """A configuration for each file: those of data.path, and data.held_out if it names one,
-    last. Raises UserError for a file that is named twice."""
-    held = cfg.held_out
-    if not isinstance(held, str):
-        found = [replace(cfg, path=path) for path in cfg.paths]
-    else:
-        if not Path(held).expanduser().is_file():
-            raise UserError(f"data.held_out: {held} is neither a file nor a share of the rows")
-        found = [replace(cfg, path=path, held_out=0.0) for path in cfg.paths]
-        own = replace(cfg, path=held, held_out=1.0, streaming=False)
-        found.append(own if cfg.kind == "text" else replace(own, kind="jsonl"))
-    if len(found) > 1:
-        places = [Path(str(f.path)).expanduser().resolve() for f in found]
-        for i, place in enumerate(places):
-            if place in places[:i]:
-                instead = (
-                    "give data.weights"
-                    if i < len(cfg.paths)
-                    else "it is trained on; give another file, or a share of its rows"
-                )
-                key = "path" if i < len(cfg.paths) else "held_out"
-                raise UserError(f"data.{key}: {found[i].path} is named twice; {instead}")
-    return found
-
-
-def _check_any(rows: JoinedRows) -> None:
-    """Raises UserError for a file without a row that can be used."""
-    total = rows.lines.numel() + len(rows.bad)
-    if not total:
-        raise UserError(
-            f"data.path: {rows.name} holds no rows; give a file with messages, conversations or "
-            "text"
-        )
-    if len(rows.bad) == total:
-        raise UserError(
-            f"{rows.bad[0]}; none of the {total} rows can be used ({rows.reasons()}): " + ROW
-        )
-
-
-def _load(
-    cfg: DataConfig,
-    tokenizer: Any,
-    eos_ids: Iterable[int],
-    context: int,
-    check_stop: Callable[[], None],
-) -> JoinedRows:
-    """The rows of one file or data set."""
-    how = RowReading(
-        min(cfg.max_length, context),
-        frozenset(eos_ids),
-        cfg.turns,
-        cfg.last_turn_only,
-        cfg.chat_template_kwargs,
-    )
-    source, name, content = _source(cfg, check_stop)
-    identity = [
-        VERSION,
-        cfg.kind,
-        content,
-        sha256_tokenizer(tokenizer),
-        sha256_template(tokenizer),
-        sorted(how.eos),
-        how.max_length,
-        cfg.held_out,
-        how.turns,
-        how.last_turn_only,
-        how.kwargs,
-    ]
-    text = json.dumps(identity, sort_keys=True, default=str)
-    key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    path = cache_root() / "tokens" / f"{key}.safetensors" if cfg.cache else None
-    work = Work(name, tokenizer, how, float(cfg.held_out))
-    # A file that this machine has not read yet is read through once, by whose turn it is.
-    rows = _from_cache(path, name) if path is not None and _read(path) else None
-    if rows is None and path is not None:
-        with turn(f"tokens-{key}", cfg.wait, check_stop):
-            rows = _from_cache(path, name) or _tokenize(cfg, source, work, path, check_stop)
-    elif rows is None:
-        rows = _tokenize(cfg, source, work, None, check_stop)
-    return rows
-
-
-def _source(cfg: DataConfig, check_stop: Callable[[], None]) -> tuple[Iterator[Item], str, str]:
-    """(rows, name for messages, content hash)."""
-    if cfg.kind in ("jsonl", "text"):
-        path = Path(str(cfg.path)).expanduser()
-        if not path.is_file():
-            raise UserError(
-                f"data.path: no such file {path}; give a "
-                f"{'JSONL' if cfg.kind == 'jsonl' else 'text'} file"
-            )
-        rows = read_lines(path) if cfg.kind == "jsonl" else read_text(path)
-        return rows, str(path), _content(path, cfg, check_stop)
-    import datasets
-
-    (folder,) = cfg.paths
-    name = folder or cfg.name
-    try:
-        if folder and (Path(folder) / "state.json").is_file():
-            data = datasets.load_from_disk(folder)  # mapped, so streamed in any case
-        elif cfg.streaming:
-            return _streamed(cfg, f"{name}[{cfg.split}]", check_stop)
-        elif folder:
-            data = datasets.load_dataset(folder, split=cfg.split)
-        else:
-            data = datasets.load_dataset(cfg.name, split=cfg.split, revision=cfg.revision)
-    except Exception as error:  # hub, network, parsing: all about what the user named
-        raise UserError(
-            f"data.name: cannot load {name} ({first_line(error)}); check name, split and network"
-        ) from None
-    return (
-        read_records(data, f"{name}[{cfg.split}]"),
-        f"{name}[{cfg.split}]",
-        str(data._fingerprint),
-    )
-
-
-def _content(file: Path, cfg: DataConfig, check_stop: Callable[[], None]) -> str:
-    """The hash of a file's bytes. Of several processes one reads a file that is new here."""
-    known = sha256_known(file)
-    if known is not None:
-        return known
-    place = hashlib.sha256(str(file.resolve()).encode(errors="surrogateescape")).hexdigest()
-    with turn(f"hash-{place[:32]}", cfg.wait, check_stop):
-        return sha256_remembered([file])[0]
-
-
-def _streamed(
-    cfg: DataConfig, name: str, check_stop: Callable[[], None]
-) -> tuple[Iterator[ChatRow | BadRow], str, str]:
-    """As _source, file after file and row after row, without a copy on this machine. The
-    content hash is that of the
-    files: of their bytes in a local folder, of their names at a resolved commit on the hub."""
-    import datasets
-
-    (folder,) = cfg.paths
-    where = {"path": folder} if folder else {"path": cfg.name, "revision": cfg.revision}
-    builder = datasets.load_dataset_builder(**where)
-    data = datasets.load_dataset(**where, split=cfg.split, streaming=True)
-    files = [str(f) for f in (builder.config.data_files or {}).get(cfg.split, [])]
-    parts = [
-        [Path(f).name, _content(Path(f), cfg, check_stop)] if Path(f).is_file() else [f]
-        for f in files
-    ]
-    content = ["stream", parts or [[str(where), cfg.split, builder.hash]]]
-    return _unbroken(read_records(data, name), name), name, json.dumps(content)
-
-
-def _unbroken(rows: Iterator[ChatRow | BadRow], name: str) -> Iterator[ChatRow | BadRow]:
-    """The same rows; a connection or a file that fails on the way is told in words."""
-    count = 0
-    try:
-        for row in rows:
-            yield row
-            count += 1
-    except UserError:
-        raise
-    except Exception as error:  # network, parquet, decompression: all about what the user named
-        raise UserError(
-            f"data.name: {name} cannot be read beyond row {count} ({first_line(error)}); start the "
-            "same command again, or set data.streaming=false"
-        ) from None
-
-
-def _tokenize(
-    cfg: DataConfig,
-    source: Iterable[Item],
-    work: Work,
-    path: Path | None,
-    check_stop: Callable[[], None],
-) -> JoinedRows:
-    """Encode every row. path: the token cache to leave, if any; where it cannot be written the
-    run goes on with the tokens in memory, unless they are streamed."""
-    bad: list[str] = []
-    turns = [0, 0, 0]
-    notes: Counter[str] = Counter()
-    message = RowCounter(work.name)
-    parts = Parts(path and cache_root() / "token-parts" / f"{path.stem}-{CHUNK}-{LETTERS}")
-    with TokenWriter(path.parent if path else None) as writer:
-        try:
-            for part in encoded(source, work, processes(cfg.workers), parts, check_stop):
-                writer.extend(part.writer.tensors())
-                bad += part.bad
-                turns = [a + b for a, b in zip(turns, part.turns, strict=True)]
-                notes += part.notes
-                message.add(part.rows, writer.offsets[-1])
-            if path is not None:
-                writer.write(path, {"bad": bad, "turns": turns, "notes": dict(notes)})
-                _remember(path)
-                parts.remove()
-        except OSError as error:
-            if path is None or writer.spilled or cfg.streaming or error.filename is None:
-                raise UserError(
-                    f"data.cache: the tokens do not go to {path.parent if path else 'memory'} "
-                    f"({error.strerror or error}); free space there or set OUTRIDER_CACHE"
-                ) from None
-            path = None
-        kept = _from_cache(path, work.name)
-        named = [work.name + line for line in bad]
-        about = {"bad": named, "turns": turns, "notes": dict(notes)}
-        return kept or _rows(work.name, writer.tensors(), about)
-
-
-def _rows(name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> JoinedRows:
-    """about: what a token file says of itself; the bad rows by their full names."""
-    requested, shown, kept = about["turns"]
-    bad, notes = about["bad"], about.get("notes", {})
-    named: dict[str, Any] = dict(tensors)
-    return JoinedRows(
-        name, **named, bad=bad, turns=(requested, shown, kept), about=about, notes=notes
-    )
-
-
-def _from_cache(path: Path | None, name: str) -> JoinedRows | None:
-    """The rows of a token file, None without a sound one. It is read through once on this
-    machine, and again when it changes."""
-    if path is None:
-        return None
-    known = _read(path)
-    found = mapped(path, check=not known)
-    if found is None:
-        return None
-    if not known:
-        _remember(path)
-    tensors, about = found
-    try:
-        bad = [name + line for line in about["bad"]]
-        return _rows(name, tensors, {**about, "bad": bad})
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _read(path: Path) -> bool:
-    """Whether this machine has read a token file through, as it is now, and found it sound."""
-    return _memory(path) == _stat(path)
-
-
-def _stat(path: Path) -> list[int] | None:
-    """What changes when a file does."""
-    with contextlib.suppress(OSError):
-        s = path.stat()
-        return [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino]
-    return None
-
-
-def _checked(path: Path) -> Path:
-    return cache_root() / "checked" / f"{path.stem}.json"
-
-
-def _memory(path: Path) -> list[int] | str:
-    """The `_stat` under which a token file was found sound."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return list(json.loads(_checked(path).read_text()))
-    return "never"
-
-
-def _remember(path: Path) -> None:
-    """This token file is sound as it is now. Best effort."""
-    with contextlib.suppress(OSError):
-        disk.write_text(_checked(path), json.dumps(_stat(path)))

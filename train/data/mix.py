@@ -24,33 +24,26 @@ class File(NamedTuple):
 
 
 class Joined:
-    """1-d tensors end to end, read at places and never copied into one. Of what a tensor can,
-    what token rows ask for."""
+    """1-d tensors end to end, never copied into one. Of what a tensor can, what token rows ask
+    for."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self.parts = [*parts]
-        sizes = torch.tensor([0, *(part.numel() for part in parts)])
-        self.starts = sizes.cumsum(0)
+        self.starts = torch.tensor([0, *(part.numel() for part in parts)]).cumsum(0).tolist()
 
     def numel(self) -> int:
         """How many values there are."""
-        return int(self.starts[-1])
+        return self.starts[-1]
 
-    def __getitem__(self, places: slice | Tensor) -> Tensor:
-        """The values at places of any shape, or of a slice with step 1."""
-        if isinstance(places, slice):
-            begin, end, _ = places.indices(self.numel())
-            cut = [
-                part[max(begin - start, 0) : max(end - start, 0)]
-                for part, start in zip(self.parts, self.starts.tolist(), strict=False)
-            ]
-            return torch.cat([part for part in cut if part.numel()] or cut[:1])
-        which = torch.searchsorted(self.starts, places, right=True) - 1
-        found = torch.empty(places.shape, dtype=self.parts[0].dtype)
-        for number in which.unique().tolist():
-            here = which == number
-            found[here] = self.parts[number][places[here] - int(self.starts[number])]
-        return found
+    def __getitem__(self, places: slice) -> Tensor:
+        """The values of a slice with step 1."""
+        begin, end, _ = places.indices(self.numel())
+        cut = [
+            part[max(begin - start, 0) : max(end - start, 0)]
+            for part, start in zip(self.parts, self.starts, strict=False)
+        ]
+        filled = [part for part in cut if part.numel()] or cut[:1]
+        return filled[0] if len(filled) == 1 else torch.cat(filled)
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:

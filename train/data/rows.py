@@ -10,7 +10,7 @@ handed to the template; a row of which the template would show less than there i
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ ROLES = {
 FIRST = ("system", "developer")  # roles that stand before the first question
 OWN = ("role", "from", "content", "value")  # keys of a turn that are read here
 CHATS = {"messages", "conversations"}  # keys of a row that hold its turns
+Item = tuple[int, Any]  # number and content of a row: a line of JSONL, or a record
 
 
 @dataclass
@@ -101,15 +102,17 @@ class Encoded(NamedTuple):
     hidden: int = 0
 
 
-def raw_row(name: str, number: int, line: bytes) -> ChatRow | BadRow:
-    """The row in a line of the JSONL file `name`."""
-    return _checked(f"{name}:{number}", lambda: parse_line(line))
+def read_row(content: Any, where: str) -> ChatRow:
+    """The row in a line of a JSONL file (bytes), or in a record. Raises BadRow."""
+    try:
+        return interpret(parse_line(content) if isinstance(content, bytes) else content, where)
+    except ValueError as error:
+        raise BadRow(where, str(error)) from None
 
 
-def read_text(path: Path) -> Iterator[ChatRow | BadRow]:
-    """Paragraph groups of a plain text file, split at blank lines; `where` names the first
-    line of each.
-    """
+def read_text(path: Path) -> Iterator[Item]:
+    """Paragraph groups of a plain text file, split at blank lines; the number is that of the
+    first line of each. Raises UserError for a file that cannot be read."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
@@ -121,21 +124,11 @@ def read_text(path: Path) -> Iterator[ChatRow | BadRow]:
         if line.strip():
             start, part = (start, part + line) if part else (number, line)
         elif part:
-            yield _checked(f"{path}:{start}", lambda part=part: {"text": part.decode()})  # type: ignore[misc]
+            try:
+                yield start, {"text": part.decode()}
+            except UnicodeDecodeError:
+                yield start, part  # which `read_row` says
             part = b""
-
-
-def read_records(records: Iterable[Any], name: str) -> Iterator[ChatRow | BadRow]:
-    """Rows of a `datasets` data set; `where` is name:row, counted from 0."""
-    for number, record in enumerate(records):
-        yield _checked(f"{name}:{number}", lambda record=record: record)  # type: ignore[misc]
-
-
-def _checked(where: str, get: Any) -> ChatRow | BadRow:
-    try:
-        return interpret(get(), where)
-    except ValueError as error:
-        return BadRow(where, str(error))
 
 
 def interpret(record: Any, where: str) -> ChatRow:

@@ -1,268 +1,273 @@
-"""Token rows that need not fit into memory: collected in bounded memory, kept in one
-safetensors file, read from it by mapping.
+"""Rows become tokens, by several processes, and stay in one safetensors file that is mapped.
 
-Why a file of our own and no shuffle buffer: a batch must be a function of (seed, epoch, k)
-alone, so any row may be due at any step. Five bytes a token on disk give that to data of any
-size, and the pages in use are the system's cache: it takes them back when memory is short. The
-mapping is read-only, so that it is not counted against memory either.
+A batch is a function of (seed, epoch, k) alone, so any row may be due at any step: the tokens of
+all rows lie end to end in a file of the cache folder, five bytes a token, and the pages in use
+are the system's cache. `datasets` keeps lists in pieces and a bit a truth value, which no tensor
+can be a view of.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
-import shutil
+import multiprocessing
+import os
+import signal
 import sys
 import tempfile
+import threading
+import time
 import warnings
 from array import array
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.conf import disk
+from outrider.train.data.rows import BadRow, ChatRow, Item, RowReading, encode, read_row
 
-SPILL = 1 << 21  # tokens held in memory before they go to disk
-# In the file the widest types come first, so that each tensor starts at a multiple of its own
-# size.
-KINDS = {
-    "offsets": ("I64", np.int64),
-    "lines": ("I64", np.int64),
-    "tally": ("I64", np.int64),
-    "ids": ("I32", np.int32),
-    "loss": ("BOOL", np.bool_),
-    "held": ("BOOL", np.bool_),
-}
-HASHED = ("ids", "loss", "offsets", "held")  # in this order: what makes two data sets the same
-PART = 1 << 20  # bytes handled at a time
-COUNTED = 1 << 17  # tokens counted at a time
+CHUNK = 256  # rows that a process gets at a time
+SECONDS = 5.0  # of work after which further processes are worth their start
+COUNTED = 1 << 20  # tokens counted at a time
+COLUMNS = ("ids", "loss", "offsets", "lines", "held")  # what there is of rows, see JoinedRows
+TOLD = 20_000  # rows between two words of progress
+# What is counted of the assistant's turns, and what the header tells of those that are not
+# trained on as they stand in the data.
+TURNS = ("turns", "shown", "supervised")
+DROPPED = "before the first question dropped"
+HIDDEN = "without their reasoning, which the chat template cuts off (data.turns=rows trains on it)"
 
 
-class TokenWriter:
-    """Rows as they are made. folder: where tokens may spill to; None keeps all of them in
-    memory.
+class Totals(NamedTuple):
+    """What follows from all tokens. tally: [V] int64, supervised tokens of the rows not held out,
+    by id. max_id: -1 without tokens. sha256: of all that makes two data sets the same;
+    tokens_sha256: of the ids and where rows begin, on which features depend."""
 
-    Besides the unspilled tokens it holds 17 bytes a row. Use as a context manager, which
-    removes what was spilled. Raises OSError when the disk refuses."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.ids, self.loss = array("i"), bytearray()
-        self.offsets, self.lines, self.held = array("q", [0]), array("q"), bytearray()
-        self.tally = np.zeros(0, np.int64)  # supervised tokens of the rows not held out, by id
-        self.folder = folder
-        self._tallied = 0  # rows of which that is known
-        self.supervised, self.max_id = 0, -1  # tokens of all rows, and the largest id
-        self._files: dict[str, BinaryIO] = {}
-
-    def __enter__(self) -> TokenWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def add(self, ids: list[int], loss: list[bool], line: int, held: bool) -> None:
-        """One row. loss: which of its tokens are supervised."""
-        self.ids.extend(ids)
-        self.loss += bytes(loss)
-        self.offsets.append(self.offsets[-1] + len(ids))
-        self.lines.append(line)
-        self.held.append(held)
-        if self.folder is not None and len(self.ids) >= SPILL:
-            self._spill()
-
-    def extend(self, tensors: Mapping[str, Tensor]) -> None:
-        """Rows by the names of KINDS, as `tensors` or `mapped` gives them."""
-        found = {name: tensors[name].numpy() for name in KINDS}
-        offset = self.offsets[-1]
-        self.ids.frombytes(found["ids"].tobytes())
-        self.loss += found["loss"].tobytes()
-        self.held += found["held"].tobytes()
-        self.offsets.frombytes((found["offsets"][1:] + offset).tobytes())
-        self.lines.frombytes(found["lines"].tobytes())
-        self._count()
-        if self.folder is not None and len(self.ids) >= SPILL:
-            self._spill()
-
-    def _count(self) -> None:
-        """Tally the rows whose tokens are in memory and not yet tallied."""
-        first, self._tallied = self._tallied, len(self.held)
-        if first == self._tallied or not len(self.ids):
-            return
-        lengths = np.diff(np.frombuffer(self.offsets, np.int64)[first:])
-        held = np.frombuffer(self.held, np.bool_)[first:]
-        size = int(lengths.sum())
-        ids = np.frombuffer(self.ids, np.int32)[-size:]
-        loss = np.frombuffer(self.loss, np.bool_)[-size:]
-        self.supervised += int(loss.sum())
-        on = loss & ~held.repeat(lengths)
-        for start in range(0, size, COUNTED):  # a count takes 8 bytes a token
-            some = slice(start, start + COUNTED)
-            self.max_id = max(self.max_id, int(ids[some].max()))
-            more = np.bincount(ids[some][on[some]], minlength=len(self.tally))
-            more[: len(self.tally)] += self.tally
-            self.tally = more.astype(np.int64, copy=False)
-
-    def _spill(self) -> None:
-        assert self.folder is not None
-        self._count()
-        for name, part in (("ids", self.ids), ("loss", self.loss)):
-            if name not in self._files:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._files[name] = tempfile.TemporaryFile(dir=self.folder, prefix=".tmp-")  # noqa: SIM115
-            self._files[name].write(part)
-        self.ids, self.loss = array("i"), bytearray()
-
-    @property
-    def spilled(self) -> bool:
-        """Whether the rows are more than memory holds: `tensors` cannot give them, `write`
-        can.
-        """
-        return bool(self._files)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The rows by the names of KINDS, in memory."""
-        self._count()
-        return {k: torch.from_numpy(np.array(self._array(k), copy=True)) for k in KINDS}
-
-    def _array(self, name: str) -> Any:
-        """What of a tensor is in memory."""
-        held, kind = getattr(self, name), KINDS[name][1]
-        return np.frombuffer(held, dtype=kind) if len(held) else np.empty(0, kind)
-
-    def write(self, path: Path, about: dict[str, Any]) -> None:
-        """Leave the rows as `path`: staged, synced, renamed. about: JSON kept with them.
-
-        Raises OSError; then there is no such file."""
-        self._count()
-        if self.spilled:
-            self._spill()
-        sizes = {
-            "tally": 8 * len(self.tally),
-            "ids": 4 * self.offsets[-1],
-            "loss": self.offsets[-1],
-            "offsets": 8 * len(self.offsets),
-            "lines": 8 * len(self.lines),
-            "held": len(self.held),
-        }
-        entries, at = {}, 0
-        for name, (kind, dtype) in KINDS.items():
-            shape = [sizes[name] // np.dtype(dtype).itemsize]
-            entries[name] = {
-                "dtype": kind,
-                "shape": shape,
-                "data_offsets": [at, at := at + sizes[name]],
-            }
-        whole, tokens = self._hashes()
-        tally = hashlib.sha256(self.tally.data).hexdigest()
-        own = {"sha256": whole, "tokens_sha256": tokens, "tally_sha256": tally, **self._sums()}
-        said = {**own, **about}
-        meta = {"rows": json.dumps({**said, "about_sha256": _sealed(said)})}
-        head = json.dumps({"__metadata__": meta, **entries}).encode()
-        head += b" " * (-len(head) % 8)
-        with disk.whole(path) as stage, stage.open("wb") as file:
-            file.write(len(head).to_bytes(8, "little") + head)
-            for name in KINDS:
-                if spilled := self._files.get(name):
-                    spilled.seek(0)
-                    shutil.copyfileobj(spilled, file, PART)
-                else:
-                    file.write(self._array(name))
-
-    def _sums(self) -> dict[str, int]:
-        """Further numbers about the rows, so that no start has to count again."""
-        return {"supervised": self.supervised, "max_id": self.max_id}
-
-    def sha256(self) -> str:
-        """Content hash, as sha256_of gives it for the tensors."""
-        return self._hashes()[0]
-
-    def _hashes(self) -> tuple[str, str]:
-        """Content hash of all that makes two data sets the same, and of ids and row bounds
-        alone (see train.features.store)."""
-        whole, tokens = hashlib.sha256(), hashlib.sha256()
-        for name in HASHED:
-            both = (whole, tokens) if name in ("ids", "offsets") else (whole,)
-            if spilled := self._files.get(name):
-                spilled.seek(0)
-                while part := spilled.read(PART):
-                    for total in both:
-                        total.update(part)
-            for total in both:
-                total.update(self._array(name))
-        return whole.hexdigest(), tokens.hexdigest()
+    supervised: int
+    max_id: int
+    sha256: str
+    tokens_sha256: str
+    tally: Tensor
 
 
-def _sealed(about: Mapping[str, Any]) -> str:
-    """The hash of what a file says about itself."""
-    rest = {name: value for name, value in about.items() if name != "about_sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+@dataclass
+class TokenPart:
+    """The tokens of some rows, end to end. lines: where each comes from. held: kept out of
+    training. bad: why rows were left out, ":line: reason". counted: assistant turns by what
+    became of them."""
+
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    loss: bytearray = field(default_factory=bytearray)
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    lines: array[int] = field(default_factory=lambda: array("q"))
+    held: bytearray = field(default_factory=bytearray)
+    bad: list[str] = field(default_factory=list)
+    counted: Counter[str] = field(default_factory=Counter)
+    rows: int = 0
 
 
-def sha256_of(tensors: dict[str, Tensor]) -> str:
-    """Content hash of ids, loss mask, row bounds and the held-out choice, without a copy of
-    them.
+@dataclass(frozen=True)
+class Work:
+    """Turns rows into tokens. name: of their source. held_out: the share of rows that is kept out
+    of training."""
+
+    name: str
+    tokenizer: Any
+    how: RowReading
+    held_out: float
+
+    def __call__(self, items: list[Item]) -> TokenPart:
+        """The tokens of some rows. Raises UserError without a chat template."""
+        part = TokenPart(rows=len(items))
+        for number, content in items:
+            try:
+                row = read_row(content, f"{self.name}:{number}")
+                found = encode(row, self.tokenizer, self.how)
+            except BadRow as problem:
+                part.bad.append(str(problem).removeprefix(self.name))
+                continue
+            held = share(row) < self.held_out
+            part.counted[DROPPED] += row.dropped
+            for ids, loss, turns, hidden in found:
+                part.ids.extend(ids)
+                part.loss += bytes(loss)
+                part.lengths.append(len(ids))
+                part.lines.append(number)
+                part.held.append(held)
+                part.counted.update(dict(zip(TURNS, turns, strict=True)))
+                part.counted[HIDDEN] += hidden
+        return part
+
+
+def share(row: ChatRow) -> float:
+    """A number in [0, 1) from what the row asks: the same question falls on the same side,
+    whatever the file."""
+    requested = (
+        row.text
+        if row.chat is None
+        else "\n".join(m["content"] for m in row.chat if m["role"] == "user")
+    )
+    return int.from_bytes(hashlib.sha256(requested.encode()).digest()[:8]) / 2**64
+
+
+def encoded(
+    source: Iterable[Item], work: Work, workers: int, check_stop: Callable[[], None]
+) -> Iterator[TokenPart]:
+    """The tokens of a source in its order: by this process alone for SECONDS, then by `workers`
+    fresh ones (a fork of a process with threads and a GPU may hang), which changes nothing.
+
+    check_stop: called between parts; what it raises ends the work. Raises UserError as Work does.
     """
-    total = hashlib.sha256()
-    for name in HASHED:
-        total.update(tensors[name].contiguous().numpy().data)
-    return total.hexdigest()
+    begun, source = time.monotonic(), iter(source)
+    waiting: deque[Future[TokenPart]] = deque()
+    with contextlib.ExitStack() as stack:
+        pool: ProcessPoolExecutor | None = None
+        while items := list(islice(source, CHUNK)):
+            check_stop()
+            if pool is None and (workers < 2 or time.monotonic() < begun + SECONDS):
+                yield work(items)
+                continue
+            if pool is None:
+                fresh = multiprocessing.get_context("spawn")
+                pool = ProcessPoolExecutor(workers, fresh, _begin, (work,))
+                stack.callback(pool.shutdown, cancel_futures=True)
+            waiting.append(pool.submit(_in_worker, items))
+            if len(waiting) > workers + 2:
+                yield waiting.popleft().result()
+        while waiting:
+            check_stop()
+            yield waiting.popleft().result()
 
 
-def mapped(path: Path, check: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The tensors of a file of TokenWriter, mapped read-only, and what it says about itself;
-    None when there is none or it is damaged. Nothing may be written into them. check: read all
-    of it to see whether it is as it was written."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= size - 8:
-                return None
-            head = json.loads(file.read(length))
-        about = json.loads(head["__metadata__"]["rows"])
-        tensors = {}
-        for name, (kind, dtype) in KINDS.items():
-            begin, end = head[name]["data_offsets"]
-            count = (end - begin) // np.dtype(dtype).itemsize
-            if head[name]["dtype"] != kind or not 0 <= begin <= end <= size - 8 - length:
-                return None
-            tensors[name] = _map(path, dtype, 8 + length + begin, count)
-        tally = hashlib.sha256(tensors["tally"].numpy().data).hexdigest()
-        sound = about["about_sha256"] == _sealed(about) and about["tally_sha256"] == tally
-        if sound and check:
-            sound = sha256_of(tensors) == about["sha256"]
-        return (tensors, about) if sound else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+_work: Work  # of this worker
 
 
-def _map(path: Path, dtype: Any, offset: int, count: int) -> Tensor:
-    if not count:
+def _begin(work: Work) -> None:
+    """In a worker: signals are the parent's to answer, and without a parent there is no work."""
+    global _work
+    _work = work
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+    os._exit(1)
+
+
+def _in_worker(items: list[Item]) -> TokenPart:
+    return _work(items)
+
+
+def gathered(
+    parts: Iterable[TokenPart], name: str, folder: Path | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(ids, loss, offsets, lines and held of all rows, {bad, counted}). folder: where the tokens
+    go, so that they need not fit into memory; None keeps them there. name: of the source, for
+    the words of progress."""
+    ids, loss = ((io.BytesIO() if folder is None else _unnamed(folder)) for _ in range(2))
+    offsets, lines, held = array("q", [0]), array("q"), bytearray()
+    bad: list[str] = []
+    counted: Counter[str] = Counter()
+    rows = 0
+    for part in parts:
+        ids.write(part.ids)
+        loss.write(part.loss)
+        for length in part.lengths:
+            offsets.append(offsets[-1] + length)
+        lines += part.lines
+        held += part.held
+        bad += part.bad
+        counted.update(part.counted)
+        if rows // TOLD < (rows := rows + part.rows) // TOLD:
+            told = f"{name}: {rows:,} rows read, {offsets[-1]:,} tokens"
+            print(told, file=sys.stderr, flush=True)
+    tensors = {
+        "ids": _viewed(ids, np.int32),
+        "loss": _viewed(loss, np.bool_),
+        "offsets": torch.tensor(offsets),
+        "lines": torch.tensor(lines, dtype=torch.int64),
+        "held": torch.tensor(held, dtype=torch.uint8).bool(),
+    }
+    return tensors, {"bad": bad, "counted": dict(counted)}
+
+
+def _unnamed(folder: Path) -> Any:
+    folder.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryFile(dir=folder, prefix=".tmp-")
+
+
+def _viewed(file: Any, dtype: Any) -> Tensor:
+    """The content of a file as a tensor that must not be written to."""
+    file.flush()
+    if not file.tell():
         return torch.from_numpy(np.empty(0, dtype))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the array is read-only: so it shall be
-        return torch.from_numpy(np.memmap(path, dtype, "r", offset, (count,)))
+        if isinstance(file, io.BytesIO):
+            return torch.from_numpy(np.frombuffer(file.getbuffer(), dtype))
+        return torch.from_numpy(np.memmap(file, dtype, "r"))
 
 
-class RowCounter:
-    """How many rows were read so far, told on stderr now and then: tokenizing much text takes
-    long.
-    """
+def totals(tensors: Mapping[str, Tensor]) -> Totals:
+    """What follows from the tokens of rows, read through once, a part at a time."""
+    ids, loss, offsets, held = (tensors[name] for name in ("ids", "loss", "offsets", "held"))
+    whole = hashlib.sha256(ids.numpy().data)
+    tokens = whole.copy()
+    tokens.update(offsets.numpy().data)
+    for other in (loss, offsets, held):
+        whole.update(other.numpy().data)
+    supervised, tally, first = 0, torch.zeros(1 + max_of(ids), dtype=torch.int64), 0
+    while first < held.numel():
+        last = int(torch.searchsorted(offsets, offsets[first] + COUNTED)) - 1
+        rows = slice(first, first := min(max(last, first + 1), held.numel()))
+        part = slice(int(offsets[rows.start]), int(offsets[rows.stop]))
+        on = loss[part]
+        supervised += int(on.sum())
+        lengths = offsets[rows.start : rows.stop + 1].diff()
+        trained = ids[part][on & ~held[rows].repeat_interleave(lengths)]
+        tally += torch.bincount(trained.long(), minlength=tally.numel())
+    return Totals(supervised, tally.numel() - 1, whole.hexdigest(), tokens.hexdigest(), tally)
 
-    def __init__(self, name: str, every: int = 20000) -> None:
-        self.name, self.every, self.rows = name, every, 0
 
-    def add(self, rows: int, tokens: int) -> None:
-        """So many further rows were read; all rows hold so many tokens by now."""
-        before, self.rows = self.rows, self.rows + rows
-        if before // self.every < self.rows // self.every:
-            print(
-                f"{self.name}: {self.rows:,} rows read, {tokens:,} tokens",
-                file=sys.stderr,
-                flush=True,
-            )
+def max_of(ids: Tensor) -> int:
+    """The largest token id, -1 without tokens."""
+    return int(ids.max()) if ids.numel() else -1
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Leave rows as a file, whole or not at all. Raises OSError when the disk refuses."""
+    found = totals(tensors)._asdict()
+    everything = {**tensors, "tally": found.pop("tally")}
+    try:
+        with disk.whole(path) as stage:
+            save_file(everything, stage, {"rows": json.dumps({**about, "totals": found})})
+    except SafetensorError as error:  # how the library reports a disk that refuses
+        raise OSError(None, str(error), str(path)) from None
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], Totals] | None:
+    """The rows of a file of `save`, mapped; None where there is none, or no whole one."""
+    try:
+        with safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["rows"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        known = Totals(**about.pop("totals"), tally=tensors.pop("tally"))
+        return tensors, about, known
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        return None

@@ -48,7 +48,7 @@ def tokens_sha256(rows: JoinedRows) -> str:
     """What features depend on: the ids and where rows begin. The loss mask and the held-out
     choice do not matter.
     """
-    return rows.tokens_sha256()
+    return rows.totals.tokens_sha256
 
 
 def computed_in(cfg: Any) -> str:
