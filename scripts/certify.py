@@ -42,22 +42,24 @@ from outrider.heads import head_folder, hub
 from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.drafters import drafter_folder, drafter_folders, resolve_drafter
 from outrider.heads.names import parse
-from outrider.scripts.certificate import controls, layers, server_asked
-from outrider.scripts.certificate.config import HERE_ALONE, URL_ALONE, CertifyConfig
+from outrider.scripts.certificate import server_asked
+from outrider.scripts.certificate.config import CertifyConfig
+from outrider.scripts.certificate.controls import run_controls
+from outrider.scripts.certificate.layers import bound, run_layers, verdict
+from outrider.scripts.certificate.setup import open_setup
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import Steps, by_name, columns
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
 from outrider.scripts.reports import certificate_page
-from outrider.scripts.scoring.servers import Address
 
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
 TESTED = ("decode", "heads", "scripts/certificate")  # whose code a certificate is about
 URL_CODES = {"passed": 0, "rejected": 1, "undecided": 3}
-UNSAID = ("target", "overwrite", *URL_ALONE)  # by the settings of a certificate
+ELSEWHERE = ("target", "overwrite")  # of the keys; certificate.json names the target by hash
 MORE = ("tokens", "alpha", "detect")  # the same certificate, of more or fewer tokens
 # a run goes on under other values of these
-LATER = ("target", "out", "quiet", "overwrite", *MORE, "url", *URL_ALONE)
+LATER = (*ELSEWHERE, *MORE, "out", "quiet", "seconds", "at_a_time", "timeout", "retries", "key_env")
 
 
 @entry("certify", CertifyConfig)
@@ -72,14 +74,14 @@ def main(cfg: CertifyConfig) -> int:
         return certified(cfg, out)
 
 
-def fitting(cfg: CertifyConfig, known: list[Prompt], target: Target) -> list[list[int]]:
+def fitting(path: str, known: list[Prompt], target: Target) -> list[list[int]]:
     """Token ids of the first turns that leave room in the target's context. Raises UserError for
     none."""
     found = [question_ids(target.tokenizer, p.turns[0]) for p in known]
     found = [p for p in found if len(p) < target.context_length]
     if not found:
         raise UserError(
-            f"prompts: none of {cfg.prompts} leaves room in the target's context of "
+            f"prompts: none of {path} leaves room in the target's context of "
             f"{target.context_length}; give shorter ones"
         )
     return found
@@ -98,56 +100,56 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     cards = [read_card(folder) for folder in folders if folder is not None]
     if others := [other for card in cards if (other := trained_for(card, target))]:
         head["trained_for"] = ", ".join(others)
-    prompts = fitting(cfg, known, target)
-    about, plan = _target(target, cfg.sampling()), cfg.plan()
-    settings = {k: v for k, v in asdict(cfg).items() if k not in LATER}
+    prompts = fitting(cfg.prompts, known, target)
+    about, plan = about_target(target, cfg.sampling()), cfg.plan()
     content = {
         "target": about,
         "drafter": head,
         "prompts": files.sha256(Path(cfg.prompts)),
         "code": files.code_sha256(TESTED, files.ROOT),
     }
-    memo = Memo(out / "unfinished", settings | content)
+    memo = Memo(out / "unfinished", _without(cfg, LATER) | content)
     start = datetime.now(UTC)
     with Steps(*columns(44), quiet=cfg.quiet) as bar:
         if memo.resumed:
             bar.console.print(f"going on with {out / 'unfinished'}", highlight=False)
-        world = layers.open_world(target, prompts, plan, by_name(bar), memo)
-        if not cfg.quiet:
-            bar.console.print(controls.ahead(world), highlight=False)
-        done = layers.layers(world, drafter)
-        negative = controls.run(world)
-    bound = layers.bound(done, plan.alpha, cfg.detect)
-    drafts = drafter.max_depth > 0
-    verdict, reasons = layers.verdict(done, negative, bound, drafts)
-    paper = {
+        setup = open_setup(target, prompts, plan, by_name(bar), memo)
+        layers, controls = run_layers(setup, drafter), run_controls(setup)
+    seen = bound(layers, plan.alpha, cfg.detect)
+    decision, reasons = verdict(layers, controls, seen, drafter.max_depth > 0)
+    certificate = {
         "format": 4,
-        "verdict": verdict,
+        "verdict": decision,
         "reasons": reasons,
         "created": start.isoformat(timespec="seconds"),
         "seconds": round((datetime.now(UTC) - start).total_seconds(), 1),
         "resumed": memo.resumed,
         "command": files.command(),
         "asked": files.asked(cfg, MORE),
-        "layers": done,
-        "negative_controls": negative,
-        "bound": bound,
+        "layers": layers,
+        "negative_controls": controls,
+        "bound": seen,
         "identities": {"target": about, "drafter": head},
         "shape": {"kind": drafter.shape, "depth": drafter.max_depth, "nodes": drafter.max_nodes},
-        "settings": {k: v for k, v in asdict(cfg).items() if k not in UNSAID},
+        "settings": _without(cfg, ELSEWHERE),
         "versions": files.environment(str(target.device)),
     }
-    files.write_text(out / "certificate.html", certificate_page.page(paper))
-    files.write_json(out / "certificate.json", paper)
-    if verdict != "undecided":
+    files.write_text(out / "certificate.html", certificate_page.page(certificate))
+    files.write_json(out / "certificate.json", certificate)
+    if decision != "undecided":
         memo.clear()
-    certificate_page.table(paper).show()
-    print(f"{out / 'certificate.html'} ({paper['seconds']:.0f} s)")
-    return CODES[verdict]
+    certificate_page.table(certificate).show()
+    print(f"{out / 'certificate.html'} ({certificate['seconds']:.0f} s)")
+    return CODES[decision]
 
 
-def _target(target: Target, sampling: Sampling) -> dict[str, Any]:
-    """probed_tokens: of the longest text that the target's probe compared with a plain pass."""
+def _without(cfg: CertifyConfig, keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: value for key, value in asdict(cfg).items() if key not in keys}
+
+
+def about_target(target: Target, sampling: Sampling) -> dict[str, Any]:
+    """What certificate.json says of it. probed_tokens: of the longest text that the target's probe
+    compared with a plain pass."""
     return {
         **(asdict(target.identity) if target.identity else {}),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -179,18 +181,14 @@ def about_drafter(spec: str) -> dict[str, Any]:
 def server_checked(cfg: CertifyConfig) -> int:
     """Ask a server, judge, say the line: its exit code."""
     prompts = [prompt.turns[0] for prompt in load_prompts(Path(cfg.prompts))]
-    patience = min(cfg.timeout, cfg.seconds)
-    address = Address(cfg.url, patience, cfg.retries, max(cfg.at_a_time), cfg.key_env)
     with Steps(*columns(44), quiet=cfg.quiet) as bar:
-        found = server_asked.judged(cfg.quick_plan(prompts, address), by_name(bar))
+        found = server_asked.judged(cfg.server_plan(prompts), by_name(bar))
     print(found["line"])
     for note in found["notes"]:
         print(note, file=sys.stderr)
     if cfg.out:
-        unasked = (*HERE_ALONE, "target", "dtype", "device", "overwrite")
-        settings = {key: value for key, value in asdict(cfg).items() if key not in unasked}
-        about = {"format": 2, "command": files.command(), "settings": settings}
-        about["asked"] = files.asked(cfg, MORE)
+        about = {"format": 2, "command": files.command(), "asked": files.asked(cfg, MORE)}
+        about["settings"] = _without(cfg, (*ELSEWHERE, "dtype", "device"))
         Path(cfg.out).mkdir(parents=True, exist_ok=True)
         files.write_json(Path(cfg.out) / "certificate.json", about | found)
     return URL_CODES[found["verdict"]]

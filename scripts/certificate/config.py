@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Gt
 
 from outrider.conf.rules import AboveZero, AtATime, Inside, NotNegative, OneOrMore, Seed, ZeroOrMore
-from outrider.conf.typed import default
 from outrider.decode.models.config import TargetConfig
 from outrider.scripts.common.absent import no_drafters, no_prompts
-from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
+from outrider.scripts.common.sampling_keys import PenaltyKeys
 
 if TYPE_CHECKING:
-    from outrider.scripts.certificate import layers
-    from outrider.scripts.certificate.server_asked import QuickPlan
-    from outrider.scripts.scoring.servers import Address
+    from outrider.scripts.certificate.server_asked import ServerPlan
+    from outrider.scripts.certificate.setup import CertificatePlan
 
 URL_TOKENS = 1200  # asked of a server by default
 ALPHA, URL_ALPHA = 1e-4, 1e-3
-HERE_ALONE = (
-    "drafter",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "guidance_scale",
-    "verify",
-    "max_new_tokens",
-    "batch_size",
-    "cases",
-    "greedy_prompts",
-    "greedy_tokens",
-    "detect",
-)
-URL_ALONE = ("seconds", "at_a_time", "timeout", "retries", "key_env")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +41,6 @@ class CertifyConfig(PenaltyKeys):
     temperature: NotNegative = 1.0
     # classifier-free guidance, with the prompt's last token as unconditional prompt; 1 = off
     guidance_scale: AboveZero = 1.0
-    # the rule under test: traversal or rejection
-    verify: Verify = "traversal"
     # sampled tokens; more find smaller biases; null = as many as find a shift of `detect`, of a
     # server 1200
     tokens: OneOrMore | None = None
@@ -70,7 +50,7 @@ class CertifyConfig(PenaltyKeys):
     batch_size: OneOrMore = 16
     # JSONL of prompts; their first turns are used, of a server's the first eight
     prompts: str = "scripts/prompts/demo.jsonl"
-    # toy worlds of the exact layer
+    # random small models of the exact layer
     cases: OneOrMore = 300
     # prompts of the greedy layer
     greedy_prompts: OneOrMore = 16
@@ -110,45 +90,45 @@ class CertifyConfig(PenaltyKeys):
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         found = super().validate()
-        usual = {key.name: default(key) for key in fields(self)}
-        alone, where = (HERE_ALONE, "with") if self.url else (URL_ALONE, "without")
-        for key in alone:
-            if getattr(self, key) != usual[key]:
-                found.append(f"{key}: says nothing {where} url; leave it out")
+        if self.url and self.drafter:
+            found.append("drafter: says nothing with url; leave it out")
         if self.url and not self.temperature:
             found.append("temperature: 0 with url; draws are judged: set it above 0")
-        if not self.url:
-            found += [
-                f"{key}: is required; set {key}=..."
-                for key in ("drafter", "out")
-                if not getattr(self, key)
-            ]
-        return found
+        missing = [key for key in ("drafter", "out") if not self.url and not getattr(self, key)]
+        return found + [f"{key}: is required; set {key}=..." for key in missing]
 
-    def plan(self) -> layers.CertificatePlan:
+    def plan(self) -> CertificatePlan:
         """What the layers do."""
-        from outrider.scripts.certificate import detection, layers, sampled
+        from outrider.scripts.certificate import sampled, uniformity
+        from outrider.scripts.certificate.setup import CertificatePlan
 
         alpha = self.alpha or ALPHA
-        return layers.CertificatePlan(
+        return CertificatePlan(
             self.sampling(),
-            self.tokens or detection.tokens_for(self.detect, alpha, sampled.MOST_TESTS),
+            self.tokens or uniformity.tokens_for(self.detect, alpha, sampled.MOST_TESTS),
             self.max_new_tokens,
             self.batch_size,
             self.seed,
-            self.verify,
             None if self.guidance_scale == 1 else self.guidance_scale,
-            cases=self.cases,
-            greedy_prompts=self.greedy_prompts,
-            greedy_tokens=self.greedy_tokens,
-            alpha=alpha,
+            self.cases,
+            self.greedy_prompts,
+            self.greedy_tokens,
+            alpha,
         )
 
-    def quick_plan(self, prompts: list[str], address: Address) -> QuickPlan:
+    def server_plan(self, prompts: list[str]) -> ServerPlan:
         """What a server is asked and how it is judged."""
-        from outrider.scripts.certificate.server_asked import QuickPlan
+        from outrider.scripts.certificate.server_asked import ServerPlan
+        from outrider.scripts.scoring.servers import Address
 
-        levels = tuple(sorted(set(self.at_a_time)))
-        tokens, alpha = self.tokens or URL_TOKENS, self.alpha or URL_ALPHA
-        how = (self.temperature, tokens, self.seconds, levels, alpha, self.seed)
-        return QuickPlan(address, prompts, *how)
+        patience, levels = min(self.timeout, self.seconds), tuple(sorted(set(self.at_a_time)))
+        return ServerPlan(
+            Address(self.url, patience, self.retries, max(levels), self.key_env),
+            prompts,
+            self.temperature,
+            self.tokens or URL_TOKENS,
+            self.seconds,
+            levels,
+            self.alpha or URL_ALPHA,
+            self.seed,
+        )

@@ -1,8 +1,8 @@
-"""The sample that a certificate judges: every emitted token, placed in the distribution it
-was verified against, and that distribution beside plain decoding's.
+"""The sampling layer of a certificate: every emitted token, placed in the distribution that it was
+verified against, and that distribution beside plain decoding's.
 
 Two questions are asked of each token, so that rounding enters one of them only. Is it a draw
-from the distribution of the logits that verification had (recorder.py, pit.py)? How far do
+from the distribution of the logits that verification had (recorder.py, transforms.py)? How far do
 these logits lie from a plain pass's (passes.py)?
 
 Shape letters: R tokens, V vocabulary, O orders, G strata, n sample size.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,18 +20,13 @@ import torch
 from torch import Tensor
 
 from outrider.decode.drafters import Drafter
-from outrider.decode.engine import DecodedRun, Generation, Request, Rule, generate
-from outrider.decode.sampling import Distribution, Sampling
-from outrider.decode.target import Target
-from outrider.decode.tree import DraftTree
-from outrider.decode.verify import Coins, Verdict
-from outrider.scripts.certificate import passes, pit, uniformity
-from outrider.scripts.certificate.recorder import Emitted, Recorder, astray
-from outrider.scripts.common.memo import Memo
-from outrider.scripts.common.progress import OnProgress, silent
-from outrider.scripts.scoring.plain import Plain
+from outrider.decode.engine import Generation, Request
+from outrider.scripts.certificate import transforms, uniformity
+from outrider.scripts.certificate.recorder import Recorded, mismatches, recorded
+from outrider.scripts.certificate.setup import CHUNK, CertifySetup
+from outrider.scripts.certificate.uniformity import Test
+from outrider.scripts.common.progress import named
 
-ROWS = 128  # distributions at once
 ORDERS = ("by probability", "by id", "by a shuffle of the ids")
 GROUPS = (
     "all tokens",
@@ -43,253 +38,210 @@ GROUPS = (
     "place 3 and on",
     "bonus of a whole draft",
 )
-# Of every order and stratum, of neighbours in every order, and of the edges of truncations.
-MOST_TESTS = 2 * (len(ORDERS) + len(GROUPS) - 1) + 3 * 2 * len(ORDERS) + 1
+# of every order and stratum, and of neighbours in every order
+MOST_TESTS = 2 * (len(ORDERS) + len(GROUPS) - 1) + 3 * 2 * len(ORDERS)
 SHUFFLE = 20240601  # the seed of the shuffle is the run's own beside this
-# tokens of an answer, by name; all of them numbers
-COLUMNS = ("u", "cycle", "depth", "groups", "outside", "edge", "edge_mass", "drafted", "draft")
+# what is kept of every token, and how many numbers of it
+COLUMNS = {"u": len(ORDERS), "groups": len(GROUPS), "passes": 2, "sequence": 1, "cycle": 1}
+COLUMNS |= {"depth": 1, "outside": 1, "drafted": 1, "draft": 1}
 
 
 @dataclass
 class Sample:
-    """n emitted tokens in the order of their requests.
+    """n emitted tokens in the order of their requests, an array each.
 
-    u: [n, O] transforms, one column per order; cycle: number of its cycle in its answer (0 = the
-    prefill's); depth: place in its cycle (0 = first token of a cycle, or the prefill's); sequence:
-    which request; groups: [n, G] bool; outside: tokens without mass; edge: tokens at a truncation's
-    edge within float32's tolerance, edge mass: how many the distributions expect there;
-    passes: [n, 2] of passes.distances; drafted: share that were accepted draft tokens;
-    proposals: cycles that had a draft to verify; astray: answers that hold something else
-    than verification chose; texts: (ids, where the answer begins) of the first ones.
+    u: [n, O] transforms, one column per order; groups: [n, G] strata; passes: [n, 2] of
+    transforms.distances; sequence: which request; cycle: number of its cycle in its answer (0 = the
+    prefill's); depth: place in its cycle (0 = first token of a cycle, or the prefill's); outside:
+    it has no mass; drafted: it was an accepted draft token; draft: a cycle that had a draft to
+    verify begins with it.
+    mismatches: answers that hold something else than verification chose; texts: (ids, where the
+    answer begins) of the first ones.
     """
 
     u: np.ndarray
+    groups: np.ndarray
+    passes: np.ndarray
+    sequence: np.ndarray
     cycle: np.ndarray
     depth: np.ndarray
-    sequence: np.ndarray
-    groups: np.ndarray
-    outside: int
-    edge: int
-    edge_mass: float
-    passes: np.ndarray
-    drafted: float
-    proposals: int
-    astray: int
+    outside: np.ndarray
+    drafted: np.ndarray
+    draft: np.ndarray
+    mismatches: int
     texts: list[tuple[list[int], int]]
 
-    def tests(self) -> list[uniformity.Test]:
+    def tests(self) -> list[Test]:
         """Every test of the sample.
 
         The strata are known before the token: that a cycle got as far as place d says nothing
         about the token there, given those before it (docs/lossless.md). Whether the token
         itself was an accepted draft token would."""
-        found: list[uniformity.Test] = []
+        found: list[Test] = []
         for i, order in enumerate(ORDERS):
             found += uniformity.uniformity(self.u[:, i], GROUPS[0], order)
         for g, name in enumerate(GROUPS[1:], 1):
-            some = self.u[self.groups[:, g], 0]
+            some = self.u[self.groups[:, g] > 0, 0]
             found += uniformity.uniformity(some, name) if len(some) >= uniformity.SMALLEST else []
         same = np.r_[False, self.sequence[1:] == self.sequence[:-1]][: len(self.u)]
-        found += pairs(self.u, same & (self.depth > 0), "two tokens inside a cycle")
-        found += pairs(self.u, same & (self.depth == 0), "two tokens between cycles")
-        found += self._rows()
-        return found + uniformity.edge_test(self.edge, self.edge_mass, len(self.u))
-
-    def _rows(self) -> list[uniformity.Test]:
-        """Neighbouring requests at the same place of the same cycle, where two that share
-        their random numbers would draw by the same ones."""
+        found += _pairs(self.u, same & (self.depth > 0), "two tokens inside a cycle")
+        found += _pairs(self.u, same & (self.depth == 0), "two tokens between cycles")
+        # neighbouring requests at the same place of the same cycle, where two that share their
+        # random numbers would draw by the same ones
         ranked = np.lexsort((self.sequence, self.depth, self.cycle))
         place = np.stack([self.cycle, self.depth], 1)[ranked]
-        same = np.r_[False, (place[1:] == place[:-1]).all(1)][: len(place)]
-        return pairs(self.u[ranked], same, "two answers at one place")
+        alike = np.r_[False, (place[1:] == place[:-1]).all(1)][: len(place)]
+        return found + _pairs(self.u[ranked], alike, "two answers at one place")
 
+    def p(self) -> float:
+        """The p-value of all tests together; 0 where a token has no business being there."""
+        if self.outside.any() or self.mismatches:
+            return 0.0
+        return uniformity.overall(self.tests())
 
-@dataclass(frozen=True)
-class Setting:
-    """What one sample is drawn under. chunk: batches between two saves."""
-
-    sampling: Sampling
-    tokens: int
-    max_new_tokens: int
-    batch_size: int
-    seed: int = 0
-    verify: str | Rule = "traversal"
-    guidance: float | None = None
-    chunk: int = 2
+    def json(self, alpha: float) -> dict[str, Any]:
+        """The layer in certificate.json."""
+        tests, outside = sorted(self.tests(), key=lambda t: t.p), int(self.outside.sum())
+        if self.mismatches:
+            why = f"{self.mismatches} answers hold other tokens than verification chose"
+        elif outside:
+            why = (
+                f"{outside} emitted tokens have probability 0 under the distribution they were "
+                "verified against"
+            )
+        else:
+            why = uniformity.objection(tests, alpha)
+        return {
+            "name": "sampling",
+            "passed": not why,
+            "why": why,
+            "tokens": len(self.u),
+            "alpha": alpha,
+            "p": uniformity.overall(tests),
+            "tests": [asdict(t) for t in tests],
+            "drafted_share": float(self.drafted.mean()),
+            "cycles_with_a_draft": int(self.draft.sum()),
+            "outside_the_law": outside,
+        }
 
 
 def sampling_layer(
-    plain: Plain,
-    target: Target,
+    setup: CertifySetup,
     drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    how: Setting,
-    stop: Callable[[Sample], bool] | None = None,
-    on_progress: OnProgress = silent,
-    memo: Memo | None = None,
+    stop: Callable[[Sample], bool] = lambda sample: False,
+    name: str = "sampling",
 ) -> Sample:
-    """Decode until `how.tokens` tokens are out (the prompts again and again, each time with
-    other random numbers), place every one of them in the distribution it was verified against,
+    """Decode until as many tokens are out as the plan says (the prompts again and again, each time
+    with other random numbers), place every one of them in the distribution it was verified against,
     and compare that distribution with a plain pass's.
 
     Exactly that many are used, cut in the order of the requests, so that neither a stop token
     nor the budget selects. stop(sample so far) ends early: for controls that are known to fail
-    already. memo: keeps what is done.
+    already. name: of what is kept in `setup.memo`.
     """
-    memo = memo or Memo(None)
-    rows = _known(memo, how.tokens)
-    judge = _Judge(target, how)
-    while sum(row["size"] for row in rows) < how.tokens:
-        if stop is not None and rows and stop(gather(rows)):
-            break
-        done = sum(row["size"] for row in rows)
-        # Within a chunk, more than will be kept may be drawn: the last token is said when it is.
-        drawn = lambda count, done=done: on_progress(min(done + count, how.tokens - 1), how.tokens)
-        drawn(0)
-        rows.append(_chunk(plain, judge, drafter, prompts, rows, drawn))
-        memo.add("sampling", rows[-1])
-    on_progress(sum(row["size"] for row in rows), how.tokens)
+    rows, wanted = _known(setup, name), setup.plan.tokens
+    progress = named(setup.on_progress, name)
+    while (done := sum(row["size"] for row in rows)) < wanted and not (rows and stop(gather(rows))):
+        progress(done, wanted)
+        rows.append(_chunk(setup, drafter, rows))
+        setup.memo.add(name, rows[-1])
+    progress(wanted, wanted)
     return gather(rows)
 
 
-def _known(memo: Memo, tokens: int) -> list[dict[str, Any]]:
+def gather(rows: Sequence[dict[str, Any]]) -> Sample:
+    """All chunks as one sample."""
+    columns: dict[str, np.ndarray] = {}
+    for name, width in COLUMNS.items():
+        shape = (-1, width) if width > 1 else (-1,)
+        found = [np.array(row["columns"][name], dtype=float).reshape(shape) for row in rows]
+        columns[name] = np.concatenate(found)
+    texts = [(list(ids), start) for row in rows for ids, start in row["texts"]]
+    return Sample(**columns, mismatches=sum(row["mismatches"] for row in rows), texts=texts)
+
+
+def _known(setup: CertifySetup, name: str) -> list[dict[str, Any]]:
     """The chunks done so far, without one that an earlier run cut short."""
-    rows = list({row["number"]: row for row in memo.lines("sampling")}.values())
-    short = sum(row["size"] for row in rows) < tokens
+    rows = list({row["number"]: row for row in setup.memo.lines(name)}.values())
+    short = sum(row["size"] for row in rows) < setup.plan.tokens
     return rows[:-1] if rows and short and not rows[-1]["whole"] else rows
 
 
-def _chunk(
-    plain: Plain,
-    judge: _Judge,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    rows: Sequence[dict[str, Any]],
-    drawn: Callable[[int], None],
-) -> dict[str, Any]:
-    """The next requests: what is kept of their tokens, as many as are still wanted. drawn: told
-    how many were decoded so far."""
-    how, number = judge.how, sum(row["requests"] for row in rows)
-    done = sum(row["size"] for row in rows)
-    wanted = how.tokens - done
-    usual = max(1.0, done / number) if number else how.max_new_tokens  # tokens of an answer
-    count = min(how.chunk * how.batch_size, math.ceil(wanted / usual))
-    requested = [
-        Request(list(prompts[(number + i) % len(prompts)]), how.max_new_tokens, id=number + i)
-        for i in range(count)
+def _chunk(setup: CertifySetup, drafter: Drafter, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The next requests: what is kept of their tokens, as many as are still wanted."""
+    plan, prompts = setup.plan, setup.prompts
+    number, done = (sum(row[key] for row in rows) for key in ("requests", "size"))
+    left = plan.tokens - done
+    usual = max(1.0, done / number) if number else plan.max_new_tokens  # tokens of an answer
+    requests = [
+        Request(list(prompts[i % len(prompts)]), plan.max_new_tokens, id=i)
+        for i in range(number, number + min(CHUNK * plan.batch_size, math.ceil(left / usual)))
     ]
-    run, lines = _recorded(judge.target, drafter, requested, how, drawn)
-    texts = [([*g.prompt_ids, *g.token_ids], len(g.prompt_ids)) for g in run.generations]
-    lengths = np.array([len(line) for line in lines])
-    counts = np.clip(wanted - np.r_[0, lengths.cumsum()[:-1]], 0, lengths)
-    used = [i for i, count in enumerate(counts) if count]
-    near: dict[int, np.ndarray] = {}
-    for i, logits in plain.in_batches([texts[i] for i in used], how.guidance):
-        ids, start = texts[used[i]]
-        past = [ids[:j] for j in range(start, len(ids))] if how.sampling.uses_history else []
-        near[used[i]] = passes.distances(_logits(lines[used[i]]), logits, how.sampling, past)
-    columns: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, "sequence", "passes")}
-    coin = np.random.default_rng([how.seed, SHUFFLE, number])
-    for i in used:
-        found = judge.answer(run.generations[i], lines[i][: counts[i]], coin)
-        found["sequence"] = [number + i] * int(counts[i])
-        found["passes"] = near[i][: counts[i]].tolist()
-        for name, values in columns.items():
-            values += found[name]
-    size = int(counts.sum())
-    first = [[texts[i][0][: texts[i][1] + int(counts[i])], texts[i][1]] for i in used]
+    run, lines = recorded(setup.target, drafter, requests, plan)
+    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    judge, texts, size = _Judge(setup, number), list[tuple[list[int], int]](), 0
+    used: list[Recorded] = []
+    for request, g, line in zip(requests, run.generations, lines, strict=True):
+        if not (line := line[: left - size]):
+            continue
+        for name, values in judge.answer(g, line).items():
+            columns[name] += values
+        columns["sequence"] += [request.id] * len(line)
+        texts.append(([*g.prompt_ids, *g.token_ids[: len(line)]], len(g.prompt_ids)))
+        used.append(line)
+        size += len(line)
+    near: dict[int, list[Any]] = {}
+    for i, logits in setup.plain.in_batches(texts, plan.guidance):
+        ours = torch.stack([kept for _, kept in used[i]])
+        past = transforms.histories(*texts[i]) if plan.sampling.uses_history else []
+        near[i] = transforms.distances(ours, logits, plan.sampling, past).tolist()
+    columns["passes"] = [row for i in sorted(near) for row in near[i]]
     return {
         "number": number,
-        "requests": len(requested),
+        "requests": len(requests),
         "size": size,
-        "whole": size == int(lengths.sum()),
-        "astray": astray(lines, run),
-        "texts": [] if number else first,
-        **columns,
+        "whole": size == sum(map(len, lines)),
+        "mismatches": mismatches(lines, run),
+        "texts": [] if number else texts,
+        "columns": columns,
     }
 
 
-def _recorded(
-    target: Target,
-    drafter: Drafter,
-    requested: list[Request],
-    how: Setting,
-    drawn: Callable[[int], None],
-) -> tuple[DecodedRun, list[list[Emitted]]]:
-    """A run, and where each of its tokens came from."""
-    seen, count = Recorder(how.verify, requested), 0
-
-    def verify(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
-        nonlocal count
-        verdict = seen(tree, distribution, rng)
-        count += sum(len(line) for line in seen.calls[-1].tokens)
-        drawn(count)
-        return verdict
-
-    run = generate(
-        target,
-        drafter,
-        requested,
-        how.sampling,
-        batch_size=how.batch_size,
-        seed=how.seed,
-        verify=verify,
-        guidance=how.guidance,
-        coins=seen.coins,
-    )
-    return run, seen.emitted(run, requested)
-
-
-def _logits(line: Sequence[Emitted]) -> Tensor:
-    return torch.stack([e.call.kept[e.index] for e in line])
-
-
-def pairs(u: np.ndarray, joined: np.ndarray, name: str) -> list[uniformity.Test]:
-    """Whether neighbours are independent in every order; joined: see uniformity.independence."""
-    found: list[uniformity.Test] = []
-    for i, order in enumerate(ORDERS):
-        found += uniformity.independence(u[:, i], joined, name, order)
-    return found
-
-
 class _Judge:
-    """Places the tokens of answers, in blocks of ROWS."""
+    """Places the tokens of answers, in blocks of transforms.ROWS. number: of the first request."""
 
-    def __init__(self, target: Target, how: Setting) -> None:
-        self.target, self.how = target, how
-        generator = torch.Generator().manual_seed(how.seed ^ SHUFFLE)
-        self.shuffle = torch.randperm(target.vocab_size, generator=generator).to(target.device)
+    def __init__(self, setup: CertifySetup, number: int) -> None:
+        self.sampling, seed = setup.plan.sampling, setup.plan.seed
+        generator = torch.Generator().manual_seed(seed ^ SHUFFLE)
+        shuffle = torch.randperm(setup.target.vocab_size, generator=generator)
+        self.shuffle = shuffle.to(setup.target.device)
+        self.coin = np.random.default_rng([seed, SHUFFLE, number])
 
-    def answer(
-        self, g: Generation, line: Sequence[Emitted], coin: np.random.Generator
-    ) -> dict[str, list[Any]]:
-        """The columns of the tokens `line`, which begin the generation `g`. coin: places a token
-        within its own mass."""
-        ids, start = [*g.prompt_ids, *g.token_ids], len(g.prompt_ids)
-        tokens = [e.token for e in line]
+    def answer(self, g: Generation, line: Recorded) -> dict[str, list[Any]]:
+        """The columns of the tokens `line`, which begin the generation `g`."""
         depth, cycle = depths(g)[: len(line)], cycles(g)[: len(line)]
-        columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-        for a in range(0, len(line), ROWS):
-            some = slice(a, min(a + ROWS, len(line)))
-            past = range(some.start, some.stop) if self.how.sampling.uses_history else ()
-            logits = _logits(line[some])
-            chosen = torch.tensor(tokens[some], device=logits.device)
-            histories = [ids[: start + i] for i in past]
-            p = pit.places(logits, chosen, self.how.sampling, histories)
-            columns["u"] += self._transforms(p, chosen, coin).tolist()
-            for name in ("outside", "edge", "edge_mass"):
-                columns[name] += getattr(p, name).astype(float).tolist()
         starts = {c.start for c in g.cycles if c.proposed > 0}
-        columns["depth"], columns["cycle"] = depth.tolist(), cycle.tolist()
-        columns["groups"] = (strata(g, depth, cycle) @ (1 << np.arange(len(GROUPS)))).tolist()
-        columns["drafted"] = [int(d) for d in g.from_draft[: len(line)]]
-        # a cycle with a draft begins here
-        columns["draft"] = [int(t in starts) for t in range(len(line))]
+        columns: dict[str, list[Any]] = {
+            "depth": depth.tolist(),
+            "cycle": cycle.tolist(),
+            "groups": strata(g, depth, cycle).astype(int).tolist(),
+            "drafted": [int(d) for d in g.from_draft[: len(line)]],
+            "draft": [int(t in starts) for t in range(len(line))],
+            "u": [],
+            "outside": [],
+        }
+        text, start = [*g.prompt_ids, *g.token_ids], len(g.prompt_ids)
+        past = transforms.histories(text[: start + len(line)], start)
+        for a in range(0, len(line), transforms.ROWS):
+            tokens, kept = zip(*line[a : a + transforms.ROWS], strict=True)
+            chosen = torch.tensor(tokens, device=kept[0].device)
+            some = past[a : a + transforms.ROWS] if self.sampling.uses_history else []
+            p = transforms.places(torch.stack(kept), chosen, self.sampling, some)
+            columns["u"] += self._transforms(p, chosen).tolist()
+            columns["outside"] += p.outside.astype(int).tolist()
         return columns
 
-    def _transforms(
-        self, p: pit.TokenPlaces, chosen: Tensor, coin: np.random.Generator
-    ) -> np.ndarray:
+    def _transforms(self, p: transforms.TokenPlaces, chosen: Tensor) -> np.ndarray:
         """[R, O]. A token without mass has none: it is counted apart, and its place is drawn."""
         one, mass = chosen[:, None], p.distribution
         below = [
@@ -297,9 +249,15 @@ class _Judge:
             (mass.cumsum(-1) - mass).gather(1, one)[:, 0],
             (mass * (self.shuffle < self.shuffle[one])).sum(-1),
         ]
-        v = coin.random((len(chosen), len(ORDERS)))
+        v = self.coin.random((len(chosen), len(ORDERS)))
         found = np.stack([b.cpu().numpy() for b in below], 1) + v * p.mass[:, None]
         return np.where(p.outside[:, None], v, found.clip(0, 1))
+
+
+def _pairs(u: np.ndarray, joined: np.ndarray, name: str) -> list[Test]:
+    """Whether neighbours are independent in every order; joined: see uniformity.independence."""
+    every = enumerate(ORDERS)
+    return [t for i, o in every for t in uniformity.independence(u[:, i], joined, name, o)]
 
 
 def strata(g: Generation, depth: np.ndarray, cycle: np.ndarray) -> np.ndarray:
@@ -309,19 +267,17 @@ def strata(g: Generation, depth: np.ndarray, cycle: np.ndarray) -> np.ndarray:
     accepted = np.array([0, *(c.accepted for c in g.cycles)])
     whole, rejected = (proposed > 0) & (accepted == proposed), proposed > accepted
     previous, first = np.maximum(cycle - 1, 0), (depth == 0) & (cycle > 1)
-    return np.stack(
-        [
-            np.ones(len(depth), dtype=bool),
-            np.arange(len(depth)) == 0,
-            first & rejected[previous],
-            first & whole[previous],
-            depth == 1,
-            depth == 2,
-            depth >= 3,
-            (depth > 0) & (depth == proposed[cycle]),
-        ],
-        1,
+    masks = (
+        np.ones(len(depth), dtype=bool),
+        np.arange(len(depth)) == 0,
+        first & rejected[previous],
+        first & whole[previous],
+        depth == 1,
+        depth == 2,
+        depth >= 3,
+        (depth > 0) & (depth == proposed[cycle]),
     )
+    return np.stack(masks, 1)
 
 
 def cycles(generation: Generation) -> np.ndarray:
@@ -334,30 +290,3 @@ def depths(generation: Generation) -> np.ndarray:
     """Place of every token in its cycle."""
     starts = np.array([0, *(c.start for c in generation.cycles)])
     return np.arange(len(generation.token_ids)) - starts[cycles(generation)]
-
-
-def gather(rows: Sequence[dict[str, Any]]) -> Sample:
-    """All chunks as one sample."""
-
-    def column(name: str, *width: int) -> np.ndarray:
-        found = [np.array(row[name], dtype=float).reshape(-1, *width) for row in rows]
-        return np.concatenate([np.zeros((0, *width)), *found])
-
-    u = column("u", len(ORDERS))
-    outside, edge, proposals = (int(column(name).sum()) for name in ("outside", "edge", "draft"))
-    groups = (column("groups").astype(np.int64)[:, None] >> np.arange(len(GROUPS))) & 1
-    return Sample(
-        u,
-        column("cycle"),
-        column("depth"),
-        column("sequence"),
-        groups.astype(bool),
-        outside,
-        edge,
-        float(column("edge_mass").sum()),
-        column("passes", 2),
-        float(column("drafted").sum()) / max(len(u), 1),
-        proposals,
-        sum(row["astray"] for row in rows),
-        [(list(ids), start) for row in rows for ids, start in row["texts"]],
-    )

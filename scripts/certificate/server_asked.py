@@ -53,7 +53,7 @@ MOST = 14.0  # nats between two log-probabilities of a token: one says as good a
 
 
 @dataclass(frozen=True)
-class QuickPlan:
+class ServerPlan:
     """tokens: sampled ones, most. seconds: of everything. levels: requests at a time."""
 
     address: Address
@@ -93,7 +93,7 @@ class _Collected:
     mistold: float = 0.0
 
 
-def judged(plan: QuickPlan, on_progress: OnProgress) -> dict[str, Any]:
+def judged(plan: ServerPlan, on_progress: OnProgress) -> dict[str, Any]:
     """Ask and judge: what certificate.json holds.
 
     Raises UserError for a server that cannot be asked, or that tells no log-probabilities.
@@ -121,7 +121,7 @@ def judged(plan: QuickPlan, on_progress: OnProgress) -> dict[str, Any]:
     }
 
 
-def _kinds(plan: QuickPlan) -> list[_Kind]:
+def _kinds(plan: ServerPlan) -> list[_Kind]:
     """A third of the tokens at the temperature among the CUT likeliest, a third in a nucleus, a
     third cooler and without any truncation, as most requests are."""
     each = plan.tokens / len(plan.levels) / 3
@@ -134,7 +134,7 @@ def _kinds(plan: QuickPlan) -> list[_Kind]:
 
 
 async def _ask(
-    plan: QuickPlan, began: float, on_progress: OnProgress
+    plan: ServerPlan, began: float, on_progress: OnProgress
 ) -> tuple[_Collected, dict[str, Any]]:
     collected, end = _Collected(), began + plan.seconds - JUDGING
     async with contextlib.AsyncExitStack() as stack:
@@ -174,7 +174,7 @@ async def _metrics(server: Endpoint) -> str | None:
 
 
 async def _waves(
-    server: Endpoint, plan: QuickPlan, collected: _Collected, on_progress: OnProgress
+    server: Endpoint, plan: ServerPlan, collected: _Collected, on_progress: OnProgress
 ) -> None:
     """Wave by wave, that which lacks most first; each is scored before the next one, so that
     what there is when time is over is spread evenly."""

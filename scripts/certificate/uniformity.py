@@ -1,5 +1,12 @@
-"""Tests that numbers are independent and uniform, as the transforms of a sound decoder's
-tokens are (pit.py), and what several tests say together."""
+"""Tests that numbers are independent and uniform, as the transforms of a sound decoder's tokens are
+(transforms.py); what several tests say together; and what so many tokens are sure to see.
+
+A decoder that leans moves mass along an order of the tokens: towards the likelier ones, the rarer
+ones, the lower ids. Where it moves a mass d past one point of the order, the total variation is d,
+and the transforms up to that point are as many as a binomial variable of probability x + d says,
+where x is right. The Kolmogorov-Smirnov test rejects as soon as their share lies further from x
+than its critical distance, so the binomial distribution says how often it does.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +19,9 @@ import torch
 
 CELLS, PAIR_CELLS = 20, 8  # of the chi-squares
 SMALLEST = 200  # strata below are not tested
+SURE = 0.95  # the probability with which a shift is seen
+POINTS = np.linspace(0, 1, 41)  # of an order, at which a shift is tried: the worst one counts
+MOST = 1_000_000  # tokens beyond which no sample goes
 
 
 @dataclass(frozen=True)
@@ -44,13 +54,8 @@ def kolmogorov(u: np.ndarray) -> tuple[float, float]:
     return d, float(np.clip(2 * ((-1.0) ** (k - 1) * np.exp(-2 * (k * at) ** 2)).sum(), 0, 1))
 
 
-def chi_square(counts: np.ndarray) -> tuple[float, float]:
-    """Statistic and p of equal expected counts."""
-    return _chi_square(counts[None])
-
-
-def _chi_square(table: np.ndarray) -> tuple[float, float]:
-    """Of a table each row of which expects equal counts."""
+def chi_square(table: np.ndarray) -> tuple[float, float]:
+    """Statistic and p of a table each row of which expects equal counts."""
     expected = table.sum(1, keepdims=True) / table.shape[1]
     value = float(((table - expected) ** 2 / expected).sum())
     freedom = len(table) * (table.shape[1] - 1)
@@ -64,19 +69,12 @@ def poisson(count: int, mean: float) -> float:
     return gamma_tail(count, max(mean, 1e-300), above=False) if count else 1.0
 
 
-def edge_test(count: int, mean: float, n: int) -> list[Test]:
-    """Tokens at a truncation's edge against as many as the wider distribution expects there."""
-    if not count:
-        return []
-    return [Test("tokens at a truncation's edge", "all tokens", n, count, poisson(count, mean))]
-
-
 def uniformity(u: np.ndarray, stratum: str, order: str = "by probability") -> list[Test]:
     """Kolmogorov-Smirnov and chi-square on equal cells. order: how the tokens were ordered."""
     counts = np.histogram(u, bins=CELLS, range=(0, 1))[0]
     return [
         Test(f"Kolmogorov-Smirnov, {order}", stratum, len(u), *kolmogorov(u)),
-        Test(f"chi-square, {order}", stratum, len(u), *chi_square(counts)),
+        Test(f"chi-square, {order}", stratum, len(u), *chi_square(counts[None])),
     ]
 
 
@@ -99,7 +97,7 @@ def independence(
     full = table[table.sum(1) >= 5 * PAIR_CELLS]
     return [
         Test(f"correlation, {order}", stratum, len(at), z, math.erfc(abs(z) / math.sqrt(2))),
-        Test(f"chi-square of pairs, {order}", stratum, len(at), *_chi_square(full)),
+        Test(f"chi-square of pairs, {order}", stratum, len(at), *chi_square(full)),
     ]
 
 
@@ -120,3 +118,58 @@ def overall(tests: Sequence[Test]) -> float:
     """The p-value of all tests together (Bonferroni: they may depend on one another); 1 of
     none."""
     return min(1.0, max(len(tests), 1) * min((t.p for t in tests), default=1.0))
+
+
+# --- the detection bound
+
+
+def critical(n: int, alpha: float) -> float:
+    """The distance from which on the Kolmogorov-Smirnov test of n numbers rejects at `alpha`: by
+    its first term, which is never below its p-value."""
+    return math.sqrt(math.log(2 / alpha) / 2) / (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n))
+
+
+def seen(n: int, shift: float, alpha: float, tests: int) -> float:
+    """The probability with which n tokens show a shift of this total variation, at least; tests:
+    among how many alpha is divided."""
+    limit = critical(n, alpha / tests)
+    factorials = np.r_[0.0, np.log(np.arange(1, n + 1)).cumsum()]
+    ways = factorials[-1] - factorials - factorials[::-1]
+    k, found = np.arange(n + 1), 1.0
+    for x in POINTS[POINTS + shift < 1]:
+        chance = np.exp(ways + k * math.log(x + shift) + (n - k) * math.log1p(-x - shift))
+        found = min(found, float(chance[k > n * (x + limit)].sum()))
+    return found
+
+
+def detectable(n: int, alpha: float, tests: int) -> float | None:
+    """The total variation from which on n tokens show a shift with probability SURE; None where
+    they show none."""
+    low, high = 0.0, 0.97
+    if n < 1 or seen(n, high, alpha, tests) < SURE:
+        return None
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if seen(n, middle, alpha, tests) >= SURE else (middle, high)
+    return high
+
+
+def tokens_for(shift: float, alpha: float, tests: int) -> int:
+    """The fewest tokens, up to a hundredth, that show a shift with probability SURE."""
+    low, high = 1, 1
+    while high < MOST and seen(high, shift, alpha, tests) < SURE:
+        low, high = high, 2 * high
+    while high - low > high // 100 + 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if seen(middle, shift, alpha, tests) >= SURE else (middle, high)
+    return high
+
+
+def said(n: int, shift: float | None) -> str:
+    """The bound in a line."""
+    if shift is None:
+        return f"with {n:,} tokens no shift is sure to be seen"
+    return (
+        f"with {n:,} tokens a shift of total variation {shift:.3f} or more, towards likelier or "
+        f"rarer tokens or along the ids, is seen with probability {SURE:g}"
+    )

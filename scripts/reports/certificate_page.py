@@ -14,47 +14,47 @@ OFF = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "guidance_sc
 PROSE = ("evidence", "result")  # columns whose text may run over several lines
 
 
-def table(paper: dict[str, Any]) -> Table:
+def table(certificate: dict[str, Any]) -> Table:
     """The layers and the controls, the verdict above, its reasons and the bound below."""
-    layers, controls = _layers(paper), paper["negative_controls"]
+    layers, controls = _layers(certificate), certificate["negative_controls"]
     caught = f"{sum(c['rejected'] for c in controls)} of {len(controls)} rejected"
     rows = [*layers.rows, ["controls", "", caught]]
-    target = paper["identities"]["target"].get("name", "target")
-    about = f"{paper['identities']['drafter']['name']} on {target}, {_settings(paper)}"
-    notes = [*paper["reasons"], paper["bound"]["said"]]
-    return Table(layers.head, rows, f"{paper['verdict'].upper()}: {about}", notes, range(3))
+    target = certificate["identities"]["target"].get("name", "target")
+    about = f"{certificate['identities']['drafter']['name']} on {target}, {_settings(certificate)}"
+    notes = [*certificate["reasons"], certificate["bound"]["said"]]
+    return Table(layers.head, rows, f"{certificate['verdict'].upper()}: {about}", notes, range(3))
 
 
-def page(paper: dict[str, Any]) -> str:
+def page(certificate: dict[str, Any]) -> str:
     """The whole page as text; no network, no scripts."""
-    drafter = names.label(paper["identities"]["drafter"]["name"])
-    target = paper["identities"]["target"].get("name", "target")
-    sampling = [layer for layer in paper["layers"] if layer["name"] == "sampling"]
+    drafter = names.label(certificate["identities"]["drafter"]["name"])
+    target = certificate["identities"]["target"].get("name", "target")
+    sampling = [layer for layer in certificate["layers"] if layer["name"] == "sampling"]
     return render(
         "certificate.html",
-        paper=paper,
+        certificate=certificate,
         drafter=drafter,
-        head=paper["verdict"].capitalize(),
-        tone=TONE[paper["verdict"]],
-        sub=f"{drafter} drafting for {target} · {_settings(paper)}",
-        layers=_layers(paper),
+        head=certificate["verdict"].capitalize(),
+        tone=TONE[certificate["verdict"]],
+        sub=f"{drafter} drafting for {target} · {_settings(certificate)}",
+        layers=_layers(certificate),
         tests=[_tests(layer) for layer in sampling],
-        controls=_controls(paper),
-        facts=_facts(paper),
+        controls=_controls(certificate),
+        facts=_facts(certificate),
     )
 
 
-def _settings(paper: dict[str, Any]) -> str:
-    s = paper["settings"]
+def _settings(certificate: dict[str, Any]) -> str:
+    s = certificate["settings"]
     words = [f"T = {s['temperature']:g}"]
     words += [f"{key} = {s[key]:g}" for key, off in OFF.items() if s[key] != off]
-    return ", ".join([*words, f"verify = {s['verify']}", paper["identities"]["target"]["dtype"]])
+    return ", ".join([*words, certificate["identities"]["target"]["dtype"]])
 
 
 def _evidence(layer: dict[str, Any]) -> str:
     if layer["name"] == "exact":
         return (
-            f"{layer['cases']} toy worlds, {layer['branches']} branches: distribution off by at "
+            f"{layer['cases']} small models, {layer['branches']} branches: distribution off by at "
             f"most {layer['max_error']:.1e}; the whole loop by {layer['loop_max_error']:.1e}"
         )
     if layer["name"] == "greedy":
@@ -75,13 +75,13 @@ def _evidence(layer: dict[str, Any]) -> str:
     )
 
 
-def _layers(paper: dict[str, Any]) -> Table:
+def _layers(certificate: dict[str, Any]) -> Table:
     columns: list[tuple[str, Any]] = [
         ("layer", lambda layer: layer["name"]),
         ("result", lambda layer: "passed" if layer["passed"] else "FAILED: " + layer["why"]),
         ("evidence", _evidence),
     ]
-    return Table.of(columns, paper["layers"], prose=PROSE)
+    return Table.of(columns, certificate["layers"], prose=PROSE)
 
 
 def _tests(layer: dict[str, Any]) -> Table:
@@ -93,23 +93,23 @@ def _tests(layer: dict[str, Any]) -> Table:
     return Table([first, "tokens", "n", "statistic", "p"], rows[:SHOWN])
 
 
-def _controls(paper: dict[str, Any]) -> Table:
+def _controls(certificate: dict[str, Any]) -> Table:
     columns: list[tuple[str, Any]] = [
         ("wrong code", lambda c: c["name"]),
         ("layer", lambda c: c["layer"]),
         ("rejected", lambda c: "yes" if c["rejected"] else "NO"),
         ("evidence", lambda c: c["evidence"]),
     ]
-    return Table.of(columns, paper["negative_controls"], prose=PROSE)
+    return Table.of(columns, certificate["negative_controls"], prose=PROSE)
 
 
-def _facts(paper: dict[str, Any]) -> list[tuple[str, Table]]:
-    drafter, versions = dict(paper["identities"]["drafter"]), dict(paper["versions"])
+def _facts(certificate: dict[str, Any]) -> list[tuple[str, Table]]:
+    drafter, versions = dict(certificate["identities"]["drafter"]), dict(certificate["versions"])
     files = {f"sha256 {name}": value for name, value in drafter.pop("files", {}).items()}
     groups = {
-        "target": paper["identities"]["target"],
-        "drafter": {**drafter, **paper["shape"], **files},
-        "settings": paper["settings"],
+        "target": certificate["identities"]["target"],
+        "drafter": {**drafter, **certificate["shape"], **files},
+        "settings": certificate["settings"],
         "versions": {**versions.pop("versions"), **versions},
     }
     return [

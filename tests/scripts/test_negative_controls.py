@@ -18,7 +18,7 @@ from outrider.decode.rng import ACCEPT, Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
-from outrider.decode.verify import RULES
+from outrider.decode.verify import verify
 from outrider.scripts.certificate import controls
 from outrider.scripts.certificate.engine_distribution import (
     TableDrafter,
@@ -26,7 +26,6 @@ from outrider.scripts.certificate.engine_distribution import (
     toy_model,
 )
 from outrider.scripts.certificate.enumerator import Case, enumerate_case
-from outrider.scripts.certificate.recorder import rule_of
 from tests.helpers import wrong_rules
 
 ONE, CHAIN = Sampling(1.0), TreeShape.chain(2)
@@ -45,7 +44,7 @@ WRONG: dict[str, tuple[Any, TreeShape, str, Sampling]] = {
     "traversal stale": (wrong_rules.traversal_stale, CHAIN, "iid", ONE),
     "greedy at T > 0": (wrong_rules.greedy_fallback, CHAIN, "iid", ONE),
     "late rejection": (wrong_rules.late_rejection, CHAIN, "iid", ONE),
-    "no residual": (controls.without_residual(rule_of("traversal")), CHAIN, "iid", ONE),
+    "no residual": (controls.without_residual(verify), CHAIN, "iid", ONE),
 }
 
 
@@ -60,14 +59,12 @@ def test_a_wrong_rule_is_found_by_enumeration(name: str) -> None:
     rule, *drafts = WRONG[name]
     case = world(*drafts)
     assert enumerate_case(case, rule).error > 1e-3
-    for right in RULES:
-        assert enumerate_case(case, rule_of(right)).error <= 1e-12
+    assert enumerate_case(case, verify).error <= 1e-12
 
 
 def test_a_draft_that_is_not_what_it_says_is_found_by_enumeration() -> None:
     case = world(STAR, "without", ONE)
-    for rule in map(rule_of, RULES):
-        assert enumerate_case(case, rule, wrong_rules.without_scored_as_with).error > 1e-3
+    assert enumerate_case(case, verify, wrong_rules.without_scored_as_with).error > 1e-3
 
 
 @pytest.mark.parametrize("change", [wrong_rules.commits_wrong_rows, wrong_rules.leaks_siblings])
@@ -78,7 +75,7 @@ def test_a_wrong_cache_or_mask_is_found_by_enumeration(change: Callable[[Target]
         target.probe()  # on the sound model: the probe would find the mistake by itself
         target = change(target) if wrong else target
         drafter = TableDrafter(shape, "without", 4)
-        found = engine_distribution(target, drafter, [3, 1, 2], 4, ONE, "rejection", shape)
+        found = engine_distribution(target, drafter, [3, 1, 2], 4, ONE, verify, shape)
         assert (found.error > 1e-9) == wrong
 
 
@@ -123,9 +120,8 @@ class LooseTest(Rng):
 
 
 @pytest.mark.parametrize("rng", [Rng, LooseTest])
-@pytest.mark.parametrize("rule", RULES)
 def test_no_token_of_probability_zero_is_emitted_where_every_number_is_zero(
-    rule: str, rng: type[Rng]
+    rng: type[Rng],
 ) -> None:
     class Zero(rng):  # type: ignore[misc,valid-type]
         def uniform(self, rows: Tensor, node: Tensor, purpose: int) -> Tensor:
@@ -139,8 +135,7 @@ def test_no_token_of_probability_zero_is_emitted_where_every_number_is_zero(
     drawn = torch.ones(1, 2, dtype=torch.bool)
     tree = DraftTree.static(TreeShape.chain(2), tokens, None, drawn, proposal)
     none = torch.zeros(1, dtype=torch.int64)
-    verdict = RULES[rule](
-        tree, Distribution(ONE, logits.expand(1, 3, 4), tree), Zero(0, none, none)
-    )
+    distribution = Distribution(ONE, logits.expand(1, 3, 4), tree)
+    verdict = verify(tree, distribution, Zero(0, none, none))
     wrong = int(verdict.length.sum()) + int((verdict.bonus < 2).sum())
     assert (wrong > 0) == (rng is LooseTest)

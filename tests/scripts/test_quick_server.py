@@ -237,7 +237,7 @@ def pair() -> tuple[Target, Target]:
 def asked(url: str, seed: int = 0) -> dict[str, Any]:
     """The check as it is by default."""
     where = Address(url, 20.0, 0, 8)
-    plan = server_asked.QuickPlan(where, WORDS, 1.0, 1200, 120.0, (1, 8), 1e-3, seed)
+    plan = server_asked.ServerPlan(where, WORDS, 1.0, 1200, 120.0, (1, 8), 1e-3, seed)
     return server_asked.judged(plan, lambda *_: None)
 
 

@@ -15,9 +15,9 @@ from outrider.decode.models import facts
 from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.scripts.certificate.greedy import GreedyReading, greedy_layer
+from outrider.scripts.certificate.greedy import greedy_layer
+from outrider.scripts.certificate.setup import CertificatePlan, open_setup
 from outrider.scripts.scoring.assisted import Assisted
-from outrider.scripts.scoring.plain import Plain
 from outrider.scripts.scoring.reference import hf_generate
 from tests.helpers.archs import VOCAB, build
 
@@ -94,8 +94,8 @@ def test_our_own_penalty_is_part_of_the_distribution() -> None:
 
 def test_the_greedy_layer_of_a_certificate_finds_no_defect() -> None:
     target = asking(**QWEN, **OTHERS)
-    found = greedy_layer(Plain(target), target, NGram(), PROMPTS, GreedyReading(12, 2, 1e-9))
-    assert found.divergences == []
+    plan = CertificatePlan(Sampling(0.0), 0, 0, 2, greedy_prompts=3, greedy_tokens=12)
+    assert greedy_layer(open_setup(target, PROMPTS, plan), NGram())["divergences"] == []
 
 
 def test_sampled_references_follow_the_distribution_of_the_run() -> None:

@@ -8,7 +8,7 @@ uniforms, whatever the distributions (Rosenblatt 1952; Brockwell 2007 for the ra
 The distribution is written here a second time, from its documentation and not from
 decode/sampling.py: a bug there shows.
 
-Shape letters: R tokens, V vocabulary, O orders of the tokens, n sample size.
+Shape letters: R tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from outrider.decode.sampling import Sampling
 
+LIKELY = 0.01  # a token whose log-probability counts where two distributions are compared
+ROWS = 128  # distributions at once
 FEW = 512  # best tokens that nearly every truncation's edge lies among
 # of a score, relative: what float32 loses between a logit and the edge of a truncation
 TOLERANCE = 1e-6
@@ -34,16 +36,12 @@ class TokenPlaces:
     token id).
 
     below: mass of the tokens before them; mass: their own; both [R] float64. outside: [R] bool,
-    own mass 0. edge: [R] bool, inside only because the edge of a truncation gave way by float32's
-    tolerance; edge mass: [R] float64, the mass that the distribution gains there. distribution:
-    [R, V] float64.
+    own mass 0. distribution: [R, V] float64.
     """
 
     below: np.ndarray
     mass: np.ndarray
     outside: np.ndarray
-    edge: np.ndarray
-    edge_mass: np.ndarray
     distribution: Tensor
 
 
@@ -53,27 +51,22 @@ def places(
     """Places of `tokens` [R] in the distributions of `logits` [R, V]. histories: R id lists,
     for what depends on them.
 
-    The decoder cuts its distribution in float32 and this in float64, so a token may fall in
-    there and out here. Such a token is placed in the distribution that is wider by the
-    tolerance, and counted: see `edge_test`.
+    The decoder cuts its distribution in float32 and this in float64, so a token may fall in there
+    and out here. A token that falls out within the tolerance is placed in the distribution that
+    ends with it.
     """
     scores = processed(logits.double(), sampling, histories) / sampling.temperature
-    strict, wide = _edges(scores, sampling)
     own = scores.gather(1, tokens[:, None])
-    between = (scores >= wide) & (scores < strict)
-    edge_mass = torch.zeros_like(own[:, 0])
-    if bool(between.any()):
-        edge_mass = (scores.masked_fill(scores < wide, -torch.inf).softmax(-1) * between).sum(-1)
-    edge = (own < strict) & (own >= wide) & ~own.isneginf()
-    distribution = scores.masked_fill(scores < torch.where(edge, wide, strict), -torch.inf).softmax(
-        -1
-    )
+    largest = scores.masked_fill(scores.isneginf(), 0).abs().amax(-1, keepdim=True)
+    edge, wide = (_edge(scores, sampling, off) for off in (0.0, TOLERANCE * (1 + largest)))
+    edge = torch.where(own >= wide, torch.minimum(edge, own), edge)
+    distribution = scores.masked_fill(scores < edge, -torch.inf).softmax(-1)
     ids = torch.arange(scores.shape[1], device=scores.device)
     before = (scores > own) | ((scores == own) & (ids < tokens[:, None]))
     mass = distribution.gather(1, tokens[:, None])[:, 0]
     below = (distribution * before).sum(-1)
-    a, b, c, d, e = (x.cpu().numpy() for x in (below, mass, mass == 0, edge[:, 0], edge_mass))
-    return TokenPlaces(a, b, c, d, e, distribution)
+    a, b, c = (x.cpu().numpy() for x in (below, mass, mass == 0))
+    return TokenPlaces(a, b, c, distribution)
 
 
 def distribution_of(
@@ -82,8 +75,29 @@ def distribution_of(
     """The distributions [R, V] of `logits` [R, V], in their own precision, float32 at least."""
     scores = logits if logits.dtype == torch.float64 else logits.float()
     scores = processed(scores, sampling, histories) / sampling.temperature
-    strict, _ = _edges(scores, sampling)
-    return scores.masked_fill(scores < strict, -torch.inf).softmax(-1)
+    return scores.masked_fill(scores < _edge(scores, sampling), -torch.inf).softmax(-1)
+
+
+def histories(ids: Sequence[int], start: int) -> list[list[int]]:
+    """All ids before each token of a text from `start` on."""
+    return [list(ids[:i]) for i in range(start, len(ids))]
+
+
+def distances(
+    ours: Tensor, theirs: Tensor, sampling: Sampling, past: Sequence[Sequence[int]] = ()
+) -> np.ndarray:
+    """[R, 2] variation and shift between the distributions of two sets of logits [R, V]. past: R
+    histories, for what depends on them."""
+    found = []
+    for i in range(0, len(ours), ROWS):
+        a, b, some = ours[i : i + ROWS], theirs[i : i + ROWS], past[i : i + ROWS]
+        p, q = (distribution_of(x, sampling, some) for x in (a, b))
+        one, two = ((x.float() / sampling.temperature).log_softmax(-1) for x in (a, b))
+        unlikely = torch.maximum(one, two) < np.log(LIKELY)
+        shift = (one - two).abs().masked_fill(unlikely, 0).amax(-1)
+        variation = (p - q).abs().sum(-1) / 2
+        found.append(torch.stack([variation.double(), shift.double()], 1).cpu().numpy())
+    return np.concatenate(found) if found else np.zeros((0, 2))
 
 
 def processed(
@@ -101,34 +115,26 @@ def processed(
     return torch.cat(rows) if rows else scores
 
 
-def _edges(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """[R, 1] twice: the lowest score that top-k, top-p and min-p let through (-inf without
-    them), exactly, and when every score may be off by the tolerance."""
-    none = torch.full_like(scores[:, :1], -torch.inf)
+def _edge(scores: Tensor, sampling: Sampling, off: Tensor | float = 0.0) -> Tensor:
+    """[R, 1] the lowest score that top-k, top-p and min-p let through, -inf without them. off: by
+    which every score may be."""
+    edge = torch.full_like(scores[:, :1], -torch.inf)
     if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
-        return none, none
-    strict, wide = none, none
-    size = scores.shape[1]
+        return edge
     # a whole sort costs ten times as much
-    ordered = scores.topk(min(size, max(FEW, sampling.top_k)), -1).values
-    off = TOLERANCE * (1 + scores.masked_fill(scores.isneginf(), 0).abs().amax(-1, keepdim=True))
+    ordered = scores.topk(min(scores.shape[1], max(FEW, sampling.top_k)), -1).values
     if sampling.top_k:
-        strict = ordered[:, sampling.top_k - 1 : sampling.top_k]
-        wide = strict - off
+        edge = ordered[:, sampling.top_k - 1 : sampling.top_k]
     if sampling.top_p < 1:
-        total = scores.masked_fill(scores < strict, -torch.inf).logsumexp(-1, keepdim=True)
-        shares = (sampling.top_p, sampling.top_p + 2 * off)
-        both = [_nucleus(scores, ordered, strict, total, share) for share in shares]
-        strict, wide = torch.maximum(strict, both[0]), torch.maximum(wide, both[1] - off)
+        total = scores.masked_fill(scores < edge, -torch.inf).logsumexp(-1, keepdim=True)
+        share = sampling.top_p + 2 * off + torch.zeros_like(total)
+        edge = torch.maximum(edge, _nucleus(scores, ordered, edge, total, share))
     if sampling.min_p:
-        least = ordered[:, :1] + math.log(sampling.min_p)
-        strict, wide = torch.maximum(strict, least), torch.maximum(wide, least - off)
-    return strict, wide
+        edge = torch.maximum(edge, ordered[:, :1] + math.log(sampling.min_p))
+    return edge - off
 
 
-def _nucleus(
-    scores: Tensor, ordered: Tensor, edge: Tensor, total: Tensor, share: float | Tensor
-) -> Tensor:
+def _nucleus(scores: Tensor, ordered: Tensor, edge: Tensor, total: Tensor, share: Tensor) -> Tensor:
     """The lowest score [R, 1] of the fewest tokens above `edge` with `share` of exp(total)."""
     distribution = (ordered.masked_fill(ordered < edge, -torch.inf) - total).exp()
     count = (distribution.cumsum(-1) - distribution < share).sum(-1, keepdim=True).clamp(min=1)
@@ -137,6 +143,5 @@ def _nucleus(
     rows = (distribution.sum(-1, keepdim=True) < share)[:, 0].nonzero()[:, 0]
     if rows.numel() and ordered.shape[1] < scores.shape[1]:
         every = scores[rows].sort(-1, descending=True).values
-        some = share[rows] if isinstance(share, Tensor) else share
-        found[rows] = _nucleus(every, every, edge[rows], total[rows], some)
+        found[rows] = _nucleus(every, every, edge[rows], total[rows], share[rows])
     return found
