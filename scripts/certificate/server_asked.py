@@ -22,7 +22,7 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.scripts.certificate import server_judged
-from outrider.scripts.certificate.likeliest import JudgedAnswer
+from outrider.scripts.certificate.server_places import JudgedAnswer
 from outrider.scripts.common.progress import OnProgress
 from outrider.scripts.scoring.counters import rise
 from outrider.scripts.scoring.servers import (
