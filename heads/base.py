@@ -23,7 +23,7 @@ from outrider.heads import shapes, vocab
 from outrider.heads.batch import Batch, LossOut, moved
 from outrider.heads.config import HeadConfig as HeadConfig
 from outrider.heads.forced import ranks
-from outrider.heads.names import DEFAULT_DRAW, DraftSpec
+from outrider.heads.names import DraftSpec
 from outrider.heads.stored import Stored
 
 __all__ = ["Batch", "Head", "HeadConfig", "LossOut"]
@@ -124,7 +124,7 @@ class Head(Stored):
         depth = requested.depth or self.usual
         if shape == "chain":
             return Form.chain(depth)
-        drawn = (cfg.tree_draw if requested.draw == DEFAULT_DRAW else requested.draw) == "sampled"
+        drawn = cfg.tree_draw == "sampled"
         nodes = len(requested.paths or ()) or requested.nodes or cfg.nodes
         static = TreeShape.of(requested.paths) if requested.paths else self.tree(nodes, depth)
         ids = self.ids()

@@ -44,7 +44,7 @@ from outrider.scripts.reports.table import DOUBT, Table, number
 from outrider.scripts.scoring.ranking import believable, best
 
 CHATS, QUESTIONS = (Path(f"scripts/prompts/demo_{what}.jsonl") for what in ("chats", "questions"))
-NGRAM = "ngram@3"
+NGRAM = "ngram@chain:3"
 
 
 @dataclass(frozen=True)

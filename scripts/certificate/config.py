@@ -26,8 +26,7 @@ class CertifyConfig(PenaltyKeys):
     is certified."""
 
     # none, ngram, a run folder, a head folder or hub:OWNER/NAME[@REVISION]; FOLDER@chain and
-    # FOLDER@tree choose the shape; @fixed behind a tree takes the most probable tokens where
-    # T > 0, @adaptive behind any of them adapts the draft length
+    # FOLDER@tree choose the shape, @adaptive behind any of them adapts the draft length
     drafter: str = ""
     # address of a running server to check instead, such as http://127.0.0.1:8080
     url: str = ""

@@ -17,8 +17,8 @@ class ChatConfig(SamplingKeys, AutoDtype):
 
     # the model to talk to
     target: TargetConfig = field(default_factory=TargetConfig)
-    # none, ngram, a run folder, a head folder or hub:OWNER/NAME[@REVISION], @chain, @tree or
-    # @fixed behind them; @adaptive adapts the depth
+    # none, ngram, a run folder, a head folder or hub:OWNER/NAME[@REVISION], @chain or @tree
+    # behind them; @adaptive adapts the depth
     drafter: str = "none"
     temperature: NotNegative = 0.7
     # longest answer, tokens

@@ -49,7 +49,7 @@ def test_a_folder_with_a_head_of_a_kind_that_left() -> None:
 @pytest.mark.parametrize("option", left.DRAFTS)
 def test_an_option_of_a_drafter_that_left(option: str) -> None:
     with pytest.raises(UserError) as caught:
-        parse(f"ngram@3@{option}")
+        parse(f"ngram@chain:3@{option}")
     said = str(caught.value)
     assert said.startswith("drafters:") and f"@{option}" in said and left.LAST in said
 

@@ -115,7 +115,7 @@ def test_no_key_of_hugging_face_is_taken_for_a_slip_of_another() -> None:
         ("chat", "drafters=[ngram]", "drafter=ngram"),
         ("serve", "drafter=ngram", "drafters=[ngram]"),
         ("serve", "drafters=ngram", "drafters=[ngram]"),
-        ("evaluate", "drafters=none,ngram@3", "drafters=[none,ngram@3]"),
+        ("evaluate", "drafters=none,ngram@chain:3", "drafters=[none,ngram@chain:3]"),
         ("evaluate", "drafter=[none,ngram]", "drafters=[none,ngram]"),
         ("evaluate", "temperature=0,1", "temperatures=[0,1]"),
         ("evaluate", "batch_size=[1,4]", "batch_sizes=[1,4]"),

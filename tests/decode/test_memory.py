@@ -104,7 +104,7 @@ def test_loading_checks_first(tmp_path: Path, monkeypatch: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("drafts", ["none", "ngram@3"])
+@pytest.mark.parametrize("drafts", ["none", "ngram@chain:3"])
 def test_the_cache_of_an_answer_is_gone_with_it(
     drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,14 +11,18 @@ later one.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+from outrider.heads import load_head
 from outrider.heads.drafters import resolve_drafter
+from outrider.heads.names import DraftSpec
 
 FOLDER = Path(__file__).resolve().parent
 TARGET, HEADS_FOLDER, RUN, DATA = (FOLDER / n for n in ("target", "heads", "run", "data.jsonl"))
@@ -51,10 +55,17 @@ def specs() -> list[str]:
     return [*FREE, *(f"{kind}{shape}" for kind in KINDS for shape in SHAPES), *OTHERS]
 
 
-def spelled(spec: str) -> str:
-    """The drafter's name as a user writes it, with the folder of its head."""
-    head, at, rest = spec.partition("@")
-    return spec if head in FREE else f"{HEADS_FOLDER / head}{at}{rest}"
+def drafter_of(spec: str, target: Target) -> Drafter:
+    """The drafter of a row, by the name that the version which wrote the file had for it: what was
+    @fixed is head.tree_draw now, and ngram@K is ngram@chain:K."""
+    source, _, rest = spec.partition("@")
+    if source in FREE:
+        return resolve_drafter(spec.replace("@2", "@chain:2"), target)
+    if not rest.endswith("@fixed"):
+        return resolve_drafter(str(HEADS_FOLDER / spec), target)
+    head = load_head(HEADS_FOLDER / source, target)
+    head.cfg = replace(head.cfg, tree_draw="fixed")
+    return head.drafter(target, DraftSpec(shape="tree"))
 
 
 def target() -> Target:
@@ -71,7 +82,7 @@ def written(spec: str, target: Target, long: int = LONG) -> dict[str, Any]:
         Request(target.tokenizer(text)["input_ids"], long, id=i) for i, text in enumerate(PROMPTS)
     ]
     for temperature in TEMPERATURES:
-        drafter = resolve_drafter(spec, target)
+        drafter = drafter_of(spec, target)
         run = generate(target, drafter, requests, Sampling(temperature), batch_size=2, eos_ids=())
         found[f"{temperature:g}"] = {
             "tokens": [g.token_ids for g in run.generations],
@@ -83,7 +94,7 @@ def written(spec: str, target: Target, long: int = LONG) -> dict[str, Any]:
 def golden() -> dict[str, Any]:
     """All of tokens.json."""
     shared = target()
-    return {spec: written(spelled(spec), shared) for spec in specs()}
+    return {spec: written(spec, shared) for spec in specs()}
 
 
 def smollm2() -> dict[str, Any]:

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from outrider.conf.errors import UserError
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import TreeShape
@@ -127,14 +126,10 @@ def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
     save_head(trained_like(target), tmp_path / "m", target.identity)
     old = trained_like(target, dataclasses.replace(FULL, tree_draw="fixed"))
     save_head(old, tmp_path / "old", target.identity)
-    named = {"m": True, "m@tree@fixed": False, "old@tree": False, "old@sampled": True}
+    named = {"m": True, "m@tree:4": True, "old@tree": False}
     for spec, drawn in named.items():
         drafter = resolve_drafter(f"{tmp_path}/{spec}", target)
         assert (drafter.shape, drafter.form.drawn) == ("tree", drawn)
-    with pytest.raises(UserError, match="drawn where T > 0 anyway"):
-        resolve_drafter(f"{tmp_path}/m@chain@sampled", target)
-    with pytest.raises(UserError, match="no distribution to draw from"):
-        resolve_drafter("ngram@fixed", target)
 
 
 def test_best_first_tree_from_measured_ranks() -> None:

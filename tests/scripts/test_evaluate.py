@@ -177,7 +177,7 @@ def test_several_settings_are_kept_as_they_come(
 @pytest.mark.parametrize(
     "spec, words",
     [
-        ("RUNS/medusa@tre", "unknown shape 'tre'; did you mean RUNS/medusa@tree?"),
+        ("RUNS/medusa@tre", "unknown shape 'tre'; did you mean @tree?"),
         ("RUNS/medsua", "neither none, ngram nor an existing folder; did you mean RUNS/medusa?"),
         ("ngarm", "did you mean ngram?"),
         ("hf_assisted", "transformers needs an assistant; write hf_assisted@DIR"),

@@ -146,7 +146,7 @@ def test_the_drafters_keep_their_turns(
     "key, name",
     [
         ("seed=1", "seed"),
-        ("drafters=[none,ngram@2]", "drafters"),
+        ("drafters=[none,ngram@chain:2]", "drafters"),
     ],
 )
 def test_a_change_is_named_and_begins_anew(

@@ -267,7 +267,7 @@ SEEN = """heading => {
 
 def test_a_phone_shows_what_a_drafter_is_worth(report: dict[str, Any]) -> None:
     """Length and speed of every row without a move of the finger, the ranking as a whole."""
-    names = ["hydra_heads@chain:2+ngram@3", "eagle3@tree:12+ngram@tree"]
+    names = ["hydra_heads@chain:2+ngram@chain:3", "eagle3@tree:12+ngram@tree"]
     report["drafters"][1]["label"] = names[0]
     report["drafters"] += [{**report["drafters"][1], "name": "slow", "label": names[1]}]
     (first,) = [row for row in report["ranking"] if row["name"] == "fast"]
