@@ -25,7 +25,6 @@ Draw = Callable[[np.random.Generator, np.ndarray, float, float, int, int], int]
 # (who answers, what was asked or None for a GET, the answer) -> the answer, bytes as they are, or
 # None where it has answered itself
 Ranked = list[tuple[int, float]]
-Told = Callable[[Ranked, float], Ranked]  # (likeliest tokens of a place, temperature) -> as told
 Twist = Callable[[BaseHTTPRequestHandler, dict[str, Any] | None, Any], Any]
 
 
@@ -62,18 +61,16 @@ def spoken(
     draw: Draw = sound,
     wait: float = 0.0,
     by_text: bool = False,
-    told: Told = lambda best, heat: best,
     twist: Twist = lambda who, body, value: value,
 ) -> Iterator[str]:
     """Its address while the block runs. kind: a key of OWNERS. wait: seconds of every answer.
-    by_text: tokens of log-probabilities are named by text. told: those that come with an answer.
-    twist: what becomes of every answer."""
+    by_text: tokens of log-probabilities are named by text. twist: what becomes of every answer."""
 
     class Bound(_Handler):
         pass
 
     Bound.kind, Bound.draw_, Bound.wait, Bound.by_text = kind, staticmethod(draw), wait, by_text
-    Bound.told, Bound.twist = staticmethod(told), staticmethod(twist)
+    Bound.twist = staticmethod(twist)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Bound)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -91,7 +88,6 @@ def _best(last: int) -> Ranked:
 class _Handler(BaseHTTPRequestHandler):
     kind, wait, by_text = "", 0.0, False
     draw_: Draw
-    told: Told
     twist: Twist
 
     def log_message(self, *_: Any) -> None:
@@ -185,10 +181,4 @@ class _Handler(BaseHTTPRequestHandler):
             stop = set(body.get("stop_token_ids", ()))
             end = next((i for i, token in enumerate(found) if token in stop), limit)
             choice["token_ids"] = found = found[: end + 1]
-            if "logprobs" in body:
-                before = [ids[-1], *found[:-1]]
-                told = [type(self).told(_best(b), heat) for b in before]
-                rows = [{name.format(t): v for t, v in row} for row in told]
-                own = [float(TABLE[b, t]) for b, t in zip(before, found, strict=True)]
-                choice["logprobs"] = {"top_logprobs": rows, "token_logprobs": own}
         return {"choices": [choice]}

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -61,36 +60,6 @@ def test_a_server_that_ignores_the_temperature_is_named(prompts, tmp_path) -> No
     with table_server.spoken("sglang", draw) as url:
         code, found = certify(url, tmp_path, prompts, "tokens=400")
     assert code == 1 and "the temperature is not honoured" in found["line"]
-
-
-def rounded(best: table_server.Ranked, heat: float) -> table_server.Ranked:
-    """As 16 bits tell it: every logit off by 0.12 or so, unlikely ones alike."""
-    rng = np.random.default_rng([t for t, _ in best])
-    found = [(t, v + float(rng.normal()) * 0.12) for t, v in best]
-    mass = [math.fsum(math.exp(v) for _, v in row) for row in (found, best)]
-    return [(t, v - math.log(mass[0] / mass[1])) for t, v in found]
-
-
-def heated(best: table_server.Ranked, heat: float) -> table_server.Ranked:
-    """At the temperature that was asked for."""
-    total = math.log(sum(math.exp(v / heat) for _, v in best))
-    return [(t, v / heat - total) for t, v in best]
-
-
-TOLD: dict[str, tuple[table_server.Told, bool]] = {
-    "rounded": (rounded, True),
-    "at the temperature asked for": (heated, False),
-}
-
-
-@pytest.mark.parametrize("name", TOLD)
-def test_log_probabilities_that_come_with_an_answer_are_checked(name, prompts, tmp_path) -> None:
-    """A part of them is scored again; where that differs by more than rounding, all are."""
-    told, sound = TOLD[name]
-    with table_server.spoken("other", told=told) as url:
-        code, found = certify(url, tmp_path, prompts, "tokens=600")
-    assert code == 0, found["line"]
-    assert any("are not the model's" in note for note in found["notes"]) != sound
 
 
 def test_a_slow_server_is_judged_by_what_came_in_time(prompts, tmp_path) -> None:
