@@ -10,7 +10,6 @@ Shape letters: B live rows, N tree nodes, D path length, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +30,7 @@ from outrider.decode.scorer import Step
 from outrider.decode.target import Target
 from outrider.decode.timing import Timing, timed
 from outrider.decode.tree import DraftTree
-from outrider.decode.verify import Seen, Verdict
+from outrider.decode.verify import HostVerdict, Verdict
 from outrider.decode.verify import verify as run_verify
 
 __all__ = [
@@ -77,12 +76,11 @@ class _Row:
 class Engine:
     """One run of the loop over all requests.
 
-    batch_size: rows that run at a time. verify: the name of a rule, or the rule itself (how
-    scripts/certify.py runs known wrong ones). on_tokens(request index, new token ids,
-    from_draft) streams. eos_ids: the target's where None. coins(seed, request ids [B], cycles
-    [B]) makes the random numbers of one cycle; an enumerator in its place walks every branch.
-    clock: seconds; one that waits for the device makes the parts of the timing exact on a GPU,
-    and the whole slower.
+    batch_size: rows that run at a time. verify: the accept rule (scripts/certify.py runs known
+    wrong ones). on_tokens(request index, new token ids, from_draft) streams. eos_ids: the
+    target's where None. coins(seed, request ids [B], cycles [B]) makes the random numbers of one
+    cycle; an enumerator in its place walks every branch. clock: seconds; one that waits for the
+    device makes the parts of the timing exact on a GPU, and the whole slower.
 
     Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary,
     and, while it runs, for logits without a distribution.
@@ -94,7 +92,7 @@ class Engine:
     sampling: Sampling
     batch_size: int = 1
     seed: int = 0
-    verify: str | Rule = "traversal"
+    verify: Rule = run_verify
     guidance: float | None = None
     on_tokens: OnTokens | None = None
     eos_ids: Sequence[int] | None = None
@@ -103,8 +101,6 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.sampling.check_vocab(self.target.vocab_size)
-        rule = self.verify
-        self.rule: Rule = rule if callable(rule) else functools.partial(run_verify, rule=rule)
         self.eos = frozenset(self.target.eos_ids if self.eos_ids is None else self.eos_ids)
         self.timing, self.probs_rows = Timing(), 0
         self.all = [
@@ -151,7 +147,7 @@ class Engine:
             distribution = self._distribution(
                 step.logits, DraftTree.empty(count, self.target.device), new
             )
-            verdict = self.rule(distribution.tree, distribution, self._rng(new))
+            verdict = self.verify(distribution.tree, distribution, self._rng(new))
             distribution.check()
             self.probs_rows += distribution.computed
             first = verdict.bonus.tolist()
@@ -216,12 +212,12 @@ class Engine:
         return self.target.score(cache, last, tree, self.drafter.taps)
 
     @timed("verify")
-    def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> Seen:
+    def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> HostVerdict:
         """What the target takes of the draft, in the one round trip of a cycle. Raises what
         `tree.validate` and `distribution.check` do: nothing is committed yet."""
         with self.part("distribution"):
             distribution = self._distribution(step.logits, tree, self.rows)
-        verdict = self.rule(tree, distribution, rng)
+        verdict = self.verify(tree, distribution, rng)
         self.timing.distribution_s += distribution.seconds
         self.probs_rows += distribution.computed
         with self.part("distribution"):
@@ -235,7 +231,7 @@ class Engine:
         return seen
 
     @timed("commit")
-    def _commit(self, cache: TreeCache, step: Step, seen: Seen, budget: Tensor) -> None:
+    def _commit(self, cache: TreeCache, step: Step, seen: HostVerdict, budget: Tensor) -> None:
         """Keep what was emitted: cache, drafter, generations; rows that are done leave."""
         with self.part("cache"):
             cache.commit(seen.path, seen.length)
@@ -245,7 +241,7 @@ class Engine:
             self._retire(cache)
 
     @timed("drafter")
-    def _observe(self, step: Step, seen: Seen) -> None:
+    def _observe(self, step: Step, seen: HostVerdict) -> None:
         """Show the drafter what was committed."""
         feats = step.feats
         if feats is not None:
@@ -253,7 +249,7 @@ class Engine:
             feats = feats[every[:, None], seen.slots]
         self.drafter.observe(seen.tokens, feats, seen.length + 1, slice(0, len(self.rows)))
 
-    def _record(self, seen: Seen, budget: Tensor) -> None:
+    def _record(self, seen: HostVerdict, budget: Tensor) -> None:
         most = budget.tolist()
         for b, (row, accepted) in enumerate(zip(self.rows, seen.length.tolist(), strict=True)):
             before = len(row.out.token_ids)

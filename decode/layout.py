@@ -8,13 +8,71 @@ committed token, slot i + 1 is node i.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.decode import devices
-from outrider.decode.inner import Inner, Room
+
+Span = tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Inner:
+    """The slots of a layout that have children, of all levels in one table, I of a row.
+
+    slots: [B, I] int64, level by level; where a row has fewer, slots without. kids: [B, I, C]
+    int64 their children in draw order, N where none is. spans: of every level of slots, the
+    root's first, where it begins and ends in `slots`, and the most children that one of them
+    has."""
+
+    slots: Tensor
+    kids: Tensor
+    spans: tuple[Span, ...]
+
+
+class Places(NamedTuple):
+    """R slots that have children, level by level, those of a level row by row.
+
+    rows, slots: [R] int64. kids: [R, C] int64 their children in draw order, N where none is. own:
+    [R] and below: [R, C] int64, where the slots and their children stand in a table [B, N + 2],
+    flattened; nodes: [R, C] int64, the children in a table [B, N]."""
+
+    rows: Tensor
+    slots: Tensor
+    kids: Tensor
+    own: Tensor
+    below: Tensor
+    nodes: Tensor
+
+
+@functools.lru_cache(maxsize=256)
+def places(inner: Inner, spans: tuple[Span, ...], count: int, n: int) -> Places:
+    """Return the slots of neighbouring levels, of `count` rows of `n` nodes."""
+    here, ranks = slice(spans[0][0], spans[-1][1]), max(most for *_, most in spans)
+    slots = inner.slots[:, here].expand(count, -1).T.reshape(-1)
+    kids = inner.kids[:, here, :ranks].expand(count, -1, -1).transpose(0, 1).reshape(-1, ranks)
+    rows = torch.arange(count, device=slots.device).repeat(len(slots) // count)
+    start, above = (rows * (n + 2))[:, None], (rows * n)[:, None]
+    nodes = kids.clamp(max=n - 1) + above
+    return Places(rows, slots, kids, slots + start[:, 0], kids + 1 + start, nodes)
+
+
+def runs(spans: Sequence[Span], count: int) -> Iterator[list[Span]]:
+    """Yield `spans` as places of `count` rows, in runs, of whose levels all but the last have slots
+    with one child only."""
+    run = list[Span]()
+    for start, stop, most in spans:
+        begin = spans[0][0]
+        run.append(((start - begin) * count, (stop - begin) * count, most))
+        if most > 1:
+            yield run
+            run = []
+    if run:
+        yield run
 
 
 @dataclass(frozen=True)
@@ -29,7 +87,7 @@ class TreeLayout:
     rank: [B, N] int64, place of a node among its siblings in draw order.
     levels: deepest level as a count (0 for the empty tree); known on the host so that loops
         need no round trip.
-    room: slots with children, by level (decode.inner), where the host knows them; else None.
+    known: `inner`, where the host has worked it out.
     """
 
     parents: Tensor
@@ -38,12 +96,35 @@ class TreeLayout:
     children: Tensor
     rank: Tensor
     levels: int
-    room: Room | None = None
+    known: Inner | None = None
 
     @functools.cached_property
-    def inner(self) -> Inner | None:
-        """The slots with children; None where only the device knows them."""
-        return None if self.room is None else Inner.of(self.positions, self.children, self.room)
+    def inner(self) -> Inner:
+        """The slots with children; asks the device where it is not `known`."""
+        if self.known is not None:
+            return self.known
+        kids = (self.children >= 0).sum(2)
+        found, below, spans = [self.positions[:, :0]], [self.children[:, :0]], list[Span]()
+        for level in range(self.levels):
+            here = (kids > 0) & (self.positions == level)
+            count, most = int(here.sum(1).amax()), int(kids.where(here, 0).amax())
+            slots = (~here).view(torch.uint8).argsort(dim=1, stable=True)[:, :count]
+            start = spans[-1][1] if spans else 0
+            spans.append((start, start + count, most))
+            of_slot = self.children.gather(
+                1, slots[..., None].expand(-1, -1, self.children.shape[2])
+            )
+            found.append(slots)
+            missing = ~here.gather(1, slots)[..., None] | (of_slot < 0)
+            below.append(of_slot.masked_fill(missing, self.parents.shape[1]))
+        return Inner(torch.cat(found, 1), torch.cat(below, 1), tuple(spans))
+
+    def to(self, device: torch.device) -> TreeLayout:
+        """The same on `device`."""
+        names = ("parents", "depth", "mask", "children", "rank")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        slots, kids = (t.to(device) for t in (self.inner.slots, self.inner.kids))
+        return replace(self, **moved, known=Inner(slots, kids, self.inner.spans))
 
     @functools.cached_property
     def positions(self) -> Tensor:

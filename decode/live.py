@@ -32,7 +32,7 @@ from outrider.decode.scorer import Step
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
 from outrider.decode.tree_rules import WILD, cut, wild
-from outrider.decode.verify import Seen
+from outrider.decode.verify import HostVerdict
 
 LEFT = "left"  # how a generation ends whose request was taken away
 LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON has no word for
@@ -99,7 +99,6 @@ class LiveBatch(Engine):
         sampling: Sampling,
         room: LiveLimits,
         seed: int = 0,
-        verify: str = "traversal",
     ):
         super().__init__(
             target,
@@ -108,7 +107,6 @@ class LiveBatch(Engine):
             sampling,
             batch_size=room.rows,
             seed=seed,
-            verify=verify,
             on_tokens=self._summary,
         )
         self.room = room
@@ -206,7 +204,7 @@ class LiveBatch(Engine):
         self._at = logits, rows, None
         return super()._distribution(logits, tree, rows)
 
-    def _observe(self, step: Step, seen: Seen) -> None:
+    def _observe(self, step: Step, seen: HostVerdict) -> None:
         assert self._at is not None
         self._at = *self._at[:2], seen.slots
         super()._observe(step, seen)

@@ -43,8 +43,8 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def _numbers(base: Tensor, node: Tensor, purpose: int) -> Tensor:
-    """Uniforms of `node` [..] of the cycles that hash to `base` [..]."""
+def _numbers(base: Tensor, node: Tensor, purpose: Tensor | int) -> Tensor:
+    """Uniforms of `node` [..] of the cycles that hash to `base` [..], for a purpose each."""
     bits = _mix(_mix(base ^ (node + 1)) ^ purpose)
     return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
@@ -66,13 +66,14 @@ class Rng:
 
     def __init__(self, seed: int, requests: Tensor, cycles: Tensor) -> None:
         self._address = seed, requests, cycles
-        self._span, self._tables = 0, dict[int, Tensor]()
+        self._span = 0
+        self._tables: Tensor | None = None
 
     def reserve(self, nodes: int) -> None:
-        """Nothing but the nodes of drafts of at most so many will be asked for: the numbers of a
-        purpose are made together, where the requests are (on the host), and sent to the device
-        in one piece."""
-        self._span, self._tables = 2 * nodes + 1, {}
+        """Nothing but the nodes of drafts of at most so many will be asked for: all numbers are
+        made together, where the requests are (on the host), and sent to the device in one
+        piece."""
+        self._span, self._tables = 2 * nodes + 1, None
 
     @functools.cached_property
     def _base(self) -> Tensor:
@@ -89,12 +90,12 @@ class Rng:
         rows = rows.view(-1, *[1] * (node.dim() - 1)) if node.dim() > 1 else rows
         if not self._span:
             return _numbers(self._base[rows], node, purpose)
-        if purpose not in self._tables:
-            nodes = torch.arange(self._span + 1, device=self._base.device)
+        if self._tables is None or self._tables.device != node.device:
+            nodes = torch.arange(self._span + 1)
             nodes[-1] = -1  # behind all others, where the index -1 finds it
-            table = _numbers(self._base[:, None], nodes[None], purpose)
-            self._tables[purpose] = devices.send(table, node.device)
-        return self._tables[purpose][rows, node]
+            purposes = torch.tensor([[[DRAFT]], [[ACCEPT]], [[RESIDUAL]]])
+            self._tables = devices.send(_numbers(self._base[:, None], nodes, purposes), node.device)
+        return self._tables[purpose - 1][rows, node]
 
     def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         """Bernoulli tests [R] bool: strictly u < probability, so probability 0 is never

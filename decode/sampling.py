@@ -96,6 +96,10 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def truncates(self) -> bool:
+        return bool(self.top_k or self.top_p != 1 or self.min_p)
+
+    @property
     def uses_history(self) -> bool:
         return self.repetition_penalty != 1
 
@@ -118,7 +122,7 @@ class Sampling:
             # The best token at 0 first: a small temperature takes every score beyond the range
             # of the dtype.
             scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature
-        if not self.top_k and self.top_p == 1 and not self.min_p:
+        if not self.truncates:
             return Support(None, normalised(scores))
         return _truncate(scores, self.top_k, self.top_p, self.min_p)
 

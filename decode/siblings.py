@@ -1,92 +1,162 @@
-"""What verification reads of a tree: slots with their children, the target's distributions after
-them, and what the children were drawn from, as decode/residual.py takes them.
+"""What the accept rule reads of a tree: every slot that has children, the target's distribution
+there, and what the children were drawn from, as decode/residual.py takes them.
 
-Shape letters: `..` slots that are read together, R of them flattened, C siblings, V vocabulary, Vd
-draft vocabulary, S columns of a view: all tokens, those of a truncated support and one for the
-rest, or those of the draft vocabulary and one for the rest.
+The arithmetic runs on as few columns as it can: all tokens; those of a truncated distribution and
+an empty column; or, where the drafter has a draft vocabulary, its tokens, the siblings that lie
+outside, and all other tokens as one column, for these only ever keep their ratios.
+
+Shape letters: B rows, N nodes, R slots that are read together, C siblings, V vocabulary, Vd draft
+vocabulary, S columns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.decode import devices
+from outrider.decode.layout import Places, Span, places, runs
 from outrider.decode.residual import NOTHING, Siblings
 from outrider.decode.sampling import Distribution, Support
 from outrider.decode.tree import DraftTree, Proposal
-from outrider.decode.view import DraftView, View
+
+# On a CPU no more elements of logits than these are read together: larger arrays leave its cache.
+TOGETHER = 200_000
 
 
 @dataclass(frozen=True)
-class Family:
-    """Slots that have children. rows, slots: [..]. kids: [.., C] their children in draw order,
-    clamped to be readable. valid: [.., C] which of them are there; a slot whose eldest is not is
-    nobody's parent, and nothing of it counts. below: [.., C] the slots of the children, N + 1
-    where none is. undefined: [..] where the target's logits make no distribution. view: of all
-    slots that were read together, flattened.
+class SiblingGroup:
+    """Slots that have children, R of them.
+
+    valid: [R, C] bool, which of the children are there; a slot whose eldest is not is nobody's
+    parent, and nothing of it counts. tokens: [R, C] int64 theirs. runs: as of `layout.runs`.
+    support, undefined: the target's distributions, and where its logits make none. vocab: [Vd],
+    where the columns are those of a draft vocabulary.
     """
 
-    rows: Tensor
-    slots: Tensor
-    kids: Tensor
+    places: Places
     valid: Tensor
-    below: Tensor
-    undefined: Tensor
+    tokens: Tensor
+    runs: list[list[Span]]
     siblings: Siblings
-    view: View
+    support: Support
+    undefined: Tensor
+    vocab: Tensor | None
 
-    def part(self, start: int, stop: int, ranks: int) -> Family:
-        """The slots [:, start:stop], who have at most `ranks` children, to be judged."""
-        here = slice(start, stop)
+    def part(self, start: int, stop: int, ranks: int) -> Siblings:
+        """The slots [start:stop], who have at most `ranks` children."""
         p, q, *of_child = self.siblings
-        siblings = Siblings(p[:, here], q[:, here], *(t[:, here, :ranks] for t in of_child))
-        rows, slots, below = self.rows[:, here], self.slots[:, here], self.below[:, here, :ranks]
-        return replace(self, rows=rows, slots=slots, below=below, siblings=siblings)
+        return Siblings(p[start:stop], q[start:stop], *(t[start:stop, :ranks] for t in of_child))
+
+    def left(self, residual: Tensor, at: Tensor) -> Support:
+        """What is left of the distributions of the slots `at` [R'] when all their children failed,
+        up to a factor; the distribution itself where nothing is. residual: [R, S]."""
+        residual = residual[at]
+        ids, probs = self.support.ids, self.support.probs[at].to(torch.float64)
+        left = residual if ids is None else residual[:, :-1]
+        if self.vocab is not None:
+            outside = self.siblings.p[at, -1:]
+            share = torch.where(outside > 0, residual[:, -1:] / outside, 0.0)
+            left = (probs * share).index_copy_(1, self.vocab, residual[:, : len(self.vocab)])
+            left.scatter_(1, self.tokens[at], 0.0)
+        nothing = residual.sum(-1, keepdim=True) < NOTHING
+        return Support(None if ids is None else ids[at], torch.where(nothing, probs, left))
 
     def report(self, distribution: Distribution, reach: Tensor, rest: Tensor) -> None:
         """Note the slots where a distribution or a chance is not finite: `distribution.check`
-        refuses the cycle then. reach: [..] float64, those with 0 were not reached. rest: as in
+        refuses the cycle then. reach: [R] float64, those with 0 were not reached. rest: as in
         `LevelVerdict`."""
-        live = self.valid[..., 0] & (reach > 0)
+        live = self.valid[:, 0] & (reach > 0)
         wild = live & ~(rest.isfinite() & ~self.siblings.q_token.isnan().any(-1))
-        rows = self.rows.reshape(-1)
-        distribution.refuse(rows, self.kids[..., 0].reshape(-1), wild.reshape(-1))
-        distribution.miss(rows, self.slots.reshape(-1), (self.undefined & live).reshape(-1))
-
-    def remains(self, residual: Tensor, at: Tensor) -> Support:
-        """What is left of the distributions of the slots `at` [R], numbers in `..` flattened.
-        residual: [.., S]."""
-        return self.view.remains(residual.flatten(0, -2)[at], at)
+        distribution.refuse(self.places.rows, self.places.kids[:, 0], wild)
+        distribution.miss(self.places.rows, self.places.slots, live & self.undefined)
 
 
-def read(
+def groups(tree: DraftTree, distribution: Distribution, chance: Tensor) -> Iterator[SiblingGroup]:
+    """Read all slots of `tree` that have children: in one go, which asks the device for nothing.
+
+    On a CPU only those for which the caller has found a chance [B, N + 2] to be reached, level by
+    level where a level is large, or a distribution costs much."""
+    inner, (count, n) = tree.layout.inner, tree.tokens.shape
+    pieces, most = [inner.spans], 0
+    if devices.on_cpu(chance):
+        pieces = list[tuple[Span, ...]]()
+        if not distribution.sampling.truncates:
+            most = TOGETHER // (count * distribution.vocab_size)
+        for span in inner.spans:
+            if pieces and span[1] - pieces[-1][0][0] <= most:
+                pieces[-1] += (span,)
+            else:
+                pieces.append((span,))
+    for spans in pieces:
+        found = places(inner, spans, count, n)
+        valid, parts = found.kids < tree.size[found.rows, None], list(runs(spans, count))
+        if devices.on_cpu(chance) and len(spans) == 1:
+            here = (valid[:, 0] & (chance.take(found.own) > 0)).nonzero()[:, 0]
+            if not len(here):
+                return
+            if len(here) < len(valid):
+                found, valid = Places(*(t[here] for t in found)), valid[here]
+                parts = [[(0, len(here), spans[0][2])]]
+        yield _read(tree, distribution, found, valid, parts)
+
+
+def _read(
     tree: DraftTree,
     distribution: Distribution,
-    rows: Tensor,
-    slots: Tensor,
-    kids: Tensor,
+    found: Places,
     valid: Tensor,
-) -> Family:
-    """The slots [..] of `rows` [..] with their children `kids` [.., C], those that are `valid`."""
-    proposal, kids = tree.proposal, kids.clamp(min=0)
-    assert proposal is not None
-    support, undefined = distribution.read(rows.reshape(-1), slots.reshape(-1))
-    # What a draft holds may be anything where it is padding, and where it is refused later.
-    tokens = tree.tokens[rows[..., None], kids].clamp_(0, distribution.vocab_size - 1)
+    parts: list[list[Span]],
+) -> SiblingGroup:
+    proposal, ranks = tree.proposal, valid.shape[1]
+    assert proposal is not None and tree.sampled is not None
+    support, undefined = distribution.read(found.rows, found.slots)
+    # What a draft holds may be anything where it is padding, and where it is refused later. A child
+    # that is not there stands where its eldest sibling has left nothing.
+    tokens = tree.tokens.take(found.nodes).clamp_(0, distribution.vocab_size - 1)
+    if ranks > 1:
+        tokens = torch.where(valid, tokens, tokens[:, :1])
     place, known = proposal.place(tokens)
-    q, scale, q_token = _drawn_from(tree, proposal, rows, kids, valid, place, known)
-    view, q, column = _on_columns(support, proposal, q, tokens, place, known, valid)
-    # A child that is not there stands where its eldest sibling has left nothing.
-    column = torch.where(valid, column, column[..., :1])
-    p = view.p.view(*rows.shape, -1)
+    if proposal.vocab is not None:
+        beside = torch.arange(ranks, device=valid.device) + proposal.vocab.numel()
+        place = torch.where(known, place, beside)
+    # All sampled siblings share one distribution. Deterministic ones need none, and what stands in
+    # their place is never looked at.
+    sampled = tree.sampled.take(found.nodes) & valid
+    row = proposal.row.take(found.nodes).masked_fill_(~sampled, 0).amax(1)
+    q = proposal.probs[found.rows, row.clamp_(0, proposal.probs.shape[1] - 1)].to(torch.float64)
+    q = q if proposal.vocab is None else F.pad(q, (0, ranks + 1))
+    q.masked_fill_(~sampled.any(1, keepdim=True), 0.0)
+    scale, q_token = _drawn(q, place, sampled, proposal.replacement)
+    p, q, column = _on_columns(support, proposal, q, tokens, place, valid & ~known)
     siblings = Siblings(p, q, column, scale, q_token)
-    below = torch.where(valid, kids + 1, tree.width + 1)
-    undefined = undefined.view(rows.shape)
-    return Family(rows, slots, kids, valid, below, undefined, siblings, view)
+    vocab = proposal.vocab if support.ids is None else None
+    return SiblingGroup(found, valid, tokens, parts, siblings, support, undefined, vocab)
+
+
+def _drawn(q: Tensor, place: Tensor, sampled: Tensor, replacement: bool) -> tuple[Tensor, Tensor]:
+    """Return scale and q_token [R, C] of residual.Siblings, whose tokens stand at `place` [R, C] in
+    q.
+
+    A distribution that has run out of tokens counts for nothing: its siblings are judged as
+    deterministic from there on, which is right for any candidate, also one that was drawn from what
+    is next to nothing."""
+    mass = q.sum(-1, keepdim=True)
+    if not replacement and place.shape[1] > 1:
+        # A later draw had the tokens of its elder siblings removed from its distribution.
+        left, masses = q.clone(), [mass]
+        for j in range(place.shape[1] - 1):
+            left.scatter_(-1, place[..., j, None], 0.0)
+            masses.append(left.sum(-1, keepdim=True))
+        mass = torch.cat(masses, -1)
+    none = (mass < NOTHING) | ~sampled
+    scale = mass.reciprocal().masked_fill(none, 0.0)  # NaN stays NaN
+    q_token = (q.gather(-1, place) * scale).masked_fill_(none, 1.0)
+    return scale, q_token.masked_fill_(q_token < NOTHING, torch.inf)
 
 
 def _on_columns(
@@ -95,61 +165,20 @@ def _on_columns(
     q: Tensor,
     tokens: Tensor,
     place: Tensor,
-    known: Tensor,
-    valid: Tensor,
-) -> tuple[View, Tensor, Tensor]:
-    """A view of `support` [R], `q` on its columns [.., S], and the columns of `tokens` [.., C]. q:
-    [.., Vd + 1]. place, known: where the tokens stand in the draft vocabulary, if they do. A dense
-    support is looked at on a draft vocabulary that holds all candidates, where asking is free."""
-    if support.ids is not None:
-        row = support.ids.view(*tokens.shape[:-1], 1, -1)
-        same = row == tokens[..., None]
-        column = torch.where(same.any(-1), same.view(torch.uint8).argmax(-1), row.shape[-1])
-        own = proposal.read(q[..., :-1].flatten(0, -2), support.ids, 0)
-        return View.of(support), F.pad(own, (0, 1)).view(*q.shape[:-1], -1), column
-    if proposal.vocab is None:
-        return View.of(support), q[..., :-1], tokens
-    if devices.on_cpu(known) and bool((known | ~valid).all()):
-        return DraftView.on(support, proposal.vocab), q, place
-    size = support.probs.shape[1]
-    own = proposal.read(q[..., :-1].flatten(0, -2), None, size)
-    return View.of(support), own.view(*q.shape[:-1], -1), tokens
-
-
-def _drawn_from(
-    tree: DraftTree,
-    proposal: Proposal,
-    rows: Tensor,
-    kids: Tensor,
-    valid: Tensor,
-    place: Tensor,
-    known: Tensor,
+    outside: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [.., Vd + 1], whose last column is 0, scale and q_token [.., C] of residual.Siblings.
-
-    A distribution that has run out of tokens counts for nothing: its siblings are judged as
-    deterministic from there on, which is right for any candidate, also one that was drawn from what
-    is next to nothing."""
-    assert tree.sampled is not None
-    sampled = tree.sampled[rows[..., None], kids] & valid
-    # All sampled siblings share one distribution: take it from the first of them. Deterministic
-    # ones need none, and what stands in their place is never looked at.
-    first = kids.gather(-1, sampled.view(torch.uint8).argmax(-1, keepdim=True))[..., 0]
-    probs_row = proposal.row[rows, first].clamp(0, proposal.probs.shape[1] - 1)
-    size = proposal.probs.shape[2]
-    q = proposal.probs.new_empty(*rows.shape, size + 1, dtype=torch.float64)
-    q[..., :size], q[..., size] = proposal.probs[rows, probs_row], 0.0
-    q.masked_fill_(~sampled.any(-1, keepdim=True), 0.0)
-    mass = q.sum(-1, keepdim=True)
-    if not proposal.replacement and kids.shape[-1] > 1:
-        # A later draw had the tokens of its elder siblings removed from its distribution.
-        left, gone, masses = q.clone(), torch.where(known, place, size), [mass]
-        for j in range(kids.shape[-1] - 1):
-            left.scatter_(-1, gone[..., j, None], 0.0)
-            masses.append(left.sum(-1, keepdim=True))
-        mass = torch.cat(masses, -1)
-    sampled = sampled & ~(mass < NOTHING)
-    scale = torch.where(sampled, mass.reciprocal(), 0.0)  # NaN stays NaN
-    drawn = torch.where(known, q.gather(-1, place), 0.0) * scale
-    q_token = torch.where(sampled, drawn, 1.0)
-    return q, scale, q_token.masked_fill_(q_token < NOTHING, torch.inf)
+    """Return p, q [R, S] and column [R, C] of residual.Siblings. outside: [R, C] bool, siblings
+    whose token is not in the draft vocabulary."""
+    probs, ids, vocab = support.probs, support.ids, proposal.vocab
+    if ids is not None:
+        same = ids[:, None] == tokens[..., None]
+        column = torch.where(same.any(-1), same.view(torch.uint8).argmax(-1), ids.shape[1])
+        q = proposal.read(q[:, : proposal.probs.shape[2]], ids, 0)
+        return F.pad(probs, (0, 1)), F.pad(q, (0, 1)), column
+    if vocab is None:
+        return probs, q, place
+    # Summed, not taken as what the others leave of one: that would be noise where it is small.
+    rest = probs.index_fill(1, vocab, 0.0).scatter_(1, torch.where(outside, tokens, vocab[0]), 0.0)
+    beside = torch.where(outside, probs.gather(1, tokens), 0.0)
+    rest = rest.sum(-1, keepdim=True, dtype=torch.float64)
+    return torch.cat([probs[:, vocab], beside, rest], 1), q, place

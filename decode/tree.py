@@ -20,7 +20,6 @@ from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.decode import devices, tree_rules
-from outrider.decode.inner import room_of
 from outrider.decode.layout import TreeLayout
 
 __all__ = ["DraftTree", "Proposal", "TreeLayout", "TreeShape"]
@@ -265,9 +264,5 @@ def _static(shape: TreeShape, device: torch.device) -> tuple[Tensor, TreeLayout]
     parents = torch.tensor(
         [[index.get(p[:-1], -1) for p in shape.paths]], dtype=torch.int64
     ).reshape(1, len(index))
-    layout = TreeLayout.of(parents)
-    fields = {
-        name: getattr(layout, name).to(device)
-        for name in ("parents", "depth", "mask", "children", "rank")
-    }
-    return fields["parents"], TreeLayout(**fields, levels=layout.levels, room=room_of(shape.paths))
+    layout = TreeLayout.of(parents).to(device)
+    return layout.parents, layout

@@ -1,47 +1,90 @@
 """Verification: which path of the draft the target accepts, and the bonus token after it.
 
-Every rule here leaves the target's distribution unchanged (docs/lossless.md has the proofs in a few
-lines):
+The rule is traversal verification (Weng et al. 2505.12398), generalised to a distribution q of its
+own for every candidate; on a chain it is block verification (Sun et al. 2403.10444). It leaves the
+target's distribution unchanged (docs/lossless.md has the proof in a few lines). For one chain of
+drafted tokens x_1 .. x_K, q_k what x_k was drawn from and p_k the target's distribution in its
+place:
 
-walk        trees of deterministic candidates: draw a token from the target's distribution and step
-            down if it is a child. Optimal for such trees (E[accepted] = sum over nodes of the
-            target's path probability), and what both rules below reduce to there.
-rejection   top-down: siblings in draw order, accept with min(1, p(x) / q(x)), else p <-
-            norm([p - q]+). Leviathan et al. 2211.17192 on chains; recursive rejection (RSD
-            2402.14160, Sequoia 2402.12374) on trees. Each candidate carries its own q: a point
-            mass, or the distribution it was drawn from.
-traversal   leaf to root (2505.12398), generalised to a q per candidate; equals block
-            verification (Sun et al. 2403.10444) on chains and accepts at least as much as
-            rejection there.
+    w_0 = 1,  w_k = min(1, w_k-1 p_k(x_k) / q_k(x_k))        the chance that place k is reached
+    left_k = [w_k p_k+1 - q_k+1]+                             what the failure of x_k+1 leaves
+    rest_k = sum(left_k) / (sum(left_k) + 1 - w_k)            the path ends behind x_k with it
+    the path ends at the largest k with coin_k < rest_k (w_K behind the last token, 1 before the
+    first); the bonus token is drawn from left_k, or from p_K+1 behind the last token.
 
-The arithmetic of one level is decode/residual.py, in float64. What is not finite is reported to
-the `Distribution`, whose `check` refuses the cycle before anything is committed. Which slots are
-read, and when, is decode/frontier.py.
+A tree is judged in the same way from its leaves to the root, siblings one after the other:
+decode/residual.py is the arithmetic of one level in float64, decode/siblings.py what it reads. A
+deterministic candidate has a point mass for q; where all of them are, the rule comes down to
+`walk`.
 
-`rng` is asked for accept(p), first(p) and draw(weights) only: an enumerator in its place walks
-every branch. Nothing here knows a temperature: T = 0 is a distribution with one token.
+What is not finite is reported to the `Distribution`, whose `check` refuses the cycle before
+anything is committed. `rng` is asked for first(p) and draw(weights) only: an enumerator in its
+place walks every branch. Nothing here knows a temperature: T = 0 is a distribution with one token.
+The device is asked for nothing; on a CPU, where asking is free, `walk` reads only what is reached
+and `_bonus` one distribution a row.
 
-Shape letters: B rows, N nodes, C siblings, D levels, R rows in hand, V vocabulary.
+Shape letters: B rows, N nodes, C siblings, D levels, I slots with children, S columns, V
+vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.conf.errors import UserError
-from outrider.decode import devices, residual
-from outrider.decode.frontier import AllAtOnce, Judged, LevelByLevel, parents
+from outrider.decode import devices, residual, siblings
 from outrider.decode.rng import Coins
-from outrider.decode.sampling import Distribution
+from outrider.decode.sampling import Distribution, Support
+from outrider.decode.siblings import SiblingGroup
 from outrider.decode.tree import DraftTree
 
 
 @dataclass(frozen=True)
-class Seen:
+class Verdict:
+    """path: [B, D] int64 accepted node numbers from the top, -1 padded. length: [B]. bonus:
+    [B] token ids.
+    """
+
+    path: Tensor
+    length: Tensor
+    bonus: Tensor
+
+    def to_host(self, tree: DraftTree, doubtful: Tensor) -> HostVerdict:
+        """Return all that the host wants to know of it, in one read. doubtful: [B] bool, rows that
+        must not be committed."""
+        path, layout = self.path.clamp(min=0), tree.layout
+        tokens = tree.tokens.gather(1, path) if tree.width else path
+        tokens = F.pad(tokens, (0, 1)).scatter(1, self.length[:, None], self.bonus[:, None])
+        there = torch.arange(tree.width + 1, device=path.device) <= tree.size[:, None]
+        proposed = torch.where(there, layout.positions, 0).amax(1)
+        of_node = [layout.rank.expand_as(tree.tokens)]
+        of_node += [] if tree.drafters is None else [tree.drafters]
+        columns = [
+            torch.stack([doubtful, self.length, proposed], 1),
+            *(self.path, tokens),
+            *(t.gather(1, path) if tree.width else path for t in of_node),
+        ]
+        table = torch.cat(columns, 1).cpu()
+        head, path, emitted, ranks, *drafters = table.split([t.shape[1] for t in columns], 1)
+        return HostVerdict(
+            path=path,
+            length=head[:, 1],
+            proposed=head[:, 2].tolist(),
+            emitted=emitted.tolist(),
+            tokens=tokens,
+            slots=F.pad(self.path + 1, (1, 0)),
+            ranks=ranks.tolist(),
+            drafters=drafters[0].tolist() if drafters else [[]] * len(path),
+            doubtful=bool(head[:, 0].any()),
+        )
+
+
+@dataclass(frozen=True)
+class HostVerdict:
     """A verdict as the host knows it, and what it stands for on the device.
 
     path: [B, D], length: [B] as in Verdict, on the host. proposed: [B] levels drafted. emitted:
@@ -62,187 +105,123 @@ class Seen:
     doubtful: bool
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """path: [B, D] int64 accepted node numbers from the top, -1 padded. length: [B]. bonus:
-    [B] token ids.
-    """
-
-    path: Tensor
-    length: Tensor
-    bonus: Tensor
-
-    def to_host(self, tree: DraftTree, doubtful: Tensor) -> Seen:
-        """All that the host wants to know of it, in one round trip. doubtful: [B] bool, rows that
-        must not be committed."""
-        rows, levels = self.path.shape
-        path, layout = self.path.clamp(min=0), tree.layout
-        tokens = tree.tokens.gather(1, path) if levels else self.path
-        tokens = torch.cat([tokens, self.bonus[:, None]], 1)
-        tokens = tokens.scatter(1, self.length[:, None], self.bonus[:, None])
-        slots = F.pad(self.path + 1, (1, 0))
-        there = torch.arange(tree.width, device=path.device) < tree.size[:, None]
-        depth = torch.where(there, layout.depth + 1, 0)
-        proposed = depth.amax(1) if tree.width else torch.zeros_like(self.length)
-        of_node = [layout.rank.expand(rows, tree.width)]
-        of_node += [] if tree.drafters is None else [tree.drafters]
-        columns = [
-            torch.stack([doubtful, self.length, proposed], 1),
-            *(self.path, tokens),
-            *(t.gather(1, path) if tree.width else path for t in of_node),
-        ]
-        table = torch.cat(columns, 1).cpu()
-        head, path, emitted, ranks, *drafters = table.split([t.shape[1] for t in columns], 1)
-        return Seen(
-            path=path,
-            length=head[:, 1],
-            proposed=head[:, 2].tolist(),
-            emitted=emitted.tolist(),
-            tokens=tokens,
-            slots=slots,
-            ranks=ranks.tolist(),
-            drafters=drafters[0].tolist() if drafters else [[]] * rows,
-            doubtful=bool(head[:, 0].any()),
-        )
-
-
-def verify_chain(
-    distributions: Tensor, proposals: Tensor, drafted: Tensor, coins: Tensor, last_coin: float
-) -> list[int]:
-    """The accept rule for one chain, to be read: what every rule below does for a tree and
-    many rows.
-
-    distributions: [K + 1, V] float64, the target's distribution before each drafted token and after
-    the last. proposals: [K, V] float64, the distribution that each drafted token was drawn from.
-    drafted: [K] int64. coins: [K] uniforms, one for each test; last_coin: the uniform of the last
-    draw. Returns the tokens that are emitted: an accepted prefix, then one more.
-
-    A token x comes out at some place with probability q(x) min(1, p(x) / q(x)) = min(p(x),
-    q(x)) when it was drafted and accepted, and with probability (1 - sum of min(p, q)) times
-    norm([p - q]+)(x) = [p(x) - q(x)]+ when another one was rejected. The two add up to p(x),
-    whatever q is.
-    """
-    emitted: list[int] = []
-    for p, q, token, coin in zip(
-        distributions, proposals, drafted.tolist(), coins.tolist(), strict=False
-    ):
-        accept_probability = min(1.0, float(p[token] / q[token]))
-        if coin < accept_probability:
-            emitted.append(token)
-            continue
-        return [*emitted, _inverse((p - q).clamp(min=0), last_coin)]
-    return [*emitted, _inverse(distributions[-1], last_coin)]
-
-
-def _inverse(weights: Tensor, coin: float) -> int:
-    """The first token whose cumulative weight exceeds `coin` times the sum of `weights` [V]."""
-    cumulative = weights.cumsum(0)
-    return int((cumulative > coin * cumulative[-1]).view(torch.uint8).argmax())
-
-
-# --- the same for a tree and many rows
-
-
-def verify(
-    tree: DraftTree, distribution: Distribution, rng: Coins, rule: str = "traversal"
-) -> Verdict:
-    """Accepted path and bonus token of every row. rule: "rejection" or "traversal" (the
-    default accepts more).
+def verify(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
+    """Accepted path and bonus token of every row.
 
     Ask `distribution.check()` before anything is committed: it raises where a distribution, a
     chance or a residual was not finite.
     """
-    if rule not in RULES:
-        raise UserError(f"verify={rule}: unknown; use one of {', '.join(RULES)}")
-    deterministic = tree.sampled is None or tree.proposal is None
-    if deterministic or not tree.width:
+    if tree.sampled is None or tree.proposal is None or not tree.width:
         return walk(tree, distribution, rng)
-    return RULES[rule](tree, distribution, rng)
+    return traversal(tree, distribution, rng)
+
+
+def traversal(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
+    """Leaf to root: a slot is accepted with the probability that is left to it after all its
+    children failed.
+
+    Neither that nor the residual depends on a coin, so both are computed for all slots with
+    children, from the root down; then the first slot in post-order whose own coin falls below
+    its probability ends the path. A leaf's distribution is needed only if it ends the path.
+    """
+    count, n = tree.tokens.shape
+    # By slot, the last column for those that are not there: the chance that a slot is reached, in
+    # whose place comes the chance that it ends the path when its turn comes.
+    chance = torch.zeros(count, n + 2, dtype=torch.float64, device=tree.tokens.device)
+    chance[:, 0] = 1
+    at, judged = chance.view(-1), list[tuple[SiblingGroup, Tensor]]()
+    for group in siblings.groups(tree, distribution, chance):
+        q, own, rest = group.siblings.q, group.places.own, list[Tensor]()
+        below = torch.where(group.valid, group.places.below, n + 1)
+        left = q.new_empty(len(q), q.shape[1] + 1)
+        for run in group.runs:
+            for start, stop, _ in run[:-1]:  # one child each: its chance asks for no residual
+                ratio = residual.first_ratio(group.part(start, stop, 1))
+                at.put_(below[start:stop, 0], (at.take(own[start:stop]) * ratio).clamp_(max=1))
+            start, (_, stop, ranks) = run[0][0], run[-1]
+            reach = at.take(own[start:stop])
+            step = residual.level(group.part(start, stop, ranks), reach, left[start:stop])
+            at.put_(below[start:stop, :ranks], step.accept)
+            rest.append(step.rest)
+        ends = torch.cat(rest)
+        group.report(distribution, at.take(own), ends)
+        at.put_(torch.where(group.valid[:, 0], own, n + 1), ends)
+        judged.append((group, left[:, :-1]))
+    chance[:, 0] = 1  # the root never rejects; rounding must not either
+    every = torch.arange(count, device=at.device)
+    order = tree.layout.postorder.expand(count, n + 1)
+    end = order.gather(1, rng.first(chance.gather(1, order), every, order - 1)[:, None])[:, 0]
+    return _verdict(tree, end, _bonus(judged, distribution, rng, end))
+
+
+def _bonus(
+    judged: Sequence[tuple[SiblingGroup, Tensor]],
+    distribution: Distribution,
+    rng: Coins,
+    end: Tensor,
+) -> Tensor:
+    """The token [B] after slot `end` [B]: from what is left [R, S] where its children failed, from
+    the distribution itself at a leaf."""
+    every = torch.arange(len(end), device=end.device)
+    if devices.on_cpu(end):
+        bonus, leaf = torch.empty_like(end), torch.ones_like(end, dtype=torch.bool)
+        for group, residual in judged:
+            rows = group.places.rows
+            at = ((end.take(rows) == group.places.slots) & group.valid[:, 0]).nonzero()[:, 0]
+            if at.numel():
+                rows, left = rows[at], group.left(residual, at)
+                bonus[rows] = left.token(rng.draw(left.probs, rows, end[rows] - 1))
+                leaf[rows] = False
+        rows = leaf.nonzero()[:, 0]
+        if rows.numel():
+            support = distribution.at(rows, end[rows])
+            bonus[rows] = support.token(rng.draw(support.probs, rows, end[rows] - 1))
+        return bonus
+    ((group, residual),) = judged
+    here = (end.take(group.places.rows) == group.places.slots) & group.valid[:, 0]
+    here = here.view(-1, len(end))
+    parent, at = here.any(0)[:, None], here.view(torch.uint8).argmax(0) * len(end) + every
+    left, last = group.left(residual, at), distribution.at(every, end)
+    short = last.probs.shape[1] - left.probs.shape[1]  # more of one may have been looked at
+
+    def chosen(left: Tensor, last: Tensor) -> Tensor:
+        longer = F.pad(left, (0, max(0, short))), F.pad(last, (0, max(0, -short)))
+        return torch.where(parent, *longer)
+
+    ids = None if left.ids is None or last.ids is None else chosen(left.ids, last.ids)
+    support = Support(ids, chosen(left.probs, last.probs.to(torch.float64)))
+    return support.token(rng.draw(support.probs, every, end - 1))
 
 
 def walk(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
     """For trees whose candidates are all deterministic: draw a token at a slot, by the slot's own
-    number, and step down to the child that is that token."""
-    drawn = tree.tokens.new_full((tree.tokens.shape[0], tree.width + 1), -1)
-    node, up = torch.arange(tree.width, device=drawn.device), tree.parents + 1
+    number, and step down to the child that is that token. Optimal for such trees: the expected
+    length is the sum over nodes of the target's path probability."""
+    count, n = tree.tokens.shape
+    drawn = tree.tokens.new_full((count, n + 1), -1)
+    node, up = torch.arange(n, device=drawn.device), tree.parents + 1
     tokens = torch.where(node < tree.size[:, None], tree.tokens, -2)  # padding is nobody's child
-    on = drawn == 0  # [B, N + 1] bool, slots whose node and all above it were drawn: none yet
-
-    def missing() -> Tensor:
-        return on & (drawn < 0)
-
-    frontier = (
-        LevelByLevel(tree, distribution) if devices.on_cpu(drawn) else AllAtOnce(tree, distribution)
-    )
-    for rows, slots in frontier.batches(missing):
+    rows, asks = torch.arange(count, device=node.device), devices.on_cpu(drawn)
+    slots = torch.zeros_like(rows)  # the roots, then what is reached
+    if not asks:
+        rows, slots = rows.repeat_interleave(n + 1), F.pad(node + 1, (1, 0)).repeat(count)
+    while True:
         support, undefined = distribution.read(rows, slots)
         drawn[rows, slots] = support.token(rng.draw(support.probs, rows, slots - 1))
         wrong = drawn.gather(1, up) != tokens
-        on = ~(tree.layout.mask[:, :, 1:] & wrong[:, None]).any(2)
+        on = ~(tree.layout.mask[:, :, 1:] & wrong[:, None]).any(2)  # drawn, and all above it
         distribution.miss(rows, slots, undefined & on[rows, slots])
+        if not asks:
+            break
+        rows, slots = (on & (drawn < 0)).nonzero(as_tuple=True)
+        if not rows.numel():
+            break
     end = torch.where(on, tree.positions(), -1).argmax(1)
     return _verdict(tree, end, drawn.gather(1, end[:, None])[:, 0])
 
 
-def rejection(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
-    """Top-down recursive rejection; needs the target's distribution only where the walk goes."""
-    count, device = tree.tokens.shape[0], tree.tokens.device
-    end = torch.zeros(count, dtype=torch.int64, device=device)  # slots that the walk has come to
-    rows, judged = torch.arange(count, device=device), list[Judged]()
-    while rows.numel() and (family := parents(tree, distribution, rows, end[rows])) is not None:
-        reach = torch.ones_like(family.rows, dtype=torch.float64)
-        accept, left, rest = residual.level(family.siblings, reach)
-        family.report(distribution, reach, rest)
-        rows, trying = family.rows, torch.ones_like(family.rows, dtype=torch.bool)
-        for j, (kid, valid) in enumerate(zip(family.kids.T, family.valid.T, strict=True)):
-            chance = torch.where(trying & valid, accept[:, j], 1.0)
-            accepted = rng.accept(chance, rows, kid) & trying & valid
-            end[rows[accepted]] = kid[accepted] + 1
-            trying = trying & ~accepted
-        if bool(trying.any()):  # some stay
-            judged.append(Judged(family, left, rest))
-        rows = rows[~trying]
-    return _verdict(tree, end, LevelByLevel(tree, distribution).bonus(rng, end, judged))
-
-
-def traversal(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
-    """Leaf to root. A slot is accepted with the probability that is left to it after all its
-    children failed.
-
-    Neither that nor the residual depends on a coin, so both are computed for every slot that can
-    be reached, from the root down; then the first slot in post-order whose own coin falls below
-    its probability ends the path. A leaf's distribution is needed only if it ends the path.
-    """
-    count, n = tree.tokens.shape
-    every, layout = torch.arange(count, device=tree.tokens.device), tree.layout
-    # [B, N + 2], the last column for slots that are not there; what remains of a slot comes to
-    # stand in the place of its reach.
-    reach = torch.zeros(count, n + 2, dtype=torch.float64, device=every.device)
-    remains = reach[:, : n + 1]
-    remains[:, 0] = 1
-    lazy = devices.on_cpu(reach) or layout.inner is None
-    frontier = LevelByLevel(tree, distribution) if lazy else AllAtOnce(tree, distribution)
-    judged: list[Judged] = []
-    for family, memory in frontier.families(reach):
-        step = residual.level(family.siblings, reach[family.rows, family.slots], memory)
-        reach[family.rows[..., None], family.below] = step.accept
-        judged.append(Judged(family, step.residual, step.rest))
-    judged = frontier.whole(judged)
-    for family, _, rest in judged:
-        family.report(distribution, reach[family.rows, family.slots], rest)
-        own = torch.where(family.valid[..., 0], family.slots, n + 1)
-        reach[family.rows, own] = rest
-    remains[:, 0] = 1  # the root never rejects; rounding must not either
-    order = layout.postorder.expand(count, n + 1)
-    end = order.gather(1, rng.first(remains.gather(1, order), every, order - 1)[:, None])[:, 0]
-    return _verdict(tree, end, frontier.bonus(rng, end, judged))
-
-
 def _verdict(tree: DraftTree, end: Tensor, bonus: Tensor) -> Verdict:
     """end: [B] the slot at which the path of each row ends."""
-    every = torch.arange(len(end), device=end.device)
-    path = tree.layout.paths.expand(len(end), -1, -1)[every, end]
+    paths = tree.layout.paths.expand(len(end), -1, -1)
+    path = paths[torch.arange(len(end), device=end.device), end]
     return Verdict(path, (path >= 0).sum(1), bonus)
-
-
-RULES = {"rejection": rejection, "traversal": traversal}

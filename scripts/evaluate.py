@@ -276,9 +276,7 @@ def measure(
     """(report, lines of outputs.jsonl) at the temperature and batch size of `cfg`. memo: what
     was measured before the run was stopped, and is not measured again."""
     sampling = cfg.sampling()
-    settings = contest.ContestSettings(
-        sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify
-    )
+    settings = contest.ContestSettings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed)
     name = folder(cfg.temperature, cfg.batch_size)
     measured = contest.run_contest(target, prompts, systems, settings, cfg.quiet, memo, name)
     lost = {one["name"] for one in measured.lost}

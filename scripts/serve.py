@@ -250,9 +250,9 @@ class Lane:
 class Decoder(threading.Thread):
     """Decodes what waits in its queue until it is closed. Every job is told its end."""
 
-    def __init__(self, target: Target, drafters: list[str], room: LiveLimits, verify: str):
+    def __init__(self, target: Target, drafters: list[str], room: LiveLimits):
         super().__init__(name="decoding", daemon=True)
-        self.target, self.room, self.verify = target, room, verify
+        self.target, self.room = target, room
         self.drafters = {name: resolve_drafter(name, target) for name in drafters}
         self.lanes: dict[str, Lane] = {}
         self.waiting: list[Job] = []
@@ -303,7 +303,7 @@ class Decoder(threading.Thread):
             lane = self.lanes.get(job.drafter)
             if lane is None or (lane.sampling != job.sampling and not lane.jobs):
                 drafter = self.drafters[job.drafter]
-                given = (job.sampling, self.room, 0, self.verify)
+                given = (job.sampling, self.room)
                 batch = LiveBatch(self.target, drafter, *given)
                 lane = self.lanes[job.drafter] = Lane(job.sampling, batch)
             fits = lane.sampling == job.sampling and len(lane.jobs) < self.room.rows
@@ -477,7 +477,7 @@ def main(cfg: ServeConfig) -> int:
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     target.pack_weights()  # before anybody waits for it
     room = LiveLimits(cfg.batch_size, min(cfg.longest, target.context_length))
-    decoder = Decoder(target, list(dict.fromkeys([*cfg.drafters, NONE])), room, cfg.verify)
+    decoder = Decoder(target, list(dict.fromkeys([*cfg.drafters, NONE])), room)
     model = cfg.name or (target.identity.name if target.identity else "target")
     hosts = ["127.0.0.1", "localhost", "[::1]"] if cfg.local else ["*"]
     app = App(decoder, model, cfg.max_new_tokens).application(hosts)

@@ -24,6 +24,7 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
+from outrider.decode.verify import verify
 from outrider.decode.wrapped import Wrapped
 from outrider.scripts.certificate.enumerator import (
     Choices,
@@ -175,7 +176,7 @@ def engine_distribution(
     prompt: list[int],
     length: int,
     sampling: Sampling,
-    verify: str | Rule = "traversal",
+    rule: Rule = verify,
     shape: TreeShape | None = None,
     guidance: float | None = None,
 ) -> EngineDistribution:
@@ -188,7 +189,7 @@ def engine_distribution(
         scripts, todo = todo[:CHUNK], todo[CHUNK:]
         walk = _Walk(scripts)
         requests = [Request(prompt, length, id=i) for i in range(len(scripts))]
-        how: dict[str, Any] = {"verify": verify, "guidance": guidance, "coins": walk.coins}
+        how: dict[str, Any] = {"verify": rule, "guidance": guidance, "coins": walk.coins}
         counted = PaddingAwareDrafter(drafter, shape)
         run = generate(target, counted, requests, sampling, batch_size=len(scripts), **how)
         for out, weight in zip(run.generations, walk.weight, strict=True):

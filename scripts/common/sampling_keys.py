@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Interval
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from outrider.decode.sampling import Sampling
 
 COLDEST = 1e-37  # of a temperature above 0: what decode.sampling.Sampling takes beyond the ranges
-Verify = Literal["traversal", "rejection"]  # the names in decode.verify.RULES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, Wandb, Zer
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.scripts.common.absent import no_drafters, no_prompts
 from outrider.scripts.common.names import SERVER, wrong_address
-from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
+from outrider.scripts.common.sampling_keys import PenaltyKeys
 from outrider.scripts.data.suites import SuiteConfig
 
 
@@ -51,8 +51,6 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
     batch_sizes: list[OneOrMore] = field(default_factory=list)
     # addresses all random numbers: same seed, same answers
     seed: Seed = 0
-    # rule of verification: traversal accepts more, rejection is the classic; both are lossless
-    verify: Verify = "traversal"
     # prompts of the parity gate: a chain at T = 0 against the training pass and a reloaded
     # head; 0 = no gate
     parity: ZeroOrMore = 6

@@ -42,7 +42,6 @@ class ContestSettings:
     max_new_tokens: int
     batch_size: int
     seed: int
-    verify: str
     wait: bool = False  # at every part of a cycle for the device: exact parts, slower cycles
 
 
@@ -413,8 +412,7 @@ def request_id(prompt: int, turn: int) -> int:
 def _warm_up(
     contest: Contest, systems: Sequence[System], ids: list[int], settings: ContestSettings
 ) -> None:
-    greedy = ContestSettings(
-        Sampling(), min(WARM_UP_TOKENS, settings.max_new_tokens), 1, settings.seed, settings.verify
-    )
+    tokens = min(WARM_UP_TOKENS, settings.max_new_tokens)
+    greedy = ContestSettings(Sampling(), tokens, 1, settings.seed)
     for system in systems:
         contest.run(system, [Request(ids, greedy.max_new_tokens)], greedy)

@@ -115,7 +115,6 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> System:
             s.sampling,
             batch_size=s.batch_size,
             seed=s.seed,
-            verify=s.verify,
             clock=clock(target.device) if s.wait else time.perf_counter,
         )
 

@@ -11,7 +11,6 @@ from annotated_types import Interval
 from outrider.conf.rules import Filled, OneOrMore, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.scripts.common.absent import no_drafters
-from outrider.scripts.common.sampling_keys import Verify
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,6 @@ class ServeConfig(AutoDtype):
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     # cpu, cuda, cuda:1; null = the GPU when there is one
     device: str | None = None
-    # rule of verification: traversal or rejection
-    verify: Verify = "traversal"
 
     def absent(self) -> list[str]:
         """What is named and not there, as "key: value; fix"."""

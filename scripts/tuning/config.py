@@ -10,7 +10,7 @@ from annotated_types import Ge
 from outrider.conf.rules import OneOrMore, Seed, Wandb, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.scripts.common.absent import no_drafters, no_prompts
-from outrider.scripts.common.sampling_keys import PenaltyKeys, Verify
+from outrider.scripts.common.sampling_keys import PenaltyKeys
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,6 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     wandb: Wandb = "off"
     # project of wandb
     wandb_project: str = "outrider"
-    # rule of verification
-    verify: Verify = "traversal"
     # addresses all random numbers
     seed: Seed = 0
     # no progress bar

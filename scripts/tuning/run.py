@@ -62,7 +62,6 @@ class Tuning:
                 requests,
                 self.sampling,
                 batch_size=cfg.batch_size,
-                verify=cfg.verify,
                 eos_ids=(),
             ).timing
         return 1000 * statistics.median(timing.cycle_s or [0.0])  # no stall moves it
@@ -94,9 +93,7 @@ class Tuning:
         systems += [
             drafting(name, self.family.drafter(one), self.target) for name, one in settings.items()
         ]
-        plan = contest.ContestSettings(
-            self.sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed, cfg.verify
-        )
+        plan = contest.ContestSettings(self.sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed)
         first = [Prompt(p.id, p.category, p.turns[:1]) for p in self.prompts]
         found = contest.run_contest(self.target, first, systems, plan, quiet=cfg.quiet)
         scores = Scores(found, systems, cfg.seed)

@@ -71,8 +71,7 @@ def test_a_row_begins_as_if_three_in_five_were_accepted(cost: float, depth: int)
     assert drafter.depths().tolist() == [depth]
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_the_distribution_is_exact(rule: str) -> None:
+def test_the_distribution_is_exact() -> None:
     """Long enough for the depth to fall after a rejection in the first cycle."""
     chain = TreeShape.chain(2)
     depths: set[int] = set()
@@ -86,7 +85,7 @@ def test_the_distribution_is_exact(rule: str) -> None:
     def error(wrap: Any) -> float:
         drafter = wrap(PaddingAwareDrafter(TableDrafter(chain, "iid", 3), chain))
         return engine_distribution(
-            toy_model(vocab=3), drafter, [1, 2], 5, Sampling(1.0), rule, chain
+            toy_model(vocab=3), drafter, [1, 2], 5, Sampling(1.0), shape=chain
         ).error
 
     assert error(lambda d: Watched(d, cost=0.27)) <= 1e-9

@@ -75,30 +75,17 @@ DISTRIBUTIONS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "rule, sampling",
-    [
-        *(("traversal", distribution) for distribution in DISTRIBUTIONS),
-        *(("rejection", distribution) for distribution in DISTRIBUTIONS[1:]),
-    ],
-)
+@pytest.mark.parametrize("sampling", DISTRIBUTIONS)
 def test_tokens_do_not_depend_on_batch_size_or_position(
-    target: Target, other: Target, sampling: Sampling, rule: str
+    target: Target, other: Target, sampling: Sampling
 ) -> None:
-    every = [NoDraft(), *drafters(target, other)]
-    # Drafts that are not sampled are walked under either rule: the second one needs the
-    # sampled ones alone.
-    for drafter in (
-        every if rule == "traversal" else [d for d in every if isinstance(d, DraftModel)]
-    ):
-        alone = tokens(target, drafter, sampling, batch_size=1, seed=3, verify=rule)
+    for drafter in [NoDraft(), *drafters(target, other)]:
+        alone = tokens(target, drafter, sampling, batch_size=1, seed=3)
         # In another place of a batch of another size; behind it rows of several requests.
-        back = generate(
-            target, drafter, requests()[::-1], sampling, batch_size=3, seed=3, verify=rule
-        ).generations
-        assert alone == [g.token_ids for g in back[::-1]], drafter.name
+        back = generate(target, drafter, requests()[::-1], sampling, batch_size=3, seed=3)
+        assert alone == [g.token_ids for g in back.generations[::-1]], drafter.name
     if not sampling.greedy:
-        assert alone != tokens(target, drafter, sampling, seed=4, verify=rule)
+        assert alone != tokens(target, drafter, sampling, seed=4)
 
 
 def test_perfect_drafter_accepts_everything(target: Target) -> None:
@@ -281,34 +268,27 @@ class Drawn(Tree):
         return DraftTree.static(self.paths, tokens, size, drawn, Proposal(distribution, row))
 
 
-@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
+@pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-@pytest.mark.parametrize("token", [-1, 320, 10**9])
+@pytest.mark.parametrize("token", [-1, 10**9])
 def test_a_drawn_token_outside_the_vocabulary_is_named(
-    token: int, penalty: float, free: bool, target: Target, monkeypatch: pytest.MonkeyPatch
+    token: int, penalty: float, target: Target
 ) -> None:
     """An index out of range ends a process on an accelerator before anything can be said."""
-    monkeypatch.setattr(devices, "on_cpu", lambda tensor: free)
-    assert target.vocab_size == 320
     sampling = Sampling(1.0, repetition_penalty=penalty)
-    for rule in ("traversal", "rejection"):
-        with pytest.raises(ValueError, match=f"row 0, node 2: token {token} outside the vocab"):
-            generate(target, Drawn(token, False), requests(2), sampling, batch_size=2, verify=rule)
+    with pytest.raises(ValueError, match=f"row 0, node 2: token {token} outside the vocab"):
+        generate(target, Drawn(token, False), requests(2), sampling, batch_size=2)
 
 
-@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
+@pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_padding_of_a_drawn_tree_may_hold_anything(
-    penalty: float, free: bool, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "on_cpu", lambda tensor: free)
+def test_padding_of_a_drawn_tree_may_hold_anything(penalty: float, target: Target) -> None:
     sampling = Sampling(1.0, repetition_penalty=penalty)
-    for rule in ("traversal", "rejection"):
-        found = [
-            tokens(target, Drawn(token, True), sampling, batch_size=3, verify=rule, eos_ids=())
-            for token in (0, -1, 10**9)
-        ]
-        assert found[0] == found[1] == found[2]
+    found = [
+        tokens(target, Drawn(token, True), sampling, batch_size=3, eos_ids=())
+        for token in (0, -1, 10**9)
+    ]
+    assert found[0] == found[1] == found[2]
 
 
 def test_the_last_rows_take_the_places_that_become_free(

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.decode.frontier import parents
 from outrider.decode.residual import LevelVerdict, Siblings, level
 from outrider.decode.sampling import Distribution, Sampling
+from outrider.decode.siblings import groups
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
-from outrider.decode.view import DraftView
 
 
 def float64(values: list[float] | list[list[float]]) -> Tensor:
@@ -105,26 +104,27 @@ def test_equal_distributions_leave_nothing_and_no_nan() -> None:
     assert all(t.isfinite().all() for t in found)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_draft_vocabulary_is_a_view_of_the_whole(seed: int) -> None:
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_draft_vocabulary_is_the_whole_on_fewer_columns(seed: int, outside: bool) -> None:
     """The same tree, its draft on 4 of 7 tokens or on all of them with no mass outside:
-    equal chances, equal remains."""
+    equal chances, equal remains. outside: the second sibling is no token of the draft's."""
     g = torch.Generator().manual_seed(seed)
     vocab = torch.tensor([0, 2, 3, 6])
     narrow = (3 * torch.randn(1, 1, 4, generator=g, dtype=torch.float64)).softmax(-1)
     wide = torch.zeros(1, 1, 7, dtype=torch.float64).index_copy(2, vocab, narrow)
     logits = torch.randn(1, 3, 7, generator=g, dtype=torch.float64)
-    row, drawn = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.bool)
+    row, drawn = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[True, not outside]])
     found = []
     for proposal in (Proposal(narrow, row, vocab), Proposal(wide, row)):
         shape = TreeShape.of([(0,), (1,)])
-        tree = DraftTree.static(shape, torch.tensor([[3, 6]]), None, drawn, proposal)
-        root = torch.tensor([0])
-        family = parents(tree, Distribution(Sampling(1.0), logits, tree), root, root)
-        assert family is not None
-        step = level(family.siblings, float64([0.8]))
-        left = family.remains(step.residual, root).probs
-        found.append((type(family.view) is DraftView, step.accept, step.rest, left / left.sum()))
-    (is_view, *seen), (is_view_too, *whole) = found
-    assert is_view and not is_view_too
+        tokens = torch.tensor([[3, 5 if outside else 6]])
+        tree = DraftTree.static(shape, tokens, None, drawn, proposal)
+        chance = torch.tensor([[1.0, 0, 0, 0]])
+        (group,) = groups(tree, Distribution(Sampling(1.0), logits, tree), chance)
+        step = level(group.siblings, float64([0.8]))
+        left = group.left(step.residual, torch.tensor([0])).probs
+        found.append((group.siblings.p.shape[1], step.accept, step.rest, left / left.sum()))
+    (columns, *seen), (every, *whole) = found
+    assert (columns, every) == (7, 7)  # 4, two siblings and the rest; all
     torch.testing.assert_close(seen, whole, atol=1e-14, rtol=0)

@@ -21,7 +21,7 @@ from outrider.decode.stats import acceptance_by_drafter
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.union import Union, joined
-from outrider.decode.verify import RULES, Verdict, rejection, traversal, verify
+from outrider.decode.verify import Verdict, verify
 from outrider.decode.wrapped import Adaptive
 from outrider.heads import save_head
 from outrider.heads.drafters import drafter_folders, resolve_drafter
@@ -93,10 +93,9 @@ def enumerated(seed: int, count: int) -> tuple[int, int]:
             repeats += int((tree.drafters & (tree.drafters - 1)).any())
             return tree
 
-        for rule in (rejection, traversal):
-            alone, union = enumerate_case(case, rule), enumerate_case(case, rule, checked)
-            assert union.error <= 1e-12, name
-            assert union.accepted >= alone.accepted - 1e-12, name
+        alone, union = enumerate_case(case, verify), enumerate_case(case, verify, checked)
+        assert union.error <= 1e-12, name
+        assert union.accepted >= alone.accepted - 1e-12, name
         drawn += case.scheme != "top" and not case.sampling.greedy
     return drawn, repeats
 
@@ -130,9 +129,8 @@ def test_the_enumeration_sees_wrong_unions(wrong: Callable[[DraftTree], DraftTre
     draft = torch.tensor([[1.5, 0.0, 1.0]], dtype=torch.float64).expand(16, 3)
     case = Case(3, TreeShape.of([[0]]), "without", Sampling(1.0), target, draft)
     join = with_nodes([(0, -1), (1, -1)])
-    for rule in (rejection, traversal):
-        assert enumerate_case(case, rule, join).error <= 1e-12
-        assert enumerate_case(case, rule, lambda tree: wrong(join(tree))).error > 1e-2
+    assert enumerate_case(case, verify, join).error <= 1e-12
+    assert enumerate_case(case, verify, lambda tree: wrong(join(tree))).error > 1e-2
 
 
 # --- what a joined tree holds
@@ -253,8 +251,7 @@ class Sometimes(TableDrafter):
         return super().propose(torch.where(self.last == 1, budget, 0), sampling, rng)
 
 
-@pytest.mark.parametrize("rule", list(RULES))
-def test_a_row_of_which_nothing_was_drawn_is_verified_alone_as_beside_others(rule: str) -> None:
+def test_a_row_of_which_nothing_was_drawn_is_verified_alone_as_beside_others() -> None:
     """The drafter that draws has nothing for some rows where an n-gram has: a walk alone and the
     rule beside a drawn row would use other random numbers."""
     table = Sometimes(TreeShape.chain(1), "iid", 4)
@@ -272,7 +269,7 @@ def test_a_row_of_which_nothing_was_drawn_is_verified_alone_as_beside_others(rul
         assert tree.drafters[:64, 0].tolist() == [2] * 64
         assert bool(tree.sampled.any()) == (1 in last)
         distribution = Distribution(Sampling(1.0), torch.zeros(count, tree.width + 1, 4), tree)
-        return verify(tree, distribution, rng, rule)
+        return verify(tree, distribution, rng)
 
     alone, beside = verdict([3] * 64), verdict([3] * 64 + [1])
     assert 0 < int(alone.length.sum()) < 64
@@ -280,13 +277,12 @@ def test_a_row_of_which_nothing_was_drawn_is_verified_alone_as_beside_others(rul
     assert torch.equal(alone.bonus, beside.bonus[:64])
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_the_whole_loop_has_the_exact_distribution(rule: str) -> None:
+def test_the_whole_loop_has_the_exact_distribution() -> None:
     """Prefill, cycles, stop token and length limit, with n-gram matches that come and go."""
     shape = TreeShape.of([[0], [1], [0, 0]])
     for sampling in (Sampling(1.0), Sampling(0.4, top_p=0.9)):
         union = Union([TableDrafter(shape, "without", 3), NGram(depth=2, nodes=3)])
-        found = engine_distribution(toy_model(vocab=3), union, [1, 2, 1], 4, sampling, rule, shape)
+        found = engine_distribution(toy_model(vocab=3), union, [1, 2, 1], 4, sampling, shape=shape)
         assert found.error <= 1e-12 and found.outputs > 3
 
 
@@ -321,7 +317,7 @@ def test_the_table_tells_who_proposed_what_was_accepted(runs: tuple[Path, Target
     systems, skipped = systems_of(["none", spec], target)
     assert not skipped and systems[1].label == "medusa@tree+ngram@tree"
     prompts = [Prompt("1", "chat", ["abcabcabcabc"]), Prompt("2", "chat", ["aaaaaaaaaaa"])]
-    settings = ContestSettings(Sampling(), 24, 1, 0, "traversal")
+    settings = ContestSettings(Sampling(), 24, 1, 0)
     measured = run_contest(target, prompts, systems, settings, True)
     row = Scores(measured, systems).row(systems[1])
     cycles = Scores(measured, systems).clean(spec, ["1", "2"])

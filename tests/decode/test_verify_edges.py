@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode import devices
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
@@ -20,7 +19,7 @@ from outrider.decode.inverse_cdf import inverse_cdf
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
-from outrider.decode.verify import RULES, rejection, traversal, verify_chain
+from outrider.decode.verify import traversal
 from outrider.heads import head_class
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
@@ -31,7 +30,7 @@ from outrider.scripts.certificate.enumerator import Branches
 from tests.helpers.training import tiny_target
 
 
-def output_distribution(tree: DraftTree, logits: Tensor, rule: str) -> dict[tuple[int, ...], float]:
+def output_distribution(tree: DraftTree, logits: Tensor) -> dict[tuple[int, ...], float]:
     """Probability of every output of this one draft: all branches of verification walked.
     logits: [N + 1, V].
     """
@@ -53,7 +52,7 @@ def output_distribution(tree: DraftTree, logits: Tensor, rule: str) -> dict[tupl
             proposal,
         )
         distribution = Distribution(Sampling(1.0), logits.expand(rows, -1, -1), many)
-        verdict = RULES[rule](many, distribution, rng)
+        verdict = traversal(many, distribution, rng)
         distribution.check()
         scripts = rng.new
         for b in range(rows):
@@ -83,9 +82,8 @@ def drafted(
     )
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("garbage", ["row 99", "distribution of NaN"])
-def test_distribution_row_of_a_deterministic_node_is_never_read(rule: str, garbage: str) -> None:
+def test_distribution_row_of_a_deterministic_node_is_never_read(garbage: str) -> None:
     """One sampled child of the root, and below it two deterministic ones whose distribution
     row means nothing.
     """
@@ -101,7 +99,7 @@ def test_distribution_row_of_a_deterministic_node_is_never_read(rule: str, garba
     )
     tree.validate(3)
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = output_distribution(tree, logits, rule)
+    found = output_distribution(tree, logits)
     below = {output[1]: 0.0 for output in found if len(output) > 1}
     for output, p in found.items():
         if len(output) > 1:
@@ -143,11 +141,11 @@ def scan(values: Tensor, dim: int) -> Tensor:
     return sums
 
 
+@pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize("size", [40, 200, 2048])
 def test_no_token_of_weight_zero_is_emitted_however_sums_round(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "on_cpu", lambda tensor: False)
     monkeypatch.setattr(Tensor, "cumsum", scan)
     g = torch.Generator().manual_seed(0)
     weights = (6 * torch.randn(50, size, generator=g, dtype=torch.float64)).softmax(-1)
@@ -162,28 +160,6 @@ def test_no_token_of_weight_zero_is_emitted_however_sums_round(
         assert (weights.gather(1, chosen[:, None]) > 0).all()
         seen += int((weights.gather(1, inverse_cdf(weights, edge)[:, None]) == 0).sum())
     assert seen, "no sum grew where nothing was added: the test saw nothing"
-
-
-def test_chain_of_the_first_lines_is_the_rule() -> None:
-    """The function that is there to be read does what the batched rule does, coin by coin."""
-    g = torch.Generator().manual_seed(1)
-    depth, vocab = 4, 6
-    for number in range(200):
-        distributions = (
-            2 * torch.randn(depth + 1, vocab, generator=g, dtype=torch.float64)
-        ).softmax(-1)
-        proposals = (2 * torch.randn(depth, vocab, generator=g, dtype=torch.float64)).softmax(-1)
-        tokens = torch.multinomial(proposals, 1, generator=g)[:, 0]
-        tree = drafted(TreeShape.chain(depth), tokens.tolist(), proposals, list(range(depth)), None)
-        rng = Rng(number, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        verdict = rejection(tree, Distribution(Sampling(1.0), distributions.log()[None], tree), rng)
-        accepted = int(verdict.length[0])
-        coins = rng.uniform(torch.zeros(depth, dtype=torch.int64), torch.arange(depth), 2)
-        last_coin = float(
-            rng.uniform(torch.zeros(1, dtype=torch.int64), torch.tensor([accepted - 1]), 3)
-        )
-        emitted = verify_chain(distributions, proposals, tokens, coins, last_coin)
-        assert emitted == [*tokens[:accepted].tolist(), int(verdict.bonus[0])]
 
 
 KINDS = {
@@ -238,12 +214,9 @@ def test_drafter_with_one_bad_row_is_refused_or_harmless(kind: str, bad: float) 
             generate(target, drafter, requests, Sampling(1.0), batch_size=2)
 
 
-@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
-def test_logits_that_no_path_reaches_may_be_anything(
-    free: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("anywhere")
+def test_logits_that_no_path_reaches_may_be_anything() -> None:
     """Below a candidate that the target never takes nothing is looked at."""
-    monkeypatch.setattr(devices, "on_cpu", lambda tensor: free)
     tokens = torch.tensor([[1, 2]])
     distribution = torch.zeros(1, 3, 4, dtype=torch.float64)
     distribution[0, 0, 1] = distribution[0, 1, 2] = distribution[0, 2, 3] = 1
@@ -260,13 +233,10 @@ def test_logits_that_no_path_reaches_may_be_anything(
     assert verdict.length.tolist() == [0] and verdict.bonus.tolist() != [1]
 
 
-@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
-def test_logits_where_a_budget_ends_may_be_anything(
-    free: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("anywhere")
+def test_logits_where_a_budget_ends_may_be_anything() -> None:
     """A row's draft is cut above a slot that has a child in the shape, and the path ends before:
     the cut slot's distribution is not looked at."""
-    monkeypatch.setattr(devices, "on_cpu", lambda tensor: free)
     tokens = torch.tensor([[1, 2], [1, 2]])
     distribution = torch.full((2, 2, 4), 0.25, dtype=torch.float64)
     row, drawn = torch.tensor([[0, 1], [0, 1]]), torch.ones(2, 2, dtype=torch.bool)
@@ -281,14 +251,11 @@ def test_logits_where_a_budget_ends_may_be_anything(
     assert verdict.length.tolist() == [0, 0] and 1 not in verdict.bonus.tolist()
 
 
-@pytest.mark.parametrize("free", [True, False], ids=["host", "accelerator"])
+@pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("settings", [{}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
-def test_a_tree_drawn_from_nan_is_refused_under_every_setting(
-    free: bool, settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tree_drawn_from_nan_is_refused_under_every_setting(settings: dict[str, float]) -> None:
     """A truncated distribution of NaN holds it at a few tokens alone: what is drawn beside
     them has no mass, and once passed for a stand-in."""
-    monkeypatch.setattr(devices, "on_cpu", lambda tensor: free)
     logits = -torch.arange(600.0).repeat(2, 1, 1)
     logits[1, 0, 3] = torch.nan
     distribution = Sampling(1.0, **settings).draft_probs(logits[:, 0])[:, None]  # type: ignore[arg-type]

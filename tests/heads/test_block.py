@@ -313,9 +313,7 @@ def test_exact_distribution_of_the_decode_loop(kind: str, shape: str) -> None:
     found = engine_distribution(target, drafter, [1, 2], length, Sampling(1.2), shape=static)
     assert found.error < 1e-12 and found.branches > 100
     top = Sampling(0.7, top_k=2)
-    assert (
-        engine_distribution(target, drafter, [1, 2], length, top, "rejection", static).error < 1e-12
-    )
+    assert engine_distribution(target, drafter, [1, 2], length, top, shape=static).error < 1e-12
 
 
 class Foreseeing(BlockDrafter):

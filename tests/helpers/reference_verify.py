@@ -1,4 +1,4 @@
-"""The verification rules written a second time, one row and one number at a time, from the
+"""The accept rule written a second time, one row and one number at a time, from the
 papers' pseudo-code.
 """
 
@@ -60,23 +60,6 @@ class Row:
             if total > goal:
                 return x
         return max(x for x, w in enumerate(weights) if w > 0)
-
-    def rejection(self) -> tuple[list[int], int]:
-        path: list[int] = []
-        node = -1
-        while True:
-            r, chosen = self.p(node), None
-            for j, kid in enumerate(self.kids.get(node, [])):
-                q = self.q(kid, self.kids[node][:j])
-                x = self.tokens[kid]
-                if self.u(kid, ACCEPT) < min(1.0, r[x] / q[x]):
-                    chosen = kid
-                    break
-                r = _norm([max(a - b, 0.0) for a, b in zip(r, q, strict=True)], r)
-            if chosen is None:
-                return path, self.pick(r, node)
-            path.append(chosen)
-            node = chosen
 
     def traversal(self) -> tuple[list[int], int]:
         found = self._below(-1, 1.0)

@@ -25,6 +25,7 @@ from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+from outrider.decode.verify import verify
 from tests.helpers import wrong_rules
 
 DEPTH = 2  # a longer draft is seldom accepted whole, and one defect shows there alone
@@ -68,7 +69,7 @@ class Decoder(threading.Thread):
             alike.setdefault(item["sampling"], []).append(item)
         for sampling, items in alike.items():
             drafter: Any = DraftModel(self.draft, self.depth) if self.draft else NoDraft()
-            rule = "rejection" if sampling.greedy else RULES.get(self.defect, "rejection")
+            rule = verify if sampling.greedy else RULES.get(self.defect, verify)
             requests = [Request(i["ids"], i["limit"], id=i["seed"]) for i in items]
             run = generate(
                 self.target, drafter, requests, sampling, batch_size=len(items), verify=rule

@@ -118,13 +118,6 @@ def executed(words: list[str]) -> int:
     return 0
 
 
-def test_the_names_of_rules_are_those_of_the_verifier() -> None:
-    from outrider.decode.verify import RULES
-    from outrider.scripts.common.sampling_keys import Verify
-
-    assert set(typing.get_args(Verify)) == set(RULES)
-
-
 def test_the_verbs_are_the_files() -> None:
     table = cli.verbs()
     assert {"synthesize", "validate", "evaluate", "tune", "certify"} <= table.keys()

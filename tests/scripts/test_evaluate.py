@@ -232,7 +232,7 @@ def test_a_later_turn_that_outgrows_the_context_is_left_out_for_all(target: Targ
     ]
 
 
-SETTINGS = ContestSettings(Sampling(), 12, 1, 0, "traversal")
+SETTINGS = ContestSettings(Sampling(), 12, 1, 0)
 
 
 def telling(name: str, token: int, message: Callable[[Any], object]) -> System:

@@ -139,7 +139,7 @@ def test_ids_of_turns_never_meet() -> None:
         target,
         prompts,
         [system],
-        ContestSettings(Sampling(), 4, 1, 0, "traversal"),
+        ContestSettings(Sampling(), 4, 1, 0),
         quiet=True,
     )
     assert len(seen) == 1 + 68 and len(set(seen[1:])) == 68

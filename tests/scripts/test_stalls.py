@@ -86,7 +86,7 @@ class Target:
 def measured(rows: Any = ROWS, stall: Any = None, memo: Memo | None = None, count: int = 24) -> Any:
     """(contest, its systems) on so many prompts."""
     entered = systems(rows, stall)
-    settings = ContestSettings(Sampling(), 48, 1, 0, "traversal")
+    settings = ContestSettings(Sampling(), 48, 1, 0)
     target: Any = Target()
     return contests.run_contest(target, PROMPTS[:count], entered, settings, True, memo), entered
 
@@ -311,7 +311,7 @@ def test_asking_again_ends_where_a_prompt_was_not_asked(monkeypatch: pytest.Monk
         return seconds * (80 if name == "head" and (call == 2 or call > 13) else 1)
 
     entered = systems(ROWS, stall)
-    settings = ContestSettings(Sampling(), 48, 2, 0, "traversal")
+    settings = ContestSettings(Sampling(), 48, 2, 0)
     target: Any = Target()
     found = contests.run_contest(target, PROMPTS, entered, settings, True)
     assert found.again == [("p0", "p1")] * contests.AGAIN
