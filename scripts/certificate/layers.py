@@ -111,7 +111,7 @@ def bound(layers: Sequence[dict[str, Any]], alpha: float, detect: float) -> dict
         "alpha": alpha,
         "probability": uniformity.SURE,
         "shift": shift,
-        "enough": uniformity.seen(tokens, detect, alpha, MOST_TESTS) >= uniformity.SURE,
+        "enough": tokens >= uniformity.tokens_for(detect, alpha, MOST_TESTS),
         "said": uniformity.said(tokens, shift),
     }
 

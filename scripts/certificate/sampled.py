@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Generation, Request
+from outrider.decode.sampling import Sampling
 from outrider.scripts.certificate import transforms, uniformity
 from outrider.scripts.certificate.recorder import Recorded, mismatches, recorded
 from outrider.scripts.certificate.setup import CHUNK, CertifySetup
 from outrider.scripts.certificate.uniformity import Test
 from outrider.scripts.common.progress import named
 
-ORDERS = ("by probability", "by id", "by a shuffle of the ids")
+ORDERS = ("by probability", "by id")
 GROUPS = (
     "all tokens",
     "first of an answer",
@@ -40,7 +40,7 @@ GROUPS = (
 )
 # of every order and stratum, and of neighbours in every order
 MOST_TESTS = 2 * (len(ORDERS) + len(GROUPS) - 1) + 3 * 2 * len(ORDERS)
-SHUFFLE = 20240601  # the seed of the shuffle is the run's own beside this
+COIN = 20240601  # beside the seed of the run: places a token within its own mass
 # what is kept of every token, and how many numbers of it
 COLUMNS = {"u": len(ORDERS), "groups": len(GROUPS), "passes": 2, "sequence": 1, "cycle": 1}
 COLUMNS |= {"depth": 1, "outside": 1, "drafted": 1, "draft": 1}
@@ -179,12 +179,13 @@ def _chunk(setup: CertifySetup, drafter: Drafter, rows: Sequence[dict[str, Any]]
     ]
     run, lines = recorded(setup.target, drafter, requests, plan)
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-    judge, texts, size = _Judge(setup, number), list[tuple[list[int], int]](), 0
+    texts, size = list[tuple[list[int], int]](), 0
+    coin = np.random.default_rng([plan.seed, COIN, number])
     used: list[Recorded] = []
     for request, g, line in zip(requests, run.generations, lines, strict=True):
         if not (line := line[: left - size]):
             continue
-        for name, values in judge.answer(g, line).items():
+        for name, values in _columns(g, line, plan.sampling, coin).items():
             columns[name] += values
         columns["sequence"] += [request.id] * len(line)
         texts.append(([*g.prompt_ids, *g.token_ids[: len(line)]], len(g.prompt_ids)))
@@ -207,51 +208,34 @@ def _chunk(setup: CertifySetup, drafter: Drafter, rows: Sequence[dict[str, Any]]
     }
 
 
-class _Judge:
-    """Places the tokens of answers, in blocks of transforms.ROWS. number: of the first request."""
-
-    def __init__(self, setup: CertifySetup, number: int) -> None:
-        self.sampling, seed = setup.plan.sampling, setup.plan.seed
-        generator = torch.Generator().manual_seed(seed ^ SHUFFLE)
-        shuffle = torch.randperm(setup.target.vocab_size, generator=generator)
-        self.shuffle = shuffle.to(setup.target.device)
-        self.coin = np.random.default_rng([seed, SHUFFLE, number])
-
-    def answer(self, g: Generation, line: Recorded) -> dict[str, list[Any]]:
-        """The columns of the tokens `line`, which begin the generation `g`."""
-        depth, cycle = depths(g)[: len(line)], cycles(g)[: len(line)]
-        starts = {c.start for c in g.cycles if c.proposed > 0}
-        columns: dict[str, list[Any]] = {
-            "depth": depth.tolist(),
-            "cycle": cycle.tolist(),
-            "groups": strata(g, depth, cycle).astype(int).tolist(),
-            "drafted": [int(d) for d in g.from_draft[: len(line)]],
-            "draft": [int(t in starts) for t in range(len(line))],
-            "u": [],
-            "outside": [],
-        }
-        text, start = [*g.prompt_ids, *g.token_ids], len(g.prompt_ids)
-        past = transforms.histories(text[: start + len(line)], start)
-        for a in range(0, len(line), transforms.ROWS):
-            tokens, kept = zip(*line[a : a + transforms.ROWS], strict=True)
-            chosen = torch.tensor(tokens, device=kept[0].device)
-            some = past[a : a + transforms.ROWS] if self.sampling.uses_history else []
-            p = transforms.places(torch.stack(kept), chosen, self.sampling, some)
-            columns["u"] += self._transforms(p, chosen).tolist()
-            columns["outside"] += p.outside.astype(int).tolist()
-        return columns
-
-    def _transforms(self, p: transforms.TokenPlaces, chosen: Tensor) -> np.ndarray:
-        """[R, O]. A token without mass has none: it is counted apart, and its place is drawn."""
-        one, mass = chosen[:, None], p.distribution
-        below = [
-            torch.from_numpy(p.below),
-            (mass.cumsum(-1) - mass).gather(1, one)[:, 0],
-            (mass * (self.shuffle < self.shuffle[one])).sum(-1),
-        ]
-        v = self.coin.random((len(chosen), len(ORDERS)))
-        found = np.stack([b.cpu().numpy() for b in below], 1) + v * p.mass[:, None]
-        return np.where(p.outside[:, None], v, found.clip(0, 1))
+def _columns(
+    g: Generation, line: Recorded, sampling: Sampling, coin: np.random.Generator
+) -> dict[str, list[Any]]:
+    """What is kept of the tokens `line`, which begin the generation `g`; placed in blocks of
+    transforms.ROWS."""
+    depth, cycle = depths(g)[: len(line)], cycles(g)[: len(line)]
+    starts = {c.start for c in g.cycles if c.proposed > 0}
+    columns: dict[str, list[Any]] = {
+        "depth": depth.tolist(),
+        "cycle": cycle.tolist(),
+        "groups": strata(g, depth, cycle).astype(int).tolist(),
+        "drafted": [int(d) for d in g.from_draft[: len(line)]],
+        "draft": [int(t in starts) for t in range(len(line))],
+        "u": [],
+        "outside": [],
+    }
+    text, start = [*g.prompt_ids, *g.token_ids], len(g.prompt_ids)
+    past = transforms.histories(text[: start + len(line)], start) if sampling.uses_history else []
+    for a in range(0, len(line), transforms.ROWS):
+        tokens, kept = zip(*line[a : a + transforms.ROWS], strict=True)
+        chosen = torch.tensor(tokens, device=kept[0].device)
+        p = transforms.places(torch.stack(kept), chosen, sampling, past[a : a + transforms.ROWS])
+        # a token without mass has no transform: it is counted apart, and its place is drawn
+        v = coin.random((len(chosen), len(ORDERS)))
+        u = np.stack([p.below, p.below_by_id], 1) + v * p.mass[:, None]
+        columns["u"] += np.where(p.outside[:, None], v, u.clip(0, 1)).tolist()
+        columns["outside"] += p.outside.astype(int).tolist()
+    return columns
 
 
 def _pairs(u: np.ndarray, joined: np.ndarray, name: str) -> list[Test]:

@@ -32,17 +32,14 @@ TOLERANCE = 1e-6
 
 @dataclass
 class TokenPlaces:
-    """Where tokens stand in their distributions, ordered by probability (descending, ties by
-    token id).
-
-    below: mass of the tokens before them; mass: their own; both [R] float64. outside: [R] bool,
-    own mass 0. distribution: [R, V] float64.
-    """
+    """Where tokens [R] stand in their distributions. below: mass of the tokens before them, in the
+    order of probability (descending, ties by token id); below_by_id: in the order of ids; mass:
+    their own; outside: it is 0."""
 
     below: np.ndarray
+    below_by_id: np.ndarray
     mass: np.ndarray
     outside: np.ndarray
-    distribution: Tensor
 
 
 def places(
@@ -64,9 +61,10 @@ def places(
     ids = torch.arange(scores.shape[1], device=scores.device)
     before = (scores > own) | ((scores == own) & (ids < tokens[:, None]))
     mass = distribution.gather(1, tokens[:, None])[:, 0]
-    below = (distribution * before).sum(-1)
-    a, b, c = (x.cpu().numpy() for x in (below, mass, mass == 0))
-    return TokenPlaces(a, b, c, distribution)
+    masks = (before, ids < tokens[:, None])
+    below, by_id = ((distribution * mask).sum(-1).cpu().numpy() for mask in masks)
+    own_mass = mass.cpu().numpy()
+    return TokenPlaces(below, by_id, own_mass, own_mass == 0)
 
 
 def distribution_of(

@@ -5,7 +5,8 @@ A decoder that leans moves mass along an order of the tokens: towards the likeli
 ones, the lower ids. Where it moves a mass d past one point of the order, the total variation is d,
 and the transforms up to that point are as many as a binomial variable of probability x + d says,
 where x is right. The Kolmogorov-Smirnov test rejects as soon as their share lies further from x
-than its critical distance, so the binomial distribution says how often it does.
+than sqrt(ln(2 / alpha) / 2n), the first term of its p-value, and the share's standard deviation is
+1 / sqrt(4n) at most: so d is seen with probability SURE from n = (`_reach` / d)^2 on.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import torch
 
 CELLS, PAIR_CELLS = 20, 8  # of the chi-squares
 SMALLEST = 200  # strata below are not tested
-SURE = 0.95  # the probability with which a shift is seen
-POINTS = np.linspace(0, 1, 41)  # of an order, at which a shift is tried: the worst one counts
-MOST = 1_000_000  # tokens beyond which no sample goes
+SURE, DEVIATIONS = (
+    0.95,
+    1.645,
+)  # the probability with which a shift is seen, and its normal quantile
 
 
 @dataclass(frozen=True)
@@ -123,46 +125,21 @@ def overall(tests: Sequence[Test]) -> float:
 # --- the detection bound
 
 
-def critical(n: int, alpha: float) -> float:
-    """The distance from which on the Kolmogorov-Smirnov test of n numbers rejects at `alpha`: by
-    its first term, which is never below its p-value."""
-    return math.sqrt(math.log(2 / alpha) / 2) / (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n))
-
-
-def seen(n: int, shift: float, alpha: float, tests: int) -> float:
-    """The probability with which n tokens show a shift of this total variation, at least; tests:
-    among how many alpha is divided."""
-    limit = critical(n, alpha / tests)
-    factorials = np.r_[0.0, np.log(np.arange(1, n + 1)).cumsum()]
-    ways = factorials[-1] - factorials - factorials[::-1]
-    k, found = np.arange(n + 1), 1.0
-    for x in POINTS[POINTS + shift < 1]:
-        chance = np.exp(ways + k * math.log(x + shift) + (n - k) * math.log1p(-x - shift))
-        found = min(found, float(chance[k > n * (x + limit)].sum()))
-    return found
+def _reach(alpha: float, tests: int) -> float:
+    """A shift times the root of the tokens that show it. tests: among how many alpha is divided."""
+    return math.sqrt(math.log(2 * tests / alpha) / 2) + DEVIATIONS / 2
 
 
 def detectable(n: int, alpha: float, tests: int) -> float | None:
     """The total variation from which on n tokens show a shift with probability SURE; None where
     they show none."""
-    low, high = 0.0, 0.97
-    if n < 1 or seen(n, high, alpha, tests) < SURE:
-        return None
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (low, middle) if seen(n, middle, alpha, tests) >= SURE else (middle, high)
-    return high
+    shift = _reach(alpha, tests) / math.sqrt(max(n, 1))
+    return shift if shift < 1 else None
 
 
 def tokens_for(shift: float, alpha: float, tests: int) -> int:
-    """The fewest tokens, up to a hundredth, that show a shift with probability SURE."""
-    low, high = 1, 1
-    while high < MOST and seen(high, shift, alpha, tests) < SURE:
-        low, high = high, 2 * high
-    while high - low > high // 100 + 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if seen(middle, shift, alpha, tests) >= SURE else (middle, high)
-    return high
+    """The fewest tokens that show a shift with probability SURE."""
+    return math.ceil((_reach(alpha, tests) / shift) ** 2)
 
 
 def said(n: int, shift: float | None) -> str:
