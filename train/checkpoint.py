@@ -1,51 +1,49 @@
-"""The state of a run on disk: checkpoints/step-N, complete or absent, each file known by its
-sha256.
+"""The state of a run on disk: checkpoints/step-N, complete or absent, and the lock of its
+folder.
 
-A checkpoint is a folder whose manifest verifies. It holds the head (so it can be decoded
-with), the optimizer's moments and a few integers: the order of the data and the learning rate
-are functions of the step.
+A checkpoint is a folder that was staged, synced and renamed. It holds the head (so it can
+be decoded with), the optimizer's moments and a few integers: the order of the data and the
+learning rate are functions of the step. It is written from a snapshot in host memory by a
+thread beside the training, which waits for the copy alone; a save that is due while the
+last one is being written waits for it. Before anything is written all ranks compare step
+and weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import hashlib
+import fcntl
 import json
+import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from outrider.conf import left
+from outrider.conf import disk
 from outrider.conf.errors import UserError, first_line
-from outrider.decode.models.identity import Identity, sha256_file
+from outrider.decode.models.identity import Identity
 from outrider.heads.base import Head
-from outrider.heads.checkpoint import CARD, read_card, recover, staged, text_of, write_card
+from outrider.heads.checkpoint import CARD, read_card, recover, staged, write_card
 from outrider.heads.earlier import implied as of_layers
-from outrider.heads.earlier import is_gone
 from outrider.heads.warm import BEFORE
-from outrider.train.config import REPLANNED, EvalConfig, is_logistics
 
-WEIGHTS, OPTIMIZER, STATE, MANIFEST = (
-    "head.safetensors",
-    "optimizer.safetensors",
-    "state.json",
-    "manifest.json",
-)
+WEIGHTS, OPTIMIZER, STATE = "head.safetensors", "optimizer.safetensors", "state.json"
 MARGIN = 1 << 20  # bytes that a save leaves free
-# Terms that learn from an acceptance rate, and what says by whose probabilities over a draft
-# vocabulary; no key, since it cannot be chosen. Runs of version 0.1 have no such line.
-RATED, RATE = ("head.loss.tv", "head.loss.lk", "head.confidence"), "head.loss.rate"
-
-PARALLEL = ("medusa", "hydra_heads")  # kinds
-# Keys of runs of 0.2 that said how passes ran, not what is learned.
-HOW = ("target.compile",)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError, RuntimeError)
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system without them
 
 
 @dataclass
@@ -53,11 +51,12 @@ class State:
     """Where a run stands. step: updates done. evaluated: step of the last evaluation. best:
     {step, accepted_length}.
 
-    window: sums since the last line of metrics. meaning: what the run learns, see `meaning`.
-    seen: what the updates so far took, tokens and supervised tokens of all ranks, wall seconds
-    and CPU seconds of rank 0 without evaluations; behind heads.warm.BEFORE those of the head that
-    it started from. skipped: rows left out so far since their
-    loss or gradient was not finite; unsound: steps in a row that had such rows.
+    window: sums since the last line of metrics. meaning: what the run learns, see
+    train/resuming. seen: what the updates so far took, tokens and supervised tokens of all
+    ranks, wall seconds and CPU seconds of rank 0 without evaluations; behind
+    heads.warm.BEFORE those of the head that it started from. skipped: rows left out so far
+    since their loss or gradient was not finite; unsound: steps in a row that had such rows.
+    spent: seconds of rank 0 in all steps but the last.
     """
 
     step: int = 0
@@ -68,12 +67,7 @@ class State:
     seen: dict[str, float] = field(default_factory=dict)
     skipped: int = 0
     unsound: int = 0
-
-    def stalled(self, cfg: EvalConfig) -> bool:
-        """Whether an evaluation at this step was one too many without a longer accepted length
-        (eval.patience)."""
-        since, patient = self.step - self.best.get("step", self.step), cfg.patience * cfg.every
-        return bool(patient) and self.evaluated == self.step and since >= patient
+    spent: float = 0.0
 
     def add(self, **amounts: float) -> None:
         """Count what an update took."""
@@ -91,6 +85,14 @@ class State:
             old = self.window.get(name, [0.0, 0.0])
             self.window[name] = [old[0] + total, old[1] + count]
 
+    def took(self) -> dict[str, float]:
+        """Return `seen`, rounded for a line of metrics."""
+        return {name: round(amount, 2) for name, amount in self.seen.items()}
+
+
+# Saving
+# -------------------------------------------------------------------------------------------
+
 
 @dataclass
 class Snapshot:
@@ -99,89 +101,211 @@ class Snapshot:
     done."""
 
     state: dict[str, Any]
-    head: dict[str, torch.Tensor]
-    moments: dict[str, torch.Tensor]
+    head: dict[str, Tensor]
+    moments: dict[str, Tensor]
     kind: str
     saved: dict[str, Any]
     identity: Identity | None
     copied: Any = None
 
-    @property
-    def step(self) -> int:
-        return int(self.state["step"])
 
-    @property
-    def bytes(self) -> int:
-        return sum(
-            t.numel() * t.element_size()
-            for part in (self.head, self.moments)
-            for t in part.values()
+class Saver:
+    """The checkpoints of a run. begun: step of the newest save, finished or not, the same on
+    every rank; -1 for none."""
+
+    def __init__(
+        self, out: Path, keep: int, beside: bool, accelerator: Accelerator, begun: int
+    ) -> None:
+        """out: the run folder. keep: checkpoints that stay. beside: write in a thread."""
+        self.out, self.keep, self.beside, self.begun = out, keep, beside, begun
+        self.accelerator = accelerator
+        self._flying = False  # a save has begun whose outcome the ranks do not know
+        self._thread: threading.Thread | None = None
+        self._problem = ""
+        self._host: dict[str, Tensor] = {}
+
+    def save(
+        self,
+        state: State,
+        head: Head,
+        optimizer: torch.optim.Optimizer,
+        identity: Identity | None,
+        wait: bool,
+    ) -> None:
+        """Save the state of this step, once. wait: until it is on disk.
+
+        Raises UserError on every rank when the disk refused this save (wait) or the one
+        before, the ranks have drifted apart, or a weight is not finite; older checkpoints
+        are untouched then.
+        """
+        if self.begun != state.step:
+            self.settle()
+            _agree(state, head, self.accelerator, self.out)
+            self.begun, self._flying, beside = state.step, True, self.beside and not wait
+            if self.accelerator.is_main_process:
+                snapshot = self._snapshot(state, head, optimizer, identity, beside)
+                self._thread = threading.Thread(target=self._write, args=(snapshot,), name="save")
+                self._thread.start()
+        if wait or not self.beside:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the save in flight, if there is one. Raises UserError on every rank when
+        it did not reach the disk."""
+        if not self._flying:
+            return
+        self.close()
+        self._flying = False
+        if problem := agreed(self._problem, self.accelerator):
+            raise UserError(
+                f"out_dir: cannot save to {self.out} ({problem}); free space or mend permissions, "
+                "then start the same command again"
+            )
+
+    def close(self) -> None:
+        """Wait until nothing is being written; asks no other rank."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, snapshot: Snapshot) -> None:
+        """On rank 0, in the thread."""
+        try:
+            if snapshot.copied is not None:
+                snapshot.copied.synchronize()
+            write(self.out, snapshot)
+            retire(self.out, self.keep, snapshot.state["step"])
+            self._problem = ""
+        except (RuntimeError, OSError, SafetensorError, MemoryError) as error:
+            self._problem = first_line(error)
+
+    def _snapshot(
+        self,
+        state: State,
+        head: Head,
+        optimizer: torch.optim.Optimizer,
+        identity: Identity | None,
+        beside: bool,
+    ) -> Snapshot:
+        """All that a checkpoint holds. beside: as a copy, in host buffers that are used
+        again; on a GPU the copies are queued behind the step, and `copied` tells when they
+        are there."""
+        moments = {
+            f"{i}.{k}": v
+            for i, entry in optimizer.state_dict()["state"].items()
+            for k, v in entry.items()
+        }
+        weights = {k: self._copy(f"head.{k}", v, beside) for k, v in head.state_dict().items()}
+        moments = {k: self._copy(f"optimizer.{k}", v, beside) for k, v in moments.items()}
+        event = None
+        if beside and self.accelerator.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        saved = json.loads(json.dumps(head.config_json()))
+        return Snapshot(asdict(state), weights, moments, head.kind, saved, identity, event)
+
+    def _copy(self, name: str, value: Tensor, beside: bool) -> Tensor:
+        value = value.detach()
+        if not beside:
+            return value.to("cpu").contiguous()
+        buffer = self._host.get(name)
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._host[name] = buffer
+        return buffer.copy_(value, non_blocking=value.is_cuda)
+
+
+def _agree(state: State, head: Head, accelerator: Accelerator, out: Path) -> None:
+    """Raises UserError unless all ranks are at the same step with the same weights, bit for
+    bit, and every weight is finite."""
+    mine = [p.detach() for p in head.parameters() if p.requires_grad]
+    finite = torch.stack([p.isfinite().all() for p in mine]).all()
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    total = torch.stack(
+        [p.contiguous().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in mine]
+    ).sum()
+    found = torch.stack([torch.full_like(total, state.step), total, finite.to(total.dtype)])
+    several = accelerator.num_processes > 1
+    every = (accelerator.gather(found[None]) if several else found[None]).tolist()
+    if not all(row[2] for row in every):
+        raise UserError(
+            f"optim.lr: weights are not finite at step {state.step}, no checkpoint was "
+            f"written; lower it and start again from the newest one in {out}"
+        )
+    apart = [rank for rank, row in enumerate(every) if row[:2] != every[0][:2]]
+    if apart:
+        raise UserError(
+            f"out_dir: rank {apart[0]} has other weights than rank 0 at step {state.step}, no "
+            "checkpoint was written; look at its hardware, then start the same command again "
+            f"to go on from the newest one in {out}"
         )
 
-    def ready(self) -> None:
-        """Wait for copies that are still under way."""
-        if self.copied is not None:
-            self.copied.synchronize()
 
-
-def save(folder: Path, snapshot: Snapshot) -> Path:
+def write(folder: Path, snapshot: Snapshot) -> Path:
     """Write checkpoints/step-N under `folder`. Raises OSError, RuntimeError or SafetensorError
     when the disk refuses; older checkpoints are untouched then."""
-    final = folder / "checkpoints" / f"step-{snapshot.step}"
+    state = snapshot.state
+    final = folder / "checkpoints" / f"step-{state['step']}"
     final.parent.mkdir(parents=True, exist_ok=True)
-    free, need = shutil.disk_usage(final.parent).free, snapshot.bytes + MARGIN
-    if free < need:
-        raise OSError(
-            errno.ENOSPC, f"No space left on device: {free:,} bytes free, {need:,} needed"
-        )
     with staged(final) as stage:
         save_file(snapshot.head, stage / WEIGHTS)
-        state = snapshot.state
-        write_card(
-            stage,
-            WEIGHTS,
-            snapshot.kind,
-            snapshot.saved,
-            snapshot.identity,
-            {"step": state["step"], "best": state["best"], "training": state["seen"]},
-        )
+        about = {"step": state["step"], "best": state["best"], "training": state["seen"]}
+        write_card(stage, WEIGHTS, snapshot.kind, snapshot.saved, snapshot.identity, about)
         save_file(snapshot.moments, stage / OPTIMIZER)
         (stage / STATE).write_text(json.dumps(state, indent=1) + "\n")
-        files = {
-            p.name: {"bytes": p.stat().st_size, "sha256": sha256_file(p)}
-            for p in sorted(stage.iterdir())
-        }
-        manifest = {"step": snapshot.step, "files": files}
-        (stage / MANIFEST).write_text(text_of({**manifest, "sha256": _sha256(manifest)}))
     return final
 
 
-def _sha256(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(text_of(manifest).encode()).hexdigest()
-
-
 def retire(folder: Path, keep: int, step: int) -> None:
-    """Remove all but the newest `keep` checkpoints, once one of those that stay has been read
-    back and is sound; else the newest sound one stays too. A damaged one of a later step than
-    `step`, which the run has passed over, does not count and goes first. A failure to remove
-    is no failure of the run."""
+    """Remove all checkpoints but the newest `keep` up to `step`; those of later steps are ones
+    that the run has passed over. A failure to remove is no failure of the run."""
     found = checkpoints(folder)
-    kept = [p for p in found if step_of(p) <= step][: max(2, keep)]
-    rest = [p for p in found if p not in kept and (step_of(p) <= step or damage(p))]
-    if rest and all(damage(p) for p in kept):
-        last = next((p for p in rest if damage(p) is None), None)
-        rest = [p for p in rest if p != last]
-    for old in rest:
-        shutil.rmtree(old, ignore_errors=True)
+    kept = [p for p in found if step_of(p) <= step][:keep]
+    for old in found:
+        if old not in kept:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def needed(out: Path, save_every: int, keep: int, left: int, head: Head) -> int:
+    """Return the bytes that a run with `left` steps to go will still put into its folder:
+    checkpoints, one more than are kept while it is written, head/ and best/, and a copy of
+    one as it is replaced."""
+    weights = sum(v.nbytes for v in head.state_dict().values())
+    moments = 2 * sum(p.nbytes for p in head.parameters() if p.requires_grad)
+    due = -(-left // (save_every or max(left, 1)))
+    more = max(0, min(due, keep + 1 - len(checkpoints(out))))
+    heads = sum(not (out / name).exists() for name in ("head", "best")) + bool(left)
+    return more * (weights + moments) + heads * weights + MARGIN
+
+
+def check_space(out: Path, need: int, accelerator: Accelerator) -> None:
+    """Raises UserError on every rank where the run folder's disk has not `need` bytes."""
+    problem = ""
+    if accelerator.is_main_process:
+        try:
+            disk.check_space("out_dir", out, need, "give another out_dir, or a smaller keep")
+        except UserError as error:
+            problem = str(error)
+    if problem := agreed(problem, accelerator):
+        raise UserError(problem)
+
+
+def agreed(value: Any, accelerator: Accelerator) -> Any:
+    """Return rank 0's value on every rank."""
+    return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
+
+
+# Reading
+# -------------------------------------------------------------------------------------------
 
 
 def step_of(checkpoint: Path) -> int:
-    """N of step-N."""
+    """Return N of step-N."""
     return int(checkpoint.name[5:])
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest first, sound or not."""
+    """Return the checkpoint folders, newest first, sound or not."""
     found = [
         p for p in (folder / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", p.name)
     ]
@@ -189,34 +313,26 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None when its manifest verifies."""
-    path = checkpoint / MANIFEST
+    """Return what is wrong with a checkpoint, naming the file; None when every file is
+    there and as long as it says."""
+    path = checkpoint / STATE
     try:
-        text = path.read_text()
-        manifest = json.loads(text)
-        files, stated = manifest["files"], manifest.pop("sha256", None)
-        if set(manifest) != {"step", "files"} or manifest["step"] != step_of(checkpoint):
-            return f"{path}: is not the manifest of {checkpoint.name}"
-        if text != text_of({**manifest, "sha256": stated}) or stated != _sha256(manifest):
-            return f"{path}: damaged (sha256 differs from the one it states)"
-        for name, wanted in files.items():
-            file = checkpoint / name
-            if Path(name).name != name or file.is_symlink():
-                return f"{path}: names a file outside its folder ({name!r})"
-            if not file.is_file():
-                return f"{file}: is missing"
-            if file.stat().st_size != wanted["bytes"] or sha256_file(file) != wanted["sha256"]:
-                return f"{file}: size or sha256 differs from {MANIFEST}"
-        missing = {WEIGHTS, CARD, OPTIMIZER, STATE} - set(files)
-        return f"{path}: does not list {', '.join(sorted(missing))}" if missing else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return (
-            f"{path}: {'is missing' if isinstance(error, FileNotFoundError) else 'is unreadable'}"
-        )
+        if json.loads(path.read_text())["step"] != step_of(checkpoint):
+            return f"{path}: is not the state of {checkpoint.name}"
+        read_card(checkpoint)
+        for path in (checkpoint / WEIGHTS, checkpoint / OPTIMIZER):
+            with safe_open(path, "pt"):
+                pass
+    except UserError as error:
+        return str(error)
+    except (*UNREADABLE, SafetensorError) as error:
+        return f"{path}: {'is missing' if isinstance(error, FileNotFoundError) else 'is damaged'}"
+    return None
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest sound checkpoint, and what is wrong with those that were passed over."""
+    """Return the newest sound checkpoint, and what is wrong with those that were passed
+    over."""
     problems: list[str] = []
     for checkpoint in checkpoints(folder):
         problem = damage(checkpoint)
@@ -226,16 +342,24 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def tidy(folder: Path) -> None:
-    """Remove what killed saves left behind."""
-    for name in ("head", "best"):
-        recover(folder / name)
-    for stage in (*folder.glob("checkpoints/.tmp-*"), *folder.glob("checkpoints/.old-*")):
-        shutil.rmtree(stage, ignore_errors=True)
+def last_state(out: Path, accelerator: Accelerator) -> tuple[Path | None, State, list[str]]:
+    """Return (the newest sound checkpoint in the run folder, the state that it holds, what was
+    passed over); without one (None, a fresh state, ..). The same on every rank."""
+    found: tuple[str | None, list[str]] = (None, [])
+    if accelerator.is_main_process:
+        for name in ("head", "best"):  # what killed saves left behind
+            recover(out / name)
+        for stage in (*out.glob("checkpoints/.tmp-*"), *out.glob("checkpoints/.old-*")):
+            shutil.rmtree(stage, ignore_errors=True)
+        checkpoint, problems = newest(out)
+        found = (str(checkpoint) if checkpoint else None, [f"passed over: {p}" for p in problems])
+    path, notes = agreed(found, accelerator)
+    return (None, State(), notes) if path is None else (Path(path), read(Path(path)), notes)
 
 
 def read(checkpoint: Path) -> State:
-    """The integers of a sound checkpoint. Raises UserError when another version wrote it."""
+    """Return the integers of a sound checkpoint. Raises UserError when another version
+    wrote it."""
     try:
         state = State(**json.loads((checkpoint / STATE).read_text()))
         card = json.loads((checkpoint / CARD).read_text())
@@ -257,7 +381,7 @@ def restore(checkpoint: Path, head: Head, optimizer: torch.optim.Optimizer) -> N
     """
     try:
         head.load_state_dict(load_file(checkpoint / WEIGHTS))
-        moments: dict[int, dict[str, torch.Tensor]] = {}
+        moments: dict[int, dict[str, Tensor]] = {}
         for key, value in load_file(checkpoint / OPTIMIZER).items():
             index, _, name = key.partition(".")
             moments.setdefault(int(index), {})[name] = value
@@ -271,81 +395,40 @@ def restore(checkpoint: Path, head: Head, optimizer: torch.optim.Optimizer) -> N
         ) from None
 
 
-def check_meaning(
-    saved: dict[str, Any], now: dict[str, Any], folder: Path, default: dict[str, Any]
-) -> list[str]:
-    """Lines about the logistics that changed. Raises UserError naming every key whose change
-    alters what is learned.
-
-    Keys of REPLANNED may change as well, `steps` to more alone (with the same epochs to any);
-    `replanned` has a line on each. A key that the checkpoint does not know came with a later
-    version: at its default it changes nothing, but where version 0.1 did something else.
-    """
-    if gone := left.head(str(saved.get("head.kind")), f"out_dir: {folder}"):
-        raise UserError(gone)
-    if saved.get("head.kind") in PARALLEL and "head.loss.mask" not in saved:
-        raise UserError(
-            f"out_dir: {folder} holds a run of version 0.1, whose heads learned from other tokens; "
-            "go on with that version, or choose another out_dir"
-        )
-    changed = _changed(saved, now, default)
-    refused = [
-        f"{k}: {_show(saved, k)} in the checkpoint, {_show(now, k)} now"
-        for k in changed
-        if not is_logistics(k) and not _may_follow(k, saved, now)
-    ]
-    if refused:
-        raise UserError(
-            f"out_dir: {folder} holds a run that learns something else ({'; '.join(refused)}); "
-            "restore these values or choose another out_dir"
-        )
-    return [f"{k}: {_show(saved, k)} -> {_show(now, k)}" for k in changed if is_logistics(k)]
-
-
-def replanned(saved: dict[str, Any], now: dict[str, Any], default: dict[str, Any]) -> list[str]:
-    """Lines about the keys of REPLANNED that changed: from the step of the resume on, the run
-    is that of the new values."""
-    changed = _changed(saved, now, default)
-    return [
-        f"{k}: {_show(saved, k)} -> {_show(now, k)}; {REPLANNED[k]}"
-        for k in changed
-        if k in REPLANNED
-    ]
-
-
-def _changed(saved: dict[str, Any], now: dict[str, Any], default: dict[str, Any]) -> list[str]:
-    """The keys that differ."""
-    saved = {k: v for k, v in saved.items() if k in now or not _is_gone(k, v)}
-    new = {k for k in now if k not in saved and k in default and now[k] == default[k]}
-    return [k for k in {**saved, **now} if saved.get(k) != now.get(k) and k not in new]
-
-
-def _is_gone(key: str, value: Any) -> bool:
-    if key in HOW:
-        return True
-    group, _, name = key.partition(".")
-    return group == "head" and is_gone(name, value)
-
-
-def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether a run may go on with another value of this key."""
-    if key == "steps":
-        epochs = now.get("epochs")  # then fewer rows, such as those of data.skip, make fewer steps
-        same = bool(epochs) and epochs == saved.get("epochs")
-        return same or bool(now[key] > saved.get(key, now[key]))
-    return key in REPLANNED
-
-
-def _show(config: dict[str, Any], key: str) -> str:
-    if key not in config:
-        return "not set"
-    text = "null" if config[key] is None else str(config[key])
-    return text if len(text) <= 24 else text[:12]
-
-
 def is_final(folder: Path, step: int) -> bool:
     """Whether a head folder already holds the weights of `step`."""
     try:
         return read_card(folder)["extra"].get("step") == step
     except UserError:
         return False
+
+
+# The lock
+# -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the run folder, by a lock that dies with its process. Raises UserError when another
+    run has it, or it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(
+            f"out_dir: cannot write to {folder} ({error.strerror}); choose another folder"
+        ) from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            os.close(handle)
+            raise UserError(
+                f"out_dir: another run is writing to {folder}; wait for it or choose another folder"
+            ) from None
+        said = f"out_dir: {folder} lies on a file system without locks; start no second run there"
+        print(said, file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        os.close(handle)

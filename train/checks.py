@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
@@ -23,8 +23,9 @@ from outrider.heads.base import Batch, Head
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
 from outrider.train import memory
+from outrider.train.checkpoint import needed
 from outrider.train.data.batches import BatchPlan, JoinedRows
-from outrider.train.saving import needed
+from outrider.train.flops import Counter
 
 # (counts [V], **changed head keys) -> a target and a fresh head on it
 Fresh = Callable[..., tuple[Target, Head]]
@@ -283,13 +284,13 @@ def cost(cfg: Any, target: Target, head: Head, rows: JoinedRows, plan: BatchPlan
     """
     check = Check("cost of the run")
     head.train()
-    peak = memory.predict(cfg, target, head, rows, plan)
+    peak, part = memory.predict(cfg, target, head, rows, plan), memory.widest(cfg, rows, plan)
     chosen = plan.batch(0)[:: max(1, cfg.batch_size // 4)][:4]
     batch = rows.batch(chosen).to(target.device)
     per_step = float(rows.lengths[plan.train].double().mean()) * cfg.batch_size
-    with FlopCounterMode(display=False) as counter:
+    with Counter() as counter:
         head(batch, target).sum.backward()
-    flops, seconds = counter.get_total_flops(), float("inf")
+    flops, seconds = counter.total, float("inf")
     for _ in range(2):
         start = time.perf_counter()
         head(batch, target).sum.backward()
@@ -302,12 +303,12 @@ def cost(cfg: Any, target: Target, head: Head, rows: JoinedRows, plan: BatchPlan
     n = sum(p.numel() for p in head.parameters() if p.requires_grad)
     held = sum(p.numel() * p.element_size() for p in target.model.parameters())
     step = seconds * per_step / tokens
+    longest = max(int(rows.lengths[row]) for row in part)
     check.say(
-        f"memory: {n:,} trainable parameters, {_si(16 * n, 'B', 1024)} with gradients and moments "
-        f"in float32; target {_si(held, 'B', 1024)}; peak of one process about "
-        f"{_si(peak.bytes, 'B', 1024)} with its widest pass, {peak.rows} rows of {peak.width} "
-        f"tokens (held {_si(peak.held + peak.moments, 'B', 1024)}, pass "
-        f"{_si(peak.step, 'B', 1024)}), evaluation not counted"
+        f"memory: {n:,} trainable parameters, {_size(16 * n)} with gradients and moments in "
+        f"float32; target {_size(held)}; peak of one process about {_size(peak.bytes)} with its "
+        f"widest pass, {len(part)} rows of {longest} tokens (held "
+        f"{_size(peak.held + peak.moments)}, pass {_size(peak.step)}), evaluation not counted"
     )
     check.say(
         f"time: {tokens / seconds:,.0f} tokens/s with {len(chosen)} rows at a time, {step:.2g} s "
@@ -319,11 +320,16 @@ def cost(cfg: Any, target: Target, head: Head, rows: JoinedRows, plan: BatchPlan
         f"arithmetic: {_si(flops / tokens, 'FLOP')} per token, {_si(whole, 'FLOP')} for the run; "
         f"here {_si(flops / seconds, 'FLOP/s')}"
     )
+    room = needed(Path(cfg.out_dir), cfg.save_every, cfg.keep, cfg.steps, head)
     check.say(
-        f"disk: head {_si(4 * n, 'B', 1024)}, checkpoint {_si(12 * n, 'B', 1024)}, {cfg.out_dir} "
-        f"up to {_si(needed(cfg, head), 'B', 1024)}; features are made on the fly: 0 B"
+        f"disk: head {_size(4 * n)}, checkpoint {_size(12 * n)}, {cfg.out_dir} up to "
+        f"{_size(room)}; features are made on the fly: 0 B"
     )
     return check
+
+
+def _size(count: float) -> str:
+    return _si(count, "B", 1024)
 
 
 def _si(value: float, unit: str, base: int = 1000) -> str:

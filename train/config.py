@@ -1,16 +1,13 @@
 """The typed configuration of a training run. conf/*.yaml fills it; a doc line stands above
 every key.
 
-Keys are either *meaning* (what is learned: a resumed run refuses to change them) or
-*logistics* (LOGISTICS below).
+A key that does not change what is learned stands in LOGISTICS of train/resuming.py as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,64 +46,6 @@ from outrider.heads.medusa.config import HydraHeadsConfig, MedusaConfig
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 CONCURRENCY = 256  # questions to a server at a time, of synthesize and of a dry run
-
-# Keys that may differ when a run is resumed: they change where, when and how fast, not what is
-# learned. Data are compared by the hash of their tokens, targets by their identity, so their
-# names and folders are logistics too.
-LOGISTICS = (
-    "out_dir",
-    "epochs",
-    "start",
-    "save_every",
-    "async_save",
-    "keep",
-    "log_every",
-    "bad_steps",
-    "micro_batch",
-    "micro_tokens",
-    "profile",
-    "trackers",
-    "wandb",
-    "wandb_project",
-    "eval",
-    "device",
-    "shard_target",
-    "shard_group",
-    "target.path",
-    "target.name",
-    "target.revision",
-    "target.kind",
-    "target.attn",
-    "data.path",
-    "data.name",
-    "data.split",
-    "data.revision",
-    "data.kind",
-    "data.max_bad_fraction",
-    "data.cache",
-    "data.streaming",
-    "data.workers",
-    "data.wait",
-    "data.features",
-    "data.packing",
-    "head.activation_checkpointing",
-    "head.chunk",
-    "head.shape",
-    "head.nodes",
-    "head.depth",
-    "head.width",
-    "head.tree_draw",
-)
-
-
-# Keys that change what is learned and may all the same differ when a run is resumed: from there
-# on the run is that of the new value.
-REPLANNED = {
-    "data.skip": "the order of the rows is drawn anew",
-    "optim.lr": "the rate follows the new peak",
-    "steps": "the schedule is that of a run of so many steps",
-}
-
 
 MOST_PROFILED = 100  # steps of a window of the profiler: a trace of more opens nowhere
 
@@ -316,6 +255,9 @@ class TrainConfig(AutoDtype):
     steps: Annotated[int, Interval(ge=0, le=2**53)] = 0
     # in place of steps: how often an epoch of batches is trained on; 0.5 is half of one
     epochs: Annotated[float, Interval(ge=0, le=1e9)] = 0.0
+    # train for at most so many minutes, those of evaluations and saves apart; the schedule ends
+    # there, or with steps or epochs (8 where neither is given) if they come first; 0 = no limit
+    minutes: NotNegative = 0.0
     # run or head folder, or hub:OWNER/NAME[@REVISION], whose weights the head starts from; the
     # optimizer is new; empty = a fresh head
     start: str = ""
@@ -368,8 +310,8 @@ class TrainConfig(AutoDtype):
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         found = []
-        if not self.steps and not self.epochs:
-            found.append("steps: is required; set steps=N, or epochs=E")
+        if not (self.steps or self.epochs or self.minutes):
+            found.append("steps: is required; set steps=N, or epochs=E, or minutes=M")
         if self.steps and self.epochs:
             found.append(f"steps: {self.steps} beside epochs={self.epochs:g}; set the other to 0")
         return found + profile_problems(self.profile)
@@ -552,14 +494,3 @@ def defaults(cfg: Any) -> dict[str, Any]:
     """Dotted key -> default of every key of a config dataclass that has one."""
     found = {key: default(item) for key, item, _ in _leaves(cfg)}
     return {key: value for key, value in found.items() if value is not dataclasses.MISSING}
-
-
-def is_logistics(key: str) -> bool:
-    """Whether a dotted key may change between a run and its resumption."""
-    return any(key == known or key.startswith(known + ".") for known in LOGISTICS)
-
-
-def meaning_hash(cfg: Any) -> str:
-    """sha256 over the keys that decide what is learned."""
-    kept = {k: v for k, v in flat(cfg).items() if not is_logistics(k)}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -5,8 +5,8 @@ over time and over the device's peak.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,31 +19,17 @@ from outrider.conf.errors import first_line
 # data sheets give them. The first name that is a part of the device's counts, so a variant
 # stands before its family.
 PEAKS = (
-    ("GB200", 2500.0),
-    ("B200", 2250.0),
-    ("GH200", 989.4),
-    ("H200", 989.4),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.4),
-    ("H800", 989.4),
-    ("H20", 148.0),
-    ("A100", 311.9),
-    ("A800", 311.9),
-    ("A40", 149.7),
-    ("A30", 165.0),
-    ("L40S", 362.1),
-    ("L40", 181.1),
-    ("L4", 121.0),
-    ("RTX 4090", 165.2),
-    ("MI325X", 1307.4),
-    ("MI300X", 1307.4),
+    *(("GB200", 2500.0), ("B200", 2250.0), ("GH200", 989.4), ("H200", 989.4)),
+    *(("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.4), ("H800", 989.4)),
+    *(("H20", 148.0), ("A100", 311.9), ("A800", 311.9), ("A40", 149.7), ("A30", 165.0)),
+    *(("L40S", 362.1), ("L40", 181.1), ("L4", 121.0), ("RTX 4090", 165.2)),
+    *(("MI325X", 1307.4), ("MI300X", 1307.4)),
 )
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """The most FLOP/s of a device for products in `dtype`, None where it is not known. name:
-    as torch.cuda.get_device_name gives it."""
+    """Return the most FLOP/s of a device for products in `dtype`, None where it is not known.
+    name: as torch.cuda.get_device_name gives it."""
     if dtype != "bfloat16":
         return None
     found = (peak for known, peak in PEAKS if _names(known, name))
@@ -57,46 +43,21 @@ def _names(known: str, name: str) -> bool:
     return at >= 0 and not name[at + len(known) :][:1].isalnum() and not name[:at][-1:].isalnum()
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
-
-
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
-
-
-OWN: dict[Any, Any] = {  # attention on CPUs, which torch's counter leaves out
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
-}
-
-
-def operations(name: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """Floating point operations of a call of the packet `name`; 0 for what nobody counts."""
-    if "attention" in str(name):
-        args = _per_query_head(args, 1 if str(name).endswith("_backward") else 0)
-    if formula := OWN.get(name):
-        return int(formula(*args, **kwargs))
-    if name in flop_registry:
-        return int(cast(Any, flop_registry[name])(*args, **kwargs, out_val=out))
-    return 0
-
-
-def _per_query_head(args: Sequence[Any], at: int) -> Sequence[Any]:
-    """Arguments of attention whose query is the one at `at`, keys and values behind it, all with
-    their heads in dimension 1: torch 2.11 refuses to count fewer heads of keys than of queries,
-    so keys and values take the shape that every query head reads, without numbers."""
-    query, *pair = args[at : at + 3]
-    shapes = [(kept.shape[0], query.shape[1], *kept.shape[2:]) for kept in pair]
-    spread = (
-        kept.new_empty(shape, device="meta") for kept, shape in zip(pair, shapes, strict=True)
-    )
-    return *args[: at + 1], *spread, *args[at + 3 :]
+def _attention(*args: Any, **_: Any) -> int:
+    """Operations of attention by query heads: torch's formulas refuse fewer heads of keys.
+    args: query, keys and values [B, H, T, D], behind the gradient in a backward pass."""
+    shapes = [t.shape for t in args if isinstance(t, Tensor) and t.dim() == 4]
+    backward = len(shapes) > 3 and shapes[0] == shapes[1]  # the gradient, query, keys, values ..
+    query, *pair = shapes[1:4] if backward else shapes[:3]
+    keys, values = ((s[0], query[1], *s[2:]) for s in pair)
+    if backward:
+        return int(sdpa_backward_flop_count(shapes[0], query, keys, values))
+    return int(sdpa_flop_count(query, keys, values))
 
 
 class Counter(TorchDispatchMode):
-    """Counts by torch's formulas and changes no bit. (torch's FlopCounterMode takes some
-    operations apart, such as the gradient of SiLU, which then round differently.)
+    """Counts by torch's formulas and changes no bit: torch's FlopCounterMode takes some
+    operations apart, such as the gradient of SiLU, which then round differently.
 
     failed: "" or, where a formula raised, why the total is worth nothing; what is computed
     goes on. Formulas differ by torch's version."""
@@ -112,13 +73,15 @@ class Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = getattr(func, "_overloadpacket", func)
-        try:
-            self.total += operations(name, args, kwargs, out)
-        except Exception as error:
-            self.failed = self.failed or (
-                f"torch {torch.__version__} cannot count the operations of {name} "
-                f"({first_line(error)})"
-            )
+        formula = _attention if "_scaled_dot_product" in str(name) else flop_registry.get(name)
+        if formula is not None:
+            try:
+                self.total += int(formula(*args, **kwargs, out_val=out))
+            except Exception as error:
+                self.failed = (
+                    f"torch {torch.__version__} cannot count the operations of {name} "
+                    f"({first_line(error)})"
+                )
         return out
 
 
@@ -152,12 +115,11 @@ class Flops:
         if counter.failed:
             self._say(f"{counter.failed}: no TFLOP/s in the metrics; the run goes on")
             return
-        self.total = int(counter.total)
-        self._tokens = mask.sum()
+        self.total, self._tokens = counter.total, mask.sum()
 
     def rates(self, tokens_per_second: float, world: int) -> dict[str, float]:
-        """For a line of metrics: tokens and TFLOP per second of each of `world` devices, and
-        the share of their peak where that is known (MFU)."""
+        """Return, for a line of metrics, tokens and TFLOP per second of each of `world`
+        devices, and the share of their peak where that is known (MFU)."""
         each = tokens_per_second / world
         found = {"tokens_per_second_per_device": round(each, 1)}
         if self._tokens is None:

@@ -5,8 +5,6 @@ Rank 0 alone speaks.
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import json
 import os
 import platform
@@ -26,28 +24,25 @@ from outrider.conf import disk
 from outrider.conf.commit import commit
 from outrider.conf.jsonl import records
 from outrider.train.checkpoint import State
-from outrider.train.config import REPLANNED, TrainConfig, is_logistics, meaning_hash
-from outrider.train.trackers import Tracker, started
+from outrider.train.trackers import Trackers
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors")
 
 
 class Log:
-    """The record of a run. `main`: whether this process speaks; the others get silent methods."""
+    """The record of a run. `main`: whether this process speaks; the others get silent
+    methods."""
 
-    def __init__(self, cfg: TrainConfig, main: bool, state: State) -> None:
-        self.cfg, self.main = cfg, main
+    def __init__(self, out: Path, main: bool, state: State, every: int) -> None:
+        """out: the run folder, whose metrics lose what the resumed run will do again.
+        every: steps between two lines."""
+        self.main, self.every = main, every
         self.console = Console(stderr=True, quiet=not main)
-        self.path = Path(cfg.out_dir) / "metrics.jsonl"
+        self.path = out / "metrics.jsonl"
         self.progress: Progress | None = None
-        self.trackers: list[Tracker] = []
-        self._waiting: list[str] = []  # lines of metrics that the disk has not taken yet
-        self._reported = False
+        self.trackers = Trackers(self.say)
         if main:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             _forget_after(self.path, state)
-            identity = identity_of(cfg, state.meaning)[:16]
-            self.trackers = started(cfg, identity, state.step, self.say)
 
     def say(self, text: str) -> None:
         """A line for people. A full disk behind stderr costs the line, not the run."""
@@ -55,90 +50,62 @@ class Log:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl."""
+        """Append a line to metrics.jsonl. Raises OSError where the disk is full."""
         if not self.main:
             return
         line = {"step": step, "time": round(time.time(), 3), **values}
-        self._waiting.append(json.dumps(line) + "\n")
-        self._flush()
-        for tracker in self.trackers:
-            tracker.log(step, values)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.trackers.log(step, values)
 
-    def evaluated(self, best: dict[str, float]) -> None:
-        """What a tracker takes of an evaluation beside its line of metrics."""
-        for tracker in self.trackers:
-            tracker.evaluated(best)
-
-    def _flush(self) -> None:
-        """Append the lines that wait. A disk that refuses loses none: they wait for the next
-        call, and no half of one stays in the file."""
-        data = "".join(self._waiting).encode()
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab", buffering=0) as file:
-                before = file.seek(0, os.SEEK_END)
-                try:
-                    written = file.write(data)
-                    if written != len(data):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                except OSError:
-                    file.truncate(before)
-                    raise
-            self._waiting, self._reported = [], False
-        except OSError as error:
-            if not self._reported:
-                self.say(
-                    f"{self.path}: {error.strerror}; its lines are kept until they can be written"
-                )
-            self._reported = True
-
-    def header(self, head: nn.Module, facts: dict[str, Any]) -> None:
-        """Versions, config hash, commit, facts of the run, and every trainable parameter."""
-        if not self.main:
-            return
+    def header(self, head: nn.Module, config: str, remote: bool, facts: dict[str, Any]) -> None:
+        """Versions, commit, facts of the run, and every trainable parameter. config: hash
+        of the keys that decide what is learned. remote: whether a repository's own code
+        runs."""
         about = {
-            "config": meaning_hash(self.cfg)[:12],
+            "config": config,
             "commit": commit() or "none",
             "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, "
             f"{torch.get_num_threads()} threads, {_accelerator()}",
             "python": platform.python_version(),
             **{p: version(p) for p in PACKAGES},
             "trust_remote_code": "ON: code of the target's repository runs here"
-            if self.cfg.target.trust_remote_code
+            if remote
             else "off",
         }
         self.say("  ".join(f"{k} {v}" for k, v in about.items()))
         for key, value in facts.items():
             self.say(f"{key}: {value}")
         table = Table("trainable", "shape", "parameters", "dtype", box=None, pad_edge=False)
-        trainable = {n: p for n, p in head.named_parameters() if p.requires_grad}
-        rows = [
-            (n, "x".join(map(str, p.shape)), p.numel(), str(p.dtype).removeprefix("torch."))
-            for n, p in trainable.items()
-        ]
-        for name, shape, count, dtype in rows:
-            table.add_row(name, shape, f"{count:,}", dtype)
-        table.add_row("all", "", f"{sum(count for _, _, count, _ in rows):,}", "")
+        trained = {n: p for n, p in head.named_parameters() if p.requires_grad}
+        rows = {
+            n: ("x".join(map(str, p.shape)), str(p.dtype).removeprefix("torch."))
+            for n, p in trained.items()
+        }
+        for name, (shape, dtype) in rows.items():
+            table.add_row(name, shape, f"{trained[name].numel():,}", dtype)
+        table.add_row("all", "", f"{sum(p.numel() for p in trained.values()):,}", "")
         with contextlib.suppress(OSError):
             self.console.print(table)
-        self.metrics(
-            0,
-            {
-                "event": "start",
-                **about,
-                **{k: str(v) for k, v in facts.items()},
-                "trainable": {n: [shape, dtype] for n, shape, _, dtype in rows},
-            },
-        )
+        said = {k: str(v) for k, v in facts.items()}
+        self.metrics(0, {"event": "start", **about, **said, "trainable": rows})
 
-    def live(self, step: int, text: str, seconds_left: float) -> None:
-        """The progress line: a live one on a terminal, a plain line otherwise."""
+    def live(
+        self, step: int, steps: int, found: dict[str, float], speed: float, seconds: float
+    ) -> None:
+        """The progress line: a live one on a terminal, a plain line otherwise. steps: of
+        the run. found: as metrics.summary. speed: tokens/s. seconds: of a step."""
         if not self.main:
             return
-        left = f"{int(seconds_left) // 60}:{int(seconds_left) % 60:02d} left"
+        accuracy = " ".join(f"{found[k]:.2f}" for k in sorted(found) if k.startswith("top1_"))
+        left = int((steps - step) * seconds)
+        text = (
+            f"loss {found['loss']:.3f}  top-1 {accuracy or '-'}  {speed:,.0f} tokens/s  "
+            f"{left // 60}:{left % 60:02d} left"
+        )
         if not sys.stderr.isatty():
-            if step % self.cfg.log_every == 0 or step == self.cfg.steps:
-                self.say(f"step {step}/{self.cfg.steps}  {text}  {left}")
+            if step % self.every == 0 or step == steps:
+                self.say(f"step {step}/{steps}  {text}")
             return
         if self.progress is None:
             self.progress = Progress(
@@ -148,25 +115,14 @@ class Log:
                 console=self.console,
             )
             self.progress.start()
-            self.progress.add_task("", total=self.cfg.steps, text="")
-        self.progress.update(self.progress.task_ids[0], completed=step, text=f"{text}  {left}")
+            self.progress.add_task("", text="")
+        self.progress.update(self.progress.task_ids[0], completed=step, total=steps, text=text)
 
     def close(self) -> None:
         """Leave the terminal tidy."""
         if self.progress is not None:
             self.progress.stop()
-        if self._waiting:
-            self._flush()
-        for tracker in self.trackers:
-            tracker.finish()
-
-
-def identity_of(cfg: TrainConfig, meaning: dict[str, Any]) -> str:
-    """What tells runs apart for a tracker: the folder, and what is learned from which target
-    and data. Keys that may follow when a run is resumed do not count."""
-    kept = {k: v for k, v in meaning.items() if not is_logistics(k) and k not in REPLANNED}
-    place = str(Path(cfg.out_dir).expanduser().resolve())
-    return hashlib.sha256(json.dumps([place, kept], sort_keys=True).encode()).hexdigest()
+        self.trackers.finish()
 
 
 def _forget_after(path: Path, state: State) -> None:

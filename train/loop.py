@@ -21,28 +21,22 @@ from signal import SIGTERM
 import torch
 from accelerate import Accelerator
 
-from outrider.conf.errors import UserError
 from outrider.heads.base import Head
 from outrider.heads.batch import hash_u63
 from outrider.heads.checkpoint import save_head
 from outrider.heads.registry import head_class
-from outrider.train import checkpoint as disk
 from outrider.train.accelerator import ending, start
+from outrider.train.checkpoint import is_final, locked
 from outrider.train.config import TrainConfig
 from outrider.train.data.prefetch import Made
-from outrider.train.evaluation import evaluate, seen
-from outrider.train.facts import in_one_line
-from outrider.train.gate import gate
-from outrider.train.lock import Lock, locked
-from outrider.train.memory import peak_bytes
+from outrider.train.evaluation import evaluate, gate, requested_anywhere
+from outrider.train.memory import on_gpu, peak_bytes
+from outrider.train.metrics import Shared, Sums, summary
 from outrider.train.nonfinite import redo_without_bad_rows
-from outrider.train.report import report
 from outrider.train.run import Run
-from outrider.train.saving import RETRIES, requested_anywhere
-from outrider.train.schedule import learning_rate
-from outrider.train.setup import begin
+from outrider.train.schedule import learning_rate, planned_steps
+from outrider.train.setup import begin, explained
 from outrider.train.signals import Stop, interruption
-from outrider.train.sums import Shared, Sums, exchange
 from outrider.train.trackers import check_installed
 
 
@@ -53,27 +47,21 @@ def fit(cfg: TrainConfig, kind: type[Head] | None = None) -> None:
     Raises UserError for what the user can mend (also a non-finite loss, a full disk, too
     little memory) and Interrupted after a signal, when all is saved, or where a peer is gone.
     """
-    check_installed(cfg)
+    check_installed(cfg.trackers)
     accelerator = start(cfg.batch_size, cfg.dtype, cfg.device, cfg.shard_group)
     hold = locked(Path(cfg.out_dir)) if accelerator.is_main_process else nullcontext()
     try:
-        with Stop() as stop, ending(accelerator, stop), hold as lock:
-            _fit(cfg, kind or head_class(cfg.head.kind), accelerator, stop, lock)
+        with Stop() as stop, ending(accelerator, stop), hold:
+            _fit(cfg, kind or head_class(cfg.head.kind), accelerator, stop)
     except Exception as error:
-        if explained := in_one_line(error, cfg, accelerator.num_processes):
-            raise explained from error
+        if said := explained(error, cfg, accelerator.num_processes):
+            raise said from error
         raise
 
 
-# In order of time
-# -------------------------------------------------------------------------------------------
-
-
-def _fit(
-    cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Stop, lock: Lock | None
-) -> None:
+def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Stop) -> None:
     """The run in order of time."""
-    run = begin(cfg, kind, accelerator, stop, lock)
+    run = begin(cfg, kind, accelerator, stop)
     try:
         requested = requested_anywhere(stop, accelerator)
         while True:
@@ -83,7 +71,8 @@ def _fit(
             if run.due(cfg.eval.every) and cfg.eval.every and not requested:
                 requested = evaluate(run)
             if requested:
-                _leave(run, requested)
+                _save(run, wait=True)
+                raise interruption(stop.requested or requested, run.state.step)
             if run.last:
                 _save(run, wait=True)
                 break
@@ -93,36 +82,11 @@ def _fit(
         run.close()
 
 
-# Between two steps
-# -------------------------------------------------------------------------------------------
-
-
 def _save(run: Run, wait: bool) -> None:
-    """Save this step, unless that is done. wait: until it is on disk. Raises UserError when a
-    save that is waited for, or too many in a row, did not reach the disk.
-    """
-    if not run.state.step:
-        return
-    with run.clock.part("save"):
-        if run.saver.begun != run.state.step:
-            problem = run.saver.save(
-                run.state, run.head, run.optimizer, run.target.identity, wait=wait
-            )
-        else:
-            problem = run.saver.settle() if wait else ""
-    if problem and (wait or run.saver.failures == RETRIES):
-        raise UserError(
-            f"out_dir: cannot save to {run.out} ({problem}); free space or mend permissions, "
-            "then start the same command again"
-        )
-
-
-def _leave(run: Run, requested: int) -> None:
-    """Save and raise Interrupted: some rank was asked to stop by signal `requested`."""
-    _save(run, wait=True)
-    raise interruption(
-        run.stop.requested or requested, run.state.step, run.saver.written == run.state.step
-    )
+    """Save this step, unless that is done. wait: until it is on disk."""
+    if run.state.step:
+        with run.clock.part("save"):
+            run.saver.save(run.state, run.head, run.optimizer, run.target.identity, wait)
 
 
 # One step
@@ -141,19 +105,19 @@ def train_step(run: Run) -> int:
             out = run.model(batch, micro.target)  # a head's forward is its loss
             run.accelerator.backward(out.sum)
         sums.add(batch, out)
-    shared = exchange(run, sums)
+    shared = run.exchange(sums)  # waits for the device, once
     run.state.unsound = 0 if shared.finite else run.state.unsound + 1
     if not shared.finite:
         shared = redo_without_bad_rows(run, sums)  # train/nonfinite.py
     norm = _scale_gradients(run, shared)
-    rate = _set_learning_rate(run)
+    rate = _set_learning_rate(run, shared)
     with run.clock.part("head"):
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
     _count_step(run, shared, before)
-    report(run, norm, rate)
+    _report(run, norm, rate)
     run.profile.after(run.state.step)
-    # A signal after the exchange is heard one step later.
+    # A signal after the exchange is handled at the next step.
     return (
         run.stop.requested
         if run.world == 1
@@ -198,9 +162,12 @@ def _scale_gradients(run: Run, shared: Shared) -> float:
     return norm
 
 
-def _set_learning_rate(run: Run) -> float:
+def _set_learning_rate(run: Run, shared: Shared) -> float:
     """The learning rate of the step, given to the optimizer."""
-    rate = learning_rate(run.state.step, run.cfg.steps, run.cfg.optim)
+    cfg, step = run.cfg, run.state.step
+    run.state.spent = shared.seconds
+    steps = planned_steps(step, shared.seconds, cfg.steps, cfg.minutes)
+    rate = learning_rate(step, steps, cfg.optim)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     return rate
@@ -220,6 +187,27 @@ def _count_step(run: Run, shared: Shared, before: tuple[float, float]) -> None:
     state.add_to_window(stats | run.clock.per_step(run.model))
 
 
+def _report(run: Run, norm: float, rate: float) -> None:
+    """The live line at every step, a line of metrics at every log_every-th."""
+    state, sums = run.state, run.state.window
+    found, (seconds, steps) = summary(sums), sums["seconds"]
+    speed = sums["tokens"][0] / seconds
+    run.log.live(state.step, run.planned, found, speed, seconds / steps)
+    if run.due(run.cfg.log_every):
+        line = {
+            **found,
+            "lr": rate,
+            "grad_norm": round(norm, 6),
+            **run.flops.rates(speed, run.world),
+            **on_gpu(run.device),
+            "peak_memory_bytes": peak_bytes(run.device),
+            **state.took(),
+            **({"skipped_rows": state.skipped} if state.skipped else {}),
+        }
+        run.log.metrics(state.step, line)
+        state.window = {}
+
+
 # After the last step
 # -------------------------------------------------------------------------------------------
 
@@ -227,8 +215,8 @@ def _count_step(run: Run, shared: Shared, before: tuple[float, float]) -> None:
 def _finish(run: Run) -> None:
     """Write head/, say how it went, and hold training against decoding."""
     state, identity = run.state, run.target.identity
-    if run.main and not disk.is_final(run.out / "head", state.step):
-        about = {"step": state.step, "training": seen(state)}
+    if run.main and not is_final(run.out / "head", state.step):
+        about = {"step": state.step, "training": state.took()}
         save_head(run.head, run.out / "head", identity, {**about, "best": state.best})
         if not (run.out / "best").exists():
             save_head(run.head, run.out / "best", identity, about)

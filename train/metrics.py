@@ -1,17 +1,94 @@
-"""Where the time goes: data, target, head and communication of the steps, and what they wait
-for saves.
+"""What a step adds up to, what the ranks tell each other of it, where its time goes, and
+what a run tells of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
+from torch import Tensor
 
 from outrider.decode.target import Target
+from outrider.heads.batch import Batch, LossOut
+
+# Sums over the ranks
+# -------------------------------------------------------------------------------------------
+
+Totals = dict[str, Tensor]  # statistic -> [2] float64, sum and count, on the device
+
+
+class Sums:
+    """Sums over the passes of a rank, on the device: to ask one for a number would wait for
+    it.
+
+    totals: sum and count of every statistic, "loss" and "tokens" among them. finite: of each
+    pass whether its loss is, bool [].
+    """
+
+    def __init__(self) -> None:
+        self.totals: Totals = {}
+        self.finite: list[Tensor] = []
+
+    def add(self, batch: Batch, out: LossOut) -> None:
+        """Count a pass. batch: on the device."""
+        loss, tokens = out.sum.detach(), batch.mask.sum().to(torch.float64)
+        totals = {
+            "loss": torch.stack([loss.double(), out.count.double()]),
+            "tokens": torch.stack([tokens, torch.ones_like(tokens)]),
+            **out.stats,
+        }
+        for name, value in totals.items():
+            self.totals[name] = self.totals[name] + value if name in self.totals else value
+        self.finite.append(loss.isfinite())
+
+
+class Shared(NamedTuple):
+    """What every rank knows of a step. stats: statistic -> [sum, count] over all ranks.
+    norm: of the gradients, rank 0's. seconds: that training took before this step, rank
+    0's. finite: whether every loss and every norm is. stop: whether some rank was asked
+    to."""
+
+    stats: dict[str, list[float]]
+    norm: float
+    seconds: float
+    finite: bool
+    stop: bool
+
+
+def exchange(
+    sums: Sums,
+    gradients: Sequence[Tensor],
+    requested: int,
+    seconds: float,
+    accelerator: Accelerator,
+    clock: Clock,
+) -> Shared:
+    """Add up what the ranks have found: one exchange and one wait for the device.
+    requested: the signal that this rank was asked to stop by. seconds: of training before
+    this step."""
+    norm = torch.nn.utils.get_total_norm(gradients).to(accelerator.device, torch.float64)
+    bad = ~(torch.stack(sums.finite).all() & norm.isfinite())
+    names = sorted(sums.totals)
+    # All ranks clip by one number: unlike devices sum the same gradients to unlike norms. All
+    # plan by one clock.
+    first = torch.stack([norm, norm.new_tensor(seconds)])
+    first = first if accelerator.is_main_process else torch.zeros_like(first)
+    flags = torch.stack([bad.double(), norm.new_tensor(requested)])
+    packed = torch.cat([flags, first, *(sums.totals[n] for n in names)])
+    with clock.part("communication"):
+        shared = accelerator.reduce(packed, "sum") if accelerator.num_processes > 1 else packed
+        not_finite, stop, norms, spent, *both = shared.tolist()  # type: ignore[union-attr]
+    stats = {name: both[2 * i : 2 * i + 2] for i, name in enumerate(names)}
+    return Shared(stats, norms, spent, not not_finite, bool(stop))
+
+
+# Time
+# -------------------------------------------------------------------------------------------
 
 PARTS = ("data", "target", "head", "communication", "save")
 
@@ -43,8 +120,8 @@ class Clock:
                 self._spans.append((self._open[-1], start, end, -1.0))
 
     def watch(self, target: Target) -> None:
-        """Count as part "target" what a head asks of its target's features inside another part;
-        what is asked between the steps counts nowhere."""
+        """Count as part "target" what a head asks of its target's features inside another
+        part; what is asked between the steps counts nowhere."""
         features = target.features
 
         def timed(*args: Any, **keys: Any) -> Any:
@@ -60,12 +137,11 @@ class Clock:
         event.record()
         return event
 
-    def take(self) -> dict[str, float]:
-        """Seconds of each part since the last call. What the device has not finished yet waits
-        for the next call.
-        """
-        found = dict.fromkeys(PARTS, 0.0)
-        left = []
+    def per_step(self, model: Any) -> dict[str, list[float]]:
+        """Return part -> [seconds, 1] of what the device has finished since the last call,
+        a step and the save before it. model: the head as it is called: DDP on several
+        ranks."""
+        found, left = dict.fromkeys(PARTS, 0.0), []
         for name, start, end, sign in self._spans:
             if self.cuda and not end.query():
                 left.append((name, start, end, sign))
@@ -73,36 +149,39 @@ class Clock:
                 seconds = start.elapsed_time(end) / 1000 if self.cuda else end - start
                 found[name] += sign * seconds
         self._spans = left
-        return found
-
-    def per_step(self, model: Any) -> dict[str, list[float]]:
-        """Part -> [seconds, 1] of the step just done and of the save before it. model: the
-        head as it is called: DDP on several ranks."""
-        found, exchanged = self.take(), exchange_seconds(model)
-        hidden = min(exchanged, found["head"])  # the exchange happens inside the backward pass
+        # the exchange happens inside the backward pass
+        hidden = min(exchange_seconds(model), found["head"])
         found["head"] -= hidden
         found["communication"] += hidden
         return {name: [seconds, 1.0] for name, seconds in found.items()}
 
 
 def shares(sums: dict[str, list[float]]) -> dict[str, float]:
-    """Each part's share of the seconds of the steps and of the saves between them, for a line
-    of metrics. sums: name -> [sum, count], "seconds" (of the steps) among them."""
+    """Return each part's share of the seconds of the steps and of the saves between them,
+    for a line of metrics. sums: name -> [sum, count], "seconds" (of the steps) among
+    them."""
     whole = max(sums["seconds"][0] + sums.get("save", [0.0])[0], 1e-9)
     return {f"share_{name}": round(sums[name][0] / whole, 4) for name in PARTS if name in sums}
 
 
 def exchange_seconds(model: Any) -> float:
-    """Seconds of a backward pass in which DDP exchanged gradients and nothing else was done; 0
-    without DDP.
-
-    DDP measures this itself, in the first ten passes and then in every hundredth:
-    communication minus its overlap with the computing of gradients."""
-    read = getattr(model, "_get_ddp_logging_data", None)
-    if read is None:
-        return 0.0
-    data = read()
+    """Return the seconds of a backward pass in which DDP exchanged gradients and nothing
+    else was done; 0 without DDP, which measures this in its first ten passes and then in
+    every hundredth."""
+    data: dict[str, float] = getattr(model, "_get_ddp_logging_data", dict)()
     spent, hidden = (
         data.get(k, 0) for k in ("backward_comm_time", "backward_compute_comm_overlap_time")
     )
     return max(spent - hidden, 0) / 1e9
+
+
+def summary(sums: dict[str, list[float]]) -> dict[str, float]:
+    """Return the numbers of a line of metrics. sums: name -> [sum, count] over its steps."""
+    mean = {k: total / count if count else 0.0 for k, (total, count) in sums.items()}
+    seconds = sums["seconds"][0]
+    return {
+        **{k: round(v, 6) for k, v in mean.items() if k not in ("tokens", "seconds", *PARTS)},
+        "tokens_per_second": round(sums["tokens"][0] / seconds, 1),
+        "supervised_per_second": round(sums["loss"][1] / seconds, 1),
+        **shares(sums),
+    }

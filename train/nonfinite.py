@@ -8,8 +8,6 @@ micro-batch at a time and a bad one row by row, from the same random numbers.
 
 from __future__ import annotations
 
-import contextlib
-import json
 from typing import Any, NoReturn
 
 import torch
@@ -18,35 +16,35 @@ from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.heads.batch import Batch, LossOut, hash_u63
+from outrider.train.metrics import Shared, Sums
 from outrider.train.run import Run
-from outrider.train.sums import Shared, Sums, exchange
 
 
 def redo_without_bad_rows(run: Run, sums: Sums) -> Shared:
     """Compute a step again without the rows that are not finite: the gradients and the
     statistics are those of the sound rows of all ranks. Every rank must call it.
 
-    sums: of the first try. Raises UserError on every rank when no row is sound, a weight is not
-    finite, or this is step number `bad_steps` in a row.
+    sums: of the first try. Raises UserError on every rank when no row is sound, a weight is
+    not finite, or this is step number `bad_steps` in a row.
     """
     state = run.state
-    micro = run.passes(state.step)  # rows of this rank's passes
+    passes = run.passes(state.step)  # rows of this rank's passes
     if state.unsound >= run.cfg.bad_steps or not _sound_weights(run):
-        _stop(run, _blamed(run, micro, sums.finite))
+        _stop(run, _blamed(run, passes, sums.finite))
     torch.manual_seed(hash_u63(run.cfg.seed, state.step, run.rank))
-    sieve = _Sieve(run, sums)
+    sound = _SoundRows(run, sums)
     with run.accelerator.no_sync(run.model):
-        skipped = [row for rows in micro for row in sieve.refused(rows)]
-    for p, grad in zip(run.trained, sieve.gradients, strict=True):
+        skipped = [row for rows in passes for row in sound.refused(rows)]
+    for p, grad in zip(run.trained, sound.gradients, strict=True):
         p.grad = grad
         if run.world > 1:  # as DDP would have left them: the mean over the ranks
             given = torch.zeros_like(p) if grad is None else grad
             p.grad = run.accelerator.reduce(given, "mean")  # type: ignore[assignment]
-    _tell(run, micro, skipped)
-    return exchange(run, sieve.sums)
+    _tell(run, sum(map(len, passes)) - len(skipped), skipped)
+    return run.exchange(sound.sums)
 
 
-class _Sieve:
+class _SoundRows:
     """Passes whose gradients count only where they are finite. gradients: of the trained
     parameters, None where no pass has given one. sums: of the sound passes, with every
     statistic that `tried` has."""
@@ -60,8 +58,8 @@ class _Sieve:
     def refused(self, rows: list[int]) -> list[int]:
         """Count what is sound of these rows; the rows that are not.
 
-        The layers of a sharded target are gathered from all ranks in every pass, so all of them
-        must call this together: one that has nothing to try runs along.
+        The layers of a sharded target are gathered from all ranks in every pass, so all of
+        them must call this together: one that has nothing to try runs along.
         """
         bad = [] if self._taken(rows) else rows
         singly = bad if len(bad) > 1 else []
@@ -70,15 +68,11 @@ class _Sieve:
             most = max(_everywhere(self.run, [most]))
         if singly:
             bad = [row for row in singly if not self._taken([row])]
-        for _ in range(most - len(singly)):
-            self._run_along(rows[:1])
+        for _ in range(most - len(singly)):  # counts nothing, and leaves random numbers alone
+            device = self.run.device
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                self._pass(rows[:1])
         return bad
-
-    def _run_along(self, rows: list[int]) -> None:
-        """A pass that counts nothing and leaves the random numbers of later ones alone."""
-        device = self.run.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            self._pass(rows)
 
     def _pass(self, rows: list[int]) -> tuple[Batch, LossOut]:
         """A pass whose gradients are there alone."""
@@ -109,13 +103,17 @@ def _sound_weights(run: Run) -> bool:
     return not bool(run.accelerator.reduce(bad, "sum") if run.world > 1 else bad)
 
 
-def _tell(run: Run, micro: list[list[int]], skipped: list[int]) -> None:
-    """Count and name the rows that were left out. Raises UserError when there is no other."""
-    sound = sum(map(len, micro)) - len(skipped)
-    every = _everywhere(run, [(sound, [run.rows.where(r) for r in skipped])])
-    if not sum(count for count, _ in every):
-        _stop(run, [where for _, part in every for where in part])
-    rows = [where for _, part in every for where in part]
+def _everywhere(run: Run, mine: list[Any]) -> list[Any]:
+    """The lists of all ranks, one behind the other."""
+    return gather_object(mine) if run.world > 1 else mine
+
+
+def _tell(run: Run, sound: int, skipped: list[int]) -> None:
+    """Count and name the rows that were left out. sound: how many of this rank were not.
+    Raises UserError when no rank has such a row."""
+    rows = _everywhere(run, [run.rows.where(row) for row in skipped])
+    if not sum(_everywhere(run, [sound])):
+        _stop(run, rows)
     run.state.skipped += len(rows)
     step = run.state.step
     if not rows:
@@ -128,19 +126,12 @@ def _tell(run: Run, micro: list[list[int]], skipped: list[int]) -> None:
     run.log.metrics(step, {"event": "skipped", "rows": rows, "skipped_rows": run.state.skipped})
 
 
-def _everywhere(run: Run, mine: list[Any]) -> list[Any]:
-    """The lists of all ranks, one behind the other."""
-    return gather_object(mine) if run.world > 1 else mine
-
-
-def _blamed(run: Run, micro: list[list[int]], finite: list[Tensor]) -> list[str]:
+def _blamed(run: Run, passes: list[list[int]], finite: list[Tensor]) -> list[str]:
     """Where the rows are from whose loss was not finite; all rows of the step where every loss
     was."""
-    guilty = [row for rows, good in zip(micro, finite, strict=True) if not good for row in rows]
-    used = [row for rows in micro for row in rows]
-    every = _everywhere(run, [(bool(guilty), [run.rows.where(r) for r in guilty or used])])
-    sure = [where for certain, part in every if certain for where in part]
-    return sure or [where for _, part in every for where in part]
+    guilty = [row for rows, good in zip(passes, finite, strict=True) if not good for row in rows]
+    found = _everywhere(run, [run.rows.where(row) for row in guilty])
+    return found or _everywhere(run, [run.rows.where(row) for rows in passes for row in rows])
 
 
 def _listed(rows: list[str]) -> str:
@@ -148,20 +139,11 @@ def _listed(rows: list[str]) -> str:
 
 
 def _stop(run: Run, rows: list[str]) -> NoReturn:
-    """Write what is known and raise UserError: no rank updates."""
-    step, folder = run.state.step, run.out / f"bad_step-{run.state.step}"
-    if run.main:
-        norms = {
-            n: str(float(p.grad.norm()))
-            for n, p in run.head.named_parameters()
-            if p.grad is not None
-        }
-        report = {"step": step, "rows": rows, "gradient_norms": norms}
-        with contextlib.suppress(OSError):  # a full disk must not hide what is told below
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    """Write the rows into metrics.jsonl and raise UserError: no rank updates."""
+    step = run.state.step
+    run.log.metrics(step, {"event": "not finite", "rows": rows})
     raise UserError(
         f"{_listed(rows)}: loss or gradient is not finite at step {step}, no weight was changed; "
         "look at them, leave them out with data.skip=[LINE, ..] (FILE:LINE where there are several "
-        f"files) or lower optim.lr (all rows are in {folder}/report.json)"
+        f"files) or lower optim.lr (all rows are in {run.log.path})"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,41 +10,35 @@ import torch
 
 from outrider.conf.errors import first_line
 
-FOLDER = "profile"  # in the run folder
-
 
 class Window:
-    """Records the steps `first` to `last`, counted from 1 as in metrics.jsonl, and leaves one
-    trace. A run that starts behind `first` records what is left of the window, and its file is
-    named after that; one that starts behind `last`, or is no rank 0, records nothing.
+    """Records the steps `first` to `last`, counted from 1 as in metrics.jsonl, and leaves
+    one trace in OUT/profile. A run that starts behind `first` records what is left of the
+    window, and its file is named after that; one that starts behind `last`, or is no rank
+    0, records nothing.
 
     say: takes the line about the trace. Trouble with a trace costs the trace, not the run.
     """
 
     def __init__(
-        self, window: list[int], folder: Path, main: bool, say: Callable[[str], None]
+        self, window: list[int], out: Path, main: bool, say: Callable[[str], None]
     ) -> None:
         self.first, self.last = window if window and main else (0, -1)
-        self.folder, self.say = folder / FOLDER, say
+        self.folder, self.say = out / "profile", say
         self._trace: Any = None
         self._begun = self._done = 0
 
     def before(self, step: int) -> None:
         """Step `step` is about to begin."""
-        if self._trace is not None or not self.first <= step <= self.last:
-            return
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._trace, self._begun = torch.profiler.profile(activities=kinds), step
-        self._trace.start()
+        if self._trace is None and self.first <= step <= self.last:
+            self._trace, self._begun = torch.profiler.profile(), step
+            self._trace.start()
 
     def after(self, step: int) -> None:
         """Step `step` is done."""
-        if self._trace is not None:
-            self._done = step
-            if step >= self.last:
-                self.close()
+        self._done = step
+        if step >= self.last:
+            self.close()
 
     def close(self) -> None:
         """Write what was recorded, if anything."""
@@ -55,13 +48,10 @@ class Window:
         path = self.folder / f"steps-{self._begun}-{self._done}.json.gz"
         try:
             trace.stop()
-            if self._done < self._begun:
-                return
-            self.folder.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(path))
+            if self._done >= self._begun:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                trace.export_chrome_trace(str(path))
+                self.say(f"profile: steps {self._begun} to {self._done} in {path}")
         except (OSError, RuntimeError) as error:
+            path.unlink(missing_ok=True)
             self.say(f"profile: {path}: no trace ({first_line(error)})")
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-            return
-        self.say(f"profile: steps {self._begun} to {self._done} in {path} (open in Perfetto)")

@@ -17,7 +17,7 @@ from outrider.decode.target import Target
 from outrider.heads.base import Head
 from outrider.heads.batch import Batch
 from outrider.heads.parity import PassLimits
-from outrider.train.checkpoint import State
+from outrider.train.checkpoint import Saver, State
 from outrider.train.config import TrainConfig
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.packing import Limits
@@ -25,9 +25,9 @@ from outrider.train.data.prefetch import Feed
 from outrider.train.features.store import Source
 from outrider.train.flops import Flops
 from outrider.train.log import Log
-from outrider.train.metrics import Clock
+from outrider.train.metrics import Clock, Shared, Sums, exchange
 from outrider.train.profiling import Window
-from outrider.train.saving import Saver
+from outrider.train.schedule import over, planned_steps
 from outrider.train.signals import Stop
 
 
@@ -69,13 +69,21 @@ class Run:
         return self.plan.shares(step, self.world, limits)[self.rank]
 
     def make(self, step: int, rows: Sequence[int]) -> tuple[Batch, Any]:
-        """What a pass over some rows needs of the host, where a GPU copies it without a wait."""
+        """What a pass over some rows needs of the host, where a GPU copies it without a
+        wait."""
         batch = self.rows.batch(rows, self.source.pack)
         batch = dataclasses.replace(batch, plan=self.head.plan(batch, step))
         target = self.source(batch)
         if self.source.store is not None:
             target.read_ahead(self.source.reads)
         return batch.pinned() if self.device.type == "cuda" else batch, target
+
+    def exchange(self, sums: Sums) -> Shared:
+        """Add up what the ranks have found in a step: one exchange, one wait for the
+        device."""
+        spent = self.state.seen.get("train_seconds", 0.0)
+        signal = self.stop.requested
+        return exchange(sums, self.gradients, signal, spent, self.accelerator, self.clock)
 
     @property
     def out(self) -> Path:
@@ -101,15 +109,27 @@ class Run:
         return self.accelerator.device
 
     @property
+    def planned(self) -> int:
+        """The steps of the whole run; with `minutes`, as many as its pace so far leads to."""
+        state, cfg = self.state, self.cfg
+        return planned_steps(state.step - 1, state.spent, cfg.steps, cfg.minutes)
+
+    @property
     def last(self) -> bool:
-        """Whether all steps are done, or more of them bring nothing."""
-        return self.state.step >= self.cfg.steps or self.state.stalled(self.cfg.eval)
+        """Whether all steps are done, no further one fits into `minutes`, or an evaluation
+        at this step was one too many without a longer accepted length (eval.patience)."""
+        state, cfg = self.state, self.cfg
+        since, patient = state.step - state.best.get("step", state.step), cfg.eval.patience
+        stalled = state.evaluated == state.step and since >= patient * cfg.eval.every
+        done = state.step >= cfg.steps or over(state.step - 1, state.spent, cfg.minutes)
+        return done or bool(patient * cfg.eval.every and stalled)
 
     @property
     def room(self) -> PassLimits:
         """What a pass of calibration or of the parity gate may take: no more than one of
         training, and eight rows at most."""
-        return room_of(self.cfg, self.world)
+        rows = min(8, self.cfg.micro_batch or max(1, self.cfg.batch_size // self.world))
+        return PassLimits(rows, self.cfg.micro_tokens or rows * self.cfg.data.max_length)
 
     @functools.cached_property
     def trained(self) -> list[torch.nn.Parameter]:
@@ -131,9 +151,3 @@ class Run:
         self.profile.close()
         self.saver.close()
         self.log.close()
-
-
-def room_of(cfg: TrainConfig, world: int) -> PassLimits:
-    """Rows of a training pass of each of `world` ranks, eight at most, and their tokens."""
-    rows = min(8, cfg.micro_batch or max(1, cfg.batch_size // world))
-    return PassLimits(rows, cfg.micro_tokens or rows * cfg.data.max_length)

@@ -1,38 +1,54 @@
-"""Before the first step: target, data, head, optimizer, and what lies in the run folder."""
+"""Before the first step: target, data, head, optimizer, and what lies in the run folder.
+
+`resolve` is the one place where the configuration of a run is completed: what a command
+line leaves open follows from the target, the data and the run that lies in the folder. A
+configuration is frozen, and nothing changes one afterwards: what the header prints is what
+the checkpoints hold and what every later line reads.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
+from outrider.conf.errors import Interrupted, UserError
 from outrider.decode.models.load import load_target
 from outrider.decode.target import Target
 from outrider.heads import vocab
-from outrider.heads.base import Head
+from outrider.heads.base import Head, HeadConfig
 from outrider.heads.batch import hash_u63
-from outrider.train.config import TrainConfig
+from outrider.heads.warm import Start
+from outrider.train import checkpoint as disk
+from outrider.train.config import OptimConfig, TrainConfig, defaults, flat
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.load import load_rows
-from outrider.train.facts import facts_of, meaning_of, self_check
+from outrider.train.data.packing import Limits
 from outrider.train.features.store import Source
 from outrider.train.flops import Flops
-from outrider.train.lock import Lock
 from outrider.train.log import Log
+from outrider.train.memory import is_no_memory
 from outrider.train.metrics import Clock
 from outrider.train.profiling import Window
-from outrider.train.resolve import Resolved, resolve
+from outrider.train.resuming import check_meaning, identity_of, meaning_hash, meaning_of
 from outrider.train.run import Run
-from outrider.train.saving import Saver, check_space, last_state, resume
+from outrider.train.schedule import usual_rate
 from outrider.train.sharding import loaded, shard_target
 from outrider.train.signals import Stop, interruption
+from outrider.train.trackers import settings_of
 from outrider.train.waiting import main_first, meet, nothing
 
+DRAFT_VOCAB = 8192  # where nobody says how many
+# Passes over the same rows that taught nearly what as many new rows would, and beyond how many
+# a run is told so.
+PASSES, MANY = 8, 10
 CheckStop = Callable[[], None]
 
 
@@ -41,67 +57,79 @@ def begin(
     kind: type[Head],
     accelerator: Accelerator,
     stop: Stop,
-    lock: Lock | None,
     given: tuple[Target, JoinedRows] | None = None,
 ) -> Run:
     """Load target and data, make the head, resume what lies in the run folder, say what
     follows. given: target and rows in place of those that the keys name, for a
     measurement."""
-    out, main, world = Path(cfg.out_dir), accelerator.is_main_process, accelerator.num_processes
-    target, sharding = (given[0], "") if given else loaded(cfg, accelerator.device)
+    out, device, main = Path(cfg.out_dir), accelerator.device, accelerator.is_main_process
     check_stop = functools.partial(_check, stop)
-    rows = _texts(cfg, target, main, check_stop) if given is None else given[1]
+    target, sharding = (given[0], "") if given else _target(cfg, device)
+    rows = given[1] if given else _texts(cfg, target, main, check_stop)
     plan = BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
-    checkpoint, state, notes = last_state(out, accelerator)
+    checkpoint, state, notes = disk.last_state(out, accelerator)
     counts = rows.counts(target.vocab_size)
     made = resolve(cfg, kind, target, counts, plan.per_epoch, state.meaning)
     cfg = made.cfg
     head, begun = first_head(made, kind, target)
     if cfg.shard_target and not target.sharded:
-        sharding = shard_target(cfg, target, accelerator.device)
-    head.to(accelerator.device)
-    optimizer = _optimizer(cfg, head)
-
+        sharding += "\n" + shard_target(target, device, cfg.shard_group)
+    head.to(device)
+    optimizer = _optimizer(cfg.optim, head)
     source = _source(cfg, head, target, rows)
-    meaning = {**meaning_of(cfg, target, rows), **source.meaning, **made.meaning}
-    notes += resume(checkpoint, state, cfg, meaning, head, optimizer)
-    check_space(cfg, head, state.step, accelerator)
+    meaning = {**meaning_of(flat(cfg), target, rows), **source.meaning, **made.meaning}
+    if checkpoint is not None:
+        changes = check_meaning(state.meaning, meaning, out, defaults(cfg))
+        disk.restore(checkpoint, head, optimizer)
+        notes.append(f"resuming {out} at step {state.step} of {cfg.steps}")
+        notes += [f"changed, which is allowed: {line}" for line in changes]
+    left = max(0, cfg.steps - state.step)
+    disk.check_space(out, disk.needed(out, cfg.save_every, cfg.keep, left, head), accelerator)
     state.meaning = meaning
     state.came_from(made.spent)
 
-    log = Log(cfg, main, state)
+    log, clock = _log(cfg, main, state), Clock(device)
+    facts = (
+        facts_of(cfg, target, plan, head, accelerator.num_processes) | made.facts if main else {}
+    )
     _say(log, notes)
-    log.header(head, facts_of(cfg, target, rows, plan, head, world) | made.facts)
+    log.header(head, meaning_hash(flat(cfg))[:12], cfg.target.trust_remote_code, facts)
     learned = self_check(rows, plan, target.tokenizer)
     _say(log, (learned, *made.notes, *begun, sharding, source.note))
-    clock = Clock(accelerator.device)
     clock.watch(target)
     head.train()
-    return Run(
-        cfg,
-        accelerator,
-        stop,
-        target,
-        rows,
-        plan,
-        head,
-        _called(accelerator, head),
-        source,
-        optimizer,
-        state,
-        log,
-        Saver(cfg, accelerator, lock, log, state.step or -1),
-        clock,
-        Flops(cfg.dtype, accelerator.device, log.say),
-        Window(cfg.profile, out, main, log.say),
-    )
+    model = _called(accelerator, head)
+    parts = accelerator, stop, target, rows, plan, head, model, source, optimizer, state, log
+    saver = disk.Saver(out, cfg.keep, cfg.async_save, accelerator, state.step or -1)
+    flops, profile = Flops(cfg.dtype, device, log.say), Window(cfg.profile, out, main, log.say)
+    return Run(cfg, *parts, saver, clock, flops, profile)
+
+
+def _target(cfg: TrainConfig, device: torch.device) -> tuple[Target, str]:
+    """(the target of a run, a line about its shards)."""
+    if not cfg.shard_target:
+        return load_target(cfg.target, cfg.dtype, device), ""
+    copied = bool(getattr(cfg.head, "from_target_layers", 0))
+    return loaded(cfg.target, cfg.dtype, device, cfg.shard_group, copied)
 
 
 def _check(stop: Stop) -> None:
     """Raises Interrupted where the run was asked to stop before its first step."""
     if stop.requested:
-        raise interruption(stop.requested, 0, False)
+        raise interruption(stop.requested, 0)
+
+
+def _log(cfg: TrainConfig, main: bool, state: disk.State) -> Log:
+    """The log of a run, its trackers open."""
+    out = Path(cfg.out_dir)
+    log = Log(out, main, state, cfg.log_every)
+    if main:
+        names = [*cfg.trackers, *(["wandb"] if cfg.wandb != "off" else [])]
+        identity = identity_of(out, state.meaning)[:16]
+        settings = settings_of(out, cfg.wandb_project, cfg.wandb, identity, state.step)
+        log.trackers.open(names, settings, flat(cfg), not state.step)
+    return log
 
 
 def _say(log: Log, notes: Iterable[str]) -> None:
@@ -162,13 +190,13 @@ def _texts(cfg: TrainConfig, target: Target, main: bool, check_stop: CheckStop) 
     return rows
 
 
-def _optimizer(cfg: TrainConfig, head: Head) -> torch.optim.AdamW:
+def _optimizer(keys: OptimConfig, head: Head) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         [p for p in head.parameters() if p.requires_grad],
-        lr=cfg.optim.lr or 0.0,  # of every step: train.schedule
-        betas=(cfg.optim.beta1, cfg.optim.beta2),
-        eps=cfg.optim.eps,
-        weight_decay=cfg.optim.weight_decay,
+        lr=keys.lr or 0.0,  # of every step: train.schedule
+        betas=(keys.beta1, keys.beta2),
+        eps=keys.eps,
+        weight_decay=keys.weight_decay,
         fused=True,
     )
 
@@ -178,3 +206,224 @@ def _source(cfg: TrainConfig, head: Head, target: Target, rows: JoinedRows) -> S
     if cfg.data.packing:
         target.packs()  # remembered; the ranks of a sharded target must ask it together
     return Source(cfg, head, target, rows)
+
+
+# The configuration, completed
+# -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run whose every key is settled. counts: [V] int64, how often each token is
+    supervised; ranked: the same, such that a fresh head chooses its draft vocabulary from
+    it. start: the head that it starts from. notes: what was settled, in lines.
+    """
+
+    cfg: TrainConfig
+    counts: Tensor
+    ranked: Tensor
+    start: Start | None
+    notes: list[str]
+
+    @property
+    def meaning(self) -> dict[str, str]:
+        """What of the start decides what is learned, as resuming.meaning_of has it."""
+        return {"start_sha256": self.start.sha256} if self.start else {}
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Where the start lies, of one on the hub its commit too, for a run's record."""
+        return {"start": self.start.path} if self.start else {}
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """What the training of the start had taken."""
+        return self.start.spent if self.start else {}
+
+
+def resolve(
+    cfg: TrainConfig,
+    kind: type[Head],
+    target: Target,
+    counts: Tensor,
+    per_epoch: int,
+    earlier: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """`cfg` with the steps of its epochs, the learning rate of its target's width, and the
+    keys of a head of class `kind` as the target, the data and the head at cfg.start settle
+    them.
+
+    counts: [V] int64, how often each token is supervised. per_epoch: batches of an epoch.
+    earlier: the meaning of the run that goes on (train.checkpoint), whose learning rate is
+    kept where nobody gives another.
+
+    Raises UserError for keys that the target or the data cannot carry, and where cfg.start is
+    no head that this one can start from.
+    """
+    notes = []
+    if not cfg.steps:
+        epochs = cfg.epochs or PASSES  # with minutes, which end it before
+        cfg = replace(cfg, steps=max(1, round(epochs * per_epoch)))
+        most = "at most " if cfg.minutes else ""
+        notes.append(f"steps: {most}{cfg.steps:,}, epochs={epochs:g} of {per_epoch:,} batches")
+    if (passes := cfg.steps / per_epoch) > MANY:
+        fix = f"epochs={PASSES}" if cfg.epochs else f"steps={PASSES * per_epoch}"
+        notes.append(
+            f"steps: {cfg.steps:,} are {passes:,.0f} passes over these rows, and nobody tried "
+            f"more than {PASSES} (docs/data.md): take more rows, or {fix}, which is {PASSES} "
+            "passes"
+        )
+    if cfg.optim.lr is None:
+        rate, note = _rate(cfg, kind, target, earlier or {})
+        cfg = replace(cfg, optim=replace(cfg.optim, lr=rate))
+        notes.append(note)
+    start = Start(cfg.start, kind.kind, target) if cfg.start else None
+    size, ranked, note = draft_vocabulary(cfg.head, counts, start)
+    keys = kind.completed(replace(cfg.head, draft_vocab=size), target)
+    return Resolved(replace(cfg, head=keys), counts, ranked, start, [*notes, *filter(None, [note])])
+
+
+def _rate(
+    cfg: TrainConfig, kind: type[Head], target: Target, earlier: Mapping[str, Any]
+) -> tuple[float, str]:
+    """(the peak learning rate where nobody gives one, what to say)."""
+    rate = usual_rate(target.hidden_size, kind.rate_narrows)
+    known = earlier.get("optim.lr", rate)
+    if known != rate:
+        return known, f"optim.lr: {known}, with which this run began"
+    return rate, (
+        f"optim.lr: {rate:g}, usual for {kind.kind} on a target {target.hidden_size:,} wide"
+    )
+
+
+def draft_vocabulary(
+    keys: HeadConfig, counts: Tensor, start: Start | None = None
+) -> tuple[int, Tensor, str]:
+    """(size of the draft vocabulary, 0 = all tokens; counts [V] from which a head of these
+    keys chooses it; what to say): from those of the data, or that of the head at `start`.
+    Raises UserError where another one than the start's is asked for."""
+    if start is None:
+        size, note = fitting(DRAFT_VOCAB if keys.draft_vocab is None else keys.draft_vocab, counts)
+        return size, counts, note
+    ids = start.head.ids()
+    size = 0 if ids is None else ids.numel()
+    if keys.draft_vocab not in (None, size):
+        raise UserError(
+            f"head.draft_vocab: {keys.draft_vocab} with a start whose head has {size}; leave it "
+            "out, which takes the start's"
+        )
+    if ids is None:
+        return 0, counts, ""
+    share = vocab.coverage(counts, ids)
+    said = f"head.draft_vocab: the start's {size:,} tokens cover {share:.1%} of the supervised ones"
+    return size, torch.zeros_like(counts).index_fill_(0, ids.to(counts.device), 1), said
+
+
+def fitting(size: int, counts: Tensor) -> tuple[int, str]:
+    """(a draft vocabulary of `size` lowered to what the data can fill, what to say, "" if
+    nothing): with tokens never seen it would only draft slower. A multiple of 64 where
+    there are so many, as kernels like it. counts: [V] int64, how often each token is
+    supervised.
+    """
+    seen = int((counts > 0).sum())
+    if size <= seen or not seen:
+        return size, ""
+    fits = seen // 64 * 64 or seen
+    return fits, (
+        f"head.draft_vocab: {size:,} wanted, but only {seen:,} different tokens are supervised "
+        f"in these data: the {fits:,} most frequent are taken"
+    )
+
+
+# What a run says of itself before it starts
+# -------------------------------------------------------------------------------------------
+
+
+def facts_of(
+    cfg: TrainConfig, target: Target, plan: BatchPlan, head: Head, world: int
+) -> dict[str, Any]:
+    """Return the lines of the header: name -> text."""
+    rows, pack = plan.rows, cfg.data.max_length if cfg.data.packing else 0
+    limits = Limits(cfg.micro_batch, cfg.micro_tokens, pack, cfg.shard_target)
+    held = int(rows.held.sum())
+    supervised = rows.totals.supervised
+    facts = {
+        "target": f"{target.identity.name if target.identity else 'unnamed'}, {cfg.dtype}, "
+        + "frozen",
+        "data": f"{plan.train.numel():,} rows to train on, {held:,} held out, "
+        f"{rows.ids.numel():,} tokens, {supervised:,} supervised "
+        f"({supervised / rows.ids.numel():.0%}), {len(rows.bad)} rows left out"
+        f"{f' ({rows.reasons()})' if rows.bad else ''}"
+        + (f", {plan.skipped} skipped as data.skip says" if cfg.data.skip else ""),
+        "batches": f"{cfg.batch_size} rows over {world} rank(s), {plan.per_epoch:,} per "
+        f"epoch, {cfg.steps:,} steps, {cfg.steps / plan.per_epoch:,.1f} passes over the data, "
+        f"{plan.waste(limits, world):.1%} padding",
+    }
+    if mixture := plan.mixture():
+        facts["files"] = mixture
+    if message := rows.supervision():
+        facts["turns"] = message
+    if getattr(head, "coverage", 1.0) < 1:
+        facts["draft vocabulary"] = f"covers {head.coverage:.2%} of the supervised tokens"
+    for problem in rows.bad[:5]:
+        facts[f"left out {len(facts)}"] = problem
+    return facts
+
+
+def self_check(rows: JoinedRows, plan: BatchPlan, tokenizer: Any) -> str:
+    """The supervised text of one row, decoded: what the run will learn, for a human eye."""
+    row = int(plan.train[0])
+    part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
+    text = tokenizer.decode(rows.ids[part][rows.loss[part]].tolist())
+    shown = text if len(text) <= 200 else f"{text[:120]} ... {text[-70:]}"
+    return f"supervised text of {rows.where(row)}: {shown!r}"
+
+
+# What a library's error means
+# -------------------------------------------------------------------------------------------
+
+
+def no_memory(cfg: TrainConfig, world: int = 1) -> str:
+    """What to do when a pass does not fit."""
+    rows = cfg.micro_batch or cfg.batch_size // world
+    if cfg.micro_tokens > cfg.data.max_length:
+        return (
+            f"micro_tokens: {cfg.micro_tokens} tokens do not fit into memory; set "
+            f"micro_tokens={max(cfg.micro_tokens // 2, cfg.data.max_length)}"
+        )
+    if rows > 1 and not cfg.micro_tokens:
+        return f"micro_batch: {rows} rows do not fit into memory; set micro_batch={rows // 2}"
+    return (
+        f"data.max_length: one row of up to {cfg.data.max_length} tokens does not fit "
+        "into memory; lower it" + (", or head.chunk" if hasattr(cfg.head, "chunk") else "")
+    )
+
+
+def is_peer_gone(error: BaseException) -> bool:
+    """Whether an exception means that another process of the run no longer answers, in the
+    words of gloo and of NCCL."""
+    text = str(error)
+    said = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
+    return isinstance(error, RuntimeError) and (
+        "ncclRemoteError" in text or ("gloo" in text and any(words in text for words in said))
+    )
+
+
+def explained(error: Exception, cfg: TrainConfig, world: int) -> UserError | Interrupted | None:
+    """An error of a library that is no bug here, in words for the user; None for any other.
+    world: number of processes."""
+    if is_no_memory(error):
+        return UserError(no_memory(cfg, world))
+    if "Duplicate GPU detected" in str(error):  # in NCCL's words
+        return UserError(
+            f"num_processes: two of {world} processes have the same GPU; give one for each GPU"
+        )
+    if is_peer_gone(error):
+        return Interrupted(
+            f"one of {world} processes is gone: what it said stands above, or it was killed, often "
+            "for lack of memory; the same command goes on with the last checkpoint of "
+            f"{cfg.out_dir}",
+            code=1,
+            everywhere=True,
+        )
+    return None

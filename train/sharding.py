@@ -21,59 +21,55 @@ from torch.distributed.tensor import DTensor
 
 from outrider.conf.errors import UserError
 from outrider.decode.models import quantize
+from outrider.decode.models.config import TargetConfig
 from outrider.decode.models.load import load_target
 from outrider.decode.models.shards import Shards, layer_stacks
 from outrider.decode.target import Target
-from outrider.train.config import TrainConfig
 
 COPIES = ("copies", "shards")  # the dimensions of ranks of which several groups hold a copy
 
 
-def loaded(cfg: TrainConfig, device: torch.device) -> tuple[Target, str]:
-    """The target of a run, and a line about its shards, "" where it was read whole.
+def loaded(
+    keys: TargetConfig, dtype: str, device: torch.device, group: int, copied: bool
+) -> tuple[Target, str]:
+    """Load the target of a run whose target is sharded; return it and a line about its shards.
 
-    With shard_target each rank keeps its own part of every layer's weights as it reads them, and
-    the target comes back sharded, unless something needs the layers whole (`_needs_whole`): it
-    then lies on the CPU, for shard_target once the head was made. Raises UserError for one
-    process.
+    Each rank keeps its own part of every layer's weights as it reads them, and the target comes
+    back sharded, unless something needs the layers whole (`_needs_whole`): it then lies on the
+    CPU, for shard_target once the head was made. group: as in shard_target. copied: the head
+    copies layers of it. Raises UserError for one process.
     """
-    if not cfg.shard_target:
-        return load_target(cfg.target, cfg.dtype, device), ""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise UserError(
             "shard_target: needs several processes; start it with torchrun or accelerate launch, "
             "or leave it out"
         )
-    if _needs_whole(cfg):
-        return load_target(cfg.target, cfg.dtype, "cpu"), ""
-    size = cfg.shard_group or dist.get_world_size()
+    if why := _needs_whole(keys, copied):
+        return load_target(keys, dtype, "cpu"), f"target: read whole by every rank ({why})"
+    size = group or dist.get_world_size()
     shards = Shards(dist.get_rank() % size, size, device)
-    target = load_target(cfg.target, cfg.dtype, "cpu", shards=shards)
-    if not shards.count:
-        return target, ""
-    return target, shard_target(cfg, target, device, shards)
+    target = load_target(keys, dtype, "cpu", shards=shards)
+    return target, shard_target(target, device, group, shards) if shards.count else ""
 
 
-def _needs_whole(cfg: TrainConfig) -> str:
+def _needs_whole(keys: TargetConfig, copied: bool) -> str:
     """Why every rank must read the weights whole; "" where it need not."""
-    if cfg.target.kind == "tiny":
+    if keys.kind == "tiny":
         return "target=tiny has no files"
-    if cfg.target.quantize != quantize.NONE:
-        return f"target.quantize={cfg.target.quantize} packs whole weights"
-    if getattr(cfg.head, "from_target_layers", 0):
-        return "head.from_target_layers copies layers of it"
-    return ""
+    if keys.quantize != quantize.NONE:
+        return f"target.quantize={keys.quantize} packs whole weights"
+    return "head.from_target_layers copies layers of it" if copied else ""
 
 
 def shard_target(
-    cfg: TrainConfig, target: Target, device: torch.device, shards: Shards | None = None
+    target: Target, device: torch.device, group: int, shards: Shards | None = None
 ) -> str:
     """Shard the layers of a loaded target over the ranks, in place; returns a line about it.
 
     Weights that still lie on the CPU move to `device` layer by layer, as shards; empty ones get
-    the parts in `shards`. cfg.shard_group: ranks that hold a copy of the target together,
-    neighbours by number, such as those of a node (train.accelerator.check_ranks: it divides them);
-    0 = all. Raises UserError for a target without stacked layers.
+    the parts in `shards`. group: ranks that hold a copy of the target together, neighbours by
+    number, such as those of a node (train.accelerator.check_ranks: it divides them); 0 = all.
+    Raises UserError for a target without stacked layers.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -87,24 +83,21 @@ def shard_target(
         for parts in ([target.model], [stack for _, stack in stacks])
     )
     world = dist.get_world_size()
-    size = cfg.shard_group or world
+    size = group or world
     shape, names = ((world,), None) if size == world else ((world // size, size), COPIES)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for name, stack in stacks:
         for number, layer in enumerate(stack):
             _shard(layer, mesh, f"{name}.{number}", shards, device)
     _gather_ahead(target, [stack for _, stack in stacks])
-    how = f"by FSDP2 over {size} ranks"
-    how += f", {world // size} copies" if size < world else ""
     target.model.to(device)
     target.sharded = True
     _ = target.head  # remembered; the ranks must ask it together
-    read = f"read whole by every rank ({_needs_whole(cfg) or 'by this transformers'})"
-    if shards is not None:
-        read = f"read as shards, {shards.largest / 2**20:,.0f} MiB at a time"
     return (
-        f"target: {spread / 2**20:,.0f} MiB of layers {how}, "
-        f"{(whole - spread) / 2**20:,.0f} MiB on every one, {read}"
+        f"target: {spread / 2**20:,.0f} MiB of layers by FSDP2 over {size} ranks"
+        + (f", {world // size} copies" if size < world else "")
+        + f", {(whole - spread) / 2**20:,.0f} MiB on every one"
+        + (f", read as shards, {shards.largest / 2**20:,.0f} MiB at a time" if shards else "")
     )
 
 

@@ -70,10 +70,10 @@ class Stop:
                 print(said, file=sys.stderr, flush=True)
 
 
-def interruption(number: int, step: int, saved: bool) -> Interrupted:
-    """The exception that ends a run stopped by signal `number` after `step`."""
+def interruption(number: int, step: int) -> Interrupted:
+    """Return the exception that ends a run stopped by signal `number` after `step`, saved."""
     code = CODES.get(signal.Signals(number), 75) if number else 75
-    text = f"stopped at step {step}" + (", saved" if saved else ", nothing to save yet")
+    text = f"stopped at step {step}" + (", saved" if step else ", nothing to save yet")
     return Interrupted(f"{text}; the same command continues", code)
 
 

@@ -44,8 +44,7 @@ from outrider.train import checks
 from outrider.train.accelerator import device_of
 from outrider.train.config import TrainConfig
 from outrider.train.dry_run import report
-from outrider.train.resolve import resolve
-from outrider.train.setup import first_head, prepared
+from outrider.train.setup import first_head, prepared, resolve
 
 
 def head_config(given: dict[str, Any]) -> Any:

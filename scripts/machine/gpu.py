@@ -34,13 +34,13 @@ from outrider.heads.names import DraftSpec
 from outrider.scripts.common import files
 from outrider.scripts.machine.config import DoctorConfig
 from outrider.train.accelerator import start
+from outrider.train.checkpoint import locked
 from outrider.train.config import ValidateConfig
 from outrider.train.data.batches import JoinedRows
 from outrider.train.dry_run import memory, report
 from outrider.train.dry_run.models import Model, model_of, numbers
 from outrider.train.dry_run.plan import Plan, plan_of
 from outrider.train.flops import peak_flops
-from outrider.train.lock import locked
 from outrider.train.loop import train_step
 from outrider.train.memory import peak_bytes, reset_peak
 from outrider.train.run import Run
@@ -109,10 +109,10 @@ def _run(cfg: Any, model: Model) -> Iterator[Run]:
     accelerator = start(cfg.batch_size, cfg.dtype, cfg.device)
     target = random_target(model, cfg.dtype, accelerator.device)
     rows = random_rows(4 * cfg.batch_size, cfg.data.max_length, target.vocab_size)
-    with Stop() as stop, locked(Path(cfg.out_dir)) as lock:
+    with Stop() as stop, locked(Path(cfg.out_dir)):
         with _quiet():
             given = target, rows
-            run = begin(cfg, head_class(cfg.head.kind), accelerator, stop, lock, given)
+            run = begin(cfg, head_class(cfg.head.kind), accelerator, stop, given)
         try:
             yield run
         finally:

@@ -12,7 +12,7 @@ from outrider.conf.schema import compose
 from outrider.heads.names import parse
 from outrider.heads.registry import head_class
 from outrider.scripts import cli
-from outrider.train.checkpoint import check_meaning
+from outrider.train.resuming import check_meaning
 from tests.conf.test_config import ENTRIES
 
 

@@ -301,7 +301,8 @@ def test_a_run_ends_with_the_gate_once(
     assert json.loads((out / "parity.json").read_text())["step"] == 6
     assert "teacher-forced" in capsys.readouterr().err
     monkeypatch.setattr(
-        "outrider.train.gate.check", lambda *a, **k: pytest.fail("a passed gate is not run again")
+        "outrider.train.evaluation.check",
+        lambda *a, **k: pytest.fail("a passed gate is not run again"),
     )
     fit(cfg, head_class("medusa"))
 

@@ -24,9 +24,9 @@ from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.teacher import target_distribution
 from outrider.scripts.certificate.enumerator import Case, enumerate_case
-from outrider.train.checkpoint import RATE, check_meaning
+from outrider.train.config import flat
 from outrider.train.data.load import load_rows
-from outrider.train.facts import meaning_of
+from outrider.train.resuming import RATE, check_meaning, meaning_of
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import chats, random_batch, run_config, tiny_target
 
@@ -153,7 +153,7 @@ def test_a_run_of_an_earlier_version_that_learned_otherwise_is_refused(tmp_path:
     rows = load_rows(
         cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
     )
-    now = meaning_of(cfg, target, rows)
+    now = meaning_of(flat(cfg), target, rows)
     assert check_meaning(now, now, tmp_path, {}) == []
     for key, said in ((RATE, "head.loss.rate: not set in the checkpoint"), (MASK, "version 0.1")):
         earlier = {k: v for k, v in now.items() if k != key}

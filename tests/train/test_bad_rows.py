@@ -122,8 +122,8 @@ def test_many_bad_steps_in_a_row_and_a_step_without_a_sound_row_stop(
 ) -> None:
     with pytest.raises(UserError, match=r"data.jsonl:6.*not finite at step \d+.*data.skip="):
         train(data, tmp_path / "row", "batch_size=16", "bad_steps=3")
-    (report,) = (tmp_path / "row").glob("bad_step-*/report.json")
-    assert report.parent.name == "bad_step-2", "the third step in a row"
+    (stopped,) = [e for e in lines(tmp_path / "row") if e.get("event") == "not finite"]
+    assert stopped["step"] == 2, "the third step in a row"
     with pytest.raises(UserError, match="not finite at step 0, no weight was changed"):
         train(data, tmp_path / "all", how="always")
 
@@ -137,7 +137,7 @@ def test_rows_can_be_skipped_on_resume(
     capsys.readouterr()
     train(data, out, "bad_steps=1", "save_every=1", "seed=1", f"data.skip=[{BAD + 1}]")
     said = " ".join(capsys.readouterr().err.split())
-    assert f"data.skip: [] -> [{BAD + 1}]; the order of the rows is drawn anew" in said
+    assert f"data.skip: [] -> [{BAD + 1}]" in said
     assert "1 skipped as data.skip says" in said and (out / "head").exists()
     with pytest.raises(UserError, match="data.skip|optim"):
         run_config(data, out, *SMALL, "data.skip=[-1]")
@@ -153,8 +153,7 @@ def test_more_steps_and_another_rate_go_on_from_where_the_run_is(
     capsys.readouterr()
     fit(run_config(data, out, *small, "steps=8", "optim.lr=0.0005"), head_class("medusa"))
     said = " ".join(capsys.readouterr().err.split())
-    assert "changed from step 4 on: steps: 4 -> 8" in said
-    assert "optim.lr: 0.001 -> 0.0005; the rate follows the new peak" in said
+    assert "steps: 4 -> 8" in said and "optim.lr: 0.001 -> 0.0005" in said
     assert disk.read(out / "checkpoints/step-8").step == 8 and digest(out / "head") != before
     rates = {e["step"]: e["lr"] for e in lines(out) if "lr" in e}
     assert rates[5] < 0.0005 < rates[1] and rates[8] < rates[5]

@@ -58,7 +58,7 @@ def test_parts_add_up_over_micro_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shares({"seconds": [8.0, 1.0], "data": [2.0, 1.0]}) == {
         "share_data": 0.25
     }  # of an older run
-    assert parts.take() == dict.fromkeys(PARTS, 0.0)
+    assert parts.per_step(object()) == {name: [0.0, 1.0] for name in PARTS}
 
 
 def test_a_part_inside_another_is_taken_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,5 +79,5 @@ def test_a_part_inside_another_is_taken_out_of_it(monkeypatch: pytest.MonkeyPatc
         ticks.now += 1.0
         assert target.features(2.0) == 2.0
         ticks.now += 4.0
-    found = parts.take()
+    found = {name: seconds for name, (seconds, _) in parts.per_step(object()).items()}
     assert found["head"] == 5.0 and found["target"] == 2.0 and sum(found.values()) == 7.0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.train import checkpoint as disk
-from outrider.train import loop, sums
+from outrider.train import loop, metrics
 from tests.helpers.faults import finish, train
 from tests.helpers.training import run
 
@@ -71,7 +71,7 @@ def test_a_step_waits_for_the_device_once(
 
         def read(self: Any, name: str = name, real: Any = real) -> Any:
             caller = sys._getframe(1).f_code
-            if caller.co_filename in (loop.__file__, sums.__file__):
+            if caller.co_filename in (loop.__file__, metrics.__file__):
                 reads.append(name)
             return real(self)
 

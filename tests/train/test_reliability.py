@@ -19,7 +19,7 @@ from outrider.train import checkpoint as disk
 from outrider.train import loop
 from outrider.train.data.batches import BatchPlan
 from outrider.train.data.load import load_rows
-from outrider.train.facts import in_one_line, is_peer_gone
+from outrider.train.setup import explained, is_peer_gone
 from tests.helpers import faults
 from tests.helpers.faults import Marks, at_call, finish, launcher, outcome, ranks, train, wait
 from tests.helpers.training import chats, run_config, tiny_target
@@ -198,7 +198,7 @@ def elastic(
 
     def segment(stop: int) -> None:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        batches, report, step = BatchPlan.shares, loop.report, loop.train_step
+        batches, report, step = BatchPlan.shares, loop._report, loop.train_step
         where = out / f"seen-{rank}-{world}.jsonl"
 
         def summary(self: Any, k: int, w: int, limits: Any) -> Any:
@@ -223,7 +223,7 @@ def elastic(
             return step(run)
 
         BatchPlan.waste, BatchPlan.shares = (lambda *a, **k: 0.0), summary  # type: ignore[method-assign, assignment]
-        loop.report, loop.train_step = loss, stopping
+        loop._report, loop.train_step = loss, stopping
         more = (f"steps={place.steps}", "dtype=float64", "save_every=0", "log_every=1")
         loop.fit(run_config(place.data, out, *SMALL, *more), faults.head_class("medusa"))
 
@@ -262,7 +262,7 @@ def test_two_one_two_processes(place: Place) -> None:
 
 
 @pytest.mark.parametrize("hit", [0, 1])
-def test_who_outlives_a_killed_rank_says_so_in_one_line(place: Place, hit: int) -> None:
+def test_who_outlives_a_killed_rank_says_so_explained(place: Place, hit: int) -> None:
     """Also where it is rank 0, which alone speaks otherwise, that is gone."""
     out, left = place.fresh("orphan"), 1 - hit
 
@@ -298,7 +298,7 @@ def test_a_peer_that_is_gone_is_told_from_a_bug(words: str, gone: bool) -> None:
 def test_two_processes_on_one_gpu_are_told_in_a_line(tmp_path: Path) -> None:
     cfg = run_config(tmp_path / "data.jsonl", tmp_path / "run")
     words = "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4e000"
-    assert "num_processes" in str(in_one_line(RuntimeError(words), cfg, 2))
+    assert "num_processes" in str(explained(RuntimeError(words), cfg, 2))
 
 
 # restarts

@@ -1,5 +1,5 @@
 """Checkpoints: written beside the training from a snapshot, in an order that survives a power
-cut, retired with care; locks, clocks and folders that go away."""
+cut; evaluations that are cut short."""
 
 from __future__ import annotations
 
@@ -18,33 +18,29 @@ import torch
 from outrider.conf.errors import Interrupted, UserError
 from outrider.heads import checkpoint as heads_checkpoint
 from outrider.train import checkpoint as disk
-from outrider.train import loop, saving
+from outrider.train import evaluation, loop
 from outrider.train.checkpoint import Snapshot
-from outrider.train.facts import is_no_memory, no_memory
+from outrider.train.memory import is_no_memory
+from outrider.train.resuming import identity_of
 from outrider.train.run import Run
+from outrider.train.setup import no_memory
 from tests.helpers.faults import digest
 from tests.helpers.training import run, run_config
 
-
-def snapshot(step: int, value: float = 0.0) -> Snapshot:
-    state = {"step": step, "evaluated": -1, "best": {}, "window": {}, "meaning": {}, "seen": {}}
-    return Snapshot(
-        state, {"w": torch.full((9,), value)}, {"0.exp_avg": torch.zeros(9)}, "medusa", {}, None
-    )
+SHORT = ("eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
 
 
-# before the training
-# ------------------------------------------------------------------------------------------------
+def snapshot(step: int) -> Snapshot:
+    state = {"step": step, "best": {}, "seen": {}}
+    return Snapshot(state, {"w": torch.ones(9)}, {"0.exp_avg": torch.ones(9)}, "medusa", {}, None)
 
 
-@pytest.mark.parametrize("keys", [("save_every=1", "keep=2"), ("save_every=0",), ("save_every=4",)])
 def test_a_full_disk_is_found_before_the_first_step(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One byte less than the run needs: no step. Exactly as many: it holds no more at one time,
-    and hardly less. A run that is done needs none."""
+    """One byte less than the run needs: no step. Exactly as many: it holds no more at one time."""
     usage, out, free = type(shutil.disk_usage("/")), tmp_path / "run", [0]
-    asked, held, needed, retire = list[int](), list[int](), saving.needed, disk.retire
+    asked, held, needed, retire = list[int](), list[int](), disk.needed, disk.retire
 
     def recorded(*given: Any) -> int:
         asked.append(needed(*given))
@@ -55,35 +51,28 @@ def test_a_full_disk_is_found_before_the_first_step(
         retire(*given)
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, free[0]))
-    monkeypatch.setattr(saving, "needed", recorded)
+    monkeypatch.setattr(disk, "needed", recorded)
     monkeypatch.setattr(disk, "retire", retiring)
     for _ in range(2):
-        with pytest.raises(UserError, match="out_dir: .* are needed"):
-            run(data, out, *keys)
+        with pytest.raises(UserError, match="out_dir: "):
+            run(data, out, "save_every=1")
         free[0] = asked[0] - 1
     assert not (out / "metrics.jsonl").exists() and not (out / "checkpoints").exists()
     free[0] = asked[0]
-    run(data, out, *keys)
+    run(data, out, "save_every=1")
     head = (out / "head" / "head.safetensors").stat().st_size
     assert 0 <= asked[0] - disk.MARGIN - (max(held) + 2 * head) < 1.1 * head
-    free[0] = disk.MARGIN
-    run(data, out, *keys)
-
-
-# beside the training
-# ------------------------------------------------------------------------------------------------
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
-    data, tmp_path, monkeypatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every write waits until the run has made another update; what it holds is the step of
     its name.
     """
     steps = ("steps=7", "save_every=2", "keep=9")
     whole = run(data, tmp_path / "whole", *steps, "async_save=false")
-    made, save, step, threads = threading.Condition(), disk.save, loop.train_step, set()
-    reached = 0
+    made, save, step, reached = threading.Condition(), disk.write, loop.train_step, 0
 
     def stepping(run: Run) -> int:
         nonlocal reached
@@ -94,23 +83,23 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
         return requested
 
     def late(folder: Path, taken: Snapshot) -> Path:
-        threads.add(threading.current_thread().name)
-        if taken.step < 7:
+        if taken.state["step"] < 7:
             with made:
-                assert made.wait_for(lambda: reached > taken.step, timeout=60)
+                assert made.wait_for(lambda: reached > taken.state["step"], timeout=60)
         return save(folder, taken)
 
     monkeypatch.setattr(loop, "train_step", stepping)
-    monkeypatch.setattr(disk, "save", late)
+    monkeypatch.setattr(disk, "write", late)
     out = run(data, tmp_path / "run", *steps)
-    assert threads == {"save", "MainThread"}, "the last one is awaited"
     for name in ("step-2", "step-4", "step-6", "step-7"):
         for place in (out, whole):
             assert disk.damage(place / "checkpoints" / name) is None
         assert digest(out / "checkpoints" / name) == digest(whole / "checkpoints" / name)
 
 
-def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch) -> None:
+def test_weights_that_are_not_finite_are_never_saved(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = loop.train_step
 
     def bad(run: Run) -> int:
@@ -120,18 +109,14 @@ def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch
         return requested
 
     monkeypatch.setattr(loop, "train_step", bad)
-    with pytest.raises(
-        UserError, match="weights are not finite at step 4, no checkpoint was written"
-    ):
+    with pytest.raises(UserError, match="optim.lr: "):
         run(data, tmp_path / "run")
     assert [p.name for p in disk.checkpoints(tmp_path / "run")] == ["step-2"]
 
 
-# on disk
-# -----------------------------------------------------------------------------
-
-
-def test_everything_is_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch) -> None:
+def test_everything_is_synced_before_the_rename_and_the_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[tuple[str, Path]] = []
     fsync, rename = os.fsync, os.rename
 
@@ -145,7 +130,7 @@ def test_everything_is_synced_before_the_rename_and_the_folder_after(tmp_path, m
 
     monkeypatch.setattr(heads_checkpoint.os, "fsync", syncing)
     monkeypatch.setattr(heads_checkpoint.os, "rename", renaming)
-    final = disk.save(tmp_path, snapshot(3))
+    final = disk.write(tmp_path, snapshot(3))
     stage = final.with_name(".tmp-step-3")
     at = events.index(("rename", final))
     assert {p for what, p in events[:at]} == {stage, *(stage / p.name for p in final.iterdir())}
@@ -153,71 +138,23 @@ def test_everything_is_synced_before_the_rename_and_the_folder_after(tmp_path, m
     assert disk.damage(final) is None
 
 
-def test_retiring_never_removes_the_last_good_one(tmp_path) -> None:
-    def spoil(step: int) -> None:
-        (tmp_path / f"checkpoints/step-{step}/optimizer.safetensors").write_bytes(b"x")
-
-    def there() -> list[int]:
-        return [disk.step_of(p) for p in disk.checkpoints(tmp_path)]
-
+def test_retiring_keeps_the_newest_up_to_this_step(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 5):
-        disk.save(tmp_path, snapshot(step))
-    for step in (3, 4, 5):
-        spoil(step)
-    disk.retire(tmp_path, 2, 5)
-    assert there() == [5, 4, 2], "2 is the newest sound one"
-    disk.save(tmp_path, snapshot(3))
-    disk.retire(tmp_path, 2, 3)  # the run has passed over 5 and 4
-    assert there() == [3, 2] and disk.newest(tmp_path)[1] == []
-    for step in (4, 5, 6):
-        disk.save(tmp_path, snapshot(step))
-    disk.retire(tmp_path, 2, 6)
-    assert there() == [6, 5]
+        disk.write(tmp_path, snapshot(step))
+    disk.retire(tmp_path, 2, 4)  # the run has passed over 5
+    assert [disk.step_of(p) for p in disk.checkpoints(tmp_path)] == [4, 3]
 
 
-def test_a_manifest_is_known_by_its_own_hash(tmp_path) -> None:
-    path = disk.save(tmp_path, snapshot(3)) / disk.MANIFEST
-    good = path.read_text()
-    for text in (
-        good.replace('"step": 3', '"step": 4'),
-        good.replace(" ", "  ", 1),
-        good + "\n",
-        "[" * 9999,
-        "3",
-        good.replace(f'"{disk.CARD}"', '"other.json"'),
-        disk.text_of({k: v for k, v in json.loads(good).items() if k != "sha256"}),
-    ):
-        path.write_text(text)
-        assert str(path) in (disk.damage(path.parent) or "")
-    path.write_text(good)
-    assert disk.damage(path.parent) is None
-    weights = path.with_name(disk.WEIGHTS)
-    weights.rename(tmp_path / "elsewhere")
-    weights.symlink_to(tmp_path / "elsewhere")
-    assert "outside its folder" in (disk.damage(path.parent) or "")
-
-
-def test_a_state_of_another_version_is_refused_in_a_line(tmp_path) -> None:
+def test_a_state_of_another_version_is_refused_in_a_line(tmp_path: Path) -> None:
     (tmp_path / disk.STATE).write_text(json.dumps({"step": 3, "stage": 2}))
-    with pytest.raises(UserError, match="this version cannot read it .*stage"):
+    with pytest.raises(UserError, match="stage"):
         disk.read(tmp_path)
 
 
-# folders, locks and clocks
-# ------------------------------------------------------------------------------------------
-
-
-# signals and words
-# --------------------------------------------------------------------------------------------------
-
-
 def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
-    data, tmp_path, monkeypatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outrider.train import accept
-
-    short = ("eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
-    whole, generate, calls = run(data, tmp_path / "whole", *short), accept.generate, []
+    whole, generate, calls = run(data, tmp_path / "whole", *SHORT), evaluation.generate, []
 
     def interrupted(*args: Any, **more: Any) -> Any:
         calls.append(1)
@@ -225,64 +162,51 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it_again(
             os.kill(os.getpid(), signal.SIGTERM)
         return generate(*args, **more)
 
-    monkeypatch.setattr(accept, "generate", interrupted)
+    monkeypatch.setattr(evaluation, "generate", interrupted)
     out = tmp_path / "run"
     with pytest.raises(Interrupted, match="stopped at step 3, saved"):
-        run(data, out, *short)
+        run(data, out, *SHORT)
     assert not (out / "best").exists()
-    run(data, out, *short)
+    run(data, out, *SHORT)
     for folder in (out, whole):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [e["step"] for e in lines if e.get("event") == "eval"] == [3, 6]
-    assert digest(out / "best") == digest(whole / "best") and digest(out / "head") == digest(
-        whole / "head"
-    )
+    assert all(digest(out / name) == digest(whole / name) for name in ("best", "head"))
 
 
-def test_an_evaluation_without_memory_is_message_and_the_run_goes_on(
-    data, tmp_path, monkeypatch, capsys
+def test_an_evaluation_without_memory_is_told_and_the_run_goes_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Were it an error, a restarted run would meet it again at the same step, for ever."""
-    from outrider.train import accept
 
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(accept, "generate", full)
-    short = ("save_every=3", "eval.every=3", "eval.prompts=3", "eval.max_new_tokens=6")
-    out = run(data, tmp_path / "run", *short)
-    said = capsys.readouterr().err
-    assert "step 3: not evaluated: it does not fit into memory; set eval.batch_size" in said
+    monkeypatch.setattr(evaluation, "generate", full)
+    out = run(data, tmp_path / "run", "save_every=3", *SHORT)
+    assert "step 3: not evaluated" in capsys.readouterr().err
     assert (out / "head").exists() and disk.read(out / "checkpoints/step-6").evaluated == 3
 
 
-def test_a_tracker_knows_runs_by_folder_target_and_data(data, tmp_path) -> None:
-    from outrider.train.log import identity_of
-
+def test_a_tracker_knows_runs_by_folder_target_and_data(tmp_path: Path) -> None:
     def name(out: str, **meaning: Any) -> str:
-        cfg = run_config(data, tmp_path / out)
-        return identity_of(cfg, {"target.weights_sha256": "a", "seed": 0, **meaning})
+        return identity_of(tmp_path / out, {"target.weights_sha256": "a", "seed": 0, **meaning})
 
     same = name("run")
     assert name("run", **{"optim.lr": 3, "steps": 9, "data.path": "moved"}) == same
     others = [name("other"), name("run", **{"target.weights_sha256": "b"}), name("run", seed=1)]
-    others.append(name("run", **{"data.sha256": "c"}))
-    assert len({same, *others}) == 5
+    assert len({same, *others, name("run", **{"data.sha256": "c"})}) == 5
 
 
-def test_no_memory_names_what_can_still_be_lowered(data, tmp_path) -> None:
+def test_no_memory_names_what_can_still_be_lowered(data: Path, tmp_path: Path) -> None:
     cfg = run_config(data, tmp_path / "run", "batch_size=8")
-    assert "micro_batch: 4 rows do not fit into memory; set micro_batch=2" in no_memory(
-        cfg, world=2
-    )
-    cfg = replace(cfg, micro_batch=1)
-    assert no_memory(cfg).startswith("data.max_length: one row of up to 1024 tokens does not fit")
+    assert no_memory(cfg, world=2).endswith("micro_batch=2")
+    assert no_memory(replace(cfg, micro_batch=1)).startswith("data.max_length: ")
     for error in (
         torch.OutOfMemoryError("x"),
         MemoryError(),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
     ):
         assert is_no_memory(error)
-    assert not is_no_memory(RuntimeError("shape mismatch")) and not is_no_memory(
-        OSError("Cannot allocate memory")
-    )
+    assert not is_no_memory(RuntimeError("shape mismatch"))
+    assert not is_no_memory(OSError("Cannot allocate memory"))

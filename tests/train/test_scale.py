@@ -57,7 +57,7 @@ def configured(data: Path, out: Path, *more: str) -> Any:
 
 def watched(data: Path, out: Path, *more: str) -> tuple[dict[int, float], list[torch.Tensor]]:
     """Losses of a run by step, unrounded, and the gradients that its first update sees."""
-    cfg, found, original = configured(data, out, *more), {}, loop.report
+    cfg, found, original = configured(data, out, *more), {}, loop._report
     grads: list[torch.Tensor] = []
     step = torch.optim.AdamW.step
 
@@ -71,11 +71,11 @@ def watched(data: Path, out: Path, *more: str) -> tuple[dict[int, float], list[t
             grads.extend(p.grad.clone() for group in self.param_groups for p in group["params"])
         return step(self, closure)
 
-    loop.report, torch.optim.AdamW.step = report, first
+    loop._report, torch.optim.AdamW.step = report, first
     try:
         fit(cfg, head_class(cfg.head.kind))
     finally:
-        loop.report, torch.optim.AdamW.step = original, step
+        loop._report, torch.optim.AdamW.step = original, step
     return found, grads
 
 
@@ -223,8 +223,8 @@ def test_groups_of_ranks_hold_copies_and_layers_ask_for_the_next(
         seen: dict[str, Any] = {}
         shard = setup.shard_target
 
-        def watching(cfg: Any, target: Any, *rest: Any) -> str:
-            said = shard(cfg, target, *rest)
+        def watching(target: Any, *rest: Any) -> str:
+            said = shard(target, *rest)
             seen.update(said=said, layers=target.body.layers)
             return said
 

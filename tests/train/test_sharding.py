@@ -19,7 +19,7 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.shards import Shards, layer_stacks
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads import head_class
-from outrider.train import accept, loop, sharding
+from outrider.train import evaluation, loop, sharding
 from outrider.train.config import MedusaRun
 from outrider.train.runs import DraftRun
 from tests.helpers.archs import build
@@ -60,8 +60,8 @@ def test_what_is_read_as_shards_is_what_is_read_whole(data: Path, tmp_path: Path
     def action() -> None:
         for name, target in targets.items():
             cfg = run_of(data, tmp_path / "run", target.path, "shard_target=true")
-            loop.start(cfg)
-            found, said = sharding.loaded(cfg, torch.device("cpu"))
+            loop.start(cfg.batch_size, cfg.dtype, cfg.device)
+            found, said = sharding.loaded(cfg.target, cfg.dtype, torch.device("cpu"), 0, False)
             plain = load_target(target, "float32", "cpu")
             assert found.sharded and "read as shards" in said, (name, said)
             want, got = plain.model.state_dict(), found.model.state_dict()
@@ -113,7 +113,7 @@ def test_a_signal_at_one_rank_ends_the_evaluation_of_a_sharded_target(
     cfg = run_of(data, tmp_path / "run", "", *keys, "shard_target=true")
 
     def action() -> None:
-        decode, calls = accept.generate, [0]
+        decode, calls = evaluation.generate, [0]
 
         def requested(*args: Any, **kwargs: Any) -> Any:
             if os.environ["RANK"] == "1":
@@ -129,7 +129,7 @@ def test_a_signal_at_one_rank_ends_the_evaluation_of_a_sharded_target(
             finally:
                 print(f"answers grew {calls[0]} times")
 
-        accept.generate = requested  # type: ignore[assignment]  # this process ends here
+        evaluation.generate = requested  # type: ignore[assignment]  # this process ends here
         loop.fit(cfg, head_class("medusa"))
 
     assert finish(2, action, tmp_path / "said") == [75, 75], (tmp_path / "said.0").read_text()

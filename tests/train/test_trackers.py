@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +10,9 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from outrider.conf.errors import UserError
 from outrider.train import trackers
-from outrider.train.trackers import check_installed
-from tests.helpers.training import chats, run, run_config
+from tests.helpers.training import run
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chats(tmp_path_factory.mktemp("data") / "data.jsonl")
+NAMES = ("tensorboard", "mlflow", "trackio", "wandb")
 
 
 class Fake(GeneralTracker):
@@ -60,19 +53,14 @@ class Fake(GeneralTracker):
         return self
 
 
-NAMES = ("tensorboard", "mlflow", "trackio", "wandb")
-
-
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Fake]]:
     """All four, installed; what was made of each by name."""
-    made: dict[str, list[Fake]] = {}
+    made: dict[str, list[Fake]] = {name: [] for name in NAMES}
     for name in NAMES:
-        made[name] = []
         kind = type(name, (Fake,), {"name": name, "made": made[name]})
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, kind)
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["mlflow"].search_runs = lambda **_: []  # type: ignore[attr-defined]
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [*NAMES])
     return made
 
 
@@ -80,12 +68,8 @@ def test_all_of_them_get_the_numbers_of_a_run_and_of_its_resumption(
     data: Path, tmp_path: Path, fakes: dict[str, list[Fake]]
 ) -> None:
     all_four = f"trackers=[{','.join(NAMES)}]"
-    plain = run(data, tmp_path / "plain")
-    out = run(data, tmp_path / "run", all_four, "steps=4")
-    sys.modules["mlflow"].search_runs = lambda **k: [  # type: ignore[attr-defined]
-        types.SimpleNamespace(info=types.SimpleNamespace(run_id=k["filter_string"]))
-    ]
-    run(data, out, all_four, "steps=6", "save_every=3")
+    out = run(data, tmp_path / "run", all_four, "wandb=offline", "steps=4")
+    run(data, out, all_four, "wandb=offline", "steps=6", "save_every=3")
     for name in NAMES:
         first, second = fakes[name]
         assert first.ended and second.ended
@@ -93,27 +77,21 @@ def test_all_of_them_get_the_numbers_of_a_run_and_of_its_resumption(
         assert [s for s, v in second.lines if "train/loss" in v] == [6]
         numbers = [v for _, values in first.lines for v in values.values()]
         assert all(type(v) in (int, float) for v in numbers)
-        assert {key.partition("/")[0] for _, line in first.lines for key in line} == {
-            "train",
-            "speed",
-        }
+        groups = {key.partition("/")[0] for _, line in first.lines for key in line}
+        assert groups == {"train", "speed"}
         assert (second.settings is None) == (name != "wandb")
         assert (first.settings is None) == (name == "trackio")
     board, flow, trackio, wandb = (fakes[name] for name in NAMES)
-    assert board[0].keys["logging_dir"] == str(out) and board[0].keys["purge_step"] is None
-    assert board[1].keys["purge_step"] == 5
+    assert [b.keys["purge_step"] for b in board] == [None, 5]
     assert all(isinstance(v, str | int | float) for v in board[0].settings.values())
-    assert flow[0].keys["run_id"] is None and flow[0].keys["tags"]["outrider"] in str(
-        flow[1].keys["run_id"]
-    )
+    assert flow[0].keys["run_name"] == out.name
     assert trackio[0].keys["name"] == trackio[1].keys["name"]
     assert wandb[0].keys["id"] == wandb[1].keys["id"] and wandb[0].keys["resume"] == "allow"
     assert list(wandb[1].settings) == ["started"], "the facts of the start that came last"
-    assert wandb[0].keys["mode"] is None and wandb[0].keys["config"]["steps"] == 4
-    assert plain.is_dir()
+    assert wandb[0].keys["mode"] == "offline" and wandb[0].keys["config"]["steps"] == 4
 
 
-@pytest.mark.parametrize("fails", ["init", "start", "store", "log", "finish"])
+@pytest.mark.parametrize("fails", ["start", "log"])
 def test_trouble_costs_that_tracker_alone(
     data: Path,
     tmp_path: Path,
@@ -127,33 +105,15 @@ def test_trouble_costs_that_tracker_alone(
     said = capfd.readouterr().err
     assert said.count("mlflow: ") == 1 and "metrics.jsonl has everything" in said
     assert "and more" not in said and "Traceback" not in said
-    assert fakes["trackio"][0].ended and [
-        s for s, v in fakes["trackio"][0].lines if "train/loss" in v
-    ]
+    assert fakes["trackio"][0].ended
+    assert [s for s, v in fakes["trackio"][0].lines if "train/loss" in v]
     assert (out / "head" / "head.json").exists()
 
 
 def test_a_tracker_that_is_not_installed_is_refused_first(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one line, before a folder is made; any of two packages is enough for tensorboard."""
-    for name in ("mlflow", "trackio", "tensorboard", "tensorboardX"):
-        monkeypatch.setitem(sys.modules, name, None)
-    cfg = run_config(data, tmp_path / "run", "trackers=[mlflow,tensorboard,trackio]")
-    with pytest.raises(UserError, match="trackers: mlflow, tensorboard, trackio not installed"):
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["tensorboard"])
+    with pytest.raises(UserError, match="trackers: mlflow, trackio not installed"):
         run(data, tmp_path / "run", "trackers=[mlflow,tensorboard,trackio]")
     assert not (tmp_path / "run").exists()
-    monkeypatch.setitem(sys.modules, "tensorboardX", types.ModuleType("tensorboardX"))
-    check_installed(replace(cfg, trackers=["tensorboard"]))
-    monkeypatch.delitem(sys.modules, "mlflow")
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install mlflow"):
-        check_installed(replace(cfg, trackers=["mlflow"]))
-
-
-def test_both_ways_of_asking_for_wandb_are_one(
-    data: Path, tmp_path: Path, fakes: dict[str, list[Fake]]
-) -> None:
-    run(data, tmp_path / "run", "trackers=[wandb]", "wandb=offline", "steps=1")
-    (only,) = fakes["wandb"]
-    assert only.keys["mode"] == "offline"

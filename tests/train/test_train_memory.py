@@ -104,9 +104,7 @@ def test_the_widest_pass_is_found_and_the_parts_add_up(tmp_path: Path) -> None:
         peak.moments == peak.saving == 8 * trained and peak.step >= 4 * trained
     )  # micro-batches add up gradients
     assert all(p.grad is None for p in head.parameters())
-    assert (
-        Peak(100, 20, 7, 9, 50, 1, 1).bytes == 129 and Peak(100, 20, 7, 9, 500, 1, 1).bytes == 500
-    )
+    assert Peak(100, 20, 7, 9, 50).bytes == 129 and Peak(100, 20, 7, 9, 500).bytes == 500
 
 
 PREDICT = """

@@ -24,7 +24,7 @@ from outrider.train.dry_run.answers import servers
 from outrider.train.dry_run.models import Model, active, model_of, numbers
 from outrider.train.dry_run.plan import Plan, plan_of
 from outrider.train.flops import peak_flops
-from outrider.train.resolve import DRAFT_VOCAB
+from outrider.train.setup import DRAFT_VOCAB
 
 KNOWN = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())
 LARGE = 0.8  # share of a GPU's memory that a whole target may take
