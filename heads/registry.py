@@ -18,7 +18,7 @@ from outrider.heads.checkpoint import CARD, load_as, read_card
 HEADS = {
     "medusa": "medusa.head:MedusaHead",
     "hydra_heads": "medusa.hydra_heads:HydraHeads",
-    "eagle1": "eagle.eagle1:Eagle1Head",
+    "eagle1": "eagle.head:Eagle1Head",
     "eagle3": "eagle.head:Eagle3Head",
     "dflash": "block.head:DFlashHead",
     "dspark": "block.head:DSparkHead",

@@ -109,7 +109,7 @@ LINES = 60  # of a function, at most
 # (decode/probe.py), what comes before the first step (train/setup.py), what is refused
 # (decode/fits.py, decode/tree_rules.py), the keys that heads share (heads/config.py), how a head
 # is written and read (heads/stored.py), and what is the same function at less cost
-# (decode/frontier.py, decode/view.py, heads/layers/modules.py, heads/layers/merged.py). Lines may
+# (decode/frontier.py, decode/view.py, heads/layers/attention.py). Lines may
 # only become fewer.
 ALGORITHM = (
     *("verify", "residual", "siblings", "engine", "tree", "layout", "grow", "sampling"),
@@ -121,11 +121,8 @@ SHARED = (
     *("train/loop.py", "train/run.py"),
 )
 EAGLE = (
-    *(
-        f"heads/layers/{name}.py"
-        for name in ("head", "drafter", "layer", "attention", "cache", "init")
-    ),
-    *(f"heads/eagle/{name}.py" for name in ("head", "config", "net", "places", "drafter")),
+    *(f"heads/layers/{name}.py" for name in ("head", "drafter", "layer", "cache", "init")),
+    *(f"heads/eagle/{name}.py" for name in ("head", "config", "net", "plan", "drafter")),
 )
 READING = {
     "Medusa": (

@@ -48,7 +48,8 @@ class BlockDrafter(LayeredDrafter):
 
     @torch.inference_mode()
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
-        """tokens [b, n_max], feats [b, n_max, F, D], n [b]: feature i stands before token i."""
+        """tokens [b, n_max], feats [b, n_max, F, D], n [b]: feature i stands before token
+        i."""
         if feats is None:
             raise ValueError("a block head drafts from the target's features; none were given")
         counts = n.tolist()
@@ -85,8 +86,9 @@ class BlockDrafter(LayeredDrafter):
 
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """A draft no deeper than budget [B]. A chain ends where the confidence head says that less
-        than `least` of all chains get so far: of a slot it sees the token before, never its own."""
+        """A draft no deeper than budget [B]. A chain ends where the confidence head says
+        that less than `least` of all chains get so far: of a slot it sees the token before,
+        never its own."""
         tree = super().propose(budget, sampling, rng)
         if not self.least or not tree.width:
             return tree

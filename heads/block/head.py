@@ -1,4 +1,5 @@
-"""Block heads: DFlash (arXiv 2602.06036) and DSpark (2607.05147). One pass drafts a whole block.
+"""Block heads: DFlash (arXiv 2602.06036) and DSpark (2607.05147). One pass drafts a whole
+block.
 
 A block begins at an anchor x_t, the newest token, whose own feature does not exist yet; its
 rows read the target's features of positions below t and each other (heads/block/net.py). Slot
@@ -34,9 +35,7 @@ from outrider.heads.block.drafter import BlockDrafter
 from outrider.heads.block.look_back import look_back
 from outrider.heads.block.loss import Slots, SlotWeights
 from outrider.heads.block.net import BlockNet, Keys, attend_blocks
-from outrider.heads.layers.head import LayeredHead
-from outrider.heads.layers.modules import take
-from outrider.heads.layers.saved import LayeredSaved
+from outrider.heads.layers.head import LayeredHead, LayeredSaved
 from outrider.heads.losses import Taught, TokenStats, by_level, chunk_of, chunked_loss
 
 MEASURED = 64  # tokens by which the size of the tapped features is measured
@@ -115,7 +114,8 @@ class BlockHead(LayeredHead):
     # -- training
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
-        """The loss summed over the supervised slots of the drawn blocks, which are the count."""
+        """The loss summed over the supervised slots of the drawn blocks, which are the
+        count."""
         slots, chances, total, rows = self._judged(batch, target)
         count = slots.sums(torch.ones_like(rows.loss[0]))
         found = (torch.stack([slots.sums(t[0]), count], 1) for t in (rows.loss, rows.hit))
@@ -146,7 +146,7 @@ class BlockHead(LayeredHead):
         reads = (*self.taps, self.final) if needs_distribution else self.taps
         feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
         hidden = next(self._unroll(batch, target, feats, [blocks.anchors], cfg.slots))
-        hidden = take(hidden.flatten(0, 2), slots.at)
+        hidden = hidden.flatten(0, 2).index_select(0, slots.at)
         tokens = batch.ids.reshape(-1)
         place = vocab.places(self.ids(), tokens[flat])
         distribution = None
@@ -166,9 +166,9 @@ class BlockHead(LayeredHead):
     def _unroll(
         self, batch: Batch, target: Target, feats: Tensor, parts: list[Anchors], slots: int
     ) -> Iterator[Tensor]:
-        """What the LM head reads at every slot of the blocks, [B, A, K, D], for one part of the
-        anchors after the other. feats: [B, T, F or more, D]. A block has all the rows that it was
-        trained with: they see each other."""
+        """What the LM head reads at every slot of the blocks, [B, A, K, D], for one part of
+        the anchors after the other. feats: [B, T, F or more, D]. A block has all the rows
+        that it was trained with: they see each other."""
         net, (count, length) = self.net, batch.ids.shape
         rows = self.cfg.block
         cos, sin = net.rope(length + rows, feats.dtype, feats.device)
@@ -197,8 +197,8 @@ class BlockHead(LayeredHead):
 
     @torch.no_grad()
     def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
-        """See Head; also the temperatures of the confidence head, on blocks drawn as at the first
-        step: a resumed run, which has taken fewer, judges the same ones."""
+        """See Head; also the temperatures of the confidence head, on blocks drawn as at the
+        first step: a resumed run, which has taken fewer, judges the same ones."""
         kept = list(batches)
         super().calibrate(kept, target)
         if not (self.cfg.confidence and self.calibration):

@@ -61,8 +61,9 @@ class Slots:
         return (fall / fall.mean())[self.number]
 
     def pace(self, own: Tensor) -> Tensor:
-        """[n] weights by how far a block is likely to be right (D-PACE, arXiv 2605.18810). own:
-        [n] log-probability of the tokens, minus infinity outside the draft vocabulary."""
+        """[n] weights by how far a block is likely to be right (D-PACE, arXiv 2605.18810).
+        own: [n] log-probability of the tokens, minus infinity outside the draft
+        vocabulary."""
         right = self.spread((1 - SMOOTH) * own.exp() + SMOOTH, fill=1.0)
         reached = right.cumprod(1) * self.spread(torch.ones_like(own))
         return reached.flip(1).cumsum(1).flip(1).flatten()[self.at]
@@ -70,7 +71,8 @@ class Slots:
 
 @dataclass(frozen=True)
 class SlotWeights:
-    """How supervised slots count. decay: slots in which a weight falls to 1 / e, None: D-PACE."""
+    """How supervised slots count. decay: slots in which a weight falls to 1 / e, None:
+    D-PACE."""
 
     slots: Slots
     decay: float | None

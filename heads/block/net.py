@@ -23,8 +23,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
 from outrider.heads.block.config import BlockConfig
-from outrider.heads.layers.modules import Linear, RMSNorm, owned
-from outrider.heads.layers.rope import DraftNet, Rope
+from outrider.heads.layers.layer import DraftNet, Linear, RMSNorm, Rope, in_input_dtype
 
 Keys = tuple[Tensor, Tensor]  # keys and values, [B, Hkv, n, hd] each
 Attend = Callable[[int, Tensor, Keys], Tensor]  # layer, queries, the rows' own keys
@@ -44,7 +43,7 @@ class BlockLayer(nn.Module):
         self.o_proj = Linear(near, width, bias=False)
         self.q_norm = RMSNorm(size, eps)
         self.k_norm = RMSNorm(size, eps) if key_norm else None
-        self.mlp = owned(LlamaMLP(config))
+        self.mlp = in_input_dtype(LlamaMLP(config))
         self.input_layernorm = RMSNorm(width, eps)
         self.post_attention_layernorm = RMSNorm(width, eps)
 
@@ -71,9 +70,9 @@ class BlockLayer(nn.Module):
 
 
 class BlockNet(DraftNet):
-    """mask: [D]. scale: [F, D], by which tapped features are divided. lm_head [Vd, D], None for
-    the target's; markov_in [V, r], markov_out [Vd, r] and confidence [D + r] where there are
-    such."""
+    """mask: [D]. scale: [F, D], by which tapped features are divided. lm_head [Vd, D], None
+    for the target's; markov_in [V, r], markov_out [Vd, r] and confidence [D + r] where
+    there are such."""
 
     own = None  # layers of the target's class, which only EAGLE has
     scale: Tensor

@@ -8,8 +8,12 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from outrider.heads.config import LayeredConfig, LossWeights
-from outrider.heads.eagle.clashes import problems
 from outrider.heads.limits import Count, CountOrZero, Levels, Size
+
+EAGLE3_ONLY = (
+    *("taps", "parallel"),
+    *("norm_before_fc", "norm_output", "norm_joined", "norm_before_residual"),
+)
 
 
 @dataclass(frozen=True)
@@ -17,8 +21,7 @@ class EagleConfig(LayeredConfig):
     """Keys of EAGLE-1, EAGLE-3 and HASS (EAGLE-1 with steps above 1)."""
 
     kind: Literal["eagle1", "eagle3"] = "eagle3"
-    # eagle3: target features to fuse, hidden_states[k] of transformers; empty = 2, L // 2, L -
-    #     3
+    # eagle3: target features to fuse, hidden_states[k] of transformers; empty = 2, L // 2, L - 3
     taps: list[int] = field(default_factory=list)
     # steps the drafter goes on its own outputs in training: 1 = none, 3 is usual
     steps: Levels = 3
@@ -43,8 +46,7 @@ class EagleConfig(LayeredConfig):
     norm_output: bool = False
     # eagle3: one norm over the tapped features side by side; for imported heads
     norm_joined: bool = False
-    # eagle3: the first layer adds to the normed feature instead of the feature; for imported
-    #     heads
+    # eagle3: the first layer adds to the normed feature, not to the feature; for imported heads
     norm_before_residual: bool = False
     # eagle1: fc has a bias; for imported heads, and serving engines drop it
     fc_bias: bool = False
@@ -56,4 +58,25 @@ class EagleConfig(LayeredConfig):
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
-        return problems(self)
+        parallel, longest = self.parallel, max(self.steps, self.depth)
+        only = EAGLE3_ONLY if self.kind == "eagle1" else ("fc_bias", "feature_loss")
+        other = "eagle3" if self.kind == "eagle1" else "eagle1"
+        found = [
+            f"{key}: belongs to {other}; leave it out, or use head={other}"
+            for key in only
+            if getattr(self, key)
+        ]
+        if parallel and self.steps < 2:
+            found.append("steps: 1, but a parallel head's mask is read from the second on; set 2")
+        if self.sliding_window is not None and self.sliding_window <= longest:
+            found.append(
+                f"sliding_window: {self.sliding_window} leaves a draft of {longest} steps nothing "
+                f"of the text; give more than {longest}, or null for all of it"
+            )
+        if self.mask_token >= 0 and not parallel:
+            found.append("mask_token: nothing reads a mask; set parallel=true, or mask_token=-1")
+        if parallel and self.norm_output:
+            found.append("norm_output: with parallel=true no output is handed on; leave it out")
+        if self.norm_joined and self.norm_before_fc:
+            found.append("norm_joined: norm_before_fc norms the features already; use one of them")
+        return found

@@ -33,7 +33,7 @@ class EagleDrafter(LayeredDrafter):
     def __init__(self, head: LayeredHead, target: Target, form: Form) -> None:
         self.window = int(head.cfg.sliding_window or 0)
         super().__init__(head, target, form)
-        self.net.attend(attention.NAME)
+        self.net.config._attn_implementation = attention.NAME
         self.drafted = 0  # tokens read behind the committed ones in this cycle
 
     def reset(self, rows: int, max_len: int) -> None:
@@ -147,7 +147,8 @@ class EagleDrafter(LayeredDrafter):
 
 
 class ParallelEagleDrafter(EagleDrafter):
-    """P-EAGLE: rows of masks behind the committed ones, so that all levels are known at once."""
+    """P-EAGLE: rows of masks behind the committed ones, so that all levels are known at
+    once."""
 
     net: Eagle3Net
     blind = True

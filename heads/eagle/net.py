@@ -25,9 +25,7 @@ from torch import Tensor, nn
 
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.layers.attention import NAME
-from outrider.heads.layers.layer import DraftLayer
-from outrider.heads.layers.modules import Linear, RMSNorm
-from outrider.heads.layers.rope import DraftNet, Rope
+from outrider.heads.layers.layer import DraftLayer, DraftNet, Linear, RMSNorm, Rope, run_layers
 
 
 class EagleNet(DraftNet):
@@ -38,17 +36,13 @@ class EagleNet(DraftNet):
     def __init__(self, shape: dict[str, Any]) -> None:
         super().__init__(shape)
         self.width = int(shape["hidden_size"])
-        self.attend(NAME)
-
-    def attend(self, name: str) -> None:
-        """Choose the attention by its name in transformers' registry."""
-        self.config._attn_implementation = name
+        self.config._attn_implementation = NAME  # as transformers' registry has it
 
     def stack(self, wide: bool, norm: bool) -> nn.ModuleList:
         """The layers; wide, norm: of the first one, see DraftLayer."""
         count = self.config.num_hidden_layers
-        kinds = [(i, wide and i == 0, norm or i > 0) for i in range(count)]
-        return nn.ModuleList(DraftLayer(self.config, *kind) for kind in kinds)
+        layers = (DraftLayer(self.config, i, wide and not i, norm or i > 0) for i in range(count))
+        return nn.ModuleList(layers)
 
     def start(self, feats: Tensor) -> Tensor:
         """Target features [.., F, D] -> the first feature g [.., D]."""
@@ -70,12 +64,24 @@ class EagleNet(DraftNet):
         """h [.., D] -> what the LM head reads."""
         return h
 
-    def _rest(self, h: Tensor, rope: Rope, keep: Tensor | None, **kwargs: Any) -> Tensor:
-        last = len(self.layers) - 1
-        for i, layer in enumerate(list(self.layers)[1:], 1):
-            before: Any = layer.input_layernorm
-            h = layer(h, before(h), rope, keep if i == last else None, **kwargs)
-        return h
+
+class Eagle1Net(EagleNet):
+    """fc [D, 2 D] over (embedding, feature), layers; the LM head is the target's."""
+
+    def __init__(self, cfg: EagleConfig, shape: dict[str, Any], features: int, size: int) -> None:
+        super().__init__(shape)
+        self.fc = Linear(2 * self.width, self.width, bias=cfg.fc_bias)
+        self.layers = self.stack(False, False)
+
+    def start(self, feats: Tensor) -> Tensor:
+        """Return the target's output feature itself."""
+        return feats[..., 0, :]
+
+    def advance(
+        self, e: Tensor, g: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        x = self.fc(torch.cat([e, g], -1))
+        return run_layers(self.layers, x, x, rope, keep, **kwargs)
 
 
 class Eagle3Net(EagleNet):
@@ -115,29 +121,23 @@ class Eagle3Net(EagleNet):
         return tuple(t.to(dtype).expand(*shape, -1) for t in (self.mask_embed[0], g))  # type: ignore[return-value]
 
     def start(self, feats: Tensor) -> Tensor:
-        """The fused features."""
         if self.input_norm is not None:
             feats = self.input_norm(feats.flatten(-2)).unflatten(-1, feats.shape[-2:])
         if self.fc_norm is not None:
-            return self.fc(
-                torch.cat([norm(feats[..., i, :]) for i, norm in enumerate(self.fc_norm)], -1)
-            )
+            normed = [norm(feats[..., i, :]) for i, norm in enumerate(self.fc_norm)]
+            return self.fc(torch.cat(normed, -1))
         return self.fc(feats.flatten(-2))
 
     def advance(
         self, e: Tensor, g: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """See EagleNet."""
         normed = self.hidden_norm(g)
         x = torch.cat([self.embed_norm(e), normed], -1)
-        base = normed if self.norm_before_residual else g
-        h = self.layers[0](base, x, rope, keep if len(self.layers) == 1 else None, **kwargs)
-        return self._rest(h, rope, keep, **kwargs)
+        residual = normed if self.norm_before_residual else g
+        return run_layers(self.layers, residual, x, rope, keep, **kwargs)
 
     def feed(self, h: Tensor) -> Tensor:
-        """See EagleNet."""
         return self.norm(h) if self.norm_output else h
 
     def read(self, h: Tensor) -> Tensor:
-        """The normed h."""
         return self.norm(h)

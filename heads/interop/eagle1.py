@@ -18,8 +18,7 @@ from torch import Tensor
 from outrider.decode.target import Target
 from outrider.heads.base import Head
 from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.eagle.eagle1 import Eagle1Head
-from outrider.heads.eagle.head import EagleHead
+from outrider.heads.eagle.head import Eagle1Head, EagleHead
 from outrider.heads.interop import engines, llama
 from outrider.heads.interop.layout import Facts, HeadLayout, check_same, embedding, refuse
 from outrider.heads.interop.reading import Foreign

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from outrider.decode import devices
 from outrider.decode.target import Target
-from outrider.heads.layers.rope import DraftNet, Rope
+from outrider.heads.layers.layer import DraftNet, Rope
 
 
 class DraftCache:
     """Keys and values [layers, rows, Hkv, slots, hd] of the draft layers; slot = position,
-    rows end where they end. low, reach: the slots that the rows of a pass may look at, from low
-    on; window: how far back they look, 0 = to the beginning. line: numbers from 0 on. ends:
-    [b or 1, 1], where the rows of a pass end, however far ahead it writes.
+    rows end where they end. low, reach: the slots that the rows of a pass may look at, from
+    low on; window: how far back they look, 0 = to the beginning. line: numbers from 0 on.
+    ends: [b or 1, 1], where the rows of a pass end, however far ahead it writes.
     """
 
     window = 0
@@ -119,15 +119,16 @@ class CachedNet:
         return found[..., 0, :], found[..., 1, :]
 
     def commit(self, rows: slice, counts: list[int]) -> Tensor:
-        """The next pass reads committed tokens, so many of each row: their places [b or 1, new]."""
+        """The next pass reads committed tokens, so many of each row: their places [b or 1,
+        new]."""
         lengths = self.lengths[rows]
         places = self.cache.aim(rows, lengths, 0, max(counts))
         self.lengths[rows] = [a + b for a, b in zip(lengths, counts, strict=True)]
         return places
 
     def last(self, counts: list[int]) -> Tensor:
-        """[b] int64, flat places of each row's last token in such a pass; meaningless for a row
-        without any."""
+        """[b] int64, flat places of each row's last token in such a pass; meaningless for a
+        row without any."""
         new = max(counts)
         ends = [i * new + max(count, 1) - 1 for i, count in enumerate(counts)]
         return devices.send(ends, self.device)

@@ -1,31 +1,61 @@
-"""What heads share that run decoder layers of their own on tapped features of the target: EAGLE
-(heads/eagle/) and block heads (heads/block/).
+"""What heads share that run decoder layers of their own on tapped features of the target:
+EAGLE (heads/eagle/) and block heads (heads/block/).
 
 Shape letters: T positions of all rows, n predicted tokens, D width, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from outrider.decode.target import Target
-from outrider.heads import vocab
+from outrider.heads import shapes, vocab
 from outrider.heads.base import Head
 from outrider.heads.config import LayeredConfig as LayeredConfig
 from outrider.heads.layers.init import reset_weights, start_norm
-from outrider.heads.layers.saved import LayeredSaved
 from outrider.heads.layers.shape import LayerShape, as_made, layer_config
+from outrider.heads.limits import MOST_DEPTH
+from outrider.heads.saved import Saved
 from outrider.heads.teacher import TeacherFn, target_distribution
 
 
+@dataclass(kw_only=True)
+class LayeredSaved(Saved):
+    """See Saved. layer: shape of the draft layers. final: number of the target's hidden
+    state behind its final norm. reads_table: false in heads of version 0.1, which read what
+    the target's own layers read of a token."""
+
+    config: Any
+    layer: LayerShape
+    vocab_size: int
+    taps: list[int]
+    final: int
+    tap_convention: str = ""
+    reads_table: bool = False
+
+    def fits(self, target: Target) -> list[str]:
+        """See Saved."""
+        deep, size = target.num_layers, self.config.draft_vocab or self.vocab_size
+        found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
+        found = found or shapes.problems(self.calibration, MOST_DEPTH, size)
+        found += self.layer.fits(target, self.config.layers, "layer")
+        if not self.reads_table and vocab.scales(target):
+            found.append(
+                "reads_table: false; version 0.1 trained it on what the target makes of embeddings"
+            )
+        if self.final != deep:
+            found.append(f"final: {self.final}, the target has {deep} layers")
+        return found
+
+
 class LayeredHead(Head):
-    """net: the network, a `Net`, with the transformers config of its layers. taps: what it reads.
-    final: number of the target's last hidden state. Embeddings are rows of the target's table, as
-    engines have them."""
+    """net: the network, a `Net`, with the transformers config of its layers. taps: what it
+    reads. final: number of the target's last hidden state. Embeddings are rows of the
+    target's table, as engines have them."""
 
     Net: ClassVar[type[Any]]
     Saved: ClassVar[type[LayeredSaved]] = LayeredSaved
@@ -35,8 +65,8 @@ class LayeredHead(Head):
     def __init__(
         self, cfg: Any, layer: dict[str, Any], taps: tuple[int, ...], vocab_size: int, final: int
     ) -> None:
-        """With weights that mean nothing yet. layer: keys of a LlamaConfig, which hold whatever
-        `cfg` says of them."""
+        """With weights that mean nothing yet. layer: keys of a LlamaConfig, which hold
+        whatever `cfg` says of them."""
         cfg = as_made(cfg, layer)
         super().__init__(cfg)
         self.net = self.Net(cfg, layer, len(taps), vocab_size)
@@ -101,12 +131,13 @@ class LayeredHead(Head):
 
     @classmethod
     def choose_taps(cls, target: Target, cfg: Any) -> tuple[int, ...]:
-        """The taps of a fresh head. Raises UserError for some that the target does not have."""
+        """The taps of a fresh head. Raises UserError for some that the target does not
+        have."""
         raise TypeError("a subclass defines it")
 
     def start(self, target: Target, counts: Tensor | None) -> None:
-        """Give a fresh head of random weights a better start. counts: see Head.for_target."""
-        raise TypeError("a subclass defines it")
+        """Give a fresh head of random weights a better start. counts: see for_target. Default:
+        none."""
 
     @torch.no_grad()
     def start_output(self, target: Target) -> None:
@@ -127,9 +158,9 @@ class LayeredHead(Head):
     def distribution(
         self, target: Target, last: Tensor, source: Tensor, place: Tensor
     ) -> TeacherFn:
-        """The target's distribution of n tokens, from its last features `last` [T, D]. source: [n]
-        int64, the row before each token. place: [n] int64, the token in the draft vocabulary, -1
-        outside."""
+        """The target's distribution of n tokens, from its last features `last` [T, D].
+        source: [n] int64, the row before each token. place: [n] int64, the token in the
+        draft vocabulary, -1 outside."""
         mask, ids = self.cfg.loss.mask, self.ids()
         top_k = getattr(self.cfg, "top_k", 0)
         return target_distribution(

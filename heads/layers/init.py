@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from outrider.decode.target import Target
-from outrider.heads.layers.modules import RMSNorm
+from outrider.heads.layers.layer import RMSNorm
 
 SPREAD = 1.5  # of a fresh head's logits
 
 
 def backbone(target: Target) -> Any:
-    """The target's layers with their final norm; of a model that also sees, the language part."""
+    """The target's layers with their final norm; of a model that also sees, the language
+    part."""
     body = target.model.base_model
     return getattr(body, "language_model", body)
 

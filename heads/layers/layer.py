@@ -1,10 +1,10 @@
-"""The decoder layer of EAGLE drafters: transformers' own Llama classes, shaped after the
-target, with wide projections.
+"""The decoder layer of EAGLE drafters, and what all draft layers are made of: linear layers
+and norms over float32 master weights, each in the dtype of its input, and rotary positions.
 
-Serving engines run a Llama-style layer whatever the target is, so that is what is trained:
-head count, head size, grouping, rotary base and scaling and norm epsilon are the target's, the
-MLP's width and activation keys of the head (heads/layers/shape.py); there is no bias. Weights are
-float32; every module computes in the dtype of its input.
+Serving engines run a Llama-style layer whatever the target is, so that is what is trained,
+by transformers' own Llama classes: head count, head size, grouping, rotary base and scaling
+and norm epsilon are the target's, the MLP's width and activation keys of the head
+(heads/layers/shape.py); there is no bias.
 
 Shape letters: B rows, T positions, n rows of a packed pass, D width, H query heads, hd head
 size.
@@ -14,24 +14,62 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
 )
 
-from outrider.heads.layers.modules import RMSNorm, owned, take
-from outrider.heads.layers.rope import Rope
+Rope = tuple[Tensor, Tensor]  # cos, sin, each [.., hd]
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes in its input's dtype. Under autocast, which keeps the cast
+    weights for all steps of a pass, that does it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., in] -> [.., out], in x's dtype."""
+        if torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class RMSNorm(LlamaRMSNorm):
+    """LlamaRMSNorm; statistics in float32 or better."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[.., D] -> [.., D], in the input's dtype."""
+        x, weight, eps = hidden_states, self.weight.to(hidden_states.dtype), self.variance_epsilon
+        if not torch.is_grad_enabled():
+            return F.rms_norm(x, weight.shape, weight, eps)
+        # On CPUs the backward pass of F.rms_norm takes half as long again.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        return x * (norm.square() / x.shape[-1] + eps).rsqrt().to(x.dtype) * weight
+
+
+def in_input_dtype(module: nn.Module) -> nn.Module:
+    """Replace the linear layers of a transformers module by new ones that compute in their
+    input's dtype, in place."""
+    for name, child in list(module.named_children()):
+        if type(child) is nn.Linear:
+            own = Linear(child.in_features, child.out_features, child.bias is not None)
+            setattr(module, name, own)
+        else:
+            in_input_dtype(child)
+    return module
 
 
 class DraftLayer(nn.Module):
     """One layer. wide: the attention reads 2 D (normed embedding beside normed feature:
-    EAGLE-3's first layer).
-
-    norm: the input norm of an ordinary layer; absent in EAGLE-1's first layer, and a wide
-        layer is given its input.
-    """
+    EAGLE-3's first layer). norm: the input norm of an ordinary layer; absent in EAGLE-1's
+    first layer, and a wide layer is given its input."""
 
     def __init__(self, config: LlamaConfig, index: int, wide: bool, norm: bool) -> None:
         super().__init__()
@@ -39,13 +77,10 @@ class DraftLayer(nn.Module):
         self.self_attn = LlamaAttention(config, index)
         if wide:
             for name in ("q_proj", "k_proj", "v_proj"):
-                setattr(
-                    self.self_attn,
-                    name,
-                    nn.Linear(2 * width, getattr(self.self_attn, name).out_features, bias=False),
-                )
-        owned(self.self_attn)
-        self.mlp = owned(LlamaMLP(config))
+                size = getattr(self.self_attn, name).out_features
+                setattr(self.self_attn, name, nn.Linear(2 * width, size, bias=False))
+        in_input_dtype(self.self_attn)
+        self.mlp = in_input_dtype(LlamaMLP(config))
         self.input_layernorm = RMSNorm(width, eps) if norm else None
         self.post_attention_layernorm = RMSNorm(width, eps)
 
@@ -53,12 +88,43 @@ class DraftLayer(nn.Module):
         self, residual: Tensor, x: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """residual [.., D], x [.., D or 2 D]; keep: flat row numbers [n] that go on after the
-        attention: [n, D].
-        """
+        attention: [n, D]."""
         attended = self.self_attn(hidden_states=x, position_embeddings=rope, **kwargs)[0]
         if keep is not None:
             residual, attended = (
-                take(t.reshape(-1, t.shape[-1]), keep) for t in (residual, attended)
+                t.flatten(0, -2).index_select(0, keep) for t in (residual, attended)
             )
         residual = residual + attended
         return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class DraftNet(nn.Module):
+    """A network of draft layers. config: theirs, of the keys `shape` of a LlamaConfig
+    (heads.layers.shape.layer_config)."""
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = LlamaConfig(**shape)
+
+    def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
+        """cos and sin [length, hd] of positions 0 .. length - 1."""
+        return rope_table(self.config, length, dtype, device)
+
+
+def run_layers(
+    layers: nn.ModuleList, residual: Tensor, x: Tensor, rope: Rope, keep: Tensor | None, **kw: Any
+) -> Tensor:
+    """Run DraftLayers; residual and x are the first one's, `keep` the last one's."""
+    for i, layer in enumerate(layers):
+        if i:
+            x = layer.input_layernorm(residual)  # type: ignore[operator]
+        residual = layer(residual, x, rope, keep if i == len(layers) - 1 else None, **kw)
+    return residual
+
+
+def rope_table(config: LlamaConfig, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
+    """cos and sin [length, hd] of positions 0 .. length - 1."""
+    rotary = LlamaRotaryEmbedding(config).to(device)
+    positions = torch.arange(length, device=device)[None]
+    cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), positions)
+    return cos[0], sin[0]

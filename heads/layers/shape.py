@@ -1,5 +1,5 @@
-"""The shape of draft layers: after a target and the keys of a head, and as a file tells it, every
-value checked before anything of its size is made.
+"""The shape of draft layers: after a target and the keys of a head, and as a file tells it,
+every value checked before anything of its size is made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.conf.rules import BelowOne
 from outrider.conf.typed import SHORT
 from outrider.decode.target import Target
 from outrider.heads.config import LayerKeys as LayerKeys
-from outrider.heads.layers.rope import rope_table
+from outrider.heads.layers.layer import rope_table
 from outrider.heads.limits import Count, Layers
 
 WIDEST_HEAD = 1 << 16  # rotary positions are tried at this width
@@ -76,7 +76,8 @@ def layer_config(target: Target, layers: int, keys: LayerKeys) -> dict[str, Any]
 
 
 def _inner(config: Any, width: int) -> int:
-    """Width of the MLP of a draft layer after a target's config. width: of its hidden states."""
+    """Width of the MLP of a draft layer after a target's config. width: of its hidden
+    states."""
     names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     inner = _first(config, *names, default=4 * width)
     inner = max(map(int, inner)) if isinstance(inner, list | tuple) else int(inner)  # Gemma 3n

@@ -1,2 +1,2 @@
-"""Heads on the target's last feature that guess one token each: Medusa, all side by side, and Hydra
-heads, each after the tokens before its own."""
+"""Heads on the target's last feature that guess one token each: Medusa, all side by side,
+and Hydra heads, each after the tokens before its own."""

@@ -65,7 +65,8 @@ class ParallelHead(Head):
 
     @classmethod
     def build(cls, target: Target, cfg: Any) -> Self:
-        """The module for a target with every block at its start, the projection still empty."""
+        """The module for a target with every block at its start, the projection still
+        empty."""
         return cls(cfg, target.hidden_size, target.vocab_size, target.num_layers, target.device)
 
     @classmethod
@@ -98,8 +99,9 @@ class ParallelHead(Head):
         }
 
     def _lm_rows(self, target: Target) -> Tensor:
-        """The LM head's rows of the draft vocabulary with the final scale inside; a softcap or
-        a bias is left out (a softcap keeps the order of tokens, which is what a draft needs)."""
+        """The LM head's rows of the draft vocabulary with the final scale inside; a softcap
+        or a bias is left out (a softcap keeps the order of tokens, which is what a draft
+        needs)."""
         ids = self.ids()
         rows = target.lm_head_weight if ids is None else target.lm_head_weight[ids]
         return rows.detach() if target.head.scale == 1 else rows.detach() * target.head.scale
@@ -161,7 +163,8 @@ class ParallelHead(Head):
 
     def _reads(self, batch: Batch, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For each supervised token: its place in the draft vocabulary [n], which heads can
-        see it [K, n], and the flat position that head i reads, i + 2 before the token: [K, n]."""
+        see it [K, n], and the flat position that head i reads, i + 2 before the token: [K,
+        n]."""
         place = vocab.places(self.ids(), batch.ids.reshape(-1)[flat])
         back = torch.arange(2, self.cfg.heads + 2, device=flat.device)[:, None]
         return place, batch.depth()[flat] >= back, (flat - back).clamp(min=0)

@@ -95,7 +95,8 @@ class HydraDrafter(LastFeature):
         self.prefix = None if head.prefix is None else PrefixState(head.prefix, target, form.depth)
 
     def reset(self, rows: int, max_len: int) -> None:
-        """Forget every row; the prefix layers make room for `rows` rows of `max_len` tokens."""
+        """Forget every row; the prefix layers make room for `rows` rows of `max_len`
+        tokens."""
         super().reset(rows, max_len)
         if self.prefix is not None:
             self.prefix.reset(rows, max_len)

@@ -19,8 +19,7 @@ from outrider.decode import attention
 from outrider.decode.target import Target
 from outrider.heads.batch import Batch
 from outrider.heads.layers.cache import CachedNet
-from outrider.heads.layers.layer import DraftLayer
-from outrider.heads.layers.rope import DraftNet, Rope
+from outrider.heads.layers.layer import DraftLayer, DraftNet, Rope, run_layers
 
 
 class Prefix(DraftNet):
@@ -47,18 +46,10 @@ class Prefix(DraftNet):
         self, x: Tensor, rope: Rope, keep: Tensor, mask: Tensor | None = None, cache: Any = None
     ) -> Tensor:
         """Features [B, T, D] -> [n, D] at the flat rows `keep` [n], distinct."""
-        last = len(self.layers) - 1
-        for i, layer in enumerate(self.layers):
-            normed = layer.input_layernorm(x)  # type: ignore[operator]
-            x = layer(
-                x,
-                normed,
-                rope,
-                keep if i == last else None,
-                attention_mask=mask,
-                past_key_values=cache,
-            )
-        return x
+        normed = self.layers[0].input_layernorm(x)  # type: ignore[operator]
+        return run_layers(
+            self.layers, x, normed, rope, keep, attention_mask=mask, past_key_values=cache
+        )
 
     def at(self, feats: Tensor, reads: Tensor, batch: Batch) -> Tensor:
         """feats [B, T, D] of `batch`; flat rows `reads` [K, n], in any order and number -> [K,

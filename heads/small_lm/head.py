@@ -16,11 +16,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from outrider.conf.errors import UserError, first_line
@@ -34,7 +38,6 @@ from outrider.heads.batch import Batch, LossOut
 from outrider.heads.limits import MOST, MOST_DEPTH, MOST_LAYERS
 from outrider.heads.losses import Taught, chunked_loss
 from outrider.heads.names import DraftSpec
-from outrider.heads.recompute import layers_recomputed
 from outrider.heads.saved import Saved, differing
 from outrider.heads.small_lm.config import SmallLMConfig
 from outrider.heads.small_lm.cut import aliases, chosen_layers, cut, empty
@@ -276,8 +279,16 @@ class SmallLM(Head):
             "use_cache": False,
             "return_dict": True,
         }
-        with layers_recomputed(body, self.cfg.activation_checkpointing):
-            return torch.func.functional_call(body, cast, kwargs=kwargs).last_hidden_state  # type: ignore[no-any-return]
+        layers: list[nn.Module] = []
+        if self.cfg.activation_checkpointing and torch.is_grad_enabled():
+            layers = [m for m in body.modules() if isinstance(m, GradientCheckpointingLayer)]
+        for layer in layers:
+            layer.forward = partial(_recomputed, layer)  # type: ignore[method-assign]
+        try:
+            return functional_call(body, cast, kwargs=kwargs).last_hidden_state  # type: ignore[no-any-return]
+        finally:
+            for layer in layers:
+                del layer.forward
 
     @torch.no_grad()
     def forced(
@@ -380,6 +391,30 @@ class SmallLM(Head):
                 "missing or unknown"
             )
         return found
+
+
+class _Layer(nn.Module):
+    """A layer by the forward pass of its class."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.layer).forward(self.layer, *args, **kwargs)
+
+
+def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer that keeps its inputs alone: the backward pass runs it again with the weights
+    that it has now, which functional_call has put there for a while, and the same dropout."""
+    weights: dict[str, Tensor] = {
+        f"layer.{name}": weight for name, weight in layer.named_parameters()
+    }
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return functional_call(_Layer(layer), weights, args, kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 def _absurd(model: dict[str, Any], key: str = "model") -> list[str]:

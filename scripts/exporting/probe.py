@@ -24,8 +24,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads import vocab
 from outrider.heads.base import Batch, Head
-from outrider.heads.eagle.eagle1 import Eagle1Head
-from outrider.heads.eagle.head import Eagle3Head, EagleHead
+from outrider.heads.eagle.head import Eagle1Head, Eagle3Head, EagleHead
 from outrider.heads.medusa.head import MedusaHead
 from outrider.scripts.exporting.config import AS_WRITTEN as AS_WRITTEN
 

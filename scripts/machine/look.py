@@ -23,7 +23,7 @@ from outrider.conf.errors import UserError, first_line
 from outrider.decode.models.arithmetic import bfloat16_on_cpu
 from outrider.decode.models.identity import cache_root
 from outrider.decode.models.memory import available
-from outrider.heads.layers import kernels
+from outrider.heads.layers import attention as ttt
 from outrider.scripts.common import files
 from outrider.train.accelerator import launched, refusals
 from outrider.train.config import TRACKERS
@@ -142,13 +142,13 @@ def attention(device: str, dtype: str) -> ReportPart:
     elif not bfloat16_on_cpu():
         part.facts.append("no instructions for bfloat16: dtype=auto is float32 here")
     query = torch.empty(1, 2, 128, device=device, dtype=getattr(torch, dtype))
-    taken = kernels.kernel_for(query, query)
-    known = {id(kernels.CPU): "the CPU's flash kernel", id(kernels.FLASH): "flash attention"}
+    taken = ttt.kernel_for(query)
+    known = {id(ttt.CPU): "the CPU's flash kernel", id(ttt.FLASH): "flash attention"}
     part.facts.append(
         f"training-time test: {known.get(id(taken), 'dense blocks, document by document')} in "
         f"{dtype}"
     )
-    if device.startswith("cuda") and taken is not kernels.FLASH:
+    if device.startswith("cuda") and taken is not ttt.FLASH:
         part.facts.append("flash attention needs float16 or bfloat16 on a GPU from 8.0 on")
     return part
 

@@ -109,7 +109,7 @@ def test_training_steps_equal_incremental_decoding(changes: dict) -> None:
     target = target_of(dtype=torch.float64)
     head = head_of(target, steps=4, **{"depth": 4, **changes}).double()
     batch = batch_of([13, 9])
-    places = head.places(batch)
+    places = head.planned(batch)
     (_, hidden), flat, valid = head._unroll(batch, target, places), places.flat, places.valid
     seen = 0
     for b, length in enumerate([13, 9]):
@@ -149,7 +149,7 @@ def test_a_chain_is_what_training_predicts(changes: dict) -> None:
         )
         whole = torch.cat([ids, tree.tokens[0]])[None]
         batch = Batch(whole, whole >= 0, torch.arange(13)[None] >= 9, torch.tensor([0]))
-        _, hidden = head._unroll(batch, target, head.places(batch))
+        _, hidden = head._unroll(batch, target, head.planned(batch))
         for step, h in enumerate(hidden):
             place = (head.net.read(h[step]) @ head.projection(target).T).argmax()
             assert head.ids()[place] == tree.tokens[0, step]  # type: ignore[index]
@@ -200,7 +200,7 @@ def test_a_tree_inside_a_window_is_what_training_predicts(
                 on = torch.ones_like(text, dtype=torch.bool)
                 last = torch.arange(text.shape[1])[None] == text.shape[1] - 1
                 batch = Batch(text, on, last, torch.zeros(1, dtype=torch.int64))
-                _, hidden = head._unroll(batch, target, head.places(batch))
+                _, hidden = head._unroll(batch, target, head.planned(batch))
                 want = head.net.read(hidden[len(path)][0]) @ proj.T
                 torch.testing.assert_close(z, want, rtol=0, atol=1e-9)
                 compared += 1
@@ -256,7 +256,7 @@ def test_loss_gradient_is_that_of_a_plain_formula(kind: str) -> None:
     out.sum.backward()
     got = {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}
     head.zero_grad()
-    places = head.places(batch)
+    places = head.planned(batch)
     (last, hidden), flat, valid = head._unroll(batch, target, places), places.flat, places.valid
     ids = head.ids()
     place = vocab.places(ids, batch.ids.reshape(-1)[flat])

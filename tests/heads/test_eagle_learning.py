@@ -18,9 +18,8 @@ from outrider.decode.target import Target
 from outrider.heads import head_class, vocab
 from outrider.heads.batch import Batch
 from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.eagle.head import Eagle3Head
-from outrider.heads.eagle.noise import feature_noise
-from outrider.heads.layers.modules import RMSNorm
+from outrider.heads.eagle.head import Eagle3Head, feature_noise
+from outrider.heads.layers.layer import RMSNorm
 from outrider.heads.layers.shape import LayerKeys, layer_config
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
