@@ -1,20 +1,22 @@
 """Draft heads: modules that hang on a frozen target and learn to guess what it says next.
 
-The contract is heads.base.Head: `forward(batch, target)` is the training loss, summed, with
-its count; `forced` is what a draft would be on the text's own tokens; `drafter(target,
-draft)` makes a drafter over a copy of the weights, of the form that was asked for
-(names.DraftSpec, then decode.grow.Form); `for_target`, `config_json` and `from_json` make a
-head and bring it back. Vocabulary, calibration, disk and the distributions of the loss are
-the base's. The target is frozen.
+The contract is heads.base.Head:
 
-To add a head: docs/new-head.md, a folder with a subclass of Head (or of
-medusa.base.ParallelHead) and a YAML, here or in a package of one's own. Its `Drafts`, the
-class of its drafters, implements decode.grow.LevelSource.
+    for_target(target, cfg, counts)  a fresh head; its keys are a Config, its weights float32
+    forward(batch, target)           the training loss, summed, with its count
+    forced(batch, target, levels)    what a draft would be on the text's own tokens
+    drafter(target, draft)           a drafter over a copy of the weights, as names.DraftSpec asks
+    config_json() / from_json()      what rebuilds it (heads.checkpoint)
 
-A drafter's name is read by names.parse and nowhere else; drafters.requested adds what
-scripts/tune.py left, drafters.resolve_drafter makes the drafter. Not to be changed: the
-names of stored tensors and keys (tests/golden holds heads of earlier versions), and
-`forced` without `drafter` or the other way round (parity.py compares them).
+Vocabulary, calibration, disk and the target's distribution are the base's. `forced` and
+`drafter` must agree: parity.py compares them. To add a head: docs/new-head.md, a folder
+with a subclass of Head and a YAML, here or in a package of one's own, and a line in
+registry.py.
+
+What goes where: names.py reads a drafter's name, folders.py and hub.py find its files,
+checkpoint.py writes and reads them, tuned.py adds what scripts/tune.py left, drafters.py
+makes the drafter; layers/ is what heads with decoder layers share, interop/ other engines'
+formats.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.heads.base import Head
     from outrider.heads.batch import Batch, LossOut
-    from outrider.heads.checkpoint import save_head
+    from outrider.heads.checkpoint import load_head, save_head
     from outrider.heads.config import HeadConfig
     from outrider.heads.folders import find_head, head_folder, head_in
-    from outrider.heads.registry import head_class, kinds, load_head
+    from outrider.heads.registry import head_class, kinds
 
 __all__ = [
     "Batch",
@@ -43,16 +45,13 @@ __all__ = [
     "load_head",
     "save_head",
 ]
-
-# Where the names above stand: they are looked up when somebody asks, so that a module of keys
-# (heads.config and its kin) loads no torch.
-MODULES = ("config", "batch", "base", "folders", "checkpoint", "registry")
+# Where these stand: they are looked up when somebody asks, so that a module of keys loads no torch.
+MODULES = ("config", "registry", "folders", "batch", "base", "checkpoint")
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        for module in MODULES:
-            found = getattr(importlib.import_module(f"outrider.heads.{module}"), name, None)
-            if found is not None:
-                return found
+    for module in MODULES if name in __all__ else ():
+        found = importlib.import_module(f"outrider.heads.{module}")
+        if hasattr(found, name):
+            return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

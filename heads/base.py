@@ -24,7 +24,7 @@ from outrider.heads.batch import Batch, LossOut, moved
 from outrider.heads.config import HeadConfig as HeadConfig
 from outrider.heads.forced import ranks
 from outrider.heads.names import DraftSpec
-from outrider.heads.stored import Stored
+from outrider.heads.saved import Stored
 
 __all__ = ["Batch", "Head", "HeadConfig", "LossOut"]
 

@@ -15,12 +15,7 @@ from outrider.heads import hub
 from outrider.heads.names import CARD, HUB, NGRAM, NONE, DraftSpec
 
 # Folders of this tool, also where they are not made yet
-OURS = (
-    "runs",
-    "reports",
-    "exports",
-    "checkpoints",
-)
+OURS = ("runs", "reports", "exports", "checkpoints")
 
 
 def is_plain(path: str) -> bool:
@@ -35,9 +30,9 @@ def is_plain(path: str) -> bool:
 
 
 def head_in(path: str) -> Path | None:
-    """The head folder that `path` means: itself, or of a run folder head/ (final), else best/,
-    else the newest checkpoint. None when there is none. A head on the hub is fetched: raises
-    UserError where it cannot be."""
+    """Find the head folder that `path` means: itself, or of a run folder head/ (final),
+    else best/, else the newest checkpoint. None when there is none. A head on the hub is
+    fetched: raises UserError where it cannot be."""
     if path.startswith(HUB):
         return hub.head(path)
     folder = Path(path).expanduser()
@@ -48,35 +43,35 @@ def head_in(path: str) -> Path | None:
 
 
 def find_head(path: str) -> Path:
-    """As `head_in`. Raises UserError when there is none."""
+    """Do as `head_in`. Raises UserError when there is none."""
     try:
         place = head_in(path)
     except UserError as error:
         raise UserError(f"drafters: {error}") from None
     if place is not None:
         return place
+    fix = "give a run folder or a head folder"
     if is_plain(path):
-        raise UserError(
-            f"drafters: {path}: an ordinary language model, not a head that was trained here; give "
-            "a run folder or a head folder"
+        why = f"an ordinary language model, not a head that was trained here; {fix}"
+    elif Path(path).expanduser().is_dir():
+        why = (
+            f"the folder holds no head (no {CARD}, head/, best/ or checkpoints/); finish the "
+            "training run, or give another folder"
         )
-    if Path(path).expanduser().is_dir():
-        raise UserError(
-            f"drafters: {path}: the folder holds no head (no {CARD}, head/, best/ or "
-            "checkpoints/); finish the training run, or give another folder"
+    elif path.partition("@")[0] in (NONE, NGRAM):
+        why = f"has no weights; {fix}"
+    else:
+        near = f"did you mean {found}? or " if (found := _near(path)) else ""
+        why = (
+            f"neither none, ngram nor an existing folder; {near}{fix}, or a model with the "
+            "target's tokenizer"
         )
-    if path.partition("@")[0] in (NONE, NGRAM):
-        raise UserError(f"drafters: {path}: has no weights; give a run folder or a head folder")
-    near = f"did you mean {found}? or " if (found := _near(path)) else ""
-    raise UserError(
-        f"drafters: {path}: neither none, ngram nor an existing folder; {near}give a run folder, "
-        "a head folder, or a model with the target's tokenizer"
-    )
+    raise UserError(f"drafters: {path}: {why}")
 
 
 def no_head(path: str) -> list[str]:
-    """What is said where no head lies at `path`, for who starts from one; [] for "", and
-    for the hub, which is not asked."""
+    """Say that no head lies at `path`, for who starts from one; [] for "", and for the hub,
+    which is not asked."""
     if not path or path.startswith(HUB) or head_in(path) is not None:
         return []
     return [
@@ -86,9 +81,9 @@ def no_head(path: str) -> list[str]:
 
 
 def for_another(path: str, cfg: TargetConfig) -> str:
-    """What is said of a head at `path` whose card names another target than `cfg`, which
-    would have been fetched; "" for any other drafter, and for the hub, which is not asked
-    for heads."""
+    """Say that the card of the head at `path` names another target than `cfg`, which would
+    have been fetched; "" for any other drafter, and for the hub, which is not asked for
+    heads."""
     place = None if path in (NONE, NGRAM) or path.startswith(HUB) else head_in(path)
     try:
         card = json.loads((place / CARD).read_bytes()) if place else {}
@@ -100,7 +95,7 @@ def for_another(path: str, cfg: TargetConfig) -> str:
 
 
 def other_target(path: Path | str, differs: str) -> str:
-    """The line about a head of another target."""
+    """Return the line about a head of another target."""
     return (
         f"{path}: the head was trained for another target ({differs}); use the target it names, "
         "train a head for this one, or set target.allow_other=true where tokenizer and widths are "
@@ -109,7 +104,7 @@ def other_target(path: Path | str, differs: str) -> str:
 
 
 def head_folder(draft: DraftSpec) -> Path | None:
-    """The folder of the head that `draft` asks for; None where it asks for no head: none,
+    """Find the folder of the head that `draft` asks for; None where it asks for no head: none,
     ngram, a plain model.
 
     Raises UserError for a folder that holds none of these.

@@ -1,12 +1,13 @@
 """How drafters are named: SOURCE[@chain[:K]|@tree[:N]][@adaptive], read in this one place.
 
 SOURCE is none, ngram, a folder (of a run, a head or a model), a head on the hub
-(hub:OWNER/NAME[@REVISION], heads.hub) or the Hugging Face repository of an ordinary model. K are
-levels, N nodes. A folder may have "@" in its path: of all readings, the longest source that exists
-counts.
+(hub:OWNER/NAME[@REVISION], heads.hub) or the Hugging Face repository of an ordinary model.
+K are levels, N nodes. A folder may have "@" in its path: of all readings, the longest
+source that exists counts.
 
-A+B joins the drafts of two drafters or more into one tree (decode.union). @adaptive may stand
-behind any of them and applies to all together. A "+" within a path that exists belongs to the path.
+A+B joins the drafts of two drafters or more into one tree (decode.union). @adaptive may
+stand behind any of them and applies to all together. A "+" within a path that exists
+belongs to the path.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class DraftSpec:
         return self.parts or (self,)
 
     def __str__(self) -> str:
-        """Return the name that `parse` reads as this draft; what no name can say is left out."""
+        """Return the name that `parse` reads as this draft; what no name can say is left
+        out."""
         size = self.depth if self.shape == "chain" else self.nodes
         shape = f"@{self.shape}" if self.shape else ""
         sized = f":{size}" if shape and size else ""

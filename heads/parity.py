@@ -6,23 +6,19 @@ before, a cache that keeps what it should forget, a wrong draft vocabulary, a he
 saved without a part. Each makes two computations differ that must agree, so both are run on
 the same text, the target's own greedy answers to some prompts:
 
-- *free-running*: the real engine with a chain drafter; in each cycle the drafter goes on from
-its own outputs;
+- *free-running*: the real engine with a chain drafter, which goes on from its own outputs;
 - *teacher-forced*: the training pass over the finished answers (heads/forced.py), for drafts
   of the same depth. What a chain accepts at T = 0 is a function of the text before it, so
-  stepping through the answer by what the training pass accepts must give the cycles of the
-  engine, one by one. The mean over *all* places is another figure: a cycle starts behind a
-  mistake of the drafter, where the text is harder;
+  stepping through the answer by what the training pass accepts must give the engine's cycles;
 - *reloaded*: the engine with the head as it was saved and read back.
 
 Compared are the distributions that drafts are drawn from: at some cycles of a short run at
 T = 1 the training pass is given the drafted chain and must have the same distribution at
-every level, whether the target accepts the tokens or not. And what the greedy cycles
-accepted, one by one, except where the training pass prefers one token over another by no
-more than rounding. In float32 one difference fails the gate; in 16 bits the distributions
-may be DISTRIBUTION apart on average, a later level not much more than the first, and a
-small share of the cycles may differ. The accepted lengths may differ by no more than the
-paired interval over prompts, or SLACK.
+every level. And what the greedy cycles accepted, one by one, except where the training pass
+prefers one token over another by no more than rounding. In float32 one difference fails the
+gate; in 16 bits the distributions may be DISTRIBUTION apart on average, a later level not
+much more than the first, and a small share of the cycles may differ. The accepted lengths
+may differ by no more than the paired interval over prompts, or SLACK.
 
 Shape letters: S levels of a draft, P prompts.
 """
@@ -80,7 +76,6 @@ class Parity:
     prompts: int
     cycles: int = 0
     lengths: dict[str, stats.Interval] = field(default_factory=dict)
-    every_place: float | None = None
     # Per level: total variation, mean and largest.
     distance: list[list[float]] = field(default_factory=list)
     identical: bool | None = None  # the reloaded head wrote the very same drafts
@@ -92,7 +87,7 @@ class Parity:
         return not self.problems
 
     def json(self) -> dict[str, Any]:
-        """Plain values for metrics.jsonl and reports."""
+        """Return plain values for metrics.jsonl and reports."""
         lengths = {k: v.json() for k, v in self.lengths.items()} if self.cycles else {}
         return {
             "passed": self.passed,
@@ -100,51 +95,43 @@ class Parity:
             "prompts": self.prompts,
             "cycles": self.cycles,
             "accepted_length": lengths,
-            "every_place": self.every_place,
             "law_distance": self.distance,
             "reload_identical": self.identical,
             "problems": self.problems,
         }
 
     def line(self) -> str:
-        """A gate that passed, for people who read of many."""
-        lengths = ", ".join(
-            f"{found.mean:.3f} {name.replace('_', '-')}" for name, found in self.lengths.items()
-        )
+        """Return a line about a gate that passed, for people who read of many."""
+        each = [f"{found.mean:.3f} {_shown(name)}" for name, found in self.lengths.items()]
         return (
-            f"parity passed: accepted length {lengths} (chain of {self.depth}, T = 0, "
+            f"parity passed: accepted length {', '.join(each)} (chain of {self.depth}, T = 0, "
             f"{self.prompts} prompts, {self.cycles} cycles)"
         )
 
     def lines(self) -> list[str]:
-        """The table for people."""
+        """Return the table for people."""
+        what = f"parity, chain of {self.depth}, T = 0, {self.prompts} prompts"
         if not (self.cycles or self.problems):
-            return [
-                f"parity, chain of {self.depth}, T = 0, {self.prompts} prompts: every answer "
-                "ended before a whole draft fitted in; nothing was compared"
-            ]
-        out = [
-            f"parity, chain of {self.depth}, T = 0, {self.prompts} prompts, "
-            f"{self.cycles} cycles; accepted length:"
-        ]
-        about = {
-            "teacher_forced": "the training pass over the same answers",
-            "free_running": "decoded by the engine",
-            "reloaded": "the same after save and reload",
-        }
+            why = "every answer ended before a whole draft fitted in; nothing was compared"
+            return [f"{what}: {why}"]
+        out = [f"{what}, {self.cycles} cycles; accepted length:"]
         for name, found in self.lengths.items():
             spread = f" [{found.low:.3f}, {found.high:.3f}]" if found.low is not None else ""
-            out.append(f"  {name.replace('_', '-'):<15} {found.mean:.3f}{spread}  {about[name]}")
+            out.append(f"  {_shown(name):<15} {found.mean:.3f}{spread}")
         if self.distance:
             out.append(
                 "  drafted distributions against the training pass's, total variation: "
                 f"{_by_level(self.distance)}"
             )
-        return [
-            *out,
-            *(f"  FAILED: {p}" for p in self.problems),
-            *([] if self.problems else ["  passed"]),
-        ]
+        return out + ([f"  FAILED: {p}" for p in self.problems] or ["  passed"])
+
+
+def _shown(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _by_level(distance: list[list[float]]) -> str:
+    return ", ".join(f"level {i + 1} {mean:.3f}" for i, (mean, _) in enumerate(distance))
 
 
 class _Witness(Wrapped):
@@ -200,7 +187,6 @@ def check(
     Raises UserError when the saved head cannot be read.
     """
     head.eval()
-    room = room or PassLimits()
     depth = int(head.drafter(target, DraftSpec(shape="chain")).max_depth)
     # Cycles at the end of an answer are cut: of shorter ones none would be left to compare.
     limit = max(max_new_tokens, FEWEST * (depth + 1))
@@ -209,60 +195,124 @@ def check(
     found = Parity(depth, len(requests))
     if not requests:
         return found
-    runs = {"free_running": _decode(head, target, requests, batch_size)}
-    again = reload() if reload else None
-    if again is not None:
+    run = _Run(head, target, requests, room or PassLimits(), batch_size, depth)
+    generations = run.answers(head)
+    run.compare(found, "free_running", head, generations)
+    if reload:
+        again = reload()
         found.problems += _lost(head, again)
-        runs["reloaded"] = _decode(again, target, requests, batch_size)
-        found.identical = runs["reloaded"] == runs["free_running"]
-    for name, generations in runs.items():
-        texts = [(g.prompt_ids, g.token_ids) for g in generations]
-        if name == "reloaded" and found.identical:
-            found.lengths[name] = found.lengths["free_running"]
-            continue
-        tables = _judged(head, target, texts, room, depth)
-        if tables is None:  # a head without a teacher-forced pass: only the reload can be compared
-            found.cycles = found.cycles or sum(len(g.cycles) for g in generations)
-            found.lengths[name] = stats.accepted_length([stats.split(g).clean for g in generations])
-            found.problems += ["the reloaded head drafts other tokens"] * (name == "reloaded")
-            continue
-        replayed = _replayed(tables, generations, depth)
-        clean = [[stats.split(g).clean for g in side] for side in (replayed, generations)]
-        if name == "free_running":
-            found.cycles = sum(map(len, clean[1]))
-            found.lengths["teacher_forced"] = stats.accepted_length(clean[0])
-            found.every_place = _every_place(tables, generations, depth)
-        found.lengths[name] = stats.accepted_length(clean[1])
-        decoding = head if name == "free_running" or again is None else again
-        distance, lost = _distribution_distance(head, decoding, target, requests, room, batch_size)
-        found.distance = distance if name == "free_running" else found.distance
-        found.problems += _verdict(
-            name, clean, distance, _contradictions(tables, generations), target
-        )
-        found.problems += _uncompared(name, _blind(tables, generations), lost)
+        other = run.answers(again)
+        found.identical = other == generations
+        if found.identical:
+            found.lengths["reloaded"] = found.lengths["free_running"]
+        else:
+            run.compare(found, "reloaded", again, other)
     return found
 
 
-def _every_place(
-    tables: Sequence[Forced], generations: Sequence[Generation], depth: int
-) -> float | None:
-    """Accepted length of drafts that begin at every token of the answers; None without any."""
-    places = torch.cat(
-        [t.hit[1 : len(g.token_ids) - depth] for t, g in zip(tables, generations, strict=True)]
-    )
-    return 1 + float(places.cumprod(1).sum(1).double().mean()) if len(places) else None
+@dataclass(frozen=True)
+class _Run:
+    """What is asked of `head` and its target. depth: of its chain."""
 
+    head: Head
+    target: Target
+    requests: list[Request]
+    room: PassLimits
+    batch_size: int
+    depth: int
 
-def _decode(
-    head: Head, target: Target, requests: list[Request], batch_size: int
-) -> list[Generation]:
-    return generate(
-        target,
-        head.drafter(target, DraftSpec(shape="chain")),
-        requests,
-        Sampling(),
-        batch_size=batch_size,
-    ).generations
+    def decode(
+        self, drafter: Drafter, requests: list[Request], sampling: Sampling
+    ) -> list[Generation]:
+        """Answer by the engine."""
+        run = generate(self.target, drafter, requests, sampling, batch_size=self.batch_size)
+        return run.generations
+
+    def answers(self, head: Head) -> list[Generation]:
+        """Answer greedily with the drafter of `head`."""
+        drafter = head.drafter(self.target, DraftSpec(shape="chain"))
+        return self.decode(drafter, self.requests, Sampling())
+
+    def compare(
+        self, found: Parity, name: str, decoding: Head, generations: list[Generation]
+    ) -> None:
+        """Compare what `decoding` drafted, as the engine's run `name`, with the training
+        pass."""
+        clean = [stats.split(g).clean for g in generations]
+        found.cycles = found.cycles or sum(map(len, clean))
+        tables = self._tables(generations)
+        if tables is None:  # a head without a teacher-forced pass: only the reload can be compared
+            found.lengths[name] = stats.accepted_length(clean)
+            found.problems += ["the reloaded head drafts other tokens"] * (name == "reloaded")
+            return
+        judged = _Judged(self.depth)
+        for table, generation in zip(tables, generations, strict=True):
+            judged.add(table, generation)
+        distance, lost = self._distance(decoding)
+        if name == "free_running":
+            found.lengths["teacher_forced"] = stats.accepted_length(judged.clean)
+            found.distance = distance
+        found.lengths[name] = stats.accepted_length(clean)
+        who = "the drafter" if name == "free_running" else "the saved and reloaded head"
+        found.problems += _verdict(who, clean, distance, judged, self.target)
+        if judged.blind or lost:
+            found.problems.append(
+                f"the training pass gave nothing for {judged.blind} cycles and {lost} drafted "
+                f"tokens of {who}, so they were not compared"
+            )
+
+    def _tables(self, generations: list[Generation]) -> list[Forced] | None:
+        """Per answer the tables [n, S], row k: the draft that follows after k generated
+        tokens; None when the head has no teacher-forced pass."""
+        if type(self.head).forced is Head.forced:
+            return None
+        out: list[Forced] = []
+        texts = [([*g.prompt_ids, *g.token_ids], len(g.prompt_ids)) for g in generations]
+        for rows, batch in _batches(texts, self.target, self.room):
+            found = judge(self.head, batch, self.target, self.depth)
+            for b, i in enumerate(rows):
+                part = slice(texts[i][1], len(texts[i][0]))
+                out.append(Forced(*(t[b, part].cpu() for t in (found.hit, found.sure, found.seen))))
+        return out
+
+    @torch.no_grad()
+    def _distance(self, decoding: Head) -> tuple[list[list[float]], int]:
+        """Per level [mean, largest] total variation between the distributions that the
+        drafter of `decoding` draws from at T = 1 and those of the training pass over the
+        drawn tokens, [] when the drafter states none; and how many of these the training
+        pass did not give."""
+        head, target, depth = self.head, self.target, self.depth
+        witness = _Witness(decoding.drafter(target, DraftSpec(shape="chain")))
+        # Some rows leave earlier, so that the state of the others is moved.
+        short = [
+            replace(r, max_new_tokens=min(r.max_new_tokens, (2 + i % 2) * (depth + 2)))
+            for i, r in enumerate(self.requests)
+        ]
+        rows, distributions = [], []
+        answers = self.decode(witness, short, Sampling(temperature=1.0))  # type: ignore[arg-type]
+        for answer, kept in zip(answers, witness.kept, strict=True):
+            for cycle, tokens, distribution in kept:
+                before = [*answer.prompt_ids, *answer.token_ids[: answer.cycles[cycle].start]]
+                rows.append(([*before, *tokens], len(before)))
+                distributions.append(distribution)
+        found: list[list[float]] = [[] for _ in range(depth)]
+
+        def spread(distribution: Tensor, ids: Tensor | None) -> Tensor:
+            """Over all target tokens what a distribution says of the draft vocabulary."""
+            if ids is None:
+                return distribution
+            return distribution.new_zeros(target.vocab_size).index_copy_(0, ids.cpu(), distribution)
+
+        for part, batch in _batches(rows, target, self.room):
+            first = [b * batch.ids.shape[1] + rows[i][1] for b, i in enumerate(part)]
+            starts = torch.tensor(first, device=target.device)
+            for flat, level, z in head.forced(batch, target, depth):
+                for j, b in (flat[:, None] - level == starts).nonzero().tolist():
+                    p = spread(z[j].double().softmax(-1).cpu(), head.ids())
+                    q = spread(distributions[part[b]][level].double(), witness.vocab)
+                    found[level].append(float((p - q).abs().sum()) / 2)
+        lost = len(rows) * depth - sum(map(len, found))
+        return [[sum(d) / len(d), max(d)] for d in found if d], lost
 
 
 def _lost(head: Head, again: Head) -> list[str]:
@@ -270,14 +320,11 @@ def _lost(head: Head, again: Head) -> list[str]:
     if type(head).write is not Head.write:  # saved in a form of its own: its drafts alone can tell
         return []
     mine, other = head.state_dict(), again.state_dict()
-    names = [
-        n
-        for n in {**mine, **other}
-        if n not in mine or n not in other or not torch.equal(mine[n].cpu(), other[n].cpu())
-    ]
-    return (
-        [f"the saved head differs from the trained one in {', '.join(names[:4])}"] if names else []
-    )
+    both = mine.keys() & other.keys()
+    differ = [n for n in both if not torch.equal(mine[n].cpu(), other[n].cpu())]
+    names = sorted([*(mine.keys() ^ other.keys()), *differ])
+    shown = ", ".join(names[:4])
+    return [f"the saved head differs from the trained one in {shown}"] if names else []
 
 
 def _batches(
@@ -307,150 +354,54 @@ def _batches(
         start = end
 
 
-def _judged(
-    head: Head,
-    target: Target,
-    texts: list[tuple[list[int], list[int]]],
-    room: PassLimits,
-    depth: int,
-) -> list[Forced] | None:
-    """Per text the tables [n, S], row k: the draft that follows after k generated tokens; None
-    when the head has no teacher-forced pass."""
-    if type(head).forced is Head.forced:
-        return None
-    out: list[Forced] = []
-    for _, batch in _batches([([*p, *t], len(p)) for p, t in texts], target, room):
-        tables = judge(head, batch, target, depth)
-        for b in range(batch.ids.shape[0]):
-            prompt, text = texts[len(out)]
-            part = slice(len(prompt), len(prompt) + len(text))
-            out.append(Forced(*(t[b, part].cpu() for t in (tables.hit, tables.sure, tables.seen))))
-    return out
+@dataclass
+class _Judged:
+    """What the training pass says of the engine's cycles. clean: the cycles that it makes
+    of the answers itself, loops apart. cycles: whole ones of the engine. wrong: those whose
+    accepted tokens it surely contradicts. blind: those of which it has not looked at every
+    place that was decided, the accepted tokens and the one behind them."""
 
+    depth: int
+    clean: list[list[Cycle]] = field(default_factory=list)
+    cycles: int = 0
+    wrong: int = 0
+    blind: int = 0
 
-def _replayed(
-    tables: Sequence[Forced], generations: Sequence[Generation], depth: int
-) -> list[Generation]:
-    """The answers with the cycles that the training pass makes of them."""
-    both = zip(tables, generations, strict=True)
-    return [replace(one, cycles=_replay(table, one, depth)) for table, one in both]
-
-
-def _replay(table: Forced, generation: Generation, depth: int) -> list[Cycle]:
-    """The cycles that the training pass makes of an answer; the last, cut ones are left
-    out."""
-    accepted, size = table.hit.int().cumprod(1).sum(1).tolist(), len(generation.token_ids)
-    room, k, out = size if generation.finish == "length" else size + depth, 1, []
-    while k < size and accepted[k] < size - k and room - k > depth:
-        out.append(Cycle(depth, accepted[k], (0,) * accepted[k], False, k))
-        k += accepted[k] + 1
-    return out
-
-
-def _contradictions(tables: list[Forced], generations: list[Generation]) -> tuple[int, int]:
-    """(cycles compared, cycles whose accepted tokens the training pass surely contradicts)."""
-    compared = wrong = 0
-    for table, generation in zip(tables, generations, strict=True):
+    def add(self, table: Forced, generation: Generation) -> None:
+        """Judge the cycles of one answer."""
+        replayed = replace(generation, cycles=self._replay(table, generation))
+        self.clean.append(stats.split(replayed).clean)
         for cycle in generation.cycles:
-            if cycle.cut:
-                continue
-            hit, sure, j = table.hit[cycle.start], table.sure[cycle.start], cycle.accepted
-            over = bool((sure & ~hit)[:j].any())
-            under = j < cycle.proposed and bool(hit[j] & sure[j] & table.seen[cycle.start, j])
-            compared, wrong = compared + 1, wrong + (over or under)
-    return compared, wrong
+            if not cycle.cut:
+                hit, sure, seen = (t[cycle.start] for t in (table.hit, table.sure, table.seen))
+                j = cycle.accepted
+                over = bool((sure & ~hit)[:j].any())
+                under = j < cycle.proposed and bool(hit[j] & sure[j] & seen[j])
+                self.cycles += 1
+                self.wrong += over or under
+                self.blind += not bool(seen[: min(j + 1, cycle.proposed)].all())
 
-
-def _blind(tables: list[Forced], generations: list[Generation]) -> int:
-    """Whole cycles of which the training pass has not looked at every place that was decided:
-    the accepted tokens and the one behind them."""
-    return sum(
-        not bool(table.seen[cycle.start, : min(cycle.accepted + 1, cycle.proposed)].all())
-        for table, generation in zip(tables, generations, strict=True)
-        for cycle in generation.cycles
-        if not cycle.cut
-    )
-
-
-def _uncompared(name: str, blind: int, lost: int) -> list[str]:
-    """What is wrong where the training pass said nothing of some cycles and drafted tokens."""
-    if not blind + lost:
-        return []
-    return [
-        f"the training pass gave nothing for {blind} cycles and {lost} drafted tokens of "
-        f"{_who(name)}, so they were not compared"
-    ]
-
-
-@torch.no_grad()
-def _distribution_distance(
-    head: Head,
-    decoding: Head,
-    target: Target,
-    requests: list[Request],
-    room: PassLimits,
-    batch_size: int,
-) -> tuple[list[list[float]], int]:
-    """Per level [mean, largest] total variation between the distributions that the drafter of
-    `decoding` draws from at T = 1 and those of the training pass of `head` over the drawn
-    tokens, [] when the drafter states none; and how many of these the training pass did not
-    give."""
-    witness = _Witness(decoding.drafter(target, DraftSpec(shape="chain")))
-    depth = witness.max_depth
-    # Some rows leave earlier, so that the state of the others is moved.
-    short = [
-        replace(r, max_new_tokens=min(r.max_new_tokens, (2 + i % 2) * (depth + 2)))
-        for i, r in enumerate(requests)
-    ]
-    run = generate(target, witness, short, Sampling(temperature=1.0), batch_size=batch_size)  # type: ignore[arg-type]
-    rows, distributions = [], []
-    for generation, kept in zip(run.generations, witness.kept, strict=True):
-        for cycle, tokens, distribution in kept:
-            before = [
-                *generation.prompt_ids,
-                *generation.token_ids[: generation.cycles[cycle].start],
-            ]
-            rows.append(([*before, *tokens], len(before)))
-            distributions.append(distribution)
-    found: list[list[float]] = [[] for _ in range(depth)]
-    for part, batch in _batches(rows, target, room):
-        starts = torch.tensor(
-            [b * batch.ids.shape[1] + rows[i][1] for b, i in enumerate(part)], device=target.device
-        )
-        for flat, level, z in head.forced(batch, target, depth):
-            for j, b in (flat[:, None] - level == starts).nonzero().tolist():
-                p = _spread(z[j].double().softmax(-1).cpu(), head.ids(), target.vocab_size)
-                q = _spread(
-                    distributions[part[b]][level].double(), witness.vocab, target.vocab_size
-                )
-                found[level].append(float((p - q).abs().sum()) / 2)
-    lost = len(rows) * depth - sum(map(len, found))
-    return [[sum(d) / len(d), max(d)] for d in found if d], lost
-
-
-def _spread(distribution: Tensor, ids: Tensor | None, size: int) -> Tensor:
-    """A distribution over the draft vocabulary as one over all target tokens."""
-    return (
-        distribution
-        if ids is None
-        else distribution.new_zeros(size).index_copy_(0, ids.cpu(), distribution)
-    )
-
-
-def _who(name: str) -> str:
-    """Whose drafts the engine's run `name` has."""
-    return "the drafter" if name == "free_running" else "the saved and reloaded head"
+    def _replay(self, table: Forced, generation: Generation) -> list[Cycle]:
+        """The cycles that the training pass makes of an answer; the last, cut ones are left
+        out."""
+        accepted = table.hit.int().cumprod(1).sum(1).tolist()
+        depth, size, k, out = self.depth, len(generation.token_ids), 1, list[Cycle]()
+        room = size if generation.finish == "length" else size + depth
+        while k < size and accepted[k] < size - k and room - k > depth:
+            out.append(Cycle(depth, accepted[k], (0,) * accepted[k], False, k))
+            k += accepted[k] + 1
+        return out
 
 
 def _verdict(
-    name: str,
-    clean: list[list[list[Cycle]]],
+    who: str,
+    clean: list[list[Cycle]],
     distance: list[list[float]],
-    cycles: tuple[int, int],
+    judged: _Judged,
     target: Target,
 ) -> list[str]:
-    """Why the gate fails for the engine's run `name`."""
-    who = _who(name)
+    """Say why the gate fails for the drafts of `who`. clean: the cycles that the engine
+    made."""
     wide = target.dtype in (torch.float32, torch.float64)
     problems = []
     most = min(DISTRIBUTION, RISE * distance[0][0] + 0.01) if distance else DISTRIBUTION
@@ -471,25 +422,17 @@ def _verdict(
             "variation "
             f"{_by_level(distance)}"
         )
-    if cycles[1] > (0 if wide else max(1, SHARE * cycles[0])):
+    if judged.wrong > (0 if wide else max(1, SHARE * judged.cycles)):
         problems.append(
-            f"{who} accepts other lengths than the training pass at {cycles[1]} of "
-            f"{cycles[0]} cycles"
+            f"{who} accepts other lengths than the training pass at {judged.wrong} of "
+            f"{judged.cycles} cycles"
         )
-    gap = stats.paired_difference(clean[1], clean[0])
-    if (
-        gap.low is not None
-        and gap.high is not None
-        and not gap.low <= 0 <= gap.high
-        and abs(gap.mean) > SLACK
-    ):
+    gap = stats.paired_difference(clean, judged.clean)
+    certain = gap.low is not None and gap.high is not None and not gap.low <= 0 <= gap.high
+    if certain and abs(gap.mean) > SLACK:
         side = "below" if gap.mean < 0 else "above"
         problems.append(
             f"{who} decodes with an accepted length {abs(gap.mean):.3f} {side} the training pass "
             f"on the same text [{gap.low:.3f}, {gap.high:.3f}]"
         )
     return problems
-
-
-def _by_level(distance: list[list[float]]) -> str:
-    return ", ".join(f"level {i + 1} {mean:.3f}" for i, (mean, _) in enumerate(distance))

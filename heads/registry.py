@@ -1,18 +1,18 @@
-"""The table of heads: the only place where their names meet their classes, one line each. A
-class is imported when somebody asks for its kind. Own packages bring further ones
-(docs/new-head.md)."""
+"""Names: of the kinds of heads, whose classes are imported when somebody asks for one, and
+of the formats they are exported in. Own packages bring further kinds (docs/new-head.md).
+Nothing here loads torch."""
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import is_dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.conf import left, packages
 from outrider.conf.errors import UserError
-from outrider.decode.target import Target
-from outrider.heads.base import Head, HeadConfig
-from outrider.heads.checkpoint import CARD, load_as, read_card
+
+if TYPE_CHECKING:
+    from outrider.heads.base import Head
 
 # kind -> module of this package:class
 HEADS = {
@@ -26,9 +26,22 @@ HEADS = {
 }
 
 
+# The formats of `outrider export`: the LAYOUTS of heads/interop and gguf write and read them.
+FORMATS = (
+    "vllm",
+    "speculators",
+    "sglang",
+    "deepspec",
+    "medusa",
+    "eagle",
+    "transformers",
+    "gguf",
+)
+
+
 def head_class(kind: str, where: str = "head.kind") -> type[Head]:
-    """The class of a kind of head: one of ours, or what an installed package brings
-    (conf/packages.py), which is imported now. where: what names the kind, for an error.
+    """Import the class of a kind of head: one of ours, or what an installed package brings
+    (conf/packages.py). where: what names the kind, for an error.
 
     Raises UserError for a kind that nobody brings, and for a package that is no good.
     """
@@ -42,6 +55,8 @@ def head_class(kind: str, where: str = "head.kind") -> type[Head]:
             raise UserError(gone)
         known = ", ".join(kinds())
         raise UserError(f"{where}: unknown kind of head {kind[:80]!r}; known: {known}")
+    from outrider.heads.base import Head, HeadConfig
+
     made = package.load()
     if not (isinstance(made, type) and issubclass(made, Head)):
         raise package.wrong(f"names {package.point.value}, which is no subclass of heads.base.Head")
@@ -55,13 +70,3 @@ def head_class(kind: str, where: str = "head.kind") -> type[Head]:
 def kinds() -> list[str]:
     """Every kind of head by name: ours, and what installed packages say they bring."""
     return sorted({*HEADS, *(one.kind for one in packages.packaged())})
-
-
-def load_head(folder: Path | str, target: Target, relative: bool = False) -> Head:
-    """The head in `folder` on the target's device, in the dtype it was trained in. relative:
-    see heads.checkpoint.load_as.
-
-    Raises UserError as head_class and heads.checkpoint.load_as do.
-    """
-    kind = head_class(read_card(Path(folder))["kind"], str(Path(folder) / CARD))
-    return load_as(kind, folder, target, relative)

@@ -8,10 +8,8 @@ settings. The file is foreign until `read` has checked every field.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,14 +19,10 @@ from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
 from outrider.decode.models.identity import sha256_weights
 from outrider.decode.tree import TreeShape
-from outrider.heads.checkpoint import CARD
-from outrider.heads.limits import MOST_DEPTH, MOST_NODES, MOST_WIDTH, Levels, Nodes, Width
-from outrider.heads.names import DraftSpec
+from outrider.heads.config import MOST_DEPTH, MOST_NODES, MOST_WIDTH, Levels, Nodes, Width
+from outrider.heads.names import CARD, DraftSpec
 
 DECODE = "decode.json"
-FORMAT = 1
-LEFT = ("price", "adaptive", "pays_up_to", "break_even")  # keys of files up to version 0.2
-SHAPES = ("best", "chain", "tree")
 Rank = Annotated[int, Interval(ge=0, lt=MOST_WIDTH)]
 Ranks = Annotated[tuple[Rank, ...], MaxLen(MOST_DEPTH)]
 
@@ -55,29 +49,19 @@ class DraftSettings:
         return []
 
     def draft(self, requested: DraftSpec | None = None) -> DraftSpec:
-        """`requested` (None: anything) in this shape."""
-        return dataclasses.replace(
-            requested or DraftSpec(),
-            shape=self.shape,
-            depth=self.depth,
-            nodes=self.nodes,
-            width=self.width,
-            paths=self.paths,
-        )
+        """Return `requested` (None: anything) in this shape."""
+        return replace(requested or DraftSpec(), **self.__dict__)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that say something."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        """Return the fields that say something."""
+        return {k: v for k, v in asdict(self).items() if v is not None}
 
     def __str__(self) -> str:
         if self.shape == "chain":
             return f"chain K={self.depth}" if self.depth else "chain"
-        parts = [
-            f"{self.nodes} nodes" if self.nodes else "",
-            f"depth {self.depth}" if self.depth else "",
-            f"width {self.width}" if self.width else "",
-        ]
-        return " ".join(["tree", ", ".join(p for p in parts if p)]).strip()
+        sizes = (("nodes", self.nodes), ("depth", self.depth), ("width", self.width))
+        parts = [f"{n} nodes" if k == "nodes" else f"{k} {n}" for k, n in sizes if n]
+        return " ".join(["tree", ", ".join(parts)]).strip()
 
 
 @dataclass(frozen=True)
@@ -93,6 +77,7 @@ class Tuned:
     tree: DraftSettings | None = None
     pays: bool = True
     evidence: dict[str, Any] = field(default_factory=dict)
+    format: Literal[1] = 1
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule"."""
@@ -100,19 +85,19 @@ class Tuned:
         return [f"{k}: holds settings of a {s.shape}" for k, s in of_shape if s and s.shape != k]
 
     def to_json(self) -> dict[str, Any]:
-        """What stands in decode.json."""
-        shapes = {k: getattr(self, k).to_json() for k in SHAPES if getattr(self, k)}
+        """Return what stands in decode.json."""
+        shapes = {"best": self.best, "chain": self.chain, "tree": self.tree}
         return {
-            "format": FORMAT,
+            "format": self.format,
             "card_sha256": self.card_sha256,
-            **shapes,
+            **{name: shape.to_json() for name, shape in shapes.items() if shape},
             "pays": self.pays,
             "evidence": self.evidence,
         }
 
     def draft(self, requested: DraftSpec) -> DraftSpec:
-        """`requested` with the tuned size of its shape ("" = the best one), where it names
-        no size itself and there is one."""
+        """Return `requested` with the tuned size of its shape ("" = the best one), where it
+        names no size itself and there is one."""
         if requested.depth is not None or requested.nodes is not None:
             return requested
         found = {"": self.best, "chain": self.chain, "tree": self.tree}[requested.shape]
@@ -120,8 +105,8 @@ class Tuned:
 
 
 def card_sha256(folder: Path) -> str:
-    """What tells one head in `folder` from another: the hash that its card states; of an
-    ordinary model the hash of its weights. "" for folders that hold neither."""
+    """Return what tells one head in `folder` from another: the hash that its card states;
+    of an ordinary model the hash of its weights. "" for folders that hold neither."""
     try:
         if not (folder / CARD).is_file():
             return sha256_weights(folder)
@@ -130,12 +115,8 @@ def card_sha256(folder: Path) -> str:
         return ""
 
 
-def _keys(value: Any) -> Iterable[str]:
-    return value if isinstance(value, dict) else ()
-
-
 def read(folder: Path) -> Tuned | None:
-    """decode.json of a head folder, checked; None when there is none.
+    """Read decode.json of a head folder, checked; None when there is none.
 
     Raises UserError naming the file when it is damaged, of another format, or tuned for
     another head.
@@ -143,19 +124,13 @@ def read(folder: Path) -> Tuned | None:
     path = folder / DECODE
     fix = "run scripts/tune.py again, or delete the file to use the head's own settings"
     try:
-        data = json.loads(path.read_text())
+        known, problems = from_json(json.loads(path.read_text()), Tuned)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__}); {fix}") from None
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise UserError(f"{path}: not in format {FORMAT}; {fix}")
-    if data.get("card_sha256") != card_sha256(folder):
-        raise UserError(f"{path}: was tuned for another head than the one in this folder; {fix}")
-    keys = {*data, *(key for shape in SHAPES for key in _keys(data.get(shape)))}
-    if left := next((key for key in LEFT if key in keys), None):
-        raise UserError(f"{path}: key {left} has left; {fix}")
-    known, problems = from_json(data, Tuned)
     if problems:
         raise UserError(f"{path}: {problems[0].partition('; ')[0]}; {fix}")
+    if known.card_sha256 != card_sha256(folder):
+        raise UserError(f"{path}: was tuned for another head than the one in this folder; {fix}")
     return known

@@ -11,7 +11,7 @@ head's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -22,10 +22,9 @@ from outrider.conf.errors import UserError
 from outrider.decode.target import Target
 from outrider.heads import hub
 from outrider.heads.base import Head
-from outrider.heads.checkpoint import read_card
+from outrider.heads.checkpoint import load_head, read_card
 from outrider.heads.config import LayerKeys
-from outrider.heads.folders import head_in
-from outrider.heads.registry import load_head
+from outrider.heads.folders import head_in, no_head
 from outrider.heads.saved import differing
 
 # Keys that give the same weights another meaning; most change no shape.
@@ -40,10 +39,9 @@ MEANING = (
     "sliding_window",
     "block",
     "mask_token",
+    *(key.name for key in fields(LayerKeys)),
 )
-# Keys by which a head chooses of what make its layers are.
-MAKE = tuple(key.name for key in fields(LayerKeys))
-GROWS = ("max_position_embeddings",)  # of a layer's make, what may differ
+GROWS = "max_position_embeddings"  # of the shape of a head's layers, what may differ
 BEFORE = "start_"  # before what the head that another one started from had taken, in its card
 
 
@@ -52,34 +50,28 @@ class Start:
     training took, and that of the head that it had started from, by name."""
 
     def __init__(self, path: str, kind: str, target: Target) -> None:
-        """Loads it. path: a head folder, or a run folder. kind: of the head that will start
+        """Load it. path: a head folder, or a run folder. kind: of the head that will start
         from it.
 
         Raises UserError where there is none, or one of another kind, width or tokenizer.
         """
         try:
             folder = head_in(path)
+            if folder is None:
+                raise UserError(no_head(path)[0])
+            card = read_card(folder)
+            if card["kind"] != kind:
+                raise UserError(
+                    f"{path}: a {card['kind'][:80]} head cannot start a {kind} head; give one of "
+                    f"kind {kind}"
+                )
+            self.head = load_head(folder, target, relative=True)
         except UserError as error:
             raise UserError(f"start: {error}") from None
-        if folder is None:
-            raise UserError(
-                f"start: {path}: no head there (no head.json, head/, best/ or checkpoints/); give "
-                "a run folder or a head folder"
-            )
-        card = read_card(folder)
-        if card["kind"] != kind:
-            raise UserError(
-                f"start: {path}: a {card['kind'][:80]} head cannot start a {kind} head; give one "
-                f"of kind {kind}"
-            )
         commit = hub.commit_of(folder)
         self.path = f"{path} ({commit})" if commit else path
         self.sha256 = str(card["weights"]["sha256"])
         self.spent = _spent(card["extra"].get("training"))
-        try:
-            self.head = load_head(folder, target, relative=True)
-        except UserError as error:
-            raise UserError(f"start: {error}") from None
 
     @torch.no_grad()
     def give(self, head: Head) -> str:
@@ -100,13 +92,16 @@ class Start:
         return f"starts from {self.path}: {sum(w.numel() for w in new.values()):,} weights"
 
     def _same_meaning(self, head: Head) -> None:
-        """Raises UserError where the new head reads other layers, norms at other places or has
+        """Raise UserError where the new head reads other layers, norms at other places or has
         layers of another make."""
         old, new = self.head, head
-        made, here = _made(old), _made(new)
-        odd = [k for k in made if here and k not in GROWS and made[k] != here.get(k)]
-        wanted = _differing(MEANING, old.cfg, new.cfg) | {k: made[k] for k in odd if k in MAKE}
-        fixes = [f"head.{key}={_plain(value)}" for key, value in wanted.items()]
+        both = [key for key in MEANING if hasattr(old.cfg, key) and hasattr(new.cfg, key)]
+        wanted = {key: getattr(old.cfg, key) for key in both}
+        fixes = [
+            f"head.{key}={'null' if value is None else str(value).lower()}"
+            for key, value in wanted.items()
+            if value != getattr(new.cfg, key)
+        ]
         if old.taps != new.taps and hasattr(new.cfg, "taps"):
             fixes.append(f"'head.taps={list(old.taps)}'".replace(" ", ""))
         if fixes:
@@ -114,14 +109,14 @@ class Start:
                 f"start: {self.path}: its weights were trained with other keys and mean something "
                 f"else under these; give {' '.join(fixes)}"
             )
-
-        if odd:
-            name, had, has = odd[0], made[odd[0]], here.get(odd[0])
-            raise UserError(
-                f"start: {self.path}: its layers have {name} {had!s:.80}, those of a head for this "
-                f"target {has!s:.80}: its weights would mean something else; give "
-                "another head"
-            )
+        made, here = _layers(old), _layers(new)
+        for name, had in made.items() if here else ():
+            if name != GROWS and had != here.get(name):
+                raise UserError(
+                    f"start: {self.path}: its layers have {name} {had!s:.80}, those of a head for "
+                    f"this target {here.get(name)!s:.80}: its weights would mean something else; "
+                    "give another head"
+                )
 
 
 def _weights(head: Head) -> Iterator[tuple[str, Tensor]]:
@@ -136,21 +131,11 @@ def _weights(head: Head) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _made(head: Head) -> dict[str, Any]:
-    """The shape of a head's own decoder layers (layers.shape.layer_config); {} without any."""
-    message = head.config_json()
-    return message.get("layer") or message.get("prefix") or {}
-
-
-def _differing(keys: Sequence[str], old: Any, new: Any) -> dict[str, Any]:
-    """Those of the keys that both configs have and that differ, as they are in `old`."""
-    both = [key for key in keys if hasattr(old, key) and hasattr(new, key)]
-    return {key: getattr(old, key) for key in both if getattr(old, key) != getattr(new, key)}
-
-
-def _plain(value: Any) -> str:
-    """A value of a key as a command line takes it."""
-    return "null" if value is None else str(value).lower()
+def _layers(head: Head) -> dict[str, Any]:
+    """The shape of a head's own decoder layers (heads.layers.shape.layer_config); {}
+    without."""
+    saved = head.config_json()
+    return saved.get("layer") or saved.get("prefix") or {}
 
 
 def _spent(training: Any) -> dict[str, float]:

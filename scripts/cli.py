@@ -31,7 +31,7 @@ from click.shell_completion import CompletionItem
 
 from outrider.conf import left, packages
 from outrider.conf.errors import UserError
-from outrider.heads.formats import FORMATS
+from outrider.heads.registry import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"

@@ -32,7 +32,7 @@ from outrider.conf.paths import REPOSITORY
 from outrider.conf.schema import entry
 from outrider.decode.models.identity import sha256_file
 from outrider.heads import find_head
-from outrider.heads.checkpoint import CARD, read_card, rewritten
+from outrider.heads.checkpoint import CARD, check_weights, read_card, signed
 from outrider.heads.hub import HEAD, LIBRARY, explained
 from outrider.heads.interop import MANIFEST, exported
 from outrider.heads.names import HUB
@@ -161,12 +161,11 @@ def add_head(about: Published, folder: Path, clean: Callable[[str], str]) -> Non
     """Put a head folder into head/. clean: takes this machine's folders out of a text. Raises
     UserError where it is damaged."""
     card, name = about.card, str(about.card["weights"]["file"])
-    if sha256_file(folder / name) != card["weights"]["sha256"]:
-        raise UserError(f"run: {folder / name}: damaged (its sha256 is another one); restore it")
+    check_weights(folder / name, card["weights"])
     head, extra = json.loads(clean(json.dumps([card["head"], card["extra"]])))
     target = card["target"] and {**card["target"], "path": ""}
     about.files[f"{HEAD}/{name}"] = folder / name
-    text = rewritten(card, target=target, head=head, extra=extra)
+    text = signed({**card, "target": target, "head": head, "extra": extra})
     about.files[f"{HEAD}/{CARD}"] = text.encode()
     if name != "head.safetensors":  # an ordinary model, with what makes it one
         for path in sorted(folder.iterdir()):

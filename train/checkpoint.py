@@ -37,7 +37,6 @@ from outrider.conf.errors import UserError, first_line
 from outrider.decode.models.identity import Identity
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import CARD, read_card, recover, staged, write_card
-from outrider.heads.earlier import implied as of_layers
 from outrider.heads.warm import BEFORE
 
 WEIGHTS, OPTIMIZER, STATE = "head.safetensors", "optimizer.safetensors", "state.json"
@@ -361,11 +360,7 @@ def read(checkpoint: Path) -> State:
     """Return the integers of a sound checkpoint. Raises UserError when another version
     wrote it."""
     try:
-        state = State(**json.loads((checkpoint / STATE).read_text()))
-        card = json.loads((checkpoint / CARD).read_text())
-        made = {f"head.{key}": value for key, value in of_layers(card["head"]).items()}
-        state.meaning = {**made, **state.meaning}
-        return state
+        return State(**json.loads((checkpoint / STATE).read_text()))
     except (TypeError, ValueError, KeyError) as error:
         raise UserError(
             f"{checkpoint / STATE}: this version cannot read it ({error}); use the version that "

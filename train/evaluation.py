@@ -23,10 +23,9 @@ from outrider.conf.errors import CheckFailed
 from outrider.decode.engine import Generation, Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.stats import acceptance_by_position, accepted_length, split
-from outrider.heads.checkpoint import save_head
+from outrider.heads.checkpoint import load_head, save_head
 from outrider.heads.names import DraftSpec
 from outrider.heads.parity import check
-from outrider.heads.registry import load_head
 from outrider.train.data.batches import JoinedRows, held_out_batches
 from outrider.train.memory import is_no_memory
 from outrider.train.run import Run

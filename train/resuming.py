@@ -12,7 +12,7 @@ from typing import Any
 from outrider.conf import left
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
-from outrider.heads.earlier import is_gone
+from outrider.heads.saved import is_left
 from outrider.train.data.batches import JoinedRows
 
 # Keys that may differ when a run is resumed: they change where, when and how fast, not what is
@@ -41,6 +41,7 @@ REPLANNED = {
 RATED, RATE = ("head.loss.tv", "head.loss.lk", "head.confidence"), "head.loss.rate"
 PARALLEL = ("medusa", "hydra_heads")  # kinds
 HOW = ("target.compile",)  # keys of runs of 0.2 that said how passes ran
+OF_LAYERS = ("head.intermediate_size", "head.hidden_act")  # runs of 0.1 had the target's
 
 
 def is_logistics(key: str) -> bool:
@@ -95,6 +96,7 @@ def check_meaning(
         )
     saved = {k: v for k, v in saved.items() if k in now or not _is_gone(k, v)}
     new = {k for k in now if k not in saved and k in default and now[k] == default[k]}
+    new |= {k for k in OF_LAYERS if k not in saved}
     changed = [k for k in {**saved, **now} if saved.get(k) != now.get(k) and k not in new]
     refused = [
         f"{k}: {_show(saved, k)} in the checkpoint, {_show(now, k)} now"
@@ -112,7 +114,7 @@ def check_meaning(
 
 def _is_gone(key: str, value: Any) -> bool:
     group, _, name = key.partition(".")
-    return key in HOW or (group == "head" and is_gone(name, value))
+    return key in HOW or (group == "head" and is_left(name, value))
 
 
 def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from outrider.conf.rules import AboveZero, BelowOne
-from outrider.heads.config import LayeredConfig
-from outrider.heads.limits import MOST_DEPTH, CountOrZero, Layers, Size
+from outrider.heads.config import MOST_DEPTH, CountOrZero, LayeredConfig, Layers, Size
 
 
 @dataclass(frozen=True)

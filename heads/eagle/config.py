@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from outrider.heads.config import LayeredConfig, LossWeights
-from outrider.heads.limits import Count, CountOrZero, Levels, Size
+from outrider.heads.config import Count, CountOrZero, LayeredConfig, Levels, LossWeights, Size
 
 EAGLE3_ONLY = (
     *("taps", "parallel"),

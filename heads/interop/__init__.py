@@ -10,7 +10,6 @@ import re
 
 from outrider.conf.errors import UserError
 from outrider.heads.base import Head
-from outrider.heads.formats import FORMATS
 from outrider.heads.interop.block import (
     DFlashSglang,
     DFlashSpeculators,
@@ -25,6 +24,7 @@ from outrider.heads.interop.layout import Facts, HeadLayout
 from outrider.heads.interop.medusa import MedusaOriginal, MedusaVllm
 from outrider.heads.interop.reading import MANIFEST, Foreign, exported, read_folder
 from outrider.heads.interop.speculators import Speculators
+from outrider.heads.registry import FORMATS
 
 __all__ = [
     "FORMATS",

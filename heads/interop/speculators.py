@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
 from outrider.heads.base import Head
+from outrider.heads.config import MOST_DEPTH
 from outrider.heads.eagle.head import Eagle3Head
 from outrider.heads.interop import engines
 from outrider.heads.interop.eagle3 import NORMS, Eagle3Vllm
 from outrider.heads.interop.layout import Facts
 from outrider.heads.interop.llama import fields, window
 from outrider.heads.interop.reading import Foreign
-from outrider.heads.limits import MOST_DEPTH
 
 VERSION = "0.9.0"
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from outrider.decode.target import Target
 from outrider.heads import shapes, vocab
 from outrider.heads.base import Head
+from outrider.heads.config import MOST_DEPTH
 from outrider.heads.config import LayeredConfig as LayeredConfig
 from outrider.heads.layers.init import reset_weights, start_norm
 from outrider.heads.layers.shape import LayerShape, as_made, layer_config
-from outrider.heads.limits import MOST_DEPTH
 from outrider.heads.saved import Saved
 from outrider.heads.teacher import TeacherFn, target_distribution
 

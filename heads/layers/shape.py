@@ -18,9 +18,9 @@ from outrider.conf.errors import UserError, first_line
 from outrider.conf.rules import BelowOne
 from outrider.conf.typed import SHORT
 from outrider.decode.target import Target
+from outrider.heads.config import Count, Layers
 from outrider.heads.config import LayerKeys as LayerKeys
 from outrider.heads.layers.layer import rope_table
-from outrider.heads.limits import Count, Layers
 
 WIDEST_HEAD = 1 << 16  # rotary positions are tried at this width
 # What configs call the number of their experts (transformers maps the rest onto these).

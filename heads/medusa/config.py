@@ -7,8 +7,17 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from outrider.heads.config import HeadConfig, LayerKeys, LossWeights
-from outrider.heads.limits import CountOrZero, Layers, Levels, Nodes, Shape, SomeLayers
+from outrider.heads.config import (
+    CountOrZero,
+    HeadConfig,
+    LayerKeys,
+    Layers,
+    Levels,
+    LossWeights,
+    Nodes,
+    Shape,
+    SomeLayers,
+)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from outrider.conf.rules import BelowOne
-from outrider.heads.config import HeadConfig, LossWeights
-from outrider.heads.limits import Count, CountOrZero, Levels, SomeLayers, Width
+from outrider.heads.config import (
+    Count,
+    CountOrZero,
+    HeadConfig,
+    Levels,
+    LossWeights,
+    SomeLayers,
+    Width,
+)
 
 
 @dataclass(frozen=True)
@@ -49,9 +56,8 @@ class SmallLMConfig(HeadConfig):
     name: str = ""
     # branch, tag or commit of head.name
     revision: str = "main"
-    # embedding and LM head: shared = frozen, tied = trained as one matrix, own = trained as
-    # the model has them
-    embedding: Literal["shared", "tied", "own"] = "shared"
+    # embedding and LM head: shared = frozen, own = trained as the model has them
+    embedding: Literal["shared", "own"] = "shared"
     # a LoRA in place of full weights, merged when the draft is saved
     lora: LoraKeys = field(default_factory=LoraKeys)
     # number of frequent tokens the drafter proposes (the LM head's other rows are not
@@ -74,18 +80,10 @@ class SmallLMConfig(HeadConfig):
         found = []
         sources = sum(map(bool, (self.from_target_layers, self.path, self.name)))
         if sources != 1:
-            how = (
-                "is set beside another source"
-                if sources
-                else "is 0, head.path and head.name are empty"
-            )
             found.append(
-                f"from_target_layers: {how}; give the draft one source: head.from_target_layers=N, "
-                "head.path=FOLDER or head.name=REPOSITORY"
+                f"from_target_layers: the draft has {sources} sources; give it one: "
+                "head.from_target_layers=N, head.path=FOLDER or head.name=REPOSITORY"
             )
         if self.lora.rank and self.embedding != "shared":
-            found.append(
-                f"embedding: {self.embedding} would train it beside a LoRA; use shared, "
-                "or lora.rank=0"
-            )
+            found.append("embedding: own would train it beside a LoRA; use shared, or lora.rank=0")
         return found

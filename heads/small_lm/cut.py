@@ -18,7 +18,7 @@ from outrider.decode.target import Target
 
 
 def chosen_layers(total: int, count: int, spacing: str) -> list[int]:
-    """Which `count` of `total` layers: the first ones, or evenly spaced with the first and the
+    """Choose `count` of `total` layers: the first ones, or evenly spaced with the first and the
     last among them (as DistilBERT does, Sanh et al. 2019). Raises UserError for a count
     outside 1 .. total - 1."""
     if not 0 < count < total:
@@ -32,7 +32,7 @@ def chosen_layers(total: int, count: int, spacing: str) -> list[int]:
 
 
 def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
-    """(a float32 model of the target's class with these layers, the target's tensors by the
+    """Return (a float32 model of the target's class with these layers, the target's tensors by the
     new model's names).
 
     Raises UserError for a model that is not built as a stack of layers.
@@ -64,7 +64,7 @@ def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
 
 
 def cut_config(target: Target, layers: list[int]) -> Any:
-    """The target's config for these of its layers; lists with an entry per layer are thinned
+    """Return the target's config for these of its layers; lists with an entry per layer are thinned
     alike.
     """
     config = copy.deepcopy(target.config)
@@ -80,7 +80,7 @@ def cut_config(target: Target, layers: list[int]) -> Any:
 
 
 def empty(config: Any, kind: type | None = None) -> Any:
-    """A float32 model of `config` whose weights mean nothing. The caller's random state is
+    """Make a float32 model of `config` whose weights mean nothing. The caller's random state is
     untouched.
 
     Raises UserError for a config that describes no causal language model.
@@ -105,24 +105,16 @@ def fill(model: nn.Module, given: dict[str, Tensor], what: str) -> None:
     same = aliases(model)
     try:
         found = model.load_state_dict(given, strict=False)
+        odd = [k for k in found.missing_keys if k not in same] + found.unexpected_keys
+        wrong = f"weights {', '.join(odd[:3])}" if odd else ""
     except RuntimeError as error:
-        raise UserError(
-            f"{what} does not fit its own config ({' '.join(str(error).split())[:200]})"
-        ) from None
-    missing = [k for k in found.missing_keys if k not in same]
-    if missing or found.unexpected_keys:
-        odd = [*missing, *found.unexpected_keys]
-        raise UserError(
-            f"{what} does not fit its own config (weights {', '.join(odd[:3])}); give another model"
-        )
+        wrong = " ".join(str(error).split())[:200]
+    if wrong:
+        raise UserError(f"{what} does not fit its own config ({wrong}); give another model")
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Name of a tied parameter -> the name it is stored under."""
+    """Return the name of a tied parameter -> the name it is stored under."""
     first: dict[int, str] = {}
-    out: dict[str, str] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        if id(weight) in first:
-            out[name] = first[id(weight)]
-        first.setdefault(id(weight), name)
-    return out
+    named = model.named_parameters(remove_duplicate=False)
+    return {n: known for n, p in named if (known := first.setdefault(id(p), n)) != n}

@@ -13,7 +13,6 @@ Shape letters: B rows, T positions, D width, n supervised tokens, Vd draft vocab
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,23 +34,23 @@ from outrider.decode.target import Target
 from outrider.heads import shapes
 from outrider.heads.base import Head
 from outrider.heads.batch import Batch, LossOut
-from outrider.heads.limits import MOST, MOST_DEPTH, MOST_LAYERS
+from outrider.heads.config import MOST, MOST_DEPTH, MOST_LAYERS
 from outrider.heads.losses import Taught, chunked_loss
 from outrider.heads.names import DraftSpec
 from outrider.heads.saved import Saved, differing
 from outrider.heads.small_lm.config import SmallLMConfig
 from outrider.heads.small_lm.cut import aliases, chosen_layers, cut, empty
-from outrider.heads.small_lm.net import freeze, inject, load_base, merged, parameters
-from outrider.heads.teacher import target_distribution
+from outrider.heads.small_lm.net import bare, freeze, inject, load_base, merged, parameters
+from outrider.heads.teacher import TeacherFn, target_distribution
 
 MODEL = "model.safetensors"
 
 
 @dataclass(kw_only=True)
 class SmallLMSaved(Saved):
-    """See Saved. model: its transformers config. layers: those of the target it was cut from,
-    [] for another model. merged: whether its LoRA is in the weights. draft_ids: the draft
-    vocabulary, [] for the whole one."""
+    """What stands in the card. model: its transformers config. layers: those of the target
+    it was cut from, [] for another model. merged: whether its LoRA is in the weights.
+    draft_ids: the draft vocabulary, [] for the whole one."""
 
     config: SmallLMConfig
     model: dict[str, Any]
@@ -61,22 +60,19 @@ class SmallLMSaved(Saved):
     parameters: int = 0
 
     def fits(self, target: Target) -> list[str]:
-        """See Saved."""
+        """Compare with the target; refuse counts that would take hours to build."""
         ids, deep, size = self.draft_ids, target.num_layers, target.vocab_size
         found = shapes.problems(self.calibration, MOST_DEPTH, len(ids) or size)
-        if len(ids) != self.config.draft_vocab:
+        if len(ids) != self.config.draft_vocab or ids != sorted({i for i in ids if 0 <= i < size}):
             found.append(
-                f"draft_ids: {len(ids)} tokens, config.draft_vocab says {self.config.draft_vocab}"
+                f"draft_ids: are not config.draft_vocab={self.config.draft_vocab} different "
+                f"tokens of 0..{size - 1} in order"
             )
-        elif ids and (ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= size):
-            found.append(f"draft_ids: are not different tokens of 0..{size - 1} in order")
-        if len(self.layers) != self.config.from_target_layers:
-            found.append(
-                f"layers: {len(self.layers)}, config.from_target_layers is "
-                f"{self.config.from_target_layers}"
-            )
-        elif self.layers != sorted({i for i in self.layers if 0 <= i < deep}):
+        count = self.config.from_target_layers
+        if self.layers != sorted({i for i in self.layers if 0 <= i < deep}):
             found.append(f"layers: {self.layers[:9]} are not layers of 0..{deep - 1} in order")
+        elif len(self.layers) != count:
+            found.append(f"layers: {len(self.layers)}, config.from_target_layers is {count}")
         return found + _absurd(self.model)
 
     def empty(self) -> Any:
@@ -129,7 +125,7 @@ class SmallLM(Head):
         self.vocab = min(net.get_input_embeddings().weight.shape[0], target.vocab_size)
         self.outside = freeze(net, cfg, self.dtype, given or {})
         if cfg.lora.rank:
-            self.outside = inject(net, cfg.lora, self.outside)
+            inject(net, cfg.lora)
         self.to(target.device)
         self.train(self.training)
 
@@ -137,8 +133,9 @@ class SmallLM(Head):
 
     @classmethod
     def for_target(cls, target: Target, cfg: SmallLMConfig, counts: Tensor | None = None) -> Self:
-        """See Head. Raises UserError for a count of layers outside the target's, a source that
-        cannot be loaded, or one with another tokenizer (the first difference is named)."""
+        """Cut or load a fresh draft. Raises UserError for a count of layers outside the
+        target's, a source that cannot be loaded, or one with another tokenizer (the first
+        difference is named)."""
         if cfg.from_target_layers:
             layers = chosen_layers(target.num_layers, cfg.from_target_layers, cfg.spacing)
             net, given = cut(target, layers)
@@ -149,19 +146,11 @@ class SmallLM(Head):
         if cfg.draft_vocab:
             known = None if counts is None else counts[: head.vocab]
             head.chosen = head.choose_vocabulary(known, cfg.draft_vocab).to(target.device)
-        size, whole = parameters(net := head.net), parameters(target.model)
-        if size >= whole:
-            print(
-                f"warning: the draft ({type(net).__name__}, {size:,} parameters) is no "
-                "smaller than its target "
-                f"({whole:,}): drafting K tokens then costs K target passes and can never pay",
-                file=sys.stderr,
-            )
         return head
 
     @classmethod
     def restored(cls, known: Any, target: Target) -> Self:
-        """See Stored."""
+        """Make the empty draft: cut from the target again, or after its own config."""
         cfg = known.config
         if known.merged:
             cfg = replace(cfg, lora=replace(cfg.lora, rank=0))
@@ -183,7 +172,7 @@ class SmallLM(Head):
     def misfits(
         cls, saved: dict[str, Any], target: Target, stored: dict[str, tuple[int, ...]]
     ) -> list[str]:
-        """See Head. A draft that was cut from the target has the target's sizes:
+        """Compare sizes. A draft that was cut from the target has the target's sizes:
         load_state_dict compares them."""
         known = SmallLMSaved.read(saved, target, cls.kind)
         if known.layers:
@@ -191,28 +180,23 @@ class SmallLM(Head):
         net = known.empty()
         tied = aliases(net)
         wanted = {k: tuple(v.shape) for k, v in net.state_dict().items() if k not in tied}
-        bare = {
-            k.removeprefix("net.").replace(".base_layer.", "."): size for k, size in stored.items()
-        }
-        return differing(wanted, {k: size for k, size in bare.items() if k in wanted})
+        named = {bare(k): size for k, size in stored.items()}
+        return differing(wanted, {k: size for k, size in named.items() if k in wanted})
 
     @torch.no_grad()
     def check_loaded(self, target: Target) -> None:
-        """See Head: one pass over two tokens. A model's config says more than sizes, and what
-        it says can be wrong. Raises UserError then."""
+        """Try one pass over two tokens. A model's config says more than sizes, and what it
+        says can be wrong. Raises UserError then."""
         try:
             sound = bool(self.hidden(torch.tensor([[0, 1]], device=target.device)).isfinite().all())
+            said = "" if sound else "gives NaN or infinity"
         except Exception as error:  # other people's code: whatever it raises, the file is wrong
-            raise UserError(
-                f"head.model: its pass fails ({first_line(error)}); restore it or train it again"
-            ) from None
-        if not sound:
-            raise UserError(
-                "head.model: its pass gives NaN or infinity; restore it or train it again"
-            )
+            said = f"fails ({first_line(error)})"
+        if said:
+            raise UserError(f"head.model: its pass {said}; restore it or train it again")
 
     def ids(self) -> Tensor | None:
-        """See Head."""
+        """Return the tokens that the drafter proposes, None for all."""
         return self.chosen
 
     def train(self, mode: bool = True) -> Self:
@@ -228,7 +212,7 @@ class SmallLM(Head):
     # -- training
 
     def plan(self, batch: Batch, step: int) -> Tensor:
-        """See Head: flat places [n] of the supervised tokens that have a past."""
+        """Return flat places [n] of the supervised tokens that have a past."""
         return batch.supervised(1)
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
@@ -244,27 +228,28 @@ class SmallLM(Head):
         bias = getattr(out, "bias", None)
         extra = None if bias is None else (x.new_ones(flat.numel(), 1), bias[: self.vocab, None])
         inside = torch.where(place < self.vocab, place, -1)
-        distribution, terms = None, self.cfg.loss
-        if terms.needs_distribution:
-            feats = target.features(batch.ids, batch.mask, (target.num_layers,))[:, :, 0].flatten(
-                0, 1
-            )
-            weight, bias = target.lm_head_weight.detach(), getattr(target.lm_head, "bias", None)
-            both = (
-                None
-                if self.vocab == target.vocab_size
-                else torch.arange(self.vocab, device=place.device)
-            )
-            if both is not None and not (terms.mask == "argmax" or terms.tv or terms.lk):
-                weight, bias = weight[: self.vocab], None if bias is None else bias[: self.vocab]
-            distribution = target_distribution(
-                target, (weight, bias), feats, flat - 1, both, inside, terms.mask
-            )
+        distribution = self._taught(batch, target, flat, inside)
         whole, one = torch.ones_like(flat, dtype=torch.bool)[None], torch.ones(1, device=x.device)
-        taught = Taught(inside, whole, terms, one, distribution, self.cfg.chunk)
+        taught = Taught(inside, whole, self.cfg.loss, one, distribution, self.cfg.chunk)
         total, rows = chunked_loss(x[None], out.weight[: self.vocab], taught, extra)
         count = torch.tensor(float(flat.numel()), dtype=torch.float64, device=x.device)
         return LossOut(total, count, rows.stats())
+
+    def _taught(
+        self, batch: Batch, target: Target, flat: Tensor, inside: Tensor
+    ) -> TeacherFn | None:
+        """The target's distribution of the supervised tokens, None where no term needs it."""
+        terms = self.cfg.loss
+        if not terms.needs_distribution:
+            return None
+        feats = target.features(batch.ids, batch.mask, (target.num_layers,))[:, :, 0].flatten(0, 1)
+        rows = target.lm_head_weight.detach(), getattr(target.lm_head, "bias", None)
+        ids = None
+        if self.vocab < target.vocab_size:
+            ids = torch.arange(self.vocab, device=inside.device)
+            if not (terms.mask == "argmax" or terms.tv or terms.lk):
+                rows = (rows[0][: self.vocab], None if rows[1] is None else rows[1][: self.vocab])
+        return target_distribution(target, rows, feats, flat - 1, ids, inside, terms.mask)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """[B, T, D] the draft's last hidden states, after its final norm, computed in the
@@ -294,8 +279,8 @@ class SmallLM(Head):
     def forced(
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
-        """See Head. A separate model's distribution does not depend on the level: the same
-        logits serve all.
+        """Yield what a chain would draft. A separate model's distribution does not depend
+        on the level: the same logits serve all.
         """
         out = self.net.get_output_embeddings()
         keep: Any = slice(0, self.vocab) if self.chosen is None else self.chosen
@@ -311,13 +296,13 @@ class SmallLM(Head):
 
     @property
     def levels(self) -> int:
-        """See Head."""
+        """Return the levels that are measured."""
         return self.cfg.depth
 
     def measure(self, table: Tensor) -> dict[str, Any]:
-        """See Head; a draft is right to a depth when the ranks of so many tokens in a row are
-        those of its path. Also the teacher-forced accepted length of a chain (bonus token
-        counted)."""
+        """Measure acceptance: a draft is right to a depth when the ranks of so many tokens
+        in a row are those of its path. Also the teacher-forced accepted length of a chain
+        (bonus token counted)."""
         chain = (table == 0).cumprod(1).sum(1).double().mean()
         return {**super().measure(table), "teacher_forced": 1 + float(chain)}
 
@@ -325,10 +310,10 @@ class SmallLM(Head):
 
     def plain(self) -> Any:
         """A copy of the model as it drafts and is saved (heads.small_lm.net.merged)."""
-        return merged(self.net, self.cfg.lora.rank, self.outside, self.dtype)
+        return merged(self.net, self.outside, self.dtype)
 
     def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
-        """See Head."""
+        """Draft with a copy of the model."""
         form, own = self.form(target, draft), Target(self.plain(), self.tokenizer)
         own.packs_weights = target.packs_weights
         name = f"{self.kind}@{form.shape}"
@@ -337,7 +322,7 @@ class SmallLM(Head):
     # -- on disk
 
     def config_json(self) -> dict[str, Any]:
-        """See Head; also the model's own config, the layers it was cut from, the draft
+        """Add the model's own config, the layers it was cut from, the draft
         vocabulary.
         """
         return {
@@ -350,19 +335,14 @@ class SmallLM(Head):
         }
 
     def write(self, folder: Path, finished: bool) -> tuple[str, dict[str, Any]]:
-        """See Head. A finished draft is an ordinary transformers folder: config, generation
-        config, tokenizer, weights in the target's dtype with any LoRA merged."""
+        """Write the weights. A finished draft is an ordinary transformers folder: config,
+        generation config, tokenizer, weights in the target's dtype with any LoRA merged."""
         if not finished:
             return super().write(folder, finished)
         net = self.plain()
         net.config.dtype = self.dtype
-        shown = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
-        try:
-            net.save_pretrained(folder, max_shard_size="1000GB")
-        finally:
-            if shown:
-                logging.enable_progress_bar()
+        net.save_pretrained(folder, max_shard_size="1000GB")
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         return MODEL, {**self.config_json(), "merged": True}
@@ -370,26 +350,20 @@ class SmallLM(Head):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What is this head's own: no weight of the target, no tied weight twice."""
         whole = super().state_dict(*args, **kwargs)
-        for name in [k for k in whole if k in self.outside]:
-            del whole[name]
-        return whole
+        return {k: v for k, v in whole.items() if bare(k) not in self.outside}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Also from the names of a finished folder. Raises RuntimeError when names or shapes
         do not fit.
         """
-        bare = not any(name.startswith("net.") for name in state_dict)
-        state = {f"net.{k}" if bare else k: v for k, v in state_dict.items()}
-        if bare:
-            # The target's own: they are there.
-            state = {k: v for k, v in state.items() if k not in self.outside}
+        finished = not any(name.startswith("net.") for name in state_dict)
+        state = {f"net.{k}" if finished else k: v for k, v in state_dict.items()}
+        if finished:  # the target's own are there
+            state = {k: v for k, v in state.items() if bare(k) not in self.outside}
         found = super().load_state_dict(state, strict=False, assign=assign)
-        missing = [k for k in found.missing_keys if k not in self.outside]
-        if strict and (missing or found.unexpected_keys):
-            raise RuntimeError(
-                f"weights {', '.join([*missing, *found.unexpected_keys][:3])} are "
-                "missing or unknown"
-            )
+        odd = [k for k in found.missing_keys if bare(k) not in self.outside]
+        if strict and (odd := [*odd, *found.unexpected_keys]):
+            raise RuntimeError(f"weights {', '.join(odd[:3])} are missing or unknown")
         return found
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import torch
@@ -20,129 +21,123 @@ from outrider.heads.small_lm.cut import aliases
 ADAPTER = "draft"  # peft's name of the LoRA
 
 
-def load_base(cfg: SmallLMConfig, target: Target) -> Any:
-    """The float32 model that head.path or head.name means. Raises UserError when it cannot be
-    loaded or its tokenizer is another one."""
+def load_draft(
+    source: TargetConfig, target: Target, dtype: torch.dtype | str, device: Any, key: str
+) -> Target:
+    """Load a smaller causal language model. key: that names it, for an error.
+
+    Raises UserError when it cannot be loaded or does not share the target's tokenizer (the
+    first difference is named). One that is no smaller than the target is warned of.
+    """
     try:
-        source = TargetConfig(
-            "local" if cfg.path else "hub", path=cfg.path, name=cfg.name, revision=cfg.revision
-        )
-        base = load_target(source, "float32", "cpu")
+        draft = load_target(source, dtype, device)
     except UserError as error:
-        raise UserError(
-            str(error).replace("target.", "head.").replace("target:", "head:")
-        ) from None
-    if target.tokenizer is not None:
-        verdict = compare(target.tokenizer, base.tokenizer, target.vocab_size, base.vocab_size)
+        said = str(error).removeprefix("target: ")
+        for name in ("target.path: ", "target.name: "):
+            said = said.replace(name, "")
+        raise UserError(f"{key}: {said}") from None
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        verdict = compare(target.tokenizer, draft.tokenizer, target.vocab_size, draft.vocab_size)
         if not verdict.compatible:
             raise UserError(
-                f"head.{'path' if cfg.path else 'name'}: {cfg.path or cfg.name}: another tokenizer "
-                f"than the target's: {verdict.reason}; choose a draft of the same family"
+                f"{key}: another tokenizer than the target's: {verdict.reason}; choose a draft of "
+                "the same family"
             )
-    return base.model
+    size, whole = parameters(draft.model), parameters(target.model)
+    if size >= whole:
+        print(
+            f"warning: {key}: {size:,} parameters are no smaller than its target's ({whole:,}): "
+            "drafting with it can hardly pay",
+            file=sys.stderr,
+        )
+    return draft
+
+
+def load_base(cfg: SmallLMConfig, target: Target) -> Any:
+    """Load the float32 model that head.path or head.name means. Raises UserError as
+    load_draft."""
+    key = "head.path" if cfg.path else "head.name"
+    source = TargetConfig(
+        "local" if cfg.path else "hub", path=cfg.path, name=cfg.name, revision=cfg.revision
+    )
+    return load_draft(source, target, "float32", "cpu", f"{key}: {cfg.path or cfg.name}").model
 
 
 def parameters(model: nn.Module) -> int:
-    """Number of parameters, tied ones once."""
+    """Count the parameters, tied ones once."""
     return sum(p.numel() for p in model.parameters())
+
+
+def bare(name: str) -> str:
+    """Return the name of a weight of the head in its model, whether a LoRA wraps its layer or
+    not."""
+    return name.removeprefix("net.").replace(".base_layer.", ".")
 
 
 def freeze(net: Any, cfg: SmallLMConfig, dtype: torch.dtype, given: dict[str, Tensor]) -> set[str]:
     """Decide what of `net` learns; frozen weights become the target's own tensors (`given`, by
-    net's names) where they come from it, else `dtype`. Returns the names (in the head's
-    state_dict, "net." in front) that are not the head's to store. Raises UserError where
-    embedding and LM head cannot be tied."""
-    into, out = net.get_input_embeddings(), net.get_output_embeddings()
-    if cfg.embedding == "tied" and out.weight is not into.weight:
-        if out.weight.shape != into.weight.shape:
-            raise UserError(
-                "head.embedding: the draft's embedding and LM head differ in shape; use "
-                "own or shared"
-            )
-        into.weight = out.weight
-        net.config.tie_word_embeddings = True
-    words = {id(into.weight), id(out.weight)}
-    outside = {f"net.{name}" for name in aliases(net)}
-    groups: dict[int, list[str]] = {}
-    for name, weight in net.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(weight), []).append(name)
-    for key, names in groups.items():
-        weight = net.get_parameter(names[0])
-        if not (cfg.lora.rank or (cfg.embedding == "shared" and key in words)):
+    net's names) where they come from it, else `dtype`. Returns the names that are not the
+    head's to store: of the target's own tensors and of tied ones."""
+    words = {id(net.get_input_embeddings().weight), id(net.get_output_embeddings().weight)}
+    tied = aliases(net)
+    outside = set(tied)
+    for name, weight in list(net.named_parameters()):
+        if not (cfg.lora.rank or (cfg.embedding == "shared" and id(weight) in words)):
             weight.requires_grad_(True)
             continue
-        mine = given.get(names[0])
+        mine, names = given.get(name), [name, *(n for n, first in tied.items() if first == name)]
         if mine is not None:
-            outside |= {f"net.{name}" for name in names}
-        fresh = nn.Parameter(
-            (weight.to(dtype) if mine is None else mine).detach(), requires_grad=False
-        )
-        for name in names:
-            holder, _, last = name.rpartition(".")
+            outside.update(names)
+        value = weight.to(dtype) if mine is None else mine
+        fresh = nn.Parameter(value.detach(), requires_grad=False)
+        for one in names:
+            holder, _, last = one.rpartition(".")
             setattr(net.get_submodule(holder), last, fresh)
     return outside
 
 
-def inject(net: Any, keys: LoraKeys, outside: set[str]) -> set[str]:
-    """Put a LoRA (Hu et al. 2021) on linear layers of `net`, by peft, in float32. Returns
-    `outside` and the new names of the layers in it that are wrapped now. Raises UserError for
-    layers that do not exist."""
+def inject(net: Any, keys: LoraKeys) -> None:
+    """Put a LoRA (Hu et al. 2021) on linear layers of `net`, by peft, in float32: on those
+    whose name ends in one of keys.targets, or all but the LM head. Raises UserError for a
+    target that names no such layer."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    outside = set(outside)
-    before = {id(p): name for name, p in net.named_parameters(remove_duplicate=False)}
+    out = net.get_output_embeddings()
+    names = [n for n, m in net.named_modules() if isinstance(m, nn.Linear) and m is not out]
+    for wanted in keys.targets:
+        if not any(f".{name}".endswith(f".{wanted}") for name in names):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise UserError(f"head.lora.targets: {wanted[:80]!r} is no layer; choose among {known}")
+    ends = tuple(f".{wanted}" for wanted in keys.targets)
     config = LoraConfig(
         r=keys.rank,
         lora_alpha=keys.alpha,
         lora_dropout=keys.dropout,
-        target_modules=_linear_layers(net, keys.targets),
+        target_modules=[name for name in names if not ends or f".{name}".endswith(ends)],
     )
     inject_adapter_in_model(config, net, ADAPTER)
-    for name, weight in net.named_parameters(remove_duplicate=False):
-        if id(weight) not in before:
+    for name, weight in net.named_parameters():
+        if ".lora_" in name:
             weight.data = weight.data.float()
-        elif f"net.{before[id(weight)]}" in outside:  # wrapped layers have moved
-            outside.add(f"net.{name}")
-    return outside
 
 
-def _linear_layers(net: Any, targets: list[str]) -> list[str]:
-    """Names of the linear layers of `net` but its LM head: those whose name ends in one of
-    `targets`, or all. Raises UserError for a target that names no such layer."""
-    out = net.get_output_embeddings()
-    names = [n for n, m in net.named_modules() if isinstance(m, nn.Linear) and m is not out]
-    for wanted in targets:
-        if not any(f".{name}".endswith(f".{wanted}") for name in names):
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-            raise UserError(f"head.lora.targets: {wanted[:80]!r} is no layer; choose among {known}")
-    return [n for n in names if not targets or any(f".{n}".endswith(f".{t}") for t in targets)]
-
-
-def merged(net: Any, rank: int, outside: set[str], dtype: torch.dtype) -> Any:
-    """A copy of `net` in `dtype` with its LoRA of that rank merged: what drafts, and what is
-    saved. Weights that are the target's own (`outside`) are not copied."""
-    own = {
-        id(p): p
-        for n, p in net.named_parameters(remove_duplicate=False)
-        if f"net.{n}" in outside and not p.requires_grad
-    }
-    made = copy.deepcopy(net, memo=own if not rank else {})  # type: ignore[arg-type]
-    _merge(made)
-    for weight in made.parameters():  # not made.to(): rotary frequencies stay in float32
-        weight.data = weight.data.to(dtype)
-    return made.requires_grad_(False).eval()
-
-
-def _merge(root: nn.Module) -> None:
-    """Put the layers of `root` that are wrapped back, in place, the update added to them in
-    float32 or better."""
-    for name, part in [(n, m) for n, m in root.named_modules() if hasattr(m, "lora_A")]:
+def merged(net: Any, outside: set[str], dtype: torch.dtype) -> Any:
+    """Return a copy of `net` in `dtype` with its LoRA merged, in float32 or better: what
+    drafts, and what is saved. Weights that are the target's own (`outside`) are copied only
+    where a LoRA is added to them."""
+    weights = net.named_parameters(remove_duplicate=False)
+    memo = {id(p): p for n, p in weights if n in outside and not p.requires_grad}
+    made = copy.deepcopy(net, memo=memo)  # type: ignore[arg-type]
+    for name, part in [(n, m) for n, m in made.named_modules() if hasattr(m, "lora_A")]:
         layer: Any = part
         base = layer.get_base_layer()
         wide = torch.promote_types(base.weight.dtype, torch.float32)
         base.weight.data = base.weight.data.to(wide)
         layer.merge()
         parent, _, last = name.rpartition(".")
-        setattr(root.get_submodule(parent), last, base)
-    if hasattr(root, "peft_config"):
-        del root.peft_config
+        setattr(made.get_submodule(parent), last, base)
+    if hasattr(made, "peft_config"):
+        del made.peft_config
+    for weight in made.parameters():  # not made.to(): rotary frequencies stay in float32
+        weight.data = weight.data.to(dtype)
+    return made.requires_grad_(False).eval()

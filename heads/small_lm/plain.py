@@ -4,23 +4,20 @@ against the target first.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-from outrider.conf.errors import UserError
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter
-from outrider.decode.models.load import TargetConfig, load_target, source_folder
-from outrider.decode.models.tokenizers import compare
+from outrider.decode.models.load import TargetConfig, source_folder
 from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
 from outrider.heads import shapes
 from outrider.heads.base import Head
-from outrider.heads.limits import Shape
+from outrider.heads.config import Shape
 from outrider.heads.names import DraftSpec
 from outrider.heads.small_lm.config import SmallLMConfig
-from outrider.heads.small_lm.net import parameters
+from outrider.heads.small_lm.net import load_draft
 
 
 class PlainModel(Head):
@@ -28,7 +25,7 @@ class PlainModel(Head):
     tuning ask of a head.
 
     Where T > 0 its tree is drawn from its own distribution on a static shape, as a trained
-    head's is; the shape assumes that every level is accepted alike (heads.shapes.even),
+    head's is; the shape assumes that every level is accepted alike (heads.shapes.assumed),
     since nobody has measured the model.
     """
 
@@ -41,50 +38,29 @@ class PlainModel(Head):
         super().__init__(SmallLMConfig(path=path, shape=shape))
         self.cfg: SmallLMConfig = self.cfg
         self.draft = draft
-        self.calibration: dict[str, Any] = shapes.even(self.cfg.depth)
+        self.calibration: dict[str, Any] = shapes.assumed(self.cfg.depth, alike=True)
 
     def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
-        """See Head; over the model itself, not a copy."""
+        """Draft with the model itself, not a copy."""
         form = self.form(target, draft)
         self.draft.packs_weights = target.packs_weights
         return DraftModel(self.draft, form, self.cfg.path, vocab_size=target.vocab_size)
 
     def tree(self, nodes: int, depth: int) -> TreeShape:
-        """See Head; of any size, for every level counts alike."""
-        return shapes.tree(shapes.even(depth, nodes), nodes, depth)
+        """Return a static tree of any size, for every level counts alike."""
+        return shapes.tree(shapes.assumed(depth, nodes, alike=True), nodes, depth)
 
 
 def plain_model(path: str, target: Target) -> PlainModel:
-    """The causal language model in a folder or repository, in the target's dtype on its
-    device.
-
-    Raises UserError when it cannot be loaded or does not share the target's tokenizer (the
-    first difference is named).
-    """
-    try:
-        draft = load_target(_source(path), target.dtype, target.device)
-    except UserError as error:
-        raise UserError(f"drafters: {path}: {_strip(str(error))}") from None
-    if target.tokenizer is not None and draft.tokenizer is not None:
-        verdict = compare(target.tokenizer, draft.tokenizer, target.vocab_size, draft.vocab_size)
-        if not verdict.compatible:
-            raise UserError(
-                f"drafters: {path}: another tokenizer than the target's: {verdict.reason}; choose "
-                "a draft of the same family"
-            )
-    size, whole = parameters(draft.model), parameters(target.model)
-    if size >= whole:
-        print(
-            f"warning: {path} ({size:,} parameters) is no smaller than its target ({whole:,}); "
-            "drafting with it can hardly pay, see the break-even figure",
-            file=sys.stderr,
-        )
+    """Load the causal language model in a folder or repository, in the target's dtype on its
+    device. Raises UserError as load_draft does."""
+    draft = load_draft(_source(path), target, target.dtype, target.device, f"drafters: {path}")
     return PlainModel(draft, path, "tree" if draft.support == target.support == "tree" else "chain")
 
 
 def plain_folder(path: str) -> Path:
-    """The folder with the files of an ordinary model: itself, or where the repository lies
-    here.
+    """Return the folder with the files of an ordinary model: itself, or where the
+    repository lies here.
 
     Raises UserError when it cannot be fetched.
     """
@@ -96,8 +72,3 @@ def _source(path: str) -> TargetConfig:
     return TargetConfig(
         kind="local" if local else "hub", path=path if local else "", name="" if local else path
     )
-
-
-def _strip(text: str) -> str:
-    """An error about a target, told about a draft."""
-    return text.removeprefix("target: ").replace("target.path: ", "").replace("target.name: ", "")

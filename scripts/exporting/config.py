@@ -9,8 +9,8 @@ from typing import Annotated
 from outrider.conf.paths import neither, no_folder
 from outrider.conf.rules import AboveZero, OneOrMore, ZeroOrMore, one_of
 from outrider.decode.models.config import DTYPES, TargetConfig
-from outrider.heads.formats import FORMATS
 from outrider.heads.names import HUB
+from outrider.heads.registry import FORMATS
 from outrider.scripts.common.absent import no_drafters, no_prompts
 
 AS_WRITTEN = "as_written"

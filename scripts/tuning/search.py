@@ -68,11 +68,11 @@ def value_of(
             total += 1
             for d in range(1, len(path) + 1):
                 hits[path[:d]] += 1
+    if not calibration.get("paths") and not calibration.get("acceptance"):
+        calibration = shapes.assumed(heads)
     stored = zip(calibration.get("paths", ()), calibration.get("values", ()), strict=False)
     known = {tuple(p): float(v) for p, v in stored}
-    table = calibration.get("acceptance") or []
-    if not known and not table:
-        known = dict(shapes.generic(heads))
+    table = calibration.get("acceptance", ())
 
     def prior(path: Path) -> float:
         if path in known:

@@ -136,7 +136,7 @@ def test_a_card_names_the_key_and_the_way_out(tmp_path: Path) -> None:
             "are of different heads (proj is [2, 64, 32] in the weights and [3, 64, 32]",
         ),
         (("weights", "file"), "../x", "weights.file: names '../x'"),
-        (("weights", "file"), "adapter_model.safetensors", "a LoRA on another head; 0.2"),
+        (("head", "config", "causal"), True, "head.config.causal: "),
         (("head", "zzz"), 1, "zzz: no such key"),
     ):
         write(place, changed(card, path, value))

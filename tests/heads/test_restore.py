@@ -7,31 +7,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from outrider.conf.schema import compose
 from outrider.heads import head_class, kinds
-from outrider.heads.block.config import BlockConfig
-from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.medusa.head import MedusaConfig
-from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
-from outrider.heads.small_lm.config import SmallLMConfig
 from outrider.train.config import HydraHeadsRun, MedusaRun
 from outrider.train.loop import fit
 from outrider.train.runs import BlockRun, DraftRun, EagleRun
 from tests.helpers.training import chats, overrides
 
-CONFIGS: dict[str, Any] = {
-    "medusa": MedusaConfig(heads=2, draft_vocab=40),
-    "hydra_heads": HydraHeadsConfig(heads=2, draft_vocab=40),
-    "eagle1": EagleConfig(kind="eagle1", draft_vocab=40),
-    "eagle3": EagleConfig(kind="eagle3", draft_vocab=40),
-    "dflash": BlockConfig(draft_vocab=40),
-    "dspark": BlockConfig(kind="dspark", draft_vocab=40, markov_rank=2, confidence=1.0),
-    "small_lm": SmallLMConfig(from_target_layers=1, draft_vocab=40),
-}
 RUNS: dict[str, tuple[str, type, list[str]]] = {
     "medusa": ("medusa", MedusaRun, []),
     "hydra_heads": ("hydra_heads", HydraHeadsRun, []),
@@ -51,7 +36,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
 
 
 def test_every_kind_of_head_is_among_the_cases() -> None:
-    assert set(CONFIGS) == set(RUNS) == set(kinds())
+    assert set(RUNS) == set(kinds())
 
 
 def run(variant: str, data: Path, out: Path) -> Path:

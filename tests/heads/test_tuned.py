@@ -129,14 +129,11 @@ def test_more_levels_than_heads_are_refused(medusa: Path, target: Target) -> Non
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"format": 2}, "not in format 1"),
+        ({"format": 2}, "format: "),
         ({"card_sha256": "0" * 64}, "tuned for another head"),
         ({"best": {"shape": "star"}}, "best.shape: 'star' is none of"),
-        ({"break_even": 1.5}, "key break_even has left"),
-        ({"pays_up_to": 2}, "key pays_up_to has left"),
-        ({"adaptive": {"shape": "chain"}}, "key adaptive has left"),
-        ({"best": {"shape": "chain", "price": {"node": 0.1}}}, "key price has left"),
-        ({"speed": 2}, "speed: no such key"),
+        ({"break_even": 1.5}, "break_even: no such key"),
+        ({"best": {"shape": "chain", "price": {"node": 0.1}}}, "best.price: no such key"),
         ({"best": {"shape": "chain", "depth": 10**9}}, "best.depth: 1000000000 is above"),
         ({"best": {"shape": "tree", "paths": [[0, 0]]}}, "best.paths: .* has no parent"),
         ({"best": {"shape": "tree", "paths": [["a"]]}}, "best.paths: 'a' is not"),

@@ -139,29 +139,26 @@ def test_what_cannot_start_a_head_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys, fix",
+    "old, new, fix",
     [
-        ({"norm_output": True}, "head.norm_output=true"),
-        ({"norm_output": True, "norm_before_fc": True}, "=true head.norm_output=true"),
-        ({"taps": [1, 2, 4]}, "'head.taps=[1,2,4]'"),
+        ({}, {"norm_output": True}, "head.norm_output=false"),
+        ({"norm_before_fc": True, "norm_output": True}, {}, "=true head.norm_output=true"),
+        ({"taps": [1, 2, 4]}, {}, "'head.taps=[1,2,4]'"),
     ],
 )
-@pytest.mark.parametrize("back", [False, True])
-def test_weights_are_not_read_with_another_meaning(tmp_path: Path, keys, fix, back) -> None:
+def test_weights_are_not_read_with_another_meaning(tmp_path: Path, old, new, fix) -> None:
     """They fit in shape, so that nothing else would tell."""
     target, counts = tiny_target(layers=4), torch.arange(260) + 1
-    usual = {"taps": [1, 2, 3]}
-    old, new = (
-        Eagle3Head.for_target(target, EagleConfig(draft_vocab=60, **{**usual, **some}), counts)
-        for some in ((usual, keys) if back else (keys, usual))
+    first, second = (
+        Eagle3Head.for_target(
+            target, EagleConfig(**{"draft_vocab": 60, "taps": [1, 2, 3], **keys}), counts
+        )
+        for keys in (old, new)
     )
-    save_head(old, tmp_path, target.identity)
-    with pytest.raises(
-        UserError, match="^start: .*mean something else under these; give "
-    ) as message:
-        Start(str(tmp_path), "eagle3", target).give(new)
-    back_fix = fix.replace("true", "false").replace("[1,2,4]", "[1,2,3]")
-    assert str(message.value).endswith(back_fix if back else fix)
+    save_head(first, tmp_path, target.identity)
+    with pytest.raises(UserError, match="^start: .*mean something else") as raised:
+        Start(str(tmp_path), "eagle3", target).give(second)
+    assert str(raised.value).endswith(fix)
 
 
 @pytest.mark.parametrize("key, value", [("rope", 500.0), ("rms_norm_eps", 0.1)])

@@ -16,7 +16,7 @@ from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.heads import head_class, load_head, save_head
 from outrider.heads.block.config import BlockConfig
-from outrider.heads.checkpoint import CARD, _card_sha256, text_of
+from outrider.heads.checkpoint import CARD, signed, text_of
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
@@ -87,9 +87,8 @@ def made(kind: str, place: Path) -> tuple[Any, Path, dict[str, Any]]:
 
 def write(folder: Path, card: dict[str, Any]) -> None:
     """A card whose own hash is right, whatever else is wrong with it."""
-    if isinstance(card.get("sha256"), str) and len(card["sha256"]) == 64:
-        card = {**card, "sha256": _card_sha256(card)}
-    (folder / CARD).write_text(text_of(card))
+    sound = isinstance(card.get("sha256"), str) and len(card["sha256"]) == 64
+    (folder / CARD).write_text(signed(card) if sound else text_of(card))
 
 
 def works(folder: Path, kind: str, tokens: int = 5) -> None:

@@ -88,7 +88,7 @@ def test_static_trees_replay_exactly(target: Target) -> None:
     torch.manual_seed(1)
     head = head_class("medusa").for_target(target, MedusaConfig(heads=3, draft_vocab=0))
     make = lambda tree: head.drafter(target, DraftSpec(shape="tree", paths=tuple(tree)))
-    big = [p for p, _ in shapes.generic(3)]
+    big = [tuple(p) for p in shapes.assumed(3)["paths"]]
     texts = texts_of(target, make(big))
     found = replay.paths(texts)
     for nodes in (3, 10, 30):
