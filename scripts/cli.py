@@ -57,7 +57,7 @@ MARKS = ("@", "dry run:")  # comments for Hydra, and on which GPUs a recipe was 
 # name of its file.
 KEYS = {
     "synthesize": "outrider.scripts.data.config:SynthesizeConfig",
-    "cache_features": "outrider.train.config:CacheConfig",
+    "cache_features": "outrider.train.runs:CacheConfig",
     "validate": "outrider.train.config:ValidateConfig",
     "evaluate": "outrider.scripts.scoring.config:EvaluateConfig",
     "tune": "outrider.scripts.tuning.config:TuneConfig",
@@ -179,9 +179,9 @@ def help_of(verb: str, words: Sequence[str]) -> str:
 
 def training(name: str, words: Sequence[str]) -> Entry:
     """What `train/NAME.py WORDS` is for."""
-    from outrider.train.config import schema_of
+    from outrider.train.runs import SCHEMAS
 
-    return Entry(ROOT / "train" / f"{name}.py", name, schema_of(name), [*words])
+    return Entry(ROOT / "train" / f"{name}.py", name, SCHEMAS[name], [*words])
 
 
 def help_of_training(name: str, words: Sequence[str], typed: str = "") -> str:

@@ -5,11 +5,11 @@
     python scripts/validate.py dry_run=true experiment=NAME gpus=8 gpu=h100-80gb
 
 Configuration; loss mask with decoded text; which parameters get gradient; memory, time, bytes
-and FLOPs of the run; an oracle that shows a shift by one; a head trained on one sample,
-decoded through the real engine. Exit code 0: all passed; 1: a check failed; 2: a mistake to
-mend. Takes the keys of the training scripts (--help lists them); the work is done by
-train/validate.py, which takes this process over: signals and exit code are its own. With
-dry_run=true nothing is loaded or run: memory by part and hours on GPUs that are not here.
+and FLOPs of the run; a head trained on one sample, decoded through the real engine. Exit code 0:
+all passed; 1: a check failed; 2: a mistake to mend. Takes the keys of the training scripts (--help
+lists them); the work is done by train/validate.py, which takes this process over: signals and exit
+code are its own. With dry_run=true nothing is loaded or run: memory by part and hours on GPUs that
+are not here.
 """
 
 from __future__ import annotations

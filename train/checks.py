@@ -1,7 +1,5 @@
 """What scripts/validate.py finds out before a run is paid for. Each check returns lines to
 read and whether it passed.
-
-Shape letters: B rows, T positions, F taps, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.conf.disk import size
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.base import Batch, Head
-from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
-from outrider.train import memory
 from outrider.train.checkpoint import needed
+from outrider.train.config import TrainConfig
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.flops import Counter
+from outrider.train.memory import peak_bytes, reset_peak
 
 # (counts [V], **changed head keys) -> a target and a fresh head on it
 Fresh = Callable[..., tuple[Target, Head]]
-TOKENS = 24  # different tokens of the oracle's random texts: chance is 1 in 24
 NEAR = 0.85  # near-maximal accepted length, as a share of the longest possible
 
 
@@ -70,113 +68,6 @@ def mask(rows: JoinedRows, plan: BatchPlan, tokenizer: Any, shown: int = 2) -> C
     return check
 
 
-class Oracle:
-    """A target whose feature at position t is a code of token t + `ahead`; in all else the
-    target itself.
-    """
-
-    def __init__(self, target: Target, ahead: int) -> None:
-        self._target, self._ahead = target, ahead
-        table = target.lm_head_weight.detach().float()
-        self._table = table / table.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def features(
-        self, ids: Tensor, mask: Tensor, taps: Any, grad: bool = False, position: Any = None
-    ) -> Tensor:
-        """[B, T, F, D]."""
-        message = torch.cat([ids[:, self._ahead :], ids[:, : self._ahead]], 1)
-        code = self._table[message].to(self._target.dtype)
-        return code[:, :, None].expand(-1, -1, len(taps), -1)
-
-
-def alignment(fresh: Fresh, levels: int, updates: int = 300) -> Check:
-    """A head that is told the true answer by its features must be right everywhere, on random
-    texts never seen before: head (or step) i predicts x_{t+2+i}. Told the token before it
-    instead, it must not do better than guess, or it reads what it will not have when it
-    drafts. Reading or predicting one position too early or too late fails one of them."""
-    check = Check("shift alignment")
-    for level in sorted({0, levels - 1}):
-        found, used = _summary(fresh, level, 2 + level, updates)
-        check.say(
-            f"head {level} told x[t+{2 + level}]: {found:.0%} right after {used} updates",
-            found > 0.95,
-        )
-        leak, _ = _summary(fresh, level, 1 + level, min(used + 20, updates))
-        check.say(
-            f"head {level} told x[t+{1 + level}] only: {leak:.0%} right, chance {1 / TOKENS:.0%}",
-            leak < 0.4,
-        )
-    return check
-
-
-def leak(target: Target, head: Head, batch: Batch) -> Check:
-    """For a head that reads tokens alone, and so cannot be told the answer by a feature: the
-    logits for a token must not depend on that token or on any behind it, and must depend on
-    the one before it."""
-    check = Check("shift alignment")
-    width, place = batch.ids.shape[1], batch.ids.shape[1] // 2
-    on = torch.zeros_like(batch.mask)
-    on[:, place] = True
-
-    def logits(changed: slice) -> Tensor:
-        ids = batch.ids.clone()
-        ids[:, changed] = (ids[:, changed] + 1) % target.vocab_size
-        found = head.forced(Batch(ids, torch.ones_like(on), on, batch.sample_ids), target, 1)
-        return torch.cat([z for _, _, z in found])
-
-    plain = logits(slice(0, 0))
-    ahead, before = (
-        float((logits(part) - plain).abs().max())
-        for part in (slice(place, width), slice(place - 1, place))
-    )
-    scale = float(plain.abs().max())
-    check.say(
-        f"x[t] and all behind it changed: its logits move by {ahead / scale:.2g} of their size",
-        ahead == 0,
-    )
-    check.say(f"x[t-1] changed: they move by {before / scale:.2g}", before > 1e-3 * scale)
-    return check
-
-
-def _summary(fresh: Fresh, level: int, ahead: int, updates: int) -> tuple[float, int]:
-    """(share of right guesses of head `level` on a new text, updates used) under an oracle of
-    x[t + ahead].
-    """
-    generator = torch.Generator().manual_seed(level)
-    target, _ = fresh(None)
-    some = torch.randperm(target.vocab_size, generator=generator)[:TOKENS]
-    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
-    counts[some] = 1
-    target, head = fresh(
-        counts,
-        draft_vocab=TOKENS,
-        loss=LossWeights(hard=1.0),
-        feature_loss=0.0,
-        confidence=0.0,  # or its gradient holds a small DSpark head at 84 % right
-        noise=0.0,
-    )
-    oracle: Any = Oracle(target, ahead)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, weight_decay=0.0)
-    head.train()
-    used, recent = 0, [0.0] * 3
-    while used < updates and min(recent) <= 0.97:
-        used += 1
-        head.begin_step(updates - 1)
-        ids = some[torch.randint(TOKENS, (8, 24), generator=generator)].to(target.device)
-        real = torch.ones_like(ids, dtype=torch.bool)
-        on = (torch.arange(24, device=ids.device) >= 2 + level).expand_as(real)
-        optimizer.zero_grad()
-        out = head(Batch(ids, real, on, torch.arange(8, device=ids.device)), oracle)
-        (out.sum / out.count).backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        recent = [*recent[1:], _top1(out.stats)[level]]  # before the update: a text it has not seen
-    return sum(recent) / 3, used
-
-
 def gradients(target: Target, head: Head, batch: Batch) -> Check:
     """Only the head's own parameters get gradient, and all of them do, after one update at the
     latest.
@@ -202,8 +93,10 @@ def gradients(target: Target, head: Head, batch: Batch) -> Check:
         on = [(n, p) for n, p in members if p.requires_grad]
         idle = [n for n, _ in on if not float(norms[n] or 0.0) > 0]
         total = sum(float(norm) ** 2 for n, _ in on if (norm := norms[n]) is not None) ** 0.5
-        size = sum(p.numel() for _, p in members)
-        text = f"{name:<28} {size:>13,}  {'trainable' if on else 'frozen':<10} gradient {total:.3g}"
+        count = sum(p.numel() for _, p in members)
+        text = (
+            f"{name:<28} {count:>13,}  {'trainable' if on else 'frozen':<10} gradient {total:.3g}"
+        )
         check.say(text + (f"; none at {', '.join(idle[:3])}" if idle else ""), not idle)
     mine = {id(p) for p in head.parameters()}
     others = [(n, p) for n, p in target.model.named_parameters() if id(p) not in mine]
@@ -272,70 +165,46 @@ def _top1(stats: dict[str, Tensor]) -> list[float]:
     return [float(stats[k][0] / stats[k][1].clamp(min=1)) for k in names]
 
 
-def levels_of(target: Target, head: Head, batch: Batch) -> int:
-    """How many heads or steps the training loss has."""
-    with torch.no_grad():
-        return len(_top1(head(batch, target).stats))
-
-
-def cost(cfg: Any, target: Target, head: Head, rows: JoinedRows, plan: BatchPlan) -> Check:
-    """Memory, time, bytes and FLOPs of the run, from one measured micro-batch of at most four
-    rows.
-    """
-    check = Check("cost of the run")
+def cost(cfg: TrainConfig, target: Target, head: Head, rows: JoinedRows, plan: BatchPlan) -> Check:
+    """Measure memory, time and FLOPs of a micro-batch of at most four rows, and say what the run
+    takes by it."""
+    check, device = Check("cost of the run"), target.device
     head.train()
-    peak, part = memory.predict(cfg, target, head, rows, plan), memory.widest(cfg, rows, plan)
     chosen = plan.batch(0)[:: max(1, cfg.batch_size // 4)][:4]
-    batch = rows.batch(chosen).to(target.device)
-    per_step = float(rows.lengths[plan.train].double().mean()) * cfg.batch_size
+    batch = rows.batch(chosen).to(device)
+    reset_peak(device)
     with Counter() as counter:
         head(batch, target).sum.backward()
-    flops, seconds = counter.total, float("inf")
+    flops, seconds, peak = counter.total, float("inf"), peak_bytes(device)
     for _ in range(2):
         start = time.perf_counter()
         head(batch, target).sum.backward()
-        if target.device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = min(seconds, time.perf_counter() - start)
-    for p in head.parameters():
-        p.grad = None
+    head.zero_grad()
     tokens = int(batch.mask.sum())
     n = sum(p.numel() for p in head.parameters() if p.requires_grad)
     held = sum(p.numel() * p.element_size() for p in target.model.parameters())
-    step = seconds * per_step / tokens
-    longest = max(int(rows.lengths[row]) for row in part)
+    per_step = float(rows.lengths[plan.train].double().mean()) * cfg.batch_size
     check.say(
-        f"memory: {n:,} trainable parameters, {_size(16 * n)} with gradients and moments in "
-        f"float32; target {_size(held)}; peak of one process about {_size(peak.bytes)} with its "
-        f"widest pass, {len(part)} rows of {longest} tokens (held "
-        f"{_size(peak.held + peak.moments)}, pass {_size(peak.step)}), evaluation not counted"
+        f"memory: {n:,} trainable parameters, {size(16 * n)} with gradients and moments in "
+        f"float32; target {size(held)}; {size(peak)} in this process with {len(chosen)} rows of "
+        f"up to {batch.ids.shape[1]} tokens and without moments (dry_run=true counts for GPUs)"
     )
+    step = seconds * per_step / tokens
     check.say(
         f"time: {tokens / seconds:,.0f} tokens/s with {len(chosen)} rows at a time, {step:.2g} s "
         f"per step of {cfg.batch_size} rows in one process, {step * cfg.steps / 60:.3g} minutes "
         f"for {cfg.steps:,} steps, not counting optimizer and evaluation"
     )
-    whole = flops / tokens * per_step * cfg.steps
     check.say(
-        f"arithmetic: {_si(flops / tokens, 'FLOP')} per token, {_si(whole, 'FLOP')} for the run; "
-        f"here {_si(flops / seconds, 'FLOP/s')}"
+        f"arithmetic: {flops / tokens / 1e9:,.3f} GFLOP per token, "
+        f"{flops / tokens * per_step * cfg.steps / 1e15:,.3g} PFLOP for the run; here "
+        f"{flops / seconds / 1e12:,.3g} TFLOP/s"
     )
     room = needed(Path(cfg.out_dir), cfg.save_every, cfg.keep, cfg.steps, head)
     check.say(
-        f"disk: head {_size(4 * n)}, checkpoint {_size(12 * n)}, {cfg.out_dir} up to "
-        f"{_size(room)}; features are made on the fly: 0 B"
+        f"disk: head {size(4 * n)}, checkpoint {size(12 * n)}, {cfg.out_dir} up to {size(room)}"
     )
     return check
-
-
-def _size(count: float) -> str:
-    return _si(count, "B", 1024)
-
-
-def _si(value: float, unit: str, base: int = 1000) -> str:
-    """A number with the prefix that fits it."""
-    size = 0
-    while value >= base and size < 5:
-        value, size = value / base, size + 1
-    prefix = ("", "K", "M", "G", "T", "P")[size]
-    return f"{value:.3g} {prefix}{'i' if prefix and base == 1024 else ''}{unit}"

@@ -7,7 +7,6 @@ A key that does not change what is learned stands in LOGISTICS of train/resuming
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,12 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from outrider.conf import packages
-from outrider.conf.errors import UserError
 from outrider.conf.paths import no_file, no_folder
 from outrider.conf.rules import (
     AboveZero,
@@ -41,11 +38,8 @@ from outrider.conf.typed import ALSO, default
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.heads.config import HeadConfig
 from outrider.heads.folders import no_head
-from outrider.heads.medusa.config import HydraHeadsConfig, MedusaConfig
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
-
-CONCURRENCY = 256  # questions to a server at a time, of synthesize and of a dry run
 
 MOST_PROFILED = 100  # steps of a window of the profiler: a trace of more opens nowhere
 
@@ -323,38 +317,6 @@ class TrainConfig(AutoDtype):
 
 
 @dataclass(frozen=True)
-class MedusaRun(TrainConfig):
-    """A Medusa run: conf/medusa.yaml."""
-
-    head: MedusaConfig = field(default_factory=MedusaConfig)
-
-
-@dataclass(frozen=True)
-class HydraHeadsRun(TrainConfig):
-    """A run of Hydra heads: conf/hydra_heads.yaml."""
-
-    head: HydraHeadsConfig = field(default_factory=HydraHeadsConfig)
-
-
-@dataclass(frozen=True)
-class HeadRun(TrainConfig):
-    """A run of any kind of head, those of own packages too: conf/head.yaml."""
-
-    # the keys of conf/head/NAME.yaml; head=NAME chooses
-    head: dict[str, Any]  # type: ignore[assignment]
-
-    @classmethod
-    def exact(cls, cfg: DictConfig) -> type[TrainConfig]:
-        """The schema with the keys of the kind that `cfg` names. Raises UserError where it
-        names none that there is."""
-        if not cfg.get("head"):
-            return cls  # the key is missing
-        if (kind := OmegaConf.select(cfg, "head.kind")) is None:
-            raise UserError("head.kind: is required; choose a head by head=NAME")
-        return entry_of(str(kind))[1]
-
-
-@dataclass(frozen=True)
 class ValidateConfig(TrainConfig):
     """A run of any kind of head: conf/validate.yaml."""
 
@@ -364,15 +326,20 @@ class ValidateConfig(TrainConfig):
     dry_run: bool = False
     # of a dry run: how many GPUs
     gpus: OneOrMore = 8
-    # of a dry run: which: h100-80gb, h200-141gb, b200-180gb, a100-80gb, a100-40gb, l40s-48gb,
-    # rtx4090-24gb
-    gpu: NotEmpty = "h100-80gb"
+    # of a dry run: which
+    gpu: Literal[
+        "h100-80gb",
+        "h200-141gb",
+        "b200-180gb",
+        "a100-80gb",
+        "a100-40gb",
+        "l40s-48gb",
+        "rtx4090-24gb",
+    ] = "h100-80gb"
     # of a dry run: rows of the training data, which are not read
     rows: OneOrMore = 500_000
-    # of a dry run: tokens of a row on average; null = 800, or 2500 where the target's chat
-    # template lets it think and data.chat_template_kwargs={enable_thinking: false} does not
-    # forbid it
-    row_tokens: OneOrMore | None = None
+    # of a dry run: tokens of a row on average; some 2,500 where the target thinks before it answers
+    row_tokens: OneOrMore = 800
     # of a dry run: share of the tokens that is supervised
     supervised: Annotated[float, Interval(gt=0, le=1)] = 0.8
 
@@ -390,90 +357,6 @@ class ValidateConfig(TrainConfig):
     def auto(self) -> dict[str, str]:
         """See AutoDtype; the GPUs of a dry run are not here."""
         return {"dtype": "bfloat16"} if self.dry_run else super().auto()
-
-
-# kind of head -> the script under train/ that trains it, by whose name conf/ has its defaults
-ENTRIES = {
-    "medusa": "medusa",
-    "hydra_heads": "hydra_heads",
-    "eagle1": "eagle",
-    "eagle3": "eagle",
-    "dflash": "block",
-    "dspark": "block",
-    "small_lm": "draft",
-}
-# script -> module of train/:class of its keys
-SCHEMAS = {
-    "medusa": "config:MedusaRun",
-    "hydra_heads": "config:HydraHeadsRun",
-    "eagle": "runs:EagleRun",
-    "block": "runs:BlockRun",
-    "draft": "runs:DraftRun",
-    "head": "config:HeadRun",
-}
-
-
-def schema_of(script: str) -> type[TrainConfig]:
-    """The schema of the keys of train/SCRIPT.py."""
-    module, _, name = SCHEMAS[script].partition(":")
-    found: type[TrainConfig] = getattr(importlib.import_module(f"outrider.train.{module}"), name)
-    return found
-
-
-def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
-    """The script that trains any kind of head, and the schema of its keys. Raises UserError
-    for a kind that nobody brings."""
-    if kind in ENTRIES:
-        return ENTRIES[kind], schema_of(ENTRIES[kind])
-    from outrider.heads.registry import head_class
-
-    keys = head_class(kind).Config
-    made = dataclasses.make_dataclass(
-        HeadRun.__name__,
-        [("head", keys, field(default_factory=keys))],
-        bases=(TrainConfig,),
-        frozen=True,
-    )
-    return "head", made
-
-
-@dataclass(frozen=True)
-class CacheConfig(AutoDtype):
-    """Keys of scripts/cache_features.py."""
-
-    # the frozen target
-    target: TargetConfig
-    # training text, as the training run will name it
-    data: DataConfig
-    # folder to write or to continue
-    out: NotEmpty
-    # kinds of head that will read the features; their default taps are stored
-    heads: list[str] = field(default_factory=lambda: ["medusa", "eagle3"])
-    # further taps, hidden_states[k] of transformers
-    taps: list[int] = field(default_factory=list)
-    # dtype of the target, which must be that of the training run; auto is the same there
-    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
-    # dtype on disk; empty = that of the target
-    store: Annotated[str, one_of(["", *DTYPES])] = ""
-    # tokens of one forward pass, padding included
-    batch_tokens: OneOrMore = 4096
-    # megabytes of one file
-    shard_mb: OneOrMore = 256
-    # cpu, cuda, or empty for what is there
-    device: str = ""
-
-    def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
-        return [f"data.{line}" for line in self.data.absent()]
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        known = sorted({*ENTRIES, *(one.kind for one in packages.packaged())})
-        return [
-            f"heads: {name!r} is none of {', '.join(known)}; choose one"
-            for name in self.heads
-            if name not in known
-        ]
 
 
 def _leaves(cfg: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

@@ -58,7 +58,7 @@ def trainer(name: str, module: str) -> Any:
     docstring is its help. A mistake in a key is told before torch is loaded."""
     set_memory()
     from outrider.conf.schema import entry
-    from outrider.train.config import schema_of
+    from outrider.train.runs import SCHEMAS
 
     def main(cfg: Any) -> None:
         from outrider.train.loop import fit
@@ -66,7 +66,7 @@ def trainer(name: str, module: str) -> Any:
         fit(cfg)
 
     main.__module__ = module
-    return entry(name, schema_of(name), more=SAME)(main)
+    return entry(name, SCHEMAS[name], more=SAME)(main)
 
 
 def run(command: Any) -> None:

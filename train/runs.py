@@ -1,14 +1,36 @@
-"""The keys of runs whose heads bring layers or a model of their own (train/config.py has the
-others, and what all share)."""
+"""The keys of each entry point under train/: those of train/config.py and those of its heads."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
+from omegaconf import DictConfig, OmegaConf
+
+from outrider.conf import packages
+from outrider.conf.errors import UserError
+from outrider.conf.rules import NotEmpty, OneOrMore, one_of
+from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.medusa.config import HydraHeadsConfig, MedusaConfig
 from outrider.heads.small_lm.config import SmallLMConfig
-from outrider.train.config import TrainConfig
+from outrider.train.config import DataConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class MedusaRun(TrainConfig):
+    """A Medusa run: conf/medusa.yaml."""
+
+    head: MedusaConfig = field(default_factory=MedusaConfig)
+
+
+@dataclass(frozen=True)
+class HydraHeadsRun(TrainConfig):
+    """A run of Hydra heads: conf/hydra_heads.yaml."""
+
+    head: HydraHeadsConfig = field(default_factory=HydraHeadsConfig)
 
 
 @dataclass(frozen=True)
@@ -40,3 +62,98 @@ class BlockRun(TrainConfig):
                 f"(data.max_length); give {most} or less, or 0"
             )
         return found
+
+
+@dataclass(frozen=True)
+class HeadRun(TrainConfig):
+    """A run of any kind of head, those of own packages too: conf/head.yaml."""
+
+    # the keys of conf/head/NAME.yaml; head=NAME chooses
+    head: dict[str, Any]  # type: ignore[assignment]
+
+    @classmethod
+    def exact(cls, cfg: DictConfig) -> type[TrainConfig]:
+        """The schema with the keys of the kind that `cfg` names. Raises UserError where it
+        names none that there is."""
+        if not cfg.get("head"):
+            return cls  # the key is missing
+        if (kind := OmegaConf.select(cfg, "head.kind")) is None:
+            raise UserError("head.kind: is required; choose a head by head=NAME")
+        return entry_of(str(kind))[1]
+
+
+# kind of head -> the script under train/ that trains it, by whose name conf/ has its defaults
+ENTRIES = {
+    "medusa": "medusa",
+    "hydra_heads": "hydra_heads",
+    "eagle1": "eagle",
+    "eagle3": "eagle",
+    "dflash": "block",
+    "dspark": "block",
+    "small_lm": "draft",
+}
+# script -> its keys
+SCHEMAS: dict[str, type[TrainConfig]] = {
+    "medusa": MedusaRun,
+    "hydra_heads": HydraHeadsRun,
+    "eagle": EagleRun,
+    "block": BlockRun,
+    "draft": DraftRun,
+    "head": HeadRun,
+}
+
+
+def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
+    """The script that trains any kind of head, and the schema of its keys. Raises UserError
+    for a kind that nobody brings."""
+    if kind in ENTRIES:
+        return ENTRIES[kind], SCHEMAS[ENTRIES[kind]]
+    from outrider.heads.registry import head_class
+
+    keys = head_class(kind).Config
+    made = dataclasses.make_dataclass(
+        HeadRun.__name__,
+        [("head", keys, field(default_factory=keys))],
+        bases=(TrainConfig,),
+        frozen=True,
+    )
+    return "head", made
+
+
+@dataclass(frozen=True)
+class CacheConfig(AutoDtype):
+    """Keys of scripts/cache_features.py."""
+
+    # the frozen target
+    target: TargetConfig
+    # training text, as the training run will name it
+    data: DataConfig
+    # folder to write or to continue
+    out: NotEmpty
+    # kinds of head that will read the features; their default taps are stored
+    heads: list[str] = field(default_factory=lambda: ["medusa", "eagle3"])
+    # further taps, hidden_states[k] of transformers
+    taps: list[int] = field(default_factory=list)
+    # dtype of the target, which must be that of the training run; auto is the same there
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    # dtype on disk; empty = that of the target
+    store: Annotated[str, one_of(["", *DTYPES])] = ""
+    # tokens of one forward pass, padding included
+    batch_tokens: OneOrMore = 4096
+    # megabytes of one file
+    shard_mb: OneOrMore = 256
+    # cpu, cuda, or empty for what is there
+    device: str = ""
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        return [f"data.{line}" for line in self.data.absent()]
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        known = sorted({*ENTRIES, *(one.kind for one in packages.packaged())})
+        return [
+            f"heads: {name!r} is none of {', '.join(known)}; choose one"
+            for name in self.heads
+            if name not in known
+        ]

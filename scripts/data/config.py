@@ -20,7 +20,6 @@ from outrider.conf.rules import (
     one_of,
 )
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
-from outrider.train.config import CONCURRENCY
 
 UNSEEN = ("gsm8k", "humaneval", "math500", "mtbench")  # suites that are small to fetch
 
@@ -77,7 +76,7 @@ class SynthesizeConfig(AutoDtype):
     unseen: list[NotEmpty] = field(default_factory=lambda: list(UNSEEN))
     # openai: questions asked at a time, as many as one server of a model wants; with several
     #     behind base_url give so many for each
-    concurrency: OneOrMore = CONCURRENCY
+    concurrency: OneOrMore = 256
     # openai: seconds that a whole answer may take
     timeout: AboveZero = 600.0
     # openai: tries after the first one, for each question; a rate limit uses up none

@@ -38,8 +38,8 @@ from outrider.train.checkpoint import locked
 from outrider.train.config import ValidateConfig
 from outrider.train.data.batches import JoinedRows
 from outrider.train.dry_run import memory, report
+from outrider.train.dry_run.memory import Plan, plan_of
 from outrider.train.dry_run.models import Model, model_of, numbers
-from outrider.train.dry_run.plan import Plan, plan_of
 from outrider.train.flops import peak_flops
 from outrider.train.loop import train_step
 from outrider.train.memory import peak_bytes, reset_peak

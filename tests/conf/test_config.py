@@ -17,7 +17,7 @@ import pytest
 from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.schema import CONF, _compose, compose, entry, placeholder
 from outrider.conf.typed import convert, docs, nested_schema
-from outrider.train.config import SCHEMAS, schema_of
+from outrider.train.runs import SCHEMAS
 
 ROOT = CONF.parent
 
@@ -27,7 +27,7 @@ COMMAND = r'^@entry\("(\w+)", (\w+)'
 
 def entries() -> dict[str, type]:
     """Root file name -> schema, from the lines of the entry scripts that make a command."""
-    found: dict[str, type] = {name: schema_of(name) for name in SCHEMAS}
+    found: dict[str, type] = {**SCHEMAS}
     for path in [*ROOT.glob("scripts/**/*.py"), *ROOT.glob("train/*.py")]:
         for name, schema in re.findall(COMMAND, path.read_text(), re.M):
             place = path.relative_to(ROOT).with_suffix("")

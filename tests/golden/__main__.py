@@ -23,9 +23,8 @@ import torch
 from outrider.conf.schema import compose
 from outrider.decode.models.tiny import byte_tokenizer, tiny_model
 from outrider.heads import head_class
-from outrider.train.config import HydraHeadsRun, MedusaRun
 from outrider.train.loop import fit
-from outrider.train.runs import BlockRun, DraftRun, EagleRun
+from outrider.train.runs import BlockRun, DraftRun, EagleRun, HydraHeadsRun, MedusaRun
 from tests.golden import cases
 from tests.helpers.training import chats
 

@@ -12,9 +12,8 @@ import pytest
 
 from outrider.conf.schema import compose
 from outrider.heads import head_class, kinds
-from outrider.train.config import HydraHeadsRun, MedusaRun
 from outrider.train.loop import fit
-from outrider.train.runs import BlockRun, DraftRun, EagleRun
+from outrider.train.runs import BlockRun, DraftRun, EagleRun, HydraHeadsRun, MedusaRun
 from tests.helpers.training import chats, overrides
 
 RUNS: dict[str, tuple[str, type, list[str]]] = {

@@ -21,8 +21,8 @@ from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.head import Eagle3Head
 from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 from outrider.heads.warm import MEANING, Start, _spent
-from outrider.train.config import MedusaRun
 from outrider.train.loop import fit
+from outrider.train.runs import MedusaRun
 from tests.helpers.training import chats, overrides, run, tiny_target
 
 

@@ -19,8 +19,8 @@ from outrider.conf.schema import compose
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.heads import head_class
 from outrider.heads.batch import Batch
-from outrider.train.config import MedusaRun
 from outrider.train.loop import fit
+from outrider.train.runs import MedusaRun
 from tests.helpers.chats import SENTENCE as SENTENCE
 from tests.helpers.chats import WORDS as WORDS
 from tests.helpers.chats import chats as chats

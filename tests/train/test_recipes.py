@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from outrider.conf.schema import CONF, compose
 from outrider.decode.target import Target
 from outrider.heads import head_class, parity
-from outrider.train.config import HydraHeadsRun, MedusaRun, TrainConfig
-from outrider.train.runs import DraftRun, EagleRun
+from outrider.train.config import TrainConfig
+from outrider.train.runs import DraftRun, EagleRun, HydraHeadsRun, MedusaRun
 from outrider.train.validate import ValidateConfig, head_config
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import random_batch

@@ -12,7 +12,8 @@ import torch
 from outrider.conf.schema import compose
 from outrider.heads import head_class
 from outrider.train.checkpoint import newest, read
-from outrider.train.config import TrainConfig, entry_of
+from outrider.train.config import TrainConfig
+from outrider.train.runs import entry_of
 from outrider.train.setup import first_head, resolve
 from tests.contract.cases import CASES
 from tests.helpers.training import TINY, chats, run_config, tiny_target

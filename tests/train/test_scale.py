@@ -17,9 +17,8 @@ from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.heads import head_class
 from outrider.train import cache_features, loop, setup
-from outrider.train.config import MedusaRun
 from outrider.train.loop import fit
-from outrider.train.runs import BlockRun, EagleRun
+from outrider.train.runs import BlockRun, EagleRun, MedusaRun
 from tests.helpers.faults import finish, ranks, wait
 from tests.helpers.training import TINY
 

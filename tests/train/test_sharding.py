@@ -20,8 +20,7 @@ from outrider.decode.models.shards import Shards, layer_stacks
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads import head_class
 from outrider.train import evaluation, loop, sharding
-from outrider.train.config import MedusaRun
-from outrider.train.runs import DraftRun
+from outrider.train.runs import DraftRun, MedusaRun
 from tests.helpers.archs import build
 from tests.helpers.faults import finish
 from tests.helpers.training import overrides

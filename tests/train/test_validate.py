@@ -12,7 +12,6 @@ import torch
 
 from outrider.heads import vocab
 from outrider.heads.medusa.head import MedusaConfig, MedusaHead
-from outrider.heads.medusa.hydra_heads import HydraHeads, HydraHeadsConfig
 from outrider.train import checks
 from outrider.train.validate import main
 from tests.helpers import faults
@@ -64,10 +63,9 @@ def command(capsys, data: Path, *args: str) -> tuple[int, str, str]:
 def test_sound_heads_pass_every_check(tmp_path: Path, capsys, kind: str) -> None:
     data = chats(tmp_path / "data.jsonl")
     code, out, _ = command(capsys, data, f"head={kind}", *KINDS[kind])
-    assert code == 0 and "all 6 checks passed" in out, out
+    assert code == 0 and "all 4 checks passed" in out, out
     assert "[[the rider goes<|im_end|>]]" in out  # what is supervised, for a human eye
-    assert "told x[t+2]" in out or "x[t-1] changed" in out
-    assert "FLOP per token" in out and "frozen" in out and "cycles of the engine" in out
+    assert "GFLOP per token" in out and "frozen" in out and "cycles of the engine" in out
 
 
 def test_the_command_is_the_script(tmp_path: Path) -> None:
@@ -101,17 +99,6 @@ class PredictsItsInput(MedusaHead):
         return vocab.places(self.ids(), batch.ids.reshape(-1)[flat - 1]), valid, reads
 
 
-@pytest.mark.parametrize("kind", [ReadsOneLate, ReadsOneEarly, PredictsItsInput])
-def test_a_shift_by_one_is_caught(kind) -> None:
-    check = checks.alignment(factory(kind, MEDUSA), 2, updates=40)
-    assert not check.passed and any("FAILED" in line for line in check.lines)
-
-
-def test_a_sound_alignment_passes_for_hydra_heads() -> None:
-    check = checks.alignment(factory(HydraHeads, HydraHeadsConfig(heads=3, draft_vocab=0)), 3)
-    assert check.passed, check.lines
-
-
 def test_moving_target_and_idle_parameters_are_caught() -> None:
     target = tiny_target()
     head = MedusaHead.for_target(target, MEDUSA)
@@ -134,11 +121,13 @@ class DraftsNonsense(MedusaHead):
         return drafter
 
 
-@pytest.mark.parametrize("kind, good", [(MedusaHead, True), (DraftsNonsense, False)])
-def test_overfit_is_judged_by_the_engine(kind, good: bool) -> None:
+WRONG = (ReadsOneLate, ReadsOneEarly, PredictsItsInput, DraftsNonsense)
+
+
+@pytest.mark.parametrize("kind", [MedusaHead, *WRONG])
+def test_overfit_is_judged_by_the_engine(kind) -> None:
     check = checks.overfit(factory(kind, MEDUSA), [40, 41, 42], updates=120)
-    assert check.passed == good, check.lines
-    assert "100% 100%" in check.lines[0]
+    assert check.passed == (kind is MedusaHead), check.lines
 
 
 def test_masks_that_supervise_nothing_or_everything_are_caught() -> None:

@@ -22,12 +22,10 @@ from outrider.decode.models.packages import TARGETS
 
 @dataclass(frozen=True)
 class Model:
-    """A target by its config. thinks: whether its chat template lets it think unless told
-    otherwise."""
+    """A target by its config."""
 
     name: str
     config: dict[str, Any]
-    thinks: bool = False
 
     @functools.cached_property
     def built(self) -> Any:
@@ -77,10 +75,7 @@ def shipped() -> dict[str, Model]:
     """Models whose facts lie here, by their repository in lower case."""
     files = sorted(Path(__file__).parent.glob("models/*.json"))
     facts = (json.loads(path.read_text()) for path in files)
-    return {
-        f["repository"].lower(): Model(f["repository"], f["config"], f.get("thinks", False))
-        for f in facts
-    }
+    return {f["repository"].lower(): Model(f["repository"], f["config"]) for f in facts}
 
 
 def model_of(cfg: TargetConfig) -> Model:
@@ -102,14 +97,6 @@ def model_of(cfg: TargetConfig) -> Model:
     path = Path(cfg.path).expanduser() / "config.json"
     try:
         config = dict(json.loads(path.read_text()))
-        return Model(path.parent.name, config, _thinks(path.parent))
+        return Model(path.parent.name, config)
     except (OSError, ValueError, TypeError):
         raise UserError(f"target.path: {path} is no model's config.json") from None
-
-
-def _thinks(folder: Path) -> bool:
-    """Whether the chat template beside a config has a switch for thinking, which is on unless
-    it is named, or opens a block of it."""
-    places = [folder / name for name in ("chat_template.jinja", "tokenizer_config.json")]
-    text = "".join(place.read_text() for place in places if place.is_file())
-    return any(word in text for word in ("enable_thinking", "reasoning_effort", "<think>"))
