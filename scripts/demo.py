@@ -224,7 +224,7 @@ def what_it_brought(budget: Budget, like: dict[str, Any], unlike: dict[str, Any]
         ]
         engines = [engine.name for engine in (VLLM, SGLANG, LLAMACPP) if engine.loads(kind)]
         rows.append([title, *cells, ", ".join(engines) or "Outrider alone"])
-    fastest = best(like)
+    fastest = best(like["drafters"])
     pays = fastest is not None and fastest["speedup"]["mean"] > 1
     marked = list(budget.rows()).index(fastest["name"]) if fastest and pays else None
     head = ("drafter", *settings, "loaded by")
@@ -242,7 +242,9 @@ def next_commands(budget: Budget, report: dict[str, Any]) -> list[str]:
     """Chat, page and export, as one types them: the first two with the fastest row of `report`
     that has a head of ours and whose speed can be believed, the last with the head that other
     engines load."""
-    trained = [row["name"] for row in believable(report) if row["name"].startswith("runs/")]
+    trained = [
+        row["name"] for row in believable(report["drafters"]) if row["name"].startswith("runs/")
+    ]
     drafter = trained[0] if trained else f"{budget.runs}/eagle3"
     command = "outrider" if shutil.which("outrider") else ".venv/bin/outrider"
     export = [f"drafter={budget.runs}/eagle3", "format=vllm", f"out=exports/{budget.name}"]

@@ -42,7 +42,7 @@ from outrider.heads.interop import (
 from outrider.heads.names import NONE, DraftSpec
 from outrider.heads.small_lm.plain import plain_model
 from outrider.scripts.common import files
-from outrider.scripts.common.prompts import load_prompts, question_ids, spread
+from outrider.scripts.common.prompts import load_prompts, question_ids, thinned
 from outrider.scripts.exporting import card as export_card
 from outrider.scripts.exporting import contract, gguf_export, notices
 from outrider.scripts.exporting import draft as export_draft
@@ -182,10 +182,10 @@ def target_of(cfg: ExportConfig, card: dict[str, Any]) -> Target:
 
 
 def check_prompts(cfg: ExportConfig, target: Target) -> list[Any]:
-    """Token ids of the prompts, the ends of long ones, spread over the file."""
+    """Token ids of the prompts, the ends of long ones, thinned over the file."""
     import torch
 
-    some = spread(load_prompts(cfg.prompts), cfg.num_prompts)
+    some = thinned(load_prompts(cfg.prompts), cfg.num_prompts)
     room = min(PROMPT_TOKENS, target.context_length - 16)
     return [torch.tensor(question_ids(target.tokenizer, p.turns[0])[-room:]) for p in some]
 

@@ -35,7 +35,7 @@ from outrider.heads.checkpoint import CARD, recover
 from outrider.heads.interop import Foreign, detect, read_folder
 from outrider.heads.names import HUB
 from outrider.scripts.common import files
-from outrider.scripts.common.prompts import load_prompts, question_ids, spread
+from outrider.scripts.common.prompts import load_prompts, question_ids, thinned
 from outrider.scripts.exporting import probe as acceptance_probe
 from outrider.scripts.exporting.config import AS_WRITTEN, ImportConfig
 from outrider.scripts.exporting.probe import Convention
@@ -70,7 +70,7 @@ def main(cfg: ImportConfig) -> int:
     if cfg.convention != AS_WRITTEN:
         head = chosen(head, cfg.convention)
     if cfg.probe:
-        some = spread(load_prompts(cfg.prompts), cfg.num_prompts)
+        some = thinned(load_prompts(cfg.prompts), cfg.num_prompts)
         ids = [question_ids(target.tokenizer, p.turns[0]) for p in some]
         batch = acceptance_probe.answers(target, ids, cfg.max_new_tokens)
         found = acceptance_probe.probe(head, batch, target)

@@ -4,6 +4,7 @@ plain rows {"prompt": "..."}, one JSON object a line, also mixed. And how turns 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,10 +154,13 @@ def question_ids(tokenizer: Any, text: str) -> list[int]:
     return chat_ids(tokenizer, [{"role": "user", "content": text}])
 
 
-def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """At most `count` prompts, spread evenly over the file and so over its categories."""
-    count = min(count, len(prompts))
-    return [prompts[i * len(prompts) // count] for i in range(count)]
+def thinned(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
+    """At most `count` prompts (None: all) in their order, taken in turns from every category."""
+    place, seen = [], Counter[str]()
+    for i, p in enumerate(prompts):
+        place.append((seen[p.category], i))
+        seen[p.category] += 1
+    return [prompts[i] for i in sorted(i for _, i in sorted(place)[:count])]
 
 
 def _check_template(tokenizer: Any) -> None:

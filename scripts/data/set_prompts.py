@@ -27,7 +27,7 @@ from outrider.scripts.common.published import copies, rows_of
 from outrider.scripts.data.ledger import json_line, say
 from outrider.scripts.data.prompt_sets import PromptSet
 from outrider.scripts.data.questions import asked_of
-from outrider.scripts.data.suites import ALL, SuiteConfig, load_suite, suites
+from outrider.scripts.data.suites import SuiteConfig, every_suite, load_suite
 from outrider.scripts.data.write import fingerprint
 
 EVERY = 200_000  # rows between two words of progress
@@ -89,7 +89,7 @@ def _unseen(which: PromptSet, names: Sequence[str]) -> Unseen:
     """The questions of benchmarks. Suites lie where the set lies, on the hub or beside a
     copy."""
     apart = Unseen({}, {}, [])
-    known = {suite.name: suite for suite in suites(SuiteConfig(name=ALL))}
+    known = {suite.name: suite for suite in every_suite()}
     for name in dict.fromkeys([DEMO.stem, *names]):
         try:
             if name in known:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -22,7 +21,6 @@ from outrider.conf.typed import from_json, raise_all
 from outrider.scripts.common.prompts import Prompt
 from outrider.scripts.common.published import Published, rows_of
 
-ALL = "all"
 SHOWN = ("name", "dataset", "config", "split", "revision", "licence", "path", "tried")
 
 
@@ -59,16 +57,13 @@ class LoadedSuite:
     described: dict[str, Any]
 
 
-def suites(chosen: SuiteConfig) -> list[SuiteConfig]:
-    """The suite itself, or all of conf/suite with the same suite.path."""
-    if chosen.name != ALL:
-        return [chosen]
+def every_suite() -> list[SuiteConfig]:
+    """All of conf/suite, by name."""
     found = []
     for path in sorted((CONF / "suite").glob("*.yaml")):
-        if path.stem != ALL:
-            suite, problems = from_json(OmegaConf.to_container(OmegaConf.load(path)), SuiteConfig)
-            raise_all(problems)
-            found.append(replace(suite, path=chosen.path))
+        suite, problems = from_json(OmegaConf.to_container(OmegaConf.load(path)), SuiteConfig)
+        raise_all(problems)
+        found.append(suite)
     return found
 
 
@@ -127,20 +122,3 @@ def _prompt(suite: SuiteConfig, row: dict[str, Any], number: int) -> Prompt:
     name = str(row[suite.id]) if suite.id else str(number)
     category = str(row[suite.category]) if suite.category else suite.name
     return Prompt(name, category, list(turns))
-
-
-IN_ONE = ("name", "accepted_length", "speedup", "end_to_end", "doubts", "tokens_per_second")
-
-
-def in_one(reports: list[Path], missing: list[str]) -> dict[str, Any]:
-    """JSON of the reports of several suites: accepted length and speedup of every drafter, by
-    suite. missing: why a suite has no report."""
-    found: dict[str, Any] = {"format": 1, "suites": [], "missing": missing}
-    for path in reports:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        rows = [{key: row[key] for key in IN_ONE} for row in report["drafters"]]
-        source = report["settings"]["prompts"]
-        found["suites"].append(
-            {**source["suite"], "asked": report["settings"]["num_prompts"], "drafters": rows}
-        )
-    return found

@@ -4,208 +4,131 @@ report.json alone, by templates/report.html.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import json
 from typing import Any
 
 from outrider.scripts.reports import plots, score_table
-from outrider.scripts.reports.rendering import (
-    Drawing,
-    about_environment,
-    about_target,
-    listed,
-    render,
-)
-from outrider.scripts.reports.score_table import DEPTHS as MOST
-from outrider.scripts.reports.score_table import Row, by_depth, ranks
-from outrider.scripts.reports.table import Table, interval, number
-from outrider.scripts.scoring.batches import stops_paying
+from outrider.scripts.reports.rendering import render
+from outrider.scripts.reports.table import Table, interval, number, ratio
 from outrider.scripts.scoring.ranking import best
+
+MOST = 6  # depths in the table of acceptance
 
 
 def page(report: dict[str, Any]) -> str:
     """The whole page as text."""
     head, sub = headline(report)
-    timed = [r for r in report["drafters"] if r.get("breakdown")]
+    rows, colors, found = report["drafters"], plots.color_of(report), best(report["drafters"])
+    timed = [row for row in rows if row.get("breakdown")]
+    scores = score_table.table(
+        report,
+        best=None if found is None else rows.index(found),
+        dots=[colors[row["name"]] for row in rows],
+    )
     return render(
         "report.html",
         report=report,
         head=head,
         sub=sub,
         cards=cards(report),
-        scores=marked(report),
+        scores=scores,
         ranking=score_table.ranking(report) if len(report["ranking"]) > 1 else None,
-        drawn=drawings(report),
+        drawn=[
+            (plots.svg(plots.panel(name, report), name), about)
+            for name, (_, about) in plots.PANELS.items()
+        ],
         times=Table.of(score_table.TIMES, timed) if timed else None,
-        sources="; ".join(dict.fromkeys(r["breakdown"]["source"] for r in timed)),
-        batches=batches(report),
-        others=others(report),
+        others=[score_table.table(one) for one in report.get("others") or []],
         depths=depths(report),
-        costs=Table.of(score_table.COSTS, report["drafters"]),
+        costs=Table.of(score_table.COSTS, rows),
         pairs=pairs(report),
         same=score_table.SAME,
-        facts=[about_target(report), settings(report), about_environment(report)],
+        facts=facts(report),
     )
-
-
-def drawings(report: dict[str, Any]) -> list[Drawing]:
-    """The figures of a report, in order."""
-    return [
-        Drawing(plots.svg(plots.panel(name, report), name), described(name, report))
-        for name in plots.PANELS
-    ]
-
-
-BARS = {
-    "speedup": ("Speed against plain decoding", "×"),
-    "accepted_length": ("Tokens per target pass", ""),
-}
-WORDS = {
-    "acceptance_by_position": "Acceptance by depth in the draft, a line per drafter.",
-    "accepted_length_by_category": "Accepted length by category with intervals, a dot per drafter.",
-}
-
-
-def described(name: str, report: dict[str, Any]) -> str:
-    """A figure in words, with the numbers that it shows."""
-    if name in WORDS:
-        return WORDS[name]
-    title, unit = BARS[name]
-    known = [r for r in report["drafters"] if r.get(name) and r[name]["mean"] is not None]
-    texts = [f"{r['label']} {score_table.speed(r) if unit else interval(r[name])}" for r in known]
-    return f"{title}: {'; '.join(texts)}"
 
 
 def headline(report: dict[str, Any]) -> tuple[str, str]:
     """(title, line below): only what was measured and can be believed."""
-    found, sub = best(report), score_table.title(report)
+    found, sub = best(report["drafters"]), score_table.title(report)
     if found is None:
         drawn = plots.drafting(report)
         return ("No speed here can be believed" if drawn else "Plain decoding, measured"), sub
     speed = interval(found["speedup"], 2, "×")
     if found["speedup"]["low"] > 1:
-        return f"{found['label']} makes {report['target']['name']} {speed} as fast", sub
-    if found["speedup"]["high"] < 1:
-        what = f"the fastest, {found['label']}, runs at {speed} plain decoding"
-        return f"No drafter is faster here: {what}", sub
-    return f"{found['label']}: {speed} plain decoding, not clearly faster on this machine", sub
+        return f"{found['label']}: {speed} over plain decoding", sub
+    return f"No drafter is clearly faster here; {found['label']}: {speed} of plain decoding", sub
 
 
 def cards(report: dict[str, Any]) -> list[tuple[str, str]]:
     """(figure, what it is), those of the headline's row first."""
-    rows, found = report["drafters"], best(report)
-    facts = []
+    rows, found = report["drafters"], best(report["drafters"])
+    shown = []
     if found:
         label = found["label"]
-        length = number(found["accepted_length"]["mean"])
-        facts.append((number(found["speedup"]["mean"]) + "×", f"decoding speed, {label}"))
-        facts.append((length, f"tokens per target pass, {label}"))
-        facts.append((number(found["tokens_per_second"], 1), f"tokens/s, {label}"))
+        shown = [
+            (number(found["speedup"]["mean"]) + "×", f"decoding speed, {label}"),
+            (number(found["accepted_length"]["mean"]), f"mean accepted length, {label}"),
+            (number(found["tokens_per_second"], 1), f"tokens/s, {label}"),
+        ]
     checked = [r["lossless"] for r in rows if r.get("lossless") and r["name"] != "none"]
     if checked:
-        same, total = sum(c["equal"] for c in checked), sum(c["checked"] for c in checked)
-        near = sum(c["within_rounding"] for c in checked)
-        words = "answers equal plain decoding, token by token"
-        facts.append((f"{same}/{total}", words + (f"; {near} more up to rounding" if near else "")))
-    facts.append((f"{sum(r['tokens'] for r in rows):,}", "tokens measured"))
-    return facts
-
-
-def marked(report: dict[str, Any]) -> Table:
-    """The score table, the fastest row marked, with the colour that each row has in
-    figures."""
-    rows, colors, found = report["drafters"], plots.color_of(report), best(report)
-    dots = [colors[row["name"]] for row in rows]
-    return score_table.table(report, best=None if found is None else rows.index(found), dots=dots)
-
-
-DEPTHS: dict[str, Callable[[Row, int], str]] = {
-    "Accepted at d, given that d − 1 was, %": lambda r, d: by_depth(r, "conditional", d),
-    "Accepted up to d, of all cycles, %": lambda r, d: by_depth(r, "unconditional", d),
-    "Place of the accepted candidate among its siblings, trees: 1st 2nd 3rd 4th, %": ranks,
-}
-
-
-def depths(report: dict[str, Any]) -> list[tuple[str, Table]]:
-    """Acceptance at every depth, conditional and unconditional, and which of the siblings was
-    accepted in trees: (title, table).
-    """
-    rows = [r for r in report["drafters"] if r["acceptance_by_position"]]
-    if not rows:
-        return []
-    most = range(1, 1 + min(MOST, max(len(r["acceptance_by_position"]) for r in rows)))
-    parts = []
-    for title, cell in DEPTHS.items():
-        shown = [r for r in rows if any(cell(r, d) != "–" for d in most)]
-        if shown:
-            columns: list[tuple[str, Any]] = [("drafter", lambda r: r["label"])]
-            columns += [(f"d = {d}", lambda r, cell=cell, d=d: cell(r, d)) for d in most]
-            parts.append((title, Table.of(columns, shown)))
-    return parts
-
-
-def batches(report: dict[str, Any]) -> Table | None:
-    """Speedup by batch size, and the batch at which speculation stops paying."""
-    found = report.get("batches") or {}
-    if not found:
-        return None
-    sizes = sorted({p["batch_size"] for points in found.values() for p in points})
-
-    def cell(size: int, row: dict[str, Any]) -> str:
-        point = next((p for p in row["points"] if p["batch_size"] == size), None)
-        if point is None:
-            return "–"
-        return score_table.speed({**point, "speedup": {**point, "mean": point["speedup"]}})
-
-    def verdict(row: dict[str, Any]) -> str:
-        at = stops_paying(row["points"])["stops_at"]
-        if at is None:
-            return f"not up to {sizes[-1]}"
-        return "is never faster" if at == sizes[0] else f"batch {at}"
-
-    columns: list[tuple[str, Any]] = [("drafter", lambda r: r["label"])]
-    columns += [(f"batch {size}", functools.partial(cell, size)) for size in sizes]
-    columns += [
-        ("stops paying at", verdict),
-        ("clearly faster up to", lambda r: str(stops_paying(r["points"])["pays_up_to"] or "–")),
-    ]
-    rows = [{"label": label, "points": points} for label, points in found.items()]
-    return Table.of(columns, rows)
-
-
-def others(report: dict[str, Any]) -> list[tuple[str, Table]]:
-    """The tables of the other settings of the same run: (folder, table)."""
-    return [
-        (
-            one["folder"],
-            Table.of(score_table.columns_of(one), one["drafters"], title=score_table.title(one)),
+        same, total, near = (
+            sum(c[key] for c in checked) for key in ("equal", "checked", "within_rounding")
         )
-        for one in report.get("others") or []
-    ]
+        words = "answers equal plain decoding, token by token"
+        shown.append((f"{same}/{total}", words + (f"; {near} more up to rounding" if near else "")))
+    return [*shown, (f"{sum(r['tokens'] for r in rows):,}", "tokens measured")]
+
+
+def depths(report: dict[str, Any]) -> Table | None:
+    """Acceptance at every depth of the draft, given that the depth before was accepted."""
+    rows = [r for r in report["drafters"] if r["acceptance_by_position"]]
+
+    def cell(row: dict[str, Any], depth: int) -> str:
+        found = (p for p in row["acceptance_by_position"] if p["position"] == depth)
+        share = next((p["conditional_interval"] for p in found), None)
+        return interval(share and {k: v and 100 * v for k, v in share.items()}, 0)
+
+    most = range(1, 1 + min(MOST, max((len(r["acceptance_by_position"]) for r in rows), default=0)))
+    columns: list[tuple[str, Any]] = [("drafter", lambda r: r["label"])]
+    columns += [(f"d = {d}", lambda r, d=d: cell(r, d)) for d in most]
+    return Table.of(columns, rows) if rows else None
 
 
 def pairs(report: dict[str, Any]) -> Table | None:
     """Paired differences between the drafters; nothing for fewer than two."""
     found = [p for p in report["pairs"] if p.get("accepted_length_difference")]
-    if not found:
-        return None
     label = {r["name"]: r["label"] for r in report["drafters"]}
     columns = [
         ("pair", lambda p: f"{label[p['a']]} against {label[p['b']]}"),
-        (
-            "accepted length, difference",
-            lambda p: interval(p["accepted_length_difference"]),
-        ),
-        ("speed, ratio", lambda p: interval(p["speed_ratio"], 2, "×")),
+        ("accepted length, difference", lambda p: interval(p["accepted_length_difference"])),
+        ("speed, ratio", lambda p: ratio(p["speed_ratio"], p["doubts"])),
     ]
-    return Table.of(columns, found)
+    return Table.of(columns, found) if found else None
 
 
-def settings(report: dict[str, Any]) -> Table:
-    """How everything was decoded."""
-    known = {
-        k: v for k, v in report["settings"].items() if k not in ("target", "drafters", "device")
+def facts(report: dict[str, Any]) -> list[Table]:
+    """The target (its hashes shortened, without a folder of this machine), how everything was
+    decoded, and the machine."""
+    target = {
+        key: value[:16] if key.endswith("sha256") else value
+        for key, value in report["target"].items()
+        if key != "path"
     }
-    prompts = known["prompts"]
-    known["prompts"] = f"{prompts['path']} (sha256 {prompts['sha256'][:12]})"
-    return listed(known)
+    left_out = ("target", "drafters", "device")
+    settings = {key: value for key, value in report["settings"].items() if key not in left_out}
+    prompts = settings["prompts"]
+    settings["prompts"] = f"{prompts['path']} (sha256 {prompts['sha256'][:12]})"
+    environment = {**report["environment"], **report["environment"]["versions"]}
+    del environment["versions"]
+    return [
+        Table(
+            (),
+            [
+                [name, value if isinstance(value, str) else json.dumps(value)]
+                for name, value in about.items()
+                if value not in (None, [], "")
+            ],
+        )
+        for about in (target, settings, environment)
+    ]

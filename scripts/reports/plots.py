@@ -76,12 +76,6 @@ def named(ax: Axes, labels: Sequence[str]) -> None:
     ax.grid(axis="y", visible=False)
 
 
-def curve(ax: Axes, points: Sequence[Any], keys: tuple[Any, Any], style: str, **how: Any) -> None:
-    """A line through what `points` hold under two keys, (x, y)."""
-    x, y = ([point[key] for point in points] for key in keys)
-    ax.plot(x, y, style, **how)
-
-
 def _bars(ax: Axes, report: dict[str, Any], key: str, title: str, unit: str, label: str) -> None:
     rows = [d for d in report["drafters"] if d.get(key) and d[key]["mean"] is not None][::-1]
     colors = color_of(report)
@@ -109,8 +103,8 @@ def speedup(ax: Axes, report: dict[str, Any]) -> None:
 
 
 def accepted_length(ax: Axes, report: dict[str, Any]) -> None:
-    label = "accepted length, bonus token included"
-    _bars(ax, report, "accepted_length", "Tokens per target pass", "", label)
+    label = "tokens per target pass, bonus token included"
+    _bars(ax, report, "accepted_length", "Mean accepted length", "", label)
 
 
 def by_position(ax: Axes, report: dict[str, Any]) -> None:
@@ -122,9 +116,11 @@ def by_position(ax: Axes, report: dict[str, Any]) -> None:
             continue
         color = colors[d["name"]]
         deepest = max(deepest, *(p["position"] for p in points))
-        curve(ax, points, ("position", "conditional"), "o-", color=color, label=d["label"], ms=5)
+        at = [p["position"] for p in points]
+        given, of_all = ([p[key] for p in points] for key in ("conditional", "unconditional"))
+        ax.plot(at, given, "o-", color=color, label=d["label"], ms=5)
         if both:
-            curve(ax, points, ("position", "unconditional"), "--", color=color, alpha=0.55)
+            ax.plot(at, of_all, "--", color=color, alpha=0.55)
     ax.set_ylim(0, 1.02)
     ax.set_xticks(range(1, deepest + 1))
     ax.set_title("Acceptance by position")
@@ -156,41 +152,37 @@ def by_category(ax: Axes, report: dict[str, Any]) -> None:
     ax.axvline(1.0, **EVEN)
     named(ax, names)
     ax.set_title("Accepted length by category")
-    ax.set_xlabel("tokens per target pass")
+    ax.set_xlabel("tokens per target pass, bonus token included")
     legend(ax)
 
 
-def legend(ax: Axes, columns: int = 3) -> None:
-    """Below the panel, in as many columns as fit: a wider one would squeeze the drawing."""
+def legend(ax: Axes) -> None:
+    """Below the panel, in as many columns as the longest label leaves room for."""
     handles, labels = ax.get_legend_handles_labels()
     if not handles:
         return
     labels = [clipped(label) for label in labels]
-    columns = min(columns, len(labels))
-    while columns > 1 and sum(_width(labels, columns)) > WIDE - 0.4:
-        columns -= 1
+    columns = min(3, len(labels), int((WIDE - 0.4) / (0.42 + 0.068 * max(map(len, labels)))))
     ax.figure.legend(
         handles,
         labels,
         loc="outside lower left",
-        ncols=columns,
+        ncols=max(columns, 1),
         handlelength=1.4,
         columnspacing=1.2,
         borderaxespad=0.3,
     )
 
 
-def _width(labels: Sequence[str], columns: int) -> list[float]:
-    """Inches that each column of a legend takes, about."""
-    rows = -(-len(labels) // columns)
-    return [0.42 + 0.068 * max(map(len, labels[i : i + rows])) for i in range(0, len(labels), rows)]
-
-
-PANELS: dict[str, Callable[[Axes, dict[str, Any]], None]] = {
-    "speedup": speedup,
-    "accepted_length": accepted_length,
-    "acceptance_by_position": by_position,
-    "accepted_length_by_category": by_category,
+# name -> (drawing, what it shows in words)
+PANELS: dict[str, tuple[Callable[[Axes, dict[str, Any]], None], str]] = {
+    "speedup": (speedup, "Speed of every drafter against plain decoding, with intervals."),
+    "accepted_length": (accepted_length, "Accepted length of every drafter, with intervals."),
+    "acceptance_by_position": (by_position, "Acceptance by depth, a line per drafter."),
+    "accepted_length_by_category": (
+        by_category,
+        "Accepted length by category with intervals, a dot per drafter.",
+    ),
 }
 
 
@@ -205,16 +197,9 @@ def height(name: str, report: dict[str, Any]) -> float:
 
 def panel(name: str, report: dict[str, Any]) -> Figure:
     """One panel as a figure of its own."""
-    return figure(PANELS[name], report, height(name, report))
-
-
-def figure(
-    draw: Callable[[Axes, dict[str, Any]], None], report: dict[str, Any], tall: float = 3.8
-) -> Figure:
-    """Any drawing as a figure of its own."""
     with matplotlib.rc_context(STYLE):
-        made = Figure(figsize=(WIDE, tall), layout="constrained")
-        draw(made.subplots(), report)
+        made = Figure(figsize=(WIDE, height(name, report)), layout="constrained")
+        PANELS[name][0](made.subplots(), report)
         return made
 
 

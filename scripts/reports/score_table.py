@@ -1,4 +1,4 @@
-"""The score table and its notes."""
+"""The score table, the ranking, and the notes that go with them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ import functools
 from typing import Any
 
 from outrider.scripts.common.names import SERVER
-from outrider.scripts.reports.table import DOUBT, Columns, Table, interval, number
+from outrider.scripts.reports.table import DOUBT, Columns, Table, interval, number, ratio
 from outrider.scripts.scoring.pace import FAR
 
 Row = dict[str, Any]
+SAME = (
+    "n/m: m answers were compared, one for each turn of a prompt, and n of them are plain "
+    "decoding's, token by token; +k≈: k more part where two tokens are equally likely up to "
+    "rounding, so either is the model's own; !k: k part beyond rounding"
+)
+SPARE = ("end to end", "draft ms", "verify ms")
+
+
+def speed(row: Row) -> str:
+    """Of a report's row: its speed in plain decoding's; marked where that is in doubt."""
+    return ratio(row["speedup"], row["doubts"])
 
 
 def positions(row: Row, most: int = 4) -> str:
     """Conditional acceptance at the first depths, as percentages."""
-    cells = [
-        f"{p['conditional']:.0%}"
-        for p in row["acceptance_by_position"][:most]
-        if p["conditional"] is not None
-    ]
-    return " ".join(cells) or "–"
+    known = (p["conditional"] for p in row["acceptance_by_position"][:most])
+    return " ".join(f"{share:.0%}" for share in known if share is not None) or "–"
 
 
 def equality(row: Row) -> str:
@@ -37,24 +44,13 @@ def unseen(row: Row) -> bool:
     return row["kind"] == "reference" and not row["draft_ms"]
 
 
-def speed(row: Row, end_to_end: bool = False) -> str:
-    """Of a report's row: its speed in plain decoding's; marked where that is in doubt."""
-    text = interval((row["end_to_end"] if end_to_end else row)["speedup"], 2, "×")
-    return f"{text} {DOUBT}" if row["doubts"] else text
-
-
-SAME = (
-    "n/m: m answers were compared, one for each turn of a prompt, and n of them are plain "
-    "decoding's, token by token; +k≈: k more part where two tokens are equally likely up to "
-    "rounding, so either is the model's own; !k: k part beyond rounding"
-)
 COLUMNS: Columns = [
     ("drafter", lambda r: r["label"]),
     ("accepted length", lambda r: interval(r["accepted_length"])),
     ("speedup", speed),
     ("tokens/s", lambda r: number(r["tokens_per_second"], 1)),
     ("accepted at 1…4", positions),
-    ("end to end", functools.partial(speed, end_to_end=True)),
+    ("end to end", lambda r: ratio(r["end_to_end"]["speedup"], r["doubts"])),
     ("draft ms", lambda r: number(None if unseen(r) else r["draft_ms"], 1)),
     ("verify ms", lambda r: number(r["verify_ms"], 1)),
     ("same tokens", equality),
@@ -66,13 +62,10 @@ def millions(value: float | None) -> str:
     return "–" if not value else f"{value / 1e6:.3g}M" if value < 1e9 else f"{value / 1e9:.3g}B"
 
 
-def trained(row: Row, key: str) -> float | None:
-    return (row.get("training") or {}).get(key)
-
-
-def minutes(row: Row) -> str:
-    seconds = trained(row, "train_seconds")
-    return "–" if seconds is None else f"{seconds / 60:.0f}"
+def trained(row: Row, key: str, unit: float = 1.0) -> float | None:
+    """What the training of a head took, in `unit`."""
+    found = (row.get("training") or {}).get(key)
+    return None if found is None else found / unit
 
 
 def even(limit: float | None) -> str:
@@ -86,40 +79,13 @@ COSTS: Columns = [
     ("drafter", lambda r: r["label"]),
     ("parameters", lambda r: millions(r.get("parameters"))),
     ("trained on, tokens", lambda r: millions(trained(r, "tokens_seen"))),
-    ("minutes", minutes),
-    (
-        "peak memory, GiB",
-        lambda r: number(r["peak_bytes"] / 2**30 if r.get("peak_bytes") else None, 2),
-    ),
+    ("minutes", lambda r: number(trained(r, "train_seconds", 60), 0)),
+    ("peak memory, GiB", lambda r: number((r.get("peak_bytes") or 0) / 2**30 or None)),
     ("draft ms", lambda r: "–" if unseen(r) else interval(r.get("draft_ms_interval"), 1)),
     ("verify ms", lambda r: interval(r.get("verify_ms_interval"), 1)),
     ("breaks even at", lambda r: even(r.get("break_even"))),
     ("accepted length", lambda r: interval(r["accepted_length"])),
 ]
-# Acceptance by position and by rank.
-DEPTHS = 6
-
-
-def by_depth(row: Row, key: str, depth: int) -> str:
-    found = next((p for p in row["acceptance_by_position"] if p["position"] == depth), None)
-    cell = found and found.get(f"{key}_interval")
-    if not found or not cell or cell["mean"] is None:
-        return "–"
-    text = f"{100 * cell['mean']:.0f}"
-    if cell["low"] is None:
-        return text
-    return f"{text} [{100 * cell['low']:.0f}, {100 * cell['high']:.0f}]"
-
-
-def ranks(row: Row, depth: int, most: int = 4) -> str:
-    """Shares of the accepted candidates at a depth by their place among their siblings."""
-    counts = row.get("acceptance_by_rank") or []
-    if row["shape"] != "tree" or len(counts) < depth or not sum(counts[depth - 1]):
-        return "–"
-    total = sum(counts[depth - 1])
-    return " ".join(f"{100 * c / total:.0f}" for c in counts[depth - 1][:most])
-
-
 # Where the time of a decoded token goes, and what would be left to win.
 PARTS = {
     "target": "target",
@@ -131,51 +97,29 @@ PARTS = {
 }
 
 
-def part(row: Row, name: str) -> str:
+def part(name: str, row: Row) -> str:
     """1.83 ms per token and its share of the decoding time."""
-    found = row.get("breakdown")
-    if not found or (row["kind"] == "reference" and name in ("distribution", "verify", "cache")):
+    found = row["breakdown"]
+    if row["kind"] == "reference" and name in ("distribution", "verify", "cache"):
         return "–"
-    ms, share = (found[key].get(name) or 0.0 for key in ("ms_per_token", "share"))
-    return f"{ms:.2f} [{share:.0%}]"
+    return f"{found['ms_per_token'][name]:.2f} [{found['share'][name]:.0%}]"
 
 
-def without(row: Row, name: str) -> str:
+def without(name: str, row: Row) -> str:
     """The speedup if a part took no time; a dash where nothing is drafted or seen."""
-    found = (row.get("breakdown") or {}).get("without") or {}
-    return "–" if row["shape"] == "none" or found.get(name) is None else f"{found[name]:.2f}×"
+    found = row["breakdown"].get("without", {}).get(name)
+    return "–" if row["shape"] == "none" or found is None else f"{found:.2f}×"
 
 
+# Of rows that have a breakdown.
 TIMES: Columns = [
     ("drafter", lambda r: r["label"]),
-    (
-        "ms per token",
-        lambda r: number(
-            sum(r["breakdown"]["ms_per_token"].values()) if r.get("breakdown") else None
-        ),
-    ),
-    *(
-        (label, functools.partial(lambda name, r: part(r, name), name))
-        for name, label in PARTS.items()
-    ),
+    ("ms per token", lambda r: number(sum(r["breakdown"]["ms_per_token"].values()))),
+    *((label, functools.partial(part, name)) for name, label in PARTS.items()),
     ("speedup", speed),
-    ("with a free drafter", lambda r: without(r, "drafter")),
-    ("target alone", lambda r: without(r, "all_but_target")),
+    ("with a free drafter", functools.partial(without, "drafter")),
+    ("target alone", functools.partial(without, "all_but_target")),
 ]
-SPARE = ("end to end", "draft ms", "verify ms")
-
-
-def columns_of(report: dict[str, Any]) -> Columns:
-    """The columns that say something about this report (token equality only at T = 0)."""
-    return [c for c in COLUMNS if c[0] != "same tokens" or report["settings"]["temperature"] == 0]
-
-
-def title(report: dict[str, Any]) -> str:
-    s = report["settings"]
-    distribution = distribution_of(s["temperature"])
-    distribution += f", top-k {s['top_k']}" if s["top_k"] else ""
-    distribution += f", top-p {s['top_p']:g}" if s["top_p"] < 1 else ""
-    return f"{report['target']['name']} · {distribution} · {requested(s)}"
 
 
 def distribution_of(temperature: float) -> str:
@@ -187,96 +131,93 @@ def requested(s: dict[str, Any]) -> str:
     return f"{s['dtype']} · batch {s['batch_size']} · {s['num_prompts']} prompts"
 
 
+def title(report: dict[str, Any]) -> str:
+    s = report["settings"]
+    distribution = distribution_of(s["temperature"])
+    distribution += f", top-k {s['top_k']}" if s["top_k"] else ""
+    distribution += f", top-p {s['top_p']:g}" if s["top_p"] < 1 else ""
+    return f"{report['target']['name']} · {distribution} · {requested(s)}"
+
+
 def table(report: dict[str, Any], **more: Any) -> Table:
     """The drafters of a report, with what its reader must know. more: fields of the table."""
     more = {"title": title(report), "notes": notes(report), "spare": SPARE} | more
-    return Table.of(columns_of(report), report["drafters"], **more)
-
-
-def by_suite(found: dict[str, Any]) -> Table:
-    """Accepted length and speedup of every drafter, by suite."""
-    head = ("suite", "drafter", "accepted length", "speedup")
-    rows = [
-        [
-            f"{one['name']} ({one['asked']} prompts)",
-            row["name"],
-            interval(row["accepted_length"]),
-            speed(row),
-        ]
-        for one in found["suites"]
-        for row in one["drafters"]
-    ]
-    notes = [f"left out: {line}" for line in found["missing"]]
-    return Table(head, rows, "accepted length, speedup by suite", notes, words=(0, 1))
+    same = report["settings"]["temperature"] == 0
+    columns = [column for column in COLUMNS if same or column[0] != "same tokens"]
+    return Table.of(columns, report["drafters"], **more)
 
 
 def ranking(report: dict[str, Any]) -> Table:
     """The order of the rows that draft, ranks shared where the intervals cannot part them."""
     label = {r["name"]: r["label"] for r in report["drafters"]}
-    cells_of = "statistically tied with"
+    tied = "statistically tied with"
     columns: Columns = [
         ("drafter", lambda r: f"{r['rank']}{'=' if r['tied_with'] else '.'} {r['label']}"),
         ("speedup", lambda r: interval(r["speedup"], 2, "×")),
-        (cells_of, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–"),
+        (tied, lambda r: ", ".join(label[n] for n in r["tied_with"]) or "–"),
     ]
-    return Table.of(
-        columns,
-        report["ranking"],
-        title=f"ranking, {title(report)}",
-        notes=[
-            "the fastest first; a rank is 1 + how many of these rows are faster beyond chance "
-            "(95 %, paired); = marks rows that chance may have parted from another"
-        ],
-        words=(0, -1),
-        prose=(cells_of,),
+    note = (
+        "the fastest first; a rank is 1 + how many of these rows are faster beyond chance "
+        "(95 %, paired); = marks rows that chance may have parted from another"
     )
+    more: dict[str, Any] = {"notes": [note], "words": (0, -1), "prose": (tied,)}
+    return Table.of(columns, report["ranking"], title=f"ranking, {title(report)}", **more)
 
 
 def notes(report: dict[str, Any]) -> list[str]:
     """What a reader of the table must know."""
-    resampled = (
-        "prompts" if report["settings"]["batch_size"] == 1 else "prompts (times: chunks of prompts)"
-    )
+    rows, chunks = report["drafters"], report["settings"]["batch_size"] > 1
     lines = [
         "accepted length counts the bonus token, over cycles that no stop token or limit cut and "
-        f"that lie in no loop; brackets: 95 % bootstrap over {resampled}; speedup: against none in "
-        "the same interleaved run, decoding alone."
+        "that lie in no loop; brackets: 95 % bootstrap over prompts"
+        f"{' (times: chunks of prompts)' if chunks else ''}; speedup: against none in the same "
+        "interleaved run, decoding alone."
     ]
-    if any(row["acceptance_by_position"] for row in report["drafters"]):
+    if any(row["acceptance_by_position"] for row in rows):
         lines.append(
             "accepted at d: of the cycles that proposed depth d and accepted d - 1, the share that "
             "accepted d."
         )
-    if any(row.get("lossless") for row in report["drafters"]):
+    if any(row.get("lossless") for row in rows):
         lines.append(f"same tokens: {SAME}.")
-    lines += _warnings(report)
-    for row in report["drafters"]:
-        lines += _doubts(row, report["target"])
-    categories = report["drafters"][0]["by_category"]
-    once = [name for name, cell in categories.items() if cell["prompts"] == 1]
+    lines += stalls(report["stalls"])
+    wrong = [r["label"] for r in rows if (r.get("lossless") or {}).get("beyond_rounding")]
+    if wrong:
+        lines.append(
+            f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json."
+        )
+    for row in rows:
+        lines += _doubts(row, report["target"]) + shares(row)
+    once = [name for name, cell in rows[0]["by_category"].items() if cell["prompts"] == 1]
     if once:
         lines.append(f"Seen once, so without an interval: {', '.join(once)}.")
-    if any(r["kind"] == "reference" and r["max_depth"] for r in report["drafters"]):
+    if any(r["kind"] == "reference" and r["max_depth"] for r in rows):
         lines.append(
             "hf_ rows are transformers' own loops: their cycles are read off the target's passes, "
             "verify ms is the pass alone, and a dash stands where nothing can be seen from outside."
         )
-    if any(SERVER.fullmatch(r["name"]) for r in report["drafters"]):
+    if any(SERVER.fullmatch(r["name"]) for r in rows):
         lines.append(
             "NAME@URL rows are running servers: decoding is what an answer takes longer than its "
             "first token, accepted length comes from their own totals; a dash: it tells none."
         )
-    if len(report.get("sittings", [])) > 1:
+    if (runs := len(report.get("sittings", []))) > 1:
         lines.append(
-            f"The run was stopped and went on: measured in {len(report['sittings'])} sittings. All "
-            "drafters answered a prompt in one of them, and speedups compare within prompts."
+            f"The run was stopped and went on: measured in {runs} sittings. All drafters answered "
+            "a prompt in one of them, and speedups compare within prompts."
         )
-    if report["skipped_turns"]:
-        lines.append(
-            f"{len(report['skipped_turns'])} later turns outgrew the context and were left out for "
-            "all."
-        )
+    if outgrown := len(report["skipped_turns"]):
+        lines.append(f"{outgrown} later turns outgrew the context and were left out for all.")
     return lines + [f"skipped {one['name']}: {one['reason']}" for one in report["skipped"]]
+
+
+def shares(row: Row) -> list[str]:
+    """Of a union: who proposed its accepted draft tokens."""
+    parts = [
+        f"{p['accepted']} by {p['name']} ({p['alone']} by it alone)"
+        for p in row.get("by_drafter", ())
+    ]
+    return [f"{row['label']}: accepted draft tokens {', '.join(parts)}."] if parts else []
 
 
 def stalls(found: dict[str, Any]) -> list[str]:
@@ -294,34 +235,22 @@ def stalls(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _warnings(report: dict[str, Any]) -> list[str]:
-    """What puts the whole table in doubt."""
-    lines = []
-    lines += stalls(report["stalls"])
-    wrong = [
-        r["label"] for r in report["drafters"] if (r.get("lossless") or {}).get("beyond_rounding")
-    ]
-    if wrong:
-        lines.append(
-            f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json."
-        )
-    return lines
+def doubt(label: str, why: str) -> str:
+    return f"IN DOUBT {DOUBT}: the speed of {label}: {why}."
 
 
 def _doubts(row: Row, target: dict[str, Any]) -> list[str]:
     """What speaks against a drafter."""
-    lines = []
-    limit, length = row.get("break_even"), row["accepted_length"]["mean"]
-    lines += [f"IN DOUBT {DOUBT}: the speed of {row['label']}: {why}." for why in row["doubts"]]
-    if not row["doubts"] and limit is not None and length is not None and length < limit:
+    label, limit, length = row["label"], row.get("break_even"), row["accepted_length"]["mean"]
+    lines = [doubt(label, why) for why in row["doubts"]]
+    if not lines and limit is not None and length is not None and length < limit:
         lines.append(
-            f"{row['label']} is not faster here: its cycles take {limit:.2f} plain tokens' "
-            "time and "
-            f"give {length:.2f} tokens."
+            f"{label} is not faster here: its cycles take {limit:.2f} plain tokens' time and give "
+            f"{length:.2f} tokens."
         )
     if (row.get("parameters") or 0) >= (target.get("parameters") or float("inf")):
         lines.append(
-            f"{row['label']} is no smaller than its target ({millions(row['parameters'])} "
-            f"parameters); it would have to reach an accepted length of {number(limit)}."
+            f"{label} is no smaller than its target ({millions(row['parameters'])} parameters); "
+            f"it would have to reach an accepted length of {number(limit)}."
         )
     return lines

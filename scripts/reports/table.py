@@ -1,5 +1,5 @@
-"""A table of text, and how it is shown: on a terminal, in Markdown, and in HTML by the macro
-`table` of templates/parts.html. Also how figures are written in its cells.
+"""A table of text, and how it is shown: on a terminal, and in HTML by the macro `table` of
+templates/parts.html. Also how figures are written in its cells.
 """
 
 from __future__ import annotations
@@ -47,30 +47,25 @@ class Table:
         cells = [[cell(row) for _, cell in columns] for row in rows]
         return cls([name for name, _ in columns], cells, **more)
 
-    def markdown(self) -> str:
-        """Without title, notes and a line end."""
-        left = self._left()
-        rule = "|".join("---" if place in left else "---:" for place in range(len(self.head)))
-        return "\n".join([_line(self.head), f"|{rule}|", *map(_line, self.rows)])
-
     def show(self, console: Console | None = None) -> None:
         """Print it with title and notes."""
         console = console or Console()
         if not console.is_terminal:  # a log file has no width
             console = Console(width=WIDE, file=console.file)
-        narrow, left = bool(self.spare) and console.width < NARROW, self._left()
-        kept = [i for i, name in enumerate(self.head) if not (narrow and name in self.spare)]
+        narrow = bool(self.spare) and console.width < NARROW
+        shown = [i for i, name in enumerate(self.head) if not (narrow and name in self.spare)]
+        left = {place % len(self.head) for place in self.words} if self.head else {0, 1}
         if self.title:  # a line of its own: rich would fold it to the table's width
             _say(console, self.title, "bold")
         drawn = rich.table.Table()
         if not self.head:
-            kept = [0, 1]
+            shown = [0, 1]
             drawn = rich.table.Table(box=None, show_header=False, pad_edge=False)
-        for i in kept:
+        for i in shown:
             name = self.head[i] if self.head else ""
             drawn.add_column(name, justify="left" if i in left else "right", overflow="fold")
         for number, row in enumerate(self.rows):
-            cells = [BRACKETS.sub("", row[i]) if narrow else row[i] for i in kept]
+            cells = [BRACKETS.sub("", row[i]) if narrow else row[i] for i in shown]
             if self.best is not None:
                 cells[0] = ("▸ " if number == self.best else "  ") + cells[0]
             texts = [Text(cell, style="red" if cell.endswith(DOUBT) else "") for cell in cells]
@@ -78,29 +73,16 @@ class Table:
         console.print(drawn)
         for line in self.notes:
             warns = "red" if line.startswith("IN DOUBT") else "yellow"
-            style = warns if line.startswith(WARNS) else "dim"
-            _say(console, line, style)
-
-    def _left(self) -> set[int]:
-        return {place % len(self.head) for place in self.words} if self.head else {0, 1}
+            _say(console, line, warns if line.startswith(WARNS) else "dim")
 
 
 def _say(console: Console, line: str, style: str) -> None:
     console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def number(value: float | None, digits: int = 2) -> str:
     """1.83; a dash for nothing."""
     return "–" if value is None else f"{value:.{digits}f}"
-
-
-def percent(value: float | None) -> str:
-    """+3.1%; a dash for nothing."""
-    return "–" if value is None else f"{value:+.1%}"
 
 
 def interval(cell: dict[str, Any] | None, digits: int = 2, unit: str = "") -> str:
@@ -113,11 +95,6 @@ def interval(cell: dict[str, Any] | None, digits: int = 2, unit: str = "") -> st
     return f"{text} [{cell['low']:.{digits}f}, {cell['high']:.{digits}f}]"
 
 
-def change(cell: dict[str, Any] | None) -> str:
-    """A ratio as a change in percent, with its interval."""
-    if not cell or cell["mean"] is None:
-        return "–"
-    mean = percent(cell["mean"] - 1)
-    if cell["low"] is None:
-        return mean
-    return f"{mean} [{cell['low'] - 1:+.1%}, {cell['high'] - 1:+.1%}]"
+def ratio(cell: dict[str, Any] | None, doubts: Sequence[str]) -> str:
+    """1.83× [1.71, 1.95], marked where it is in doubt."""
+    return interval(cell, 2, "×") + (f" {DOUBT}" if doubts else "")

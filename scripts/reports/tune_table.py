@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.scripts.reports.score_table import distribution_of, even, requested, speed, stalls
-from outrider.scripts.reports.table import DOUBT, Columns, Table, interval, number
+from outrider.scripts.reports.score_table import distribution_of, doubt, even, requested, stalls
+from outrider.scripts.reports.table import Columns, Table, interval, number, ratio
 
-NO_FASTER = "Nothing was faster than plain decoding"
 COLUMNS: Columns = (
     ("settings", lambda row: row["name"]),
     ("accepted length", lambda row: interval(row["measured"]["accepted_length"])),
     ("replayed", lambda row: number(row["replayed"])),
     ("tokens/s", lambda row: number(row["measured"]["tokens_per_second"], 1)),
-    ("speedup", lambda row: speed(row["measured"])),
+    ("speedup", lambda row: ratio(row["measured"]["speedup"], row["measured"]["doubts"])),
     ("breaks even at", lambda row: even(row["measured"]["break_even"])),
 )
 
@@ -35,19 +34,16 @@ def sentences(report: dict[str, Any]) -> list[str]:
     """What a reader of the table must know."""
     chosen = report["chosen"]
     doubts = {row["name"]: row["measured"]["doubts"] for row in report["rows"]}
-    nothing = "No speed can be believed" if doubts[chosen["name"]] else NO_FASTER
+    nothing = "Nothing was faster than plain decoding here"
+    nothing = "No speed can be believed here" if doubts[chosen["name"]] else nothing
     lines = [
         f"Chosen: {chosen['name']}."
         if chosen["pays"]
-        else f"{nothing} here. The nearest is {chosen['name']}.",
+        else f"{nothing}. The nearest is {chosen['name']}.",
         f"{report['replayed']} settings were replayed along the target's own answers, "
         f"{len(report['timed'])} of them timed, these measured in turns; brackets: 95 % bootstrap "
         "over prompts.",
+        *stalls(report["stalls"]),
     ]
-    lines += stalls(report["stalls"])
-    lines += [
-        f"IN DOUBT {DOUBT}: the speed of {name}: {why}."
-        for name, why_of in doubts.items()
-        for why in why_of
-    ]
+    lines += [doubt(name, why) for name, reasons in doubts.items() for why in reasons]
     return lines + [str(n) for n in report["notes"]]

@@ -30,12 +30,10 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
     drafters: Filled[str] = field(default_factory=lambda: ["none", "ngram"])
     # JSONL of {question_id, category, turns: [...]}, as MT-Bench and Spec-Bench write it
     prompts: str = "scripts/prompts/demo.jsonl"
-    # a published set in place of `prompts`: suite=mtbench, suite=all (conf/suite)
+    # a published set in place of `prompts`: suite=mtbench (conf/suite)
     suite: SuiteConfig | None = None
     # how many prompts, spread evenly over the categories; null = all, of a suite as it says
     num_prompts: OneOrMore | None = None
-    # only these categories; [] = all
-    categories: list[str] = field(default_factory=list)
     # several temperatures in one report; [] = temperature alone
     temperatures: list[NotNegative] = field(default_factory=list)
     # most tokens per answer
@@ -47,17 +45,11 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
     device: str | None = None
     # prompts that are decoded together
     batch_size: OneOrMore = 1
-    # several batch sizes in one report; [] = batch_size alone
-    batch_sizes: list[OneOrMore] = field(default_factory=list)
     # addresses all random numbers: same seed, same answers
     seed: Seed = 0
     # prompts of the parity gate: a chain at T = 0 against the training pass and a reloaded
     # head; 0 = no gate
     parity: ZeroOrMore = 6
-    # on a GPU: prompts that are decoded once more to see where the time goes, the device
-    # waited for at every part; they enter no speed. 0 = none; without a GPU the run's own
-    # timers tell
-    breakdown: ZeroOrMore = 4
     # off, online or offline: table and figures to wandb in one of its modes, and no
     # error where it is not installed
     wandb: Wandb = "off"

@@ -1,22 +1,22 @@
-"""The measured run: every drafter on every prompt, taking turns so that drift of the machine
-hits all alike.
+"""The interleaved run: every system on every prompt, taking turns so that drift of the machine hits
+all alike.
 
-For each chunk of prompts the drafters run one after another, and the one that begins moves on
-with every chunk. The answers of `none` become the history of later turns. A chunk on which the
-machine stalled for one of them (pace.py) is asked again of all.
+For each chunk of prompts the systems run one after another, and the one that begins moves on with
+every chunk. The answers of `none` become the history of later turns. A chunk on which the machine
+stalled for one of them (pace.py) is asked again of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
+from pydantic import TypeAdapter
 
 from outrider.conf.errors import UserError
-from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timing
+from outrider.decode.engine import DecodedRun, Generation, Request, Timing
 from outrider.decode.fits import unfit
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -31,23 +31,21 @@ from outrider.train.memory import peak_bytes, reset_peak
 WARM_UP_TOKENS = 8
 AGAIN = 2  # times that a chunk is asked again at most
 OFTEN = 0.1  # of the chunks; where more of them stalled, asking again would not help
-History = dict[str, list[dict[str, str]]]  # prompt id -> messages
 
 
 @dataclass(frozen=True)
 class ContestSettings:
-    """What all drafters share."""
+    """What all systems share."""
 
     sampling: Sampling
     max_new_tokens: int
     batch_size: int
     seed: int
-    wait: bool = False  # at every part of a cycle for the device: exact parts, slower cycles
 
 
 @dataclass
 class System:
-    """A row of the table. run(requests, settings) -> Run. name: as the user wrote it, made
+    """A row of the table. run(requests, settings): its answers. name: as the user wrote it, made
     unique; label: short.
 
     target: whom it drafts for, None: the report's target. facts: parameters, bytes, training
@@ -81,57 +79,54 @@ class ScoredAnswer:
 
 @dataclass
 class TimedRun:
-    """One timed call: a chunk of prompts at the same turn, run by one drafter. tokens: all,
-    prefill's included; first: those of the prefill (None: one for each prompt). peak: bytes of
-    memory at most."""
+    """One timed call: a turn of the chunk of prompts `unit`. tokens: all; decoded: those behind the
+    prefill's. peak: bytes of memory at most."""
 
     drafter: str
-    prompts: tuple[str, ...]
-    turn: int
+    unit: pace.Unit
     timing: Timing
     tokens: int
-    first: int | None = None
+    decoded: int
     peak: int | None = None
-
-    @property
-    def decoded(self) -> int:
-        """Tokens of decoding: those of the prefill are no work of it."""
-        return self.tokens - (len(self.prompts) if self.first is None else self.first)
-
-
-class Turn(NamedTuple):
-    """One turn of a chunk of prompts. live: the prompts that can be asked."""
-
-    number: int
-    live: list[Prompt]
-    requests: list[Request]
 
 
 @dataclass
 class Contest:
-    """Everything measured. skipped_turns: (prompt id, turn, why) of turns that no drafter
-    could run. lost: {name, reason} of servers that failed on the way, of which nothing is
-    kept. sittings: when the run began, and when it went on after it had been stopped.
-    again: chunks that were asked again, once for each time.
+    """What was measured, of one chunk or of all. skipped_turns: {prompt_id, turn, tokens} of turns
+    that no system could run. lost: {name, reason} of servers that failed on the way, of which
+    nothing is kept. silent: servers that do not say what they accepted. sittings: when the run
+    began, and when it went on after it had been stopped. again: chunks that were asked again,
+    once for each time.
     """
 
     answers: list[ScoredAnswer] = field(default_factory=list)
     timed_runs: list[TimedRun] = field(default_factory=list)
     skipped_turns: list[dict[str, Any]] = field(default_factory=list)
     lost: list[dict[str, str]] = field(default_factory=list)
+    silent: list[str] = field(default_factory=list)
     sittings: list[str] = field(default_factory=list)
     again: list[pace.Unit] = field(default_factory=list)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Contest]) -> Contest:
+        """All chunks together."""
+        lost = {one["name"]: one for part in parts for one in part.lost}
+        return cls(
+            [a for part in parts for a in part.answers if a.drafter not in lost],
+            [t for part in parts for t in part.timed_runs if t.drafter not in lost],
+            [skipped for part in parts for skipped in part.skipped_turns],
+            list(lost.values()),
+            list(dict.fromkeys(name for part in parts for name in part.silent)),
+            list(dict.fromkeys(sitting for part in parts for sitting in part.sittings)),
+            [unit for part in parts for unit in part.again],
+        )
+
     def calls(self, drafters: Sequence[str]) -> dict[str, dict[pace.Unit, list[TimedRun]]]:
-        """Drafter -> chunk -> its timed calls: all turns. A chunk whose shorter prompts are
-        through keeps the name of its first turn."""
+        """Drafter -> chunk -> its timed calls: all turns."""
         found: dict[str, dict[pace.Unit, list[TimedRun]]] = {name: {} for name in drafters}
         for one in self.timed_runs:
-            if one.drafter not in found:
-                continue
-            units = found[one.drafter]
-            unit = next((u for u in units if one.turn and set(one.prompts) <= set(u)), one.prompts)
-            units.setdefault(unit, []).append(one)
+            if one.drafter in found:
+                found[one.drafter].setdefault(one.unit, []).append(one)
         return found
 
     def paces(self, drafters: Sequence[str]) -> dict[str, dict[pace.Unit, pace.Pace]]:
@@ -141,42 +136,70 @@ class Contest:
             {d: {u: [c.timing for c in cs] for u, cs in of.items()} for d, of in calls}
         )
 
-    def part(self, chunk: Sequence[Prompt]) -> dict[str, Any]:
-        """A JSON value of all that was measured on a chunk of prompts."""
-        ids = {p.id for p in chunk}
-        return {
-            "answers": [asdict(one) for one in self.answers if one.prompt_id in ids],
-            "laps": [asdict(one) for one in self.timed_runs if ids.issuperset(one.prompts)],
-            "skipped_turns": [one for one in self.skipped_turns if one["prompt_id"] in ids],
-            "lost": self.lost,
-            "sitting": self.sittings[-1],
-        }
+    def note(
+        self, name: str, chunk: Sequence[Prompt], asked: Asked, run: DecodedRun, peak: int | None
+    ) -> None:
+        """Take what a system answered to a turn of a chunk."""
+        tokens = sum(len(g.token_ids) for g in run.generations)
+        first = sum(g.cycles[0].start if g.cycles else len(g.token_ids) for g in run.generations)
+        unit = tuple(p.id for p in chunk)
+        self.timed_runs.append(TimedRun(name, unit, run.timing, tokens, tokens - first, peak))
+        for p, generation in zip(asked.prompts, run.generations, strict=True):
+            self.answers.append(ScoredAnswer(name, p.id, asked.turn, p.category, generation))
 
-    def take(self, part: dict[str, Any]) -> None:
-        """Add what `part` has told of a chunk, as if it had been measured now."""
-        self.skipped_turns += part["skipped_turns"]
-        self.lost += [one for one in part["lost"] if one not in self.lost]
-        self.sittings += [part["sitting"]] if part["sitting"] not in self.sittings else []
-        lost = {one["name"] for one in self.lost}
-        self.answers += [ScoredAnswer(**one | _generation(one)) for one in part["answers"]]
-        self.timed_runs += [TimedRun(**one | _timing(one)) for one in part["laps"]]
-        self.answers = [one for one in self.answers if one.drafter not in lost]
-        self.timed_runs = [one for one in self.timed_runs if one.drafter not in lost]
 
-    def retake(self, part: dict[str, Any]) -> None:
-        """Replace all that is known of a chunk by `part`, which was measured later."""
-        unit = tuple(part["again"])  # of the prompts that ran together
-        self.answers = [one for one in self.answers if one.prompt_id not in unit]
-        self.timed_runs = [one for one in self.timed_runs if not set(one.prompts) <= {*unit}]
-        self.again.append(unit)
-        self.take(part)
+READ = TypeAdapter(Contest)
+
+
+@dataclass
+class Asked:
+    """A turn of a chunk: the prompts that can be asked, and what is asked of them."""
+
+    turn: int
+    prompts: list[Prompt] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+
+
+@dataclass
+class Runner:
+    """Measures chunks. numbers: of prompts, by id. say(chunk number, system): told of every call
+    beforehand. lost: servers that have failed so far."""
+
+    target: Target
+    systems: Sequence[System]
+    settings: ContestSettings
+    numbers: dict[str, int]
+    say: Callable[[int, System], None]
+    lost: list[dict[str, str]]
+    began: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
+
+    def measure(self, number: int, chunk: Sequence[Prompt]) -> Contest:
+        """All turns of a chunk, asked of every system."""
+        part, device = Contest(sittings=[self.began]), self.target.device
+        history: dict[str, list[dict[str, str]]] = {p.id: [] for p in chunk}
+        for turn in range(max(len(p.turns) for p in chunk)):
+            asked = self._asked(chunk, turn, history, part.skipped_turns)
+            for k in range(len(self.systems)):
+                system = self.systems[(k + number) % len(self.systems)]
+                self.say(number, system)
+                reset_peak(device)
+                run = self.run(system, asked.requests, self.settings)
+                if run is None:
+                    continue
+                part.note(system.name, chunk, asked, run, peak_bytes(device))
+                if system.name == NONE:
+                    self._remember(asked, run, history)
+        part.lost = list(self.lost)
+        part.silent = [one.name for one in self.systems if not one.facts.get("tells", True)]
+        return part
 
     def run(
         self, system: System, requests: Sequence[Request], settings: ContestSettings
     ) -> DecodedRun | None:
-        """What a system answers; None for one that is lost. A server is beyond our power:
-        its failure costs its own row alone, that of any other system is raised."""
-        if any(one["name"] == system.name for one in self.lost):
+        """What a system answers; None where nothing is asked, and for one that is lost. A server
+        is beyond our power: its failure costs its own row alone, that of any other system is
+        raised."""
+        if not requests or any(one["name"] == system.name for one in self.lost):
             return None
         try:
             return system.run(requests, settings)
@@ -184,112 +207,45 @@ class Contest:
             if not system.facts.get("totals_alone"):
                 raise
             self.lost.append({"name": system.name, "reason": str(error)})
-            self.answers = [one for one in self.answers if one.drafter != system.name]
-            self.timed_runs = [one for one in self.timed_runs if one.drafter != system.name]
             return None
 
-    def note(
-        self, system: System, live: Sequence[Prompt], turn: int, run: DecodedRun, most: int | None
-    ) -> None:
-        """What a system answered to the prompts `live`. most: bytes of memory."""
-        tokens = sum(len(g.token_ids) for g in run.generations)
-        first = sum(g.cycles[0].start if g.cycles else len(g.token_ids) for g in run.generations)
-        unit = tuple(p.id for p in live)
-        self.timed_runs.append(TimedRun(system.name, unit, turn, run.timing, tokens, first, most))
-        for p, generation in zip(live, run.generations, strict=True):
-            self.answers.append(ScoredAnswer(system.name, p.id, turn, p.category, generation))
+    def warm_up(self, prompt: Prompt) -> None:
+        """Let every system decode a few tokens that nobody counts."""
+        tokens = min(WARM_UP_TOKENS, self.settings.max_new_tokens)
+        few = replace(self.settings, sampling=Sampling(), max_new_tokens=tokens, batch_size=1)
+        ids = question_ids(self.target.tokenizer, prompt.turns[0])
+        for system in self.systems:
+            self.run(system, [Request(ids, tokens)], few)
 
-
-def _generation(answer: dict[str, Any]) -> dict[str, Any]:
-    """The generation of an answer that was read back from JSON."""
-    message = answer["generation"]
-    lists = ("ranks", "drafters")
-    cycles = [Cycle(**one | {key: tuple(one[key]) for key in lists}) for one in message["cycles"]]
-    return {"generation": Generation(**message | {"cycles": cycles})}
-
-
-def _timing(timed_run: dict[str, Any]) -> dict[str, Any]:
-    """What JSON has made of a timed run's prompts and timing, undone."""
-    return {"prompts": tuple(timed_run["prompts"]), "timing": Timing(**timed_run["timing"])}
-
-
-class Talks:
-    """What was said so far: the answers of `none`."""
-
-    def __init__(self, target: Target, prompts: Sequence[Prompt]) -> None:
-        self.target = target
-        self.numbers = {p.id: i for i, p in enumerate(prompts)}
-        self.history: History = {p.id: [] for p in prompts}
-
-    def requested(
-        self, asking: Sequence[Prompt], turn: int, limit: int, skipped: list[dict[str, Any]]
-    ) -> Turn:
-        """The turn as it is asked, for `limit` tokens; prompts that have outgrown the
-        context go to `skipped`."""
-        live: list[Prompt] = []
-        requests: list[Request] = []
-        for p in asking:
-            held = self.history[p.id]
-            if len(held) < 2 * turn:
+    def _asked(
+        self,
+        chunk: Sequence[Prompt],
+        turn: int,
+        history: dict[str, list[dict[str, str]]],
+        skipped: list[dict[str, Any]],
+    ) -> Asked:
+        """The turn as it is asked; prompts that have outgrown the context go to `skipped`."""
+        asked, limit = Asked(turn), self.settings.max_new_tokens
+        for p in chunk:
+            held = history[p.id]
+            if turn >= len(p.turns) or len(held) < 2 * turn:
                 continue
             held.append({"role": "user", "content": p.turns[turn]})
             ids = chat_ids(self.target.tokenizer, held)
             if unfit(self.target, len(ids), limit):
                 skipped.append({"prompt_id": p.id, "turn": turn, "tokens": len(ids)})
                 continue
-            live.append(p)
-            requests.append(Request(ids, limit, id=request_id(self.numbers[p.id], turn)))
-        return Turn(turn, live, requests)
+            asked.prompts.append(p)
+            asked.requests.append(Request(ids, limit, id=request_id(self.numbers[p.id], turn)))
+        return asked
 
-    def as_before(
-        self, contest: Contest, chunk: Sequence[Prompt], settings: ContestSettings
-    ) -> list[Turn]:
-        """All that was asked of a chunk."""
-        asked = {(a.prompt_id, a.turn): a.generation.prompt_ids for a in contest.answers}
-        found = []
-        for turn in range(max(len(p.turns) for p in chunk)):
-            live = [p for p in chunk if (p.id, turn) in asked]
-            requests = [
-                Request(
-                    asked[p.id, turn],
-                    settings.max_new_tokens,
-                    id=request_id(self.numbers[p.id], turn),
-                )
-                for p in live
-            ]
-            found.append(Turn(turn, live, requests))
-        return found
-
-    def remember(self, live: Sequence[Prompt], run: DecodedRun) -> None:
-        """Answers that later turns go on from."""
-        for p, generation in zip(live, run.generations, strict=True):
+    def _remember(
+        self, asked: Asked, run: DecodedRun, history: dict[str, list[dict[str, str]]]
+    ) -> None:
+        """Keep the answers that later turns go on from."""
+        for p, generation in zip(asked.prompts, run.generations, strict=True):
             text = self.target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-            self.history[p.id].append({"role": "assistant", "content": text})
-
-
-@dataclass
-class Asking:
-    """How a turn is asked. say(chunk number, system): told of each system beforehand."""
-
-    systems: Sequence[System]
-    settings: ContestSettings
-    device: torch.device
-    say: Callable[[int, System], None]
-
-    def turn(self, contest: Contest, turn: Turn, number: int) -> dict[str, DecodedRun]:
-        """What every system answers to one turn of the chunk `number`, by name; noted."""
-        runs = {}
-        for k in range(len(self.systems)):
-            system = self.systems[(k + number) % len(self.systems)]
-            self.say(number, system)
-            if not turn.live:
-                continue
-            reset_peak(self.device)
-            run = contest.run(system, turn.requests, self.settings)
-            if run is not None:
-                contest.note(system, turn.live, turn.number, run, peak_bytes(self.device))
-                runs[system.name] = run
-        return runs
+            history[p.id].append({"role": "assistant", "content": text})
 
 
 def run_contest(
@@ -301,33 +257,18 @@ def run_contest(
     memo: Memo | None = None,
     name: str = "contest",
 ) -> Contest:
-    """Run every system on every prompt. Chunks of prompts that all systems have answered are
-    kept in `memo` under `name`, and those that are there already are not run again: a chunk
-    is what the systems are compared on, so no comparison spans a stop.
-
-    Raises UserError when the first turn of a prompt does not fit the context; a later turn
-    that does not fit, because the history grew, is skipped for all drafters and noted.
+    """Run every system on every prompt. Chunks of prompts that all systems have answered are kept
+    in `memo` under `name`, and those that are there already are not run again: a chunk is what
+    the systems are compared on, so no comparison spans a stop. A later turn that does not fit
+    the context, because the history grew, is skipped for all and noted.
     """
-    contest, talks = Contest(), Talks(target, prompts)
-    first = _first_questions(target, prompts)
-    size = settings.batch_size
+    size, memo = settings.batch_size, memo or Memo(None)
     chunks = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]
     turns = [max(len(p.turns) for p in chunk) for chunk in chunks]
-    memo = memo or Memo(None)
-    known = memo.lines(name)
-    for part in known:
-        contest.take(part)
-    later = memo.lines(f"{name}-again") if len(known) == len(chunks) else []
-    for part in later:
-        contest.retake(part)
-    for system in systems:
-        silent = any(system.name in part["silent"] for part in [*known, *later])
-        system.facts |= {"tells": False} if silent else {}
-    if len(known) < len(chunks) or _stalled(contest, systems, chunks) is not None:
-        contest.sittings.append(datetime.now(UTC).isoformat())
-        _warm_up(contest, systems, first[0], settings)
+    # of a chunk that was asked again the last line counts
+    parts = {line["number"]: READ.validate_python(line["part"]) for line in memo.lines(name)}
     with Steps(*columns(28), quiet=quiet, transient=True) as progress:
-        total, done = (len(systems) * sum(some) for some in (turns, turns[: len(known)]))
+        total, done = (len(systems) * sum(some) for some in (turns, turns[: len(parts)]))
         task = progress.add_task("scoring", total=total, completed=done, name="scoring")
 
         def say(number: int, system: System) -> None:
@@ -335,68 +276,32 @@ def run_contest(
             progress.update(task, description=clipped(system.label, 28), note=note)
             progress.advance(task)
 
-        asking = Asking(systems, settings, target.device, say)
-        for number, chunk in list(enumerate(chunks))[len(known) :]:
-            for turn in range(turns[number]):
-                asked = [p for p in chunk if turn < len(p.turns)]
-                limit, skipped = settings.max_new_tokens, contest.skipped_turns
-                one = talks.requested(asked, turn, limit, skipped)
-                runs = asking.turn(contest, one, number)
-                if NONE in runs:
-                    talks.remember(one.live, runs[NONE])
-            memo.add(name, contest.part(chunk) | {"silent": _silent(systems)})
-        _ask_again(contest, chunks, asking, talks, memo, name)
-    return contest
+        def measure(number: int, again: Sequence[pace.Unit] = ()) -> None:
+            parts[number] = runner.measure(number, chunks[number])
+            parts[number].again = list(again)
+            memo.add(name, {"number": number, "part": asdict(parts[number])})
+
+        numbers = {p.id: i for i, p in enumerate(prompts)}
+        lost = Contest.joined(list(parts.values())).lost
+        runner = Runner(target, systems, settings, numbers, say, lost)
+        if len(parts) < len(chunks) or _stalled(parts, systems) is not None:
+            runner.warm_up(prompts[0])
+        for number in range(len(parts), len(chunks)):
+            measure(number)
+        while (bad := _stalled(parts, systems)) is not None:
+            measure(bad, [*parts[bad].again, tuple(p.id for p in chunks[bad])])
+    return Contest.joined([parts[number] for number in range(len(chunks))])
 
 
-def _ask_again(
-    contest: Contest,
-    chunks: Sequence[Sequence[Prompt]],
-    asking: Asking,
-    talks: Talks,
-    memo: Memo,
-    name: str,
-) -> None:
-    """Measure chunks again, with all systems, in which the machine stalled for one."""
-    while (number := _stalled(contest, asking.systems, chunks)) is not None:
-        again = Contest(lost=contest.lost, sittings=contest.sittings)
-        for turn in talks.as_before(contest, chunks[number], asking.settings):
-            asking.turn(again, turn, number)
-        part = again.part(chunks[number]) | {"again": [p.id for p in chunks[number]]}
-        part["silent"] = _silent(asking.systems)
-        contest.retake(part)
-        memo.add(f"{name}-again", part)
-
-
-def _silent(systems: Sequence[System]) -> list[str]:
-    """Names of servers that do not say what they accepted."""
-    return [system.name for system in systems if not system.facts.get("tells", True)]
-
-
-def _stalled(
-    contest: Contest, systems: Sequence[System], chunks: Sequence[Sequence[Prompt]]
-) -> int | None:
-    """The number of a chunk that is to be asked again; None where there is none, or too
-    many."""
-    lost = {one["name"] for one in contest.lost}
-    units = pace.stalled(contest.paces([s.name for s in systems if s.name not in lost]))
-    ids = [tuple(p.id for p in chunk) for chunk in chunks]
-    bad = [i for i, chunk in enumerate(ids) if any({*unit} <= {*chunk} for unit in units)]
-    if len({*(ids[i] for i in bad), *contest.again}) > max(1, OFTEN * len(chunks)):
+def _stalled(parts: dict[int, Contest], systems: Sequence[System]) -> int | None:
+    """The number of a chunk that is to be asked again; None where there is none, or too many."""
+    found = Contest.joined(list(parts.values()))
+    lost = {one["name"] for one in found.lost}
+    units = {*pace.stalled(found.paces([s.name for s in systems if s.name not in lost]))}
+    bad = [i for i, part in parts.items() if any(one.unit in units for one in part.timed_runs)]
+    if len({*bad, *(i for i, part in parts.items() if part.again)}) > max(1, OFTEN * len(parts)):
         return None
-    return next((i for i in bad if contest.again.count(ids[i]) < AGAIN), None)
-
-
-def _first_questions(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """The ids of every prompt's first turn. Raises UserError for one beyond the context."""
-    first = [question_ids(target.tokenizer, p.turns[0]) for p in prompts]
-    for prompt, ids in zip(prompts, first, strict=True):
-        if len(ids) >= target.context_length:
-            raise UserError(
-                f"prompts: {prompt.id} has {len(ids)} tokens and the target's context holds "
-                f"{target.context_length}; shorten or remove that prompt"
-            )
-    return first
+    return next((i for i in bad if len(parts[i].again) < AGAIN), None)
 
 
 def request_id(prompt: int, turn: int) -> int:
@@ -407,12 +312,3 @@ def request_id(prompt: int, turn: int) -> int:
     """
     later, place = divmod(turn, 64)
     return (later << 40) + 64 * prompt + place
-
-
-def _warm_up(
-    contest: Contest, systems: Sequence[System], ids: list[int], settings: ContestSettings
-) -> None:
-    tokens = min(WARM_UP_TOKENS, settings.max_new_tokens)
-    greedy = ContestSettings(Sampling(), tokens, 1, settings.seed)
-    for system in systems:
-        contest.run(system, [Request(ids, greedy.max_new_tokens)], greedy)

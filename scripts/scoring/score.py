@@ -18,54 +18,65 @@ import numpy as np
 
 from outrider.decode import stats
 from outrider.decode.engine import Cycle, Timing
+from outrider.decode.timing import PARTS
 from outrider.heads.names import NONE
 from outrider.scripts.scoring import pace
-from outrider.scripts.scoring.breakdown import breakdown
 from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System
 from outrider.scripts.scoring.pace import Unit
+from outrider.scripts.scoring.ranking import ranking
 
 FEW = 5  # timed units; the bootstrap of fewer says little
 WIDE = 0.5  # of a speed: an interval beyond that is no measurement
 LEAST = 0.97  # of a plain pass, that a cycle with a draft takes
 SURE = 0.9  # of a plain pass: the noise of a quiet machine does not explain less
 REPORTED = ("trained_for", "weights_sha256", "hub")  # of a system's facts, where they are known
+MEASURED = "timers of the measured run"
 
 
 class Scores:
-    """The contest, indexed by drafter and prompt."""
+    """The contest, indexed by drafter and prompt. Systems that were lost are left out."""
 
     def __init__(self, contest: Contest, systems: Sequence[System], seed: int = 0) -> None:
-        self.seed, self.systems = seed, list(systems)
-        # servers that do not say what they accepted: of their cycles nothing is known
-        self.silent = {system.name for system in systems if not system.facts.get("tells", True)}
-        self.answers: dict[str, dict[str, list[ScoredAnswer]]] = {
-            system.name: {} for system in systems
-        }
+        lost = {one["name"] for one in contest.lost}
+        self.contest, self.seed = contest, seed
+        self.systems = [system for system in systems if system.name not in lost]
+        names = [system.name for system in self.systems]
+        self.answers: dict[str, dict[str, list[ScoredAnswer]]] = {name: {} for name in names}
+        self.category: dict[str, str] = {}
         for answer in contest.answers:
             self.answers[answer.drafter].setdefault(answer.prompt_id, []).append(answer)
-        names = [system.name for system in systems]
+            self.category[answer.prompt_id] = answer.category
         self.timed_runs, self.paces = contest.calls(names), contest.paces(names)
-        self.again = contest.again
         self.left_out = set(pace.stalled(self.paces))
-        self.prompts = list(next(iter(self.answers.values()), {}))
-        self.category = {
-            p: rows[0].category for rows_of in self.answers.values() for p, rows in rows_of.items()
+        self.prompts = list(self.answers[names[0]])
+
+    def report(self, lossless: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """What report.json says of the drafters. lossless: of `same_tokens`, by drafter."""
+        rows = [{**self.row(s), "lossless": lossless.get(s.name)} for s in self.systems]
+        pairs = self.pairs({row["name"]: row["doubts"] for row in rows})
+        return {
+            "drafters": rows,
+            "pairs": pairs,
+            "stalls": self.stalls(),
+            "skipped": self.contest.lost,
+            "skipped_turns": self.contest.skipped_turns,
+            "sittings": self.contest.sittings,
+            "ranking": ranking(rows, pairs),
         }
 
     def clean(self, name: str, prompts: Sequence[str]) -> list[list[Cycle]]:
-        """[prompt][cycle]: the cycles that count."""
-        if name in self.silent:
+        """[prompt][cycle]: the cycles that count; none of a server that does not say what it
+        accepted."""
+        if name in self.contest.silent:
             return [[] for _ in prompts]
-        return [
-            [c for a in self.answers[name][p] for c in stats.split(a.generation).clean]
-            for p in prompts
-        ]
+        answers = self.answers[name]
+        return [[c for a in answers[p] for c in stats.split(a.generation).clean] for p in prompts]
 
     def units(self, category: str | None = None) -> list[Unit]:
         """The timed units whose prompts are all of `category` (None: every unit)."""
         units = next(iter(self.timed_runs.values()), {})
         return [
-            u for u in units if category is None or all(self.category[p] == category for p in u)
+            u for u in units if category is None or {self.category.get(p) for p in u} == {category}
         ]
 
     def work(self, name: str, units: Sequence[Unit], whole: bool = False) -> stats.Work:
@@ -73,9 +84,9 @@ class Scores:
         work), or end to end."""
         tokens, passes, pass_s = [], [], []
         for unit in units:
-            calls, took = self.timed_runs[name][unit], self.paces[name][unit]
+            calls = self.timed_runs[name][unit]
             count = sum(call.timing.cycles for call in calls)
-            each = float("nan") if unit in self.left_out else took.pass_s
+            each = float("nan") if unit in self.left_out else self.paces[name][unit].pass_s
             if whole and count:
                 each += sum(call.timing.prefill_s for call in calls) / count
             tokens.append(float(sum(call.tokens if whole else call.decoded for call in calls)))
@@ -108,28 +119,36 @@ class Scores:
         passes, plain_passes, plain_tokens = map(sum, (mine.passes, base.passes, base.tokens))
         if not system.nodes or not passes or not plain_passes or not plain_tokens:
             return None
-        answers = [a for u in units for p in u for a in self.answers[system.name][p]]
+        answers = [a for u in units for p in u for a in self.answers[system.name].get(p, ())]
         cycles = sum(len(a.generation.cycles) for a in answers)
         rows = cycles / passes if cycles else 1.0  # that a target pass serves on average
         longer = stats.pass_ratio(mine, base, self.seed)
         return longer.times(plain_tokens / plain_passes / rows)
 
-    def doubts(self, system: System, speed: dict[str, Any], units: Sequence[Unit]) -> list[str]:
-        """Why the speed of a row cannot be believed, a sentence each; [] where it can."""
-        mean, low, high = (speed[key] for key in ("mean", "low", "high"))
-        if mean is None or system.name == NONE:
-            return []
-        found = []
-        both = np.array([self.work(name, units).pass_s for name in (system.name, NONE)])
+    def ratio_doubts(self, ratio: dict[str, Any], names: Sequence[str], units: Any) -> list[str]:
+        """Why a ratio of speeds of two rows cannot be believed, whatever they draft; [] where
+        it can."""
+        mean, low, high = (ratio[key] for key in ("mean", "low", "high"))
+        both = np.array([self.work(name, units).pass_s for name in names])
         timed = int(np.isfinite(both).all(0).sum())
+        found = []
         if timed < FEW:
             found.append(f"it rests on {timed} timed prompts (or batches of them), less than {FEW}")
         if low is not None and high - low > WIDE * mean:
             found.append(f"its interval is wider than {WIDE:g} of it")
+        return found
+
+    def doubts(self, system: System, speed: dict[str, Any], units: Sequence[Unit]) -> list[str]:
+        """Why the speed of a row cannot be believed, a sentence each; [] where it can."""
+        if speed["mean"] is None or system.name == NONE:
+            return []
+        found = self.ratio_doubts(speed, (system.name, NONE), units)
         limit = self.break_even(system, units)
         if limit is None or system.kind == "reference":  # another engine has passes of its own
             return found
-        share = self._target_share()
+        timings = [t for unit in self.undisturbed(NONE) for t in unit if t.decode_s > 0]
+        # of a plain cycle the target takes this, which no drafter can go below
+        share = float(np.median([t.target_s / t.decode_s for t in timings])) if timings else 0.0
         if limit.mean < min(share, SURE):
             found.append(
                 f"it is faster than its accepted length allows: {limit.mean:.2f} plain passes a "
@@ -139,29 +158,22 @@ class Scores:
             found.append(f"a cycle that drafts seems shorter ({limit.mean:.2f}) than a plain one")
         return found
 
-    def _target_share(self) -> float:
-        """The share of a plain cycle that the target takes, which no drafter can go below."""
-        timings = [t for unit in self.undisturbed(NONE) for t in unit if t.decode_s > 0]
-        shares = [t.target_s / t.decode_s for t in timings]
-        return float(np.median(shares)) if shares else 0.0
-
     def stalls(self) -> dict[str, Any]:
         """What the machine's stalls cost: of how many timed units those that were timed
         again and those that are left out of all times; passes left out, by row."""
         passes = {name: sum(p.stalled for p in of.values()) for name, of in self.paces.items()}
         return {
             "units": len(self.units()),
-            "timed_again": [list(unit) for unit in dict.fromkeys(self.again)],
+            "timed_again": [list(unit) for unit in dict.fromkeys(self.contest.again)],
             "left_out": [list(unit) for unit in self.units() if unit in self.left_out],
             "passes": {name: count for name, count in passes.items() if count},
         }
 
     def row(self, system: System) -> dict[str, Any]:
         """One entry of report.json's `drafters`."""
-        units = self.units()
         clean = self.clean(system.name, self.prompts)
-        speed = self._speed(system, units)
-        return plain(
+        speed = self._speed(system)
+        return plain(  # type: ignore[no-any-return]
             {
                 "name": system.name,
                 "kind": system.kind,
@@ -178,40 +190,36 @@ class Scores:
                 **self._parts(system, [c for cycles in clean for c in cycles]),
                 **self._times(system, speed),
                 "per_prompt": [
-                    self._prompt(system, p, cycles)
+                    self._prompt(system.name, p, cycles)
                     for p, cycles in zip(self.prompts, clean, strict=True)
                 ],
-                "units": [self._unit(system.name, unit) for unit in units],
+                "units": [self._unit(system.name, unit) for unit in self.units()],
             }
         )
 
     def _unit(self, name: str, unit: Unit) -> dict[str, Any]:
         """What was timed: tokens and seconds of decoding as measured; stalled: passes left
         out."""
-        calls, took = self.timed_runs[name][unit], self.paces[name][unit]
+        calls = self.timed_runs[name][unit]
         return {
             "prompts": list(unit),
             "tokens": float(sum(call.decoded for call in calls)),
             "seconds": sum(call.timing.decode_s for call in calls),
             "passes": sum(call.timing.cycles for call in calls),
-            "stalled": took.stalled,
+            "stalled": self.paces[name][unit].stalled,
         }
 
     def _accepted(self, system: System, clean: list[list[Cycle]]) -> dict[str, Any]:
         """What was written and accepted. clean: the cycles of every prompt that count."""
-        answers = [a for rows in self.answers[system.name].values() for a in rows]
-        seen = [] if system.name in self.silent else answers
-        splits = [stats.split(a.generation) for a in seen]
+        answers, name = self.answers[system.name], system.name
         flat = [c for cycles in clean for c in cycles]
-        cut = [c for p in splits for c in p.cut]
-        loop = [c for p in splits for c in p.loop]
+        known = [] if name in self.contest.silent else [a for p in answers for a in answers[p]]
+        splits = [stats.split(a.generation) for a in known]
+        cut, loop = ([c for s in splits for c in getattr(s, key)] for key in ("cut", "loop"))
+        everything = [[c for a in answers[p] for c in a.generation.cycles] for p in self.prompts]
         totals = system.facts.get("totals_alone", False)
-        everything = [
-            [c for a in self.answers[system.name][p] if seen for c in a.generation.cycles]
-            for p in self.prompts
-        ]
         return {
-            "tokens": sum(len(a.generation.token_ids) for a in answers),
+            "tokens": sum(len(a.generation.token_ids) for p in answers for a in answers[p]),
             "cycles": len(flat),
             "accepted_length": stats.accepted_length(clean, self.seed).json(),
             "acceptance_by_position": [] if totals else self._positions(flat, clean),
@@ -224,15 +232,17 @@ class Scores:
                 "cycles": len(loop),
                 "accepted_length": _mean([c.accepted + 1 for c in loop]),
             },
-            "accepted_length_all_cycles": stats.accepted_length(everything, self.seed).json(),
+            "accepted_length_all_cycles": stats.accepted_length(
+                everything if known else [], self.seed
+            ).json(),
             "by_category": {
                 c: self._category(system, c) for c in sorted(set(self.category.values()))
             },
         }
 
-    def _speed(self, system: System, units: Sequence[Unit]) -> dict[str, Any]:
+    def _speed(self, system: System) -> dict[str, Any]:
         """Tokens per second, and against plain decoding."""
-        name = system.name
+        name, units = system.name, self.units()
         alone, whole = (stats.rate(self.work(name, units, end), self.seed) for end in (False, True))
         speed = self.speedup(name, NONE, units)
         limit = self.break_even(system, units)
@@ -250,16 +260,11 @@ class Scores:
 
     def _times(self, system: System, speed: dict[str, Any]) -> dict[str, Any]:
         """Peak memory, and where the time of a cycle goes, stalls left out. speed: of `_speed`."""
-        rate, speedup = speed["tokens_per_second"], speed["speedup"]["mean"]
         name = system.name
         calls = [call for of in self.timed_runs[name].values() for call in of]
-        steady = [unit for unit, took in self.paces[name].items() if not took.stalled]
-        decoded = sum(self.work(name, steady).tokens)
         outside = system.facts.get("totals_alone", False)  # a server
         timings = [timing for unit in self.undisturbed(name) for timing in unit]
-        parts = None if outside else breakdown(timings, decoded, speedup)
-        if parts and rate:  # a slow answer has its say in shares alone, as in the row's speed
-            parts["ms_per_token"] = {k: 1000 * s / rate for k, s in parts["share"].items()}
+        parts = None if outside else breakdown(timings, plain(speed))
         draft, verify, target = (
             self.cycle_ms(name, phases)
             for phases in (("draft",), ("target", "verify", "commit"), ("target",))
@@ -283,8 +288,8 @@ class Scores:
     def _parts(self, system: System, flat: list[Cycle]) -> dict[str, Any]:
         """Who of a union proposed what was accepted; {} for a single drafter."""
         parts = system.facts.get("parts", [])
-        message = zip(parts, stats.acceptance_by_drafter(flat, len(parts)), strict=True)
-        rows = [{"name": n, "accepted": count, "alone": alone} for n, (count, alone) in message]
+        counts = zip(parts, stats.acceptance_by_drafter(flat, len(parts)), strict=True)
+        rows = [{"name": n, "accepted": count, "alone": alone} for n, (count, alone) in counts]
         return {"by_drafter": rows} if rows else {}
 
     def _positions(self, flat: list[Cycle], clean: list[list[Cycle]]) -> list[dict[str, Any]]:
@@ -297,49 +302,77 @@ class Scores:
         ]
 
     def _category(self, system: System, category: str) -> dict[str, Any]:
-        name = system.name
+        name, units = system.name, self.units(category)
         prompts = [p for p in self.prompts if self.category[p] == category]
-        units = self.units(category)
         clean = self.clean(name, prompts)
+        speed = self.speedup(name, NONE, units) if units else None
         return {
             "prompts": len(prompts),
             "cycles": sum(map(len, clean)),
             "accepted_length": stats.accepted_length(clean, self.seed).json(),
             "tokens_per_second": stats.rate(self.work(name, units), self.seed).mean,
-            "speedup": self.speedup(name, NONE, units) if units else None,
+            "speedup": speed,
+            "doubts": self.doubts(system, speed, units) if speed else [],
         }
 
-    def _prompt(self, system: System, prompt: str, cycles: list[Cycle]) -> dict[str, Any]:
-        answers, alone = self.answers[system.name][prompt], (prompt,)
+    def _prompt(self, name: str, prompt: str, cycles: list[Cycle]) -> dict[str, Any]:
+        answers, alone = self.answers[name][prompt], (prompt,)
+        timed = alone in self.timed_runs[name]
         return {
             "prompt_id": prompt,
             "category": self.category[prompt],
             "accepted_length": _mean([c.accepted + 1 for c in cycles]),
-            "speedup": self.speedup(system.name, NONE, [alone])["mean"]
-            if alone in self.timed_runs[system.name]
-            else None,
+            "speedup": self.speedup(name, NONE, [alone])["mean"] if timed else None,
             "cycles": len(cycles),
             "tokens": sum(len(a.generation.token_ids) for a in answers),
             "finish": [a.generation.finish for a in answers],
         }
 
-    def pairs(self) -> list[dict[str, Any]]:
+    def pairs(self, doubts: dict[str, list[str]]) -> list[dict[str, Any]]:
         """Paired differences of accepted length between drafters that draft, and speed ratios
-        between all.
+        between all. doubts: of every row.
         """
-        out = []
+        out, units = [], self.units()
         for a, b in itertools.combinations(self.systems, 2):
-            pair: dict[str, Any] = {
-                "a": a.name,
-                "b": b.name,
-                "speed_ratio": self.speedup(a.name, b.name, self.units()),
-            }
+            ratio = self.speedup(a.name, b.name, units)
+            why = [f"the speed of {s.label} is in doubt" for s in (a, b) if doubts[s.name]]
+            if ratio["mean"] is not None:
+                why += self.ratio_doubts(ratio, (a.name, b.name), units)
+            pair = {"a": a.name, "b": b.name, "speed_ratio": ratio, "doubts": why}
             if a.nodes and b.nodes:
                 mine, theirs = (self.clean(system.name, self.prompts) for system in (a, b))
                 difference = stats.paired_difference(mine, theirs, self.seed)
                 pair["accepted_length_difference"] = plain(difference.json())
             out.append(pair)
         return out
+
+
+def breakdown(timings: Sequence[Timing], speed: dict[str, Any]) -> dict[str, Any] | None:
+    """Where the time of a row goes: seconds of decoding by part, their sum (the wall time), shares,
+    milliseconds per token at the row's speed. without: what the speedup would be if a part took
+    no time (`drafter`), or nothing but the target's passes took any (`all_but_target`). None
+    where nothing was decoded."""
+    wall, rate, speedup = (
+        sum(t.decode_s for t in timings),
+        speed["tokens_per_second"],
+        speed["speedup"],
+    )
+    if wall <= 0 or not rate:
+        return None
+    each = [t.parts() for t in timings]
+    seconds = {part: sum(p[part] for p in each) for part in PARTS}
+    out: dict[str, Any] = {
+        "source": MEASURED,
+        "wall_seconds": wall,
+        "seconds": seconds,
+        "share": {part: s / wall for part, s in seconds.items()},
+        "ms_per_token": {part: 1000 * s / wall / rate for part, s in seconds.items()},
+    }
+    if speedup["mean"] is not None:
+        left = {"drafter": wall - seconds["drafter"], "all_but_target": seconds["target"]}
+        mean = speedup["mean"]
+        out["without"] = {part: mean * wall / s if s > 0 else None for part, s in left.items()}
+    return out
 
 
 def output_lines(contest: Contest) -> list[dict[str, Any]]:

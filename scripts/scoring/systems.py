@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.conf.errors import UserError
+from outrider.conf.typed import raise_all
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import DecodedRun, Request, generate
@@ -15,56 +16,55 @@ from outrider.decode.target import Target
 from outrider.heads import head_folder, hub
 from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.drafters import drafter_folders, resolve_drafter
-from outrider.heads.names import DraftSpec, parse
-from outrider.scripts.common import names
-from outrider.scripts.common.clock import clock
-from outrider.scripts.common.names import SERVER
+from outrider.heads.names import NONE, DraftSpec, parse
+from outrider.scripts.common.names import ASSISTED, GENERATE, LOOKUP, SERVER, labels, wrong_drafter
 from outrider.scripts.scoring.assisted import Assisted, assistants
 from outrider.scripts.scoring.contest import ContestSettings, System
 from outrider.scripts.scoring.memory import own_elements
 from outrider.scripts.scoring.reference import hf_generate
 from outrider.scripts.scoring.served import ServedSystem
 
-Skipped = dict[str, str]
+Run = Callable[[Sequence[Request], ContestSettings], DecodedRun]
 
 
-def systems_of(specs: Sequence[str], target: Target) -> tuple[list[System], list[Skipped]]:
-    """(rows that load, [{name, reason}] of those that do not). `none` is put in front when it
-    is not listed."""
+def systems_of(specs: Sequence[str], target: Target) -> list[System]:
+    """The rows of the table. `none` is put in front when it is not listed. Raises UserError that
+    names every one that cannot be loaded."""
     systems: list[System] = []
-    skipped: list[Skipped] = []
-    for spec in [*([] if "none" in specs else ["none"]), *specs]:
+    problems: list[str] = []
+    for spec in [*([] if NONE in specs else [NONE]), *specs]:
         try:
             found = _systems(spec, target)
         except UserError as error:
-            skipped.append({"name": spec, "reason": str(error)})
+            problems.append(str(error))
             continue
         for system in found:
             taken = {other.name for other in systems}
+            names = (f"{system.name} #{i}" for i in itertools.count(2))
             if system.name in taken:
-                system.name = next(
-                    n for i in range(2, 99) if (n := f"{system.name} #{i}") not in taken
-                )
+                system.name = next(name for name in names if name not in taken)
             systems.append(system)
-    for system, short in zip(
-        systems, names.labels([system.name for system in systems]), strict=True
-    ):
+    raise_all(problems)
+    for system, short in zip(systems, labels([s.name for s in systems]), strict=True):
         system.label = short
-    return systems, skipped
+    return systems
 
 
 def _systems(spec: str, target: Target) -> list[System]:
-    if wrong := names.wrong_drafter(spec):
+    if wrong := wrong_drafter(spec):
         raise UserError(f"drafters: {wrong}")
-    if spec == names.GENERATE:
-
-        def run(requests: Sequence[Request], s: ContestSettings) -> DecodedRun:
-            return hf_generate(target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed)
-
-        return [_reference(spec, run)]
-    if spec == names.LOOKUP:
+    if spec == GENERATE:
+        return [
+            _reference(
+                spec,
+                lambda requests, s: hf_generate(
+                    target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed
+                ),
+            )
+        ]
+    if spec == LOOKUP:
         return _assisted(spec, target, None)
-    if spec.startswith(f"{names.ASSISTED}@"):
+    if spec.startswith(f"{ASSISTED}@"):
         return _with_assistant(spec, target)
     if (server := SERVER.fullmatch(spec)) is not None:
         return [_server(spec, ServedSystem(target, *server.groups()))]
@@ -72,19 +72,19 @@ def _systems(spec: str, target: Target) -> list[System]:
     cards = [_card(part) for part in requested.each]
     system = drafting(spec, resolve_drafter(spec, target), target)
     system.draft, system.files = requested, _files(requested)
-    if not requested.parts:
-        system.facts |= training(cards[0])
-    others = [other for card in cards if (other := trained_for(card, target))]
-    system.facts |= {"trained_for": ", ".join(others)} if others else {}
-    weights = [card["weights"]["sha256"] for card in cards if card is not None]
-    system.facts |= {"weights_sha256": weights} if weights else {}
-    system.facts |= {"hub": found} if (found := hub.commits(spec)) else {}
+    known = {
+        "training": {} if requested.parts else training(cards[0]),
+        "trained_for": ", ".join(other for c in cards if (other := trained_for(c, target))),
+        "weights_sha256": [card["weights"]["sha256"] for card in cards if card is not None],
+        "hub": hub.commits(spec),
+    }
+    system.facts |= {key: value for key, value in known.items() if value}
     return [system]
 
 
 def _with_assistant(spec: str, target: Target) -> list[System]:
     """transformers' loops with a separate draft model. Raises UserError for anything else."""
-    given = parse(spec.removeprefix(f"{names.ASSISTED}@"))
+    given = parse(spec.removeprefix(f"{ASSISTED}@"))
     if given.parts:
         raise UserError(f"drafters: {spec}: transformers takes one assistant; leave out the +")
     assistant = given.source
@@ -108,15 +108,8 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> System:
     elements, size = own_elements(drafter, target)
 
     def run(requests: Sequence[Request], s: ContestSettings) -> DecodedRun:
-        return generate(
-            target,
-            drafter,
-            requests,
-            s.sampling,
-            batch_size=s.batch_size,
-            seed=s.seed,
-            clock=clock(target.device) if s.wait else time.perf_counter,
-        )
+        how = {"batch_size": s.batch_size, "seed": s.seed}
+        return generate(target, drafter, requests, s.sampling, **how)
 
     return System(
         spec,
@@ -136,15 +129,13 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> System:
 
 
 def _assisted(spec: str, target: Target, draft: DraftModel | None) -> list[System]:
-    def of(reference: Assisted) -> Callable[[Sequence[Request], ContestSettings], DecodedRun]:
+    def of(reference: Assisted) -> Run:
         return lambda requests, s: reference(requests, s.sampling, s.seed)
 
     return [_reference(name, of(one), k) for name, one, k in assistants(spec, target, draft)]
 
 
-def _reference(
-    name: str, run: Callable[[Sequence[Request], ContestSettings], DecodedRun], k: int = 0
-) -> System:
+def _reference(name: str, run: Run, k: int = 0) -> System:
     # nodes 0: its cycles are read off from outside, so it stands in no comparison of drafters
     return System(name, name, "reference", "none", k, 0, run)
 
@@ -182,12 +173,8 @@ def _files(draft: DraftSpec) -> list[list[Any]]:
     return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
 
-def training(card: dict[str, Any] | None) -> dict[str, Any]:
-    """What the training of a head took, as its card says it in numbers; {} where nobody wrote
-    it down.
-    """
+def training(card: dict[str, Any] | None) -> dict[str, float]:
+    """What the training of a head took, as its card says it in numbers."""
     found = card["extra"].get("training") if card else None
-    if not isinstance(found, dict):
-        return {}
-    numbers = {k: v for k, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
-    return {"training": numbers}
+    numbers = found.items() if isinstance(found, dict) else ()
+    return {k: v for k, v in numbers if isinstance(v, int | float) and math.isfinite(v)}

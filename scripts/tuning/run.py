@@ -19,10 +19,11 @@ from outrider.conf.typed import from_json
 from outrider.decode.engine import Request, generate
 from outrider.decode.target import Target
 from outrider.heads import hub
+from outrider.heads.names import NONE
 from outrider.heads.tuned import DraftSettings, Tuned, card_sha256
 from outrider.scripts.common import files
 from outrider.scripts.common.progress import OnProgress, Steps, by_name, columns, named
-from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids, spread
+from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids, thinned
 from outrider.scripts.scoring import contest
 from outrider.scripts.scoring.score import Scores, plain
 from outrider.scripts.scoring.systems import drafting, systems_of
@@ -45,7 +46,7 @@ class Tuning:
         self.sampling = cfg.sampling()
         bounds = Bounds(cfg.max_depth, cfg.max_nodes, cfg.max_width)
         self.family = DrafterFamily.of(cfg.drafter, target, self.sampling, bounds)
-        self.prompts = spread(load_prompts(cfg.prompts), cfg.num_prompts)
+        self.prompts = thinned(load_prompts(cfg.prompts), cfg.num_prompts)
         if len(self.prompts) < 2:
             raise UserError("prompts: the file holds a single prompt; give at least two")
         self.ids = [question_ids(target.tokenizer, p.turns[0]) for p in self.prompts]
@@ -89,7 +90,7 @@ class Tuning:
         """What interleaved decoding gave: the scores, and the row of every name, plain
         decoding under "none" among them."""
         cfg = self.cfg
-        systems, _ = systems_of(["none"], self.target)
+        systems = systems_of([NONE], self.target)
         systems += [
             drafting(name, self.family.drafter(one), self.target) for name, one in settings.items()
         ]

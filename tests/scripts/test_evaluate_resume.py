@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,11 @@ def requested(tmp_path: Path) -> tuple[str, ...]:
 
 
 def accepted(out: Path) -> list[Any]:
-    """What does not depend on the clock: accepted lengths and answers of every setting."""
-    reports = [json.loads((out / name / "report.json").read_text()) for name in ("", "t1-b1")]
-    rows = [
-        [row["name"], row["tokens"], row["cycles"], row["accepted_length"], row["per_prompt"]]
-        for report in reports
-        for row in report["drafters"]
-    ]
-    timed = {"speedup"}
-    cut = [
-        [*row[:4], [{k: v for k, v in one.items() if k not in timed} for one in row[4]]]
-        for row in rows
-    ]
-    return [*cut, records(out / "outputs.jsonl"), records(out / "t1-b1" / "outputs.jsonl")]
+    """What does not depend on the clock: accepted lengths and answers of every temperature."""
+    report = json.loads((out / "report.json").read_text())
+    keys = ("name", "tokens", "cycles", "accepted_length", "acceptance_by_position")
+    rows = [row for one in (report, *report["others"]) for row in one["drafters"]]
+    return [[[row[key] for key in keys] for row in rows], records(out / "outputs.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +63,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     note = contest.Contest.note
 
-    def noted(self: Any, system: Any, live: Any, turn: int, run: Any, most: Any) -> None:
-        seen.append((system.name, turn))
-        note(self, system, live, turn, run, most)
+    def noted(self: Any, name: str, chunk: Any, asked: Any, *rest: Any) -> None:
+        seen.append((name, asked.turn))
+        note(self, name, chunk, asked, *rest)
 
     monkeypatch.setattr(contest.Contest, "note", noted)
     return seen
@@ -110,16 +103,14 @@ def test_what_was_measured_is_not_measured_again(
     assert "run the same command again to continue" in capsys.readouterr().err
     unfinished = tmp_path / "out/unfinished"
     kept = {path.stem: len(path.read_text().splitlines()) for path in unfinished.glob("*.jsonl")}
-    assert kept == {"t0-b1": PROMPTS, "t1-b1": 2}
+    assert kept == {"t0": PROMPTS, "t1": 2}
     measured.clear()
     assert code_of(evaluate.main, *requested) == 0
     assert len(measured) == (PROMPTS - 2) * 2 * 2, "three prompts, two turns, two drafters"
     assert "going on with what is measured in" in capsys.readouterr().err
     assert accepted(tmp_path / "out") == uninterrupted
-    first, second = (
-        json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("", "t1-b1")
-    )
-    assert len(first["sittings"]) == 1 and len(second["sittings"]) == 2
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert len(report["sittings"]) == 1 and len(report["others"][0]["sittings"]) == 2
     assert not unfinished.exists()
     measured.clear()
     assert code_of(evaluate.main, *requested) == 0
@@ -143,11 +134,7 @@ def test_the_drafters_keep_their_turns(
 
 
 @pytest.mark.parametrize(
-    "key, name",
-    [
-        ("seed=1", "seed"),
-        ("drafters=[none,ngram@chain:2]", "drafters"),
-    ],
+    "key, name", [("seed=1", "seed"), ("drafters=[none,ngram@chain:2]", "drafters")]
 )
 def test_a_change_is_named_and_begins_anew(
     requested: tuple[str, ...],
@@ -167,7 +154,7 @@ def test_a_change_is_named_and_begins_anew(
         stop_after(5, patch, ctrl_c)
         assert code_of(evaluate.main, *requested, key) == 130
     assert f"unfinished was made with another {name}; all is made anew" in capsys.readouterr().err
-    assert len((tmp_path / "out/unfinished/t0-b1.jsonl").read_text().splitlines()) == 1
+    assert len((tmp_path / "out/unfinished/t0.jsonl").read_text().splitlines()) == 1
 
 
 def test_the_report_of_another_evaluation_is_not_replaced(
@@ -189,7 +176,7 @@ def test_the_report_of_another_evaluation_is_not_replaced(
     assert len(json.loads(report.read_text())["drafters"]) == 1
 
 
-@pytest.mark.parametrize("held", ['{"asked": {"seed": 7}}', '{"format": 1}', "no JSON"])
+@pytest.mark.parametrize("held", ['{"asked": {"seed": 7}}', "no JSON"])
 @pytest.mark.parametrize(
     ("main", "file", "words"),
     [
@@ -217,27 +204,28 @@ def test_a_head_that_was_trained_on_is_measured_anew(tmp_path: Path) -> None:
     found = []
     for _ in range(2):
         save_head(head, tmp_path / "run/head", target.identity)
-        systems, _ = systems_of(["none", f"{tmp_path}/run@chain", "hf_generate"], target)
+        systems = systems_of(["none", f"{tmp_path}/run@chain", "hf_generate"], target)
         found.append([system.files for system in systems])
         next(head.parameters()).data += 1
     assert found[0] != found[1] and found[0][0] == found[0][2] == []
     assert {Path(name).name for name, *_ in found[0][1]} == {"head.json", "head.safetensors"}
 
 
-def test_a_lost_server_stays_lost(tmp_path: Path) -> None:
-    begun = contest.Contest(sittings=["a"])
-    answer = contest.ScoredAnswer("x@http://h", "p", 0, "c", contest.Generation([1], [2]))
-    begun.answers += [
-        answer,
-        contest.ScoredAnswer("none", "p", 0, "c", contest.Generation([1], [2])),
-    ]
-    first = begun.part([contest.Prompt("p", "c", ["t"])])
-    later = contest.Contest(lost=[{"name": "x@http://h", "reason": "gone"}], sittings=["b"])
-    again = contest.Contest()
-    for part in (first, later.part([])):
-        again.take(json.loads(json.dumps(part)))
-    assert [one.drafter for one in again.answers] == ["none"]
-    assert again.lost == later.lost and again.sittings == ["a", "b"]
+def test_a_lost_server_stays_lost() -> None:
+    def part(**more: Any) -> contest.Contest:
+        answers = [
+            contest.ScoredAnswer(name, "p", 0, "c", contest.Generation([1], [2]))
+            for name in ("none", "x@http://h")
+        ]
+        return contest.Contest(answers, **more)
+
+    lost = [{"name": "x@http://h", "reason": "gone"}]
+    parts = (part(sittings=["a"]), part(lost=lost, sittings=["b"]))
+    read = [contest.READ.validate_python(json.loads(json.dumps(asdict(one)))) for one in parts]
+    assert read == list(parts)
+    again = contest.Contest.joined(read)
+    assert [one.drafter for one in again.answers] == ["none", "none"]
+    assert again.lost == lost and again.sittings == ["a", "b"]
 
 
 def test_kill_and_sigterm_in_the_middle(
@@ -245,16 +233,16 @@ def test_kill_and_sigterm_in_the_middle(
 ) -> None:
     """A process of its own: killed when a prompt is measured, started again, stopped at the
     next."""
-    part = tmp_path / "out/unfinished/t0-b1.jsonl"
+    part = tmp_path / "out/unfinished/t0.jsonl"
 
     def slowed() -> int:
-        run = contest.Contest.run
+        run = contest.Runner.run
 
         def slow(*given: Any) -> Any:
             time.sleep(0.15)
             return run(*given)
 
-        contest.Contest.run = slow  # type: ignore[method-assign]
+        contest.Runner.run = slow  # type: ignore[method-assign]
         return code_of(evaluate.main, *requested)
 
     for number, (end, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 75)), 1):

@@ -11,13 +11,8 @@ from typing import Any
 
 import pytest
 
-from outrider.decode.models.load import TargetConfig, load_target
-from outrider.decode.sampling import Sampling
 from outrider.scripts import certify, chat, evaluate, tune
 from outrider.scripts.common import files
-from outrider.scripts.common.prompts import Prompt
-from outrider.scripts.scoring import contest
-from outrider.scripts.scoring.contest import ContestSettings, System, request_id, run_contest
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
 from tests.helpers.training import TINY
@@ -62,19 +57,8 @@ def test_half_an_emoji_leaves_the_other_prompts(
     pictures.left_out(monkeypatch)
     path = rows(tmp_path / "p.jsonl", "cut \ud83d", "one two one two", "long " * 300, "three")
     out = tmp_path / "out"
-    assert (
-        code(
-            evaluate.main,
-            f"prompts={path}",
-            f"out={out}",
-            "device=cpu",
-            "dtype=float32",
-            "drafters=[none]",
-            "max_new_tokens=4",
-            "quiet=true",
-        )
-        == 3
-    )
+    few = ("device=cpu", "dtype=float32", "drafters=[none]", "max_new_tokens=4", "quiet=true")
+    assert code(evaluate.main, f"prompts={path}", f"out={out}", *few) == 3
     report = json.loads((out / "report.json").read_text())
     reasons = {row["name"]: row["reason"] for row in report["skipped"]}
     assert reasons.keys() == {"p.jsonl:1", "3"} and HALF in reasons["p.jsonl:1"]
@@ -84,17 +68,7 @@ def test_half_an_emoji_leaves_the_other_prompts(
     )
     assert report["settings"]["num_prompts"] == 2
     rows(path, "long " * 300)
-    assert (
-        code(
-            evaluate.main,
-            f"prompts={path}",
-            f"out={out}-2",
-            "device=cpu",
-            "drafters=[none]",
-            "quiet=true",
-        )
-        == 2
-    )
+    assert code(evaluate.main, f"prompts={path}", f"out={out}-2", *few) == 2
     assert "prompts: 1 has" in one_line(capsys)
 
 
@@ -107,7 +81,7 @@ def test_half_an_emoji_in_a_conversation(monkeypatch: Any, capsys: Any) -> None:
     assert "message: standard input is no utf-8 text" in one_line(capsys)
 
 
-# -- seeds and ids
+# -- seeds
 
 
 def test_seeds_that_no_generator_takes(tmp_path: Path, capsys: Any) -> None:
@@ -115,34 +89,6 @@ def test_seeds_that_no_generator_takes(tmp_path: Path, capsys: Any) -> None:
         assert code(evaluate.main, f"out={tmp_path}/out", f"seed={seed}") == 2
         said = one_line(capsys)
         assert said.startswith("error: seed: ") and "; give " in said
-
-
-def test_ids_of_turns_never_meet() -> None:
-    """A prompt of more than 64 turns shared its random numbers with the next one."""
-    ids = [request_id(prompt, turn) for prompt in range(30) for turn in range(200)]
-    assert len(set(ids)) == len(ids)
-    assert all(request_id(p, t) == 64 * p + t for p in range(5) for t in range(64)), (
-        "as in runs before"
-    )
-    seen: list[int] = []
-
-    def run(requests: Any, settings: ContestSettings) -> Any:
-        seen.extend(r.id for r in requests)
-        return contest.DecodedRun(
-            [contest.Generation(list(r.prompt), [9]) for r in requests], contest.Timing(), 0
-        )
-
-    target = load_target(TargetConfig(kind="tiny", **{**TINY, "context": 8192}), "float32", "cpu")
-    system = System("none", "none", "none", "none", 0, 0, run)
-    prompts = [Prompt("a", "all", ["x"] * 66), Prompt("b", "all", ["y", "z"])]
-    run_contest(
-        target,
-        prompts,
-        [system],
-        ContestSettings(Sampling(), 4, 1, 0),
-        quiet=True,
-    )
-    assert len(seen) == 1 + 68 and len(set(seen[1:])) == 68
 
 
 # -- one writer, and what a run depends on

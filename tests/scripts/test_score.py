@@ -12,7 +12,6 @@ from outrider.decode import stats
 from outrider.decode.engine import Cycle, Generation, Timing
 from outrider.decode.timing import PARTS
 from outrider.scripts.reports import page, plots, score_table
-from outrider.scripts.scoring.batches import stops_paying
 from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
 from outrider.scripts.scoring.ranking import ranking
 from outrider.scripts.scoring.score import Scores, output_lines
@@ -73,15 +72,8 @@ def contest() -> Contest:
             found = cycles(*accepted, proposed=0 if name == "none" else 2)
             a = answer(name, prompt, 0, found, "chat" if prompt == "a" else "code")
             c.answers.append(a)
-            c.timed_runs.append(
-                TimedRun(
-                    name,
-                    (prompt,),
-                    0,
-                    timing(spent, passes=len(found)),
-                    len(a.generation.token_ids),
-                )
-            )
+            tokens, took = len(a.generation.token_ids), timing(spent, passes=len(found))
+            c.timed_runs.append(TimedRun(name, (prompt,), took, tokens, tokens - 1))
     return c
 
 
@@ -138,13 +130,9 @@ def test_parts_sum_to_the_measured_wall(contest: Contest) -> None:
         == row["ms_per_token"]
     )
     assert message["without"] == pytest.approx({"drafter": 2.5 / 0.8, "all_but_target": 2.5 / 0.6})
-    cells = {name: cell(row) for name, cell in score_table.TIMES}
-    assert [cell(row) for name, cell in score_table.TIMES if name == "drafter"] == [
-        "fast",
-        "80.00 [20%]",
-    ]
-    assert cells["target"] == "240.00 [60%]"
-    assert cells["with a free drafter"] == "3.12×" and cells["target alone"] == "4.17×"
+    cells = [cell(row) for _, cell in score_table.TIMES]
+    assert cells[:4] == ["fast", "400.00", "240.00 [60%]", "80.00 [20%]"]
+    assert cells[-2:] == ["3.12×", "4.17×"]
 
 
 def test_a_category_seen_once_claims_no_interval(contest: Contest) -> None:
@@ -153,6 +141,10 @@ def test_a_category_seen_once_claims_no_interval(contest: Contest) -> None:
     ]["chat"]
     assert row["accepted_length"]["mean"] == 2.0 and row["accepted_length"]["low"] is None
     assert row["speedup"]["mean"] == pytest.approx(3.0) and row["speedup"]["high"] is None
+    assert "rests on 1 timed" in row["doubts"][0]
+
+
+DOUBTS: dict[str, list[str]] = {"none": [], "fast": [], "slow": []}
 
 
 def test_pairs_are_paired(contest: Contest) -> None:
@@ -161,12 +153,15 @@ def test_pairs_are_paired(contest: Contest) -> None:
     """
     for prompt, accepted in (("a", (0, 1, 0)), ("b", (1, 0))):
         contest.answers.append(answer("slow", prompt, 0, cycles(*accepted), "chat"))
-        contest.timed_runs.append(TimedRun("slow", (prompt,), 0, timing(4.0), 7))
+        contest.timed_runs.append(TimedRun("slow", (prompt,), timing(4.0), 7, 6))
     scores = Scores(contest, [system("none", 0), system("fast", 2), system("slow", 2)])
-    pairs = {(p["a"], p["b"]): p for p in scores.pairs()}
+    pairs = {(p["a"], p["b"]): p for p in scores.pairs(DOUBTS)}
     assert set(pairs) == {("none", "fast"), ("none", "slow"), ("fast", "slow")}
     assert "accepted_length_difference" not in pairs["none", "fast"]
     assert pairs["fast", "slow"]["accepted_length_difference"]["mean"] == pytest.approx(2.0 - 7 / 5)
+    assert all("rests on 2 timed" in pair["doubts"][0] for pair in pairs.values())
+    (doubtful, _, _) = scores.pairs(DOUBTS | {"fast": ["x"]})
+    assert doubtful["doubts"][0] == "the speed of fast is in doubt"
 
 
 def test_cut_and_loop_cycles_are_reported_apart() -> None:
@@ -175,7 +170,7 @@ def test_cut_and_loop_cycles_are_reported_apart() -> None:
     found = [Cycle(2, 1, (0,), i == 15, 2 * i) for i in range(16)]
     generation = Generation([1], tokens, found, [False] * 32, "length")
     c.answers = [ScoredAnswer(n, "a", 0, "chat", generation) for n in ("none", "x")]
-    c.timed_runs = [TimedRun(n, ("a",), 0, timing(1.0), 32) for n in ("none", "x")]
+    c.timed_runs = [TimedRun(n, ("a",), timing(1.0), 32, 31) for n in ("none", "x")]
     row = Scores(c, [system("none", 0), system("x", 2)]).row(system("x", 2))
     assert row["cut_cycles"] == {"cycles": 1, "draft_tokens_accepted": 1}
     assert row["loop_cycles"]["cycles"] == 3 and row["loop_cycles"]["accepted_length"] == 2.0
@@ -201,7 +196,9 @@ def test_turns_of_a_prompt_are_one_unit() -> None:
         for turn, prompts in ((0, ("a", "b")), (1, ("b",))):
             for p in prompts:
                 c.answers.append(answer(name, p, turn, cycles(0, 0), "chat"))
-            c.timed_runs.append(TimedRun(name, prompts, turn, timing(seconds), 3 * len(prompts)))
+            tokens = 3 * len(prompts)
+            run = TimedRun(name, ("a", "b"), timing(seconds), tokens, tokens - len(prompts))
+            c.timed_runs.append(run)
     scores = Scores(c, [system("none", 0), system("fast", 2)])
     assert scores.units() == [("a", "b")]
     assert scores.work("none", scores.units()) == stats.Work([6.0], [2.0], [2.0])
@@ -235,12 +232,12 @@ def report(contest: Contest) -> dict[str, Any]:
         },
         "environment": {"versions": {"python": "3"}, "threads": 1},
         "drafters": rows,
-        "pairs": scores.pairs(),
+        "pairs": scores.pairs(DOUBTS),
         "stalls": scores.stalls(),
         "skipped": [{"name": "<runs/x>", "reason": "gone"}],
         "skipped_turns": [],
     }
-    return made | {"ranking": ranking(made)}
+    return made | {"ranking": ranking(made["drafters"], made["pairs"])}
 
 
 def test_the_page_stands_alone(report: dict[str, Any]) -> None:
@@ -250,7 +247,7 @@ def test_the_page_stands_alone(report: dict[str, Any]) -> None:
         assert outside not in text
     assert "&lt;runs/x&gt;" in text and "<runs/x>" not in text
     speed = report["drafters"][1]["speedup"]
-    assert f"fast makes toy 2.50× [{speed['low']:.2f}, " in text and "NaN" not in text
+    assert f"fast: 2.50× [{speed['low']:.2f}, " in text and "NaN" not in text
     ids = [piece.split('"')[0] for piece in text.split(' id="')[1:]]
     assert len(ids) == len(set(ids)), "two drawings share an id"
 
@@ -291,25 +288,9 @@ def test_names_cannot_break_out_of_the_page(report: dict[str, Any]) -> None:
     assert "&lt;b&gt;{{ 7 * 7 }}&lt;/b&gt;" in text
 
 
-def test_batches_name_where_drafting_stops_paying() -> None:
-    def points(*speeds: tuple[float, float | None]) -> list[dict[str, Any]]:
-        return [
-            {"batch_size": 2**i, "speedup": s, "low": low, "high": None, "doubts": []}
-            for i, (s, low) in enumerate(speeds)
-        ]
-
-    assert stops_paying(points((1.6, 1.4), (1.3, 1.1), (1.1, 0.9), (0.8, 0.7))) == {
-        "pays_up_to": 2,
-        "stops_at": 8,
-    }
-    assert stops_paying(points((0.9, 0.8), (0.7, 0.6))) == {"pays_up_to": None, "stops_at": 1}
-    assert stops_paying(points((1.5, None), (1.2, None))) == {"pays_up_to": None, "stops_at": None}
-
-
-def test_the_table_in_markdown(report: dict[str, Any]) -> None:
-    lines = score_table.table(report).markdown().splitlines()
-    assert len(lines) == 4 and all(line.count("|") == lines[0].count("|") for line in lines)
-    assert "| fast | 2.00" in lines[3] and "1/2 +1≈" in lines[3]
+def test_equality_is_said_where_it_is_shown(report: dict[str, Any]) -> None:
+    fast = score_table.table(report).rows[1]
+    assert fast[0] == "fast" and fast[1].startswith("2.00") and fast[-1] == "1/2 +1≈"
     assert any("≈" in line for line in score_table.notes(report)), "said where it is shown"
     assert "≈" in page.page(report).split("What the words mean")[1]
     report["drafters"][1]["lossless"]["beyond_rounding"] = 1

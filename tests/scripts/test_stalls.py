@@ -140,7 +140,7 @@ def test_no_stall_moves_a_speed_of_a_recorded_contest() -> None:
             assert after[name] == pytest.approx(before[name], rel=0.02), (place, how, one.drafter)
         stalls = scores.stalls()
         assert stalls["passes"].get(one.drafter) and score_table.stalls(stalls)
-        assert stalls["left_out"] == ([] if how in (0, 3) and passes else [[one.prompts[0]]])
+        assert stalls["left_out"] == ([] if how in (0, 3) and passes else [[one.unit[0]]])
 
 
 def test_an_answer_that_stalled_is_asked_again_of_all(tmp_path: Any) -> None:
@@ -187,17 +187,18 @@ def test_a_long_prompt_is_no_stall() -> None:
 def report_of(found: Contest, entered: list[System]) -> dict[str, Any]:
     """Of a report what ranking, table and page take the winner from."""
     scores = Scores(found, entered)
+    rows = [scores.row(system) for system in entered]
     settings = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "dtype": "float32", "batch_size": 1}
     made: dict[str, Any] = {
         "target": {"name": "toy"},
         "settings": {**settings, "num_prompts": len(scores.prompts)},
-        "drafters": [scores.row(system) for system in entered],
-        "pairs": scores.pairs(),
+        "drafters": rows,
+        "pairs": scores.pairs({row["name"]: row["doubts"] for row in rows}),
         "stalls": scores.stalls(),
         "skipped": [],
         "skipped_turns": [],
     }
-    return made | {"ranking": ranking(made)}
+    return made | {"ranking": ranking(rows, made["pairs"])}
 
 
 def doubted(report: dict[str, Any], name: str) -> bool:
@@ -212,7 +213,7 @@ def doubted(report: dict[str, Any], name: str) -> bool:
         name not in title and all(name not in words for _, words in page.cards(report)),
         name not in {one["name"] for one in report["ranking"]},
     ]
-    assert len({*marks}) == 1 or best(report) is not row, marks
+    assert len({*marks}) == 1 or best(report["drafters"]) is not row, marks
     return marks[0] and all(marks)
 
 
@@ -225,7 +226,9 @@ def test_a_speed_that_cannot_be_is_never_the_winner() -> None:
 
     report = report_of(*measured(stall=faster))
     assert doubted(report, "head") and not doubted(report, "ngram")
-    assert (best(report) or {})["name"] == "ngram" and "ngram" in page.headline(report)[0]
+    assert (best(report["drafters"]) or {})["name"] == "ngram" and "ngram" in page.headline(report)[
+        0
+    ]
 
     def busy(name: str, call: int, seconds: Any) -> Any:
         return seconds * (1 + 2.5 * (call % 2) if name == "head" else 1)
@@ -233,7 +236,7 @@ def test_a_speed_that_cannot_be_is_never_the_winner() -> None:
     assert doubted(report_of(*measured(stall=busy, count=8)), "head")
     assert not any(row["doubts"] for row in report_of(*measured())["drafters"])
     report = report_of(*measured(count=4))
-    assert doubted(report, "head") and doubted(report, "ngram") and best(report) is None
+    assert doubted(report, "head") and doubted(report, "ngram") and best(report["drafters"]) is None
 
 
 def test_the_times_of_a_row_are_those_of_its_speed() -> None:
@@ -279,8 +282,8 @@ def test_a_speed_of_few_answers_that_decoded_is_doubted() -> None:
     """Answers of one token have no speed."""
     found, entered = measured()
     for call in found.timed_runs:
-        if call.prompts[0] not in ("p0", "p1"):
-            call.tokens, call.timing = 1, Timing(0.03, total_s=0.03)
+        if call.unit[0] not in ("p0", "p1"):
+            call.tokens, call.decoded, call.timing = 1, 0, Timing(0.03, total_s=0.03)
     doubts = Scores(found, entered).row(entered[1])["doubts"]
     assert any("rests on 2 timed" in why for why in doubts)
 
@@ -304,8 +307,9 @@ def test_a_row_that_drafts_nothing_is_not_doubted(seed: int) -> None:
 
 def test_asking_again_ends_where_a_prompt_was_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of which one prompt does not fit, and another stalls each time."""
-    fits = iter([False, *[True] * 99])
-    monkeypatch.setattr(contests, "unfit", lambda *_: "" if next(fits) else "too long")
+    long = [Prompt("p0", "chat", ["too long"]), *PROMPTS[1:]]
+    monkeypatch.setattr(contests, "chat_ids", lambda _, held: [1] * len(held[0]["content"]))
+    monkeypatch.setattr(contests, "unfit", lambda target, length, limit: "long" * (length > 1))
 
     def stall(name: str, call: int, seconds: Any) -> Any:
         return seconds * (80 if name == "head" and (call == 2 or call > 13) else 1)
@@ -313,7 +317,7 @@ def test_asking_again_ends_where_a_prompt_was_not_asked(monkeypatch: pytest.Monk
     entered = systems(ROWS, stall)
     settings = ContestSettings(Sampling(), 48, 2, 0)
     target: Any = Target()
-    found = contests.run_contest(target, PROMPTS, entered, settings, True)
+    found = contests.run_contest(target, long, entered, settings, True)
     assert found.again == [("p0", "p1")] * contests.AGAIN
 
 

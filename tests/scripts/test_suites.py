@@ -12,7 +12,7 @@ import pytest
 
 from outrider.conf.errors import UserError
 from outrider.scripts import evaluate
-from outrider.scripts.data.suites import SuiteConfig, load_suite, notes, suites
+from outrider.scripts.data.suites import SuiteConfig, every_suite, load_suite, notes
 from tests.helpers.commands import code_of
 
 # A row or two in the form of each published set.
@@ -58,7 +58,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 
 def described(name: str, path: Path | str = "") -> SuiteConfig:
-    return next(s for s in suites(SuiteConfig(name="all", path=str(path))) if s.name == name)
+    return replace(next(s for s in every_suite() if s.name == name), path=str(path))
 
 
 def written(folder: Path, name: str) -> Path:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from outrider.scripts.reports import rendering
-from outrider.scripts.reports.table import Table, change, interval, number, percent
+from outrider.scripts.reports.table import Table, interval, number, ratio
 
 ROWS = [["a [bold]", "1.40 [1.32, 1.50]", "x"], ["b", "2.00", "longer"]]
 TABLE = Table(
@@ -27,15 +27,6 @@ def shown(table: Table, **how: object) -> str:
     return file.getvalue()
 
 
-def test_markdown() -> None:
-    assert TABLE.markdown() == (
-        "| drafter | length | why |\n|---|---:|---|\n"
-        "| a [bold] | 1.40 [1.32, 1.50] | x |\n| b | 2.00 | longer |"
-    )
-    columns = [("n", lambda row: str(row["n"])), ("k", lambda row: row["k"] * 2)]
-    assert Table.of(columns, [{"n": 1, "k": "x"}]).rows == [["1", "xx"]]
-
-
 def test_a_narrow_terminal_gets_fewer_columns_and_no_brackets() -> None:
     narrow = shown(TABLE, width=100, force_terminal=True, no_color=True)
     assert "longer" not in narrow and "1.32" not in narrow and "1.40" in narrow
@@ -47,7 +38,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_brackets() -> None:
 def test_html_escapes_cells_and_marks_warnings(head: bool) -> None:
     columns = TABLE.head if head else ()
     table = Table(columns, [["<b>", "1.40 [1.32]", "x"]], notes=["IN DOUBT", "fine"], best=0)
-    text = rendering._environment().get_template("parts.html").module.panel(table)  # type: ignore[attr-defined]
+    text = rendering.environment().get_template("parts.html").module.panel(table)  # type: ignore[attr-defined]
     assert "&lt;b&gt;" in text and "<b>" not in text
     assert "1.40 <small>[1.32]</small>" in text and 'class="best"' in text
     assert '<p class="note warn">IN DOUBT</p>' in text and '<p class="note">fine</p>' in text
@@ -57,6 +48,5 @@ def test_figures_in_cells() -> None:
     cell = {"mean": 1.834, "low": 1.7, "high": 1.95}
     assert interval(cell) == "1.83 [1.70, 1.95]" and interval(cell, 1, "×") == "1.8× [1.7, 1.9]"
     assert interval({**cell, "low": None}) == interval({**cell, "low": 2, "high": 2}) == "1.83"
-    assert interval(None) == change(None) == percent(None) == number(None) == "–"
-    assert change(cell) == "+83.4% [+70.0%, +95.0%]" and change({**cell, "low": None}) == "+83.4%"
-    assert percent(-0.051) == "-5.1%" and number(2.345, 1) == "2.3"
+    assert interval(None) == number(None) == "–" and number(2.345, 1) == "2.3"
+    assert ratio(cell, ["it is wide"]) == "1.83× [1.70, 1.95] ✗"
