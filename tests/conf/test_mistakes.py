@@ -118,7 +118,6 @@ def test_no_key_of_hugging_face_is_taken_for_a_slip_of_another() -> None:
         ("evaluate", "drafters=none,ngram@chain:3", "drafters=[none,ngram@chain:3]"),
         ("evaluate", "drafter=[none,ngram]", "drafters=[none,ngram]"),
         ("evaluate", "temperature=0,1", "temperatures=[0,1]"),
-        ("evaluate", "batch_size=[1,4]", "batch_sizes=[1,4]"),
         ("serve", "target=Qwen/Qwen3-8B", "target=hub target.name=Qwen/Qwen3-8B"),
         ("serve", "target=/m", "target=local target.path=/m"),
     ],
