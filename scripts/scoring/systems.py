@@ -108,8 +108,8 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> System:
     elements, size = own_elements(drafter, target)
 
     def run(requests: Sequence[Request], s: ContestSettings) -> DecodedRun:
-        how = {"batch_size": s.batch_size, "seed": s.seed}
-        return generate(target, drafter, requests, s.sampling, **how)
+        size, seed = s.batch_size, s.seed
+        return generate(target, drafter, requests, s.sampling, batch_size=size, seed=seed)
 
     return System(
         spec,

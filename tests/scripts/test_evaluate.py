@@ -109,7 +109,7 @@ def test_batches_write_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "spec, words",
     [
-        ("RUNS/medusa@tre", "unknown shape 'tre'; did you mean RUNS/medusa@tree?"),
+        ("RUNS/medusa@tre", "unknown shape 'tre'"),
         ("RUNS/medsua", "did you mean RUNS/medusa?"),
         ("hf_assisted", "write hf_assisted@DIR"),
         ("RUNS/empty", "the folder holds no head"),
