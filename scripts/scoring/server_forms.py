@@ -1,32 +1,34 @@
-"""What is asked of a server, and what is sent and read where token ids go over the wire in a
-form of an engine's own: SGLang's /generate, and completions whose log-probabilities name
-tokens by id."""
+"""What is sent to a server and read from its answers, in the form of each engine: llama.cpp's own
+API, SGLang's /generate, vLLM's completions with token ids, and the bare ones of anything else.
+
+A reader takes what it needs and lets KeyError, TypeError and the like tell that an answer has
+another form: scripts/scoring/servers.py turns these into words.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.scripts.data.server import Again, AnswerRefused
+from outrider.scripts.data.server import AnswerRefused
 
-# of an answer, in SGLang's words
-SGLANG_COUNTS = {
-    "drafted": "spec_draft_token_num",
-    "accepted": "spec_accept_token_num",
-    "drafts": "spec_verify_ct",
-}
+LLAMACPP, VLLM, SGLANG, OTHER = "llama.cpp", "vllm", "sglang", "other"
+OWNERS = {"llamacpp": LLAMACPP, "vllm": VLLM, "sglang": SGLANG}  # by what /v1/models tells
 MOST_IDS = 1 << 31  # an id beyond is no token's
 MARK = "token_id:"  # a token by its id, where return_tokens_as_token_ids is taken
-# Said, since a model's own defaults would stand in for them.
+CLOSE = 1e-4  # by which a setting may differ that went through float32
+# said, since a model's own defaults would stand in for them
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 NEUTRAL = {"top_k": 0, "min_p": 0.0, **PENALTIES}
+COUNTS = ("drafts", "drafted", "accepted")  # of Reply, and of what scripts/serve.py tells
+SGLANG_COUNTS = ("spec_verify_ct", "spec_draft_token_num", "spec_accept_token_num")
 
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """One answer. limit: most tokens. temperature 0 = greedy; top_k 0 and top_p 1 = off.
-    top: log-probabilities that come with the answer, of a bare completions API alone. salt:
+    """One answer. limit: most tokens. temperature 0 = greedy; top_k 0 and top_p 1 = off. salt:
     the prompt shares nothing with what vLLM has kept of prompts with another salt. stop: tokens
     that end the answer, of vLLM, which tells them."""
 
@@ -38,125 +40,264 @@ class ServerRequest:
     seed: int = 0
     salt: str = ""
     stop: tuple[int, ...] = ()
-    top: int = 0
 
 
-def is_ids(value: Any) -> bool:
-    """Whether it is a list of token ids."""
-    return isinstance(value, list) and all(
-        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < MOST_IDS for i in value
-    )
+@dataclass(frozen=True)
+class Reply:
+    """tokens: generated ids, the stop token included where the server sends it; None where it
+    sends none. drafted, accepted: draft tokens of this answer, where the server tells them, drafts:
+    in how many passes they were verified, where that is told too (SGLang, scripts/serve.py).
+    ignored: settings that it says it took otherwise than asked."""
+
+    tokens: list[int] | None
+    text: str
+    stopped: bool
+    drafted: int | None = None
+    accepted: int | None = None
+    ignored: tuple[str, ...] = ()
+    drafts: int | None = None
 
 
-def sglang(ids: list[int], ask: ServerRequest) -> dict[str, Any]:
-    """/generate with every setting named."""
-    return {
-        "input_ids": ids,
-        "sampling_params": {
-            "max_new_tokens": ask.limit,
-            "temperature": ask.temperature,
-            "top_k": ask.top_k or -1,
-            "top_p": ask.top_p,
-            "min_p": ask.min_p,
-            **PENALTIES,
-            "sampling_seed": ask.seed,
-        },
-        "stream": False,
-    }
+@dataclass(frozen=True)
+class Question:
+    """What goes to `path`, and how the answer is read. lacking: what an answer of another form
+    does not have; "" where it may be tried again."""
+
+    path: str
+    body: dict[str, Any]
+    read: Callable[[Any], Any]
+    about: str
+    lacking: str = ""
 
 
-def read_sglang(reply: Any) -> dict[str, Any]:
-    """tokens, text, stopped: whether the model ended the answer; and where it speculates drafted,
-    accepted and drafts (verifying passes)."""
+def ids_of(value: Any) -> list[int]:
+    """A list of token ids, or of counts. Raises ValueError for anything else."""
+    if not isinstance(value, list) or not all(type(i) is int and 0 <= i < MOST_IDS for i in value):
+        raise ValueError("no list of ids")
+    return value
+
+
+def _text_of(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("no text")
+    return value
+
+
+def _counts_of(values: list[Any]) -> dict[str, Any]:
+    """The numbers of COUNTS; {} where one is none."""
     try:
-        tokens, text, about = reply["output_ids"], reply["text"], reply["meta_info"]
-        reason = about["finish_reason"]["type"]
-    except (KeyError, TypeError):
-        raise Again("an answer of another form") from None
-    if not is_ids(tokens) or not isinstance(text, str):
-        raise Again("an answer of another form")
-    found = {"tokens": tokens, "text": text, "stopped": reason == "stop"}
-    counts = {name: about.get(key) for name, key in SGLANG_COUNTS.items()}
-    return found | counts if is_ids([*counts.values()]) else found
+        return dict(zip(COUNTS, ids_of(values), strict=True))
+    except ValueError:
+        return {}
 
 
-def sglang_scores(ids: list[int], start: int, top: int) -> dict[str, Any]:
-    """/generate that scores a text. The first place that it tells has no score: one before."""
+# --- answers
+
+
+def answer(kind: str, model: str, ids: list[int], ask: ServerRequest) -> Question:
+    """One answer behind a prompt, as a Reply."""
+    about = f"{len(ids)} token ids, {ask.limit} more"
+    if kind == LLAMACPP:
+        return Question("/completion", _llamacpp(ids, ask), _read_llamacpp(ask), about)
+    if kind == SGLANG:
+        return Question("/generate", _sglang(ids, ask), _read_sglang, about)
+    body = {
+        "model": model,
+        "prompt": ids,
+        "max_tokens": ask.limit,
+        "temperature": ask.temperature,
+        "top_p": ask.top_p,
+        "seed": ask.seed,
+        "return_token_ids": True,
+        "stream": False,
+    }
+    body |= {k: v for k, v in (("top_k", ask.top_k), ("min_p", ask.min_p)) if v}
+    if kind == VLLM:
+        body = NEUTRAL | body
+        body |= {"cache_salt": ask.salt} if ask.salt else {}
+        body |= {"stop_token_ids": list(ask.stop)} if ask.stop else {}
+    return Question("/v1/completions", body, _read_completion, about)
+
+
+def _llamacpp(ids: list[int], ask: ServerRequest) -> dict[str, Any]:
+    """The samplers are named, so that nothing else is applied."""
     return {
-        "input_ids": ids,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-        "return_logprob": True,
-        "logprob_start_len": max(start - 1, 0),
-        "top_logprobs_num": top,
+        "prompt": ids,
+        "n_predict": ask.limit,
+        **_asked(ask),
+        "repeat_penalty": 1.0,
+        "samplers": ["temperature", "top_k", "top_p", "min_p"],
+        "return_tokens": True,
+        "cache_prompt": False,
         "stream": False,
     }
 
 
-def read_sglang_scores(ids: list[int], start: int) -> Callable[[Any], list[dict[int, float]]]:
-    """{token: log-probability} of every place from `start` on, the text's own token with
-    them."""
+def _asked(ask: ServerRequest) -> dict[str, float]:
+    return {key: getattr(ask, key) for key in ("temperature", "top_k", "top_p", "min_p", "seed")}
 
-    def read(reply: Any) -> list[dict[int, float]]:
-        count = len(ids) - start
-        try:
-            about = reply["meta_info"]
-            best = about["input_top_logprobs"][-count:]
-            own = about["input_token_logprobs"][-count:]
-            rows = [{int(r[1]): float(r[0]) for r in row} for row in best]
-            for row, mine, token in zip(rows, own, ids[start:], strict=True):
-                if int(mine[1]) != token:
-                    raise ValueError("scores of another text")
-                row[token] = float(mine[0])
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise AnswerRefused("no input_top_logprobs of the text in the answer") from None
-        return rows
+
+def _read_llamacpp(ask: ServerRequest) -> Callable[[Any], Reply]:
+    def read(reply: Any) -> Reply:
+        said, timings = reply["generation_settings"], reply["timings"]
+        ignored = tuple(
+            f"{key}={said.get(key)!r} instead of {value}"
+            for key, value in _asked(ask).items()
+            if not math.isclose(said.get(key, math.nan), value, rel_tol=CLOSE, abs_tol=CLOSE)
+        )
+        counts = ids_of([timings.get(key, 0) for key in ("draft_n", "draft_n_accepted")])
+        tokens, text = ids_of(reply["tokens"]), _text_of(reply["content"])
+        return Reply(tokens, text, reply["stop_type"] == "eos", counts[0], counts[1], ignored)
 
     return read
 
 
-def read_next(reply: Any) -> dict[int, float]:
-    """{token: log-probability} of the first place of a completion."""
-    try:
-        row = _by_id(reply["choices"][0]["logprobs"]["top_logprobs"][0])
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        raise AnswerRefused("no logprobs in the answer") from None
-    if row is None:
+def _sglang(ids: list[int], ask: ServerRequest) -> dict[str, Any]:
+    settings = {
+        "max_new_tokens": ask.limit,
+        "temperature": ask.temperature,
+        "top_k": ask.top_k or -1,
+        "top_p": ask.top_p,
+        "min_p": ask.min_p,
+        **PENALTIES,
+        "sampling_seed": ask.seed,
+    }
+    return {"input_ids": ids, "sampling_params": settings, "stream": False}
+
+
+def _read_sglang(reply: Any) -> Reply:
+    about = reply["meta_info"]
+    stopped = about["finish_reason"]["type"] == "stop"
+    counts = _counts_of([about.get(key) for key in SGLANG_COUNTS])
+    return Reply(ids_of(reply["output_ids"]), _text_of(reply["text"]), stopped, **counts)
+
+
+def _read_completion(reply: Any) -> Reply:
+    choice = reply["choices"][0]
+    tokens, told = choice.get("token_ids"), reply.get("speculation")
+    counts = _counts_of([told.get(key) for key in COUNTS]) if isinstance(told, dict) else {}
+    known = None if tokens is None else ids_of(tokens)
+    return Reply(known, _text_of(choice["text"]), choice["finish_reason"] == "stop", **counts)
+
+
+# --- log-probabilities, {token: log-probability} of a place
+
+
+def scores(kind: str, model: str, ids: list[int], start: int, top: int) -> Question | None:
+    """Those of the `top` best tokens, and of the text's own, at every place from `start` on; None
+    of a server that tells one place at a time alone."""
+    if kind == SGLANG:
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": max(start - 1, 0),  # the first place that it tells has no score
+            "top_logprobs_num": top,
+            "stream": False,
+        }
+        lacking = "no input_top_logprobs of the text in the answer"
+        read = _read_sglang_scores(ids, start)
+        return Question("/generate", body, read, f"top_logprobs_num={top}", lacking)
+    if kind != VLLM:
+        return None
+    body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
+    body["prompt_logprobs"] = top
+    lacking, read = "no prompt_logprobs in the answer", _read_prompt_logprobs(ids, start)
+    return Question("/v1/completions", body, read, f"prompt_logprobs={top}", lacking)
+
+
+def next_scores(kind: str, model: str, ids: list[int], top: int) -> Question:
+    """Those of the place behind a text, by an answer of one token, which no draft touches."""
+    if kind == LLAMACPP:
+        body: dict[str, Any] = {
+            "prompt": ids,
+            "n_predict": 1,
+            "temperature": -1.0,  # greedy, with the raw distribution beside it
+            "n_probs": top,
+            "cache_prompt": True,
+            "samplers": [],
+        }
+        lacking = "no n_probs in the answer (a server that drafts gives none)"
+        return Question("/completion", body, _read_n_probs, f"n_probs={top}", lacking)
+    body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "logprobs": top}
+    body["return_tokens_as_token_ids"] = True
+    lacking = "no logprobs in the answer"
+    return Question("/v1/completions", body, _read_logprobs, f"logprobs={top}", lacking)
+
+
+def _read_sglang_scores(ids: list[int], start: int) -> Callable[[Any], list[dict[int, float]]]:
+    def read(reply: Any) -> list[dict[int, float]]:
+        count, about = len(ids) - start, reply["meta_info"]
+        best, own = (about[f"input_{name}_logprobs"][-count:] for name in ("top", "token"))
+        rows = [{int(r[1]): float(r[0]) for r in row} for row in best]
+        for row, mine, token in zip(rows, own, ids[start:], strict=True):
+            if int(mine[1]) != token:
+                raise ValueError("scores of another text")
+            row[token] = float(mine[0])
+        return [sound(row) for row in rows]
+
+    return read
+
+
+def _read_prompt_logprobs(ids: list[int], start: int) -> Callable[[Any], list[dict[int, float]]]:
+    def read(reply: Any) -> list[dict[int, float]]:
+        rows = reply["choices"][0]["prompt_logprobs"]
+        places = (rows[at].items() for at in range(start, len(ids)))
+        return [sound({int(t): float(entry["logprob"]) for t, entry in row}) for row in places]
+
+    return read
+
+
+def _read_n_probs(reply: Any) -> dict[int, float]:
+    rows = reply["completion_probabilities"][0]["top_logprobs"]
+    return sound({int(row["id"]): float(row["logprob"]) for row in rows})
+
+
+def _read_logprobs(reply: Any) -> dict[int, float]:
+    row = reply["choices"][0]["logprobs"]["top_logprobs"][0]
+    if not all(key.startswith(MARK) and key[len(MARK) :].isdecimal() for key in row):
         raise AnswerRefused(
             "its log-probabilities name tokens by text, which more than one token may have "
             "(asked return_tokens_as_token_ids)"
         )
-    return row
+    return sound({int(key[len(MARK) :]): float(value) for key, value in row.items()})
 
 
-def read_rows(choice: Any, tokens: list[int]) -> list[dict[int, float]] | None:
-    """{token: log-probability} at every token of a completion's answer; None where it tells
-    none, or not by id."""
+def sound(distribution: dict[int, float]) -> dict[int, float]:
+    """Log-probabilities that are some: finite or -inf, with a sum of at most one and more than
+    nothing, of ids that a token may have."""
     try:
-        given = choice["logprobs"]
-        rows = [_by_id(row) for row in given["top_logprobs"]]
-        own = [float(value) for value in given["token_logprobs"]]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    if not len(rows) == len(own) == len(tokens):
-        return None
-    found = [row | {t: v} for row, t, v in zip(rows, tokens, own, strict=True) if row]
-    return found if len(found) == len(tokens) else None
+        ids_of([*distribution])
+    except ValueError:
+        raise AnswerRefused("log-probabilities of token ids that are none") from None
+    values = list(distribution.values())
+    total = sum(math.exp(min(v, 1.0)) for v in values)
+    if not all(v <= CLOSE for v in values) or not 0 < total <= 1 + 1e-3:
+        raise AnswerRefused(f"log-probabilities that are none (they sum to {total:.4g})")
+    return distribution
 
 
-def _by_id(row: dict[str, Any]) -> dict[int, float] | None:
-    """None where a token is named otherwise."""
-    named = {key: float(value) for key, value in row.items()}
-    if not all(key.startswith(MARK) and key[len(MARK) :].isdecimal() for key in named):
-        return None
-    return {int(key[len(MARK) :]): value for key, value in named.items()}
+# --- the ids of a text
 
 
-def read_prompt(reply: Any) -> list[int]:
-    """The ids of a prompt that was sent as text: of /tokenize, or of a completion."""
-    try:
-        known = reply["tokens"] if "tokens" in reply else reply["choices"][0]["prompt_token_ids"]
-    except (KeyError, IndexError, TypeError):
-        known = None
-    if not is_ids(known) or not known:
-        raise AnswerRefused("the ids of the prompt are not in the answer")
-    return list(known)
+def tokenize(kind: str, model: str, text: str) -> Question:
+    """The ids that a text becomes as a prompt."""
+    about, lacking = (
+        f"the ids of {len(text)} characters",
+        "the ids of the prompt are not in the answer",
+    )
+    if kind == LLAMACPP:
+        body: dict[str, Any] = {"content": text, "add_special": True}
+        return Question("/tokenize", body, _read_prompt, about, lacking)
+    body = {"model": model, "prompt": text}
+    if kind == SGLANG:
+        return Question("/tokenize", body, _read_prompt, about, lacking)
+    body |= {"max_tokens": 1, "temperature": 0, "seed": 0, "top_p": 1.0, "return_token_ids": True}
+    return Question("/v1/completions", body, _read_prompt, about, lacking)
+
+
+def _read_prompt(reply: Any) -> list[int]:
+    found = reply["tokens"] if "tokens" in reply else reply["choices"][0]["prompt_token_ids"]
+    if not ids_of(found):
+        raise ValueError("no ids")
+    return list(found)

@@ -14,7 +14,7 @@ from outrider.decode.engine import Request
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.scripts.data.server import Again
+from outrider.scripts.scoring import server_forms
 from outrider.scripts.scoring.served import ServedSystem, risen
 from outrider.scripts.scoring.servers import (
     LLAMACPP,
@@ -22,7 +22,6 @@ from outrider.scripts.scoring.servers import (
     VLLM,
     Endpoint,
     ServerRequest,
-    _read_llamacpp,
 )
 from tests.helpers.odd_server import llamacpp, odd, vllm
 
@@ -86,9 +85,10 @@ def test_an_answer_that_cannot_stand_beside_ours_is_message(target: Target, name
 def test_counts_that_are_none_are_no_answer(count: Any) -> None:
     """Fewer accepted than none would make cycles of no token."""
     body = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-    read, reply = _read_llamacpp(ServerRequest(4)), llamacpp(body, [5, 6])
+    question = server_forms.answer(LLAMACPP, "m", [3], ServerRequest(4))
+    read, reply = question.read, llamacpp(body, [5, 6])
     assert read(reply).accepted == 0
-    with pytest.raises(Again):
+    with pytest.raises(ValueError, match="ids"):
         read({**reply, "timings": {"draft_n": 9, "draft_n_accepted": count}})
 
 
