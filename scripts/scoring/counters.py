@@ -63,27 +63,21 @@ def _counted(text: str) -> int:
 def rise(before: str | None, after: str | None, names: Collection[str] = NAMES) -> Rise:
     """What the counters rose by between two looks at the page (None: it could not be read).
     names: the ones that are needed."""
-    old = None if before is None else read_counters(before)
-    new = None if after is None else read_counters(after)
+    old, new = (None if page is None else read_counters(page) for page in (before, after))
     if new is None:
         return Rise(None, "the server's counters are gone" if old else "")
     if before is None:
         return Rise(None)  # since when they count is not known
-    old = old or {"accepted_by_position": []}  # they may appear with the first draft
-    lacking = [name for name in names if name not in new]
-    if lacking:
+    if lacking := [name for name in names if name not in new]:
         return Rise(None, f"the server's counters lack {' and '.join(lacking)}")
-    out = {name: new[name] - old.get(name, 0) for name in NAMES if name in new}
-    for name in names:
-        if out[name] < 0:
-            return Rise(
-                None,
-                f"the server's counter {name} fell from {old[name]} to {new[name]}, as if it had "
-                "been started anew",
-            )
+    old = old or {}  # they may appear with the first draft
+    rose = {name: new[name] - old.get(name, 0) for name in NAMES if name in new}
     # a position that nothing had reached before may have had no counter
-    pairs = zip_longest(new["accepted_by_position"], old["accepted_by_position"], fillvalue=0)
-    places = [a - b for a, b in pairs]
+    pages = (new["accepted_by_position"], old.get("accepted_by_position", []))
+    places = [a - b for a, b in zip_longest(*pages, fillvalue=0)]
+    if fell := [name for name, count in rose.items() if count < 0]:
+        counts = f"{fell[0]} fell from {old[fell[0]]} to {new[fell[0]]}"
+        return Rise(None, f"the server's counter {counts}, as if it had been started anew")
     if min(places, default=0) < 0:
         return Rise(None, "the server's counters of accepted tokens by position fell")
-    return Rise(out | {"accepted_by_position": places})
+    return Rise(rose | {"accepted_by_position": places})
