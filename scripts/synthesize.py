@@ -8,15 +8,14 @@
         prompts=FILE.jsonl target=hub target.name=NAME out=runs/data.jsonl
 
 The first command invents the questions as well. The others take them from a file, or from a
-public set by name (prompts=ultrachat; outrider ls prompts), and write the rows in the order of
-the file: the second answers in this process, the third lets a server answer (vLLM, SGLang: any
-that speaks the OpenAI API), many at a time; it must serve the target, whose tokenizer alone is
-loaded here.
+public set by name (prompts=ultrachat; outrider ls prompts): the second answers in this process,
+the third lets a server answer (vLLM, SGLang: any that speaks the OpenAI API), many at a time; it
+must serve the target, whose tokenizer alone is loaded here.
 
-Stop it at any time (Ctrl-C): the file holds whole lines, and the same command goes on where it
-stopped and ends with the file that an uninterrupted run would have written on the same
-machine. `complete` says whether the answer reached its end-of-turn token. FILE.meta.json
-beside the file keeps the settings; other settings are refused."""
+Stop it at any time (Ctrl-C): the same command asks only what has no answer yet, and a finished
+file has its rows in the order of the questions. `line` numbers the question, `complete` says
+whether the answer reached its end-of-turn token. FILE.meta.json beside the file keeps the
+settings; other settings are refused."""
 
 from __future__ import annotations
 
@@ -30,23 +29,14 @@ if __name__ == "__main__":
 from outrider.conf.schema import entry
 from outrider.scripts.common.files import sole_writer
 from outrider.scripts.data.config import SynthesizeConfig
-from outrider.scripts.data.run import answer
-from outrider.scripts.data.signals import Signals
-
-
-def synthesize(cfg: SynthesizeConfig) -> None:
-    """Write or continue cfg.out. Raises UserError, or Interrupted (130 after Ctrl-C, 75 after
-    SIGTERM).
-    """
-    path = Path(cfg.out).expanduser()
-    with Signals(path) as signals, sole_writer(path):
-        answer(cfg, signals)
+from outrider.scripts.data.run import synthesize
 
 
 @entry("synthesize", SynthesizeConfig)
 def main(cfg: SynthesizeConfig) -> None:
     """Command-line entry."""
-    synthesize(cfg)
+    with sole_writer(Path(cfg.out)):
+        synthesize(cfg)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -26,8 +26,6 @@ UNSEEN = ("gsm8k", "humaneval", "math500", "mtbench")  # suites that are small t
 LONGEST = 4096  # tokens of an answer to a given question: a model that thinks needs them
 INVENTED = 200  # tokens of an answer to an invented question
 HERE = ("chat_template_kwargs",)  # keys of a request that mean something in this process
-
-FORMAT = 1  # raise when the same settings would give other rows
 
 
 @dataclass(frozen=True)
@@ -77,12 +75,10 @@ class SynthesizeConfig(AutoDtype):
     # openai: questions asked at a time, as many as one server of a model wants; with several
     #     behind base_url give so many for each
     concurrency: OneOrMore = 256
-    # openai: seconds that a whole answer may take
+    # openai: seconds that an answer may take
     timeout: AboveZero = 600.0
-    # openai: tries after the first one, for each question; a rate limit uses up none
-    retries: ZeroOrMore = 6
-    # openai: seconds before the first retry; every further one waits twice as long, up to 60
-    backoff: NotNegative = 1.0
+    # openai: tries after the first one, for each request; the waits between them grow to 8 s
+    retries: ZeroOrMore = 12
     # prompts: share of the questions that may stay without an answer (malformed, refused, all
     #     tries used up)
     max_failed: Share = 0.01
@@ -140,19 +136,3 @@ class SynthesizeConfig(AutoDtype):
         except UserError as error:
             return [str(error)]
         return []
-
-    def settings(self) -> dict[str, Any]:
-        """What decides the rows, apart from the target's identity and how many there are."""
-        keys = (
-            "seed",
-            "batch",
-            "dtype",
-            "max_question_tokens",
-            "max_new_tokens",
-            "question_temperature",
-            "question_top_p",
-            "answer_temperature",
-            "answer_top_p",
-        )
-        made = replace(self, max_new_tokens=self.longest)
-        return {"format": FORMAT, **{key: getattr(made, key) for key in keys}}

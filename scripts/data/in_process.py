@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from outrider.conf.errors import UserError
@@ -13,35 +14,27 @@ from outrider.decode.fits import unfit
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.common.prompts import chat_ids
-from outrider.scripts.data.conversation import SURE, Answering, Turn
+from outrider.scripts.data.answering import SURE, Answering, Turn
 from outrider.scripts.data.server import AnswerRefused, ServerAnswer
 
 
 @dataclass(kw_only=True)
 class InProcess(Answering):
-    """The target answers `cfg.batch` questions at a time, turn by turn. A block is on file as a
-    whole or not at all, so a run that was killed goes on to the same rows."""
+    """The target answers `cfg.batch` questions at a time, turn by turn. A block is written in
+    one piece, so a run that was killed goes on to the same rows."""
 
     target: Target
-    failed: list[list[Any]] = field(default_factory=list)
 
-    async def run(self) -> None:
+    def run(self) -> None:
         """Have all of them answered. Raises UserError when too many fail or are cut."""
-        while (want := min(self.cfg.batch, self.total - self.done)) > 0:
+        for numbers in self.blocks():
             self.check_cut(SURE)
-            numbers = self.next_block(want)
-            rows = self._block(numbers)
-            self.append(rows, len(numbers), self.failed)
-            self.failed = []
+            self.append(self._block(numbers))
 
-    def next_block(self, want: int) -> Sequence[int]:
-        """The numbers of the next questions."""
-        return range(self.done, self.done + want)
-
-    def fail(self, n: int, error: Exception) -> None:
-        """See Answering."""
-        super().fail(n, error)
-        self.failed.append([self.questions.lines[n], str(error)])
+    def blocks(self) -> Iterator[Sequence[int]]:
+        """The numbers of the questions of each block; it begins at a multiple of the batch."""
+        for _, block in groupby(self.missing, lambda n: n // self.cfg.batch):
+            yield [*block]
 
     def _block(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of questions, but of those that have no answer."""
@@ -58,7 +51,8 @@ class InProcess(Answering):
                     found[n] = end.value
                 except AnswerRefused as error:
                     self.fail(n, error)
-            outs = self.decode(list(requests.values()), self.answers, 2 * self.cfg.seed + 1)
+            sampling = Sampling(self.cfg.answer_temperature, top_p=self.cfg.answer_top_p)
+            outs = self.decode(list(requests.values()), sampling, 2 * self.cfg.seed + 1)
             heard = dict(zip(requests, outs, strict=True))
         return [found[n] for n in numbers if n in found]
 
@@ -90,10 +84,6 @@ class InProcess(Answering):
             eos_ids=stop,
         )
         return run.generations
-
-    @property
-    def answers(self) -> Sampling:
-        return Sampling(self.cfg.answer_temperature, top_p=self.cfg.answer_top_p)
 
     def _answer(self, out: Generation) -> ServerAnswer:
         text, ids = self.text(out), out.token_ids

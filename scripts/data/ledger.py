@@ -1,10 +1,7 @@
-"""A JSONL file that only grows, with a record of how far it is sound; what the files of
-synthesis have in common."""
+"""The file that a synthesis writes: a row a line, each with the number of its question."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 import os
 import re
@@ -14,109 +11,88 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.conf.disk import whole
 from outrider.conf.errors import UserError
 from outrider.scripts.common.files import write_json
 
 
 class Ledger:
-    """FILE, and FILE.meta.json beside it: the settings, the blocks that it grew by as [asked,
-    got], how many bytes they make, their sha256, the questions that stayed without an answer as
-    [line, reason], and what else is counted of the rows (tally).
+    """FILE, rows in the order in which they were answered until `finish` sorts them, and
+    FILE.meta.json beside it: the settings. numbers: questions whose rows are on file. tally:
+    answers, and those that were cut.
 
-    What a kill left behind the recorded bytes is cut off on the next start."""
+    A line that a kill cut short goes on the next start."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.settings = path, settings
         self.meta = path.with_name(path.name + ".meta.json")
-        self.blocks: list[list[int]] = []
-        self.failed: list[list[Any]] = []
+        self.numbers: set[int] = set()
         self.tally: Counter[str] = Counter()
-        self.bytes = 0
-        self.digest = hashlib.sha256()
-
-    @property
-    def settled(self) -> int:
-        """Questions that are done with, answered or not."""
-        return sum(requested for requested, _ in self.blocks)
-
-    @property
-    def rows(self) -> int:
-        """Rows on file."""
-        return sum(got for _, got in self.blocks)
 
     def open(self) -> None:
-        """Continue what is there. Raises UserError: other settings (each is named), a foreign
-        or damaged file.
-        """
-        if (record := read_record(self.path, self.meta, self.settings)) is None:
+        """Continue what is there. Raises UserError: a folder, a foreign or damaged file, other
+        settings (each is named)."""
+        path = self.path
+        if path.is_dir():
+            raise UserError(f"out: {path} is a folder; give a file such as {path / 'data.jsonl'}")
+        if not self.meta.exists():
+            if path.exists():
+                raise UserError(
+                    f"out: {path} exists and was not written by this command; give another name"
+                )
             return
         try:
-            self.blocks = [[int(requested), int(got)] for requested, got in record["blocks"]]
-            self.failed = [[int(line), str(reason)] for line, reason in record["failed"]]
-            self.tally = Counter({str(k): int(n) for k, n in record["tally"].items()})
-            recorded = record["bytes"], record["sha256"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(self.path, self.meta) from error
-        self.path.touch()
-        found = self._read()
-        if found < self.rows or recorded != self._now():
+            wrong = differences(json.loads(self.meta.read_bytes()), self.settings)
+            if not wrong and path.exists():
+                self._read()
+        except (ValueError, KeyError, TypeError):
             raise UserError(
-                f"out: {self.path} was changed since it was written; delete it and "
-                f"{self.meta.name} to start again"
+                f"out: {path} or {self.meta.name} was changed since it was written; delete both "
+                "to start again"
+            ) from None
+        if wrong:
+            raise UserError(
+                f"out: {path} was made with other settings ({'; '.join(wrong)}); give another name"
             )
-        os.truncate(self.path, self.bytes)
 
-    def _read(self) -> int:
-        """Count and hash the lines that the blocks make; how many of them there are."""
-        self.bytes, self.digest, found = 0, hashlib.sha256(), 0
+    def _read(self) -> None:
+        end = 0
         with self.path.open("rb") as file:
-            for line in itertools.islice(file, self.rows):
-                self.digest.update(line)
-                self.bytes, found = self.bytes + len(line), found + 1
-        return found
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._count(json.loads(line))
+                end += len(line)
+        os.truncate(self.path, end)
 
-    def _now(self) -> tuple[int, str]:
-        return self.bytes, self.digest.hexdigest()
+    def _count(self, row: dict[str, Any]) -> None:
+        self.numbers.add(int(row["line"]))
+        self.tally["answers"] += sum(m["role"] == "assistant" for m in row["messages"])
+        self.tally["cut"] += not row["complete"]
 
-    def shorten(self, batch: int) -> None:
-        """Forget a last block of fewer than `batch` questions: a larger run fills it."""
-        if self.blocks and self.blocks[-1][0] < batch:
-            self.blocks.pop()
-            self._read()
-            self._record()
-            os.truncate(self.path, self.bytes)
-
-    def append(
-        self,
-        rows: Sequence[dict[str, Any]],
-        requested: int,
-        failed: Sequence[list[Any]] = (),
-        goes_on: bool = False,
-    ) -> None:
-        """Add the rows of so many further questions, as a block or to the last one (goes_on).
-        Raises OSError; the record is the old one then."""
-        data = "".join(map(json_line, rows)).encode()
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Add rows, in one piece. Raises OSError when the disk refuses."""
         if not self.meta.exists():  # first, so that no kill leaves a file without a record
-            self._record()
+            write_json(self.meta, self.settings)
         with self.path.open("ab") as file:
-            file.truncate(self.bytes)  # an append that failed may have left a part
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        self.digest.update(data)
-        self.bytes += len(data)
-        if not (goes_on and self.blocks):
-            self.blocks.append([0, 0])
-        last = self.blocks[-1]
-        last[:] = last[0] + requested, last[1] + len(rows)
-        self.failed += failed
-        self._record()
+            file.write("".join(map(json_line, rows)).encode())
+        for row in rows:
+            self._count(row)
 
-    def _record(self) -> None:
-        size, digest = self._now()
-        record = {"settings": self.settings, "blocks": self.blocks, "bytes": size}
-        record |= {"sha256": digest, "failed": self.failed, "tally": dict(self.tally)}
-        write_json(self.meta, record)
+    def finish(self) -> None:
+        """Bring the rows into the order of their questions: the file is the same however they
+        came, and a seed then draws the same rows."""
+        places, at = [], 0
+        with self.path.open("rb") as file:
+            for line in file:
+                places.append((int(json.loads(line)["line"]), at))
+                at += len(line)
+            if places == sorted(places):
+                return
+            with whole(self.path) as stage, stage.open("wb") as out:
+                for _, place in sorted(places):
+                    file.seek(place)
+                    out.write(file.readline())
 
 
 def say(text: str) -> None:
@@ -128,34 +104,6 @@ def json_line(row: dict[str, Any]) -> str:
     """One JSON line; letters stay readable, what some readers take for a line end does not."""
     text = json.dumps(row, ensure_ascii=False)
     return re.sub("[\x85\u2028\u2029]", lambda m: f"\\u{ord(m[0]):04x}", text) + "\n"
-
-
-def read_record(path: Path, meta: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """What `meta` tells of `path`; None where there is neither. Raises UserError: a folder, a
-    file without a record, a damaged record, or one of other settings (each is named)."""
-    if path.is_dir():
-        raise UserError(f"out: {path} is a folder; give a file name such as {path / 'data.jsonl'}")
-    if not meta.exists():
-        if path.exists():
-            raise UserError(
-                f"out: {path} exists and was not written by this command; give another name"
-            )
-        return None
-    try:
-        record: dict[str, Any] = json.loads(meta.read_text(encoding="utf-8"))
-        wrong = differences(record["settings"], settings)
-    except (ValueError, KeyError, TypeError) as e:
-        raise damaged(path, meta) from e
-    if wrong:
-        raise UserError(
-            f"out: {path} was made with other settings ({'; '.join(wrong)}); give another name"
-        )
-    return record
-
-
-def damaged(path: Path, meta: Path) -> UserError:
-    """The error of a record that cannot be read."""
-    return UserError(f"out: {meta} is damaged; delete it and {path} to start again")
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:

@@ -1,22 +1,36 @@
 """Public sets of prompts by name: conf/prompt_set/NAME.yaml says where one lies, under which
-licence, and which column holds what is asked. Packages may bring more of them, and
-`prompts=FILE.yaml` takes a description of one's own.
+licence, and which column holds what is asked; `prompts=FILE.yaml` takes a description of one's
+own. OUT.prompts.jsonl beside the data keeps what is asked, OUT.prompts.json what was left out.
+
+Prompts stand in an order that follows from their text alone, so that the first N of them are a
+fair sample, the same ones on every machine, and a larger N goes on where a smaller one ended.
+Left out are prompts that came before, and those of the benchmarks that scores are taken on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from outrider.conf import packages
+from outrider.conf.disk import whole
 from outrider.conf.errors import UserError
 from outrider.conf.rules import NotEmpty, ZeroOrMore
 from outrider.conf.schema import CONF
 from outrider.conf.typed import from_json, nearest, raise_all
-from outrider.scripts.common.published import Published
+from outrider.scripts.common.files import sha256, write_json
+from outrider.scripts.common.prompts import DEMO, load_prompts, requested, spoken
+from outrider.scripts.common.published import Published, copies, rows_of
+from outrider.scripts.data.ledger import json_line, say
+from outrider.scripts.data.questions import asked_of, fingerprint
+from outrider.scripts.data.suites import SuiteConfig, every_suite, load_suite
 
 GROUP = "prompt_set"  # not `prompts`: Hydra takes a key with a folder's name for a choice of it
 SHOWN = ("name", "dataset", "config", "files", "split", "revision", "licence", "tried")
@@ -74,3 +88,133 @@ def prompt_set(prompts: str) -> PromptSet:
     found, problems = from_json(content, PromptSet)
     raise_all([f"prompts: {path}: {problem}" for problem in problems])
     return found
+
+
+def prompts_of(which: PromptSet, out: Path, unseen: Sequence[str]) -> Path:
+    """The file with the prompts of a set; made where it is not there yet.
+
+    out: the data that it is for. unseen: names of suites and files whose prompts are left
+    out, beside those that come with this project. Raises UserError for a set, a suite or a
+    file that is none, and a set without a prompt."""
+    path = out.with_name(out.name + ".prompts.jsonl")
+    record = path.with_suffix(".json")
+    wanted = {"set": which.described, "unseen": list(unseen)}
+    if path.is_file() and record.is_file():
+        found = json.loads(record.read_text(encoding="utf-8"))
+        if {key: found.get(key) for key in wanted} == wanted and found["sha256"] == sha256(path):
+            return path
+    say(f"reading {which.name} from {which.path or 'the hub'}; licence: {which.licence}")
+    questions, missing = _unseen(which, unseen)
+    rows, lines, left = _rows(which), dict[int, str](), Counter[str]()
+    for number, row in enumerate(rows, 1):
+        try:
+            messages = _messages(which, row)
+            turns = [m["content"] for m in messages if m["role"] == "user"]
+            if where := questions.get(_key(turns[:1])):
+                raise ValueError(f"in {where}")
+            if (key := _key(turns)) in lines:
+                raise ValueError("asked already")
+            lines[key] = json_line({"id": f"{which.name}:{number}", "messages": messages})
+        except ValueError as why:
+            left[str(why).partition(";")[0]] += 1
+    if not lines:
+        reasons = ", ".join(left) or "it is empty"
+        raise UserError(f"prompts: {which.name}: no row can be asked ({reasons}); take another")
+    with whole(path) as stage, stage.open("w", encoding="utf-8", newline="") as file:
+        file.writelines(lines[key] for key in sorted(lines))
+    told = {**wanted, "read": len(rows), "prompts": len(lines), "left_out": dict(left)}
+    told |= {"compared_with": sorted({*questions.values()}), "not_compared_with": missing}
+    write_json(record, {**told, "path": which.path, "sha256": sha256(path)})
+    for line in notes(which, told):
+        say(line)
+    return path
+
+
+def notes(which: PromptSet, found: dict[str, Any]) -> list[str]:
+    """What whoever trains on such prompts should know."""
+    left = ", ".join(f"{n:,} {why}" for why, n in found["left_out"].items()) or "none"
+    lines = [
+        f"{which.name}: {found['prompts']:,} prompts of {found['read']:,} rows; left out: {left}",
+        f"{which.name}: compared with the prompts of {', '.join(found['compared_with'])}, word for "
+        "word; nobody looks for questions that say the same in other words",
+        *(f"warning: not compared with {line}" for line in found["not_compared_with"]),
+    ]
+    if which.rows and not 0.9 < found["read"] / which.rows < 1.1:
+        lines.append(f"{which.name}: the published set has about {which.rows:,} rows")
+    if not which.tried:
+        lines.append(f"{which.name}: its description had not been tried on the real set yet")
+    return lines
+
+
+def _unseen(which: PromptSet, names: Sequence[str]) -> tuple[dict[int, str], list[str]]:
+    """(questions of benchmarks that must not be asked: key -> where it stands, why a benchmark
+    could not be compared with). Suites lie where the set lies, on the hub or beside a copy."""
+    questions, missing = dict[int, str](), list[str]()
+    by_name = {suite.name: suite for suite in every_suite()}
+    for name in dict.fromkeys([DEMO.stem, *names]):
+        try:
+            if name in by_name:
+                prompts = load_suite(_beside(by_name[name], which.path)).prompts
+            else:
+                prompts = load_prompts(DEMO if name == DEMO.stem else Path(name))
+        except UserError as error:
+            if name not in by_name:
+                raise UserError(
+                    f"unseen: {name!r} is neither a suite ({', '.join(by_name)}) nor a file of "
+                    f"prompts ({error})"
+                ) from None
+            missing.append(str(error).removeprefix("suite: "))
+            continue
+        questions |= {_key(prompt.turns[:1]): name for prompt in prompts}
+    return questions, missing
+
+
+def _beside(suite: SuiteConfig, path: str) -> SuiteConfig:
+    """A suite where the set of prompts is. Raises UserError where it is not."""
+    if not path:
+        return suite
+    place = Path(path).expanduser()
+    folder = place if place.is_dir() else place.parent
+    found = [path for root in (folder, folder.parent) for path in copies(suite, root)]
+    if not found:
+        raise UserError(f"{suite.name}: {folder} has no copy of it")
+    return replace(suite, path=str(found[0]))
+
+
+def _key(turns: Sequence[str]) -> int:
+    """What equal questions share, and where one stands in the file."""
+    text = "\0".join(map(fingerprint, turns)).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def _rows(which: PromptSet) -> Any:
+    """The rows with the columns that are needed. Raises UserError where one is missing."""
+    rows = rows_of(which)
+    wanted = list(dict.fromkeys([which.column, *filter(None, [which.more]), *which.keep]))
+    if lacking := [column for column in wanted if column not in rows.column_names]:
+        there = ", ".join(rows.column_names[:8]) or "none"
+        raise UserError(
+            f"prompts: {which.name} has no column {lacking[0]!r} (its columns: {there}); another "
+            f"version of the set? {which.place}=FILE takes a copy on this disk"
+        )
+    return rows.select_columns(wanted)
+
+
+def _messages(which: PromptSet, row: dict[str, Any]) -> list[dict[str, str]]:
+    """System and user turns of a row. Raises ValueError in a user's words where it cannot be
+    asked."""
+    if any(row[column] != value for column, value in which.keep.items()):
+        raise ValueError("by " + ", ".join(which.keep))
+    value, more = row[which.column], row[which.more] if which.more else ""
+    if isinstance(value, str):
+        text = f"{value}\n\n{more}" if isinstance(more, str) and more.strip() else value
+        messages = requested(*spoken({"prompt": text}))
+    else:
+        texts = isinstance(value, list) and value and isinstance(value[0], str)
+        key, turns = spoken({"turns" if texts else "messages": value})
+        if next((role for role, _ in turns if role != "system"), "user") != "user":
+            raise ValueError("begins with an answer")
+        messages = asked_of(key, turns)
+    if which.longest and sum(len(m["content"]) for m in messages) > which.longest:
+        raise ValueError(f"above {which.longest:,} characters")
+    return messages

@@ -4,6 +4,7 @@ when due.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,3 +92,9 @@ def asked_of(key: str, turns: list[tuple[Any, Any]]) -> list[dict[str, str]]:
     if any(message["role"] == "system" for message in kept[1:]):
         raise ValueError("a system turn may only stand first")
     return kept
+
+
+def fingerprint(text: str) -> str:
+    """What two questions share when they are the same question: case, punctuation and spacing
+    do not count."""
+    return " ".join(re.findall(r"\w+", text.casefold()))

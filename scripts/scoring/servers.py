@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.conf.errors import UserError
-from outrider.scripts.data.server import Again, AnswerRefused, GivenUp, OpenAIServer
+from outrider.scripts.data.server import AnswerRefused, GivenUp, OpenAIServer
 from outrider.scripts.scoring import server_forms
 from outrider.scripts.scoring.server_forms import LLAMACPP as LLAMACPP
 from outrider.scripts.scoring.server_forms import OTHER as OTHER
@@ -63,8 +63,6 @@ class Endpoint:
             key,
             address.timeout,
             address.retries,
-            0.5,
-            address.connections,
             setting=address.setting,
             key_setting=address.key_setting,
             mend=f"mend the address, or {SERVE}",
@@ -107,7 +105,7 @@ class Endpoint:
             except MALFORMED:
                 if question.lacking:
                     raise AnswerRefused(question.lacking) from None
-                raise Again("an answer of another form") from None
+                raise GivenUp("an answer of another form") from None
 
         try:
             return await self._server.ask("POST", question.path, question.body, read)
@@ -142,7 +140,7 @@ class Endpoint:
         """Its Prometheus page; None where it has none, or one that cannot be read (`unread`)."""
         try:
             return await self._server.page("/metrics")
-        except Again as error:
+        except GivenUp as error:
             self.unread = f"GET /metrics: {error}"
             return None
 

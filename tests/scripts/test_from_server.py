@@ -13,7 +13,6 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,12 @@ from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.jsonl import read_lines
 from outrider.decode.models.load import TargetConfig
 from outrider.scripts.common.files import ROOT
-from outrider.scripts.data import ledger
-from outrider.scripts.data import server as openai_server
+from outrider.scripts.data.config import SynthesizeConfig
 from outrider.scripts.data.from_server import Regenerator
 from outrider.scripts.data.questions import turns_of
-from outrider.scripts.synthesize import SynthesizeConfig, synthesize
-from outrider.train.data.rows import ChatRow, raw_row
+from outrider.scripts.data.run import synthesize
+from outrider.scripts.data.server import AnswerRefused, GivenUp, ServerAnswer, read_answer
+from outrider.train.data.rows import read_row
 from tests.helpers.unruly_server import FAULTS
 
 KEY = "sk-very-secret-0123456789"
@@ -51,18 +50,13 @@ def serving(folder: Path, **schedule: Any) -> Iterator[str]:
 
 
 def config(folder: Path, url: str, **changes: Any) -> SynthesizeConfig:
-    keys: dict[str, Any] = {
-        "prompts": str(folder / "asked.jsonl"),
-        "concurrency": 8,
-        "timeout": 120.0,
-        "backoff": 0.02,
-    }
+    keys: dict[str, Any] = {"prompts": str(folder / "asked.jsonl"), "concurrency": 8}
+    keys["out"] = str(folder / "a.jsonl")
     return SynthesizeConfig(
-        out=str(folder / "a.jsonl"),
         target=TargetConfig(kind="tiny", vocab=260),
         backend="openai",
         base_url=url,
-        **{**keys, **changes},
+        **{**keys, "timeout": 120.0, "retries": 1, **changes},
     )
 
 
@@ -117,67 +111,67 @@ def test_rows_are_the_questions_in_order_with_the_servers_answers(
     assert len(said) == 79 and "what another model said" not in said and len(set(said)) == 79
     assert all(r["complete"] for r in rows)
     (tmp_path / "data.jsonl").write_bytes(calm)
-    read = [raw_row("data", *line) for line in read_lines(tmp_path / "data.jsonl")]
-    assert all(isinstance(row, ChatRow) for row in read), "training reads them"
+    for number, line in read_lines(tmp_path / "data.jsonl"):
+        assert read_row(line, f"data:{number}"), "training reads them"
 
 
-def test_a_misbehaving_server_leaves_no_trace_in_the_file(
+def test_faults_that_pass_leave_no_trace_in_the_file(
     tmp_path: Path, calm: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Every fault on a first and on a second request, some rows with a chain of them."""
+    """Every fault on a first and on a second request."""
     requested(tmp_path)
     faults = {f"question {i}.0": [fault] for i, fault in enumerate(FAULTS)}
-    faults |= {
-        f"question {20 + i}.{(20 + i) % 3}": [fault, "500"] for i, fault in enumerate(FAULTS)
-    }
-    faults["question 39.0"] = ["reset", "garbage", "truncated", "500", "cut", "no-http"]
+    faults |= {f"question {20 + i}.{(20 + i) % 3}": [fault] for i, fault in enumerate(FAULTS)}
     with serving(tmp_path, faults=faults) as url:
-        synthesize(config(tmp_path, url, timeout=1.0, concurrency=16, retries=40))
+        synthesize(config(tmp_path, url, timeout=1.0, concurrency=16, retries=6))
     assert (tmp_path / "a.jsonl").read_bytes() == calm
     said = capfd.readouterr().err
     assert "40 conversations" in said and "tried again after" in said
     assert "100.0% of the answers" in said
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "a.jsonl",
-        "a.jsonl.meta.json",
-        "asked.jsonl",
-        "schedule.json",
-    ]
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, rows: int, number: int) -> None:
-    real, seen = Regenerator._ask, []
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_was_stopped_asks_nothing_twice(
+    tmp_path: Path, calm: bytes, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The answers that overtook another one are on file too."""
+    from tests.helpers import faults as processes
+
+    requested(tmp_path)
+    path, real, seen = tmp_path / "a.jsonl", Regenerator._row, list[int]()
 
     async def counted(self: Regenerator, n: int) -> Any:
-        found = await real(self, n)
-        seen.append(n)
-        if len(seen) == rows:
+        if len(seen) == 17:
             os.kill(os.getpid(), number)
-        return found
+        seen.append(n)
+        return await real(self, n)
 
-    monkeypatch.setattr(Regenerator, "_ask", counted)
+    def stopped() -> None:
+        monkeypatch.setattr(Regenerator, "_row", counted)
+        synthesize(config(tmp_path, slow, timeout=30.0, concurrency=2))
 
-
-def test_interrupted_run_continues_to_the_same_file(
-    tmp_path: Path, calm: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requested(tmp_path)
-    path = tmp_path / "a.jsonl"
-    overtaken = {"question 3.0": ["slow"]}
-    with serving(tmp_path, faults=overtaken) as url:
-        with monkeypatch.context() as patch:
-            stop_after(patch, 17, signal.SIGTERM)
+    with serving(tmp_path, faults={"question 3.0": ["slow"]}) as slow:
+        if number == signal.SIGKILL:
+            assert processes.wait(processes.fork(stopped)) == -number
+        else:
             with pytest.raises(Interrupted, match="the same command continues") as stop:
-                synthesize(config(tmp_path, url, timeout=30.0))
-        assert stop.value.code == 75
-        left = path.read_bytes() if path.exists() else b""
-        assert calm.startswith(left) and len(left.splitlines()) <= 3
+                stopped()
+            assert stop.value.code == 75
+    monkeypatch.undo()
+    left = path.read_bytes().splitlines()
+    assert {*left} < {*calm.splitlines()} and 12 <= len(left) < 20
     with serving(tmp_path) as url:  # another port: the address may change
-        synthesize(config(tmp_path, url, num_conversations=20))
-        assert path.read_bytes() == b"".join(calm.splitlines(keepends=True)[:20])
+        asked = list[int]()
+
+        async def again(self: Regenerator, n: int) -> Any:
+            asked.append(n)
+            return await real(self, n)
+
+        monkeypatch.setattr(Regenerator, "_row", again)
         synthesize(config(tmp_path, url))
-        assert path.read_bytes() == calm
+        assert path.read_bytes() == calm and len(asked) == 40 - len(left)
         synthesize(config(tmp_path, url))  # nothing to do
+        assert len(asked) == 40 - len(left)
         with pytest.raises(UserError, match="num_conversations: .* holds 40, 3 asked"):
             synthesize(config(tmp_path, url, num_conversations=3))
         with pytest.raises(UserError, match="seed 0, now 1; max_new_tokens 4096, now 9"):
@@ -185,127 +179,53 @@ def test_interrupted_run_continues_to_the_same_file(
     assert path.read_bytes() == calm
 
 
-def test_killed_between_file_and_record(
-    tmp_path: Path, calm: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requested(tmp_path)
-    real, written = ledger.write_json, []
-
-    def dying(path: Path, value: Any) -> None:
-        written.append(path)
-        if len(written) == 2:
-            raise OSError(28, "No space left on device", str(path))
-        real(path, value)
-
-    monkeypatch.setattr(ledger, "write_json", dying)
-    monkeypatch.setattr("outrider.scripts.data.from_server.COMMIT_SECONDS", 0.02)
-    with serving(tmp_path, delay=0.02) as url:
-        with pytest.raises(OSError, match="No space"):
-            synthesize(config(tmp_path, url))
-        monkeypatch.setattr(ledger, "write_json", real)
-        path = tmp_path / "a.jsonl"
-        assert calm.startswith(path.read_bytes())
-        with path.open("ab") as file:
-            file.write(b'{"messages": [{"ro')  # and a line that a kill cut short
-        synthesize(config(tmp_path, url))
-    assert path.read_bytes() == calm
-    path.write_bytes(calm.replace(b"horse", b"mouse", 1))
-    with pytest.raises(UserError, match="was changed since"), serving(tmp_path) as url:
-        synthesize(config(tmp_path, url))
-
-
 @pytest.mark.parametrize(
     "schedule, changes, message",
     [
         ({}, {"model": "big"}, "model: .* does not serve 'big'; it serves tiny"),
-        (
-            {"models": "500"},
-            {"retries": 1},
-            "base_url: nothing usable at .* 2 tries.*start the server",
-        ),
+        ({"models": "500"}, {}, "base_url: nothing usable at .*start the server"),
         ({"models": "307"}, {}, "base_url: .* redirects to http://127.0.0.1:1/elsewhere"),
-        ({"key": KEY}, {}, "api_key_env: .* refuses the key .401"),
-        (
-            {"always": "500"},
-            {"retries": 1},
-            "8 questions in a row without an answer.*asked.jsonl:.*500.*goes on",
-        ),
-        (
-            {"always": "drip"},
-            {"retries": 0, "timeout": 0.3},
-            "in a row .*no whole answer within timeout=0.3 s",
-        ),
-        (
-            {"always": "429"},
-            {"timeout": 1.0, "backoff": 0.2},
-            "in a row .*429.*and nothing else for",
-        ),
-        (
-            {"always": "endless"},
-            {"num_conversations": 1, "retries": 0, "max_failed": 1.0, "timeout": 20.0},
-            "endless",
-        ),
+        ({"key": KEY}, {}, "api_key_env: .* refuses the key .status 401"),
+        ({"always": "500"}, {}, "8 questions in a row without an answer.*asked.jsonl:.*500"),
+        ({"always": "slow"}, {"timeout": 0.3}, r"in a row .*no answer within 0\.3 s"),
+        ({"always": "garbage"}, {}, "in a row .*another form|no JSON"),
+        ({"dies_after": 30}, {"concurrency": 4}, "in a row"),
     ],
 )
-def test_a_server_that_cannot_serve_is_message_in_one_line(
-    tmp_path: Path, schedule: dict[str, Any], changes: dict[str, Any], message: str
+def test_a_server_that_cannot_serve_is_told_in_one_line(
+    tmp_path: Path, calm: bytes, schedule: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     requested(tmp_path)
+    keys = {"max_failed": 1.0, "retries": 0, **changes}
     with serving(tmp_path, **schedule) as url, pytest.raises(UserError, match=message) as error:
-        synthesize(config(tmp_path, url, **{"max_failed": 0.5, **changes}))
+        synthesize(config(tmp_path, url, **keys))
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
-    with serving(tmp_path) as url:  # nothing of it counts: the next run asks all of them again
-        synthesize(config(tmp_path, url, num_conversations=changes.get("num_conversations", 12)))
-    rows = (tmp_path / "a.jsonl").read_text().splitlines()
-    assert len(rows) == changes.get("num_conversations", 12)
-
-
-def test_no_server_at_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    requested(tmp_path, 2)
-    with pytest.raises(
-        UserError, match="base_url: nothing usable at http://127.0.0.1:9/v1 .no connection.*start"
-    ):
-        synthesize(config(tmp_path, "http://127.0.0.1:9/v1"))
-    assert "the next try" not in capfd.readouterr().err, "nobody waits for what was never there"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["asked.jsonl"]
-
-
-def test_a_server_that_dies_in_the_middle(tmp_path: Path, calm: bytes) -> None:
-    requested(tmp_path)
-    for after, message in ((70, "and what follows it"), (30, "questions in a row")):
-        for name in ("a.jsonl", "a.jsonl.meta.json"):
-            (tmp_path / name).unlink(missing_ok=True)
-        with serving(tmp_path, dies_after=after) as url:
-            with pytest.raises(UserError, match=message):
-                synthesize(config(tmp_path, url, retries=1, max_failed=1.0, concurrency=4))
-        left = (tmp_path / "a.jsonl").read_bytes()
-        assert 0 < len(left.splitlines()) < 40 and calm.startswith(left)
-    with serving(tmp_path) as url:
+    with serving(tmp_path) as url:  # no failure counts: the next run asks all of them again
         synthesize(config(tmp_path, url))
     assert (tmp_path / "a.jsonl").read_bytes() == calm
 
 
-def test_questions_without_an_answer_are_named_and_left_out(tmp_path: Path, calm: bytes) -> None:
+def test_no_server_at_all(tmp_path: Path) -> None:
+    requested(tmp_path, 2)
+    with pytest.raises(UserError, match="base_url: nothing usable at .*no connection.*start"):
+        synthesize(config(tmp_path, "http://127.0.0.1:9/v1", retries=30))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["asked.jsonl"]
+
+
+def test_questions_without_an_answer_are_named_and_left_out(
+    tmp_path: Path, calm: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
     requested(tmp_path)
-    kinds = [["400"], ["413"], ["422"], ["tool-call"], ["no-text"], ["control"], ["500"] * 3]
+    kinds = ["400", "422", "tool-call", "no-text", "control", "list", "500"]
     chosen = dict(zip((2, 5, 9, 14, 20, 21, 30), kinds, strict=True))
-    faults = {f"question {i}.0": fault for i, fault in chosen.items()}
+    faults = {f"question {i}.0": [fault] * 3 for i, fault in chosen.items()}
     with serving(tmp_path, faults=faults) as url:
-        with pytest.raises(
-            UserError, match=r"jsonl:\d+: .*5 of 40 questions have no answer, above max_failed=0.1"
-        ):
-            synthesize(config(tmp_path, url, retries=2, max_failed=0.1))
-    for name in ("a.jsonl", "a.jsonl.meta.json"):
-        (tmp_path / name).unlink(missing_ok=True)
-    with serving(tmp_path, faults=faults) as url:
-        synthesize(config(tmp_path, url, retries=2, max_failed=0.2))
+        with pytest.raises(UserError, match=r"jsonl:\d+: .*2 of 40 .*above max_failed=0.04"):
+            synthesize(config(tmp_path, url, max_failed=0.04, concurrency=1, retries=0))
+        synthesize(config(tmp_path, url, max_failed=0.2, retries=0))
     want = [line for i, line in enumerate(calm.splitlines()) if i not in chosen]
     assert (tmp_path / "a.jsonl").read_bytes().splitlines() == want
-    record = json.loads((tmp_path / "a.jsonl.meta.json").read_text())
-    assert [line for line, _ in record["failed"]] == [i + 1 for i in chosen]
-    reasons = ["status 400", "status 413", "status 422"]
-    reasons += ["tool call", "empty", "control token", "500, no"]
-    assert all(a in b for a, (_, b) in zip(reasons, record["failed"], strict=True)), record
+    assert "7 questions without an answer, the first" in capfd.readouterr().err
 
 
 def test_the_key_comes_from_the_environment_and_stays_there(
@@ -325,25 +245,56 @@ def test_the_key_comes_from_the_environment_and_stays_there(
 
 
 def test_token_ids_of_the_server_are_compared(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested(tmp_path, 6)
     with serving(tmp_path) as url:
         synthesize(config(tmp_path, url, extra_body={"return_token_ids": True}))
-        assert "100.0% of the answers have the server's tokens" in capfd.readouterr().err
-        cfg = config(tmp_path, url)
-        cfg = replace(cfg, out=str(tmp_path / "b.jsonl"))
-        real = openai_server.read_answer
+        assert "100.0% of the answers have the model's tokens" in capfd.readouterr().err
 
         def shorter(reply: Any) -> Any:
             reply["usage"]["completion_tokens"] //= 4
-            return real(reply)
+            return read_answer(reply)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(openai_server, "read_answer", shorter)
-            synthesize(cfg)
-    said = capfd.readouterr().err
-    assert "0.0% of the answers" in said and "the server's model has another tokenizer" in said
+        monkeypatch.setattr("outrider.scripts.data.from_server.read_answer", shorter)
+        (tmp_path / "b").mkdir()
+        synthesize(config(tmp_path, url, out=str(tmp_path / "b" / "a.jsonl")))
+    assert "another tokenizer" in capfd.readouterr().err
+
+
+def test_every_request_has_a_seed_of_its_own_that_the_run_decides(tmp_path: Path) -> None:
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "the same"}\n' * 3)
+    answers = []
+    with serving(tmp_path) as url:
+        for number, seed in enumerate((0, 0, 1)):
+            out = tmp_path / f"{number}.jsonl"
+            synthesize(config(tmp_path, url, out=str(out), seed=seed))
+            answers.append([json.loads(x)["messages"][1]["content"] for x in out.open()])
+    assert answers[0] == answers[1] and len({*answers[0], *answers[2]}) == 6
+
+
+def test_forms_of_answers() -> None:
+    def read(reason: Any = "stop", content: Any = " yes ", **more: Any) -> ServerAnswer:
+        message = {"content": content, **more.pop("message", {})}
+        found = {"message": message, "finish_reason": reason, **more.pop("choice", {})}
+        return read_answer({"choices": [found], **more})
+
+    assert read() == ServerAnswer(" yes ", True, -1, None)
+    assert not read("length").finished and not read(None).finished, "unknown is not finished"
+    assert read(usage={"completion_tokens": 5}).tokens == 5
+    assert read(usage={"completion_tokens": "5"}).tokens == -1
+    assert read(choice={"token_ids": [1, 2]}).token_ids == [1, 2]
+    assert read(choice={"token_ids": [1, 2.5]}).token_ids is None
+    for error, keys in (
+        (AnswerRefused, {"reason": "content_filter"}),
+        (AnswerRefused, {"message": {"tool_calls": [{}]}}),
+        (AnswerRefused, {"content": " \n"}),
+        (AnswerRefused, {"content": None}),
+        (GivenUp, {"reason": "abort"}),
+        (GivenUp, {"content": ["yes"]}),
+    ):
+        with pytest.raises(error):
+            read(**keys)
 
 
 ROWS = {
@@ -370,13 +321,10 @@ def test_forms_of_questions(tmp_path: Path) -> None:
         else:
             with pytest.raises(ValueError, match=want):
                 turns_of(line)
-    (tmp_path / "asked.jsonl").write_bytes(b"\n".join(ROWS))
-    with pytest.raises(
-        UserError, match=r"asked.jsonl:5: is not JSON.*; 5 of 9 questions are malformed"
+    for content, said in (
+        (b"\n".join(ROWS), r"asked.jsonl:5: is not JSON.*; 5 of 9 questions are malformed"),
+        (b"{}\n", "holds no question"),
     ):
-        synthesize(config(tmp_path, "http://127.0.0.1:9/v1"))
-    (tmp_path / "asked.jsonl").write_bytes(b"{}\n")
-    with pytest.raises(UserError, match="holds no question"):
-        synthesize(config(tmp_path, "http://127.0.0.1:9/v1"))
-    with pytest.raises(UserError, match="prompts: cannot read"):
-        synthesize(config(tmp_path, "http://127.0.0.1:9/v1", prompts=str(tmp_path / "none")))
+        (tmp_path / "asked.jsonl").write_bytes(content)
+        with pytest.raises(UserError, match=said):
+            synthesize(config(tmp_path, "http://127.0.0.1:9/v1"))

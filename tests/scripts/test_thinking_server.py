@@ -15,8 +15,8 @@ import pytest
 from outrider.conf.errors import UserError
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.scripts.data import run
+from outrider.scripts.data.run import synthesize
 from outrider.scripts.data.server import AnswerRefused, read_answer
-from outrider.scripts.synthesize import synthesize
 from outrider.train.data.rows import BadRow, RowReading, encode, interpret
 from tests.scripts.test_from_server import config, one_context, serving
 
@@ -83,7 +83,7 @@ def test_whole_answers_are_supervised_as_they_were_drawn(
         assert said.count("<think>") == said.count("</think>\n\n") == 1
     said = capfd.readouterr().err
     assert "0 of 12 answers were cut at max_new_tokens=4096" in said
-    assert "100.0% of the answers have the server's tokens" in said and "warning" not in said
+    assert "100.0% of the answers have the model's tokens" in said and "warning" not in said
 
 
 @pytest.mark.parametrize("form", FORMS)

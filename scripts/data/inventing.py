@@ -1,13 +1,11 @@
 """How a target writes its own conversations (the Magpie idea, Xu et al. 2024): prompted with
-the bare header of a user's turn, a chat model invents the question; then it answers it. Here:
-drawing a block of conversations, and what counts as a junk question. `scripts/synthesize.py`
-is the command."""
+the bare header of a user's turn, a chat model invents the question; then it answers it."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +15,8 @@ from outrider.decode.engine import Request
 from outrider.decode.sampling import Sampling
 from outrider.scripts.common.prompts import user_header
 from outrider.scripts.data.in_process import InProcess
-from outrider.scripts.data.questions import Invented
+from outrider.scripts.data.ledger import say
+from outrider.scripts.data.questions import Invented, fingerprint
 
 MIN_CHARS = 8
 MIN_LETTERS = 0.2  # share of letters among the characters that are no white space
@@ -48,18 +47,12 @@ def junk(text: str, specials: tuple[str, ...] = ()) -> str:
     return ""
 
 
-def fingerprint(text: str) -> str:
-    """What two questions share when they are the same question: case, punctuation and spacing
-    do not count."""
-    return " ".join(re.findall(r"\w+", text.casefold()))
-
-
 @dataclass(kw_only=True)
 class Inventing(InProcess):
     """The target asks as well as it answers. Block b is a pure function of (target, settings, seed,
     b, the questions before it), whatever ran before in this process.
 
-    seen: fingerprints of earlier questions. dropped: junk by reason."""
+    seen: fingerprints of the questions on file. dropped: junk by reason."""
 
     questions: Invented
     seen: set[str] = field(default_factory=set)
@@ -75,62 +68,56 @@ class Inventing(InProcess):
                 "target: it names no end-of-turn token; set eos_token_id in its "
                 "generation_config.json"
             )
-        known = records(self.ledger.path) if self.ledger.rows else ()
+        known = records(self.ledger.path) if self.ledger.numbers else ()
         self.seen |= {fingerprint(row["messages"][0]["content"]) for row in known}
 
-    @property
-    def done(self) -> int:
-        """Rows: a question without an answer is replaced by another one."""
-        return self.ledger.rows
-
-    def next_block(self, want: int) -> Sequence[int]:
-        """As many new questions. Raises UserError when the target invents too few usable ones."""
-        number = len(self.ledger.blocks)
-        self.questions.texts = dict(enumerate(self._questions(number, want), number << 24))
-        return [*self.questions.texts]
+    def blocks(self) -> Iterator[Sequence[int]]:
+        """New questions. Raises UserError when the target invents too few usable ones."""
+        while (missing := self.total - len(self.ledger.numbers)) > 0:
+            first = ((max(self.ledger.numbers, default=-1) >> 24) + 1) << 24
+            new = self._questions(first, min(self.cfg.batch, missing))
+            self.questions.texts = dict(enumerate(new, first))
+            yield [*self.questions.texts]
 
     def fail(self, n: int, error: Exception) -> None:
-        """Count an invented question that has no answer."""
+        """Count an invented question that has no answer; another one replaces it."""
         self.dropped["no answer"] += 1
 
     def check_cut(self, least: int = 1) -> None:
         """Short answers are meant to be cut."""
 
-    def append(self, rows: list[dict[str, Any]], asked: int, failed: list[list[Any]]) -> None:
-        """A block of the file. Questions of rows alone are seen: a resumed run knows no others."""
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        """Put a block on file. Its questions are seen: a resumed run knows no others."""
         self.seen |= {fingerprint(row["messages"][0]["content"]) for row in rows}
-        self.ledger.append(rows, asked)
-        self.on_commit(self.done)
+        super().append(rows)
 
-    def _questions(self, number: int, want: int) -> list[str]:
-        drawn_from = Sampling(self.cfg.question_temperature, top_p=self.cfg.question_top_p)
-        good: list[str] = []
-        here: set[str] = set()
-        drawn = 0
-        reasons: Counter[str] = Counter()
+    def closing(self) -> None:
+        """Say what was dropped."""
+        say(f"dropped: {', '.join(f'{n} {why}' for why, n in self.dropped.items()) or 'none'}")
+
+    def _questions(self, first: int, want: int) -> list[str]:
+        """`want` usable questions; `first` numbers the requests."""
+        sampling = Sampling(self.cfg.question_temperature, top_p=self.cfg.question_top_p)
+        good: dict[str, str] = {}
+        drawn, reasons = 0, Counter[str]()
         for _ in range(ROUNDS):
             missing = want - len(good)
-            count = missing + missing // 8 + 1  # some will be junk
-            first = (number << 24) + drawn
-            drawn += count
-            requests = [
-                Request(self.header, self.cfg.max_question_tokens, id=first + i)
-                for i in range(count)
-            ]
-            for out in self.decode(requests, drawn_from, 2 * self.cfg.seed, self.stop):
+            numbers = range(first + drawn, first + drawn + missing + missing // 8 + 1)
+            drawn += len(numbers)  # some will be junk
+            requests = [Request(self.header, self.cfg.max_question_tokens, id=i) for i in numbers]
+            for out in self.decode(requests, sampling, 2 * self.cfg.seed, self.stop):
                 text = clean_question(self.text(out), out.finish == "eos")
                 key = fingerprint(text)
                 reason = junk(text, self.specials)
-                if not reason and (key in self.seen or key in here):
+                if not reason and (key in self.seen or key in good):
                     reason = "duplicate"
                 if reason:
                     reasons[reason] += 1
                 elif len(good) < want:
-                    here.add(key)
-                    good.append(text)
+                    good[key] = text
             if len(good) == want:
                 self.dropped += reasons
-                return good
+                return [*good.values()]
         why = ", ".join(f"{n} {reason}" for reason, n in reasons.most_common()) or "none dropped"
         raise UserError(
             f"target: only {len(good)} of {drawn} invented questions are usable ({why}); take an "
