@@ -26,17 +26,8 @@ HEADS = {
 }
 
 
-# The formats of `outrider export`: the LAYOUTS of heads/interop and gguf write and read them.
-FORMATS = (
-    "vllm",
-    "speculators",
-    "sglang",
-    "deepspec",
-    "medusa",
-    "eagle",
-    "transformers",
-    "gguf",
-)
+# The formats of `outrider export` (heads/interop)
+FORMATS = ("vllm", "speculators", "sglang", "deepspec", "transformers", "gguf")
 
 
 def head_class(kind: str, where: str = "head.kind") -> type[Head]:

@@ -4,9 +4,9 @@ chat run on it.
     python scripts/import_head.py target=smollm2 from=FOLDER out=runs/imported
     python scripts/import_head.py target=smollm2 from=hub:OWNER/NAME out=runs/imported
 
-Reads Medusa (vLLM 0.32.0's names and the original ones), EAGLE-1, EAGLE-3 and speculators folders;
-format=auto looks which. Pickles are opened with torch.load(weights_only=True) alone. Missing,
-unknown and ill-shaped tensors are named, all of them.
+Reads Medusa (vLLM 0.32.0's names and the original ones), EAGLE-1, EAGLE-3, DFlash, DSpark and
+speculators folders. Pickles are opened with torch.load(weights_only=True) alone. Missing, unknown
+and ill-shaped tensors are named, all of them.
 
 What files cannot show (layer numbers off by one, fc in another order, a square matrix
 transposed) shows in behaviour: on a few prompts the head drafts as written and under every
@@ -32,7 +32,7 @@ from outrider.decode.target import Target
 from outrider.heads import hub, save_head
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import CARD, recover
-from outrider.heads.interop import Foreign, detect, read_folder
+from outrider.heads.interop import Foreign, read_folder, read_head
 from outrider.heads.names import HUB
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts, question_ids, thinned
@@ -64,8 +64,8 @@ def main(cfg: ImportConfig) -> int:
     foreign = read(source)
     target = load_target(cfg.target, cfg.dtype, cfg.device)
     same_target(foreign, target)
-    layout = detect(foreign, cfg.format)
-    head = layout.read(foreign, target).eval()
+    made, format = read_head(foreign, target)
+    head: Any = made.eval()
     found: list[Convention] = []
     if cfg.convention != AS_WRITTEN:
         head = chosen(head, cfg.convention)
@@ -85,7 +85,7 @@ def main(cfg: ImportConfig) -> int:
             )
         head.calibrate([batch], target)
     record = {
-        "format": layout.format,
+        "format": format,
         "dtype": foreign.dtype,
         "convention": cfg.convention,
         "files": {name: files.sha256(source / name) for name in foreign.files},
@@ -93,7 +93,7 @@ def main(cfg: ImportConfig) -> int:
         **({"from": cfg.from_, "commit": commit} if (commit := hub.commit_of(source)) else {}),
     }
     save_head(head, out, target.identity, {"imported": record})
-    print(f"{out}: {head.kind} head from {source} ({layout.format} format, {foreign.dtype})")
+    print(f"{out}: {head.kind} head from {source} ({format} format, {foreign.dtype})")
     return 0
 
 

@@ -1,138 +1,118 @@
-"""Heads in other programs' formats: LAYOUTS is the only table where formats meet their files.
+"""Heads in other programs' formats: LAYOUTS says which kind of head goes into which format, and
+READERS which kind of folder becomes a head again.
 
-config, tensors = find_layout("vllm", head).write(head, target, facts, torch.float32)
-head = detect(foreign, "auto").read(foreign, target)
+config, tensors = LAYOUTS["vllm", "eagle3"].write(head, target, name, torch.float32)
+head, format = read_head(read_folder(folder), target)
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
+from typing import Any
 
 from outrider.conf.errors import UserError
+from outrider.decode.target import Target
 from outrider.heads.base import Head
-from outrider.heads.interop.block import (
-    DFlashSglang,
-    DFlashSpeculators,
-    DFlashVllm,
-    DSparkDeepSpec,
-    DSparkSglang,
-    DSparkSpeculators,
-)
-from outrider.heads.interop.eagle1 import Eagle1Original, Eagle1Sglang, Eagle1Vllm
-from outrider.heads.interop.eagle3 import Eagle3Original, Eagle3Sglang, Eagle3Vllm
-from outrider.heads.interop.layout import Facts, HeadLayout
-from outrider.heads.interop.medusa import MedusaOriginal, MedusaVllm
+from outrider.heads.interop import engines, gguf_write
+from outrider.heads.interop.block import Block, read_block
+from outrider.heads.interop.eagle import Eagle1, Eagle3, read_eagle1, read_eagle3
+from outrider.heads.interop.layout import Layout, architecture
+from outrider.heads.interop.medusa import Medusa, read_medusa
 from outrider.heads.interop.reading import MANIFEST, Foreign, exported, read_folder
-from outrider.heads.interop.speculators import Speculators
 from outrider.heads.registry import FORMATS
 
 __all__ = [
+    "ENGINE",
     "FORMATS",
     "LAYOUTS",
     "MANIFEST",
-    "Facts",
     "Foreign",
-    "HeadLayout",
-    "detect",
+    "architecture",
     "exported",
-    "find_layout",
+    "formats",
     "read_folder",
+    "read_head",
+    "refusals",
 ]
 
-LAYOUTS: dict[tuple[str, str], HeadLayout] = {
-    (layout.format, layout.kind): layout
-    for layout in (
-        MedusaVllm(),
-        MedusaOriginal(),
-        Eagle1Vllm(),
-        Eagle1Sglang(),
-        Eagle1Original(),
-        Eagle3Vllm(),
-        Eagle3Sglang(),
-        Eagle3Original(),
-        Speculators(),
-        DFlashVllm(),
-        DFlashSglang(),
-        DFlashSpeculators(),
-        DSparkDeepSpec(),
-        DSparkSglang(),
-        DSparkSpeculators(),
+ENGINE = {
+    "vllm": engines.VLLM,
+    "speculators": engines.SPECULATORS,
+    "sglang": engines.SGLANG,
+    "deepspec": engines.VLLM,
+    "transformers": engines.VLLM,
+    "gguf": engines.LLAMACPP,
+}
+LAYOUTS: dict[tuple[str, str], Layout[Any]] = {
+    (format, kind): layout(format, kind, ENGINE[format])
+    for layout, kind, known in (
+        (Medusa, "medusa", ("vllm",)),
+        (Eagle1, "eagle1", ("vllm", "sglang")),
+        (Eagle3, "eagle3", ("vllm", "speculators", "sglang")),
+        (Block, "dflash", ("vllm", "speculators", "sglang")),
+        (Block, "dspark", ("speculators", "sglang", "deepspec")),
     )
+    for format in known
+}
+# Formats that are one file or a whole model -> the kinds of heads that they take
+WHOLE = {"gguf": ("eagle3", "dflash", "dspark", "small_lm"), "transformers": ("small_lm",)}
+UNSERVED = {
+    "hydra_heads": "no engine serves Hydra heads (each reads the tokens drafted before it); the "
+    "nearest that is served: head=eagle3",
+    "small_lm": "a separate draft is an ordinary model: export it with format=transformers, which "
+    "vLLM and SGLang serve",
+}
+READERS: dict[str, Callable[[Foreign, Target], Head]] = {
+    "medusa": read_medusa,
+    "eagle1": read_eagle1,
+    "eagle3": read_eagle3,
+    "dflash": functools.partial(read_block, kind="dflash"),
+    "dspark": functools.partial(read_block, kind="dspark"),
 }
 # speculators_model_type -> kind of head
-SPECULATORS = {
-    "eagle3": "eagle3",
-    "peagle": "eagle3",
-    "dflash": "dflash",
-    "dspark": "dspark",
-}
-UNSERVED = {
-    "hydra_heads": "no engine serves Hydra heads (each reads the tokens drafted before "
-    "it); the nearest that is served: head=eagle3",
-    "small_lm": "a separate draft is an ordinary model: export it with "
-    "format=transformers, which vLLM and SGLang serve",
-}
+SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 
 
-def find_layout(format: str, head: Head) -> HeadLayout:
-    """The layout of this kind of head in a format. Raises UserError with what works instead."""
+def formats(kind: str) -> list[str]:
+    """The formats that have a place for heads of a kind."""
+    return [f for f in FORMATS if (f, kind) in LAYOUTS or kind in WHOLE.get(f, ())]
+
+
+def refusals(format: str, head: Head, target: Target, name: str) -> list[str]:
+    """Why `head` cannot go into a format for this target, each with its key and the nearest
+    thing that works; [] where it can. name: by which the engine loads the target."""
+    if layout := LAYOUTS.get((format, head.kind)):
+        return layout.refusals(head, target, name)
+    if format in WHOLE and head.kind in WHOLE[format]:
+        return gguf_write.refusals(head, target) if format == "gguf" else []
     if head.kind in UNSERVED:
-        raise UserError(f"format={format}: {UNSERVED[head.kind]}")
-    found = LAYOUTS.get((format, head.kind))
-    if found is not None:
-        return found
-    works = [layout for (_, kind), layout in LAYOUTS.items() if kind == head.kind]
-    if not works:
-        raise UserError(
-            f"format={format}: no engine knows {head.kind} heads; decode with it here (evaluate, "
-            "serve)"
-        )
+        return [UNSERVED[head.kind]]
+    known = formats(head.kind)
+    if not known:
+        return [f"no engine knows {head.kind} heads; decode with it here (evaluate, serve)"]
+    served = [f for f in known if ENGINE[f].loads(head.kind)]
+    old = [f for f in known if f not in served]
+    reason = f"it has no place for {head.kind} heads"
     if format == "transformers":
-        reason = (
-            f"only separate draft models are plain transformers folders, this is a {head.kind} head"
-        )
-    else:
-        reason = f"it has no layout for {head.kind} heads"
-    now = [layout.format for layout in works if layout.engine.loads(head.kind)]
-    was = [
-        f"; format={layout.format} is for {layout.engine.versions(head.kind)}"
-        for layout in works
-        if layout.engine.gone(head.kind)
+        reason = "only separate draft models are plain transformers folders, this is a head"
+    return [
+        f"{reason}; the nearest that is served: format={' or '.join(served) or 'none'}"
+        + "".join(f"; format={f} is for {ENGINE[f].versions(head.kind)}" for f in old)
     ]
-    raise UserError(
-        f"format={format}: {reason}; the nearest that is served: format={' or '.join(now)}"
-        + "".join(was)
-    )
 
 
-def detect(foreign: Foreign, format: str) -> HeadLayout:
-    """The layout of a folder; `format` other than "auto" must agree with what it holds. Raises
-    UserError otherwise.
-    """
-    kind, natural = _kind(foreign)
-    chosen = natural if format == "auto" else format
-    if (chosen, kind) not in LAYOUTS:
-        works = [f for f, k in LAYOUTS if k == kind]
-        raise UserError(
-            f"format={format}: {foreign.folder} holds a {kind} head, and {format} has no layout "
-            f"for it; use format={' or '.join(works)}, or auto"
-        )
-    if format != "auto" and format != natural and "speculators" in (format, natural):
-        raise UserError(
-            f"format={format}: {foreign.folder} is in the format {natural}; use "
-            f"format={natural}, or auto"
-        )
-    if kind == "medusa" and chosen != natural and format != "auto":
-        raise UserError(
-            f"format={format}: the names in {foreign.folder} are those of format={natural}; use "
-            "that, or auto"
-        )
-    return LAYOUTS[chosen, kind]
+def read_head(foreign: Foreign, target: Target) -> tuple[Head, str]:
+    """A folder's head and its format. Raises UserError that lists all that does not fit."""
+    kind, format = detect(foreign)
+    return READERS[kind](foreign, target), format
 
 
-def _kind(foreign: Foreign) -> tuple[str, str]:
-    """(kind of head, format) by what stands in the folder."""
-    names, config = foreign.tensors, foreign.config
+def detect(foreign: Foreign) -> tuple[str, str]:
+    """(kind of head, format) by what a folder holds. Raises UserError where it is none."""
+    config = foreign.config
+    names = {n.removeprefix("model.").removeprefix("medusa_heads.") for n in foreign.tensors}
     named = config.get("architectures")
     arch = " ".join(map(str, named)) if isinstance(named, list) else ""
     if "speculators_model_type" in config:
@@ -143,22 +123,21 @@ def _kind(foreign: Foreign) -> tuple[str, str]:
                 f"{', '.join(SPECULATORS)} are read"
             )
         return SPECULATORS[said], "speculators"
-    if "hidden_norm.weight" in {n.removeprefix("model.") for n in names}:
-        dspark = any("markov_head." in n for n in names)
+    if "hidden_norm.weight" in names:
+        dspark = any(n.startswith("markov_head.") for n in names)
         return ("dspark", "deepspec") if dspark else ("dflash", "vllm")
-    bare = {n.removeprefix("medusa_heads.") for n in names}
-    if any(n.startswith("blocks.") for n in bare):
+    if any(n.startswith("blocks.") for n in names):
         return "medusa", "vllm"
-    if any(re.match(r"\d+\.\d+\.", n) for n in bare):
+    if any(re.match(r"\d+\.\d+\.", n) for n in names):
         return "medusa", "medusa"
-    if "fc.weight" in names or "model.fc.weight" in names:
-        three = any(".hidden_norm." in n or "midlayer." in n for n in names) or "d2t" in names
-        if three:
-            return "eagle3", "eagle" if arch == "LlamaForCausalLM" else _ours(foreign, "vllm")
-        return "eagle1", "sglang" if arch == "LlamaForCausalLMEagle" else _ours(foreign, "eagle")
-    if (
-        any(n.endswith(("embed_tokens.weight", "wte.weight")) for n in names)
-        and "model_type" in config
+    ours = (foreign.manifest or {}).get("engine_format")
+    ours = ours if ours in FORMATS else None
+    if "fc.weight" in names:
+        if "d2t" in names or any(".hidden_norm." in n or "midlayer." in n for n in names):
+            return "eagle3", "eagle" if arch == "LlamaForCausalLM" else ours or "vllm"
+        return "eagle1", "sglang" if arch == "LlamaForCausalLMEagle" else ours or "eagle"
+    if "model_type" in config and any(
+        n.endswith(("embed_tokens.weight", "wte.weight")) for n in names
     ):
         raise UserError(
             f"{foreign.folder}: a whole language model, not a head; it needs no import: name the "
@@ -169,9 +148,3 @@ def _kind(foreign: Foreign) -> tuple[str, str]:
         f"{foreign.folder}: no known head ({shown}, ..); Medusa, EAGLE-1, EAGLE-3, "
         "DFlash, DSpark and speculators are read"
     )
-
-
-def _ours(foreign: Foreign, default: str) -> str:
-    """The format our manifest names, else `default`."""
-    said = (foreign.manifest or {}).get("engine_format")
-    return said if said in FORMATS else default

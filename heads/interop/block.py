@@ -1,22 +1,20 @@
 """Block heads in engines' layouts: DFlash for vLLM, DSpark in the layout of DeepSpec, both for
-SGLang and in the layout of the speculators package.
+SGLang and in the format of the speculators package.
 
 What the formats cannot hold is refused by its key. The divisors of the features are folded
 into fc, a keys' norm without weights is written as ones. Layers are numbered by their outputs,
 so our tap k is their k - 1; speculators numbers hidden_states as we do. Whether the rows of a
 block see each other is written out in every place that an engine looks at: what vLLM takes for
 a speculators folder without `sliding_window_non_causal` has changed twice.
-
-Shape letters: as in eagle1.py, and F features, Vd draft vocabulary, R rank, S head size, L
-layers.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,26 +25,62 @@ from outrider.heads import vocab
 from outrider.heads.base import Head
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.block.head import BlockHead, DFlashHead, DSparkHead
-from outrider.heads.interop import engines, llama
-from outrider.heads.interop.eagle3 import MASK
+from outrider.heads.interop import llama
 from outrider.heads.interop.layout import (
-    Facts,
-    HeadLayout,
+    EMBEDDING,
+    LM_HEAD,
+    MASK,
+    Layout,
     check_draft_map,
     check_same,
-    embedding,
+    fitted,
     number,
     refuse,
+    with_map,
 )
 from outrider.heads.interop.reading import Foreign
-from outrider.heads.interop.speculators import about, first, inner, nameless
-from outrider.heads.interop.table import Sizes, TensorRow
 
-NORMED = {"input_layernorm": "D", "self_attn.q_norm": "S", "self_attn.k_norm": "S"}
-LAYER = {**llama.LAYER, **NORMED}  # we leave out "self_attn."
+FAMILY: dict[str, type[BlockHead]] = {"dflash": DFlashHead, "dspark": DSparkHead}
+# Tensors that are called otherwise, behind "net.": ours -> theirs
+NAMES = {
+    "markov_in": "markov_head.markov_w1.weight",
+    "markov_out": "markov_head.markov_w2.weight",
+    "confidence.weight": "confidence_head.proj.weight",
+    "confidence.bias": "confidence_head.proj.bias",
+}
+FROM_TARGET = ("net.mask", "net.scale")  # of ours, and in no file
 
 
-def refusals(head: BlockHead, facts: Facts) -> list[str]:
+def theirs(name: str) -> str:
+    """An engine's name for a tensor of ours."""
+    name = name.removeprefix("net.")
+    return NAMES.get(name) or re.sub(r"^(layers\.\d+\.)([qkvo]_)", r"\1self_attn.\2", name)
+
+
+@torch.no_grad()
+def folded(head: Head) -> Any:
+    """A copy of any head; of a block head one whose features' divisors are in its fc."""
+    twin: Any = copy.deepcopy(head)
+    if isinstance(head, BlockHead):
+        twin.net.fc.weight.div_(twin.net.scale.flatten())
+        twin.net.scale.fill_(1.0)
+    return twin
+
+
+def block_tensors(head: BlockHead, target: Target) -> dict[str, Tensor]:
+    """A file's tensors: fc with the features' divisors, the keys' norms, and an LM head over a
+    draft vocabulary."""
+    found = {theirs(n): v for n, v in head.state_dict().items() if n not in FROM_TARGET}
+    found["fc.weight"] = found["fc.weight"] / head.net.scale.flatten()
+    for layer in range(head.cfg.layers):
+        key, query = (f"layers.{layer}.self_attn.{part}_norm.weight" for part in "kq")
+        found.setdefault(key, torch.ones_like(found[query]))
+    if head.cfg.draft_vocab:
+        found.setdefault(LM_HEAD, head.projection(target).detach())
+    return with_map(head, found, target.vocab_size)
+
+
+def block_refusals(head: BlockHead, target: Target) -> list[str]:
     """Why no engine's layout holds this head."""
     cfg, found = head.cfg, []
     if cfg.mask_token < 0:
@@ -62,355 +96,191 @@ def refusals(head: BlockHead, facts: Facts) -> list[str]:
                 found.append(f"head.{key}: DFlash has no such part; train with head=dspark")
     elif not cfg.markov_rank:
         found.append("head.markov_rank: 0, and engines want one; train with head.markov_rank=64")
-    if head.config_json()["layer"]["hidden_act"] != "silu":
-        act = head.config_json()["layer"]["hidden_act"]
+    act = head.config_json()["layer"]["hidden_act"]
+    if act != "silu":
         found.append(f"head.hidden_act: {act}; engines know silu alone: train with silu")
-    if cfg.share_lm_head and not cfg.draft_vocab and facts.scale != 1:
+    if cfg.share_lm_head and not cfg.draft_vocab and target.head.scale != 1:
         found.append("head.share_lm_head: the target scales its logits; train with false")
     return found
 
 
-class BlockNative(HeadLayout[BlockHead]):
-    """What the layouts of one kind share: plain names, keys beside a Qwen3 config."""
+class Block(Layout[BlockHead]):
+    """Plain names; keys beside a Qwen3 config, of speculators around one."""
 
-    family: ClassVar[type[BlockHead]]
-
-    def refusals(self, head: BlockHead, facts: Facts) -> list[str]:
-        """See HeadLayout."""
-        found = super().refusals(head, facts) + refusals(head, facts)
-        if head.cfg.key_norm and head.cfg.layers > 1:
+    def refusals(self, head: BlockHead, target: Target, name: str) -> list[str]:
+        """Also what no engine runs, and what this one reads otherwise."""
+        found = super().refusals(head, target, name) + block_refusals(head, target)
+        cfg = head.cfg
+        if cfg.key_norm and cfg.layers > 1:
             found.append(
-                f"head.key_norm: {head.cfg.layers} layers, of whose norms vLLM's CPU build reads "
+                f"head.key_norm: {cfg.layers} layers, of whose norms vLLM's CPU build reads "
                 "the first for all; train with head.key_norm=false, or head.layers=1"
+            )
+        if self.format == "sglang" and not (cfg.share_lm_head and not cfg.draft_vocab):
+            nearest = "vllm or speculators" if self.kind == "dflash" else "speculators"
+            found.append(
+                f"head.share_lm_head: {self.engine.title} drafts through the target's LM head "
+                "alone, without a word on one in the file; train with head.share_lm_head=true "
+                f"head.draft_vocab=0, or export with format={nearest}"
             )
         return found
 
-    def rows(self, sizes: Sizes) -> list[TensorRow]:
-        """See HeadLayout."""
-        layer = [
-            TensorRow(
-                f"layers.{{l}}.{theirs}.weight",
-                f"net.layers.{{l}}.{theirs.removeprefix('self_attn.')}.weight",
-                shape,
-            )
-            for theirs, shape in LAYER.items()
-        ]
-        return [
-            TensorRow("fc.weight", "net.fc.weight", "D F*D"),
-            TensorRow("hidden_norm.weight", "net.hidden_norm.weight", "D"),
-            *layer,
-            TensorRow("norm.weight", "net.norm.weight", "D"),
-            TensorRow("lm_head.weight", "net.lm_head.weight", "Vd D", when="own"),
-            TensorRow("d2t", "d2t", "Vd", when="map", dtype="int64"),
-            TensorRow("t2d", "", "V", when="map", dtype="bool", optional=True),
-            TensorRow("embed_tokens.weight", "", "V D", optional=True),
-            TensorRow("markov_head.markov_w1.weight", "net.markov_in", "V R", when="R"),
-            TensorRow("markov_head.markov_w2.weight", "net.markov_out", "Vd R", when="R"),
-            TensorRow("confidence_head.proj.weight", "net.confidence.weight", "1 C", when="C"),
-            TensorRow("confidence_head.proj.bias", "net.confidence.bias", "1", when="C"),
-        ]
+    def tensors(self, head: BlockHead, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
+        """See block_tensors; DeepSpec carries the target's embedding."""
+        found = block_tensors(head, target)
+        if self.format == "deepspec":
+            found[EMBEDDING] = target.embedding_weight
+        return found
 
-    def sizes(self, head: BlockHead, facts: Facts) -> dict[str, int]:
-        """See HeadLayout."""
-        cfg, layer = head.cfg, head.config_json()["layer"]
-        own = not cfg.share_lm_head or bool(cfg.draft_vocab)
-        return letters(cfg, layer, len(head.taps), facts.vocab) | {"own": own}
-
-    def state(self, head: BlockHead, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See HeadLayout."""
-        return exported(head, target)
-
-    def parts(self, head: BlockHead) -> dict[str, Any]:
-        """Keys of the Markov term and the confidence head."""
-        if not head.cfg.markov_rank:
-            return {}
-        return {
-            "markov_rank": head.cfg.markov_rank,
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": head.cfg.confidence > 0,
-            "confidence_head_with_markov": head.cfg.confidence > 0,
+    def config(self, head: BlockHead, target: Target, name: str, dtype: str) -> dict[str, Any]:
+        """A Qwen3 config, of speculators in transformer_layer_config."""
+        cfg, plain = head.cfg, self.kind == "dflash"
+        layer = {
+            **llama.fields(head.config_json()["layer"], target, dtype),
+            "model_type": "qwen3",
+            "layer_types": ["full_attention"] * cfg.layers,
         }
-
-    def layer(self, head: BlockHead, facts: Facts, dtype: str) -> dict[str, Any]:
-        """Keys of the Qwen3 config that describes the layers."""
-        kinds = ["full_attention"] * head.cfg.layers
-        given = llama.fields(head.config_json()["layer"], facts, dtype)
-        return {**given, "model_type": "qwen3", "layer_types": kinds}
-
-    def config(self, head: BlockHead, facts: Facts, dtype: str) -> dict[str, Any]:
-        """See HeadLayout."""
-        cfg = head.cfg
+        about: dict[str, Any] = {
+            "block_size": cfg.block,
+            "draft_vocab_size": cfg.draft_vocab or target.vocab_size,
+            "sample_from_anchor": not plain,
+        }
+        if cfg.markov_rank:
+            about |= {
+                "markov_rank": cfg.markov_rank,
+                "markov_head_type": "vanilla",
+                "enable_confidence_head": cfg.confidence > 0,
+                "confidence_head_with_markov": cfg.confidence > 0,
+            }
+        if self.format == "speculators":
+            return {
+                "architectures": ["DFlashSpeculator" if plain else "DSparkSpeculator"],
+                **llama.speculators(self.kind, target, name, cfg.slots),
+                "transformer_layer_config": layer,
+                **about,
+                "target_hidden_size": target.hidden_size,
+                "aux_hidden_state_layer_ids": list(head.taps),
+                "mask_token_id": cfg.mask_token,
+                "sliding_window_non_causal": True,
+                "torch_dtype": dtype,
+            }
         numbers = {
             "mask_token_id": cfg.mask_token,
             "target_layer_ids": [tap - 1 for tap in head.taps],
         }
-        plain = cfg.kind == "dflash"
-        more = {"dflash_config": {**numbers, "causal": False}} if plain else numbers
         return {
-            **self.layer(head, facts, dtype),
+            **layer,
             "architectures": ["DFlashDraftModel" if plain else "Qwen3DSparkModel"],
-            "block_size": cfg.block,
-            "num_target_layers": facts.layers,
-            "draft_vocab_size": cfg.draft_vocab or facts.vocab,
+            **about,
+            "num_target_layers": target.num_layers,
             "is_causal": False,
-            "sample_from_anchor": not plain,
-            **more,
-            **self.parts(head),
+            **({"dflash_config": {**numbers, "causal": False}} if plain else numbers),
         }
 
-    # -- reading
 
-    def described(self, foreign: Foreign) -> dict[str, Any]:
-        """The keys that describe the layers."""
-        return foreign.config
+# -- reading
 
-    def numbers(self, foreign: Foreign) -> dict[str, Any]:
-        """mask_token_id, causal, the taps as we count them, and where slots begin."""
-        config = foreign.config
-        nested = config.get("dflash_config")
-        nested = nested if isinstance(nested, dict) else {}
-        causal = config.get("is_causal", nested.get("causal", False))
-        given = {**config, **nested}
-        layers = given.get("target_layer_ids")
-        if not isinstance(layers, list) or not all(type(k) is int for k in layers):
-            refuse(foreign, f"target_layer_ids: {layers!r}; expected a list of whole numbers")
-        return {
-            "mask_token_id": given.get("mask_token_id"),
-            "causal": causal,
-            "taps": [k + 1 for k in layers],
-            "anchor_first": config.get("sample_from_anchor", self.kind == "dspark"),
-        }
 
-    def read(self, foreign: Foreign, target: Target) -> Head:
-        """See HeadLayout. An LM head that the file lacks is the target's own."""
-        config, shape = foreign.config, self.described(foreign)
-        layer, given = llama.layer(foreign, shape), self.numbers(foreign)
-        tensors = {n.removeprefix("model."): t for n, t in foreign.tensors.items()}
-        block = number(foreign, config, "block_size")
-        there, own = "d2t" in tensors, "lm_head.weight" in tensors
-        sure = "confidence_head.proj.weight" in tensors
-        rank = tensors["markov_head.markov_w1.weight"].shape[-1] if self.kind == "dspark" else 0
-        size = tensors["d2t"].numel() if there else target.vocab_size
-        self._check(foreign, target, layer, given)
-        cfg = BlockConfig(
-            kind="dspark" if self.kind == "dspark" else "dflash",
-            block=block,
-            layers=layer["num_hidden_layers"],
-            taps=given["taps"],
-            draft_vocab=size if there else 0,
-            share_lm_head=not own,
-            markov_rank=rank,
-            mask_token=given["mask_token_id"],
-            confidence=float(sure),
+def numbers_in(foreign: Foreign, kind: str) -> dict[str, Any]:
+    """What a config says of the mask, whether a row sees earlier ones alone, the taps as we
+    count them, and whether slots begin at the anchor. Without sliding_window_non_causal programs
+    disagree on a folder of speculators."""
+    config, nested = foreign.config, foreign.config.get("dflash_config")
+    nested = nested if isinstance(nested, dict) else {}
+    given, wide, native = {**config, **nested}, "sliding_window_non_causal", kind == "dspark"
+    ours = "speculators_model_type" in config
+    key = "aux_hidden_state_layer_ids" if ours else "target_layer_ids"
+    layers = given.get(key)
+    if not isinstance(layers, list) or not all(type(k) is int for k in layers):
+        refuse(foreign, f"{key}: {layers!r:.80}; expected a list of whole numbers")
+    if ours and type(config.get(wide)) is not bool:
+        refuse(
+            foreign,
+            f"{wide}: {config.get(wide)!r:.40}; engines would serve the head causally or not "
+            "by their version: write true for rows that see each other, else false",
         )
-        sizes = letters(cfg, layer, len(cfg.taps), target.vocab_size) | {"own": own}
-        state = self.checked(foreign, sizes, tensors)
-        if there:
-            check_draft_map(foreign, tensors, target.vocab_size)
-        check_same(foreign, tensors, embedding(target))
-        norms = [n for n in state if n.endswith("k_norm.weight")]
-        cfg = replace(cfg, key_norm=any(not bool((state[n] == 1).all()) for n in norms))
-        wrong = faults(cfg)
-        if wrong:
-            refuse(foreign, *wrong)
-        taps = tuple(given["taps"])
-        head = self.family(cfg, layer, taps, target.vocab_size, target.num_layers)
-        if not cfg.key_norm:
-            state = {n: t for n, t in state.items() if n not in norms}
-        mask = torch.tensor([cfg.mask_token], device=target.device)
-        state["net.mask"] = vocab.table(target, mask)[0].detach().float().cpu()
-        state["net.scale"] = torch.ones_like(head.net.scale)
-        head.load_state_dict(state)
-        return head.to(target.device)
-
-    def _check(
-        self, foreign: Foreign, target: Target, layer: dict[str, Any], given: dict[str, Any]
-    ) -> None:
-        """Raises UserError for what this repository does not run."""
-        found, deep, mask = [], target.num_layers, given["mask_token_id"]
-        if layer["hidden_size"] != target.hidden_size:
-            found.append(
-                f"hidden_size: {layer['hidden_size']}; the target's is {target.hidden_size}: give "
-                "the target that the head was trained for"
-            )
-        if type(mask) is not int or not 0 <= mask < target.vocab_size:
-            found.append(f"mask_token_id: {mask!r}; expected a token of the target's vocabulary")
-        if given["causal"] is not False:
-            found.append(f"causal: {given['causal']!r}; rows that see each other are read")
-        if given["anchor_first"] is not (self.kind == "dspark"):
-            found.append(
-                f"sample_from_anchor: {given['anchor_first']!r}; {self.kind} heads are read with "
-                f"{str(self.kind == 'dspark').lower()}"
-            )
-        taps = given["taps"]
-        if taps != sorted({tap for tap in taps if 0 < tap < deep}) or not taps:
-            found.append(
-                f"target layers: {[tap - 1 for tap in taps]}; expected ascending numbers among "
-                f"the outputs 0..{deep - 2} below the target's last layer"
-            )
-        config = foreign.config
-        kinds, nested = self.described(foreign).get("layer_types"), config.get("dflash_config")
-        slides = isinstance(kinds, list) and "sliding_attention" in kinds
-        if slides or (isinstance(nested, dict) and nested.get("use_swa")):
-            found.append("layer_types: sliding attention; heads with full attention are read")
-        if config.get("markov_head_type", "vanilla") != "vanilla":
-            found.append(f"markov_head_type: {config['markov_head_type']!r}; vanilla is read")
-        if config.get("enable_confidence_head") and not config.get("confidence_head_with_markov"):
-            found.append("confidence_head_with_markov: not true; heads with it are read")
-        if found:
-            refuse(foreign, *found)
-
-
-def letters(cfg: BlockConfig, layer: dict[str, Any], features: int, vocab: int) -> dict[str, int]:
-    """The letters of the tables for such a head, but for "own", an LM head in the file."""
+    plain = config.get("is_causal", nested.get("causal", False))
     return {
-        **llama.sizes(layer, vocab),
-        "F": features,
-        "L": cfg.layers,
-        "R": cfg.markov_rank,
-        "C": (layer["hidden_size"] + cfg.markov_rank) * int(cfg.confidence > 0),
-        "Vd": cfg.draft_vocab or vocab,
-        "map": cfg.draft_vocab or 0,
+        "mask_token_id": given.get("mask_token_id"),
+        "causal": not config[wide] if ours else plain,
+        "taps": layers if ours else [k + 1 for k in layers],
+        "sample_from_anchor": config.get("sample_from_anchor", native and not ours),
     }
 
 
-class DFlashVllm(BlockNative):
-    """DFlash's own layout; vLLM, method "dflash"."""
-
-    format, kind, engine, serves = "vllm", "dflash", engines.VLLM, engines.VLLM_EAGLE3
-    family = DFlashHead
-
-
-class DSparkDeepSpec(BlockNative):
-    """DSpark's own layout, with the target's embedding; vLLM on a GPU, method "dspark"."""
-
-    format, kind, engine, serves = "deepspec", "dspark", engines.VLLM, engines.VLLM_EAGLE3
-    family, embeds = DSparkHead, True
-
-
-class BlockSglang(BlockNative):
-    """SGLang: the same file, but rows go through the target's LM head whatever the file holds."""
-
-    format, engine, serves = "sglang", engines.SGLANG, engines.SGLANG_BLOCK
-
-    def refusals(self, head: BlockHead, facts: Facts) -> list[str]:
-        """See HeadLayout."""
-        found = super().refusals(head, facts)
-        if head.cfg.share_lm_head and not head.cfg.draft_vocab:
-            return found
-        nearest = " or ".join(["vllm"] * (self.kind == "dflash") + ["speculators"])
-        return [
-            *found,
-            f"head.share_lm_head: {self.engine.title} drafts through the target's LM head alone, "
-            "without a word on one in the file; train with head.share_lm_head=true "
-            f"head.draft_vocab=0, or export with format={nearest}",
-        ]
+def check_numbers(
+    foreign: Foreign, target: Target, shape: Mapping[str, Any], said: dict[str, Any], kind: str
+) -> None:
+    """Raises UserError for what this repository does not run. said: see numbers_in; shape: the
+    keys of the layers."""
+    found, deep, config = [], target.num_layers, foreign.config
+    mask, taps, first = said["mask_token_id"], said["taps"], said["sample_from_anchor"]
+    if type(mask) is not int or not 0 <= mask < target.vocab_size:
+        found.append(f"mask_token_id: {mask!r:.40}; expected a token of the target's vocabulary")
+    if said["causal"] is not False:
+        found.append(f"causal: {said['causal']!r:.40}; rows that see each other are read")
+    if first is not (kind == "dspark"):
+        wanted = str(kind == "dspark").lower()
+        found.append(f"sample_from_anchor: {first!r:.40}; {kind} heads are read with {wanted}")
+    if not taps or taps != sorted({tap for tap in taps if 0 < tap < deep}):
+        found.append(
+            f"target layers: {[tap - 1 for tap in taps]!r:.80}; expected ascending numbers among "
+            f"the outputs 0..{deep - 2} below the target's last layer"
+        )
+    kinds, nested = shape.get("layer_types"), config.get("dflash_config")
+    slides = isinstance(kinds, list) and "sliding_attention" in kinds
+    if slides or (isinstance(nested, dict) and nested.get("use_swa")):
+        found.append("layer_types: sliding attention; heads with full attention are read")
+    if config.get("markov_head_type", "vanilla") != "vanilla":
+        found.append(f"markov_head_type: {config['markov_head_type']!r:.40}; vanilla is read")
+    if config.get("enable_confidence_head") and not config.get("confidence_head_with_markov"):
+        found.append("confidence_head_with_markov: not true; heads with it are read")
+    if found:
+        refuse(foreign, *found)
 
 
-class DFlashSglang(BlockSglang):
-    """SGLang, algorithm DFLASH."""
-
-    kind, family = "dflash", DFlashHead
-
-
-class DSparkSglang(BlockSglang):
-    """SGLang, algorithm DSPARK."""
-
-    kind, family = "dspark", DSparkHead
-
-
-class BlockSpeculators(BlockNative):
-    """One folder that names its target, which `vllm serve FOLDER` takes as the model."""
-
-    format, engine, serves = "speculators", engines.SPECULATORS, engines.VLLM_EAGLE3
-    name: ClassVar[str]
-
-    def refusals(self, head: BlockHead, facts: Facts) -> list[str]:
-        """See HeadLayout."""
-        return super().refusals(head, facts) + nameless(facts)
-
-    def config(self, head: BlockHead, facts: Facts, dtype: str) -> dict[str, Any]:
-        """See HeadLayout."""
-        cfg = head.cfg
-        return {
-            "architectures": [self.name],
-            **about(self.kind, facts, cfg.slots),
-            "transformer_layer_config": self.layer(head, facts, dtype),
-            "draft_vocab_size": cfg.draft_vocab or facts.vocab,
-            "target_hidden_size": facts.hidden,
-            "block_size": cfg.block,
-            "aux_hidden_state_layer_ids": list(head.taps),
-            "mask_token_id": cfg.mask_token,
-            "sample_from_anchor": cfg.kind == "dspark",
-            "sliding_window_non_causal": True,
-            **self.parts(head),
-            "torch_dtype": dtype,
-        }
-
-    def described(self, foreign: Foreign) -> dict[str, Any]:
-        """See BlockNative."""
-        return inner(foreign, ("qwen3",))
-
-    def numbers(self, foreign: Foreign) -> dict[str, Any]:
-        """See BlockNative. Without sliding_window_non_causal programs disagree."""
-        config = foreign.config
-        taps, wide = config.get("aux_hidden_state_layer_ids"), "sliding_window_non_causal"
-        if not isinstance(taps, list) or not all(type(k) is int for k in taps):
-            found = f"aux_hidden_state_layer_ids: {taps!r}; expected a list of whole numbers"
-            refuse(foreign, found)
-        if type(config.get(wide)) is not bool:
-            refuse(
-                foreign,
-                f"{wide}: {config.get(wide)!r}; engines would serve the head causally or not "
-                "by their version: write true for rows that see each other, else false",
-            )
-        return {
-            "mask_token_id": config.get("mask_token_id"),
-            "causal": not config[wide],
-            "taps": taps,
-            "anchor_first": config.get("sample_from_anchor", False),
-        }
-
-    def read(self, foreign: Foreign, target: Target) -> Head:
-        """See HeadLayout."""
-        head = super().read(foreign, target)
-        path = ("speculators_config", "proposal_methods", 0, "speculative_tokens")
-        depth = first(foreign.config, *path)
-        if type(depth) is int and 0 < depth < head.cfg.slots:
-            head.cfg = replace(head.cfg, depth=depth)
-        return head
-
-
-class DFlashSpeculators(BlockSpeculators):
-    """speculators_model_type dflash."""
-
-    kind, family, name = "dflash", DFlashHead, "DFlashSpeculator"
-
-
-class DSparkSpeculators(BlockSpeculators):
-    """speculators_model_type dspark."""
-
-    kind, family, name = "dspark", DSparkHead, "DSparkSpeculator"
-
-
-@torch.no_grad()
-def folded(head: Head) -> Any:
-    """A copy of any head; of a block head one whose features' divisors are in its fc."""
-    twin: Any = copy.deepcopy(head)
-    if isinstance(head, BlockHead):
-        twin.net.fc.weight.div_(twin.net.scale.flatten())
-        twin.net.scale.fill_(1.0)
-    return twin
-
-
-def exported(head: BlockHead, target: Target) -> dict[str, Tensor]:
-    """The state as engines have it: fc with the features' divisors, keys' norms, and an LM
-    head over a draft vocabulary."""
-    state = {name: value.detach() for name, value in head.state_dict().items()}
-    state["net.fc.weight"] = state["net.fc.weight"] / state["net.scale"].flatten()
-    size = int(head.net.config.head_dim or 0)
-    for layer in range(head.cfg.layers):
-        name = f"net.layers.{layer}.k_norm.weight"
-        state.setdefault(name, torch.ones(size, device=state["net.scale"].device))
-    state.setdefault("net.lm_head.weight", head.projection(target).detach())
-    return state
+def read_block(foreign: Foreign, target: Target, kind: str) -> Head:
+    """A head of ours. An LM head that the file lacks is the target's own. Raises UserError that
+    lists all that does not fit."""
+    config, shape = foreign.config, llama.described(foreign, "qwen3")
+    layer, said = llama.layer(foreign, shape, target), numbers_in(foreign, kind)
+    tensors = {n.removeprefix("model."): t for n, t in foreign.tensors.items()}
+    there, own = "d2t" in tensors, LM_HEAD in tensors
+    size = tensors["d2t"].numel() if there else target.vocab_size
+    check_numbers(foreign, target, shape, said, kind)
+    near = tensors.get(NAMES["markov_in"])
+    norms = [t for n, t in tensors.items() if n.endswith("k_norm.weight")]
+    cfg = BlockConfig(
+        kind="dspark" if kind == "dspark" else "dflash",
+        block=number(foreign, config, "block_size"),
+        layers=layer["num_hidden_layers"],
+        taps=said["taps"],
+        draft_vocab=size if there else 0,
+        share_lm_head=not own,
+        markov_rank=near.shape[-1] if kind == "dspark" and near is not None and near.dim() else 0,
+        mask_token=said["mask_token_id"],
+        confidence=float(NAMES["confidence.weight"] in tensors),
+        key_norm=any(not bool((norm == 1).all()) for norm in norms),
+    )
+    if wrong := faults(cfg):
+        refuse(foreign, *wrong)
+    if depth := llama.depth_in(config, cfg.slots - 1):
+        cfg = replace(cfg, depth=depth)
+    given = layer, tuple(cfg.taps), target.vocab_size, target.num_layers
+    with torch.device("meta"):
+        blank = FAMILY[kind](replace(cfg, key_norm=True), *given).state_dict()
+    shapes = {theirs(n): value.shape for n, value in blank.items() if n not in FROM_TARGET}
+    if there:
+        shapes["t2d"] = (target.vocab_size,)
+    shapes[EMBEDDING] = tuple(target.embedding_weight.shape)
+    found = fitted(foreign, tensors, shapes, (EMBEDDING, "t2d"))
+    if there:
+        check_draft_map(foreign, tensors, target.vocab_size)
+    check_same(foreign, tensors, EMBEDDING, target.embedding_weight)
+    head = FAMILY[kind](cfg, *given)
+    state = {n: found[theirs(n)] for n in head.state_dict() if n not in FROM_TARGET}
+    mask = torch.tensor([cfg.mask_token], device=target.device)
+    state["net.mask"] = vocab.table(target, mask)[0].detach().float().cpu()
+    state["net.scale"] = torch.ones_like(head.net.scale)
+    head.load_state_dict(state)
+    return head.to(target.device)

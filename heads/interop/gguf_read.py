@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFValueType
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from outrider.conf.errors import UserError, first_line
@@ -19,12 +19,11 @@ from outrider.conf.errors import UserError, first_line
 
 @dataclass
 class GgufFile:
-    """fields: keys and their values. kinds: the values' types. tensors: float32 or int64,
+    """fields: keys and their values. tensors: float32 or int64,
     shapes as torch has them (slowest dimension first). types: each tensor's type in the file,
     such as q8_0."""
 
     fields: dict[str, Any]
-    kinds: dict[str, GGUFValueType]
     tensors: dict[str, Tensor] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)
 
@@ -49,7 +48,7 @@ def read_gguf(path: Path, with_tensors: bool = True) -> GgufFile:
         reader = _Bounded(path)
         known = {k: v for k, v in reader.fields.items() if not k.startswith("GGUF.")}
         fields = {name: value.contents() for name, value in known.items()}
-        found = GgufFile(fields, {name: value.types[0] for name, value in known.items()})
+        found = GgufFile(fields)
         for tensor in reader.tensors if with_tensors else ():
             found.tensors[tensor.name] = _decoded(tensor)
             found.types[tensor.name] = tensor.tensor_type.name.lower()

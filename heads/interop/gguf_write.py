@@ -1,18 +1,21 @@
-"""GGUF files for llama.cpp: EAGLE-3 heads, separate drafts and targets of the Llama and Qwen2
-architectures.
+"""GGUF files for llama.cpp (build 11549): EAGLE-3 heads (its architecture `eagle3`), block heads
+(`dflash`; with a Markov term it is DSpark), separate drafts and targets of the Llama and Qwen2
+classes (`llama`).
 
-    file = eagle3(head, target, tokenizer_fields(target, None))
-    write(path, file, "q8_0")
+    write(path, head_model(head, target, tokenizer_keys(target, None)), "q8_0")
 
-What llama.cpp cannot run is refused by the key that would have to be different. Names, keys
-and the order of rotary rows are those of its loaders (build 11549): q and k rows are stored
-so that the two numbers a frequency turns stand side by side, `d2t` holds absolute target ids,
-`target_layers` numbers hidden_states as our taps do.
+What llama.cpp cannot run is refused by the key that would have to be different. Tensors are
+those of the other layouts, renamed by the gguf package's own table. The order of rotary rows
+is that of its loaders: of `llama` and `eagle3`, q and k rows are stored so that the two numbers
+a frequency turns stand side by side. `d2t` holds absolute target ids, `target_layers` numbers
+hidden_states as our taps do, a block head's mask is a token of the vocabulary; embeddings come
+from the target. A block head drafts as many rows as it is asked for: with rows that see each
+other ask for all (--spec-draft-n-max).
 
 A Qwen2 is written as a `llama` with biases, the same arithmetic: of its own `qwen2` that build
 hands out no layer's input, and a server with an EAGLE-3 or block head ends at its first token.
 
-Shape letters: D width, F features, Vd draft vocabulary, V vocabulary, H heads, hd head size.
+Shape letters: H heads, hd head size.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFValueType
+from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -34,15 +37,23 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
 from outrider.heads.base import Head
+from outrider.heads.block.head import BlockHead
+from outrider.heads.config import MOST_LAYERS
 from outrider.heads.eagle.head import Eagle3Head
 from outrider.heads.interop import engines
-from outrider.heads.interop.eagle1 import layer_refusals
+from outrider.heads.interop.block import block_refusals, block_tensors
+from outrider.heads.interop.eagle import eagle3_refusals, eagle3_tensors
 from outrider.heads.interop.gguf_read import read_gguf
+from outrider.heads.interop.layout import LM_HEAD, architecture
+from outrider.heads.small_lm.head import SmallLM
 
-# Ours -> general.file_type
-DTYPES = {"float32": 0, "bfloat16": 32, "float16": 1, "q8_0": 7}
+TYPES = {
+    "float32": GGMLQuantizationType.F32,
+    "bfloat16": GGMLQuantizationType.BF16,
+    "float16": GGMLQuantizationType.F16,
+    "q8_0": GGMLQuantizationType.Q8_0,
+}
 TARGETS = ("LlamaForCausalLM", "Qwen2ForCausalLM")
-NORMAL, CONTROL, DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 # What the largest number of a tensor may be; a block of q8_0 has a float16 scale times 127
 LARGEST = {
     "float32": torch.finfo(torch.float32).max,
@@ -51,7 +62,6 @@ LARGEST = {
     "q8_0": 65504.0 * 127,
 }
 NO_MERGE = "Ā Ā"  # llama.cpp wants one; the pair makes no word, so its bytes stay apart
-BLOCK = 32  # values of a Q8_0 block
 # What a byte-level tokenizer does before its merges -> tokenizer.ggml.pre
 SPLITS = {
     ("ByteLevel",): "gpt-2",
@@ -63,170 +73,173 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-Fields = dict[str, tuple[GGUFValueType, Any]]
+USUAL = gguf.TensorNameMap(gguf.MODEL_ARCH.QWEN3, MOST_LAYERS)  # transformers' names -> theirs
+# Engines' names of a head's tensors that the table lacks -> theirs
+NAMES = {
+    "fc": "fc",
+    "input_norm": "enc.output_norm",
+    "layers.0.hidden_norm": "blk.0.attn_norm_2",
+    "hidden_norm": "enc.output_norm",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+}
 
 
 @dataclass
 class GgufModel:
-    """arch: general.architecture. fields: keys with their types. tensors: of
-    floats in any format, or int64."""
+    """arch: general.architecture. keys: of the file, whose types are those of their values.
+    tensors: of floats in any format, or int64."""
 
     arch: str
-    fields: Fields
+    keys: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
-def eagle3_refusals(head: Head, layers: int) -> list[str]:
-    """Why llama.cpp cannot run a head, each with its key; [] when it can. layers: the
-    target's."""
-    if not isinstance(head, Eagle3Head):
-        return [
-            f"head: llama.cpp has no {head.kind} heads; the nearest that is served: head=eagle3 "
-            "or a separate draft (train/draft.py)"
-        ]
+# -- what llama.cpp cannot run
+
+
+def refusals(head: Head, target: Target) -> list[str]:
+    """Why llama.cpp cannot run a head, each with its key; [] when it can."""
     engine = engines.LLAMACPP
-    found = layer_refusals(head, engine.name)
-    for key, part in engines.NORMS.items():
-        if getattr(head.cfg, key) and not engine.loads(part):
+    if isinstance(head, SmallLM):
+        return _draft_refusals(head, target)
+    found = []
+    if architecture(target) not in engine.targets["eagle3"]:
+        found.append(
+            f"target: {engine.title} hands no layer of a {architecture(target)} to a draft head; "
+            "choose another format (a separate draft, train/draft.py, needs no layer)"
+        )
+    if isinstance(head, Eagle3Head):
+        found = eagle3_refusals(head, engine, target) + found
+        if len(head.taps) != 3:
             found.append(
-                f"head.{key}: {engine.title} has no such norm; train with head.{key}=false "
-                "(recipe smollm2_eagle3_portable)"
+                f"head.taps: {list(head.taps)}; {engine.name} reads three different features: "
+                "train with three taps"
             )
-    if head.cfg.parallel:
+    elif isinstance(head, BlockHead):
+        found = block_refusals(head, target) + found
+    rope = head.config_json()["layer"]["rope_parameters"]
+    kinds = ("default", "llama3", "linear") if isinstance(head, Eagle3Head) else ("default",)
+    if rope.get("rope_type") not in (None, *kinds):
         found.append(
-            f"head.parallel: {engine.title} drafts with no masks; train with head.parallel=false"
+            f"rope_parameters.rope_type: {rope['rope_type']}; {engine.name} turns {head.kind} "
+            f"heads by {', '.join(kinds)} positions alone"
         )
-    if len(head.taps) != 3 or list(head.taps) != sorted(set(head.taps)):
-        found.append(
-            f"head.taps: {list(head.taps)}; {engine.name} reads three different features in "
-            "ascending order: train with three taps"
-        )
-    if layers in head.taps:
-        found.append(
-            f"head.taps: {layers} is the output after the final norm here, and before it in "
-            f"llama.cpp: train with taps below {layers}"
-        )
-    try:
-        rope_factors(head.config_json()["layer"])
-    except UserError as error:
-        found.append(str(error).removeprefix("format=gguf: "))
     return found
 
 
-def eagle3(head: Head, target: Target, words: Fields) -> GgufModel:
-    """The head as llama.cpp's `eagle3` architecture. words: tokenizer_fields.
-
-    Raises UserError with every reason why it cannot be.
-    """
-    refused = eagle3_refusals(head, target.num_layers)
-    if refused:
-        raise UserError("format=gguf: " + "; ".join(refused))
-    layer = head.config_json()["layer"]
-    state = {name: value.detach().float().cpu() for name, value in head.state_dict().items()}
-    fields = layer_fields("eagle3", layer, target.vocab_size)
-    fields |= {
-        "eagle3.target_layers": (GGUFValueType.ARRAY, list(head.taps)),
-        "eagle3.target_hidden_size": (GGUFValueType.UINT32, target.hidden_size),
-        "eagle3.norm_before_residual": (GGUFValueType.BOOL, head.cfg.norm_before_residual),
-        "eagle3.norm_before_fc": (GGUFValueType.BOOL, head.cfg.norm_joined),
-    }
-    tensors = {
-        "fc.weight": state["net.fc.weight"],
-        "blk.0.attn_norm.weight": state["net.embed_norm.weight"],
-        "blk.0.attn_norm_2.weight": state["net.hidden_norm.weight"],
-        "output_norm.weight": state["net.norm.weight"],
-        "output.weight": state["net.lm_head.weight"],
-        **block(0, "net.layers.0.", state, layer),
-        **rope_factors(layer),
-    }
-    if head.cfg.norm_joined:
-        tensors["enc.output_norm.weight"] = state["net.input_norm.weight"]
-    ids = head.ids()
+def _draft_refusals(head: SmallLM, target: Target) -> list[str]:
+    ids, found = head.ids(), model_refusals(head.net, target.vocab_size, "head")
     if ids is not None:
-        tensors["d2t"] = ids.detach().cpu().long()
-    return GgufModel("eagle3", fields | words, tensors)
-
-
-def model_refusals(model: Any, what: str) -> list[str]:
-    """Why a whole transformers model is no `llama` of llama.cpp; [] when it is. what: it
-    is, target or head."""
-    config, name = model.config, type(model).__name__
-    reasons = []
-    if name not in TARGETS:
-        reasons.append(
-            f"{what}: {name}; only {', '.join(TARGETS)} is written here: convert others with "
-            "llama.cpp's own converter and name the file in tokenizer_from"
+        found.append(
+            f"head.draft_vocab: {len(ids)}; llama.cpp would draft from all tokens: train with "
+            "head.draft_vocab=0"
         )
-    for key in ("attention_bias", "mlp_bias"):
+    return found
+
+
+def model_refusals(model: Any, vocab: int, what: str) -> list[str]:
+    """Why a whole transformers model is no `llama` of llama.cpp for a target of `vocab` tokens;
+    [] when it is. what: it is, target or head."""
+    config, found = model.config, []
+    if type(model).__name__ not in TARGETS:
+        found.append(
+            f"{what}: {type(model).__name__}; only {', '.join(TARGETS)} is written here: convert "
+            "others with llama.cpp's own converter and name the file in tokenizer_from"
+        )
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if getattr(config, key, False):
-            reasons.append(f"{what}: {key} is true; the llama architecture has no such bias")
-    if getattr(config, "use_sliding_window", False):
-        reasons.append(f"{what}: use_sliding_window is true; llama.cpp's llama has no window")
+            found.append(f"{what}: {key} is true; llama.cpp's llama has no such thing")
     if getattr(config, "hidden_act", "silu") != "silu":
-        reasons.append(f"{what}: hidden_act is {config.hidden_act}; llama.cpp's is silu")
+        found.append(f"{what}: hidden_act is {config.hidden_act}; llama.cpp's is silu")
     if getattr(config, "quantization_config", None) is not None:
-        reasons.append(f"{what}: it is quantised; give its unquantised weights")
-    return reasons
+        found.append(f"{what}: it is quantised; give its unquantised weights")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows != vocab:
+        found.append(
+            f"{what}: it has {rows} tokens, the target {vocab}; llama.cpp wants one vocabulary for "
+            "both"
+        )
+    return found
 
 
-def whole_model(model: Any, vocab: int, words: Fields) -> GgufModel:
-    """A whole transformers model of TARGETS as llama.cpp's `llama`. vocab: its rows.
+# -- models
+
+
+def head_model(head: Head, target: Target, words: dict[str, Any]) -> GgufModel:
+    """An EAGLE-3 or block head. words: see tokenizer_keys. Raises UserError with every reason
+    why llama.cpp cannot run it."""
+    if refused := refusals(head, target):
+        raise UserError("format=gguf: " + "; ".join(refused))
+    made: Any = head
+    cfg, layer = made.cfg, made.config_json()["layer"]
+    if isinstance(head, BlockHead):
+        arch, given = "dflash", block_tensors(head, target)
+        given.setdefault(LM_HEAD, head.projection(target))
+        about: dict[str, Any] = {"block_size": cfg.block, "attention.causal": False}
+        words = {**words, "tokenizer.ggml.mask_token_id": cfg.mask_token}
+        if cfg.markov_rank:
+            about["sample_from_anchor"] = cfg.kind == "dspark"
+            about["has_confidence_head"] = cfg.confidence > 0
+    else:
+        arch = "eagle3"
+        given = eagle3_tensors(made, "layers.0")
+        about = {
+            "target_hidden_size": target.hidden_size,
+            "norm_before_residual": cfg.norm_before_residual,
+            "norm_before_fc": cfg.norm_joined,
+        }
+    about["target_layers"] = list(head.taps)
+    tensors = {
+        _named(name): value.detach().float().cpu()
+        for name, value in given.items()
+        if value.is_floating_point()
+    }
+    if (ids := head.ids()) is not None:
+        tensors["d2t"] = ids.detach().cpu().long()
+    if arch == "eagle3":
+        tensors = {**_paired(tensors, layer), **rope_factors(layer)}
+    about |= _layer_keys(layer, target.vocab_size)
+    return GgufModel(arch, {f"{arch}.{k}": v for k, v in about.items()} | words, tensors)
+
+
+def whole_model(model: Any, vocab: int, words: dict[str, Any]) -> GgufModel:
+    """A whole transformers model of TARGETS as llama.cpp's `llama`. vocab: the target's tokens.
 
     Raises UserError for a model of another architecture or with parts that it does not have.
     """
-    config = model.config
-    if reasons := model_refusals(model, "target"):
+    if reasons := model_refusals(model, vocab, "target"):
         raise UserError("format=gguf: " + "; ".join(reasons))
-    layer = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": dict(config.rope_parameters),
-    }
+    config: dict[str, Any] = model.config.to_dict()
+    heads = config["num_attention_heads"]
+    layer = {**config, "head_dim": config.get("head_dim") or config["hidden_size"] // heads}
     state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    embed, head = state["model.embed_tokens.weight"], state["lm_head.weight"]
-    tensors = {
-        "token_embd.weight": embed,
-        "output_norm.weight": state["model.norm.weight"],
-        **rope_factors(layer),
-    }
-    if not torch.equal(embed, head):
-        tensors["output.weight"] = head
-    for number in range(config.num_hidden_layers):
-        prefix = f"model.layers.{number}."
-        tensors |= block(number, prefix, state, layer)
-        tensors[f"blk.{number}.attn_norm.weight"] = state[f"{prefix}input_layernorm.weight"]
-    return GgufModel("llama", layer_fields("llama", layer, vocab) | words, tensors)
+    if torch.equal(state["model.embed_tokens.weight"], state["lm_head.weight"]):
+        del state["lm_head.weight"]
+    tensors = {_named(name.removeprefix("model.")): value for name, value in state.items()}
+    keys = {f"llama.{k}": v for k, v in _layer_keys(layer, vocab).items()}
+    return GgufModel("llama", keys | words, {**_paired(tensors, layer), **rope_factors(layer)})
 
 
-def block(
-    number: int, prefix: str, state: Mapping[str, Tensor], layer: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Attention and MLP of one layer, with the biases of queries, keys and values that it has."""
-    heads, groups = layer["num_attention_heads"], layer["num_key_value_heads"]
-    names = {
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-        "ffn_norm": "post_attention_layernorm",
+def _named(name: str) -> str:
+    """llama.cpp's name for a tensor of a head, as engines call it, or of a model, without
+    `model.`."""
+    stem, _, part = name.rpartition(".")
+    known = USUAL.get_name(stem if stem == "lm_head" else f"model.{stem}")
+    return f"{NAMES.get(stem) or known}.{part}"
+
+
+def _paired(tensors: Mapping[str, Tensor], layer: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors with the rows of queries and keys as `llama` has them."""
+    counts = {
+        "attn_q": layer["num_attention_heads"],
+        "attn_k": layer["num_key_value_heads"],
     }
-    out = {f"blk.{number}.{t}.weight": state[f"{prefix}{o}.weight"] for t, o in names.items()}
-    for part, count in (("q", heads), ("k", groups)):
-        for kind in ("weight", "bias"):
-            if (rows := state.get(f"{prefix}self_attn.{part}_proj.{kind}")) is not None:
-                out[f"blk.{number}.attn_{part}.{kind}"] = paired(rows, count)
-    if (bias := state.get(f"{prefix}self_attn.v_proj.bias")) is not None:
-        out[f"blk.{number}.attn_v.bias"] = bias
+    out = {}
+    for name, value in tensors.items():
+        part = name.split(".")[-2] if "." in name else ""
+        out[name] = paired(value, counts[part]) if part in counts else value
     return out
 
 
@@ -237,9 +250,9 @@ def paired(rows: Tensor, heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape).contiguous()
 
 
-def layer_fields(arch: str, layer: Mapping[str, Any], vocab: int) -> Fields:
-    """Keys that describe the layers."""
-    whole = {
+def _layer_keys(layer: Mapping[str, Any], vocab: int) -> dict[str, Any]:
+    """Keys that describe the layers, by their names behind the architecture's."""
+    return {
         "context_length": layer["max_position_embeddings"],
         "embedding_length": layer["hidden_size"],
         "block_count": layer["num_hidden_layers"],
@@ -248,16 +261,11 @@ def layer_fields(arch: str, layer: Mapping[str, Any], vocab: int) -> Fields:
         "attention.head_count_kv": layer["num_key_value_heads"],
         "attention.key_length": layer["head_dim"],
         "attention.value_length": layer["head_dim"],
+        "attention.layer_norm_rms_epsilon": float(layer["rms_norm_eps"]),
         "rope.dimension_count": layer["head_dim"],
+        "rope.freq_base": float(layer["rope_parameters"].get("rope_theta", 10000.0)),
         "vocab_size": vocab,
     }
-    theta = float(layer["rope_parameters"].get("rope_theta", 10000.0))
-    fractions = {
-        "attention.layer_norm_rms_epsilon": float(layer["rms_norm_eps"]),
-        "rope.freq_base": theta,
-    }
-    out: Fields = {f"{arch}.{k}": (GGUFValueType.UINT32, int(v)) for k, v in whole.items()}
-    return out | {f"{arch}.{k}": (GGUFValueType.FLOAT32, v) for k, v in fractions.items()}
 
 
 def rope_factors(layer: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -274,15 +282,16 @@ def rope_factors(layer: Mapping[str, Any]) -> dict[str, Tensor]:
             f"format=gguf: rope_parameters.rope_type: {kind} is not written; default, llama3 and "
             "linear are"
         )
-    frequency, factor = ROPE_INIT_FUNCTIONS[kind](LlamaConfig(**layer), torch.device("cpu"))
-    if factor != 1.0:
-        raise UserError(f"format=gguf: rope_parameters: attention factor {factor}; only 1 works")
+    frequency, _ = ROPE_INIT_FUNCTIONS[kind](LlamaConfig(**layer), torch.device("cpu"))
     size = layer["head_dim"]
     plain = float(rope["rope_theta"]) ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     return {"rope_freqs.weight": (plain / frequency.double()).float()}
 
 
-def tokenizer_fields(target: Target, source: Path | None) -> Fields:
+# -- the tokenizer
+
+
+def tokenizer_keys(target: Target, source: Path | None) -> dict[str, Any]:
     """Keys tokenizer.*: copied from a GGUF of the target, or made from its byte-level BPE.
 
     Raises UserError where the file's vocabulary is not the target's, and for a tokenizer that
@@ -290,56 +299,44 @@ def tokenizer_fields(target: Target, source: Path | None) -> Fields:
     """
     if source is not None:
         return _copied(source, target.vocab_size)
-    core = getattr(target.tokenizer, "backend_tokenizer", None)
+    tokenizer: Any = target.tokenizer
+    core = getattr(tokenizer, "backend_tokenizer", None)
     said = json.loads(core.to_str()) if core is not None else {}
     model = said.get("model", {})
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
-    pre = _split(said) if merges else "gpt-2"  # without merges the words are bytes however cut
+    pre = split_name(said) if merges else "gpt-2"  # without merges words are bytes however cut
     if model.get("type") != "BPE" or pre is None:
         raise UserError(
             "format=gguf: llama.cpp's name for the target's tokenizer is not known here; give the "
             "target's own GGUF file: tokenizer_from=FILE.gguf"
         )
     words = {number: word for word, number in model["vocab"].items()}
-    kinds = dict.fromkeys(words, NORMAL)
+    kinds = dict.fromkeys(words, gguf.TokenType.NORMAL)
     for extra in said.get("added_tokens", []):
         words[extra["id"]] = extra["content"]
-        kinds[extra["id"]] = CONTROL if extra["special"] else DEFINED
-    size = target.vocab_size
-    tokenizer = target.tokenizer
-    first = tokenizer("a").input_ids[:1]
-    fields: Fields = {
-        "tokenizer.ggml.model": (GGUFValueType.STRING, "gpt2"),
-        "tokenizer.ggml.pre": (GGUFValueType.STRING, pre),
-        "tokenizer.ggml.tokens": (
-            GGUFValueType.ARRAY,
-            [words.get(i, f"[PAD{i}]") for i in range(size)],
-        ),
-        "tokenizer.ggml.token_type": (
-            GGUFValueType.ARRAY,
-            [kinds.get(i, UNUSED) for i in range(size)],
-        ),
-        "tokenizer.ggml.merges": (GGUFValueType.ARRAY, merges or [NO_MERGE]),
-        "tokenizer.ggml.add_bos_token": (
-            GGUFValueType.BOOL,
-            first == [tokenizer.bos_token_id],
-        ),
+        special = gguf.TokenType.CONTROL if extra["special"] else gguf.TokenType.USER_DEFINED
+        kinds[extra["id"]] = special
+    size = range(target.vocab_size)
+    keys: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": [words.get(i, f"[PAD{i}]") for i in size],
+        "token_type": [int(kinds.get(i, gguf.TokenType.UNUSED)) for i in size],
+        "merges": merges or [NO_MERGE],
+        "add_bos_token": tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id],
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "padding_token_id": tokenizer.pad_token_id,
     }
-    numbers = {
-        "bos": tokenizer.bos_token_id,
-        "eos": tokenizer.eos_token_id,
-        "padding": tokenizer.pad_token_id,
-    }
-    for name, number in numbers.items():
-        if number is not None:
-            fields[f"tokenizer.ggml.{name}_token_id"] = (GGUFValueType.UINT32, int(number))
+    found = {f"tokenizer.ggml.{name}": value for name, value in keys.items() if value is not None}
     if isinstance(tokenizer.chat_template, str):
-        fields["tokenizer.chat_template"] = (GGUFValueType.STRING, tokenizer.chat_template)
-    return fields
+        found["tokenizer.chat_template"] = tokenizer.chat_template
+    return found
 
 
-def _split(said: dict[str, Any]) -> str | None:
-    """llama.cpp's name for what happens before the merges; None when it is not known."""
+def split_name(said: dict[str, Any]) -> str | None:
+    """llama.cpp's name for what a tokenizer.json does before the merges; None when it is not
+    known."""
     top = said.get("pre_tokenizer") or {}
     steps = top.get("pretokenizers", [top])
     split = any(step.get("type") == "Split" for step in steps)
@@ -355,7 +352,7 @@ def _split(said: dict[str, Any]) -> str | None:
     return SPLITS.get(tuple(step["type"] for step in steps))
 
 
-def _copied(source: Path, vocab: int) -> Fields:
+def _copied(source: Path, vocab: int) -> dict[str, Any]:
     try:
         found = read_gguf(source, with_tensors=False)
     except UserError as error:
@@ -367,36 +364,26 @@ def _copied(source: Path, vocab: int) -> Fields:
             f"tokenizer_from: {source} holds {size} tokens, the target {vocab}; give the target's "
             "own GGUF file"
         )
-    return {
-        name: (found.kinds[name], value)
-        for name, value in found.fields.items()
-        if name.startswith("tokenizer.")
-    }
+    return {k: v for k, v in found.fields.items() if k.startswith("tokenizer.")}
+
+
+# -- the file
 
 
 def rounded(tensor: Tensor, dtype: str) -> Tensor:
-    """What a file of this type keeps of a float tensor: vectors (norms, biases) stay float32, as
-    llama.cpp's converter leaves them, and so does the rest where dtype is float32; rows that
-    Q8_0 cannot cut into blocks of 32 are float16."""
+    """What a file of this type keeps of a float tensor."""
     kind = _kind(tensor, dtype)
-    if kind == GGMLQuantizationType.F32:
-        return tensor
-    if kind == GGMLQuantizationType.F16:
-        return tensor.half().float()
-    if kind == GGMLQuantizationType.BF16:
-        return tensor.bfloat16().float()
-    blocks = gguf.quants.quantize(tensor.numpy(), kind)
-    return torch.from_numpy(gguf.quants.dequantize(blocks, kind).reshape(tensor.shape).copy())
+    kept = gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), kind), kind)
+    return torch.from_numpy(np.array(kept)).view(tensor.shape)
 
 
 def _kind(tensor: Tensor, dtype: str) -> GGMLQuantizationType:
-    if dtype == "float32" or tensor.dim() < 2:
+    """Vectors (norms, biases) stay float32, as llama.cpp's converter leaves them; rows that Q8_0
+    cannot cut into its blocks are float16."""
+    if tensor.dim() < 2:
         return GGMLQuantizationType.F32
-    if dtype == "bfloat16":
-        return GGMLQuantizationType.BF16
-    if dtype == "q8_0" and tensor.shape[-1] % BLOCK == 0:
-        return GGMLQuantizationType.Q8_0
-    return GGMLQuantizationType.F16
+    block = gguf.GGML_QUANT_SIZES[TYPES[dtype]][0]
+    return TYPES[dtype] if tensor.shape[-1] % block == 0 else GGMLQuantizationType.F16
 
 
 def write(path: Path, model: GgufModel, dtype: str) -> None:
@@ -405,33 +392,28 @@ def write(path: Path, model: GgufModel, dtype: str) -> None:
     Raises UserError for numbers that the type cannot hold.
     """
     writer = gguf.GGUFWriter(path, model.arch)
-    writer.add_file_type(DTYPES[dtype])
+    kind = TYPES[dtype].name
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for name, (kind, value) in model.fields.items():
-        if kind == GGUFValueType.ARRAY:
+    for name, value in model.keys.items():
+        if isinstance(value, list):
             writer.add_array(name, value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            writer.add_uint32(name, value)
         else:
-            writer.add_key_value(name, value, kind)
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     for name, tensor in model.tensors.items():
-        if tensor.is_floating_point():
-            _check_range(name, tensor, dtype)
-            _add(writer, name, tensor.float().contiguous().numpy(), _kind(tensor, dtype))
-        else:
+        if not tensor.is_floating_point():
             writer.add_tensor(name, tensor.numpy().astype(np.int64))
+            continue
+        _check_range(name, tensor, dtype)
+        data, stored = tensor.float().contiguous().numpy(), _kind(tensor, dtype)
+        writer.add_tensor(name, gguf.quants.quantize(data, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     path.chmod(0o644)
-
-
-def _add(writer: gguf.GGUFWriter, name: str, value: np.ndarray, kind: GGMLQuantizationType) -> None:
-    if kind == GGMLQuantizationType.F32:
-        writer.add_tensor(name, value)
-    elif kind == GGMLQuantizationType.F16:
-        writer.add_tensor(name, value.astype(np.float16))
-    else:
-        writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
 
 
 def _check_range(name: str, tensor: Tensor, dtype: str) -> None:

@@ -1,16 +1,13 @@
-"""What a layout is: the tables, the config.json and the refusals of one kind of head in one
-engine's format.
+"""What a layout is: names of tensors, config.json and refusals of one kind of head in one
+engine's format; and the checks that every file goes through before a head is made of it.
 
-`write` and `read` are all that scripts use. A new format is one file with a subclass and a
-line in LAYOUTS.
+Shape letters: V vocabulary, Vd draft vocabulary, D width.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,168 +18,81 @@ from outrider.heads import vocab
 from outrider.heads.base import Head
 from outrider.heads.interop import engines
 from outrider.heads.interop.reading import Foreign
-from outrider.heads.interop.table import Sizes, TensorRow, problems, spots, to_ours, to_theirs
 
-
-@dataclass(frozen=True)
-class Facts:
-    """What an export says about the target. name: what the engine loads it by.
-    architecture: its transformers class.
-    """
-
-    name: str
-    architecture: str
-    hidden: int
-    vocab: int
-    layers: int
-    context: int
-    bos: int | None
-    eos: list[int] = field(default_factory=list)
-    scale: float = 1.0
-
-    @classmethod
-    def of(cls, target: Target, name: str) -> Facts:
-        """Read off a loaded target."""
-        given = getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
-        return cls(
-            name,
-            str(given[0]),
-            target.hidden_size,
-            target.vocab_size,
-            target.num_layers,
-            target.context_length,
-            getattr(target.config, "bos_token_id", None),
-            list(target.eos_ids),
-            float(target.head.scale),
-        )
-
-    @property
-    def default_taps(self) -> tuple[int, ...]:
-        """The inner layers that vLLM, SGLang and the original EAGLE code read when a config
-        names none.
-        """
-        return (2, self.layers // 2, self.layers - 3)
-
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+OTHERS = {"d2t": torch.int64, "token_map": torch.int64, "t2d": torch.bool}
+MASK = (
+    "head.mask_token: -1; engines take the mask's embedding from the target's table: train with "
+    "head.mask_token=ID of a reserved token"
+)
 
 H = TypeVar("H", bound=Head)
 
 
-class HeadLayout(Generic[H]):
-    """One kind of head in one format. engine: who reads it; needs: tensors of the target
-    that an export holds (for the message when the target is not there); serves:
-    architectures of targets that the engine takes (None: not restricted); embeds: the
-    file carries the target's embedding."""
+class Layout(Generic[H]):
+    """One kind of head in one format. engine: who reads it."""
 
-    format: ClassVar[str] = ""
-    kind: ClassVar[str] = ""
-    engine: ClassVar[engines.Engine]
-    file: ClassVar[str] = "model.safetensors"
-    serves: ClassVar[frozenset[str] | None] = None
-    embeds: ClassVar[bool] = False
+    def __init__(self, format: str, kind: str, engine: engines.Engine) -> None:
+        self.format, self.kind, self.engine = format, kind, engine
 
-    def refusals(self, head: H, facts: Facts) -> list[str]:
-        """Why this head cannot go into this layout, each with the nearest thing that
-        works; [] when it can.
-        """
-        found = []
-        if self.serves is not None and facts.architecture not in self.serves:
-            near = ", ".join(
-                sorted(
-                    n for n in self.serves if n.startswith(("Llama", "Qwen", "Mistral", "Gemma"))
-                )[:6]
-            )
+    def refusals(self, head: H, target: Target, name: str) -> list[str]:
+        """Why this head cannot go into this layout, each with the nearest thing that works; []
+        when it can. name: by which the engine loads the target, "" for one without files."""
+        found, known = [], self.engine.targets.get(self.kind)
+        if known is not None and architecture(target) not in known:
+            usual = ("Llama", "Qwen", "Mistral", "Gemma")
             found.append(
                 f"target: {self.engine.versions(self.kind)} serves no {self.kind} head on "
-                f"{facts.architecture}; it does on {near} "
-                "and others: choose another format, or decode with this repository's own engine"
+                f"{architecture(target)}; it does on "
+                f"{', '.join(sorted(n for n in known if n.startswith(usual))[:6])} and others: "
+                "choose another format, or decode with this repository's own engine"
+            )
+        if self.format == "speculators" and not name:
+            found.append(
+                "verifier: the folder must name its target, and this one has no files; the "
+                "nearest that works: verifier=FOLDER_OR_REPOSITORY, or format=vllm"
             )
         return found
 
-    def reader(self, head: H) -> str:
-        """The engine and its versions that load this head."""
-        return self.engine.versions(*engines.required(self.kind, head.cfg))
-
-    def nbytes(self, head: H, facts: Facts, dtype: torch.dtype) -> int:
-        """Size of the weights file in bytes, before anything is computed for it."""
-        sizes, kinds = self.sizes(head, facts), {"int64": torch.int64, "bool": torch.bool}
-        return sum(
-            math.prod(spot.shape) * kinds.get(spot.row.dtype, dtype).itemsize
-            for spot in spots(self.rows(sizes), sizes)
-            if not spot.row.optional or spot.row.when or self.embeds
-        )
-
-    def needs(self, head: H) -> list[str]:
-        """Tensors of the target that the exported file holds."""
-        return []
-
-    def rows(self, sizes: Sizes) -> list[TensorRow]:
-        """The table of tensors."""
+    def tensors(self, head: H, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of the file by its names. dtype: in which floats will be written."""
         raise TypeError("a subclass defines it")
 
-    def sizes(self, head: H, facts: Facts) -> dict[str, int]:
-        """The letters of the table for a head."""
-        raise TypeError("a subclass defines it")
-
-    def extras(self, head: H, target: Target) -> dict[str, Tensor]:
-        """Tensors that follow from the target or from others. Default: of a draft
-        vocabulary its mask, and the target's embedding."""
-        ids, found = head.ids(), dict[str, Tensor]()
-        if ids is not None:
-            found["t2d"] = vocab.to_t2d(ids, target.vocab_size)
-        if self.embeds:
-            found["embed_tokens.weight"] = embedding(target)
-        return found
-
-    def config(self, head: H, facts: Facts, dtype: str) -> dict[str, Any]:
+    def config(self, head: H, target: Target, name: str, dtype: str) -> dict[str, Any]:
         """config.json."""
         raise TypeError("a subclass defines it")
 
-    def state(self, head: H, target: Target, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Our tensors as the table names them; `dtype` is what they will be written in."""
-        return head.state_dict()
-
     def write(
-        self, head: H, target: Target, facts: Facts, dtype: torch.dtype
-    ) -> tuple[dict, dict[str, Tensor]]:
+        self, head: H, target: Target, name: str, dtype: torch.dtype
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(config.json, tensors). Raises UserError with every refusal."""
-        refused = self.refusals(head, facts)
-        if refused:
+        if refused := self.refusals(head, target, name):
             raise UserError(f"format={self.format}: " + "; ".join(refused))
-        sizes = self.sizes(head, facts)
-        tensors = to_theirs(self.rows(sizes), sizes, self.state(head, target, dtype)) | self.extras(
-            head, target
-        )
         out = {
-            k: v.detach()
-            .to("cpu", dtype if v.is_floating_point() else v.dtype)
-            .clone()
-            .contiguous()
-            for k, v in tensors.items()
+            key: value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype)
+            for key, value in self.tensors(head, target, dtype).items()
         }
-        wrong = problems(self.rows(sizes), sizes, out)
-        if wrong:
-            raise UserError(
-                f"format={self.format}: the head does not fit the layout ({'; '.join(wrong[:3])})"
-            )
-        return self.config(head, facts, str(dtype).removeprefix("torch.")), out
+        for key, value in out.items():
+            if not bool(value.isfinite().all()):
+                raise UserError(f"format={self.format}: {key} holds NaN or infinite values")
+        config = self.config(head, target, name, str(dtype).removeprefix("torch."))
+        return config, {key: value.clone().contiguous() for key, value in out.items()}
 
-    def read(self, foreign: Foreign, target: Target) -> Head:
-        """A head of ours for a folder in this layout. Raises UserError that lists all that
-        does not fit.
-        """
-        raise TypeError("a subclass defines it")
 
-    def checked(
-        self, foreign: Foreign, sizes: Sizes, tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Our state from their tensors in float32. Raises UserError that names every tensor
-        that does not fit.
-        """
-        found = problems(self.rows(sizes), sizes, tensors)
-        if found:
-            refuse(foreign, *found)
-        state = to_ours(self.rows(sizes), sizes, tensors)
-        return {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
+def architecture(target: Target) -> str:
+    """The transformers class of a target, as its config.json names it."""
+    given = getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
+    return str(given[0])
+
+
+def with_map(head: Head, tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    """The tensors, and where the head has a draft vocabulary its mask t2d. size: V."""
+    ids = head.ids()
+    return tensors if ids is None else {**tensors, "t2d": vocab.to_t2d(ids, size)}
+
+
+# -- reading
 
 
 def refuse(foreign: Foreign, *found: str) -> NoReturn:
@@ -195,78 +105,72 @@ def refuse(foreign: Foreign, *found: str) -> NoReturn:
     )
 
 
-def number(
-    foreign: Foreign, config: Mapping[str, Any], key: str, default: int | None = None
-) -> int:
+def number(foreign: Foreign, config: Mapping[str, Any], key: str) -> int:
     """A whole number of a config. Raises UserError when it is missing or absurd."""
-    value = config.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+    value = config.get(key)
+    if type(value) is not int or not 0 < value < 1 << 31:
         raise UserError(
             f"{foreign.folder / 'config.json'}: {key} is {value!r}; expected a whole number above 0"
         )
     return value
 
 
+def fitted(
+    foreign: Foreign,
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, Sequence[int]],
+    optional: Collection[str] = (),
+) -> dict[str, Tensor]:
+    """The tensors, floats as float32. shapes: of every tensor that the file may hold; optional:
+    those that it may lack. Raises UserError that names every tensor that does not fit."""
+    found = [
+        f"{name}: missing; expected {list(shape)}"
+        for name, shape in shapes.items()
+        if name not in tensors and name not in optional
+    ]
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            extra = "a bias where this layout has none" if name.endswith("bias") else ""
+            found.append(f"{name}: unknown, {extra or 'no tensor of this layout'}")
+            continue
+        shape, wanted = list(tensor.shape), list(shapes[name])
+        kinds = (OTHERS[name],) if name in OTHERS else FLOATS
+        if tensor.dtype not in kinds:
+            dtype, expected = (str(t).removeprefix("torch.") for t in (tensor.dtype, kinds[0]))
+            found.append(f"{name}: its dtype is {dtype}, expected {expected}")
+        if shape != wanted:
+            hint = ", which is it transposed" if shape == wanted[::-1] else ""
+            found.append(f"{name}: its shape is {shape}{hint}; expected {wanted}")
+        elif tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            found.append(f"{name}: holds NaN or infinite values")
+    if found:
+        refuse(foreign, *found)
+    return {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}
+
+
 def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) -> None:
-    """d2t [Vd] must hold offsets: target id = i + d2t[i], ascending, below V = size; t2d
-    [V] must say the same.
-
-    Raises UserError; names absolute ids where the file shows them.
-    """
-    d2t = tensors["d2t"]
-    ids = d2t + torch.arange(d2t.numel())
-    absolute = (
-        d2t.numel() == len(torch.unique(d2t))
-        and bool((d2t >= 0).all())
-        and bool((d2t < size).all())
-    )
-    t2d = tensors.get("t2d")
-    if t2d is not None and int(t2d.sum()) != d2t.numel():
-        refuse(
-            foreign,
-            f"t2d: marks {int(t2d.sum())} tokens, d2t has {d2t.numel()}; the two are "
-            "of different heads",
-        )
-    if absolute and t2d is not None and bool(t2d[d2t].all()) and not torch.equal(ids, d2t):
-        refuse(
-            foreign,
-            "d2t: holds absolute token ids; offsets are expected (target id = i + d2t[i]): "
-            "subtract 0, 1, 2, ..",
-        )
-    if bool((ids < 0).any()) or bool((ids >= size).any()):
-        hint = "; these look like absolute token ids: subtract 0, 1, 2, .." if absolute else ""
-        refuse(foreign, f"d2t: i + d2t[i] leaves the vocabulary of {size}{hint}")
-    if bool((ids[1:] <= ids[:-1]).any()):
-        refuse(
-            foreign,
-            "d2t: the target ids i + d2t[i] do not ascend; a token stands there "
-            "twice or out of order",
-        )
-    if absolute and d2t.numel() >= 16 and bool((d2t[1:] > d2t[:-1]).all()):
-        refuse(
-            foreign,
-            "d2t: rises with every entry, as absolute token ids do; offsets are expected: subtract "
-            "0, 1, 2, ..",
-        )
-    if t2d is not None and not bool(t2d[ids].all()):
-        refuse(foreign, "t2d: does not mark the tokens of d2t; the two are of different heads")
+    """d2t [Vd] must hold offsets: target id = i + d2t[i], ascending, below V = size; t2d [V]
+    must mark the same tokens. Raises UserError, which says so where the file seems to hold the
+    ids themselves."""
+    d2t, t2d = tensors["d2t"], tensors.get("t2d")
+    ids = vocab.from_d2t(d2t)
+    absolute = vocab.ascends(d2t, size) and len(d2t) > 1
+    marks = t2d is not None and absolute and vocab.to_t2d(d2t, size).equal(t2d)
+    hint = "; these look like absolute token ids: subtract 0, 1, 2, .." if absolute else ""
+    if marks or not vocab.ascends(ids, size):
+        refuse(foreign, f"d2t: i + d2t[i] are no ascending ids of the {size} tokens{hint}")
+    if t2d is not None and not vocab.to_t2d(ids, size).equal(t2d):
+        refuse(foreign, f"t2d: does not mark the tokens of d2t; the two are of two heads{hint}")
+    if t2d is None and absolute and len(d2t) >= 16:
+        refuse(foreign, f"d2t: rises with every entry{hint}")
 
 
-def embedding(target: Target) -> Tensor:
-    """[V, D], the target's own."""
-    return target.embedding_weight.detach()  # type: ignore[no-any-return]
-
-
-def check_same(
-    foreign: Foreign, tensors: Mapping[str, Tensor], ours: Tensor, name: str = "embed_tokens.weight"
-) -> None:
-    """A copy of the target's tensor in the file must be the target's, up to the rounding of
-    its dtype.
-    """
+def check_same(foreign: Foreign, tensors: Mapping[str, Tensor], name: str, ours: Tensor) -> None:
+    """Raises UserError where a file's copy of the target's tensor is not the target's, up to the
+    rounding of its dtype."""
     if name not in tensors:
         return
-    theirs = tensors[name]
-    error = (theirs.float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-9)
+    error = (tensors[name].float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-9)
     if not float(error) < 0.01:
         refuse(
             foreign,

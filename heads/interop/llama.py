@@ -1,6 +1,6 @@
-"""The config.json of a Llama layer, as the EAGLE layouts share it: from a head's draft layer,
-and back.
-"""
+"""The keys of a config.json that describe draft layers, as the EAGLE and block layouts share
+them: from a head's layers, and back; and what a folder in the format of the speculators package
+says beside them."""
 
 from __future__ import annotations
 
@@ -9,85 +9,92 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
-from outrider.heads.interop.layout import Facts, number
+from outrider.decode.target import Target
+from outrider.heads.interop.layout import architecture, number
 from outrider.heads.interop.reading import Foreign
 from outrider.heads.layers.shape import LayerShape
 
-# Tensors of a layer and their shapes, by the letters of `sizes`.
-LAYER = {
-    "self_attn.q_proj": "A W",
-    "self_attn.k_proj": "G W",
-    "self_attn.v_proj": "G W",
-    "self_attn.o_proj": "D A",
-    "mlp.gate_proj": "I D",
-    "mlp.up_proj": "I D",
-    "mlp.down_proj": "D I",
-    "post_attention_layernorm": "D",
-}
+VERSION = "0.9.0"  # of the speculators package
 
 
-def sizes(layer: dict[str, Any], vocab: int, wide: int = 1) -> dict[str, int]:
-    """The letters of a draft layer: D width, V vocabulary, I width of the MLP, S head size, A
-    query heads x S, G key heads x S, W what the attention reads, `wide` times D."""
-    size = layer["head_dim"]
-    return {
-        "D": layer["hidden_size"],
-        "W": wide * layer["hidden_size"],
-        "V": vocab,
-        "I": layer["intermediate_size"],
-        "S": size,
-        "A": layer["num_attention_heads"] * size,
-        "G": layer["num_key_value_heads"] * size,
-    }
-
-
-def fields(layer: dict[str, Any], facts: Facts, dtype: str) -> dict[str, Any]:
-    """Keys of a LlamaConfig. The rotary base stands there twice: old engines read rope_theta
-    and rope_scaling.
-    """
-    rope = dict(layer["rope_parameters"])
+def fields(layer: dict[str, Any], target: Target, dtype: str) -> dict[str, Any]:
+    """Keys of a LlamaConfig for layers of the shape `layer` (heads.layers.shape.layer_config).
+    The rotary base stands there twice: old engines read rope_theta and rope_scaling."""
+    rope, eos = dict(layer["rope_parameters"]), list(target.eos_ids)
     scaled = {k: v for k, v in rope.items() if k != "rope_theta"}
-    keys = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "rms_norm_eps",
-        "max_position_embeddings",
-    )
     return {
         "model_type": "llama",
-        **{k: layer[k] for k in keys},
-        "vocab_size": facts.vocab,
+        **{k: v for k, v in layer.items() if k != "rope_parameters"},
+        "vocab_size": target.vocab_size,
         "rope_theta": rope.get("rope_theta", 10000.0),
         "rope_parameters": rope,
         "rope_scaling": None if rope.get("rope_type") in (None, "default") else scaled,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "bos_token_id": facts.bos,
-        "eos_token_id": facts.eos[0] if len(facts.eos) == 1 else facts.eos,
+        "bos_token_id": getattr(target.config, "bos_token_id", None),
+        "eos_token_id": eos[0] if len(eos) == 1 else eos,
         "torch_dtype": dtype,
     }
 
 
-def window(size: int | None, layers: int) -> dict[str, Any]:
-    """Keys of a LlamaConfig for layers that look back over so many positions, None: over all."""
-    kinds = ["sliding_attention"] * layers
-    return {} if size is None else {"sliding_window": size, "layer_types": kinds}
+def speculators(algorithm: str, target: Target, name: str, depth: int) -> dict[str, Any]:
+    """Keys of every folder of speculators: what it holds, how many tokens to draft, for which
+    target."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": depth,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": name, "architectures": [architecture(target)]},
+        },
+    }
+
+
+# -- reading
+
+
+def described(foreign: Foreign, kind: str) -> dict[str, Any]:
+    """The keys that describe the layers: those of config.json, of a folder of speculators its
+    transformer_layer_config. Raises UserError where that is missing or not of `kind`."""
+    config, where = foreign.config, foreign.folder / "config.json"
+    if "speculators_model_type" not in config:
+        return config
+    found = config.get("transformer_layer_config")
+    if not isinstance(found, dict):
+        raise UserError(f"{where}: transformer_layer_config is missing; export the head again")
+    if found.get("model_type", kind) != kind:
+        raise UserError(
+            f"{where}: its layer is a {found['model_type']!r:.40} layer; {kind} layers are read"
+        )
+    return found
+
+
+def depth_in(config: dict[str, Any], most: int) -> int | None:
+    """How many tokens a folder of speculators is to draft, None where it does not tell or tells
+    more than `most`."""
+    try:
+        depth = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return depth if type(depth) is int and 0 < depth <= most else None
 
 
 def window_in(foreign: Foreign, config: dict[str, Any]) -> int | None:
     """How many positions the layers look back over, None: over all. As in engines, layer_types
     decides: `sliding_window` alone stands in many configs and means nothing.
 
-    Raises UserError for a window of no whole number above 0, and for layers that differ.
-    """
+    Raises UserError for a window of no whole number above 0, and for layers that differ."""
     where, kinds = foreign.folder / "config.json", config.get("layer_types")
-    if not kinds or not isinstance(kinds, list) or "sliding_attention" not in kinds:
+    if not isinstance(kinds, list) or "sliding_attention" not in kinds:
         return None
     if any(kind != "sliding_attention" for kind in kinds):
         raise UserError(
@@ -97,17 +104,22 @@ def window_in(foreign: Foreign, config: dict[str, Any]) -> int | None:
     return number(foreign, config, "sliding_window")
 
 
-def layer(foreign: Foreign, config: dict[str, Any]) -> dict[str, Any]:
-    """The draft layer (heads.layers.shape.layer_config) that a LlamaConfig describes.
+def layer(foreign: Foreign, config: dict[str, Any], target: Target) -> dict[str, Any]:
+    """The draft layers (heads.layers.shape.layer_config) that a LlamaConfig describes.
 
     Raises UserError for a key that is missing or absurd, and for layers that this repository
-    cannot run.
-    """
+    cannot run with this target."""
     where = foreign.folder / "config.json"
     for key in ("attention_bias", "mlp_bias", "qkv_bias"):
         if config.get(key):
             raise UserError(f"{where}: {key} is true; draft layers with biases are not read")
     width, heads = (number(foreign, config, key) for key in ("hidden_size", "num_attention_heads"))
+    said = foreign.config.get("target_hidden_size") or width
+    if not width == said == target.hidden_size:
+        raise UserError(
+            f"{where}: hidden_size: {width} (target_hidden_size {said!r:.40}); the target's is "
+            f"{target.hidden_size}: give the target that the head was trained for"
+        )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(rope, dict):
         rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **rope}

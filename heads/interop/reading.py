@@ -104,15 +104,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    for name in SAFE:
+    """The weight files of a folder, the first kind that is there."""
+    for name in (*SAFE, *INDEX, *PICKLES):
         if (folder / name).is_file():
-            return [name]
-    for name in INDEX:
-        if (folder / name).is_file():
-            return _shards(folder, name)
-    for name in PICKLES:
-        if (folder / name).is_file():
-            return [name]
+            return _shards(folder, name) if name in INDEX else [name]
     parts = (".safetensors", ".bin", ".pt", ".incomplete", ".tmp")
     partial = sorted(p.name for p in folder.iterdir() if p.suffix in parts)
     there = f"; it has {', '.join(partial[:3])}" if partial else ""
@@ -128,17 +123,21 @@ def _shards(folder: Path, index: str) -> list[str]:
         raise UserError(f"{folder / index}: has no weight_map; fetch the head again")
     names = sorted({str(v) for v in where.values()})
     for name in names:
-        if Path(name).name != name or name.startswith("."):
-            raise UserError(
-                f"{folder / index}: names {name!r}, a file outside the folder; do not "
-                "trust this head"
-            )
-        if not (folder / name).is_file():
-            raise UserError(
-                f"{folder}: {name} is missing, which {index} names: half-written; fetch "
-                "the head again"
-            )
+        _check_named(folder, name, index)
     return names
+
+
+def _check_named(folder: Path, name: str, by: str) -> None:
+    """Raises UserError unless a file that `by` names lies in the folder itself."""
+    if Path(name).name != name or name.startswith("."):
+        raise UserError(
+            f"{folder / by}: names {name!r}, a file outside the folder; do not trust this head"
+        )
+    if not (folder / name).is_file():
+        raise UserError(
+            f"{folder}: {name} is missing, which {by} names: half-written; fetch or export the "
+            "head again"
+        )
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -178,19 +177,9 @@ def _check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     if not isinstance(files, dict):
         raise UserError(f"{folder / MANIFEST}: lists no files; export the head again")
     for name, wanted in files.items():
-        path = folder / name
-        if Path(name).name != name:
+        _check_named(folder, name, MANIFEST)
+        if not isinstance(wanted, dict) or sha256_file(folder / name) != wanted.get("sha256"):
             raise UserError(
-                f"{folder / MANIFEST}: names {name!r}, a file outside the folder; do not "
-                "trust this head"
-            )
-        if not path.is_file():
-            raise UserError(
-                f"{folder}: {name} is missing, which {MANIFEST} names: half-written; "
-                "export the head again"
-            )
-        if not isinstance(wanted, dict) or sha256_file(path) != wanted.get("sha256"):
-            raise UserError(
-                f"{path}: damaged (sha256 differs from {MANIFEST}); export the head again, or "
-                f"remove {MANIFEST} if the change was meant"
+                f"{folder / name}: damaged (sha256 differs from {MANIFEST}); export the head "
+                f"again, or remove {MANIFEST} if the change was meant"
             )

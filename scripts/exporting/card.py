@@ -3,7 +3,6 @@ serve it, and the hashes."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from dataclasses import asdict, dataclass, field
@@ -13,13 +12,11 @@ from typing import Any
 
 from outrider.conf.jsonl import records
 from outrider.heads.base import Head
-from outrider.heads.interop import Facts, engines, served
+from outrider.heads.interop import ENGINE, engines
 from outrider.heads.tuned import Tuned
 from outrider.scripts.common import files
-from outrider.scripts.exporting.stage import visible
 from outrider.scripts.reports.rendering import render
 
-FORMAT = 1
 NAMES = {
     "medusa": "Medusa heads",
     "eagle1": "an EAGLE-1 head",
@@ -28,42 +25,37 @@ NAMES = {
     "dspark": "a DSpark head",
     "small_lm": "a draft model",
 }
-
 SHOWN = ("batches", "draft vocabulary", "target", "commit")  # of the training, where it is known
 
 
 @dataclass
 class About:
-    """All that card and manifest tell. card: of the head's folder. settings: what tune chose.
-    run: what training said of itself. check: the self-check's figures. dtype: as written.
+    """All that card and manifest tell. card: of the head's folder. name, architecture: of the
+    target. settings: what tune chose. run: what training said of itself. check: the
+    self-check's figures. dtype: as written.
     """
 
     format: str
     head: Head
     card: dict[str, Any]
-    facts: Facts
+    name: str
+    architecture: str
     settings: Tuned | None
     out: Path
-    run: dict[str, Any]
+    run: dict[str, Any] = field(default_factory=dict)
     check: dict[str, Any] = field(default_factory=dict)
     dtype: str = ""
 
     @property
     def depth(self) -> int:
-        """K of the serve command: all heads for Medusa, of a block whose rows see each other
-        what it was trained with, what tune chose for a chain, else K as trained.
-        """
-        if self.head.kind == "medusa":
-            return int(self.head.cfg.heads)
+        """K of the serve command: all levels that a head has, where it has no more; what tune
+        chose for a chain; else K as trained."""
         deepest = getattr(self.head, "deepest", None)
         if deepest and deepest <= self.head.levels:
             return int(self.head.levels)
         chain = self.settings.chain if self.settings is not None else None
-        return (
-            int(chain.depth)
-            if chain is not None and chain.depth
-            else trained_depth(asdict(self.head.cfg)) or int(self.head.levels)
-        )
+        tuned = int(chain.depth or 0) if chain is not None else 0
+        return tuned or trained_depth(asdict(self.head.cfg)) or int(self.head.levels)
 
 
 def trained_depth(saved: dict[str, Any]) -> int:
@@ -76,102 +68,77 @@ def trained_depth(saved: dict[str, Any]) -> int:
     return keys.get("heads") or (steps if steps > 1 else keys.get("depth", 0))
 
 
-def vllm(head: Head, folder: Path, draft_tokens: int) -> dict[str, Any]:
-    """vLLM's speculative_config for an exported head."""
-    method = engines.VLLM.drafters[head.kind].how
-    spec = {"model": str(folder), "method": method, "num_speculative_tokens": draft_tokens}
-    return spec | {"parallel_drafting": True} if getattr(head.cfg, "parallel", False) else spec
-
-
 def serve(about: About) -> list[tuple[str, str]]:
-    """(engine with the versions that load this head, command) pairs; the original repositories
-    have none."""
-    wanted = engines.required(about.head.kind, about.head.cfg)
-    vllm_now, sglang_now = (e.versions(*wanted) for e in (engines.VLLM, engines.SGLANG))
-    target, folder, kind = about.facts.name or "TARGET", str(about.out), about.head.kind
-    steps = about.depth
-    spec = vllm(about.head, about.out, steps)
-    config = shlex.quote(json.dumps(spec))
-    on_vllm = f"vllm serve {shlex.quote(target)} --speculative-config {config}"
-    known = engines.SGLANG.drafters.get(kind, engines.Support())
+    """(engine with the versions that load this head, command) pairs."""
+    head, steps, folder = about.head, about.depth, shlex.quote(str(about.out))
+    wanted, target = engines.required(head.kind, head.cfg), shlex.quote(about.name or "TARGET")
+    reader = ENGINE[about.format]
+    spec = {
+        "model": str(about.out),
+        "method": engines.VLLM.drafters[head.kind].how,
+        "num_speculative_tokens": steps,
+        **({"parallel_drafting": True} if getattr(head.cfg, "parallel", False) else {}),
+    }
+    vllm = f"vllm serve {target} --speculative-config {shlex.quote(json.dumps(spec))}"
+    known = engines.SGLANG.drafters.get(head.kind, engines.Support())
+    # a block is one step, whose window holds the last token too
+    chain = f"--speculative-num-steps {steps} --speculative-eagle-topk 1 "
     sglang = (
-        f"python -m sglang.launch_server --model-path {shlex.quote(target)} "
-        f"--speculative-algorithm {known.how} --speculative-draft-model-path {shlex.quote(folder)} "
-        f"{' '.join(sglang_flags(steps, kind))}"
+        f"python -m sglang.launch_server --model-path {target} "
+        f"--speculative-algorithm {known.how} --speculative-draft-model-path {folder} "
+        f"{'' if head.kind in ('dflash', 'dspark') else chain}"
+        f"--speculative-num-draft-tokens {steps + 1}"
     )
-    if about.format == "gguf":
-        method = engines.LLAMACPP.drafters[kind].how
-        draft = shlex.quote(f"{folder}/draft.gguf")
-        command = (
-            f"llama-server -m TARGET.gguf -md {draft} --spec-type {method} "
-            f"--spec-draft-n-max {steps} --spec-draft-p-min 0"
-        )
-        return [(engines.LLAMACPP.versions(*wanted), command)]
-    if about.format == "speculators":
-        one = engines.SPECULATORS.versions(*wanted)
-        return [(one, f"vllm serve {shlex.quote(folder)}"), (f"{one}, other settings", on_vllm)]
-    if about.format == "transformers":
-        return [(vllm_now, on_vllm), (sglang_now, sglang)]
-    if about.format == "sglang":
-        return [(sglang_now, sglang)]
-    return [(vllm_now, on_vllm)] if about.format in ("vllm", "deepspec", "medusa") else []
-
-
-def sglang_flags(draft_tokens: int, kind: str) -> list[str]:
-    """How SGLang is told to draft so many tokens. A block head is one step, whose window holds
-    the last token too."""
-    window = f"--speculative-num-draft-tokens {draft_tokens + 1}"
-    if kind in ("dflash", "dspark"):
-        return [window]
-    return [f"--speculative-num-steps {draft_tokens}", "--speculative-eagle-topk 1", window]
+    llamacpp = (
+        f"llama-server -m TARGET.gguf -md {shlex.quote(f'{about.out}/draft.gguf')} --spec-type "
+        f"{engines.LLAMACPP.drafters.get(head.kind, engines.Support()).how} --spec-draft-n-max "
+        f"{steps} --spec-draft-p-min 0"
+    )
+    one = reader.versions(*wanted)
+    return {
+        "gguf": [(one, llamacpp)],
+        "speculators": [(one, f"vllm serve {folder}"), (f"{one}, other settings", vllm)],
+        "transformers": [(one, vllm), (engines.SGLANG.versions(*wanted), sglang)],
+        "sglang": [(one, sglang)],
+    }.get(about.format, [(one, vllm)])
 
 
 def page(about: About) -> str:
     """README.md."""
-    head, name, identity = about.head, about.facts.name, about.card.get("target") or {}
-    what = NAMES[head.kind]
-    extra = about.card.get("extra") or {}
+    head, name, identity = about.head, about.name, about.card.get("target") or {}
+    what, extra = NAMES[head.kind], about.card.get("extra") or {}
     return render(
         "export.md",
         about=about,
         what=what[0].upper() + what[1:],
-        base_model=name if name and "/" in name and not Path(name).is_absolute() else "",
+        base_model=name if "/" in name and not Path(name).is_absolute() else "",
         target=identity.get("name", name),
         hashes={k.replace("_", " "): identity[k] for k in identity if k.endswith("sha256")},
         serve=serve(about),
         checked=engines.CHECKED,
-        gone=served.gone(about.format, head),
+        gone=ENGINE[about.format].gone(head.kind),
         described=described(head),
         training={k: about.run[k] for k in SHOWN if about.run.get(k)},
         steps=extra.get("step"),
         recipe=json.dumps(about.card["head"].get("config", {}), sort_keys=True),
         acceptance=acceptance(extra, getattr(head, "calibration", {}) or {}),
-        decoding=decoding(about),
+        decoding=decoding(about.settings),
     )
 
 
 def described(head: Head) -> list[tuple[str, Any]]:
     """Rows about the head's shape."""
-    cfg = head.cfg
     rows: list[tuple[str, Any]] = [("parameters", f"{sum(p.numel() for p in head.parameters()):,}")]
-    if hasattr(cfg, "heads"):
-        rows += [("heads", cfg.heads), ("blocks of each", cfg.blocks)]
-    taps = tuple(getattr(head, "taps", ()))
-    if taps:
-        rows.append(
-            (
-                "target features",
-                f"hidden_states {list(taps)}; 0 = embeddings, the last = after the final norm",
-            )
+    if hasattr(head.cfg, "heads"):
+        rows += [("heads", head.cfg.heads), ("blocks of each", head.cfg.blocks)]
+    if taps := tuple(getattr(head, "taps", ())):
+        where = f"hidden_states {list(taps)}; 0 = embeddings, the last = after the final norm"
+        rows.append(("target features", where))
+    if size := getattr(head.cfg, "draft_vocab", 0):
+        widened = "widened to the whole one: other tokens get the mean row, which is never the best"
+        note = {"medusa": widened, "eagle1": "the engine scores the whole one"}.get(
+            head.kind, f"{getattr(head, 'coverage', 1.0):.1%} of the supervised tokens"
         )
-    size = getattr(cfg, "draft_vocab", 0)
-    if size:
-        cover = getattr(head, "coverage", 1.0)
-        note = {
-            "medusa": "widened to the whole one: other tokens get the mean row, which is "
-            "never the best",
-            "eagle1": "the engine scores the whole one",
-        }.get(head.kind, f"{cover:.1%} of the supervised tokens")
         rows.append(("draft vocabulary", f"{size:,} tokens ({note})"))
     return rows
 
@@ -185,8 +152,7 @@ def acceptance(extra: dict[str, Any], calibration: dict[str, Any]) -> list[str]:
             f"decoded on held-out prompts: accepted length {best['accepted_length']:.2f} "
             f"(bonus token counted, step {best.get('step')})"
         )
-    table = calibration.get("acceptance") or []
-    if table:
+    if table := calibration.get("acceptance") or []:
         rates = " ".join(f"{row[0]:.0%}" for row in table[:8])
         lines.append(
             f"teacher-forced, right token is the head's first choice, by depth: {rates} "
@@ -195,15 +161,12 @@ def acceptance(extra: dict[str, Any], calibration: dict[str, Any]) -> list[str]:
     return lines or ["not measured"]
 
 
-def decoding(about: About) -> list[str]:
+def decoding(found: Tuned | None) -> list[str]:
     """What tune found for this head, if it ran."""
-    found = about.settings
     if found is None:
         return ["not tuned; `outrider tune drafter=...` finds K for a machine and prompts"]
-    lines = [
-        f"tuned here: {found.best}"
-        + ("" if found.pays else " (not measured to be faster than plain decoding)")
-    ]
+    slow = "" if found.pays else " (not measured to be faster than plain decoding)"
+    lines = [f"tuned here: {found.best}{slow}"]
     if found.chain is not None:
         lines.append(f"for engines, which draft chains: {found.chain}")
     where = {k: v for k, v in found.evidence.items() if isinstance(v, str | int | float)}
@@ -224,43 +187,34 @@ def run_record(source: Path) -> dict[str, Any]:
     return {}
 
 
-def manifest(
-    about: About, stage: Path, command: str, environment: dict[str, Any]
-) -> dict[str, Any]:
-    """outrider.json: who it is for, from what it was made, and the sha256 of every file beside
-    it.
-    """
+def head_facts(about: About) -> dict[str, Any]:
+    """What the manifest says of a head."""
     ids = about.head.ids()
-    names = [p.name for p in visible(stage)]
-    vocabulary = (
-        None if ids is None else hashlib.sha256(json.dumps(ids.tolist()).encode()).hexdigest()
-    )
     return {
-        "format": FORMAT,
-        "engine_format": about.format,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "commit": environment["commit"],
-        "versions": environment["versions"],
-        "kind": about.head.kind,
         "source": {
             "card_sha256": about.card["sha256"],
             "weights_sha256": about.card["weights"]["sha256"],
         },
-        "target": about.card.get("target"),
-        "vocabulary_map": {"tokens": 0 if ids is None else int(ids.numel()), "sha256": vocabulary},
-        "dtype": about.dtype,
+        "vocabulary_map": {"tokens": 0 if ids is None else int(ids.numel())},
         "draft_tokens": about.depth,
         "folder": str(about.out),  # as the lines of `serve` name it
         "serve": [{"engine": engine, "command": line} for engine, line in serve(about)],
-        "training": {
-            k: v
-            for k, v in about.run.items()
-            if k in ("data", "batches", "commit", "draft vocabulary")
-        },
-        "check": about.check,
+        "training": {k: about.run[k] for k in ("data", *SHOWN) if k in about.run},
+    }
+
+
+def manifest(stage: Path, **about: Any) -> dict[str, Any]:
+    """outrider.json: what it is, from what it was made, and the sha256 of every file beside it."""
+    environment, names = files.environment(), sorted(p.name for p in stage.iterdir())
+    return {
+        "format": 1,
+        **about,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": files.command(),
+        "commit": environment["commit"],
+        "versions": environment["versions"],
         "files": {
-            n: {"bytes": (stage / n).stat().st_size, "sha256": files.sha256(stage / n)}
-            for n in names
+            name: {"bytes": (stage / name).stat().st_size, "sha256": files.sha256(stage / name)}
+            for name in names
         },
     }

@@ -14,7 +14,6 @@ from outrider.heads.registry import FORMATS
 from outrider.scripts.common.absent import no_drafters, no_prompts
 
 AS_WRITTEN = "as_written"
-READABLE = ("auto", *(f for f in FORMATS if f not in ("transformers", "gguf")))
 PUBLISHED = "give the folder of a published head (config.json and its weights)"
 
 
@@ -25,7 +24,7 @@ class ExportConfig:
     # run folder, head folder or hub:OWNER/NAME[@REVISION] to export; with format=gguf also an
     # ordinary model folder, or none for the target itself
     drafter: str
-    # vllm, speculators, sglang, deepspec, medusa, eagle, transformers or gguf
+    # vllm, speculators, sglang, deepspec, transformers or gguf
     format: Annotated[str, one_of(FORMATS)]
     # folder to write
     out: str
@@ -65,7 +64,7 @@ class ExportConfig:
         if self.format == "gguf" and self.dtype is not None:
             from outrider.heads.interop import gguf_write
 
-            known = gguf_write.DTYPES
+            known = gguf_write.TYPES
         if self.dtype is not None and self.dtype not in known:
             found.append(
                 f"dtype: {self.dtype} is none of {', '.join(known)}, which format={self.format} "
@@ -108,8 +107,6 @@ class ImportConfig:
     out: str
     # the target that the head was trained for
     target: TargetConfig = field(default_factory=TargetConfig)
-    # auto, vllm, speculators, sglang, medusa or eagle
-    format: Annotated[str, one_of(READABLE)] = "auto"
     # how to read what files cannot show; the probe names the one that fits
     convention: str = AS_WRITTEN
     # try the known conventions on a few prompts

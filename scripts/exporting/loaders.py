@@ -1,6 +1,6 @@
-"""What an engine makes of an exported file, for scripts/exporting/reader.py: a folder of a Medusa
-or EAGLE head, a folder of a block head (DFlash, DSpark), a GGUF file. Written from the engines'
-loaders and from nothing of heads/ but the reader of GGUF's bytes.
+"""What an engine makes of an exported file, for scripts/exporting/reader.py: a folder of a head,
+or a GGUF file. Written from the engines' loaders and from nothing of heads/ but the reader of
+GGUF's bytes.
 
 Each counts layers, takes flags and renames tensors as its engine does; what an engine ignores is
 ignored: Medusa biases without medusa_fc_bias, vLLM's fc.bias.
@@ -36,8 +36,8 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
 KINDS: dict[str, Kind] = {"dflash": "block", "eagle3": "eagle3"}  # others are whole models
+TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
 def folder(path: Path, format: str, embed: Tensor, lm_head: Tensor, layers: int) -> EngineFile:
@@ -45,22 +45,27 @@ def folder(path: Path, format: str, embed: Tensor, lm_head: Tensor, layers: int)
     layers: its layers."""
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
     raw = {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
-    tensors = {k: v.float() if v.is_floating_point() else v for k, v in raw.items()}
+    tensors = {
+        k.replace("midlayer.", LAYER).removeprefix("markov_head."): v.float()
+        if v.is_floating_point()
+        else v
+        for k, v in raw.items()
+    }
     embed, lm_head = embed.float().cpu(), lm_head.float().cpu()
-    if any(name.split(".")[0] == "blocks" or name[0].isdigit() for name in tensors):
-        return _medusa(config, tensors, embed, layers)
+    if "lm_heads.0.weight" in tensors:
+        stacks = tuple(_stack(config, tensors, k) for k in range(config["num_heads"]))
+        return EngineFile("medusa", tensors, embed, embed, taps=(layers,), stacks=stacks)
     d2t = tensors.get("d2t")
     ids = None if d2t is None else torch.arange(len(d2t)) + d2t
     head = tensors.get("lm_head.weight", lm_head)
     if "hidden_norm.weight" in tensors:
         if format == "sglang":  # whatever the file holds
             head, ids = lm_head, None
-        return _block(config, tensors, embed, head, ids)
-    tensors = {k.replace("midlayer.", LAYER): v for k, v in tensors.items()}
+        return EngineFile("block", tensors, embed, head, ids, **_block(config))
     embed = tensors.get("embed_tokens.weight", embed)
     shape = config.get("transformer_layer_config", config)
     how: dict[str, Any] = {"shape": shape_of(shape), "turn": turn_of(shape)}
-    if not any("hidden_norm" in name for name in tensors):
+    if f"{LAYER}hidden_norm.weight" not in tensors:
         if format == "vllm":
             tensors.pop("fc.bias", None)
         scale = float(config.get("logit_scale", 1.0))
@@ -82,46 +87,27 @@ def folder(path: Path, format: str, embed: Tensor, lm_head: Tensor, layers: int)
     )
 
 
-def _medusa(
-    config: dict[str, Any], tensors: dict[str, Tensor], embed: Tensor, layers: int
-) -> EngineFile:
-    native = "lm_heads.0.weight" in tensors
-    biased = not native or bool(config.get("medusa_fc_bias"))
-    heads = config["num_heads" if native else "medusa_num_heads"]
-    blocks = config["num_hidden_layers" if native else "medusa_num_layers"]
-    stacks = []
-    for k in range(heads):
-        names = [
-            f"blocks.{k}.layers.{number}" if native else f"{k}.{number}.linear"
-            for number in range(blocks)
-        ]
-        stack = [(tensors[f"{n}.weight"], tensors[f"{n}.bias"] if biased else None) for n in names]
-        last = f"lm_heads.{k}.weight" if native else f"{k}.{blocks}.weight"
-        stacks.append((stack, tensors[last]))
-    return EngineFile("medusa", tensors, embed, embed, taps=(layers,), stacks=tuple(stacks))
+def _stack(config: dict[str, Any], tensors: dict[str, Tensor], head: int) -> tuple[Any, Tensor]:
+    """The blocks and the projection of one Medusa head."""
+    biased = bool(config.get("medusa_fc_bias"))
+    names = [f"blocks.{head}.layers.{number}" for number in range(config["num_hidden_layers"])]
+    blocks = [(tensors[f"{n}.weight"], tensors[f"{n}.bias"] if biased else None) for n in names]
+    return blocks, tensors[f"lm_heads.{head}.weight"]
 
 
 def taps_of(config: dict[str, Any], format: str, layers: int) -> tuple[int, ...]:
     """Which inner layers the engine hands to EAGLE-3, in ascending order, counted as
     hidden_states[k]."""
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    top = config.get("eagle_aux_hidden_state_layer_ids")
+    nested = (config.get("eagle_config") or {}).get(TAPS)
     default = (2, layers // 2, layers - 3)
-    if format == "eagle":
-        return default
     if format == "sglang":
         return tuple(k + 1 for k in nested) if nested else default
-    return tuple(sorted(top or nested or default))
+    return tuple(sorted(config.get(TAPS) or nested or default))
 
 
-def _block(
-    config: dict[str, Any],
-    tensors: dict[str, Tensor],
-    embed: Tensor,
-    head: Tensor,
-    ids: Tensor | None,
-) -> EngineFile:
-    """Whether the rows of a block see each other goes by the rules of vLLM's loaders."""
+def _block(config: dict[str, Any]) -> dict[str, Any]:
+    """What a block head's config says. Whether the rows of a block see each other goes by the
+    rules of vLLM's loaders."""
     if config.get("speculators_model_type") is not None:
         shape = config["transformer_layer_config"]
         causal = not config.get("sliding_window_non_causal", False)
@@ -133,20 +119,15 @@ def _block(
         causal = config.get("is_causal", nested.get("causal", False))
         taps, mask = [number + 1 for number in given["target_layer_ids"]], given["mask_token_id"]
         first = config.get("sample_from_anchor", "DSpark" in config["architectures"][0])
-    return EngineFile(
-        "block",
-        {k.removeprefix("markov_head."): v for k, v in tensors.items()},
-        embed,
-        head,
-        ids,
-        tuple(taps),
-        shape_of(shape, int(shape["num_hidden_layers"])),
-        turn_of(shape),
-        mask=mask,
-        block=config["block_size"],
-        causal=causal,
-        before=int(not first),
-    )
+    return {
+        "taps": tuple(taps),
+        "shape": shape_of(shape, int(shape["num_hidden_layers"])),
+        "turn": turn_of(shape),
+        "mask": mask,
+        "block": config["block_size"],
+        "causal": causal,
+        "before": int(not first),
+    }
 
 
 def shape_of(config: dict[str, Any], layers: int = 1) -> LayerDims:
@@ -188,15 +169,13 @@ def gguf(path: Path, embed: Tensor) -> EngineFile:
     arch = str(file.fields["general.architecture"])
     lead = f"{arch}."
     field = {k.removeprefix(lead): v for k, v in file.fields.items() if k.startswith(lead)}
-    inner = "hidden_norm" if arch == "dflash" else "input_norm"
-    tensors = {_plain(name, inner): value for name, value in file.tensors.items()}
+    tensors = {_plain(name, arch): value for name, value in file.tensors.items()}
     embed = tensors.get("token_embd.weight", embed.detach().float().cpu())
-    heads = int(field["attention.head_count"])
-    size = int(field.get("attention.key_length", int(field["embedding_length"]) // heads))
+    size = int(field["attention.key_length"])
     frequency = frequencies(float(field["rope.freq_base"]), size)
-    biased = "markov_w1.weight" in tensors
     if arch != "dflash":
         frequency = frequency / tensors.get("rope_freqs.weight", torch.ones(()))
+    first = "markov_w1.weight" in tensors and field.get("sample_from_anchor", True)
     return EngineFile(
         KINDS.get(arch, "model"),
         tensors,
@@ -205,7 +184,7 @@ def gguf(path: Path, embed: Tensor) -> EngineFile:
         tensors.get("d2t"),
         tuple(int(k) for k in field.get("target_layers", ())),
         LayerDims(
-            heads,
+            int(field["attention.head_count"]),
             int(field["attention.head_count_kv"]),
             size,
             float(field["attention.layer_norm_rms_epsilon"]),
@@ -216,12 +195,13 @@ def gguf(path: Path, embed: Tensor) -> EngineFile:
         norm_before_residual=bool(field.get("norm_before_residual")),
         mask=int(file.fields.get("tokenizer.ggml.mask_token_id", -1)),
         causal=bool(field.get("attention.causal")),
-        before=int(not (biased and field.get("sample_from_anchor", True))),
+        before=int(not first),
     )
 
 
-def _plain(name: str, inner: str) -> str:
-    """inner: what the norm of an encoder is."""
+def _plain(name: str, arch: str) -> str:
+    """The plain name of a tensor of llama.cpp's."""
+    inner = "hidden_norm" if arch == "dflash" else "input_norm"
     name = name.replace("enc.output_norm", inner)
     for theirs, plain in NAMES.items():
         name = name.replace(theirs, plain)

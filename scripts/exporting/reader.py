@@ -1,12 +1,12 @@
 """How a serving engine drafts with an exported head, written from the engines' forward passes and
 from nothing of heads/: the self-check of every export, and the oracle of the import tests.
 
-An EngineFile is what an engine makes of an export (scripts/exporting/loaders.py: a folder, a block
-head's folder, a GGUF file): its tensors under plain names, and every flag as the engine takes it.
-Drafts are greedy, in float32, without a cache.
+An EngineFile is what an engine makes of an export (scripts/exporting/loaders.py): its tensors
+under plain names, and every flag as the engine takes it. It computes the logits of a draft behind
+given tokens, in float32, without a cache.
 
-LayerDims letters: n committed tokens that have a feature, D width, F features, K drafted tokens, V
-vocabulary, T rows, R of them with queries, H heads, S head size.
+Shape letters: n committed tokens that have a feature, D width, F features, K drafted tokens, V
+vocabulary, Vd draft vocabulary, T rows, R of them with queries, H heads, S head size.
 """
 
 from __future__ import annotations
@@ -19,20 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Features = Callable[
-    [tuple[int, ...]], Tensor
-]  # taps -> [n, F, D], taps counted as hidden_states[k]
+# taps -> [n, F, D], taps counted as hidden_states[k]
+Features = Callable[[tuple[int, ...]], Tensor]
 Turn = Callable[[Tensor, Tensor], Tensor]  # [.., T, S] and places [T] -> turned by them
 Kind = Literal["medusa", "eagle1", "eagle3", "block", "model"]
 LAYER = "layers.0."
-
-
-@dataclass
-class Drafts:
-    """tokens: [K]. logits: [K, V], -inf where the head has no logit."""
-
-    tokens: Tensor
-    logits: Tensor
 
 
 @dataclass(frozen=True)
@@ -77,33 +68,34 @@ class EngineFile:
     causal: bool = True
     before: int = 0
 
-    def draft(self, ids: Tensor, features: Features, count: int) -> Drafts:
-        """Greedy drafts behind ids [n + 1] (the last one has no feature yet)."""
+    def logits(self, ids: Tensor, features: Features, drafted: Tensor) -> Tensor:
+        """[K, V], -inf where the head has none: of the tokens behind ids [n + 1], whose last one
+        has no feature yet, and behind each of the K - 1 `drafted` ones. A model: of the token
+        behind ids alone, [1, V]."""
+        if self.kind == "model":
+            return self._model(ids)[None]
+        feats = features(self.taps).float()
         if self.kind == "medusa":
-            return self._medusa(features)
+            return torch.stack([self._medusa(feats[-1, 0], *stack) for stack in self.stacks])
         if self.kind == "block":
-            return self._block(ids, features, count)
-        return self._own(ids, count) if self.kind == "model" else self._eagle(ids, features, count)
+            return self._block(ids, feats.flatten(1), drafted.tolist())
+        return self._eagle(ids, feats.flatten(1), drafted.tolist())
 
     # -- the kinds
 
-    def _medusa(self, features: Features) -> Drafts:
-        x, rows = features(self.taps)[-1, 0].float(), []
-        for blocks, projection in self.stacks:
-            y = x
-            for weight, bias in blocks:
-                z = weight @ y
-                y = y + F.silu(z if bias is None else z + bias)
-            rows.append(projection @ y)
-        logits = torch.stack(rows)
-        return Drafts(logits.argmax(-1), logits)
+    def _medusa(
+        self, x: Tensor, blocks: list[tuple[Tensor, Tensor | None]], projection: Tensor
+    ) -> Tensor:
+        for weight, bias in blocks:
+            z = weight @ x
+            x = x + F.silu(z if bias is None else z + bias)
+        return projection @ x
 
-    def _eagle(self, ids: Tensor, features: Features, count: int) -> Drafts:
+    def _eagle(self, ids: Tensor, feats: Tensor, drafted: list[int]) -> Tensor:
         three, get = self.kind == "eagle3", self.tensors
-        feats = features(self.taps).float().flatten(1)
         hidden = self._fused(feats) if three else feats
-        tokens, rows = ids[1:].tolist(), []
-        for _ in range(count):
+        tokens, rows = ids[1:].tolist(), list[Tensor]()
+        for token in (*drafted, -1):
             e = self.embed[torch.tensor(tokens)]
             if three:
                 normed = self._norm(hidden, f"{LAYER}hidden_norm")
@@ -114,14 +106,13 @@ class EngineFile:
                 read = base
             y = self._layer(LAYER, base, read, read, earlier(len(read), self.shape.window))[-1]
             after = self._norm(y, "norm") if three else y
-            rows.append(self._logits(after))
+            rows.append(self._unembed(after))
             handed = (after if self.norm_output else y)[None]
             if "mask_hidden" in get:  # P-EAGLE: masks in place of what was drafted
-                handed = self._fused(get["mask_hidden"])
-            tokens.append(self.mask if "mask_hidden" in get else int(rows[-1].argmax()))
+                handed, token = self._fused(get["mask_hidden"]), self.mask
+            tokens.append(token)
             hidden = torch.cat([hidden, handed])
-        logits = torch.stack(rows)
-        return Drafts(logits.argmax(-1), logits)
+        return torch.stack(rows)
 
     def _fused(self, x: Tensor) -> Tensor:
         """Features side by side [n, F D] -> [n, D]."""
@@ -132,9 +123,9 @@ class EngineFile:
             x = torch.cat([self._norm(part, f"fc_norm.{i}") for i, part in parts], -1)
         return x @ self.tensors["fc.weight"].T
 
-    def _block(self, ids: Tensor, features: Features, count: int) -> Drafts:
-        get, rows = self.tensors, self.block or count + self.before
-        feats = features(self.taps).float().flatten(1)
+    def _block(self, ids: Tensor, feats: Tensor, drafted: list[int]) -> Tensor:
+        get, count = self.tensors, len(drafted) + 1
+        rows = self.block or count + self.before
         context = self._norm(feats @ get["fc.weight"].T, "hidden_norm")
         x = torch.cat([self.embed[ids[-1:]], self.embed[torch.full((rows - 1,), self.mask)]])
         hidden = torch.zeros(rows, len(context) + rows, dtype=torch.bool)
@@ -145,35 +136,24 @@ class EngineFile:
             y = self._norm(x, f"{name}input_layernorm")
             x = self._layer(name, x, y, torch.cat([context, y]), hidden)
         near, far = (get.get(f"markov_w{i}.weight") for i in (1, 2))
-        last, tokens, logits = int(ids[-1]), [], []
-        for slot in self._norm(x, "norm")[self.before :][:count]:
-            row = self._logits(slot)
-            if near is not None and far is not None:
-                row = row + self._spread(far @ near[last], 0.0)
-            last = int(row.argmax())
-            tokens.append(last)
-            logits.append(row)
-        return Drafts(torch.tensor(tokens), torch.stack(logits))
+        logits = [self._unembed(slot) for slot in self._norm(x, "norm")[self.before :][:count]]
+        if near is not None and far is not None:
+            last = [int(ids[-1]), *drafted]
+            terms = (self._spread(far @ near[token], 0.0) for token in last)
+            logits = [row + term for row, term in zip(logits, terms, strict=False)]
+        return torch.stack(logits)
 
-    def _own(self, ids: Tensor, count: int) -> Drafts:
-        rows: list[Tensor] = []
-        for _ in range(count):
-            rows.append(self.logits(ids))
-            ids = torch.cat([ids, rows[-1].argmax()[None]])
-        return Drafts(ids[-count:], torch.stack(rows))
-
-    def logits(self, ids: Tensor) -> Tensor:
-        """[V] behind ids [T], of a whole model."""
+    def _model(self, ids: Tensor) -> Tensor:
         y, hidden = self.embed[ids], earlier(len(ids))
         for number in range(self.shape.layers):
             name = f"layers.{number}."
             x = self._norm(y, f"{name}input_layernorm")
             y = self._layer(name, y, x, x, hidden)
-        return self._logits(self._norm(y[-1], "norm"))
+        return self._unembed(self._norm(y[-1], "norm"))
 
     # -- parts of a layer
 
-    def _logits(self, h: Tensor) -> Tensor:
+    def _unembed(self, h: Tensor) -> Tensor:
         return self._spread((self.head @ h) * self.scale, -torch.inf)
 
     def _spread(self, own: Tensor, rest: float) -> Tensor:
@@ -194,7 +174,8 @@ class EngineFile:
         [T, ..]. hidden: [R, T] bool, keys that a row does not see."""
         y = base + self._attention(name, read, keys, hidden)
         z = self._norm(y, f"{name}post_attention_layernorm")
-        gate, up, down = (self.tensors[f"{name}mlp.{p}_proj.weight"].T for p in PARTS)
+        parts = ("gate", "up", "down")
+        gate, up, down = (self.tensors[f"{name}mlp.{part}_proj.weight"].T for part in parts)
         return y + (F.silu(z @ gate) * (z @ up)) @ down
 
     def _attention(self, name: str, read: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
@@ -213,9 +194,6 @@ class EngineFile:
         score = (q @ k.mT / shape.size**0.5).masked_fill(hidden, -torch.inf)
         mixed = (score.softmax(-1) @ v).transpose(0, 1).reshape(len(read), -1)
         return mixed @ self.tensors[f"{name}self_attn.o_proj.weight"].T
-
-
-PARTS = ("gate", "up", "down")
 
 
 def earlier(length: int, window: int = 0) -> Tensor:

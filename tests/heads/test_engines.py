@@ -15,7 +15,7 @@ def test_versions_are_in_order_and_sources_are_named(key: str) -> None:
     engine = ENGINES[key]
     for name, support in engine.drafters.items():
         given = [v for v in (support.since, support.until, engine.newest) if v]
-        assert given == sorted(given, key=engines._order), name
+        assert given == sorted(given, key=engines.order), name
         assert support.source, name
         assert support.until != engine.newest or not engine.newest, f"{name}: leave until out"
 
@@ -34,7 +34,6 @@ def test_what_versions_load_is_told_by_all_parts_of_a_head() -> None:
     assert old.versions("a") == "E 0.9 to 2" and old.versions("c") == "E 2"
     assert old.versions("a", "b") == "E 0.10 to 1.2" and old.versions("c", "b") == "E 0.10 to 1.2"
     assert old.loads("a", "c") and not old.loads("a", "b") and not old.loads("d")
-    assert Engine("the code", {"a": Support()}).versions("a") == "the code"
     last = Engine("E", {"medusa": Support(until="1.2")}, "2")
     assert last.versions("medusa") == "E up to 1.2" and "E 2" in last.gone("medusa")
     assert not last.gone("eagle3") and not old.gone("a")

@@ -17,7 +17,7 @@ from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.heads import load_head, save_head
 from outrider.heads.drafters import resolve_drafter
-from outrider.heads.interop import LAYOUTS, detect, read_folder
+from outrider.heads.interop import LAYOUTS, read_folder, read_head
 from outrider.heads.names import DraftSpec
 from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
 from outrider.scripts.import_head import same_target
@@ -204,7 +204,7 @@ def imported(place: Path, target: Any, out: Path) -> None:
     """What import_head does but for its probe, and a draft of what came of it."""
     foreign = read_folder(place)
     same_target(foreign, target)
-    head = detect(foreign, "auto").read(foreign, target).eval()
+    head = read_head(foreign, target)[0].eval()
     save_head(head, out, target.identity)
     drafter = load_head(out, target).drafter(target, DraftSpec(shape="chain"))
     generate(target, drafter, [Request([5, 6, 7], 3)], Sampling(), eos_ids=())

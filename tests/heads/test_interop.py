@@ -1,22 +1,43 @@
-"""Heads in other programs' formats: round trips, the independent reader, and what is
-refused."""
+"""Heads in other programs' formats: round trips, the independent reader, and what is refused."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from outrider.conf.errors import UserError
-from outrider.heads.interop import LAYOUTS, Facts, detect, find_layout, read_folder
+from outrider.heads.interop import read_folder, read_head, refusals
+from outrider.scripts.exporting import loaders
 from outrider.scripts.exporting.card import About
-from outrider.scripts.exporting.self_check import check_export
+from outrider.scripts.exporting.self_check import ExportCheck, check_head, rounded
 from tests.helpers.engine_schemas import SCHEMAS, violations
 from tests.helpers.interop import PAIRS, change, deep_target, folder, random_head
+
+MASKED = {"parallel": True, "steps": 3, "mask_token": 259}
+SHARED = {"share_lm_head": True, "draft_vocab": 0}
+# What further keys a format can carry, so that their flags are exercised too
+VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("vllm", "medusa", {"draft_vocab": 64, "blocks": 2}),
+    ("vllm", "eagle3", {"norm_before_fc": True, "norm_output": True, "taps": [1, 3, 6]}),
+    ("sglang", "eagle3", {"norm_joined": True, "taps": [1, 3, 6]}),
+    ("speculators", "eagle3", {"norm_before_residual": True, "sliding_window": 6}),
+    ("vllm", "eagle3", {"sliding_window": 6}),
+    ("vllm", "eagle3", MASKED),
+    ("speculators", "eagle3", {**MASKED, "norm_before_fc": True}),
+    ("vllm", "dflash", {"depth": 3, "block": 6, "share_lm_head": True}),
+    ("vllm", "dflash", {"layers": 1, "key_norm": True}),
+    ("speculators", "dflash", SHARED),
+    ("speculators", "dspark", {"confidence": 0.0}),
+    ("deepspec", "dspark", {"draft_vocab": 0}),
+    ("sglang", "dflash", SHARED),
+    ("sglang", "dspark", SHARED),
+]
+CASES = [*((f, k, {}) for f, k in PAIRS if (f, k[0]) != ("sglang", "d")), *VARIANTS]
 
 
 @pytest.fixture(scope="module")
@@ -30,151 +51,111 @@ def prompts() -> list[torch.Tensor]:
     return [torch.randint(3, 259, (n,), generator=generator) for n in (4, 9)]
 
 
-def keys(format: str, kind: str) -> dict:
-    """Variants that the format can carry, so that their flags are exercised too."""
-    if kind == "eagle3" and format in ("vllm", "sglang", "speculators"):
-        return {"norm_before_fc": True, "norm_output": True, "taps": [1, 3, 6]}
-    if kind in ("dflash", "dspark") and format == "sglang":
-        return {"share_lm_head": True, "draft_vocab": 0}
-    return {"draft_vocab": 64} if kind == "medusa" else {}
+def checked(path: Path, format: str, head, target, prompts, dtype=torch.float32) -> ExportCheck:
+    rows = target.embedding_weight, target.lm_head_weight
+    file = loaders.folder(path, format, *rows, target.num_layers)
+    twin = rounded(head, lambda weight: weight.to(dtype).float())
+    return check_head(file, twin, target, prompts)
 
 
-@pytest.mark.parametrize("format, kind", PAIRS)
-def test_export_import_export_gives_the_same_bytes(
-    target, tmp_path: Path, format: str, kind: str
+@pytest.mark.parametrize("format, kind, keys", CASES)
+def test_an_export_is_read_back_and_drafts_what_the_head_drafts(
+    target, prompts, tmp_path: Path, format: str, kind: str, keys: dict
 ) -> None:
-    head = random_head(target, kind, **keys(format, kind))
+    head = random_head(target, kind, **keys)
     first = folder(tmp_path / "a", target, head, format)
-    foreign = read_folder(first)
-    again = detect(foreign, format).read(foreign, target)
-    second = folder(tmp_path / "b", target, again, format)
-    file = LAYOUTS[format, kind].file
-    assert (first / file).read_bytes() == (second / file).read_bytes()
-    assert json.loads((first / "config.json").read_text()) == json.loads(
-        (second / "config.json").read_text()
-    )
-    for name, tensor in again.state_dict().items():
-        assert tensor.equal(head.state_dict()[name]), name
-
-
-@pytest.mark.parametrize("format, kind", PAIRS)
-def test_the_independent_reader_drafts_what_the_head_drafts(
-    target, prompts, tmp_path: Path, format: str, kind: str
-) -> None:
-    head = random_head(target, kind, **keys(format, kind))
-    path = folder(tmp_path / "a", target, head, format)
-    found = check_export(path, format, head, target, prompts, torch.float32)
+    found = checked(first, format, head, target, prompts)
     assert found.tokens == 3 * len(prompts) and found.error < 1e-4 * found.largest
+    again, _ = read_head(read_folder(first), target)
+    second = folder(tmp_path / "b", target, again, format)
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    assert (first / "config.json").read_text() == (second / "config.json").read_text()
+    mine, theirs = head.state_dict(), again.state_dict()
+    assert all(theirs[name].equal(mine[name]) for name in mine.keys() & theirs.keys())
+
+
+@pytest.mark.parametrize("kind, scaled", [("eagle3", False), ("medusa", False), ("dflash", True)])
+def test_half_precision_is_compared_with_the_rounded_head(
+    target, prompts, tmp_path: Path, kind: str, scaled: bool
+) -> None:
+    """scaled: fc takes the features' divisors."""
+    head = random_head(target, kind)
+    if scaled:
+        head.net.scale.uniform_(0.2, 5.0)
+    path = folder(tmp_path / "a", target, head, "vllm", dtype=torch.bfloat16)
+    assert checked(path, "vllm", head, target, prompts, torch.bfloat16).tokens == 6
+    with pytest.raises(UserError, match="logits differ"):
+        checked(path, "vllm", head, target, prompts)
 
 
 @pytest.mark.parametrize(
-    "extra", [{"norm_joined": True}, {"norm_before_residual": True}, {"norm_output": True}, {}]
+    "kind, keys, name",
+    [
+        ("medusa", {}, "blocks.1.layers.0.bias"),
+        ("eagle1", {}, "o_proj"),
+        ("eagle3", {"norm_before_fc": True}, "fc_norm"),
+        ("eagle3", {}, "d2t"),
+        ("eagle3", {}, "input_layernorm"),
+        ("dflash", {}, "k_norm"),
+    ],
 )
-def test_every_norm_of_published_heads_reads_the_same(
-    target, prompts, tmp_path: Path, extra: dict
+def test_a_mutated_file_is_caught(target, prompts, tmp_path, kind, keys, name) -> None:
+    head = random_head(target, kind, **keys)
+    path = folder(tmp_path / "a", target, head, "vllm")
+
+    def mutate(tensors: dict) -> None:
+        key = next(k for k in tensors if name in k)
+        value = tensors[key]
+        tensors[key] = value.roll(1, 0) if value.dtype == torch.int64 else value * 1.2
+
+    change(path, mutate)
+    with pytest.raises(UserError, match="logits differ"):
+        checked(path, "vllm", head, target, prompts)
+
+
+@pytest.mark.parametrize(
+    "format, kind, keys, settings",
+    [
+        ("vllm", "eagle3", {"taps": [1, 3, 6]}, {"eagle_aux_hidden_state_layer_ids": [2, 4, 7]}),
+        ("vllm", "eagle3", {"sliding_window": 6}, {"layer_types": ["full_attention"]}),
+        ("speculators", "dflash", {}, {"sliding_window_non_causal": False}),
+        ("speculators", "dspark", {}, {"sample_from_anchor": False}),
+    ],
+)
+def test_a_config_that_means_something_else_is_caught(
+    target, prompts, tmp_path: Path, format: str, kind: str, keys: dict, settings: dict
 ) -> None:
-    for format in ("vllm", "speculators"):
-        head = random_head(target, "eagle3", **extra)
-        path = folder(tmp_path / format, target, head, format)
-        assert check_export(path, format, head, target, prompts, torch.float32).tokens == 6
+    head = random_head(target, kind, **keys)
+    path = change(
+        folder(tmp_path / "a", target, head, format), settings=lambda c: c.update(settings)
+    )
+    with pytest.raises(UserError, match="^export: "):
+        checked(path, format, head, target, prompts)
 
 
 def test_a_window_does_not_choose_how_much_an_engine_drafts(target, tmp_path: Path) -> None:
     head = random_head(target, "eagle3", sliding_window=40, steps=6, depth=4)
-    about = About("vllm", head, {}, Facts.of(target, ""), None, tmp_path, {})
+    about = About("vllm", head, {}, "", "", None, tmp_path)
     assert about.depth == 6 and head.deepest == 39
 
 
-@pytest.mark.parametrize("format", ["vllm", "speculators"])
-def test_a_window_is_written_read_and_served(target, prompts, tmp_path: Path, format: str) -> None:
-    """vLLM's Llama layers take it where layer_types says so; the reader that knows the format
-    alone drafts the same, and one that misses the window is caught."""
-    head = random_head(target, "eagle3", sliding_window=6)
-    path = folder(tmp_path / "a", target, head, format)
-    found = check_export(path, format, head, target, prompts, torch.float32)
-    assert found.tokens == 3 * len(prompts) and found.error < 1e-4 * found.largest
-    again = detect(read_folder(path), "auto").read(read_folder(path), target)
-    assert again.cfg.sliding_window == 6
+def test_engines_own_defaults_never_decide(target, tmp_path: Path) -> None:
+    """vLLM reads the list of layers on top as hidden_states[k], SGLang the nested one and adds 1;
+    whether the rows of a block see each other is written everywhere."""
 
-    def inner(settings: dict) -> dict:
-        return settings.get("transformer_layer_config", settings)
+    def config(kind: str, format: str, **keys: Any) -> dict:
+        path = tmp_path / f"{kind}{format}{len(keys)}"
+        path = folder(path, target, random_head(target, kind, **keys), format)
+        return json.loads((path / "config.json").read_text())
 
-    for value, said in ((0, "whole number above 0"), (4, "leaves a draft of 5 steps nothing")):
-        change(path, settings=lambda c, v=value: inner(c).update(sliding_window=v))
-        with pytest.raises(UserError, match=f"sliding_window.*{said}"):
-            detect(read_folder(path), "auto").read(read_folder(path), target)
-    odd = ["sliding_attention", ["full_attention"]]
-    change(path, settings=lambda c: inner(c).update(layer_types=odd))
-    with pytest.raises(UserError, match="some layers slide and some do not"):
-        detect(read_folder(path), "auto").read(read_folder(path), target)
-    change(path, settings=lambda c: inner(c).update(layer_types=["full_attention"]))
-    assert detect(read_folder(path), "auto").read(read_folder(path), target).cfg == (
-        replace(again.cfg, sliding_window=None)
-    )
-    with pytest.raises(UserError, match="logits differ"):
-        check_export(path, format, head, target, prompts, torch.float32)
-    change(
-        path,
-        settings=lambda c: inner(c).update(layer_types=["full_attention", "sliding_attention"]),
-    )
-    with pytest.raises(UserError, match="some layers slide"):
-        detect(read_folder(path), "auto").read(read_folder(path), target)
-
-
-def test_half_precision_is_compared_with_the_rounded_head(target, prompts, tmp_path: Path) -> None:
-    head = random_head(target, "eagle3")
-    layout = find_layout("vllm", head)
-    settings, tensors = layout.write(head, target, Facts.of(target, ""), torch.bfloat16)
-    assert settings["torch_dtype"] == "bfloat16" and tensors["fc.weight"].dtype == torch.bfloat16
-    path = folder(tmp_path / "a", target, head, "vllm")
-    change(path, lambda t: t.update(tensors))
-    assert check_export(path, "vllm", head, target, prompts, torch.bfloat16).error < 1e-3
-    with pytest.raises(UserError, match="logits differ"):
-        check_export(path, "vllm", head, target, prompts, torch.float32)
-
-
-SIZES = {"D": 32, "V": 260, "A": 32, "G": 16, "I": 64, "F": 3, "N": 64}
-SIZES |= {"S": 8, "R": 4, "C": 36, "1": 1}
-SHARED = {"share_lm_head": True, "draft_vocab": 0, "taps": [2, 4, 6]}
-
-
-@pytest.mark.parametrize(
-    "schema, format, kind, extra",
-    [
-        ("sglang eagle1", "sglang", "eagle1", {}),
-        ("sglang eagle3", "sglang", "eagle3", {"norm_before_fc": True}),
-        ("sglang eagle3", "sglang", "eagle3", {"norm_joined": True}),
-        ("sglang dflash", "sglang", "dflash", SHARED),
-        ("sglang dspark", "sglang", "dspark", SHARED),
-        ("tensorrt eagle3", "eagle", "eagle3", {}),
-        ("tensorrt medusa", "medusa", "medusa", {"draft_vocab": 64}),
-    ],
-)
-def test_exports_meet_the_schemas_of_engines_that_do_not_run_here(
-    target, tmp_path: Path, schema: str, format: str, kind: str, extra: dict
-) -> None:
-    path = folder(tmp_path / "a", target, random_head(target, kind, **extra), format)
-    config, tensors = json.loads((path / "config.json").read_text()), read_folder(path).tensors
-    assert violations(SCHEMAS[schema], config, tensors, SIZES, heads=3) == []
-    name = next(
-        n for n in tensors if n.endswith("weight") and "fc_norm" not in n and "input_norm" not in n
-    )
-    rest = {n: t for n, t in tensors.items() if n != name}
-    assert violations(SCHEMAS[schema], config, rest, SIZES, heads=3) == [f"{name} is missing"]
-    assert (
-        violations(SCHEMAS[schema], config, {**rest, name: tensors[name][1:]}, SIZES, heads=3) != []
-    )
-
-
-def test_custom_layers_are_written_for_both_engines(target, tmp_path: Path) -> None:
-    """vLLM reads the list on top as hidden_states[k]; SGLang reads the nested one and adds
-    1."""
-    path = folder(tmp_path / "a", target, random_head(target, "eagle3", taps=[1, 3, 6]), "vllm")
-    config = json.loads((path / "config.json").read_text())
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
-    plain = folder(tmp_path / "b", target, random_head(target, "eagle3"), "vllm")
-    assert "layer_ids" not in (plain / "config.json").read_text()
+    own = config("eagle3", "vllm", taps=[1, 3, 6])
+    assert own["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
+    assert own["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
+    assert "layer_ids" not in json.dumps(config("eagle3", "vllm"))
+    native = config("dflash", "vllm")
+    assert native["is_causal"] is native["dflash_config"]["causal"] is False
+    assert native["layer_types"] == ["full_attention"] * 2
+    assert config("dflash", "speculators")["sliding_window_non_causal"] is True
 
 
 def test_the_widened_vocabulary_never_changes_the_best_token(target, tmp_path: Path) -> None:
@@ -182,134 +163,133 @@ def test_the_widened_vocabulary_never_changes_the_best_token(target, tmp_path: P
     path = folder(tmp_path / "a", target, head, "vllm")
     x = torch.randn(200, 32)
     for k in range(3):
-        wide = x @ read_folder(path).tensors[f"lm_heads.{k}.weight"].T
+        wide = x @ load_file(path / "model.safetensors")[f"lm_heads.{k}.weight"].T
         assert wide.argmax(-1).equal(head.ids()[(x @ head.proj[k].T).argmax(-1)])
 
 
-# --- block heads and masks
-
-MASKED = {"parallel": True, "steps": 3, "mask_token": 259}
+SIZES = {"D": 32, "V": 260, "A": 32, "G": 16, "I": 64, "F": 3, "N": 64}
+SIZES |= {"S": 8, "R": 4, "C": 36, "1": 1}
+NAMED = {"architectures": ["LlamaForCausalLM"]}  # what TensorRT-LLM wants of vLLM's folder
 
 
 @pytest.mark.parametrize(
-    "format, kind, extra",
+    "schema, kind, extra, settings",
     [
-        ("vllm", "eagle3", MASKED),
-        ("speculators", "eagle3", {**MASKED, "norm_before_fc": True}),
-        ("vllm", "dflash", {"depth": 3, "block": 6}),
-        ("vllm", "dflash", {"layers": 1, "key_norm": True}),
-        ("vllm", "dflash", {"share_lm_head": True}),
-        ("speculators", "dflash", {"share_lm_head": True, "draft_vocab": 0}),
-        ("speculators", "dspark", {"confidence": 0.0}),
-        ("deepspec", "dspark", {"draft_vocab": 0}),
+        ("sglang eagle1", "eagle1", {}, {}),
+        ("sglang eagle3", "eagle3", {"norm_before_fc": True}, {}),
+        ("sglang eagle3", "eagle3", {"norm_joined": True}, {}),
+        ("sglang dflash", "dflash", {**SHARED, "taps": [2, 4, 6]}, {}),
+        ("sglang dspark", "dspark", {**SHARED, "taps": [2, 4, 6]}, {}),
+        ("tensorrt eagle3", "eagle3", {}, NAMED),
     ],
 )
-def test_variants_go_round_and_draft_alike(
-    target, prompts, tmp_path: Path, format: str, kind: str, extra: dict
+def test_exports_meet_the_schemas_of_engines_that_do_not_run_here(
+    target, tmp_path: Path, schema: str, kind: str, extra: dict, settings: dict
 ) -> None:
-    head = random_head(target, kind, **extra)
-    path = folder(tmp_path / "a", target, head, format)
-    found = check_export(path, format, head, target, prompts, torch.float32)
-    assert found.tokens == 3 * len(prompts)
-    again = detect(read_folder(path), "auto").read(read_folder(path), target)
-    second = folder(tmp_path / "b", target, again, format)
-    assert json.loads((path / "config.json").read_text()) == json.loads(
-        (second / "config.json").read_text()
-    )
-    assert check_export(second, format, head, target, prompts, torch.float32).tokens == found.tokens
+    path = folder(tmp_path / "a", target, random_head(target, kind, **extra), "sglang")
+    config = {**json.loads((path / "config.json").read_text()), **settings}
+    tensors = read_folder(path).tensors
+    assert violations(SCHEMAS[schema], config, tensors, SIZES) == []
+    name = next(n for n in tensors if "q_proj" in n)
+    rest = {n: t for n, t in tensors.items() if n != name}
+    assert violations(SCHEMAS[schema], config, rest, SIZES) == [f"{name} is missing"]
+    assert violations(SCHEMAS[schema], config, {**rest, name: tensors[name][1:]}, SIZES) != []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_divisors_of_the_features_are_folded(target, prompts, tmp_path: Path, dtype) -> None:
-    head = random_head(target, "dflash")
-    head.net.scale.uniform_(0.2, 5.0)
-    path = tmp_path / "a"
-    path.mkdir()
-    layout = LAYOUTS["vllm", "dflash"]
-    settings, tensors = layout.write(head, target, Facts.of(target, "/a/target"), dtype)
-    (path / "config.json").write_text(json.dumps(settings))
-    save_file(tensors, path / layout.file)
-    assert check_export(path, "vllm", head, target, prompts, dtype).tokens >= 4
-
-
-def test_that_rows_see_each_other_is_written_everywhere(target, tmp_path) -> None:
-    """An engine's own default must never decide."""
-    head = random_head(target, "dflash")
-    native = json.loads((folder(tmp_path / "a", target, head, "vllm") / "config.json").read_text())
-    assert native["is_causal"] is native["dflash_config"]["causal"] is False
-    assert native["layer_types"] == ["full_attention"] * 2
-    other = folder(tmp_path / "b", target, head, "speculators") / "config.json"
-    assert json.loads(other.read_text())["sliding_window_non_causal"] is True
-
-
-def test_a_file_served_causally_is_caught(target, prompts, tmp_path: Path) -> None:
-    """What engines do where the key is left out: the drafts are others."""
-    head = random_head(target, "dflash")
-    path = folder(tmp_path / "a", target, head, "speculators")
-    change(path, settings=lambda c: c.pop("sliding_window_non_causal"))
-    with pytest.raises(UserError, match="the export"):
-        check_export(path, "speculators", head, target, prompts, torch.float32)
+# -- refusals
 
 
 @pytest.mark.parametrize(
     "format, kind, extra, said",
     [
-        ("vllm", "dflash", {"mask_token": -1}, r"head\.mask_token: -1; engines take the mask's"),
-        ("vllm", "dflash", {"key_norm": True}, r"head\.key_norm: 2 layers, of whose norms"),
-        ("vllm", "dflash", {"markov_rank": 4}, r"head\.markov_rank: DFlash has no such part"),
-        ("speculators", "dflash", {"confidence": 1.0}, r"head\.confidence: DFlash has no such"),
-        ("deepspec", "dspark", {"markov_rank": 0}, r"head\.markov_rank: 0, and engines want one"),
-        ("vllm", "dflash", {"taps": [0, 3]}, r"head\.taps: 0, the embeddings"),
-        ("vllm", "dspark", {}, r"no layout for dspark heads; .*=deepspec or sglang or speculators"),
-        (
-            "sglang",
-            "dflash",
-            {},
-            r"head\.share_lm_head: SGLang .*=true head\.draft_vocab=0, or.*=vllm",
-        ),
-        ("sglang", "dspark", {"share_lm_head": True}, r"head\.share_lm_head: .*or .*=speculators"),
-        ("sglang", "eagle3", MASKED, r"head\.parallel: SGLang 0\.5\.23 drafts with no masks"),
-        ("vllm", "eagle3", {**MASKED, "mask_token": -1}, r"head\.mask_token: -1; engines take"),
-        ("sglang", "eagle3", {"sliding_window": 9}, r"sliding_window: 9; SGLang .*=vllm or specul"),
-        ("eagle", "eagle3", {"sliding_window": 9}, r"sliding_window: 9; the original EAGLE code"),
-        ("vllm", "eagle1", {"sliding_window": 9}, r"sliding_window: 9; vLLM .*_window=null"),
+        ("vllm", "hydra_heads", {}, "head=eagle3"),
+        ("sglang", "medusa", {}, "format=none; format=vllm is for vLLM up to 0.32.0"),
+        ("vllm", "medusa", {"markov_rank": 2}, "head.markov_rank"),
+        ("deepspec", "eagle3", {}, "format=vllm or speculators or sglang or gguf"),
+        ("vllm", "eagle3", {"taps": [5, 2, 4]}, "head.taps"),
+        ("vllm", "eagle3", {"taps": [2, 4, 8]}, "head.taps"),
+        ("vllm", "eagle3", {"layers": 2}, "head.layers"),
+        ("transformers", "eagle3", {}, "plain transformers folders"),
+        ("vllm", "dflash", {"mask_token": -1}, "head.mask_token"),
+        ("vllm", "dflash", {"key_norm": True}, "head.key_norm"),
+        ("vllm", "dflash", {"markov_rank": 4}, "head.markov_rank"),
+        ("speculators", "dflash", {"confidence": 1.0}, "head.confidence"),
+        ("deepspec", "dspark", {"markov_rank": 0}, "head.markov_rank"),
+        ("vllm", "dflash", {"taps": [0, 3]}, "head.taps: 0"),
+        ("vllm", "dspark", {}, "format=speculators or sglang or deepspec or gguf"),
+        ("sglang", "dflash", {}, "head.share_lm_head"),
+        ("sglang", "dspark", {"share_lm_head": True}, "head.share_lm_head"),
+        ("sglang", "eagle3", MASKED, "head.parallel"),
+        ("sglang", "eagle3", {"taps": [0, 3, 5]}, "head.taps"),
+        ("vllm", "eagle3", {**MASKED, "mask_token": -1}, "head.mask_token"),
+        ("sglang", "eagle3", {"sliding_window": 9}, "head.sliding_window: 9"),
+        ("vllm", "eagle1", {"sliding_window": 9}, "head.sliding_window: 9"),
+        ("gguf", "eagle3", {"norm_before_fc": True}, "head.norm_before_fc"),
+        ("gguf", "eagle3", {"norm_output": True}, "head.norm_output"),
+        ("gguf", "eagle3", {"taps": [2, 4]}, "head.taps"),
+        ("gguf", "eagle3", {"layers": 2}, "head.layers"),
+        ("gguf", "eagle3", MASKED, "head.parallel"),
+        ("gguf", "medusa", {}, "format=gguf"),
+        ("gguf", "dflash", {"taps": [0, 4]}, "head.taps: 0"),
+        ("gguf", "dspark", {"markov_rank": 0}, "head.markov_rank"),
     ],
 )
 def test_what_engines_cannot_have_is_named(target, format, kind, extra, said: str) -> None:
-    head = random_head(target, kind, **extra)
-    with pytest.raises(UserError, match=said):
-        find_layout(format, head).write(head, target, Facts.of(target, "/a/t"), torch.float32)
+    found = refusals(format, random_head(target, kind, **extra), target, "/a/t")
+    assert any(said in f"format={format}: {line}" for line in found), found
 
+
+def test_a_folder_that_names_its_target_needs_a_name(target) -> None:
+    (line,) = refusals("speculators", random_head(target, "eagle3"), target, "")
+    assert line.startswith("verifier: ")
+
+
+def test_a_target_that_the_engine_does_not_serve() -> None:
+    gpt = deep_target(arch="gpt_neox")
+    for format in ("vllm", "sglang", "gguf"):
+        (line,) = refusals(format, random_head(gpt, "eagle3"), gpt, "/a/t")
+        assert line.startswith("target: ") and "GPTNeoXForCausalLM" in line
+
+
+# -- folders whose config means something that is not run here
 
 WRONG = {
-    "sliding_window_non_causal": ("speculators", "dflash", None, "causally or not"),
-    "is_causal": ("vllm", "dflash", True, "rows that see each other are read"),
-    "sample_from_anchor": ("speculators", "dspark", False, "dspark heads are read with true"),
-    "aux_hidden_state_layer_ids": ("speculators", "dflash", [2, 8], "expected ascending numbers"),
-    "mask_token_id": ("speculators", "dflash", 10**6, "expected a token of the target's"),
-    "block_size": ("deepspec", "dspark", 1, "block: 1 is below 2"),
-    "markov_head_type": ("deepspec", "dspark", "gated", "vanilla is read"),
-    "target_layer_ids": ("deepspec", "dspark", "all", "expected a list of whole numbers"),
-    "layer_types": ("deepspec", "dspark", ["sliding_attention"] * 2, "full attention are read"),
-    "hidden_size": ("deepspec", "dspark", 64, "hidden_size: 64; the target's is 32"),
-    "pard_token": ("vllm", "eagle3", None, "expected a token of the target's vocabulary"),
+    "sliding_window_non_causal": ("speculators", "dflash", None),
+    "is_causal": ("vllm", "dflash", True),
+    "sample_from_anchor": ("speculators", "dspark", False),
+    "aux_hidden_state_layer_ids": ("speculators", "dflash", [2, 8]),
+    "mask_token_id": ("speculators", "dflash", 10**6),
+    "block_size": ("deepspec", "dspark", 1),
+    "markov_head_type": ("deepspec", "dspark", "gated"),
+    "target_layer_ids": ("deepspec", "dspark", "all"),
+    "layer_types": ("deepspec", "dspark", ["sliding_attention"] * 2),
+    "hidden_size": ("deepspec", "dspark", 64),
+    "pard_token": ("vllm", "eagle3", None),
+    "speculators_model_type": ("speculators", "dflash", "xpress"),
+    "sliding_window": ("vllm", "eagle3", 0),
+}
+SAYS = {
+    "is_causal": "causal",
+    "aux_hidden_state_layer_ids": "target layers",
+    "block_size": "block",
 }
 
 
 @pytest.mark.parametrize("key", WRONG)
-def test_a_config_that_means_something_else_is_refused(target, tmp_path: Path, key: str) -> None:
-    format, kind, value, said = WRONG[key]
-    head = random_head(target, kind, **(MASKED if kind == "eagle3" else {}))
-    path = folder(tmp_path / "a", target, head, format)
+def test_a_config_of_another_meaning_is_refused(target, tmp_path: Path, key: str) -> None:
+    format, kind, value = WRONG[key]
+    masked = {"sliding_window": {"sliding_window": 6}, "pard_token": MASKED}.get(key, {})
+    path = folder(tmp_path / "a", target, random_head(target, kind, **masked), format)
     change(path, settings=lambda c: c.update({key: value}))
-    foreign = read_folder(path)
-    with pytest.raises(UserError, match=said) as caught:
-        detect(foreign, "auto").read(foreign, target)
+    with pytest.raises(UserError, match=SAYS.get(key, key)) as caught:
+        read_head(read_folder(path), target)
     assert str(path) in str(caught.value)
 
 
-def test_an_unknown_kind_of_speculators_is_named(target, tmp_path: Path) -> None:
-    path = folder(tmp_path / "a", target, random_head(target, "dflash"), "speculators")
-    change(path, settings=lambda c: c.update(speculators_model_type="xpress"))
-    with pytest.raises(UserError, match="'xpress'; eagle3, peagle, dflash, dspark are read"):
-        detect(read_folder(path), "auto")
+def test_layers_that_slide_and_some_that_do_not(target, tmp_path: Path) -> None:
+    head = random_head(target, "eagle3", sliding_window=6)
+    path = folder(tmp_path / "a", target, head, "vllm")
+    for kinds in (["sliding_attention", ["full_attention"]], ["full", "sliding_attention"]):
+        change(path, settings=lambda c, k=kinds: c.update(layer_types=k))
+        with pytest.raises(UserError, match="layer_types"):
+            read_head(read_folder(path), target)

@@ -14,7 +14,7 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.heads import head_class
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.interop import LAYOUTS, Facts
+from outrider.heads.interop import LAYOUTS
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 
@@ -76,13 +76,14 @@ def random_head(target: Any, kind: str, seed: int = 0, **keys: Any) -> Any:
     return head.eval()
 
 
-def folder(path: Path, target: Any, head: Any, format: str, name: str = "/a/target") -> Path:
+def folder(
+    path: Path, target: Any, head: Any, format: str, dtype: torch.dtype = torch.float32
+) -> Path:
     """The head in a format, without the script around it."""
     path.mkdir(parents=True)
-    layout = LAYOUTS[format, head.kind]
-    settings, tensors = layout.write(head, target, Facts.of(target, name), torch.float32)
+    settings, tensors = LAYOUTS[format, head.kind].write(head, target, "/a/target", dtype)
     (path / "config.json").write_text(json.dumps(settings))
-    save_file(tensors, path / layout.file)
+    save_file(tensors, path / "model.safetensors")
     return path
 
 

@@ -23,7 +23,7 @@ from outrider.decode.target import Target
 from outrider.heads.interop import gguf_write
 from outrider.heads.names import DraftSpec
 from outrider.scripts.common.files import ROOT
-from outrider.scripts.exporting import contract, contract_check, gguf_export
+from outrider.scripts.exporting import contract, contract_check, write
 from outrider.scripts.scoring.servers import Address, Reply
 from tests.helpers.interop import DEEP, deep_target, random_head
 from tests.helpers.speculating_server import serving
@@ -237,20 +237,20 @@ def llamacpp(folder: Path, **settings: Any) -> Iterator[str]:
 def test_llamacpp_serves_an_exported_head(
     target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = gguf_write.tokenizer_fields
+    whole = gguf_write.tokenizer_keys
 
     def in_letters(*args: Any) -> dict[str, Any]:
         """Words that spell UTF-8 in any order: the server answers no others."""
         fields = whole(*args)
-        kind, words = fields["tokenizer.ggml.tokens"]
+        words = fields["tokenizer.ggml.tokens"]
         words = [*words[:3], *(f"w{i}" for i in range(3, len(words)))]
-        return {**fields, "tokenizer.ggml.tokens": (kind, words)}
+        return {**fields, "tokenizer.ggml.tokens": words}
 
-    monkeypatch.setattr(gguf_write, "tokenizer_fields", in_letters)
+    monkeypatch.setattr(gguf_write, "tokenizer_keys", in_letters)
     head = random_head(target, "eagle3")
-    kind, prompts = gguf_export.Kind("float32"), [torch.tensor(p) for p in PROMPTS[:2]]
-    gguf_export.write_model(tmp_path / "target.gguf", target.model, target, prompts, kind)
-    gguf_export.write_head(tmp_path, head, target, prompts, kind)
+    prompts = [torch.tensor(p) for p in PROMPTS[:2]]
+    write.write_model(tmp_path / "target.gguf", target.model, target, prompts, "float32")
+    write.write_head(tmp_path, "gguf", head, target, "", prompts, "float32")
     chain = head.drafter(target, DraftSpec(shape="chain"))
     wanted = contract.expected(target, chain, PROMPTS, DEPTH, LIMIT)
     files = {"model": str(tmp_path / "target.gguf"), "draft": str(tmp_path / "draft.gguf")}

@@ -6,16 +6,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-import outrider.scripts.exporting.draft
 from outrider.heads import save_head
-from outrider.heads.interop import LAYOUTS, engines
 from outrider.scripts.export import main
+from outrider.scripts.exporting import write
 from tests.helpers.interop import DEEP, deep_target, random_head
 
 
@@ -33,47 +38,28 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def saved(path: Path, target, kind: str, **keys) -> Path:
     save_head(random_head(target, kind, **keys), path / "run/head", target.identity, {"step": 7})
-    (path / "run/metrics.jsonl").write_text(
-        json.dumps({"event": "start", "data": "9 rows of text"}) + "\n"
-    )
+    start = json.dumps({"event": "start", "data": "9 rows of text"})
+    (path / "run/metrics.jsonl").write_text(start + "\n")
     return path / "run"
 
 
-def run(prompts: Path, *args: str, **shape) -> int:
-    shape = {**DEEP, **shape}
+def run(prompts: Path, *args: str) -> int:
+    keys = [*(f"target.{k}={v}" for k, v in DEEP.items()), f"prompts={prompts}", "device=cpu"]
     with pytest.raises(SystemExit) as stop:
-        main(
-            [
-                "target=tiny",
-                *(f"target.{k}={v}" for k, v in shape.items()),
-                f"prompts={prompts}",
-                "device=cpu",
-                "max_new_tokens=4",
-                *args,
-            ]
-        )
+        main(["target=tiny", *keys, "max_new_tokens=4", *args])
     return int(stop.value.code or 0)
 
 
 @pytest.mark.parametrize(
     "kind, format",
-    [
-        ("medusa", "vllm"),
-        ("medusa", "medusa"),
-        ("eagle1", "sglang"),
-        ("eagle3", "vllm"),
-        ("eagle3", "speculators"),
-        ("eagle1", "eagle"),
-    ],
+    [("medusa", "vllm"), ("eagle1", "sglang"), ("eagle3", "vllm"), ("eagle3", "speculators")],
 )
 def test_an_export_is_whole_checked_and_hashed(
-    target, prompts, tmp_path: Path, kind: str, format: str
+    target, prompts, tmp_path: Path, kind: str, format: str, capsys
 ) -> None:
     source, out = saved(tmp_path, target, kind), tmp_path / "out"
-    assert (
-        run(prompts, f"drafter={source}", f"format={format}", f"out={out}", "verifier=org/model")
-        == 0
-    )
+    keys = (f"drafter={source}", f"format={format}", f"out={out}", "verifier=org/model")
+    assert run(prompts, *keys) == 0
     manifest = json.loads((out / "outrider.json").read_text())
     assert set(manifest["files"]) == {p.name for p in out.iterdir()} - {"outrider.json"}
     for name, said in manifest["files"].items():
@@ -85,70 +71,77 @@ def test_an_export_is_whole_checked_and_hashed(
     for line in manifest["serve"]:
         assert line["command"] in card
     if format == "vllm":
-        spec = {"medusa": "medusa", "eagle3": "eagle3"}[kind]
-        assert (
-            f'"method": "{spec}", "num_speculative_tokens": 3' in card
-            and "vllm serve org/model" in card
-        )
+        assert f'"method": "{kind}", "num_speculative_tokens": 3' in card
+        assert "vllm serve org/model" in card
     if format == "speculators":
         assert f"vllm serve {out}" in card
-    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    told = capsys.readouterr().out
+    assert ("version that does is 0.32.0" in told) == (kind == "medusa") and "weights: " in told
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "out"}
+
+
+def broken(tensors: dict, path: Path) -> None:
+    tensors = {k: v.flip(0) if "up_proj" in k else v for k, v in tensors.items()}
+    write.save_file(tensors, path)
+
+
+def interrupted(tensors: dict, path: Path) -> None:
+    path.write_bytes(b"half")
+    raise KeyboardInterrupt
+
+
+def terminated(tensors: dict, path: Path) -> None:
+    path.write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def full(tensors: dict, path: Path) -> None:
+    path.write_bytes(b"half")
+    with write.full_disk(path):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
 
 @pytest.mark.parametrize(
-    "kind, name",
+    "save, code, said",
     [
-        ("medusa", "block_bias"),
-        ("eagle1", "o_proj"),
-        ("eagle3", "fc_norm"),
-        ("eagle3", "d2t"),
-        ("eagle3", "input_layernorm"),
+        (broken, 2, "logits differ"),
+        (interrupted, 130, "interrupted"),
+        (terminated, 75, "interrupted"),
+        (full, 2, "No space left on device"),
     ],
 )
-def test_a_mutated_export_is_deleted_and_the_command_fails(
-    target, prompts, tmp_path: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys
+@pytest.mark.parametrize("again", [False, True])
+def test_an_export_that_is_wrong_or_stopped_leaves_what_was_there(
+    target,
+    prompts,
+    tmp_path: Path,
+    monkeypatch,
+    capsys,
+    save: Callable[..., None],
+    code: int,
+    said: str,
+    again: bool,
 ) -> None:
-    whole = outrider.scripts.exporting.draft.save
-
-    def broken(tensors: dict, path: Path) -> None:
-        wanted = {"block_bias": "blocks.1.layers.0.bias"}.get(name, name)
-        key = next(k for k in tensors if wanted in k)
-        value = tensors[key]
-        tensors[key] = value.roll(1, 0) if value.dtype == torch.int64 else value * 1.2
-        whole(tensors, path)
-
-    monkeypatch.setattr(outrider.scripts.exporting.draft, "save", broken)
-    keys = {"norm_before_fc": True} if kind == "eagle3" else {}
-    source, out = saved(tmp_path, target, kind, **keys), tmp_path / "out"
-    assert run(prompts, f"drafter={source}", "format=vllm", f"out={out}") == 2
-    assert "the export" in capsys.readouterr().err
-    assert {p.name for p in tmp_path.iterdir()} == {"run"}
-
-
-def test_a_wrong_layer_number_in_the_config_is_caught(
-    target, prompts, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    layout = LAYOUTS["vllm", "eagle3"]
-    plain = type(layout).config
-    monkeypatch.setattr(
-        type(layout),
-        "config",
-        lambda self, head, facts, dtype: {
-            **plain(self, head, facts, dtype),
-            "eagle_aux_hidden_state_layer_ids": [k + 1 for k in head.taps],
-        },
-    )
-    source = saved(tmp_path, target, "eagle3", taps=[1, 3, 6])
-    assert run(prompts, f"drafter={source}", "format=vllm", f"out={tmp_path / 'out'}") == 2
-    assert "logits differ" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    source, out = saved(tmp_path, target, "eagle3"), tmp_path / "out"
+    args = (f"drafter={source}", "format=vllm", f"out={out}", "overwrite=true")
+    assert not again or run(prompts, *args) == 0
+    before = (out / "outrider.json").read_bytes() if again else None
+    monkeypatch.setattr(write, "save", save)
+    assert run(prompts, *args) == code
+    message = capsys.readouterr().err
+    assert said in message and message.count("\n") == 1
+    assert {p.name for p in tmp_path.iterdir()} == {"run", *(["out"] if again else [])}
+    assert before is None or (out / "outrider.json").read_bytes() == before
 
 
 def test_an_existing_folder_is_refused_then_swapped_as_a_whole(
     target, prompts, tmp_path: Path, capsys
 ) -> None:
     source, out = saved(tmp_path, target, "medusa"), tmp_path / "out"
-    args = (f"drafter={source}", "format=vllm", f"out={out}")
+    args = (f"drafter={source}", "format=vllm", f"out={out}", "heads=2")
     assert run(prompts, *args) == 0
+    assert json.loads((out / "config.json").read_text())["num_heads"] == 2
+    assert '"num_speculative_tokens": 2' in (out / "README.md").read_text()
     (out / "old.txt").write_text("of the first export")
     assert run(prompts, *args) == 2 and "overwrite=true" in capsys.readouterr().err
     assert run(prompts, *args, "overwrite=true", "dtype=bfloat16") == 0
@@ -157,116 +150,42 @@ def test_an_existing_folder_is_refused_then_swapped_as_a_whole(
     strange = tmp_path / "home"
     strange.mkdir()
     (strange / "thesis.tex").write_text("all my work")
-    (strange / "outrider.json").write_text(
-        '{"format": 1}'
-    )  # converted targets carry a file of this name too
-    assert (
-        run(prompts, *args[:2], f"out={strange}", "overwrite=true") == 2
-        and (strange / "thesis.tex").exists()
-    )
-    assert "no export" in capsys.readouterr().err
-    assert (
-        run(prompts, *args[:2], f"out={source}", "overwrite=true") == 2
-        and (source / "head/head.json").exists()
-    )
-
-
-def test_a_failed_overwrite_keeps_the_old_export(
-    target, prompts, tmp_path: Path, monkeypatch
-) -> None:
-    source, out = saved(tmp_path, target, "medusa"), tmp_path / "out"
-    args = (f"drafter={source}", "format=vllm", f"out={out}")
-    assert run(prompts, *args) == 0
-    before = (out / "outrider.json").read_bytes()
-    monkeypatch.setattr(
-        outrider.scripts.exporting.draft,
-        "save",
-        lambda tensors, path: save_file({"x": torch.zeros(1)}, path),
-    )
-    with pytest.raises(KeyError):
-        main(
-            [
-                "target=tiny",
-                *(f"target.{k}={v}" for k, v in DEEP.items()),
-                f"prompts={prompts}",
-                *args,
-                "overwrite=true",
-            ]
-        )
-    assert (out / "outrider.json").read_bytes() == before
+    # converted targets carry a file of this name too
+    (strange / "outrider.json").write_text('{"format": 1}')
+    assert run(prompts, *args[:2], f"out={strange}", "overwrite=true") == 2
+    assert (strange / "thesis.tex").exists() and "no export" in capsys.readouterr().err
+    assert run(prompts, *args[:2], f"out={source}", "overwrite=true") == 2
+    assert (source / "head/head.json").exists()
 
 
 @pytest.mark.parametrize(
-    "kind, format, keys, said",
+    "kind, keys, said",
     [
-        ("hydra_heads", "vllm", {}, "served: head=eagle3"),
-        ("medusa", "sglang", {}, "format=medusa; format=vllm is for vLLM up to 0.32.0"),
-        ("medusa", "vllm", {"markov_rank": 2}, "head.markov_rank=0"),
-        (
-            "medusa",
-            "medusa",
-            {"blocks": 2},
-            "head.blocks=1, or export with format=vllm (vLLM up to 0.32.0)",
-        ),
-        ("eagle3", "medusa", {}, "format=vllm or sglang or eagle or speculators"),
-        ("eagle3", "eagle", {"norm_output": True}, "format=vllm"),
-        ("eagle3", "eagle", {"taps": [1, 3, 6]}, "reads [2, 4, 5] always"),
-        ("eagle3", "vllm", {"taps": [5, 2, 4]}, "ascending taps"),
-        ("eagle3", "vllm", {"taps": [2, 4, 8]}, "taps below 8"),
-        ("eagle3", "vllm", {"layers": 2}, "head.layers=1"),
-        ("eagle3", "transformers", {}, "plain transformers folders"),
-        ("eagle3", "speculators", {}, "verifier=FOLDER_OR_REPOSITORY"),
+        ("eagle3", ("format=speculators",), "verifier"),
+        ("eagle3", ("format=medusa",), "format"),
+        ("eagle3", ("format=vllm", "heads=2"), "heads"),
+        ("medusa", ("format=vllm", "heads=9"), "heads"),
+        ("eagle3", ("format=vllm", "dtype=q8_0"), "dtype"),
+        ("eagle3", ("format=vllm", "tokenizer_from=x.gguf"), "tokenizer_from"),
     ],
 )
-def test_what_no_engine_serves_is_refused_with_the_nearest_thing(
-    target, prompts, tmp_path: Path, kind: str, format: str, keys: dict, said: str, capsys
+def test_what_cannot_be_exported_is_refused_by_key(
+    target, prompts, tmp_path: Path, kind: str, keys: tuple, said: str, capsys
 ) -> None:
-    source = saved(tmp_path, target, kind, **keys)
-    assert run(prompts, f"drafter={source}", f"format={format}", f"out={tmp_path / 'out'}") == 2
+    source = saved(tmp_path, target, kind)
+    assert run(prompts, f"drafter={source}", f"out={tmp_path / 'out'}", *keys) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_target_that_the_engine_does_not_serve(prompts, tmp_path: Path, capsys) -> None:
-    gpt = deep_target(arch="gpt_neox")
-    source = saved(tmp_path, gpt, "eagle3")
-    code = run(
-        prompts, f"drafter={source}", "format=vllm", f"out={tmp_path / 'out'}", arch="gpt_neox"
-    )
-    text = capsys.readouterr().err
-    assert (
-        code == 2
-        and "serves no eagle3 head on GPTNeoXForCausalLM" in text
-        and "LlamaForCausalLM" in text
-    )
-    assert "GPTNeoXForCausalLM" not in engines.VLLM_EAGLE3
-
-
-def test_without_its_target_the_message_says_what_is_needed_of_it(
-    target, prompts, tmp_path: Path, capsys
+def test_an_export_that_does_not_fit_on_the_disk(
+    target, prompts, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    source = saved(tmp_path, target, "eagle3")
-    for format, said in (
-        ("speculators", "embed_tokens.weight [V, D]"),
-        ("vllm", "none of its tensors"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main(
-                [
-                    "target=local",
-                    f"target.path={tmp_path / 'gone'}",
-                    f"drafter={source}",
-                    f"format={format}",
-                    f"out={tmp_path / 'out'}",
-                ]
-            )
-        assert stop.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_the_first_heads_alone(target, prompts, tmp_path: Path) -> None:
-    source, out = saved(tmp_path, target, "medusa"), tmp_path / "out"
-    assert run(prompts, f"drafter={source}", "format=vllm", f"out={out}", "heads=2") == 0
-    assert json.loads((out / "config.json").read_text())["num_heads"] == 2
-    assert '"num_speculative_tokens": 2' in (out / "README.md").read_text()
+    source, out = saved(tmp_path, target, "medusa", draft_vocab=64), tmp_path / "out"
+    little: Any = SimpleNamespace(f_bavail=10, f_frsize=1000)
+    monkeypatch.setattr(os, "statvfs", lambda path: little)
+    assert run(prompts, f"drafter={source}", "format=vllm", f"out={out}") == 2
+    assert "set dtype=bfloat16 or heads=2 or fewer" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_a_separate_draft_is_a_plain_folder(
@@ -280,31 +199,23 @@ def test_a_separate_draft_is_a_plain_folder(
     head = SmallLM.for_target(target, SmallLMConfig(from_target_layers=2, depth=3))
     save_head(head, tmp_path / "run/head", target.identity, {})
     out = tmp_path / "out"
-    args = (
-        f"drafter={tmp_path / 'run'}",
-        "format=transformers",
-        f"out={out}",
-        "verifier=org/model",
-    )
-    assert run(prompts, *args) == 0
-    assert (
-        not (out / "head.json").exists()
-        and json.loads((out / "outrider.json").read_text())["kind"] == "small_lm"
-    )
-    assert AutoModelForCausalLM.from_pretrained(out).config.num_hidden_layers == 2
+    args = (f"drafter={tmp_path / 'run'}", f"out={out}", "verifier=org/model")
+    assert run(prompts, *args, "format=transformers", "dtype=bfloat16") == 0
+    assert not (out / "head.json").exists() and (out / "tokenizer.json").exists()
+    assert json.loads((out / "outrider.json").read_text())["kind"] == "small_lm"
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.num_hidden_layers == 2 and model.dtype == torch.bfloat16
     card = (out / "README.md").read_text()
     assert '"method": "draft_model", "num_speculative_tokens": 3' in card and "STANDALONE" in card
-    assert run(prompts, f"drafter={tmp_path / 'run'}", "format=vllm", f"out={tmp_path / 'x'}") == 2
+    assert run(prompts, *args, "format=vllm", "overwrite=true") == 2
     assert "format=transformers" in capsys.readouterr().err
-    whole = outrider.scripts.exporting.draft.save
-    monkeypatch.setattr(
-        outrider.scripts.exporting.draft,
-        "save",
-        lambda tensors, path: whole(
-            {k: v.flip(0) if "up_proj" in k else v for k, v in tensors.items()}, path
-        ),
-    )
-    assert (
-        run(prompts, *args, "overwrite=true") == 2
-        and "nothing was written" in capsys.readouterr().err
-    )
+    whole = AutoModelForCausalLM.from_pretrained
+
+    def wrong(*args: Any, **keys: Any) -> Any:
+        found = whole(*args, **keys)
+        found.model.layers[0].mlp.up_proj.weight.data.neg_()
+        return found
+
+    monkeypatch.setattr(write.AutoModelForCausalLM, "from_pretrained", wrong)
+    assert run(prompts, *args, "format=transformers", "overwrite=true") == 2
+    assert "logits differ" in capsys.readouterr().err

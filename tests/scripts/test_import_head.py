@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from outrider.conf.errors import UserError
-from outrider.heads import load_head, save_head
-from outrider.heads.interop import detect, read_folder
+from outrider.heads import load_head
+from outrider.heads.interop import read_folder, read_head
 from outrider.heads.names import DraftSpec
 from outrider.scripts.exporting import probe as acceptance_probe
 from outrider.scripts.import_head import main
@@ -26,9 +26,8 @@ def target():
     return deep_target()
 
 
-def read(path: Path, target, format: str = "auto"):
-    foreign = read_folder(path)
-    return detect(foreign, format).read(foreign, target)
+def read(path: Path, target):
+    return read_head(read_folder(path), target)[0]
 
 
 def run(*args: str) -> int:
@@ -230,11 +229,11 @@ BROKEN = [
         "eagle3",
         put("d2t", lambda t: t["d2t"] + torch.arange(VD)),
         None,
-        "d2t: holds absolute token ids",
+        "d2t: .*absolute token ids",
     ),
     ("eagle3", put("d2t", lambda t: t["d2t"].int()), None, "d2t: its dtype is int32"),
     ("eagle3", put("d2t", lambda t: t["d2t"].flip(0)), None, "d2t: "),
-    ("eagle3", put("t2d", lambda t: ~t["t2d"]), None, "t2d: marks"),
+    ("eagle3", put("t2d", lambda t: ~t["t2d"]), None, "t2d: "),
     ("eagle3", None, {"draft_vocab_size": 99}, "draft_vocab_size: 99"),
     ("eagle3", None, {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "expected ascending numbers"),
     (
@@ -279,7 +278,7 @@ def test_every_broken_file_is_refused_by_name(
 def test_absolute_ids_are_seen_without_t2d(target, tmp_path: Path) -> None:
     path = published(tmp_path / "in", "speculators")
     change(path, lambda t: (t.pop("t2d"), t.update(d2t=torch.arange(0, 2 * VD, 2))))
-    with pytest.raises(UserError, match="rises with every entry, as absolute token ids do"):
+    with pytest.raises(UserError, match="d2t: .*absolute token ids"):
         read(path, target)
 
 
@@ -358,8 +357,6 @@ def test_the_command_writes_a_head_or_nothing(target, tmp_path: Path, capsys) ->
     )
     assert run(f"from={source}", f"out={out}", "probe=false", "overwrite=true") == 0
     assert run(f"from={source}", f"out={source}", "probe=false", "overwrite=true") == 2
-    assert run(f"from={source}", f"out={tmp_path / 'x'}", "probe=false", "format=medusa") == 2
-    assert "holds a eagle3 head" in capsys.readouterr().err and not (tmp_path / "x").exists()
     assert run("--help") == 0 and re.search(r"^  from  ", capsys.readouterr().out, re.M)
 
 
@@ -427,17 +424,3 @@ def test_the_probe_takes_another_convention_only_when_it_is_clearly_better() -> 
         "as_written", "", 0.014, -12.785
     )  # it drafts under none: what seems better is noise
     assert fitting([hopeless, Convention("a", "", 0.014, -12.774, 9.0)]) is hopeless
-
-
-def test_a_saved_import_exports_again(target, tmp_path: Path) -> None:
-    source = published(tmp_path / "in", "eagle3")
-    head = read(source, target)
-    save_head(head, tmp_path / "head", target.identity, {})
-    again = folder(tmp_path / "again", target, load_head(tmp_path / "head", target), "eagle")
-    first = {
-        k: v.float() if v.is_floating_point() else v for k, v in read_folder(source).tensors.items()
-    }
-    second = load_file(again / "model.safetensors")
-    assert second.keys() == first.keys() and all(
-        torch.equal(v, first[k]) for k, v in second.items()
-    )

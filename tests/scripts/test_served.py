@@ -15,12 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.conf.schema import compose
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.decode.target import Target
-from outrider.heads import head_class, save_head
+from outrider.heads import head_class
 from outrider.heads.base import Head
-from outrider.heads.interop import Facts, find_layout, served
-from outrider.scripts.common import files
-from outrider.scripts.exporting import draft, gguf_export
-from outrider.scripts.exporting.self_check import check_export
+from outrider.heads.interop import architecture, formats, refusals
+from outrider.scripts.exporting.write import write_head
 from outrider.train.dry_run.models import Model, model_of
 from tests.helpers.interop import random_head
 from tests.train.test_recipes import RECIPES, RUNS
@@ -93,43 +91,26 @@ def head_of(name: str) -> tuple[Head, Target, str]:
     return head.eval(), target, model.name
 
 
-def write(format: str, head: Head, target: Target, name: str, folder: Path) -> int:
-    """The draft tokens of a written export that are the head's."""
-    prompts = [torch.arange(5, 15), torch.arange(40, 60)]
-    stage = folder / format
-    stage.mkdir()
-    if format in served.WHOLE:
-        save_head(head, folder / "saved", target.identity)
-        if format == "transformers":
-            found = draft.write(folder / "saved", stage, head, target, prompts, None)
-            return int(found["draft_tokens_equal"])
-        kind = gguf_export.Kind("float32")
-        if head.kind == "small_lm":
-            given = folder / "saved", head, target, prompts, kind
-            return gguf_export.write_draft(stage, *given).tokens
-        return gguf_export.write_head(stage, head, target, prompts, kind)[1].tokens
-    layout = find_layout(format, head)
-    config, tensors = layout.write(head, target, Facts.of(target, name), torch.float32)
-    files.write_json(stage / "config.json", config)
-    draft.save(tensors, stage / layout.file)
-    return check_export(stage, format, head, target, prompts, torch.float32).tokens
+PROMPTS = [torch.arange(5, 15), torch.arange(40, 60)]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_what_an_engine_loads(name: str, tmp_path: Path) -> None:
     """But for Hydra heads, which nobody serves."""
     head, target, repository = head_of(name)
-    facts = Facts.of(target, repository)
-    takes = [f for f in served.formats(head.kind) if not served.refusals(f, head, target, facts)]
+    takes = [f for f in formats(head.kind) if not refusals(f, head, target, repository)]
     assert bool(takes) == (head.kind != "hydra_heads"), name
     for format in takes:
-        assert write(format, head, target, repository, tmp_path) > 0
+        stage = tmp_path / format
+        stage.mkdir()
+        _, found = write_head(stage, format, head, target, repository, PROMPTS, "float32")
+        assert found.tokens > 0
 
 
 def test_the_class_is_the_one_that_engines_know() -> None:
     """As its repository's config.json has it: nobody else asks for Gemma's vision tower."""
-    _, target, name = head_of("gemma3_12b_eagle3")
-    assert Facts.of(target, name).architecture == "Gemma3ForConditionalGeneration"
+    _, target, _ = head_of("gemma3_12b_eagle3")
+    assert architecture(target) == "Gemma3ForConditionalGeneration"
     assert target.hidden_size == 32
 
 
@@ -138,10 +119,7 @@ def test_llamacpp_hands_layers_of_some_targets_alone(kind: str) -> None:
     """Of others its server ends at the first token (b11549: layer input tensor is null)."""
     gemma = tiny_like(model_of(compose_target("google/gemma-3-12b-it")))
     llama = tiny_like(model_of(compose_target("meta-llama/Llama-3.1-8B-Instruct")))
-    said = [
-        served.refusals("gguf", random_head(target, kind), target, Facts.of(target, "/a"))
-        for target in (gemma, llama)
-    ]
+    said = [refusals("gguf", random_head(target, kind), target, "/a") for target in (gemma, llama)]
     assert [line for line in said[0] if "hands no layer of a Gemma3For" in line]
     assert not [line for line in said[1] if line.startswith("target:")]
 
@@ -154,6 +132,6 @@ def compose_target(name: str) -> Any:
 
 def test_of_a_head_that_nobody_takes_every_format_says_why() -> None:
     target = tiny_like(model_of(compose_target("Qwen/Qwen3-8B")))
-    head, facts = random_head(target, "eagle3", layers=2), Facts.of(target, "/a")
-    for format in served.formats("eagle3"):
-        assert served.refusals(format, head, target, facts)[0].startswith("head.layers: 2 layers")
+    head = random_head(target, "eagle3", layers=2)
+    for format in formats("eagle3"):
+        assert refusals(format, head, target, "/a")[0].startswith("head.layers: 2 layers")

@@ -1,0 +1,162 @@
+"""A head or a model written in a format, and read again before it counts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from outrider.conf.disk import size
+from outrider.conf.errors import UserError
+from outrider.decode.models.load import torch_dtype
+from outrider.decode.target import Target
+from outrider.heads.base import Head
+from outrider.heads.interop import LAYOUTS, gguf_write
+from outrider.heads.small_lm.head import SmallLM
+from outrider.scripts.common import files
+from outrider.scripts.exporting import loaders
+from outrider.scripts.exporting.self_check import ExportCheck, check_head, check_model, rounded
+
+DRAFT, TARGET = "draft.gguf", "target.gguf"
+WEIGHTS = "model.safetensors"
+ROOM = 1.02  # of what the weights take: card, manifest, contract
+
+
+def write_head(
+    stage: Path,
+    format: str,
+    head: Head,
+    target: Target,
+    name: str,
+    prompts: Sequence[Tensor],
+    dtype: str,
+    tokenizer_from: Path | None = None,
+) -> tuple[Head, ExportCheck]:
+    """Write a head that format takes (interop.refusals) into `stage`, and read it again; the
+    head with the exported numbers, and the check. name: by which an engine loads the target.
+    Raises UserError where the file would draft anything else than that head, and where the disk
+    has no room for it."""
+    if format == "gguf" and isinstance(head, SmallLM):
+        net = head.plain()
+        return head, write_model(stage / DRAFT, net, target, prompts, dtype, tokenizer_from)
+    if format == "gguf":
+        words = gguf_write.tokenizer_keys(target, tokenizer_from)
+        gguf_write.write(stage / DRAFT, gguf_write.head_model(head, target, words), dtype)
+        twin = rounded(head, lambda w: gguf_write.rounded(w.float().cpu(), dtype).to(w.device))
+        file = loaders.gguf(stage / DRAFT, target.embedding_weight)
+        return twin, check_head(file, twin, target, prompts)
+    kind = torch_dtype(dtype)
+    if isinstance(head, SmallLM):
+        return head, _write_plain(stage, head, prompts, kind)
+    config, tensors = LAYOUTS[format, head.kind].write(head, target, name, kind)
+    print(_weight(tensors, head, target), flush=True)
+    check_room(stage, sum(t.nbytes for t in tensors.values()), smaller(head, dtype))
+    files.write_json(stage / "config.json", config)
+    save(tensors, stage / WEIGHTS)
+    twin = rounded(head, lambda weight: weight.to(kind).float())
+    rows = target.embedding_weight, target.lm_head_weight
+    file = loaders.folder(stage, format, *rows, target.num_layers)
+    return twin, check_head(file, twin, target, prompts)
+
+
+def write_model(
+    path: Path,
+    model: Any,
+    target: Target,
+    prompts: Sequence[Tensor],
+    dtype: str,
+    tokenizer_from: Path | None = None,
+) -> ExportCheck:
+    """Write a whole model as a GGUF file: the target, or a separate draft with the target's
+    tokenizer. Raises UserError when the file's logits behind the prompts are not the model's
+    with its numbers rounded alike."""
+    words = gguf_write.tokenizer_keys(target, tokenizer_from)
+    gguf_write.write(path, gguf_write.whole_model(model, target.vocab_size, words), dtype)
+    twin, changed = copy.deepcopy(model).float().cpu(), 0
+    for weight in twin.parameters():
+        kept = gguf_write.rounded(weight.data, dtype)
+        changed += int((kept != weight.data).sum())
+        weight.data = kept
+    file = loaders.gguf(path, model.get_input_embeddings().weight)
+    found = check_model(lambda ids: file.logits(ids, lambda _: ids, ids)[0], twin, prompts)
+    found.rounded = changed / sum(weight.numel() for weight in twin.parameters())
+    return found
+
+
+def _write_plain(
+    stage: Path, head: SmallLM, prompts: Sequence[Tensor], dtype: torch.dtype
+) -> ExportCheck:
+    """A separate draft as an ordinary transformers folder."""
+    head.dtype, kept = dtype, head.dtype
+    with full_disk(stage / WEIGHTS):
+        head.write(stage, finished=True)
+    head.dtype = kept
+    twin = head.plain().cpu()
+    for weight in twin.parameters():
+        weight.data = weight.data.to(dtype).float()
+    read: Any = AutoModelForCausalLM.from_pretrained(stage, dtype=torch.float32)
+    return check_model(lambda ids: read.eval()(ids[None]).logits[0, -1], twin, prompts)
+
+
+@contextlib.contextmanager
+def full_disk(path: Path) -> Iterator[None]:
+    """Raise an OSError for one that safetensors hides in its words."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
+
+
+def save(tensors: dict[str, Tensor], path: Path) -> None:
+    """A safetensors file that everybody may read, with the metadata that transformers asks
+    for. Raises OSError when the disk refuses."""
+    with full_disk(path):
+        save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+
+
+def check_room(folder: Path, needed: int, fix: str) -> None:
+    """Raises UserError where the disk of `folder` has no room for so many bytes of weights.
+    fix: what makes them fewer, "" where nothing does."""
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if needed * ROOM > free:
+        raise UserError(
+            f"out: {size(needed)} are to be written to {folder.parent}, which has {size(free)} "
+            f"left; free some space{fix and f', set {fix},'} or give another folder"
+        )
+
+
+def smaller(head: Head, dtype: str) -> str:
+    """Keys that make the export of a head smaller, with "or" between them."""
+    keys = ["dtype=bfloat16"] if dtype == "float32" else []
+    if head.kind == "medusa" and head.cfg.heads > 1:
+        keys.append(f"heads={head.cfg.heads - 1} or fewer")
+    return " or ".join(keys)
+
+
+def _weight(tensors: dict[str, Tensor], head: Head, target: Target) -> str:
+    """What a file weighs, beside the target: every Medusa head projects onto the whole
+    vocabulary, also one that was trained on a part of it."""
+    whole = sum(tensor.nbytes for tensor in tensors.values())
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    share = numbers / sum(p.numel() for p in target.model.parameters())
+    kind = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    fix = smaller(head, kind)
+    return (
+        f"weights: {size(whole)} in {kind}, {share:.2f} times the target's own numbers, which the "
+        f"engine keeps in memory{fix and f'; smaller: {fix}'}"
+    )
