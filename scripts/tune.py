@@ -3,16 +3,16 @@
     python scripts/tune.py target=smollm2 drafter=runs/eagle3 out=reports/tune-eagle3
 
 Drafts once along the target's plain answers, replays chains and trees of many sizes on what was
-drafted, times a cycle of those that may pay, measures the best few in turns, and writes the
-fastest into the head's folder (decode.json), where evaluate, chat and export read it. OUT gets
-tune.json, which overwrite=true alone replaces where it is of something else.
+drafted, times a cycle of those that may pay, interleaves the best few with plain decoding, and
+writes the fastest into the head's folder (decode.json), where evaluate, chat and export read it;
+nothing is written where none is faster than plain decoding. OUT gets tune.json, which
+overwrite=true alone replaces where it is of something else.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -61,27 +61,20 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
     report = tune_run.run(cfg, target, console) | {"asked": files.asked(cfg, ["write"])}
     files.write_json(out / "tune.json", report)
     tune_table.table(report).show(console)
-    folder = settings_folder(draft)
-    if cfg.write and folder is not None:
+    folder, best = settings_folder(draft), report["chosen"]["settings"]
+    if not report["chosen"]["pays"]:
+        said = "nothing is written beside the drafter: no setting was faster than plain decoding"
+    elif cfg.write and folder is not None:
         files.write_json(folder / DECODE, tune_run.tuned_from(report, folder).to_json())
-        console.print(
-            f"written: {folder / DECODE}; evaluate, chat and export read it", highlight=False
+        said = f"written: {folder / DECODE}; evaluate, chat and export read it"
+    else:
+        name = DraftSpec(
+            draft.source, **{key: best.get(key) for key in ("shape", "depth", "nodes")}
         )
-    elif cfg.write:
-        name = requested_as(draft.source, report["chosen"]["settings"])
-        console.print(
-            f"{draft.source} has no folder to write to; ask for it as {name}", highlight=False
-        )
+        said = f"nothing is written beside {draft.source}; ask for it as {name}"
+    console.print(f"{said}\nreport: {out / 'tune.json'}", highlight=False)
     if cfg.wandb != "off":
         to_wandb(report, out, "tune", cfg.wandb, cfg.wandb_project)
-    console.print(f"report: {out / 'tune.json'}", highlight=False)
-
-
-def requested_as(source: str, best: dict[str, Any]) -> str:
-    """The name that asks for the chosen depth of a chain or nodes of a tree."""
-    if best["shape"] == "chain":
-        return str(DraftSpec(source, "chain", depth=best["depth"]))
-    return str(DraftSpec(source, "tree", nodes=best["nodes"]))
 
 
 if __name__ == "__main__":

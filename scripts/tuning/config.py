@@ -28,7 +28,7 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     target: TargetConfig = field(default_factory=TargetConfig)
     # prompts like those that will be asked: acceptance depends on them
     prompts: str = "scripts/prompts/demo.jsonl"
-    # how many of them, spread over the file
+    # how many of them, in turns from its categories
     num_prompts: Annotated[int, Ge(2)] = 16
     # longest answer, tokens
     max_new_tokens: Annotated[int, Ge(8)] = 64
@@ -43,11 +43,9 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     max_depth: OneOrMore = 8
     # largest tree
     max_nodes: OneOrMore = 64
-    # widest beam of a dynamic tree
-    max_width: OneOrMore = 8
     # settings that are confirmed by measurement
     confirm: OneOrMore = 4
-    # write the choice into the head's folder
+    # write the choice into the head's folder, where it is faster than plain decoding
     write: bool = True
     # off, online or offline: the table to wandb in one of its modes, and no
     # error where it is not installed

@@ -12,9 +12,10 @@ each text as the engine would, stop token and length limit included.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,27 @@ class RecordedDraft:
     tokens: list[int]
     parents: list[int]
     score: list[float] | None
+
+    @functools.cached_property
+    def ranks(self) -> list[Path]:
+        """Every node's path of sibling ranks."""
+        seen, out = Counter[int](), list[Path]()
+        for parent in self.parents:
+            out.append((*(out[parent] if parent >= 0 else ()), seen[parent]))
+            seen[parent] += 1
+        return out
+
+    def agreed(self, follows: Sequence[int]) -> list[int]:
+        """Nodes of the longest path that agrees with the tokens that followed."""
+        node_of = {
+            (p, t): i for i, (p, t) in enumerate(zip(self.parents, self.tokens, strict=True))
+        }
+        path, at = [], -1
+        for token in follows:
+            if (at := node_of.get((at, token), -1)) < 0:
+                break
+            path.append(at)
+        return path
 
 
 class Shadow:
@@ -105,32 +127,6 @@ def _draft(tree: DraftTree, row: int) -> RecordedDraft:
 # -- what a draft would have had accepted
 
 
-def matched(draft: RecordedDraft, follows: Sequence[int]) -> list[int]:
-    """Nodes of the longest path that agrees with the tokens that followed."""
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(draft.parents):
-        children.setdefault(parent, []).append(node)
-    path, at = [], -1
-    for token in follows:
-        hit = next((c for c in children.get(at, ()) if draft.tokens[c] == token), None)
-        if hit is None:
-            break
-        path.append(hit)
-        at = hit
-    return path
-
-
-def ranks(draft: RecordedDraft) -> list[Path]:
-    """Every node's path of sibling ranks."""
-    seen: dict[int, int] = {}
-    out: list[Path] = []
-    for parent in draft.parents:
-        rank = seen.get(parent, 0)
-        seen[parent] = rank + 1
-        out.append((*(out[parent] if parent >= 0 else ()), rank))
-    return out
-
-
 @dataclass(frozen=True)
 class Text:
     """One answer. tokens: all generated ones. limit: most tokens it might have had. drafts: by
@@ -141,102 +137,64 @@ class Text:
     limit: int
     drafts: dict[int, RecordedDraft]
 
+    @functools.cached_property
+    def agreed(self) -> dict[int, list[int]]:
+        """Position -> nodes of its draft that agree with what followed, root first."""
+        return {t: draft.agreed(self.tokens[t:]) for t, draft in self.drafts.items()}
 
-def paths(texts: Iterable[Text]) -> list[dict[int, Path]]:
-    """Per text: position -> ranks of the candidates that agree with what followed."""
-    return [
-        {
-            t: ranks(d)[m[-1]] if (m := matched(d, text.tokens[t:])) else ()
-            for t, d in text.drafts.items()
-        }
-        for text in texts
-    ]
-
-
-def chain_of(found: Sequence[dict[int, Path]], k: int) -> list[Kept]:
-    """Per text: what a chain of the first k best-ranked tokens gives, from the `paths` of longer
-    chains or of trees."""
-    return static_of(found, [(0,) * (depth + 1) for depth in range(k)])
+    @functools.cached_property
+    def paths(self) -> dict[int, Path]:
+        """Position -> ranks of the candidates that agree with what followed."""
+        return {t: self.drafts[t].ranks[m[-1]] if m else () for t, m in self.agreed.items()}
 
 
-def static_of(found: Sequence[dict[int, Path]], tree: Sequence[Path]) -> list[Kept]:
-    """Per text: what a static tree gives, from the `paths` of a larger one."""
+def chain_of(texts: Sequence[Text], k: int) -> list[Kept]:
+    """Per text: what a chain of the first k best-ranked tokens gives, from longer chains or from
+    trees."""
+    return static_of(texts, [(0,) * (depth + 1) for depth in range(k)])
+
+
+def static_of(texts: Sequence[Text], tree: Sequence[Path]) -> list[Kept]:
+    """Per text: what a static tree gives, from a larger one."""
     have = {(), *tree}
 
     def depth(path: Path) -> int:
         return next(d for d in range(len(path), -1, -1) if path[:d] in have)
 
-    return [{t: depth(path) for t, path in one.items()} for one in found]
+    return [{t: depth(path) for t, path in text.paths.items()} for text in texts]
 
 
-class Beams:
-    """Dynamic trees replayed from the largest one: fewer levels and fewer nodes exactly, a smaller
-    width closely (of the largest tree's candidates those are taken that a beam of that width
-    would have seen). places: per text position -> of every accepted node, root first, its place
-    in the order in which nodes are kept."""
+def dynamic_of(texts: Sequence[Text], depth: int, nodes: int) -> list[Kept]:
+    """Per text: what a dynamic tree of at most so many levels and nodes gives, from a larger one of
+    the same width."""
 
-    def __init__(self, texts: Sequence[Text], depth: int, width: int) -> None:
-        self.places = [
-            {
-                t: _places(draft, matched(draft, text.tokens[t:]), depth, width)
-                for t, draft in text.drafts.items()
-            }
-            for text in texts
-        ]
+    def accepted(draft: RecordedDraft, agreed: Sequence[int]) -> int:
+        assert draft.score is not None, "a dynamic tree comes with its scores"
+        score, within = draft.score, (i for i, path in enumerate(draft.ranks) if len(path) <= depth)
+        best = {*sorted(within, key=lambda i: -score[i])[:nodes]}
+        return sum(node in best for node in agreed)
 
-    def of(self, nodes: int) -> list[Kept]:
-        """Per text: what a tree of at most so many nodes gives."""
-        return [
-            {t: sum(place < nodes for place in places) for t, places in text.items()}
-            for text in self.places
-        ]
-
-
-def _places(draft: RecordedDraft, agreed: Sequence[int], depth: int, width: int) -> list[int]:
-    """`Beams.places` of one draft. agreed: its nodes that agree with what followed."""
-    assert draft.score is not None, "a dynamic tree comes with its scores"
-    best = sorted(range(len(draft.score)), key=lambda i: -draft.score[i])  # type: ignore[index]
-    paths, beam, found = ranks(draft), {-1}, set[int]()
-    for level in range(1, depth + 1):
-        seen = [
-            i
-            for i in best
-            if len(paths[i]) == level and paths[i][-1] < width and draft.parents[i] in beam
-        ]
-        found.update(seen)
-        beam = set(seen[:width])
-    place = {node: n for n, node in enumerate(node for node in best if node in found)}
-    return [place[i] for i in agreed if i in place]
+    return [{t: accepted(text.drafts[t], m) for t, m in text.agreed.items()} for text in texts]
 
 
 # -- stepping through the texts
 
 
-class ReplayedCycle(NamedTuple):
-    """One cycle of a replay. tokens: committed, bonus included. clean: neither a stop token nor
-    the limit cut it."""
-
-    accepted: int
-    tokens: int
-    clean: bool
-
-
-def walk(text: Text, kept: Kept, depth: int) -> list[ReplayedCycle]:
+def walk(text: Text, kept: Kept, depth: int) -> list[tuple[int, bool]]:
     """The cycles of one text, as the engine would make them with a draft of at most `depth`
-    levels.
-    """
-    steps, t = [], 1
+    levels: (accepted, clean). clean: neither a stop token nor the limit cut it."""
+    cycles, t = [], 1
     while t < len(text.tokens):
         budget = min(text.limit - t - 1, depth)
         accepted = min(kept.get(t, 0), budget)
-        tokens = min(accepted + 1, len(text.tokens) - t)
-        steps.append(ReplayedCycle(accepted, tokens, budget == depth and tokens == accepted + 1))
-        t += tokens
-    return steps
+        clean = budget == depth and accepted + 1 <= len(text.tokens) - t
+        cycles.append((accepted, clean))
+        t += accepted + 1
+    return cycles
 
 
 def accepted_length(texts: Sequence[Text], kept: Sequence[Kept], depth: int) -> float:
-    """Tokens per clean cycle of all texts."""
-    cycles = [step for pair in zip(texts, kept, strict=True) for step in walk(*pair, depth)]
-    clean = [step.tokens for step in cycles if step.clean]
+    """Tokens per clean cycle of all texts, the bonus token counted."""
+    cycles = [one for pair in zip(texts, kept, strict=True) for one in walk(*pair, depth)]
+    clean = [accepted + 1 for accepted, clean in cycles if clean]
     return sum(clean) / len(clean) if clean else 1.0

@@ -22,15 +22,13 @@ from outrider.heads import hub
 from outrider.heads.names import NONE
 from outrider.heads.tuned import DraftSettings, Tuned, card_sha256
 from outrider.scripts.common import files
-from outrider.scripts.common.progress import OnProgress, Steps, by_name, columns, named
+from outrider.scripts.common.progress import Steps, by_name, columns, named
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids, thinned
-from outrider.scripts.scoring import contest
+from outrider.scripts.scoring.contest import ContestSettings, run_contest
 from outrider.scripts.scoring.score import Scores, plain
 from outrider.scripts.scoring.systems import drafting, systems_of
-from outrider.scripts.tuning import search
 from outrider.scripts.tuning.config import TuneConfig
-from outrider.scripts.tuning.family import Bounds, DrafterFamily
-from outrider.scripts.tuning.search import Candidate
+from outrider.scripts.tuning.search import Candidate, DrafterFamily, worth_timing
 
 TIMED_TOKENS = 32  # of each row, while a candidate is timed
 MEASURED = (
@@ -38,110 +36,54 @@ MEASURED = (
 )
 
 
-class Tuning:
-    """What one run works with."""
-
-    def __init__(self, cfg: TuneConfig, target: Target) -> None:
-        self.cfg, self.target = cfg, target
-        self.sampling = cfg.sampling()
-        bounds = Bounds(cfg.max_depth, cfg.max_nodes, cfg.max_width)
-        self.family = DrafterFamily.of(cfg.drafter, target, self.sampling, bounds)
-        self.prompts = thinned(load_prompts(cfg.prompts), cfg.num_prompts)
-        if len(self.prompts) < 2:
-            raise UserError("prompts: the file holds a single prompt; give at least two")
-        self.ids = [question_ids(target.tokenizer, p.turns[0]) for p in self.prompts]
-
-    def cycle_ms(self, settings: DraftSettings) -> float:
-        """Milliseconds of a cycle with these settings, in the decode loop itself."""
-        drafter, cfg = self.family.drafter(settings), self.cfg
-        ids = list(itertools.islice(itertools.cycle(self.ids), max(cfg.batch_size, 2)))
-        for tokens in (3, min(TIMED_TOKENS, cfg.max_new_tokens)):  # the first run warms up
-            requests = [Request(one, tokens, id=i) for i, one in enumerate(ids)]
-            timing = generate(
-                self.target,
-                drafter,
-                requests,
-                self.sampling,
-                batch_size=cfg.batch_size,
-                eos_ids=(),
-            ).timing
-        return 1000 * statistics.median(timing.cycle_s or [0.0])  # no stall moves it
-
-    def timed(
-        self, candidates: Sequence[Candidate], on_progress: OnProgress
-    ) -> list[dict[str, Any]]:
-        """The report's `timed`: what the candidates cost and bring, the fastest first."""
-        rows = []
-        for number, one in enumerate(candidates, 1):
-            spent = self.cycle_ms(one.settings)
-            rows.append(
-                {
-                    "name": str(one.settings),
-                    "settings": listed(one.settings),
-                    "accepted_length": one.accepted_length,
-                    "cycle_ms": spent,
-                    "tokens_per_second": 1000 * self.cfg.batch_size * one.accepted_length / spent,
-                }
-            )
-            on_progress(number, len(candidates))
-        return sorted(rows, key=lambda row: -row["tokens_per_second"])
-
-    def measure(self, settings: dict[str, DraftSettings]) -> tuple[Scores, dict[str, Any]]:
-        """What interleaved decoding gave: the scores, and the row of every name, plain
-        decoding under "none" among them."""
-        cfg = self.cfg
-        systems = systems_of([NONE], self.target)
-        systems += [
-            drafting(name, self.family.drafter(one), self.target) for name, one in settings.items()
-        ]
-        plan = contest.ContestSettings(self.sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed)
-        first = [Prompt(p.id, p.category, p.turns[:1]) for p in self.prompts]
-        found = contest.run_contest(self.target, first, systems, plan, quiet=cfg.quiet)
-        scores = Scores(found, systems, cfg.seed)
-        return scores, {system.name: scores.row(system) for system in systems}
-
-
 def run(cfg: TuneConfig, target: Target, console: Console) -> dict[str, Any]:
     """Everything but the files. Raises UserError where nothing can be searched."""
-    tuning = Tuning(cfg, target)
-    family = tuning.family
+    sampling = cfg.sampling()
+    family = DrafterFamily.of(cfg.drafter, target, sampling, cfg.max_depth, cfg.max_nodes)
+    prompts = thinned(load_prompts(cfg.prompts), cfg.num_prompts)
+    if len(prompts) < 2:
+        raise UserError("prompts: the file holds a single prompt; give at least two")
+    ids = [question_ids(target.tokenizer, p.turns[0]) for p in prompts]
     with Steps(*columns(20), console=console, quiet=cfg.quiet, transient=True) as progress:
         shown = by_name(progress)
         along = named(shown, "drafting along")
-        found = family.candidates(family.record(tuning.ids, cfg.max_new_tokens, cfg.seed, along))
-        timed = tuning.timed(search.worth_timing(found), named(shown, "timing"))
+        found = family.candidates(family.record(ids, cfg.max_new_tokens, cfg.seed, along))
+        timed, candidates = [], worth_timing(found)
+        for number, one in enumerate(candidates, 1):
+            timed.append(_timed(one, family, ids, cfg))
+            shown(number, len(candidates), "timing")
+    timed.sort(key=lambda row: -row["tokens_per_second"])
     settings = confirmed(timed, cfg.confirm) + family.drawn()
     if not settings:
         raise UserError(
             f"drafter: {cfg.drafter} accepted nothing that could be searched; give more prompts"
         )
-    default = family.default()
-    systems = {str(one): one for one in settings}
-    if default not in settings:
-        systems[f"default ({default})"] = default
-    scores, rows = tuning.measure(systems)
+    named_settings = {str(one): one for one in settings}
+    named_settings["default"] = family.default()
+    scores = measured(named_settings, family, prompts, cfg)
+    rows = {system.name: scores.row(system) for system in scores.systems}
     replayed = {row["name"]: row["accepted_length"] for row in timed}
     table: list[dict[str, Any]] = [
         {
             "name": name,
             "settings": listed(one),
             "kind": one.shape,
-            "default": one == default,
-            "replayed": replayed.get(str(one)),
+            "default": name == "default",
+            "replayed": replayed.get(name),
             "measured": {key: rows[name][key] for key in MEASURED},
         }
-        for name, one in systems.items()
+        for name, one in named_settings.items()
     ]
     # a speed in doubt is chosen only where all are
     believed = [row for row in table if not row["measured"]["doubts"]]
-    chosen = max(believed or table, key=_pace)
-    speedup = chosen["measured"]["speedup"]
+    ordered = sorted(believed or table, key=lambda row: row["measured"]["tokens_per_second"] or 0)
+    chosen, speedup = ordered[-1], ordered[-1]["measured"]["speedup"]
     report = {
-        **_made_with(tuning),
+        **_made_with(cfg, family, len(prompts)),
         "replayed": len(found),
         "timed": timed,
         "rows": table,
-        "none": {k: rows["none"][k] for k in ("tokens_per_second", "ms_per_token", "target_ms")},
+        "none": {k: rows[NONE][k] for k in ("tokens_per_second", "ms_per_token", "target_ms")},
         "stalls": scores.stalls(),
         "chosen": {
             "name": chosen["name"],
@@ -149,9 +91,45 @@ def run(cfg: TuneConfig, target: Target, console: Console) -> dict[str, Any]:
             "speedup": speedup,
             "pays": bool(believed) and (speedup["mean"] or 0) > 1,
         },
-        "per_shape": {row["kind"]: row["settings"] for row in sorted(believed or table, key=_pace)},
+        "per_shape": {row["kind"]: row["settings"] for row in ordered},
     }
     return plain(report)  # type: ignore[no-any-return]
+
+
+def _timed(
+    one: Candidate, family: DrafterFamily, ids: Sequence[list[int]], cfg: TuneConfig
+) -> dict[str, Any]:
+    """What a candidate costs, in the decode loop itself, and brings."""
+    drafter, size = family.drafter(one.settings), cfg.batch_size
+    prompts = list(itertools.islice(itertools.cycle(ids), max(size, 2)))
+    for tokens in (3, min(TIMED_TOKENS, cfg.max_new_tokens)):  # the first run warms up
+        requests = [Request(prompt, tokens, id=i) for i, prompt in enumerate(prompts)]
+        how: dict[str, Any] = {"batch_size": size, "eos_ids": ()}
+        timing = generate(family.target, drafter, requests, family.sampling, **how).timing
+    spent = 1000 * statistics.median(timing.cycle_s or [0.0])  # no stall moves it
+    return {
+        "name": str(one.settings),
+        "settings": listed(one.settings),
+        "accepted_length": one.accepted_length,
+        "cycle_ms": spent,
+        "tokens_per_second": 1000 * size * one.accepted_length / spent,
+    }
+
+
+def measured(
+    settings: dict[str, DraftSettings],
+    family: DrafterFamily,
+    prompts: Sequence[Prompt],
+    cfg: TuneConfig,
+) -> Scores:
+    """What interleaved decoding of first turns gives, plain decoding among the rows."""
+    target = family.target
+    systems = systems_of([NONE], target)
+    systems += [drafting(name, family.drafter(one), target) for name, one in settings.items()]
+    plan = ContestSettings(family.sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed)
+    first = [Prompt(p.id, p.category, p.turns[:1]) for p in prompts]
+    found = run_contest(target, first, systems, plan, quiet=cfg.quiet)
+    return Scores(found, systems, cfg.seed)
 
 
 def confirmed(timed: Sequence[dict[str, Any]], count: int) -> list[DraftSettings]:
@@ -163,10 +141,10 @@ def confirmed(timed: Sequence[dict[str, Any]], count: int) -> list[DraftSettings
     return [from_json(row["settings"], DraftSettings)[0] for row in rows]
 
 
-def _made_with(tuning: Tuning) -> dict[str, Any]:
+def _made_with(cfg: TuneConfig, family: DrafterFamily, prompts: int) -> dict[str, Any]:
     """What the report rests on: command, drafter, target, settings, machine."""
-    cfg, target, head = tuning.cfg, tuning.target, tuning.family.head
-    unsaid = ("quiet", "overwrite", "wandb", "wandb_project")
+    target, head = family.target, family.head
+    left_out = ("quiet", "overwrite", "wandb", "wandb_project")
     return {
         "format": 2,
         **files.origin(str(target.device)),
@@ -175,17 +153,12 @@ def _made_with(tuning: Tuning) -> dict[str, Any]:
         "kind": head.kind if head else "ngram",
         "target": asdict(target.identity) if target.identity else {"name": "unknown"},
         "settings": {
-            **{k: v for k, v in asdict(cfg).items() if k not in unsaid},
-            "num_prompts": len(tuning.prompts),
+            **{k: v for k, v in asdict(cfg).items() if k not in left_out},
+            "num_prompts": prompts,
             "prompts_sha256": files.sha256(Path(cfg.prompts)),
         },
-        "notes": tuning.family.notes,
+        "notes": family.notes,
     }
-
-
-def _pace(row: dict[str, Any]) -> float:
-    """Measured tokens per second of a row of the report; 0 where nothing was decoded."""
-    return float(row["measured"]["tokens_per_second"] or 0)
 
 
 def listed(one: DraftSettings) -> dict[str, Any]:
@@ -196,16 +169,15 @@ def listed(one: DraftSettings) -> dict[str, Any]:
 def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
     """What is written beside the head."""
     chosen, shapes, s = report["chosen"], report["per_shape"], report["settings"]
-    get = lambda kind: from_json(shapes[kind], DraftSettings)[0] if kind in shapes else None
+    keys = ("temperature", "dtype", "batch_size", "max_new_tokens", "num_prompts")
     evidence = {
         "created": report["created"],
         "command": report["command"],
         "speedup": chosen["speedup"],
-        "measured_for": {
-            k: s[k] for k in ("temperature", "dtype", "batch_size", "max_new_tokens", "num_prompts")
-        },
+        "measured_for": {key: s[key] for key in keys},
         "target": report["target"]["name"],
         "environment": report["environment"],
     }
+    of = {kind: from_json(shape, DraftSettings)[0] for kind, shape in shapes.items()}
     best = from_json(chosen["settings"], DraftSettings)[0]
-    return Tuned(card_sha256(folder), best, get("chain"), get("tree"), chosen["pays"], evidence)
+    return Tuned(card_sha256(folder), best, of.get("chain"), of.get("tree"), evidence=evidence)

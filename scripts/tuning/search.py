@@ -1,28 +1,40 @@
-"""Which settings are worth timing: chains, static and dynamic trees of a few sizes, with the
-accepted length that each would have had on the recorded texts.
+"""What can be set about a drafter, and which settings are worth timing.
 
-Static trees are grown best-first by the value of a node, the chance that its whole path is right:
-the best tree of n nodes is the best one of n - 1 and the most valuable node at its border
-(heads/shapes.py).
+Chains and n-grams have K; parallel heads a static tree over the ranks of their heads; drafters
+that go on from their own tokens (EAGLE, a separate model) a chain or a dynamic tree of some depth
+and size. Static trees are grown best-first by the value of a node, the chance that its whole path
+is right (heads/shapes.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.conf.errors import UserError
+from outrider.decode.drafters import Drafter
+from outrider.decode.engine import Request, generate
+from outrider.decode.ngram import NGram
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
 from outrider.heads import shapes
+from outrider.heads.base import Head
+from outrider.heads.drafters import drafting_head
+from outrider.heads.names import NGRAM, NONE, DraftSpec, parse
 from outrider.heads.shapes import Path
 from outrider.heads.tuned import DraftSettings
+from outrider.scripts.common.progress import OnProgress
 from outrider.scripts.tuning import replay
-from outrider.scripts.tuning.replay import Text
+from outrider.scripts.tuning.replay import Shadow, Text
 
-PRIOR = 60.0  # recorded positions that the head's own calibration (or independence) is worth
+PRIOR = 60.0  # recorded positions that the head's own calibration is worth
+SUPERSET = 256  # nodes of the static tree that is recorded
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # of chains and dynamic trees
 SIZES = (4, 8, 16, 32, 64, 128)  # nodes of trees
-WIDTHS = (2, 3, 4, 6, 8, 12, 16)  # of dynamic trees
+DRAWN_CHAINS, DRAWN_TREES = (2, 4, 6), (8, 16, 32)  # levels and nodes that are measured
+Texts = dict[str, list[Text]]  # by the shape that was recorded
 
 
 @dataclass(frozen=True)
@@ -39,54 +51,163 @@ class Candidate:
         return depth, self.settings.nodes or depth
 
 
+@dataclass
+class DrafterFamily:
+    """One drafter and what can be set about it. depth, nodes: the most of a draft. kinds: among
+    "chain" and "tree". head: None for n-grams. notes: what the search leaves out, and why.
+    """
+
+    target: Target
+    sampling: Sampling
+    depth: int
+    nodes: int
+    kinds: list[str]
+    head: Head | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, spec: str, target: Target, sampling: Sampling, depth: int, nodes: int
+    ) -> DrafterFamily:
+        """Raises UserError for `none`, an unknown drafter, or a shape that it does not have."""
+        draft = parse(spec)
+        path, shape = draft.source, draft.shape
+        if path == NONE or draft != DraftSpec(path, shape) or (path == NGRAM and shape):
+            raise UserError(
+                f"drafter: {spec}; give ngram, a run folder, a head folder or a smaller model, "
+                "with @chain or @tree at most"
+            )
+        if path == NGRAM:
+            return cls(target, sampling, depth, nodes, ["chain"])
+        head = drafting_head(path, target)
+        trees = ["tree"] if target.support == "tree" else []
+        kinds = [kind for kind in ("chain", *trees) if shape in ("", kind)]
+        if not kinds:
+            raise UserError(f"drafter: {spec}: this target takes chains only; write {path}@chain")
+        made = cls(target, sampling, min(depth, head.deepest or depth), nodes, kinds, head)
+        if made.drawn_kinds:
+            made.notes.append(
+                f"each {' and '.join(made.drawn_kinds)} drawn from the drafter's own distribution "
+                "cannot be replayed: a few sizes are measured"
+            )
+        return made
+
+    @property
+    def parallel(self) -> bool:
+        """K heads that guess at fixed distances."""
+        return self.head is not None and hasattr(self.head.cfg, "heads")
+
+    @property
+    def calibration(self) -> dict[str, Any]:
+        """What the head itself has measured of its acceptance, or what is assumed of it."""
+        known = getattr(self.head, "calibration", {})
+        return known if known.get("paths") else shapes.assumed(self.depth)
+
+    @property
+    def drawn_kinds(self) -> list[str]:
+        """Those whose candidates are drawn from the drafter's distribution, so that replay cannot
+        say what would be accepted."""
+        if self.head is None or self.sampling.greedy:
+            return []
+        trees = getattr(self.head.cfg, "tree_draw", "fixed") == "sampled"
+        return [kind for kind in self.kinds if kind == "chain" or trees]
+
+    def drawn(self) -> list[DraftSettings]:
+        """Drawn chains and trees of a few sizes: they are measured without a replay."""
+        out = list[DraftSettings]()
+        if "chain" in self.drawn_kinds:
+            out += [DraftSettings("chain", depth=k) for k in within(DRAWN_CHAINS, self.depth)]
+        if "tree" in self.drawn_kinds:
+            value = value_of([], self.calibration)
+            sizes = within(DRAWN_TREES, self.nodes)
+            out += dict.fromkeys(static_settings(value, n, self.depth) for n in sizes)
+        return out
+
+    def default(self) -> DraftSettings:
+        """What the drafter does untuned."""
+        shape: Any = self.head.cfg.shape if self.head else "chain"
+        return DraftSettings(shape if shape in self.kinds else "chain")
+
+    def drafter(self, settings: DraftSettings) -> Drafter:
+        """A fresh drafter with these settings."""
+        if self.head is None:
+            return NGram(depth=settings.depth or NGram().max_depth)
+        return self.head.drafter(self.target, settings.draft())
+
+    def dynamic(self, depth: int, nodes: int) -> DraftSettings:
+        """A dynamic tree, as wide as the head has it."""
+        assert self.head is not None, "n-grams have no trees"
+        return DraftSettings("tree", depth, nodes, self.head.cfg.width)
+
+    def recorders(self) -> dict[str, Drafter]:
+        """Drafters whose drafts hold those of every setting, by shape."""
+        kinds = [kind for kind in self.kinds if kind not in self.drawn_kinds]
+        made = {"chain": DraftSettings("chain", depth=self.depth)}
+        if self.parallel and kinds:
+            kinds = ["tree"]
+            assumed = shapes.assumed(self.depth, SUPERSET)["paths"]
+            known = {tuple(p) for p in (*assumed, *self.calibration["paths"])}
+            paths = sorted((p for p in known if len(p) <= self.depth), key=lambda p: (len(p), p))
+            made["tree"] = DraftSettings("tree", self.depth, len(paths), paths=tuple(paths))
+        elif "tree" in kinds:
+            made["tree"] = self.dynamic(self.depth, self.nodes)
+        return {kind: self.drafter(made[kind]) for kind in kinds}
+
+    def record(
+        self, prompts: Sequence[list[int]], tokens: int, seed: int, on_progress: OnProgress
+    ) -> Texts:
+        """What `recorders` draft at every position of the target's plain answers."""
+        recorders = self.recorders()
+        out: Texts = {name: [] for name in recorders}
+        for i, ids in enumerate(prompts if recorders else ()):
+            limit = min(tokens, self.target.context_length - len(ids))
+            shadow, request = Shadow(recorders), Request(ids, tokens, id=i * 64)
+            run = generate(self.target, shadow, [request], self.sampling, seed=seed)
+            answer = run.generations[0].token_ids
+            for name in recorders:
+                out[name].append(Text(answer, limit, shadow.drafts[name][0]))
+            on_progress(i + 1, len(prompts))
+        return out
+
+    def candidates(self, texts: Texts) -> list[Candidate]:
+        """Settings within the bounds, each with its accepted length."""
+        out = list[Candidate]()
+
+        def add(settings: DraftSettings, kept: list[replay.Kept], found: list[Text]) -> None:
+            length = replay.accepted_length(found, kept, settings.depth or 0)
+            out.append(Candidate(settings, length))
+
+        chains = texts.get("tree" if self.parallel else "chain")
+        if chains and "chain" in self.kinds:
+            for k in within(DEPTHS, self.depth):
+                add(DraftSettings("chain", depth=k), replay.chain_of(chains, k), chains)
+        trees = texts.get("tree") if "tree" in self.kinds else None
+        if trees and self.parallel:
+            value = value_of(trees, self.calibration)
+            for n in within(SIZES, self.nodes):
+                static = static_settings(value, n, self.depth)
+                add(static, replay.static_of(trees, static.paths or ()), trees)
+        elif trees:
+            for depth in within(DEPTHS, self.depth):
+                for n in within(SIZES, self.nodes):
+                    one = self.dynamic(depth, n)
+                    width = one.width or 1
+                    if depth <= n <= width + (depth - 1) * width**2:
+                        add(one, replay.dynamic_of(trees, depth, n), trees)
+        return out
+
+
 def within(values: Sequence[int], most: int) -> list[int]:
     """Those below `most`, and `most`."""
     return [value for value in values if value < most] + [most]
 
 
-def chains(texts: Sequence[Text], deepest: int) -> list[Candidate]:
-    """Chains of up to `deepest` tokens; also n-grams, whose drafts are of any length up to that."""
-    found = replay.paths(texts)
-    return [
-        Candidate(
-            DraftSettings("chain", depth=k),
-            replay.accepted_length(texts, replay.chain_of(found, k), k),
-        )
-        for k in within(DEPTHS, deepest)
-    ]
-
-
-def value_of(
-    found: Sequence[dict[int, Path]], calibration: dict[str, Any], heads: int
-) -> Callable[[Path], float]:
-    """The chance that a path is right: recorded hits, smoothed by the head's calibration where
-    it knows the path, else by the product of its rank-wise acceptance."""
-    hits: Counter[Path] = Counter()
-    total = 0
-    for one in found:
-        for path in one.values():
-            total += 1
-            for d in range(1, len(path) + 1):
-                hits[path[:d]] += 1
-    if not calibration.get("paths") and not calibration.get("acceptance"):
-        calibration = shapes.assumed(heads)
-    stored = zip(calibration.get("paths", ()), calibration.get("values", ()), strict=False)
-    known = {tuple(p): float(v) for p, v in stored}
-    table = calibration.get("acceptance", ())
-
-    def prior(path: Path) -> float:
-        if path in known:
-            return known[path]
-        value = 1.0
-        for level, rank in enumerate(path):
-            value *= table[level][rank] if level < len(table) and rank < len(table[level]) else 0.0
-        return min(value, prior(path[:-1])) if len(path) > 1 else value
-
-    def value(path: Path) -> float:
-        own = (hits[path] + PRIOR * prior(path)) / (total + PRIOR)
-        return own if len(path) == 1 else min(own, value(path[:-1]))
-
-    return value
+def value_of(texts: Sequence[Text], calibration: dict[str, Any]) -> Callable[[Path], float]:
+    """The chance that a path is right: recorded hits, smoothed by the head's calibration."""
+    found = [path for text in texts for path in text.paths.values()]
+    hits = Counter(path[:d] for path in found for d in range(1, len(path) + 1))
+    known = dict(zip(map(tuple, calibration["paths"]), calibration["values"], strict=True))
+    return lambda path: (hits[path] + PRIOR * known.get(path, 0.0)) / (len(found) + PRIOR)
 
 
 def static_settings(value: Callable[[Path], float], nodes: int, depth: int) -> DraftSettings:
@@ -94,38 +215,6 @@ def static_settings(value: Callable[[Path], float], nodes: int, depth: int) -> D
     tree = [path for path, _ in shapes.grow(value, nodes, depth)]
     paths = tuple(sorted(tree, key=lambda p: (len(p), p)))
     return DraftSettings("tree", depth=max(map(len, paths)), nodes=len(paths), paths=paths)
-
-
-def static_trees(
-    texts: Sequence[Text], calibration: dict[str, Any], heads: int, most: int
-) -> list[Candidate]:
-    """The best tree of every size for what was recorded."""
-    found, out = replay.paths(texts), []
-    value = value_of(found, calibration, heads)
-    for nodes in within(SIZES, most):
-        settings = static_settings(value, nodes, heads)
-        kept = replay.static_of(found, settings.paths or ())
-        length = replay.accepted_length(texts, kept, settings.depth or 0)
-        out.append(Candidate(settings, length))
-    return out
-
-
-def dynamic_trees(texts: Sequence[Text], depth: int, nodes: int, width: int) -> list[Candidate]:
-    """Trees grown by the drafter's own probabilities, up to such levels, nodes and width: for every
-    number of levels and nodes the width that accepts most."""
-    best: dict[tuple[int, int], Candidate] = {}
-    for levels in within(DEPTHS, depth):
-        for wide in within(WIDTHS, width):
-            beams = replay.Beams(texts, levels, wide)
-            for n in within(SIZES, nodes):
-                if n < levels or n > wide + (levels - 1) * wide**2:
-                    continue
-                length = replay.accepted_length(texts, beams.of(n), levels)
-                one = Candidate(DraftSettings("tree", levels, n, wide), length)
-                best[levels, n] = max(
-                    best.get((levels, n), one), one, key=lambda c: c.accepted_length
-                )
-    return list(best.values())
 
 
 def worth_timing(candidates: Sequence[Candidate]) -> list[Candidate]:

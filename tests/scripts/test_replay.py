@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +24,8 @@ from outrider.heads.small_lm.config import SmallLMConfig
 from outrider.heads.tuned import DraftSettings
 from outrider.scripts.common.progress import silent
 from outrider.scripts.tuning import replay, search
-from outrider.scripts.tuning.family import Bounds, DrafterFamily
 from outrider.scripts.tuning.replay import Shadow, Text
-from outrider.scripts.tuning.search import Candidate
+from outrider.scripts.tuning.search import Candidate, DrafterFamily
 
 
 def tiny(**more: float) -> Target:
@@ -58,17 +59,14 @@ def engine(target: Target, drafter: object) -> list[list[tuple[int, bool]]]:
 
 
 def replayed(texts: list[Text], kept: list, depth: int) -> list[list[tuple[int, bool]]]:
-    walks = [replay.walk(*pair, depth) for pair in zip(texts, kept, strict=True)]
-    return [[(s.accepted, s.clean) for s in steps] for steps in walks]
+    return [replay.walk(*pair, depth) for pair in zip(texts, kept, strict=True)]
 
 
 def test_chains_and_ngrams_replay_exactly(target: Target) -> None:
     for make in (lambda k: NGram(depth=k), lambda k: DraftModel(target, k)):
         texts = texts_of(target, make(6))
         for k in (1, 3, 6):
-            assert replayed(texts, replay.chain_of(replay.paths(texts), k), k) == engine(
-                target, make(k)
-            )
+            assert replayed(texts, replay.chain_of(texts, k), k) == engine(target, make(k))
 
 
 def test_dynamic_trees_replay_exactly_for_fewer_nodes_and_levels(
@@ -79,7 +77,7 @@ def test_dynamic_trees_replay_exactly_for_fewer_nodes_and_levels(
     accepted = set()
     for depth, nodes in ((4, 40), (4, 12), (2, 12), (3, 6), (1, 4)):
         wanted = engine(target, make(depth, nodes))
-        assert replayed(texts, replay.Beams(texts, depth, 4).of(nodes), depth) == wanted
+        assert replayed(texts, replay.dynamic_of(texts, depth, nodes), depth) == wanted
         accepted |= {a for row in wanted for a, _ in row}
     assert len(accepted) > 1, "nothing was ever accepted: the test compares zeros"
 
@@ -90,16 +88,15 @@ def test_static_trees_replay_exactly(target: Target) -> None:
     make = lambda tree: head.drafter(target, DraftSpec(shape="tree", paths=tuple(tree)))
     big = [tuple(p) for p in shapes.assumed(3)["paths"]]
     texts = texts_of(target, make(big))
-    found = replay.paths(texts)
     for nodes in (3, 10, 30):
         tree = big[:nodes]
         depth = max(map(len, tree))
-        assert replayed(texts, replay.static_of(found, tree), depth) == engine(target, make(tree))
+        assert replayed(texts, replay.static_of(texts, tree), depth) == engine(target, make(tree))
 
 
 def test_the_best_tree_for_recorded_hits() -> None:
-    found = [{t: (0, 1) if t % 2 else (2,) for t in range(1, 2001)}]
-    value = search.value_of(found, {}, 2)
+    text: Any = SimpleNamespace(paths={t: (0, 1) if t % 2 else (2,) for t in range(1, 2001)})
+    value = search.value_of([text], shapes.assumed(2))
     best = [p for p, _ in shapes.grow(value, 5, 2)]
     assert {(0,), (0, 1)} <= set(best), "half of all positions continue so"
     assert value((0, 1)) == pytest.approx(0.5, abs=0.03) and value((0, 1)) <= value((0,))
@@ -127,7 +124,7 @@ def test_drafters_that_read_their_own_tokens_are_searched(kind: str, tmp_path: P
     )
     torch.manual_seed(0)
     save_head(head_class(kind).for_target(target, cfg), tmp_path / "head", target.identity)
-    family = DrafterFamily.of(str(tmp_path / "head"), target, Sampling(), Bounds(3, 8, 3))
+    family = DrafterFamily.of(str(tmp_path / "head"), target, Sampling(), 3, 8)
     prompts = [[5, 6, 7], [8, 9, 5, 6]]
     texts = family.record(prompts, 8, 0, silent)
     assert set(texts) == {"chain", "tree"} and all(len(t) == 2 for t in texts.values())
@@ -136,8 +133,6 @@ def test_drafters_that_read_their_own_tokens_are_searched(kind: str, tmp_path: P
     for one in found:
         drafter = family.drafter(one.settings)
         assert (drafter.max_depth, drafter.max_nodes) == one.cost
-        if one.settings.width not in (None, 3):  # a smaller width is replayed closely alone
-            continue
         requested = [Request(p, 8, id=i * 64) for i, p in enumerate(prompts)]
         run = generate(target, drafter, requested, Sampling())
         clean = [c.accepted + 1 for g in run.generations for c in g.cycles if not c.cut]
