@@ -57,7 +57,7 @@ MARKS = ("@", "dry run:")  # comments for Hydra, and on which GPUs a recipe was 
 # name of its file.
 KEYS = {
     "synthesize": "outrider.scripts.data.config:SynthesizeConfig",
-    "cache_features": "outrider.train.runs:CacheConfig",
+    "cache_features": "outrider.train.features.config:CacheConfig",
     "validate": "outrider.train.config:ValidateConfig",
     "evaluate": "outrider.scripts.scoring.config:EvaluateConfig",
     "tune": "outrider.scripts.tuning.config:TuneConfig",

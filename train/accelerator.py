@@ -21,6 +21,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    patch_environment,
 )
 from accelerate.utils.environment import get_cpu_distributed_information
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
@@ -37,12 +38,12 @@ REFUSED = {
     "gradient_accumulation_steps": "a step reads batch_size rows, micro_batch at a time",
     "gradient_clipping": "set optim.clip",
     "dynamo_backend": "the head is not compiled",
+    "mixed_precision": "the run casts by itself; set dtype",
     "use_fsdp": f"the plugin would wrap the head and leave the target as it is; {_SHARD}",
     "use_deepspeed": f"FSDP2 shards a target that no GPU holds; {_SHARD}",
     "use_megatron_lm": _FILES,
     "use_parallelism_config": f"ranks share rows alone; {_FILES}",
 }
-AGREE = {"bf16": "bfloat16"}  # mixed_precision -> the dtype under which it says the same
 
 
 def start(batch_size: int, dtype: str, device: str, shard_group: int = 0) -> Accelerator:
@@ -58,11 +59,10 @@ def start(batch_size: int, dtype: str, device: str, shard_group: int = 0) -> Acc
         InitProcessGroupKwargs(timeout=PATIENCE, init_method=meeting_place()),
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
     ]
-    before = os.environ.get("ACCELERATE_TORCH_DEVICE")
+    named = {"ACCELERATE_TORCH_DEVICE": one} if one else {}
     if one:
-        os.environ["ACCELERATE_TORCH_DEVICE"] = one
         torch.cuda.set_device(one)
-    try:
+    with patch_environment(**named):
         return Accelerator(
             cpu=on_processors(device),
             mixed_precision="no",
@@ -70,9 +70,6 @@ def start(batch_size: int, dtype: str, device: str, shard_group: int = 0) -> Acc
             dynamo_backend="no",
             kwargs_handlers=handlers,
         )
-    finally:
-        if one and before is None:
-            del os.environ["ACCELERATE_TORCH_DEVICE"]
 
 
 def meeting_place() -> str | None:
@@ -135,25 +132,19 @@ def ending(accelerator: Accelerator, stop: Stop) -> Iterator[None]:
 
 def launched() -> dict[str, Any]:
     """What the launcher has set by environment variables, by the names of a config file."""
-    names = (*REFUSED, "mixed_precision")
-    return {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in names}
+    return {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in REFUSED}
 
 
 def refusals(settings: Mapping[str, Any], dtype: str) -> list[str]:
     """What a run in `dtype` refuses of accelerate's settings: "name: value: what to do instead"
     each. settings: as `launched` or the command line of `accelerate launch` (launch.asked)."""
+    same = [("gradient_accumulation_steps", "1")]  # as the run does it
+    same += [("mixed_precision", "bf16")] if dtype == "bfloat16" else []
     found = []
     for name, instead in REFUSED.items():
         value = str(settings.get(name)).lower()
-        if value not in OFF and (name, value) != ("gradient_accumulation_steps", "1"):
+        if value not in OFF and (name, value) not in same:
             found.append(f"{name}: {value}: {instead}; leave it out")
-    precision = str(settings.get("mixed_precision")).lower()
-    if precision not in OFF and AGREE.get(precision) != dtype:
-        found.append(
-            f"mixed_precision: {precision}: the run casts by itself, here to dtype={dtype}; "
-            "set mixed_precision: 'no'"
-            + (f", or dtype={AGREE[precision]}" if precision in AGREE else "")
-        )
     return found
 
 
@@ -163,23 +154,19 @@ def device_of(device: str) -> str:
     kind, _, number = device.partition(":")
     if kind != "cuda":
         return ""
-    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes"):
-        raise UserError(
-            f"device: {device}, but accelerate was told to use the CPU (use_cpu); leave one out"
-        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
-        raise UserError(
-            f"device: {device} asked for, but torch sees no GPU (`outrider doctor` says why); set "
-            "device=cpu"
+    problem = ""
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes"):
+        problem = "accelerate was told to use the CPU (use_cpu); leave one out"
+    elif not count:
+        problem = "torch sees no GPU (`outrider doctor` says why); set device=cpu"
+    elif number and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        problem = (
+            "there are several processes, which take one GPU each; leave the number out and "
+            "choose GPUs with --gpu_ids or CUDA_VISIBLE_DEVICES"
         )
-    if not number:
-        return ""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            f"device: {device} is one GPU, but there are several processes, which take one "
-            "each; leave the number out and choose GPUs with --gpu_ids or CUDA_VISIBLE_DEVICES"
-        )
-    if int(number) >= count:
-        raise UserError(f"device: {device}, but there are {count} GPUs, counted from 0")
-    return device
+    elif number and int(number) >= count:
+        problem = f"there are {count} GPUs, counted from 0"
+    if problem:
+        raise UserError(f"device: {device}, but {problem}")
+    return device if number else ""

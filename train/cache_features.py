@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from outrider.train import launch
-from outrider.train.runs import CacheConfig
+from outrider.train.features.config import CacheConfig
 
 if __name__ == "__main__":
     launch.refuse("cache_features", CacheConfig)

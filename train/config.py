@@ -7,10 +7,8 @@ A key that does not change what is learned stands in LOGISTICS of train/resuming
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
@@ -18,12 +16,10 @@ from omegaconf import OmegaConf
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from outrider.conf.paths import no_file, no_folder
 from outrider.conf.rules import (
     AboveZero,
     BelowOne,
     Device,
-    FileName,
     Inside,
     NotEmpty,
     NotNegative,
@@ -38,10 +34,19 @@ from outrider.conf.typed import ALSO, default
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.heads.config import HeadConfig
 from outrider.heads.folders import no_head
+from outrider.train.data.config import DataConfig
 
+# of a dry run: bytes of memory, name in the table of peaks (train/flops.py)
+GPUS = {
+    "h100-80gb": (80e9, "H100"),
+    "h200-141gb": (141e9, "H200"),
+    "b200-180gb": (180e9, "B200"),
+    "a100-80gb": (80e9, "A100"),
+    "a100-40gb": (40e9, "A100"),
+    "l40s-48gb": (47e9, "L40S"),
+    "rtx4090-24gb": (24e9, "RTX 4090"),
+}
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
-
-MOST_PROFILED = 100  # steps of a window of the profiler: a trace of more opens nowhere
 
 
 def _summed(value: str) -> str:
@@ -50,131 +55,6 @@ def _summed(value: str) -> str:
         why = f"{value} overflows, since losses are sums and nothing scales them; choose bfloat16"
         raise PydanticCustomError("value_error", "", {"error": why})
     return str(one_of(DTYPES).func(value))  # type: ignore[call-arg]
-
-
-def profile_problems(window: list[int]) -> list[str]:
-    """What is wrong with the key `profile`."""
-    if not window:
-        return []
-    good = len(window) == 2 and 1 <= window[0] <= window[1]
-    if not good:
-        return [f"profile: {window} is no [FROM,TO]; give two steps, counted from 1"]
-    count = window[1] - window[0] + 1
-    if count > MOST_PROFILED:
-        return [
-            f"profile: {count} steps make a trace that opens nowhere; give {MOST_PROFILED} or fewer"
-        ]
-    return []
-
-
-@dataclass(frozen=True)
-class RowsConfig:
-    """What becomes of chats, wherever they come from."""
-
-    # longer rows are cut here, tokens
-    max_length: Annotated[int, Ge(8)] = 1024
-    # share of rows kept out of training for decoded acceptance, chosen by a hash of their
-    # prompt, and at least 8 where there are 100 rows; or a file of such rows; 0 = none
-    held_out: BelowOne | FileName = 0.03
-    # chat: a chat is a row; rows: one row for each assistant turn, ending with it, as reasoning
-    # models see a chat when they answer (templates drop the reasoning of earlier turns)
-    turns: Literal["chat", "rows"] = "chat"
-    # supervise the last assistant turn of a chat alone
-    last_turn_only: bool = False
-    # further arguments of the chat template, such as {enable_thinking: false}
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    # lines of the file (rows of a data set) that are not trained on, though they can be read;
-    # FILE:LINE where there are several
-    skip: list[int | str] = field(default_factory=list)
-    # stop when a larger share of the rows is malformed
-    max_bad_fraction: Share = 0.001
-    # rows are sorted by length inside windows of this many batches: less padding, steps of very
-    # different weight; 1 = no sorting across batches
-    window: OneOrMore = 1
-    # keep the tokens in the cache folder for the next run, and read them from there: they need
-    # not fit into memory
-    cache: bool = True
-    # processes that tokenize; 0 = as many as there are cores
-    workers: ZeroOrMore = 0
-    # minutes to wait for another process or rank that prepares data; 0 = no limit
-    wait: NotNegative = 0.0
-    # put rows end to end into sequences of up to max_length tokens; none sees another, and the
-    # batches stay the same
-    packing: bool = False
-
-
-@dataclass(frozen=True)
-class DataConfig(RowsConfig):
-    """Where the training text comes from."""
-
-    # jsonl (a file of chats or texts), hub (a `datasets` name or local folder), text (a plain
-    # text file)
-    kind: Literal["jsonl", "hub", "text"] = "jsonl"
-    # jsonl, text: the file, or [FILE,FILE]; hub: a local folder in place of a name
-    path: str | list[str] = ""
-    # of several files: what share of an epoch's rows each gives, relative to the others; empty
-    # = every row of each once
-    weights: list[AboveZero] = field(default_factory=list)
-    # hub: repository of a data set
-    name: str = ""
-    # hub: split
-    split: str = "train"
-    # hub: branch, tag or commit
-    revision: str = "main"
-    # hub: read the files one after the other instead of downloading and converting all of them
-    #     first
-    streaming: bool = False
-    # folder of scripts/cache_features.py: read the target's features there; empty = run the
-    # target
-    features: str = ""
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
-        found = []
-        if self.kind in ("jsonl", "text") and not all(self.paths):
-            found.append("path: is empty; set data.path=FILE")
-        if self.kind == "hub" and len(self.paths) > 1:
-            found.append("path: several only with data=jsonl and data=text; give one folder")
-        if self.weights and len(self.weights) != len(self.paths):
-            found.append(
-                f"weights: {len(self.weights)} for {len(self.paths)} files; give one for each file "
-                "of data.path, or none"
-            )
-        if self.kind == "hub" and not (self.name or self.path):
-            found.append("name: is empty; set data.name=REPOSITORY or data.path=FOLDER")
-        for line in self.skip:
-            if not re.fullmatch(r"(.+:)?\d+", str(line)) or (
-                isinstance(line, str) and line.isdigit()
-            ):
-                found.append(f"skip: {line!r} is no line; give LINE or FILE:LINE as messages do")
-        taken = {"tokenize", "tools", "add_generation_prompt", "return_dict", "chat_template"}
-        if wrong := sorted(taken & set(self.chat_template_kwargs)):
-            found.append(f"chat_template_kwargs: {wrong[0]} is set here; leave it out")
-        if self.streaming and self.kind != "hub":
-            found.append(
-                f"streaming: only for data=hub; a {self.kind} file is read line by line in any case"
-            )
-        if self.streaming and not self.cache:
-            found.append("streaming: needs data.cache=true, where the tokens are kept")
-        return found
-
-    def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
-        found = []
-        if self.kind != "hub":
-            fix = f"give a {'JSONL' if self.kind == 'jsonl' else 'text'} file"
-            found += [line for path in self.paths for line in no_file("path", path, fix)]
-        if isinstance(self.held_out, str) and not Path(self.held_out).expanduser().is_file():
-            found.append(f"held_out: {self.held_out} is neither a file nor a share of the rows")
-        if self.features:
-            fix = "give one that scripts/cache_features.py wrote, or leave it out"
-            found += no_folder("features", self.features, fix)
-        return found
-
-    @property
-    def paths(self) -> list[str]:
-        """data.path as a list, never empty."""
-        return [*self.path] or [""] if isinstance(self.path, list) else [self.path]
 
 
 @dataclass(frozen=True)
@@ -308,7 +188,13 @@ class TrainConfig(AutoDtype):
             found.append("steps: is required; set steps=N, or epochs=E, or minutes=M")
         if self.steps and self.epochs:
             found.append(f"steps: {self.steps} beside epochs={self.epochs:g}; set the other to 0")
-        return found + profile_problems(self.profile)
+        first, last = self.profile if len(self.profile) == 2 else (0, 0)
+        if not (1 <= first <= last < first + 100 or not self.profile):
+            found.append(
+                f"profile: {self.profile} is no [FROM,TO]; give two steps, counted from 1, and not "
+                "over 100 of them: a larger trace opens nowhere"
+            )
+        return found
 
     def absent(self) -> list[str]:
         """What is named and not there, as "key: value; fix"."""
@@ -326,16 +212,8 @@ class ValidateConfig(TrainConfig):
     dry_run: bool = False
     # of a dry run: how many GPUs
     gpus: OneOrMore = 8
-    # of a dry run: which
-    gpu: Literal[
-        "h100-80gb",
-        "h200-141gb",
-        "b200-180gb",
-        "a100-80gb",
-        "a100-40gb",
-        "l40s-48gb",
-        "rtx4090-24gb",
-    ] = "h100-80gb"
+    # of a dry run: which, such as h200-141gb
+    gpu: Annotated[str, one_of(GPUS)] = "h100-80gb"
     # of a dry run: rows of the training data, which are not read
     rows: OneOrMore = 500_000
     # of a dry run: tokens of a row on average; some 2,500 where the target thinks before it answers
@@ -359,21 +237,19 @@ class ValidateConfig(TrainConfig):
         return {"dtype": "bfloat16"} if self.dry_run else super().auto()
 
 
-def _leaves(cfg: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+def flat(cfg: Any, of: Callable[[Any, Any], Any] = lambda _, value: value) -> dict[str, Any]:
+    """Return dotted key -> value of a config dataclass. of: (field, value) -> what to take."""
+    found: dict[str, Any] = {}
     for item in dataclasses.fields(cfg):
         value = getattr(cfg, item.name)
         if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{item.name}.")
+            found |= {f"{item.name}.{key}": one for key, one in flat(value, of).items()}
         else:
-            yield prefix + item.name, item, value
-
-
-def flat(cfg: Any) -> dict[str, Any]:
-    """Dotted key -> value of a config dataclass."""
-    return {key: value for key, _, value in _leaves(cfg)}
+            found[item.name] = of(item, value)
+    return found
 
 
 def defaults(cfg: Any) -> dict[str, Any]:
-    """Dotted key -> default of every key of a config dataclass that has one."""
-    found = {key: default(item) for key, item, _ in _leaves(cfg)}
+    """Return dotted key -> default of every key of a config dataclass that has one."""
+    found = flat(cfg, lambda item, _: default(item))
     return {key: value for key, value in found.items() if value is not dataclasses.MISSING}

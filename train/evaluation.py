@@ -59,21 +59,14 @@ def evaluate(run: Run) -> int:
     state, log = run.state, run.log
     if not state.step or state.evaluated == state.step:
         return 0
-    start = time.perf_counter()
+    start, why = time.perf_counter(), "no held-out prompts (see data.held_out, eval.prompts)"
     run.head.eval()
     try:
         found = decoded_acceptance(run)
-        if found == {}:
-            log.say(
-                "no held-out prompts: accepted length is not measured (see data.held_out, "
-                "eval.prompts)"
-            )
-    except NoRoom:
-        # No error: the restarted run would meet it again at once.
+    except NoRoom:  # no error: the restarted run would meet it again at once
         found = {}
-        log.say(
-            f"step {state.step}: not evaluated: it does not fit into memory; set eval.batch_size, "
-            "eval.max_new_tokens or micro_batch lower, or eval.every=0"
+        why = (
+            "it does not fit into memory; lower eval.batch_size, eval.max_new_tokens or micro_batch"
         )
     finally:
         run.head.train()
@@ -82,6 +75,7 @@ def evaluate(run: Run) -> int:
         return requested or signal.SIGTERM
     state.evaluated = state.step
     if not found:
+        log.say(f"step {state.step}: not evaluated: {why}")
         return requested
     seconds = round(time.perf_counter() - start, 2)
     log.metrics(state.step, {"event": "eval", "seconds": seconds, **found, **state.took()})

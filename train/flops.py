@@ -5,15 +5,14 @@ over time and over the device's peak.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-
-from outrider.conf.errors import first_line
 
 # Dense bfloat16 matrix products with float32 sums, TFLOP/s, without sparsity, as the makers'
 # data sheets give them. The first name that is a part of the device's counts, so a variant
@@ -57,17 +56,14 @@ def _attention(*args: Any, **_: Any) -> int:
 
 class Counter(TorchDispatchMode):
     """Counts by torch's formulas and changes no bit: torch's FlopCounterMode takes some
-    operations apart, such as the gradient of SiLU, which then round differently.
-
-    failed: "" or, where a formula raised, why the total is worth nothing; what is computed
-    goes on. Formulas differ by torch's version."""
+    operations apart, such as the gradient of SiLU, which then round differently. total: nan
+    where a formula, which differs by torch's version, raised."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
-        self.failed = ""
+        self.total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,44 +73,32 @@ class Counter(TorchDispatchMode):
         if formula is not None:
             try:
                 self.total += int(formula(*args, **kwargs, out_val=out))
-            except Exception as error:
-                self.failed = (
-                    f"torch {torch.__version__} cannot count the operations of {name} "
-                    f"({first_line(error)})"
-                )
+            except Exception:
+                self.total = math.nan
         return out
 
 
 class Flops:
     """Floating point operations of a token, target and head, forward and backward: counted in
     the first training pass of this process as it runs. What activation checkpointing computes
-    again counts, what an optimizer does does not. Where this torch cannot count them, that is
-    told once and no rate is made of them."""
+    again counts, what an optimizer does does not. Where this torch cannot count them, no rate is
+    made of them."""
 
-    def __init__(
-        self, dtype: str, device: torch.device, say: Callable[[str], None] = print
-    ) -> None:
-        """say: tells people a line."""
-        self.total = 0
-        self._say = say
+    def __init__(self, dtype: str, device: torch.device) -> None:
+        self.total = math.nan
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = peak_flops(name, dtype)
-        self._done = False
-        self._tokens: Tensor | None = None  # None: not counted
+        self._tokens: Tensor | None = None
 
     @contextlib.contextmanager
     def counted(self, mask: Tensor) -> Iterator[None]:
         """Count what runs inside, unless a pass was counted already. mask: bool, its real
         tokens."""
-        if self._done:
+        if self._tokens is not None:
             yield
             return
         with Counter() as counter:
             yield
-        self._done = True
-        if counter.failed:
-            self._say(f"{counter.failed}: no TFLOP/s in the metrics; the run goes on")
-            return
         self.total, self._tokens = counter.total, mask.sum()
 
     def rates(self, tokens_per_second: float, world: int) -> dict[str, float]:
@@ -122,7 +106,7 @@ class Flops:
         devices, and the share of their peak where that is known (MFU)."""
         each = tokens_per_second / world
         found = {"tokens_per_second_per_device": round(each, 1)}
-        if self._tokens is None:
+        if self._tokens is None or math.isnan(self.total):
             return found
         flops = self.total / max(float(self._tokens), 1.0) * each
         found["tflops_per_device"] = float(f"{flops / 1e12:.4g}")

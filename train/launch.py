@@ -119,16 +119,17 @@ def spread(command: Any) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    code = 0
     try:
         devices(here(args), args.cpu or args.use_cpu)
         follow()
         multi_gpu_launcher(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        code = 2
     except (ChildFailedError, SignalException):  # the processes have said why
-        raise SystemExit(1) from None
-    raise SystemExit(0)
+        code = 1
+    raise SystemExit(code)
 
 
 def asked(words: Sequence[str]) -> Namespace:
@@ -145,14 +146,8 @@ def asked(words: Sequence[str]) -> Namespace:
 
 
 def here(args: Namespace) -> int:
-    """How many processes this machine runs, of what `asked` tells. Raises UserError for fewer
-    than machines."""
-    machines = max(args.num_machines, 1)
-    if machines > max(args.num_processes, 1):
-        raise UserError(
-            f"num_processes: {args.num_processes} on {machines} machines; give {machines} or more"
-        )
-    return max(int(args.num_processes // machines), 1)
+    """How many processes this machine runs, of what `asked` tells."""
+    return max(int(args.num_processes // max(args.num_machines, 1)), 1)
 
 
 def devices(count: int, cpu: bool = False, key: str = "num_processes") -> int:

@@ -62,11 +62,12 @@ class Log:
         """Versions, commit, facts of the run, and every trainable parameter. config: hash
         of the keys that decide what is learned. remote: whether a repository's own code
         runs."""
+        gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
         about = {
             "config": config,
             "commit": commit() or "none",
             "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, "
-            f"{torch.get_num_threads()} threads, {_accelerator()}",
+            f"{torch.get_num_threads()} threads, {gpu}",
             "python": platform.python_version(),
             **{p: version(p) for p in PACKAGES},
             "trust_remote_code": "ON: code of the target's repository runs here"
@@ -138,7 +139,3 @@ def _forget_after(path: Path, state: State) -> None:
         if isinstance(step, int) and step <= done:
             kept.append(json.dumps(known) + "\n")
     disk.write_text(path, "".join(kept))
-
-
-def _accelerator() -> str:
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"

@@ -44,6 +44,11 @@ def redo_without_bad_rows(run: Run, sums: Sums) -> Shared:
     return run.exchange(sound.sums)
 
 
+def _everywhere(run: Run, mine: list[Any]) -> list[Any]:
+    """The lists of all ranks, one behind the other."""
+    return gather_object(mine) if run.world > 1 else mine
+
+
 class _SoundRows:
     """Passes whose gradients count only where they are finite. gradients: of the trained
     parameters, None where no pass has given one. sums: of the sound passes, with every
@@ -63,11 +68,8 @@ class _SoundRows:
         """
         bad = [] if self._taken(rows) else rows
         singly = bad if len(bad) > 1 else []
-        most = len(singly)
-        if self.run.target.sharded:
-            most = max(_everywhere(self.run, [most]))
-        if singly:
-            bad = [row for row in singly if not self._taken([row])]
+        most = max(_everywhere(self.run, [len(singly)])) if self.run.target.sharded else 0
+        bad = [row for row in singly if not self._taken([row])] if singly else bad
         for _ in range(most - len(singly)):  # counts nothing, and leaves random numbers alone
             device = self.run.device
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -89,9 +91,8 @@ class _SoundRows:
         norm = torch.nn.utils.get_total_norm(self.run.gradients)
         if not bool(out.sum.isfinite()) or not bool(norm.isfinite()):
             return False
-        for i, p in enumerate(self.run.trained):
+        for i, (known, p) in enumerate(zip(self.gradients, self.run.trained, strict=True)):
             if p.grad is not None:
-                known = self.gradients[i]
                 self.gradients[i] = p.grad if known is None else known.add_(p.grad)
         self.sums.add(batch, out)
         return True
@@ -101,11 +102,6 @@ def _sound_weights(run: Run) -> bool:
     """Whether every weight of every rank is finite."""
     bad = torch.stack([~p.detach().isfinite().all() for p in run.trained]).any().double()
     return not bool(run.accelerator.reduce(bad, "sum") if run.world > 1 else bad)
-
-
-def _everywhere(run: Run, mine: list[Any]) -> list[Any]:
-    """The lists of all ranks, one behind the other."""
-    return gather_object(mine) if run.world > 1 else mine
 
 
 def _tell(run: Run, sound: int, skipped: list[int]) -> None:

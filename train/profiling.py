@@ -26,32 +26,28 @@ class Window:
         self.first, self.last = window if window and main else (0, -1)
         self.folder, self.say = out / "profile", say
         self._trace: Any = None
-        self._begun = self._done = 0
 
     def before(self, step: int) -> None:
         """Step `step` is about to begin."""
         if self._trace is None and self.first <= step <= self.last:
-            self._trace, self._begun = torch.profiler.profile(), step
+            self._trace, self.first = torch.profiler.profile(), step
             self._trace.start()
 
     def after(self, step: int) -> None:
         """Step `step` is done."""
-        self._done = step
-        if step >= self.last:
-            self.close()
+        if self._trace is not None and step == self.last:
+            self.close(step)
 
-    def close(self) -> None:
-        """Write what was recorded, if anything."""
+    def close(self, step: int) -> None:
+        """Write what was recorded up to `step`, if anything."""
         trace, self._trace = self._trace, None
         if trace is None:
             return
-        path = self.folder / f"steps-{self._begun}-{self._done}.json.gz"
+        path = self.folder / f"steps-{self.first}-{step}.json.gz"
         try:
             trace.stop()
-            if self._done >= self._begun:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                trace.export_chrome_trace(str(path))
-                self.say(f"profile: steps {self._begun} to {self._done} in {path}")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(path))
+            self.say(f"profile: {path}")
         except (OSError, RuntimeError) as error:
-            path.unlink(missing_ok=True)
             self.say(f"profile: {path}: no trace ({first_line(error)})")

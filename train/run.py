@@ -148,6 +148,6 @@ class Run:
     def close(self) -> None:
         """Wait for the save in flight, end the feed, and leave the terminal tidy."""
         self.feed.close()
-        self.profile.close()
+        self.profile.close(self.state.step)
         self.saver.close()
         self.log.close()

@@ -9,7 +9,8 @@ the checkpoints hold and what every later line reads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,11 +75,17 @@ def begin(
     cfg = made.cfg
     head, begun = first_head(made, kind, target)
     if cfg.shard_target and not target.sharded:
-        sharding += "\n" + shard_target(target, device, cfg.shard_group)
+        whole, sharding = sharding, shard_target(target, device, cfg.shard_group)
+        sharding = f"{sharding}, {whole}" if whole else sharding
     head.to(device)
     optimizer = _optimizer(cfg.optim, head)
-    source = _source(cfg, head, target, rows)
-    meaning = {**meaning_of(flat(cfg), target, rows), **source.meaning, **made.meaning}
+    if cfg.data.packing:
+        target.packs()  # remembered; the ranks of a sharded target must ask it together
+    source = Source(cfg, head, target, rows)
+    meaning = {**meaning_of(flat(cfg), target, rows), **source.meaning}
+    if made.start:
+        meaning["start_sha256"] = made.start.sha256
+        state.came_from(made.start.spent)
     if checkpoint is not None:
         changes = check_meaning(state.meaning, meaning, out, defaults(cfg))
         disk.restore(checkpoint, head, optimizer)
@@ -87,22 +94,22 @@ def begin(
     left = max(0, cfg.steps - state.step)
     disk.check_space(out, disk.needed(out, cfg.save_every, cfg.keep, left, head), accelerator)
     state.meaning = meaning
-    state.came_from(made.spent)
 
     log, clock = _log(cfg, main, state), Clock(device)
-    facts = (
-        facts_of(cfg, target, plan, head, accelerator.num_processes) | made.facts if main else {}
-    )
-    _say(log, notes)
+    facts = facts_of(cfg, target, plan, head, accelerator.num_processes)
+    facts |= {"start": made.start.path} if made.start else {}
+    for note in notes:
+        log.say(note)
     log.header(head, meaning_hash(flat(cfg))[:12], cfg.target.trust_remote_code, facts)
     learned = self_check(rows, plan, target.tokenizer)
-    _say(log, (learned, *made.notes, *begun, sharding, source.note))
+    for note in filter(None, (learned, *made.notes, *begun, sharding, source.note)):
+        log.say(note)
     clock.watch(target)
     head.train()
     model = _called(accelerator, head)
     parts = accelerator, stop, target, rows, plan, head, model, source, optimizer, state, log
     saver = disk.Saver(out, cfg.keep, cfg.async_save, accelerator, state.step or -1)
-    flops, profile = Flops(cfg.dtype, device, log.say), Window(cfg.profile, out, main, log.say)
+    flops, profile = Flops(cfg.dtype, device), Window(cfg.profile, out, main, log.say)
     return Run(cfg, *parts, saver, clock, flops, profile)
 
 
@@ -130,11 +137,6 @@ def _log(cfg: TrainConfig, main: bool, state: disk.State) -> Log:
         settings = settings_of(out, cfg.wandb_project, cfg.wandb, identity, state.step)
         log.trackers.open(names, settings, flat(cfg), not state.step)
     return log
-
-
-def _say(log: Log, notes: Iterable[str]) -> None:
-    for note in filter(None, notes):
-        log.say(note)
 
 
 def first_head(made: Resolved, kind: type[Head], target: Target) -> tuple[Head, list[str]]:
@@ -201,13 +203,6 @@ def _optimizer(keys: OptimConfig, head: Head) -> torch.optim.AdamW:
     )
 
 
-def _source(cfg: TrainConfig, head: Head, target: Target, rows: JoinedRows) -> Source:
-    """What the head's forward gets as its target: the target, or features on disk."""
-    if cfg.data.packing:
-        target.packs()  # remembered; the ranks of a sharded target must ask it together
-    return Source(cfg, head, target, rows)
-
-
 # The configuration, completed
 # -------------------------------------------------------------------------------------------
 
@@ -224,21 +219,6 @@ class Resolved:
     ranked: Tensor
     start: Start | None
     notes: list[str]
-
-    @property
-    def meaning(self) -> dict[str, str]:
-        """What of the start decides what is learned, as resuming.meaning_of has it."""
-        return {"start_sha256": self.start.sha256} if self.start else {}
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """Where the start lies, of one on the hub its commit too, for a run's record."""
-        return {"start": self.start.path} if self.start else {}
-
-    @property
-    def spent(self) -> dict[str, float]:
-        """What the training of the start had taken."""
-        return self.start.spent if self.start else {}
 
 
 def resolve(
@@ -274,26 +254,15 @@ def resolve(
             "passes"
         )
     if cfg.optim.lr is None:
-        rate, note = _rate(cfg, kind, target, earlier or {})
+        usual = usual_rate(target.hidden_size, kind.rate_narrows)
+        rate = (earlier or {}).get("optim.lr", usual)
         cfg = replace(cfg, optim=replace(cfg.optim, lr=rate))
-        notes.append(note)
+        why = f"usual for {kind.kind} on a target {target.hidden_size:,} wide"
+        notes.append(f"optim.lr: {rate:g}, {why if rate == usual else 'with which this run began'}")
     start = Start(cfg.start, kind.kind, target) if cfg.start else None
     size, ranked, note = draft_vocabulary(cfg.head, counts, start)
     keys = kind.completed(replace(cfg.head, draft_vocab=size), target)
     return Resolved(replace(cfg, head=keys), counts, ranked, start, [*notes, *filter(None, [note])])
-
-
-def _rate(
-    cfg: TrainConfig, kind: type[Head], target: Target, earlier: Mapping[str, Any]
-) -> tuple[float, str]:
-    """(the peak learning rate where nobody gives one, what to say)."""
-    rate = usual_rate(target.hidden_size, kind.rate_narrows)
-    known = earlier.get("optim.lr", rate)
-    if known != rate:
-        return known, f"optim.lr: {known}, with which this run began"
-    return rate, (
-        f"optim.lr: {rate:g}, usual for {kind.kind} on a target {target.hidden_size:,} wide"
-    )
 
 
 def draft_vocabulary(
@@ -400,13 +369,10 @@ def no_memory(cfg: TrainConfig, world: int = 1) -> str:
 
 
 def is_peer_gone(error: BaseException) -> bool:
-    """Whether an exception means that another process of the run no longer answers, in the
-    words of gloo and of NCCL."""
-    text = str(error)
-    said = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
-    return isinstance(error, RuntimeError) and (
-        "ncclRemoteError" in text or ("gloo" in text and any(words in text for words in said))
-    )
+    """Whether another process of the run no longer answers, in the words of gloo and of NCCL."""
+    gloo = r"gloo.*(Connection reset by peer|Connection closed by peer|Broken pipe)"
+    said = re.search(f"ncclRemoteError|{gloo}", str(error), re.S)
+    return isinstance(error, RuntimeError) and said is not None
 
 
 def explained(error: Exception, cfg: TrainConfig, world: int) -> UserError | Interrupted | None:
@@ -418,12 +384,8 @@ def explained(error: Exception, cfg: TrainConfig, world: int) -> UserError | Int
         return UserError(
             f"num_processes: two of {world} processes have the same GPU; give one for each GPU"
         )
-    if is_peer_gone(error):
-        return Interrupted(
-            f"one of {world} processes is gone: what it said stands above, or it was killed, often "
-            "for lack of memory; the same command goes on with the last checkpoint of "
-            f"{cfg.out_dir}",
-            code=1,
-            everywhere=True,
-        )
-    return None
+    said = (
+        f"one of {world} processes is gone: what it said stands above, or it was killed, often for "
+        f"lack of memory; the same command goes on with the last checkpoint of {cfg.out_dir}"
+    )
+    return Interrupted(said, code=1, everywhere=True) if is_peer_gone(error) else None

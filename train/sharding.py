@@ -45,7 +45,7 @@ def loaded(
             "or leave it out"
         )
     if why := _needs_whole(keys, copied):
-        return load_target(keys, dtype, "cpu"), f"target: read whole by every rank ({why})"
+        return load_target(keys, dtype, "cpu"), f"read whole by every rank ({why})"
     size = group or dist.get_world_size()
     shards = Shards(dist.get_rank() % size, size, device)
     target = load_target(keys, dtype, "cpu", shards=shards)

@@ -60,7 +60,9 @@ def main(cfg: ValidateConfig) -> int:
     """Run every check; a failed one does not stop the others."""
     run: TrainConfig = replace(cfg, head=head_config(cfg.head))
     if cfg.dry_run:
-        return report.main(cfg, run)
+        fits, said = report.report(report.planned(cfg, run))
+        print(said, flush=True)
+        return 0 if fits else 1
     kind = head_class(run.head.kind)
     device_of(cfg.device)  # a GPU that is not there is said before anything is loaded
     print(f"[ok] configuration: {kind.kind}, every key known and in range", flush=True)

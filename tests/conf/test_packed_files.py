@@ -14,7 +14,7 @@ from outrider.conf.errors import UserError
 from outrider.conf.jsonl import read_lines
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.scripts.data.questions import Questions
-from outrider.train.config import DataConfig
+from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 
 ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}

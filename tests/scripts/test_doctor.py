@@ -140,7 +140,6 @@ def test_what_a_launch_makes_of_the_number_of_processes(
     [
         (2, 0, "with 2 process(es)"),
         (-3, 1, "with 1 process(es)"),
-        (1, 3, "1 on 3 machines; give 3"),
     ],
 )
 def test_a_launch_of_odd_numbers(

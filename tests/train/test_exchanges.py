@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.train.config import DataConfig
+from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.data.rows import RowReading, encode, interpret
 

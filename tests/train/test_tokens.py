@@ -12,8 +12,8 @@ import pytest
 from safetensors import safe_open
 
 from outrider.conf.errors import UserError
-from outrider.train.config import DataConfig
 from outrider.train.data.batches import BatchPlan
+from outrider.train.data.config import DataConfig
 from outrider.train.data.tokens import totals
 from tests.helpers.training import chats
 from tests.train.test_train_data import load

@@ -23,9 +23,9 @@ from outrider.decode.models.identity import (
     sha256_template,
     sha256_tokenizer,
 )
-from outrider.train.config import DataConfig
 from outrider.train.data import tokens
 from outrider.train.data.batches import LEFT_OUT, JoinedRows, joined, some_held_out
+from outrider.train.data.config import DataConfig
 from outrider.train.data.rows import Item, RowReading, read_text
 from outrider.train.waiting import nothing
 

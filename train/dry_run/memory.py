@@ -90,7 +90,7 @@ def plan_of(cfg: ValidateConfig, model: Model, typed: Any) -> Plan:
             more = (width, layer) if issubclass(kind, HydraHeads) else ()
             head = kind(typed, width, text.vocab_size, deep, "meta", *more)
         else:
-            why = "run validate without dry_run on one GPU: it measures two small passes"
+            why = "run validate without dry_run on one GPU: it measures a small pass"
             raise UserError(f"head.kind: a dry run has no formula for {typed.kind}; {why}")
     length, mine = min(cfg.data.max_length, length), max(1, cfg.batch_size // cfg.gpus)
     rows = min(mine, cfg.micro_batch or mine)
@@ -118,10 +118,9 @@ class Kept:
 
 
 def kept_by(plan: Plan) -> Kept:
-    """What the head's forward pass keeps until its backward pass."""
-    if isinstance(plan.head, EagleHead):
-        return _eagle(plan)
-    return _blocks(plan) if isinstance(plan.head, BlockHead) else _parallel(plan)
+    """Return what the head's forward pass keeps until its backward pass."""
+    by = {EagleHead: _eagle, BlockHead: _blocks, ParallelHead: _parallel}
+    return next(count(plan) for kind, count in by.items() if isinstance(plan.head, kind))
 
 
 def _sides(plan: Plan) -> tuple[int, int, int, int]:

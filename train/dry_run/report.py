@@ -13,23 +13,13 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.train.accelerator import check_ranks
-from outrider.train.config import TrainConfig, ValidateConfig
+from outrider.train.config import GPUS, TrainConfig, ValidateConfig
 from outrider.train.dry_run import memory
 from outrider.train.dry_run.memory import Plan, plan_of
 from outrider.train.dry_run.models import active, model_of, numbers
 from outrider.train.flops import peak_flops
 from outrider.train.setup import DRAFT_VOCAB, PASSES
 
-# bytes of memory, name in the table of peaks (train/flops.py)
-GPUS = {
-    "h100-80gb": (80e9, "H100"),
-    "h200-141gb": (141e9, "H200"),
-    "b200-180gb": (180e9, "B200"),
-    "a100-80gb": (80e9, "A100"),
-    "a100-40gb": (40e9, "A100"),
-    "l40s-48gb": (47e9, "L40S"),
-    "rtx4090-24gb": (24e9, "RTX 4090"),
-}
 # Share of one H200's peak that training of EAGLE-3 heads reached, by operations of a token, 3
 # steps: SmolLM2-135M, 122,253 tokens/s, and Qwen2.5-Coder-1.5B, 69,199 tokens/s. Between both: 16
 # layers of width 2,048, 7 steps, 3.1e9, 0.237 (docs/results/first_gpu.json).
@@ -38,6 +28,7 @@ MEASURED = ((0.36e9, 0.045), (3.6e9, 0.25))
 # was 1.20 times slower; a roofline had foretold 1.23 times its speed.
 SLOWER = 0.8
 PUBLISHED = 0.43  # share that SpecForge published for an 8 B target on such a GPU
+_gb = "{:,.1f} GB".format
 LARGE = 0.8  # share of a GPU's memory that a whole target may take
 
 
@@ -112,10 +103,6 @@ def hours(plan: Plan) -> str:
     )
 
 
-def _gb(amount: float) -> str:
-    return f"{amount / 1e9:,.1f} GB"
-
-
 def change(plan: Plan, room: float) -> str:
     """The first keys, one on top of the other, with which the run fits; or that none do."""
     halves = [plan.rows >> i for i in range(1, plan.rows.bit_length())]
@@ -130,10 +117,3 @@ def change(plan: Plan, room: float) -> str:
         if (held := sum(memory.parts(plan.changed(keys)).values())) <= room:
             return " ".join(f"{k}={v}" for k, v in keys.items()).lower() + f": {_gb(held)}"
     return "no key makes it fit: take shorter rows, a larger gpu, or a smaller target"
-
-
-def main(cfg: ValidateConfig, run: TrainConfig) -> int:
-    """Print the report; 0: it fits, 1: it does not."""
-    fits, said = report(planned(cfg, run))
-    print(said, flush=True)
-    return 0 if fits else 1

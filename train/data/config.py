@@ -1,0 +1,131 @@
+"""The keys of training text: where it comes from, and what becomes of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
+
+from outrider.conf.paths import no_file, no_folder
+from outrider.conf.rules import (
+    AboveZero,
+    BelowOne,
+    FileName,
+    NotNegative,
+    OneOrMore,
+    Share,
+    ZeroOrMore,
+)
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """What becomes of chats, wherever they come from."""
+
+    # longer rows are cut here, tokens
+    max_length: Annotated[int, Ge(8)] = 1024
+    # share of rows kept out of training for decoded acceptance, chosen by a hash of their
+    # prompt, and at least 8 where there are 100 rows; or a file of such rows; 0 = none
+    held_out: BelowOne | FileName = 0.03
+    # chat: a chat is a row; rows: one row for each assistant turn, ending with it, as reasoning
+    # models see a chat when they answer (templates drop the reasoning of earlier turns)
+    turns: Literal["chat", "rows"] = "chat"
+    # supervise the last assistant turn of a chat alone
+    last_turn_only: bool = False
+    # further arguments of the chat template, such as {enable_thinking: false}
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # lines of the file (rows of a data set) that are not trained on, though they can be read;
+    # FILE:LINE where there are several
+    skip: list[int | str] = field(default_factory=list)
+    # stop when a larger share of the rows is malformed
+    max_bad_fraction: Share = 0.001
+    # rows are sorted by length inside windows of this many batches: less padding, steps of very
+    # different weight; 1 = no sorting across batches
+    window: OneOrMore = 1
+    # keep the tokens in the cache folder for the next run, and read them from there: they need
+    # not fit into memory
+    cache: bool = True
+    # processes that tokenize; 0 = as many as there are cores
+    workers: ZeroOrMore = 0
+    # minutes to wait for another process or rank that prepares data; 0 = no limit
+    wait: NotNegative = 0.0
+    # put rows end to end into sequences of up to max_length tokens; none sees another, and the
+    # batches stay the same
+    packing: bool = False
+
+
+@dataclass(frozen=True)
+class DataConfig(RowsConfig):
+    """Where the training text comes from."""
+
+    # jsonl (a file of chats or texts), hub (a `datasets` name or local folder), text (a plain
+    # text file)
+    kind: Literal["jsonl", "hub", "text"] = "jsonl"
+    # jsonl, text: the file, or [FILE,FILE]; hub: a local folder in place of a name
+    path: str | list[str] = ""
+    # of several files: what share of an epoch's rows each gives, relative to the others; empty
+    # = every row of each once
+    weights: list[AboveZero] = field(default_factory=list)
+    # hub: repository of a data set
+    name: str = ""
+    # hub: split
+    split: str = "train"
+    # hub: branch, tag or commit
+    revision: str = "main"
+    # hub: read the files one after the other instead of downloading and converting all of them
+    #     first
+    streaming: bool = False
+    # folder of scripts/cache_features.py: read the target's features there; empty = run the
+    # target
+    features: str = ""
+
+    def validate(self) -> list[str]:
+        """Problems as "key: value; rule; fix"."""
+        found = []
+        if self.kind in ("jsonl", "text") and not all(self.paths):
+            found.append("path: is empty; set data.path=FILE")
+        if self.kind == "hub" and len(self.paths) > 1:
+            found.append("path: several only with data=jsonl and data=text; give one folder")
+        if self.weights and len(self.weights) != len(self.paths):
+            found.append(
+                f"weights: {len(self.weights)} for {len(self.paths)} files; give one for each file "
+                "of data.path, or none"
+            )
+        if self.kind == "hub" and not (self.name or self.path):
+            found.append("name: is empty; set data.name=REPOSITORY or data.path=FOLDER")
+        for line in self.skip:
+            if not re.fullmatch(r"(.+:)?\d+", str(line)) or (
+                isinstance(line, str) and line.isdigit()
+            ):
+                found.append(f"skip: {line!r} is no line; give LINE or FILE:LINE as messages do")
+        taken = {"tokenize", "tools", "add_generation_prompt", "return_dict", "chat_template"}
+        if wrong := sorted(taken & set(self.chat_template_kwargs)):
+            found.append(f"chat_template_kwargs: {wrong[0]} is set here; leave it out")
+        if self.streaming and self.kind != "hub":
+            found.append(
+                f"streaming: only for data=hub; a {self.kind} file is read line by line in any case"
+            )
+        if self.streaming and not self.cache:
+            found.append("streaming: needs data.cache=true, where the tokens are kept")
+        return found
+
+    def absent(self) -> list[str]:
+        """What is named and not there, as "key: value; fix"."""
+        found = []
+        if self.kind != "hub":
+            fix = f"give a {'JSONL' if self.kind == 'jsonl' else 'text'} file"
+            found += [line for path in self.paths for line in no_file("path", path, fix)]
+        if isinstance(self.held_out, str) and not Path(self.held_out).expanduser().is_file():
+            found.append(f"held_out: {self.held_out} is neither a file nor a share of the rows")
+        if self.features:
+            fix = "give one that scripts/cache_features.py wrote, or leave it out"
+            found += no_folder("features", self.features, fix)
+        return found
+
+    @property
+    def paths(self) -> list[str]:
+        """data.path as a list, never empty."""
+        return [*self.path] or [""] if isinstance(self.path, list) else [self.path]
