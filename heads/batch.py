@@ -88,15 +88,6 @@ class Batch(Movable):
             for (b, t), end in zip(starts, ends, strict=True)
         ]
 
-    def apart(self) -> Tensor | None:
-        """[B, T, T] bool, packed: places of the same row that belong to different documents.
-        None: not packed.
-        """
-        if self.position is None:
-            return None
-        number = (self.position == 0).cumsum(1)
-        return number[:, :, None] != number[:, None, :]
-
 
 def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     """A tensor, or whatever holds tensors in dataclasses and tuples, with `move` applied to

@@ -121,8 +121,8 @@ SHARED = (
     *("train/loop.py", "train/run.py"),
 )
 EAGLE = (
-    *(f"heads/layers/{name}.py" for name in ("head", "drafter", "layer", "cache", "init")),
-    *(f"heads/eagle/{name}.py" for name in ("head", "config", "net", "plan", "drafter")),
+    *(f"heads/layers/{name}.py" for name in ("head", "drafter", "layer", "cache", "init", "plan")),
+    *(f"heads/eagle/{name}.py" for name in ("head", "config", "net", "drafter")),
 )
 READING = {
     "Medusa": (

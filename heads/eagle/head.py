@@ -33,9 +33,9 @@ from outrider.heads.batch import Batch, LossOut, hash_u63
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.drafter import EagleDrafter, ParallelEagleDrafter
 from outrider.heads.eagle.net import Eagle1Net, Eagle3Net, EagleNet
-from outrider.heads.eagle.plan import Plan
 from outrider.heads.layers.attention import Memory
 from outrider.heads.layers.head import LayeredHead, LayeredSaved
+from outrider.heads.layers.plan import Plan
 from outrider.heads.losses import Taught, chunk_of, chunked_loss
 from outrider.heads.names import DraftSpec
 

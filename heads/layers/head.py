@@ -105,7 +105,7 @@ class LayeredHead(Head):
         head, or the target's, frozen."""
         own = getattr(self.net, "lm_head", None)
         if own is None:
-            return self.target_rows(target)[0] * target.head.scale
+            return self.scaled_rows(target)
         return own.weight  # type: ignore[no-any-return]
 
     @classmethod
@@ -142,7 +142,7 @@ class LayeredHead(Head):
     @torch.no_grad()
     def start_output(self, target: Target) -> None:
         """The LM head starts as the target's rows, the final norm as start_norm says."""
-        rows = self.target_rows(target)[0] * target.head.scale
+        rows = self.scaled_rows(target)
         if self.net.lm_head is not None:
             self.net.lm_head.weight.copy_(rows)
         start_norm(self.net.norm, rows.float(), target)

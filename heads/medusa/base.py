@@ -13,19 +13,49 @@ r low rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.decode.target import Target
-from outrider.heads import losses, vocab
+from outrider.heads import losses, shapes, vocab
 from outrider.heads.base import Head, HeadConfig
 from outrider.heads.batch import Batch, LossOut
+from outrider.heads.layers.plan import Plan
 from outrider.heads.losses import Taught, chunk_of, chunked_loss
 from outrider.heads.medusa.config import ParallelConfig as ParallelConfig
-from outrider.heads.medusa.saved import ParallelSaved
+from outrider.heads.saved import Saved
 from outrider.heads.teacher import target_distribution
+
+
+@dataclass(kw_only=True)
+class ParallelSaved(Saved):
+    """What head.json says of Medusa and Hydra heads. width: of the target's features. taps: the
+    hidden state that the heads read, one."""
+
+    config: Any
+    width: int
+    vocab_size: int
+    taps: list[int]
+    tap_convention: str = ""
+
+    def fits(self, target: Target) -> list[str]:
+        size = self.config.draft_vocab or self.vocab_size
+        found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
+        found = found or shapes.problems(self.calibration, self.config.heads, size)
+        if self.width != target.hidden_size:
+            found.append(f"width: {self.width}, the target's is {target.hidden_size}")
+        if len(self.taps) != 1 or not 0 <= self.taps[0] <= target.num_layers:
+            found.append(
+                f"taps: {self.taps[:9]}; one hidden state of 0..{target.num_layers} is read"
+            )
+        return found
+
+
+TAPS = "hidden_states[k] of transformers; num_layers = output after the final norm"
 
 
 class ParallelHead(Head):
@@ -49,14 +79,12 @@ class ParallelHead(Head):
         super().__init__(cfg)
         self.taps = (tap,)
         self.width, self.vocab_size = width, vocab_size
-        size = cfg.draft_vocab or vocab_size
-        own = None
+        size, own = cfg.draft_vocab or vocab_size, None
         if not cfg.share_lm_head:
             own = nn.Parameter(torch.zeros(cfg.heads, size, width, device=device))
         self.register_parameter("proj", own)
         if cfg.draft_vocab:
             self.d2t = torch.zeros(size, dtype=torch.int64, device=device)
-        self._shared: Tensor | None = None
         self.make(device)
 
     def make(self, device: torch.device | str | None) -> None:
@@ -79,40 +107,26 @@ class ParallelHead(Head):
             ids = head.choose_vocabulary(counts, cfg.draft_vocab)
             head.d2t = vocab.to_d2t(ids.to(target.device))
         if head.proj is not None:
-            head.proj.data.copy_(head._lm_rows(target).float())
+            head.proj.data.copy_(head.scaled_rows(target).float())
         return head
 
     @classmethod
     def restored(cls, known: Any, target: Target) -> Self:
-        """See Stored."""
         return cls(known.config, known.width, known.vocab_size, known.taps[0])
 
     def config_json(self) -> dict[str, Any]:
-        """See Head; also the tap with its convention."""
+        """Add the tap with its convention."""
         return {
             **super().config_json(),
             "width": self.width,
             "vocab_size": self.vocab_size,
             "taps": list(self.taps),
-            "tap_convention": "hidden_states[k] of transformers; num_layers = output "
-            "after the final norm",
+            "tap_convention": TAPS,
         }
 
-    def _lm_rows(self, target: Target) -> Tensor:
-        """The LM head's rows of the draft vocabulary with the final scale inside; a softcap
-        or a bias is left out (a softcap keeps the order of tokens, which is what a draft
-        needs)."""
-        ids = self.ids()
-        rows = target.lm_head_weight if ids is None else target.lm_head_weight[ids]
-        return rows.detach() if target.head.scale == 1 else rows.detach() * target.head.scale
-
     def projection(self, target: Target) -> Tensor:
-        """[K, Vd, D], or the shared frozen [Vd, D] (gathered once)."""
-        if self.proj is not None:
-            return self.proj
-        if self._shared is None:
-            self._shared = self._lm_rows(target)
-        return self._shared
+        """[K, Vd, D], or the shared frozen [Vd, D] of the target."""
+        return self.scaled_rows(target) if self.proj is None else self.proj
 
     def states(self, batch: Batch, target: Target, feats: Tensor, reads: Tensor) -> Tensor:
         """Hidden state [K, n, D] of head k for supervised token j, read at flat position
@@ -129,59 +143,48 @@ class ParallelHead(Head):
         Default: none."""
         return None
 
-    def plan(self, batch: Batch, step: int) -> Tensor:
-        """See Head: flat places [n] of the supervised tokens that have a past."""
-        return batch.supervised(1)
+    def plan(self, batch: Batch, step: int) -> Plan:
+        return Plan.of(batch, self.cfg.heads, past=1)
+
+    def _unroll(self, batch: Batch, target: Target) -> tuple[Plan, Tensor, Tensor]:
+        """Run the heads on the text: where rows stand, features [B * T, D], hidden [K, n, D]."""
+        plan = self.planned(batch)
+        feats = target.features(batch.ids, batch.mask, self.taps, position=batch.position)[:, :, 0]
+        feats = feats.flatten(0, 1)  # [B * T, D]
+        return plan, feats, self.states(batch, target, feats, plan.rows[plan.spot])
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
-        """Loss over the supervised tokens alone: they are gathered before the first matmul.
-
-        The count is the number of supervised tokens, so the loss is the sum over heads of
-        decay^i times their mean.
-        """
-        feats, flat = self._features(batch, target)
-        place, valid, reads = self._reads(batch, flat)
-        x = self.states(batch, target, feats, reads)
-        distribution, terms = None, self.cfg.loss
+        """Compute the loss over the supervised tokens alone: they are gathered before the first
+        matmul. Their number is the count, so the loss is the sum over heads of decay^i times
+        their mean."""
+        plan, feats, hidden = self._unroll(batch, target)
+        index = vocab.places(self.ids(), batch.ids.reshape(-1)[plan.flat])  # [n]
+        teacher, terms = None, self.cfg.loss
         if terms.needs_distribution:
-            distribution = target_distribution(
-                target, self.probs_rows(target), feats, flat - 1, self.ids(), place, terms.mask
+            rows = self.probs_rows(target)
+            teacher = target_distribution(
+                target, rows, feats, plan.flat - 1, self.ids(), index, terms.mask
             )
-        scale = torch.tensor([self.cfg.decay**i for i in range(self.cfg.heads)], device=x.device)
-        chunk = chunk_of(self.cfg.chunk, x.device)
-        taught = Taught(place, valid, terms, scale, distribution, chunk)
-        pair = self.low_rank(batch, flat)
-        total, rows = chunked_loss(x, self.projection(target), taught, pair)
-        count = torch.tensor(float(flat.numel()), dtype=torch.float64, device=x.device)
-        return LossOut(total, count, rows.stats())
-
-    def _features(self, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
-        """Features [B * T, D] and flat places [n] of the supervised tokens; the first of a
-        document has no past."""
-        feats = target.features(batch.ids, batch.mask, self.taps, position=batch.position)[:, :, 0]
-        return feats.reshape(-1, feats.shape[-1]), self.planned(batch)
-
-    def _reads(self, batch: Batch, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For each supervised token: its place in the draft vocabulary [n], which heads can
-        see it [K, n], and the flat position that head i reads, i + 2 before the token: [K,
-        n]."""
-        place = vocab.places(self.ids(), batch.ids.reshape(-1)[flat])
-        back = torch.arange(2, self.cfg.heads + 2, device=flat.device)[:, None]
-        return place, batch.depth()[flat] >= back, (flat - back).clamp(min=0)
+        weights = torch.tensor([self.cfg.decay**i for i in range(self.cfg.heads)])  # [K]
+        weights, chunk = weights.to(hidden.device), chunk_of(self.cfg.chunk, hidden.device)
+        taught = Taught(index, plan.valid, terms, weights, teacher, chunk)
+        pair = self.low_rank(batch, plan.flat)
+        total, found = chunked_loss(hidden, self.projection(target), taught, pair)
+        count = torch.full((), float(index.numel()), dtype=torch.float64, device=index.device)
+        return LossOut(total, count, found.stats())
 
     @torch.no_grad()
     def forced(
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
-        """See Head; at most as many levels as there are heads."""
-        feats, flat = self._features(batch, target)
-        _, valid, reads = self._reads(batch, flat)
-        hidden, extra = self.states(batch, target, feats, reads), self.low_rank(batch, flat)
+        """Draft from the text's own tokens, at most as many levels as there are heads."""
+        plan, _, hidden = self._unroll(batch, target)
+        flat, extra = plan.flat, self.low_rank(batch, plan.flat)
         proj, size = self.projection(target), chunk_of(self.cfg.chunk, flat.device)
         for k in range(min(levels, self.cfg.heads)):
             w = (proj if proj.dim() == 2 else proj[k]).to(hidden.dtype)
             for part in losses.pieces(flat.numel(), size):
-                ok = valid[k, part]
+                ok = plan.valid[k, part]
                 z = hidden[k, part][ok] @ w.T
                 if extra is not None:
                     z = z + extra[0][part][ok].to(z.dtype) @ extra[1].to(z.dtype).T
@@ -189,10 +192,18 @@ class ParallelHead(Head):
 
     @property
     def levels(self) -> int:
-        """See Head."""
         return int(self.cfg.heads)
 
     @property
     def deepest(self) -> int:
-        """See Head."""
         return int(self.cfg.heads)
+
+
+def residual_blocks(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x + SiLU(W x + b), block after block, in x's dtype: x [K, n, D], weight [K, L, D, D], bias
+    [K, L, D] (None: no blocks) -> [K, n, D]."""
+    if weight is None or bias is None:
+        return x
+    for w, b in zip(weight.to(x.dtype).unbind(1), bias.to(x.dtype).unbind(1), strict=True):
+        x = x + F.silu(torch.baddbmm(b[:, None], x, w.transpose(1, 2)))
+    return x

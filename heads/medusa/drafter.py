@@ -73,14 +73,11 @@ class AtOnce(LastFeature):
         raise TypeError("a subclass defines it")
 
     def at_once(self, levels: int) -> Tensor | None:
-        """See decode.grow.LevelSource."""
         return self.logits(levels).transpose(0, 1)
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.LevelSource."""
         self.known = self.logits(levels)
         return self.known[0][:, None]
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.LevelSource: the same for all nodes of a level."""
-        return self.known[nodes.level][:, None]
+        return self.known[nodes.level][:, None]  # the same for all nodes of a level

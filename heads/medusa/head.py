@@ -29,10 +29,9 @@ from outrider.decode.drafters import Drafter
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.target import Target
 from outrider.heads.batch import Batch
-from outrider.heads.medusa.base import ParallelHead
+from outrider.heads.medusa.base import ParallelHead, ParallelSaved, residual_blocks
 from outrider.heads.medusa.config import MedusaConfig
 from outrider.heads.medusa.drafter import AtOnce
-from outrider.heads.medusa.saved import ParallelSaved
 from outrider.heads.names import DraftSpec
 
 __all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead"]
@@ -40,8 +39,6 @@ __all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead"]
 
 @dataclass(kw_only=True)
 class MedusaSaved(ParallelSaved):
-    """See ParallelSaved."""
-
     config: MedusaConfig
 
 
@@ -58,62 +55,46 @@ class MedusaHead(ParallelHead):
     markov_out: nn.Parameter | None
 
     def make(self, device: torch.device | str | None) -> None:
-        """See ParallelHead."""
         cfg, width, vocab_size = self.cfg, self.width, self.vocab_size
         self.block_weight = nn.Parameter(
             torch.zeros(cfg.heads, cfg.blocks, width, width, device=device)
         )
         self.block_bias = nn.Parameter(torch.zeros(cfg.heads, cfg.blocks, width, device=device))
-        rank, size = cfg.markov_rank, cfg.draft_vocab or vocab_size
-        # Unit rows on the token's side: what the zero side learns from is then of one size for
-        # all tokens.
-        given = F.normalize(torch.randn(vocab_size, rank, device=device), dim=-1) if rank else None
-        self.register_parameter("markov_in", None if given is None else nn.Parameter(given))
-        self.register_parameter(
-            "markov_out", nn.Parameter(torch.zeros(size, rank, device=device)) if rank else None
-        )
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """The residual blocks. x: [K, n, D] in any float dtype -> the same shape and dtype."""
-        weight, bias = self.block_weight.to(x.dtype), self.block_bias.to(x.dtype)
-        for layer in range(self.cfg.blocks):
-            x = x + F.silu(torch.baddbmm(bias[:, layer, None], x, weight[:, layer].transpose(1, 2)))
-        return x
+        self.markov_in = self.markov_out = None
+        if rank := cfg.markov_rank:
+            # Unit rows on the token's side: what the zero side learns from is then of one size
+            # for all tokens.
+            rows = F.normalize(torch.randn(vocab_size, rank, device=device), dim=-1)
+            self.markov_in = nn.Parameter(rows)
+            size = cfg.draft_vocab or vocab_size
+            self.markov_out = nn.Parameter(torch.zeros(size, rank, device=device))
 
     def states(self, batch: Batch, target: Target, feats: Tensor, reads: Tensor) -> Tensor:
-        """See ParallelHead."""
-        return self.hidden(feats[reads])
+        return residual_blocks(feats[reads], self.block_weight, self.block_bias)
 
     def low_rank(self, batch: Batch, flat: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The Markov term: the token before a supervised one is the same for all heads, so m
-        W2 is computed once.
-        """
+        """Look up the Markov term: the token before a supervised one is the same for all heads, so
+        m W2 is computed once."""
         if self.markov_in is None or self.markov_out is None:
             return None
         return F.embedding(batch.ids.reshape(-1)[flat - 1], self.markov_in), self.markov_out
 
     def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
-        """See Head."""
-        form = self.form(target, draft)
-        if self.markov_in is not None:
-            return MarkovDrafter(self, target, form)
-        return MedusaDrafter(self, target, form)
+        kind = MedusaDrafter if self.markov_in is None else MarkovDrafter
+        return kind(self, target, self.form(target, draft))
 
 
 class MedusaDrafter(AtOnce):
-    """Medusa's."""
+    """Drafts with all heads at once."""
 
     def __init__(self, head: MedusaHead, target: Target, form: Form) -> None:
         super().__init__(head, target, form)
-        depth = form.depth
-        self.weight = head.block_weight.detach()[:depth].to(target.dtype, copy=True).transpose(2, 3)
-        self.bias = head.block_bias.detach()[:depth, :, None].to(target.dtype, copy=True)
+        given = head.block_weight, head.block_bias
+        self.weight, self.bias = (t.detach().to(target.dtype, copy=True) for t in given)
 
     def logits(self, depth: int) -> Tensor:
-        """See AtOnce."""
         x = self.feats.expand(depth, *self.feats.shape)
-        for layer in range(self.weight.shape[1]):
-            x = x + F.silu(torch.baddbmm(self.bias[:depth, layer], x, self.weight[:depth, layer]))
+        x = residual_blocks(x, self.weight[:depth], self.bias[:depth])
         if self.proj.dim() == 2:
             return x @ self.proj.T
         return torch.bmm(x, self.proj[:depth].transpose(1, 2))
@@ -129,15 +110,12 @@ class MarkovDrafter(MedusaDrafter):
         self.markov_out = head.markov_out.detach().to(target.dtype, copy=True)
 
     def at_once(self, levels: int) -> Tensor | None:
-        """See decode.grow.LevelSource: a level reads the tokens before it."""
-        return None
+        return None  # a level reads the tokens before it
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.LevelSource."""
         return super().open(levels) + self._after(self.last[:, None])
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.LevelSource."""
         return super().level(nodes) + self._after(nodes.tokens)
 
     def _after(self, tokens: Tensor) -> Tensor:

@@ -32,19 +32,18 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.batch import Batch
 from outrider.heads.layers.shape import LayerShape, as_made, layer_config
-from outrider.heads.medusa.base import ParallelHead
+from outrider.heads.medusa.base import ParallelHead, ParallelSaved, residual_blocks
 from outrider.heads.medusa.config import HydraHeadsConfig as HydraHeadsConfig
 from outrider.heads.medusa.drafter import LastFeature
 from outrider.heads.medusa.prefix import Prefix, PrefixState
-from outrider.heads.medusa.saved import ParallelSaved
 
 LARGEST_SCALE = 1e6  # of embeddings that are next to zero
 
 
 @dataclass(kw_only=True)
 class HydraHeadsSaved(ParallelSaved):
-    """See ParallelSaved. embed_scale: what embeddings are multiplied by. prefix: shape of the
-    prefix layers, None without any."""
+    """embed_scale: what embeddings are multiplied by. prefix: shape of the prefix layers, None
+    without any."""
 
     config: HydraHeadsConfig
     embed_width: int
@@ -52,7 +51,6 @@ class HydraHeadsSaved(ParallelSaved):
     prefix: LayerShape | None
 
     def fits(self, target: Target) -> list[str]:
-        """See Saved."""
         found = super().fits(target)
         wide = target.embedding_weight.shape[1]
         if self.embed_width != wide:
@@ -71,8 +69,7 @@ class HydraHeadsSaved(ParallelSaved):
 
 def first_block(feature: Tensor, embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """R c + SiLU(W c + b) of c = (feature [.., D], embeddings [.., (i + 1) E]); weight is R
-    above W: [.., D].
-    """
+    above W: [.., D]."""
     both = F.linear(torch.cat([feature, embeddings], -1), weight.to(feature.dtype))
     carried, gate = both.chunk(2, -1)
     return carried + F.silu(gate + bias.to(feature.dtype))
@@ -83,15 +80,16 @@ class HydraDrafter(LastFeature):
 
     def __init__(self, head: HydraHeads, target: Target, form: Form) -> None:
         super().__init__(head, target, form)
-        self.embed, self.scale, dtype = target.embed, head.embed_scale, target.dtype
-        self.enter = [w.detach().to(dtype, copy=True) for w in head.enter[: form.depth]]
-        self.enter_bias = head.enter_bias.detach().to(dtype, copy=True)
-        self.weight = (
-            None if head.block_weight is None else head.block_weight.detach().to(dtype, copy=True)
-        )
-        self.bias = (
-            None if head.block_bias is None else head.block_bias.detach().to(dtype, copy=True)
-        )
+        self.embed, self.scale, some = target.embed, head.embed_scale, range(form.depth)
+
+        def copied(weight: Tensor) -> Tensor:
+            return weight.detach().to(target.dtype, copy=True)
+
+        self.enter, self.enter_bias = [copied(head.enter[d]) for d in some], copied(head.enter_bias)
+        self.blocks: list[list[tuple[Tensor, Tensor]]] = [[] for _ in some]
+        if head.block_weight is not None and head.block_bias is not None:
+            pair = copied(head.block_weight), copied(head.block_bias)
+            self.blocks = [list(zip(*(t[d] for t in pair), strict=True)) for d in some]
         self.prefix = None if head.prefix is None else PrefixState(head.prefix, target, form.depth)
 
     def reset(self, rows: int, max_len: int) -> None:
@@ -102,7 +100,6 @@ class HydraDrafter(LastFeature):
             self.prefix.reset(rows, max_len)
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        """See LastFeature."""
         super().begin(prompts, sampling)
         if self.prefix is not None:
             self.prefix.append(len(prompts))
@@ -111,7 +108,7 @@ class HydraDrafter(LastFeature):
     def observe(
         self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice = slice(None)
     ) -> None:
-        """See LastFeature; with prefix layers the kept feature is their output."""
+        """Keep the feature of each row's last token; with prefix layers their output there."""
         if self.prefix is None or feats is None:
             return super().observe(tokens, feats, n, rows)
         last = self.prefix.observe(feats[:, :, 0], n, rows)
@@ -124,25 +121,20 @@ class HydraDrafter(LastFeature):
             self.prefix.select(rows)
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.LevelSource."""
         self.path = self.last[:, None, None]  # [B, P, d + 1], from the last committed token on
         return self._logits(0)
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.LevelSource."""
         self.path = torch.cat([nodes.of_parents(self.path), nodes.tokens[..., None]], 2)
         return self._logits(nodes.level)
 
     def _logits(self, d: int) -> Tensor:
         """What head d guesses behind each path: [B, P, Vd]."""
-        path = self.path
-        e = (self.embed(path).to(self.feats.dtype) * self.scale).flatten(2)  # [B, P, (d + 1) E]
-        x = first_block(
-            self.feats[:, None].expand(-1, path.shape[1], -1), e, self.enter[d], self.enter_bias[d]
-        )
-        if self.weight is not None and self.bias is not None:
-            for weight, bias in zip(self.weight[d], self.bias[d], strict=True):
-                x = x + F.silu(F.linear(x, weight, bias))
+        e = (self.embed(self.path).to(self.feats.dtype) * self.scale).flatten(2)
+        x = self.feats[:, None].expand(-1, e.shape[1], -1)  # [B, P, D]; e: [B, P, (d + 1) E]
+        x = first_block(x, e, self.enter[d], self.enter_bias[d])
+        for weight, bias in self.blocks[d]:
+            x = x + F.silu(F.linear(x, weight, bias))
         return F.linear(x, self.proj if self.proj.dim() == 2 else self.proj[d])
 
 
@@ -176,59 +168,39 @@ class HydraHeads(ParallelHead):
             first[:width, :width].fill_diagonal_(1.0)
             self.enter.append(nn.Parameter(first))
         self.enter_bias = nn.Parameter(torch.zeros(cfg.heads, width, device=device))
-        more = cfg.blocks - 1
-        for name, size in (
-            ("block_weight", (cfg.heads, more, width, width)),
-            ("block_bias", (cfg.heads, more, width)),
-        ):
-            self.register_parameter(
-                name, nn.Parameter(torch.zeros(size, device=device)) if more else None
-            )
-        self.prefix = None
-        if prefix:
-            self.prefix = Prefix(prefix) if device is None else Prefix(prefix).to(device)
+        self.block_weight = self.block_bias = None
+        if more := cfg.blocks - 1:
+            size = cfg.heads, more, width
+            self.block_weight = nn.Parameter(torch.zeros(*size, width, device=device))
+            self.block_bias = nn.Parameter(torch.zeros(size, device=device))
+        self.prefix = Prefix(prefix).to(device) if prefix else None
 
     @classmethod
     def completed(cls, cfg: HydraHeadsConfig, target: Target) -> HydraHeadsConfig:
-        """See Head."""
         layers = cfg.prefix_layers
         return as_made(cfg, layer_config(target, layers, cfg)) if layers else cfg
 
     @classmethod
     def build(cls, target: Target, cfg: Any) -> Self:
-        """See ParallelHead."""
-        some = (
-            target.embed(torch.arange(min(target.vocab_size, 4096), device=target.device))
-            .detach()
-            .float()
-        )
-        head = cls(
-            cfg,
-            target.hidden_size,
-            target.vocab_size,
-            target.num_layers,
-            target.device,
-            some.shape[-1],
-            layer_config(target, cfg.prefix_layers, cfg) if cfg.prefix_layers else None,
-        )
-        head.embed_scale = float(some.square().mean().clamp(min=LARGEST_SCALE**-2).rsqrt())
+        some = torch.arange(min(target.vocab_size, 4096), device=target.device)
+        rows = target.embed(some).detach().float()
+        prefix = layer_config(target, cfg.prefix_layers, cfg) if cfg.prefix_layers else None
+        sizes = target.hidden_size, target.vocab_size, target.num_layers, target.device
+        head = cls(cfg, *sizes, rows.shape[-1], prefix)
+        head.embed_scale = float(rows.square().mean().clamp(min=LARGEST_SCALE**-2).rsqrt())
         return head
 
     @classmethod
     def restored(cls, known: Any, target: Target) -> Self:
-        """See Stored."""
         prefix = None if known.prefix is None else asdict(known.prefix)
-        tap = known.taps[0]
-        head = cls(
-            known.config, known.width, known.vocab_size, tap, None, known.embed_width, prefix
-        )
+        sizes = known.width, known.vocab_size, known.taps[0], None, known.embed_width
+        head = cls(known.config, *sizes, prefix)
         head.embed_scale = known.embed_scale
         return head
 
     def config_json(self) -> dict[str, Any]:
-        """See ParallelHead; also the width of embeddings, what they are multiplied by, and the
-        prefix layers' shape.
-        """
+        """Add the width of embeddings, what they are multiplied by, and the prefix layers'
+        shape."""
         return {
             **super().config_json(),
             "embed_width": self.embed_width,
@@ -237,31 +209,16 @@ class HydraHeads(ParallelHead):
         }
 
     def states(self, batch: Batch, target: Target, feats: Tensor, reads: Tensor) -> Tensor:
-        """See ParallelHead: head i reads the feature at t = reads[i] and the true tokens t + 1
-        .. t + i + 1.
-        """
-        ids = batch.ids.reshape(-1)
-        entered = []
-        x = (
-            feats[reads]
-            if self.prefix is None
-            else self.prefix.at(feats.view(*batch.ids.shape, -1), reads, batch)
-        )
+        """Let head i read the feature at t = reads[i] and the true tokens t + 1 .. t + i + 1."""
+        ids, entered = batch.ids.reshape(-1), []
+        if self.prefix is None:
+            x = feats[reads]  # [K, n, D]
+        else:
+            x = self.prefix.at(feats.view(*batch.ids.shape, -1), self.planned(batch))
         for i, at in enumerate(reads):
             # Beyond the end only where t does not exist.
             ahead = at[:, None] + torch.arange(1, i + 2, device=at.device)
-            e = (
-                target.embed(ids[ahead.clamp(max=ids.numel() - 1)]).detach().to(feats.dtype)
-                * self.embed_scale
-            )
-            entered.append(first_block(x[i], e.flatten(1), self.enter[i], self.enter_bias[i]))
-        return self.hidden(torch.stack(entered))
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """The blocks after the first. x: [K, n, D] -> the same shape and dtype."""
-        if self.block_weight is None or self.block_bias is None:
-            return x
-        weight, bias = self.block_weight.to(x.dtype), self.block_bias.to(x.dtype)
-        for layer in range(weight.shape[1]):
-            x = x + F.silu(torch.baddbmm(bias[:, layer, None], x, weight[:, layer].transpose(1, 2)))
-        return x
+            e = target.embed(ids[ahead.clamp(max=ids.numel() - 1)]).detach().to(feats.dtype)
+            e = (e * self.embed_scale).flatten(1)  # [n, (i + 1) E]
+            entered.append(first_block(x[i], e, self.enter[i], self.enter_bias[i]))
+        return residual_blocks(torch.stack(entered), self.block_weight, self.block_bias)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from outrider.decode import attention
 from outrider.decode.target import Target
-from outrider.heads.batch import Batch
+from outrider.heads.layers.attention import NAME, Memory
 from outrider.heads.layers.cache import CachedNet
 from outrider.heads.layers.layer import DraftLayer, DraftNet, Rope, run_layers
+from outrider.heads.layers.plan import Plan
 
 
 class Prefix(DraftNet):
@@ -30,9 +30,7 @@ class Prefix(DraftNet):
     def __init__(self, shape: dict[str, Any], std: float = 0.02) -> None:
         super().__init__(shape)
         self.shape = shape
-        self.config._attn_implementation = (
-            "sdpa"  # causal without a mask: rows are padded on the right
-        )
+        self.config._attn_implementation = NAME
         self.layers = nn.ModuleList(
             DraftLayer(self.config, i, False, True) for i in range(shape["num_hidden_layers"])
         )
@@ -42,33 +40,16 @@ class Prefix(DraftNet):
             elif weight.dim() > 1:
                 nn.init.normal_(weight, 0.0, std)
 
-    def forward(
-        self, x: Tensor, rope: Rope, keep: Tensor, mask: Tensor | None = None, cache: Any = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, keep: Tensor, **kwargs: Any) -> Tensor:
         """Features [B, T, D] -> [n, D] at the flat rows `keep` [n], distinct."""
         normed = self.layers[0].input_layernorm(x)  # type: ignore[operator]
-        return run_layers(
-            self.layers, x, normed, rope, keep, attention_mask=mask, past_key_values=cache
-        )
+        return run_layers(self.layers, x, normed, rope, keep, **kwargs)
 
-    def at(self, feats: Tensor, reads: Tensor, batch: Batch) -> Tensor:
-        """feats [B, T, D] of `batch`; flat rows `reads` [K, n], in any order and number -> [K,
-        n, D].
-        """
-        rows, length, _ = feats.shape
-        needed = torch.zeros(rows * length, dtype=torch.bool, device=feats.device)
-        needed[reads.reshape(-1)] = True
-        keep = needed.nonzero()[:, 0]
-        packed = torch.zeros(rows * length, dtype=torch.int64, device=feats.device)
-        packed[keep] = torch.arange(keep.numel(), device=feats.device)
-        cos, sin = self.rope(length, feats.dtype, feats.device)
-        rope, mask, apart = (cos[None], sin[None]), None, batch.apart()
-        # Packed documents: each at its own positions, and no document sees another.
-        if apart is not None:
-            rope = (cos[batch.position], sin[batch.position])
-            mask = (~apart).tril()[:, None]
-        out = self(feats, rope, keep, mask)
-        return out.index_select(0, packed[reads.reshape(-1)]).view(*reads.shape, -1)
+    def at(self, feats: Tensor, plan: Plan) -> Tensor:
+        """feats [B, T, D] of a batch -> [K, n, D] at the rows that each head reads."""
+        cos, sin = self.rope(feats.shape[1], feats.dtype, feats.device)
+        rope, memory = (cos[plan.depth], sin[plan.depth]), Memory(plan.layout).at(0)
+        return self(feats, rope, plan.rows, memory=memory)[plan.spot]  # type: ignore[no-any-return]
 
 
 class PrefixState(CachedNet):
@@ -91,4 +72,5 @@ class PrefixState(CachedNet):
         places = self.commit(rows, counts)
         mask = self.cache.back(places)[:, None] if self.cache.masked(places) else None
         x = feats[:, : places.shape[1]].to(self.dtype)
-        return self.net(x, self.turned(places), self.last(counts), mask, self.cache)  # type: ignore[no-any-return]
+        seen = {"attention_mask": mask, "past_key_values": self.cache}
+        return self.net(x, self.turned(places), self.last(counts), **seen)  # type: ignore[no-any-return]

@@ -38,11 +38,12 @@ class Plan(Movable):
     layout: PassLayout
 
     @classmethod
-    def of(cls, batch: Batch, steps: int) -> Plan:
-        """Plan a pass of `steps` over a batch on the CPU."""
+    def of(cls, batch: Batch, steps: int, past: int = 2) -> Plan:
+        """Plan a pass of `steps` over a batch on the CPU. past: tokens of its document that a
+        supervised token must have before it."""
         shape, size, depth = batch.ids.shape, batch.ids.numel(), batch.depth()
-        flat = batch.supervised(2)
-        back = torch.arange(2, 2 + steps)[:, None]  # row t of step s predicts token t + 2 + s
+        flat = batch.supervised(past)
+        back = torch.arange(2, 2 + steps)[:, None]
         valid, source = depth[flat] >= back, (flat - back).clamp(min=0)
         needed = torch.zeros(size, dtype=torch.bool)
         needed[source[valid]] = True
