@@ -202,9 +202,9 @@ class Head(Stored):
         return self._rows
 
     def scaled_rows(self, target: Target) -> Tensor:
-        """[Vd, D] the target's LM head over the draft vocabulary with its final scale inside; a
-        softcap or a bias is left out (a softcap keeps the order of tokens, which is what a draft
-        needs)."""
+        """[Vd, D] the target's LM head over the draft vocabulary with its final scale
+        inside; a softcap or a bias is left out (a softcap keeps the order of tokens, which
+        is what a draft needs)."""
         rows, scale = self.target_rows(target)[0], target.head.scale
         return rows if scale == 1 else rows * scale
 

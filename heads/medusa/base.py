@@ -33,8 +33,8 @@ from outrider.heads.teacher import target_distribution
 
 @dataclass(kw_only=True)
 class ParallelSaved(Saved):
-    """What head.json says of Medusa and Hydra heads. width: of the target's features. taps: the
-    hidden state that the heads read, one."""
+    """What head.json says of Medusa and Hydra heads. width: of the target's features. taps:
+    the hidden state that the heads read, one."""
 
     config: Any
     width: int
@@ -147,16 +147,17 @@ class ParallelHead(Head):
         return Plan.of(batch, self.cfg.heads, past=1)
 
     def _unroll(self, batch: Batch, target: Target) -> tuple[Plan, Tensor, Tensor]:
-        """Run the heads on the text: where rows stand, features [B * T, D], hidden [K, n, D]."""
+        """Run the heads on the text: where rows stand, features [B * T, D], hidden [K, n,
+        D]."""
         plan = self.planned(batch)
         feats = target.features(batch.ids, batch.mask, self.taps, position=batch.position)[:, :, 0]
         feats = feats.flatten(0, 1)  # [B * T, D]
         return plan, feats, self.states(batch, target, feats, plan.rows[plan.spot])
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
-        """Compute the loss over the supervised tokens alone: they are gathered before the first
-        matmul. Their number is the count, so the loss is the sum over heads of decay^i times
-        their mean."""
+        """Compute the loss over the supervised tokens alone: they are gathered before the
+        first matmul. Their number is the count, so the loss is the sum over heads of
+        decay^i times their mean."""
         plan, feats, hidden = self._unroll(batch, target)
         index = vocab.places(self.ids(), batch.ids.reshape(-1)[plan.flat])  # [n]
         teacher, terms = None, self.cfg.loss
@@ -200,8 +201,8 @@ class ParallelHead(Head):
 
 
 def residual_blocks(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x + SiLU(W x + b), block after block, in x's dtype: x [K, n, D], weight [K, L, D, D], bias
-    [K, L, D] (None: no blocks) -> [K, n, D]."""
+    """x + SiLU(W x + b), block after block, in x's dtype: x [K, n, D], weight [K, L, D, D],
+    bias [K, L, D] (None: no blocks) -> [K, n, D]."""
     if weight is None or bias is None:
         return x
     for w, b in zip(weight.to(x.dtype).unbind(1), bias.to(x.dtype).unbind(1), strict=True):

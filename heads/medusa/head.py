@@ -73,8 +73,8 @@ class MedusaHead(ParallelHead):
         return residual_blocks(feats[reads], self.block_weight, self.block_bias)
 
     def low_rank(self, batch: Batch, flat: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Look up the Markov term: the token before a supervised one is the same for all heads, so
-        m W2 is computed once."""
+        """Look up the Markov term: the token before a supervised one is the same for all
+        heads, so m W2 is computed once."""
         if self.markov_in is None or self.markov_out is None:
             return None
         return F.embedding(batch.ids.reshape(-1)[flat - 1], self.markov_in), self.markov_out

@@ -209,7 +209,8 @@ class HydraHeads(ParallelHead):
         }
 
     def states(self, batch: Batch, target: Target, feats: Tensor, reads: Tensor) -> Tensor:
-        """Let head i read the feature at t = reads[i] and the true tokens t + 1 .. t + i + 1."""
+        """Let head i read the feature at t = reads[i] and the true tokens t + 1 .. t + i +
+        1."""
         ids, entered = batch.ids.reshape(-1), []
         if self.prefix is None:
             x = feats[reads]  # [K, n, D]
