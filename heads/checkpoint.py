@@ -30,7 +30,6 @@ from outrider.decode.models.identity import Identity, sha256_file
 from outrider.decode.target import Target
 from outrider.heads import vocab
 from outrider.heads.base import Head
-from outrider.heads.folders import other_target
 from outrider.heads.names import CARD as CARD
 from outrider.heads.registry import head_class
 
@@ -211,7 +210,11 @@ def load_head(folder: Path | str, target: Target, relative: bool = False) -> Hea
         if relative or target.relatives:
             differences = [line for line in differences if line.startswith("tokenizer_sha256")]
         if differences:
-            raise UserError(other_target(folder, "; ".join(differences)))
+            raise UserError(
+                f"{folder}: the head was trained for another target ({'; '.join(differences)}); "
+                "use the target it names, train a head for this one, or set "
+                "target.allow_other=true where tokenizer and widths are the same"
+            )
     path = folder / card["weights"]["file"]
     stored = _shapes(path, card["weights"])
     try:

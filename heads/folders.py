@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from pathlib import Path
 
 from outrider.conf.errors import UserError
 from outrider.conf.paths import REPOSITORY
-from outrider.decode.models.config import TargetConfig
-from outrider.decode.models.target_match import another
 from outrider.heads import hub
 from outrider.heads.names import CARD, HUB, NGRAM, NONE, DraftSpec
 
@@ -78,29 +75,6 @@ def no_head(path: str) -> list[str]:
         f"{path}: no head there (no {CARD}, head/, best/ or checkpoints/); give a run folder or a "
         "head folder"
     ]
-
-
-def for_another(path: str, cfg: TargetConfig) -> str:
-    """Say that the card of the head at `path` names another target than `cfg`, which would
-    have been fetched; "" for any other drafter, and for the hub, which is not asked for
-    heads."""
-    place = None if path in (NONE, NGRAM) or path.startswith(HUB) else head_in(path)
-    try:
-        card = json.loads((place / CARD).read_bytes()) if place else {}
-        theirs = dict(card.get("target") or {})
-    except (OSError, ValueError, AttributeError, TypeError):
-        return ""  # whoever reads the card says what is wrong with it
-    mine = another(theirs, cfg) if theirs else ""
-    return other_target(path, f"{theirs.get('name')} is not {mine}") if mine else ""
-
-
-def other_target(path: Path | str, differs: str) -> str:
-    """Return the line about a head of another target."""
-    return (
-        f"{path}: the head was trained for another target ({differs}); use the target it names, "
-        "train a head for this one, or set target.allow_other=true where tokenizer and widths are "
-        "the same"
-    )
 
 
 def head_folder(draft: DraftSpec) -> Path | None:

@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from outrider.conf.paths import no_file
-from outrider.decode.models.config import TargetConfig
-from outrider.heads.folders import for_another
 from outrider.heads.names import HUB
 from outrider.scripts.common.files import here
-from outrider.scripts.common.names import heads_of, wrong_drafter
+from outrider.scripts.common.names import wrong_drafter
 from outrider.scripts.common.prompts import DEMO
 
 
@@ -21,15 +19,8 @@ def no_prompts(path: str, key: str = "prompts") -> list[str]:
     return [] if here(Path(path)).exists() else no_file(key, path, fix)
 
 
-def no_drafters(
-    specs: Iterable[str], key: str = "drafter", target: TargetConfig | None = None
-) -> list[str]:
-    """A line for each drafter that this disk does not have, or has for another target than the
-    one that would be fetched for it; the hub is not asked for heads."""
-    lines = []
-    for spec in specs:
-        line = "" if HUB in spec else wrong_drafter(spec)
-        if not line and target is not None:
-            line = next(filter(None, (for_another(p, target) for p in heads_of(spec))), "")
-        lines += [f"{key}: {line}"] if line else []
-    return lines
+def no_drafters(specs: Iterable[str], key: str = "drafter") -> list[str]:
+    """Return a line for each drafter that this disk does not have; the hub is not asked for
+    heads."""
+    wrong = [wrong_drafter(spec) for spec in specs if HUB not in spec]
+    return [f"{key}: {line}" for line in wrong if line]

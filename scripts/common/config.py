@@ -33,7 +33,7 @@ class ChatConfig(SamplingKeys, AutoDtype):
 
     def absent(self) -> list[str]:
         """What is named and not there, as "key: value; fix"."""
-        return no_drafters([self.drafter], target=self.target)
+        return no_drafters([self.drafter])
 
 
 @dataclass(frozen=True)

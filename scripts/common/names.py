@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from outrider.conf.errors import UserError
 from outrider.heads.folders import head_folder
-from outrider.heads.names import HUB, JOIN, members, parse, split
+from outrider.heads.names import JOIN, members, parse, split
 
 SERVER = re.compile(r"([\w.+-]+)@(https?://\S+)")  # a running one, by a name for it
 INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
@@ -73,13 +73,6 @@ def wrong_address(name: str) -> str:
     return (
         f"{server[1]}@: its address is no address of a server; write {server[1]}@http://HOST:PORT"
     )
-
-
-def heads_of(name: str) -> list[str]:
-    """Where the drafters that a name asks for lie; [] for a reference of others."""
-    if name in (GENERATE, LOOKUP) or SERVER.fullmatch(name) or HUB in name:
-        return []
-    return [part.source for part in parse(name.removeprefix(f"{ASSISTED}@")).each]
 
 
 def label(name: str) -> str:

@@ -55,7 +55,7 @@ class ExportConfig:
 
     def absent(self) -> list[str]:
         """What is named and not there, as "key: value; fix"."""
-        return no_drafters([self.drafter], target=self.target) + no_prompts(self.prompts)
+        return no_drafters([self.drafter]) + no_prompts(self.prompts)
 
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""

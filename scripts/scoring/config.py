@@ -61,7 +61,7 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
     def absent(self) -> list[str]:
         """What is named and not there, as "key: value; fix"."""
         return [
-            *no_drafters(self.drafters, "drafters", self.target),
+            *no_drafters(self.drafters, "drafters"),
             *([] if self.suite else no_prompts(self.prompts)),
         ]
 

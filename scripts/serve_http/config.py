@@ -41,7 +41,7 @@ class ServeConfig(AutoDtype):
 
     def absent(self) -> list[str]:
         """What is named and not there, as "key: value; fix"."""
-        return no_drafters(self.drafters, "drafters", self.target)
+        return no_drafters(self.drafters, "drafters")
 
     @property
     def local(self) -> bool:

@@ -59,4 +59,4 @@ class TuneConfig(PenaltyKeys, AutoDtype):
 
     def absent(self) -> list[str]:
         """What is named and not there, as "key: value; fix"."""
-        return no_drafters([self.drafter], target=self.target) + no_prompts(self.prompts)
+        return no_drafters([self.drafter]) + no_prompts(self.prompts)

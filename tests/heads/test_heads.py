@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import HfApi
 
 from outrider.conf.errors import UserError
-from outrider.conf.schema import refused
 from outrider.decode.drafters import NoDraft
-from outrider.decode.models import target_match
 from outrider.decode.ngram import NGram
 from outrider.heads import find_head, load_head, save_head
 from outrider.heads.checkpoint import recover, staged
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 from outrider.heads.names import DraftSpec
-from tests.conf.test_config import ENTRIES
 from tests.helpers.training import tiny_target
 
 
@@ -79,51 +73,6 @@ def test_a_head_of_another_target_is_refused_by_hash(saved: Path, what: str, sha
         UserError, match=rf"trained for another target .*{what} \w{{12}} .* is not \w{{12}}"
     ):
         load_head(saved, tiny_target(**shape))
-
-
-@pytest.mark.parametrize(
-    "verb, words",
-    [
-        ("evaluate", "drafters=[none,{}@chain] out=x"),
-        ("tune", "drafter={}@tree out=x"),
-        ("certify", "drafter={}+ngram out=x"),
-        ("export", "drafter={} format=medusa out=x"),
-        ("chat", "drafter={}"),
-        ("serve", "drafters=[{}]"),
-    ],
-)
-def test_a_head_of_another_target_is_refused_before_that_is_fetched(
-    saved: Path, verb: str, words: str, monkeypatch, capsys
-) -> None:
-    """Nothing is imported that could fetch."""
-    given = words.format(saved).split()
-    schema = ENTRIES[verb]
-    assert refused(verb, schema, [*given, "target=qwen25_coder"]) == 2
-    assert "trained for another target" in capsys.readouterr().err
-    assert refused(verb, schema, [*given, "target=qwen25_coder", "target.allow_other=true"]) == 0
-    assert refused(verb, schema, [*given, "target=tiny", "target.seed=9"]) == 0, "fetches nothing"
-    digest = "0" * 64
-    files = [
-        SimpleNamespace(rfilename="model.safetensors", lfs=SimpleNamespace(sha256=digest)),
-        SimpleNamespace(rfilename="config.json", lfs=None),
-    ]
-    asked: list[str] = []
-
-    def info(_: object, name: str, **__: object) -> SimpleNamespace:
-        asked.append(name)
-        return SimpleNamespace(siblings=files)
-
-    monkeypatch.setattr(HfApi, "model_info", info)
-    hub = [*given, "target=me/other"]
-    assert refused(verb, schema, hub) == 2 and asked == ["me/other"]
-    monkeypatch.setattr(target_match, "sha256_joined", lambda _: weights_of(saved))
-    assert refused(verb, schema, hub) == 0, "the same weights by another name"
-    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: 1 / 0)
-    assert refused(verb, schema, hub) == 0, "only loading can tell"
-
-
-def weights_of(folder: Path) -> str:
-    return str(json.loads((folder / "head.json").read_text())["target"]["weights_sha256"])
 
 
 def test_a_changed_chat_template_is_refused(target, saved: Path) -> None:
