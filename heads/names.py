@@ -15,7 +15,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.conf import left
@@ -64,21 +63,20 @@ class DraftSpec:
         return f"{self.source}{shape}{sized}{f'@{ADAPTIVE}' if self.adaptive else ''}"
 
 
-def on_disk(path: str) -> bool:
-    """Whether something lies at `path`; False for what is no path at all."""
+def _exists(path: str) -> bool:
     return os.path.exists(os.path.expanduser(path))
 
 
-def members(spec: str, exists: Callable[[str], bool] = on_disk) -> list[str]:
-    """The names of the drafters that `spec` joins, one where it joins none; nothing is checked
-    and nothing raised."""
+def members(spec: str) -> list[str]:
+    """Return the names of the drafters that `spec` joins, one where it joins none; nothing is
+    checked and nothing raised."""
     words = spec.split(JOIN)
     found = []
     while words:
         count = len(words)
         while count > 1:
-            source, _ = split(JOIN.join(words[:count]), exists)
-            if source.count(JOIN) == count - 1 and exists(source):
+            source, _ = split(JOIN.join(words[:count]))
+            if source.count(JOIN) == count - 1 and _exists(source):
                 break
             count -= 1
         found.append(JOIN.join(words[:count]))
@@ -86,41 +84,40 @@ def members(spec: str, exists: Callable[[str], bool] = on_disk) -> list[str]:
     return found
 
 
-def split(spec: str, exists: Callable[[str], bool] = on_disk) -> tuple[str, list[str]]:
-    """(source, options behind it) of a drafter's name; nothing is checked and nothing raised.
+def split(spec: str) -> tuple[str, list[str]]:
+    """Return (source, options behind it) of a drafter's name; nothing is checked and nothing
+    raised.
 
     Where no part of the name exists, the known options at its end are options. So is one word
     that is none, for the sake of the error about it, unless a "/" follows its "@".
     """
     words = spec.split("@")
+    places = [n for n in range(len(words), 0, -1) if _exists("@".join(words[:n]))]
     if words[0] in (NONE, NGRAM):
-        return words[0], words[1:]
-    if words[0].startswith(HUB):  # no revision has a ":" in it, and most options have a name
+        count = 1
+    elif words[0].startswith(HUB):  # no revision has a ":" in it, and most options have a name
         second = words[1] if len(words) > 1 else ""
         count = 2 if second and not OPTION.fullmatch(second) and ":" not in second else 1
-        return "@".join(words[:count]), words[count:]
-    for count in range(len(words), 0, -1):
-        source = "@".join(words[:count])
-        if source and exists(source):
-            return source, words[count:]
-    count = len(words)
-    while count > 1 and OPTION.fullmatch(words[count - 1]):
-        count -= 1
-    if count == 2 and "/" not in words[1]:
-        count = 1
+    elif places:
+        count = places[0]
+    else:
+        count = len(words)
+        while count > 1 and OPTION.fullmatch(words[count - 1]):
+            count -= 1
+        count = 1 if count == 2 and "/" not in words[1] else count
     return "@".join(words[:count]), words[count:]
 
 
-def parse(spec: str, exists: Callable[[str], bool] = on_disk) -> DraftSpec:
-    """Read what `spec` asks for. exists: tells paths that lie on this disk.
+def parse(spec: str) -> DraftSpec:
+    """Read what `spec` asks for.
 
     Raises UserError, one line with the fix, for an option that is unknown, stands in another's
     place or cannot be had of this source, and for a union of what cannot be joined.
     """
-    names = members(spec, exists)
+    names = members(spec)
     if len(names) > 1:
-        return _union(names, spec, exists)
-    source, options = split(spec, exists)
+        return _union(names, spec)
+    source, options = split(spec)
     if not source:
         raise UserError(f"drafters: {spec!r}: names no drafter; write none, ngram or a folder")
     draft = DraftSpec(source)
@@ -158,19 +155,17 @@ def _refused(source: str, option: str) -> str:
     return f"unknown shape {option!r}; {meant}{fix}"
 
 
-def _union(names: list[str], spec: str, exists: Callable[[str], bool]) -> DraftSpec:
-    """What a union of drafters of these names asks for. Raises UserError."""
+def _union(names: list[str], spec: str) -> DraftSpec:
+    """Read what a union of drafters of these names asks for. Raises UserError."""
     if not all(names):
         raise UserError(
             f"drafters: {spec}: names no drafter on one side of a +; write A+B, or give a folder "
             "that exists"
         )
-    parts = [parse(name, exists) for name in names]
-    for part, name in zip(parts, names, strict=True):
-        if part.source == NONE:
-            rest = JOIN.join(n for n in names if n != name)
-            raise UserError(f"drafters: {spec}: none drafts nothing to join; write {rest}")
-    adaptive = any(part.adaptive for part in parts)
+    parts = [parse(name) for name in names]
+    if any(part.source == NONE for part in parts):
+        rest = JOIN.join(str(part) for part in parts if part.source != NONE)
+        raise UserError(f"drafters: {spec}: none drafts nothing to join; write {rest}")
     own = tuple(replace(part, adaptive=False) for part in parts)
-    source = JOIN.join(map(str, own))
-    return DraftSpec(source, adaptive=adaptive, parts=own)
+    adaptive = any(part.adaptive for part in parts)
+    return DraftSpec(JOIN.join(map(str, own)), adaptive=adaptive, parts=own)
