@@ -276,7 +276,7 @@ MISTAKES = {
     "evaluate out=x prompts=no.jsonl": "prompts: no such file no.jsonl; give a JSONL file",
     "evaluate out=x drafters=[none,runs/no]": "drafters: runs/no: neither none, ngram nor an exist",
     "evaluate out=x drafters=[ngrm]": "drafters: ngrm: neither none, ngram nor an existing folder; did",
-    "evaluate out=x drafters=[ngram@tre]": "drafters: ngram@tre: ngram has no shape 'tre'; did you",
+    "evaluate out=x drafters=[ngram@tre]": "drafters: ngram@tre: unknown shape 'tre'; did you",
     "tune drafter=runs/no out=x": "drafter: runs/no: neither none, ngram nor an existing folder",
     "tune drafter=ngram out=x prompts=no.jsonl": "prompts: no such file no.jsonl",
     "certify drafter=runs/no out=x": "drafter: runs/no: neither none, ngram nor an existing folder",
