@@ -5,7 +5,7 @@ The contract is heads.base.Head:
     for_target(target, cfg, counts)  a fresh head; its keys are a Config, its weights float32
     forward(batch, target)           the training loss, summed, with its count
     forced(batch, target, levels)    what a draft would be on the text's own tokens
-    drafter(target, draft)           a drafter over a copy of the weights, as names.DraftSpec asks
+    drafter(target, draft)           a drafter over a copy of the weights, see names.DraftSpec
     config_json() / from_json()      what rebuilds it (heads.checkpoint)
 
 Vocabulary, calibration, disk and the target's distribution are the base's. `forced` and
@@ -45,7 +45,7 @@ __all__ = [
     "load_head",
     "save_head",
 ]
-# Where these stand: they are looked up when somebody asks, so that a module of keys loads no torch.
+# Where these stand: looked up when somebody asks, so that a module of keys loads no torch.
 MODULES = ("config", "registry", "folders", "batch", "base", "checkpoint")
 
 

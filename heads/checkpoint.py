@@ -176,7 +176,7 @@ def read_card(folder: Path) -> dict[str, Any]:
         text = path.read_text()
         card = json.loads(text)
         if text != text_of(card) or card["sha256"] != _sha256(card):
-            raise UserError(f"{path}: damaged (sha256 differs from the one it states); {AGAIN}")
+            raise UserError(f"{path}: damaged (its sha256 is another one); {AGAIN}")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give a run folder or a head folder") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

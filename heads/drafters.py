@@ -89,7 +89,7 @@ def drafting_head(source: str, target: Target) -> Head:
     folder = find_head(source)
     head = load_head(folder, target)
     if other := trained_for(read_card(folder), target):
-        print(f"note: {source} was trained for {other}, a relative of this target", file=sys.stderr)
+        print(f"note: {source} was trained for {other}, a relative of it", file=sys.stderr)
     return head
 
 

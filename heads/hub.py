@@ -101,7 +101,7 @@ def _fetched(name: str, wanted: tuple[str, ...], deeper: list[str]) -> Path:
                 print(note, file=sys.stderr)
             return Path(snapshot_download(repository, **keys))
         if odd := [one.filename for one in listed if not SOUND.fullmatch(one.filename)]:
-            raise UserError(f"{name}: holds a file of the odd name {odd[0]!r:.80}; do not trust it")
+            raise UserError(f"{name}: holds the odd name {odd[0]!r:.80}; do not trust it")
         keys["allow_patterns"] = [one.filename for one in listed]
         return Path(snapshot_download(repository, **keys))
 
@@ -149,9 +149,9 @@ def _reason(error: Exception, revision: str | None) -> str:
         error = error.__cause__  # of an upload: what happened to one of the files
     token = "" if get_token() else "; no token is set: `hf auth login`, or HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
-        return f"is gated; accept its terms on its page on the hub, with the token's user{token}"
+        return f"is gated; accept its terms on its page, with the token's user{token}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"no such repository, or a private one that is not shown to you; check it{token}"
+        return f"no such repository, or a private one of others; check it{token}"
     if isinstance(error, errors.RevisionNotFoundError):
         close = difflib.get_close_matches(revision or "", OPTIONS, 1)
         near = f"did you mean @{close[0]}? or " if close else ""

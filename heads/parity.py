@@ -46,8 +46,8 @@ from outrider.heads.batch import Batch
 from outrider.heads.forced import Forced, judge
 from outrider.heads.names import DraftSpec
 
-SLACK = 0.05  # of accepted length, below which a difference is not held against a head in 16 bits
-SHARE = 0.02  # of cycles that may differ in 16 bits beyond what counts as rounding; none in float32
+SLACK = 0.05  # of accepted length, below which a difference is forgiven in 16 bits
+SHARE = 0.02  # of cycles that may differ in 16 bits beyond rounding; none in float32
 # Total variation between two distributions. 16 bits: the mean allowed, and in times of the first
 # level's what a later one may have on top of a hundredth (a sound EAGLE-3 head has 0.01 at
 # every level, one with late rotary positions first 0.01, then 0.05); float32: the most
@@ -241,7 +241,7 @@ class _Run:
         clean = [stats.split(g).clean for g in generations]
         found.cycles = found.cycles or sum(map(len, clean))
         tables = self._tables(generations)
-        if tables is None:  # a head without a teacher-forced pass: only the reload can be compared
+        if tables is None:  # no teacher-forced pass: only the reload can be compared
             found.lengths[name] = stats.accepted_length(clean)
             found.problems += ["the reloaded head drafts other tokens"] * (name == "reloaded")
             return
@@ -317,7 +317,7 @@ class _Run:
 
 def _lost(head: Head, again: Head) -> list[str]:
     """What the saved head does not share with the trained one."""
-    if type(head).write is not Head.write:  # saved in a form of its own: its drafts alone can tell
+    if type(head).write is not Head.write:  # in a form of its own: its drafts alone can tell
         return []
     mine, other = head.state_dict(), again.state_dict()
     both = mine.keys() & other.keys()

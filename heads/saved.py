@@ -16,7 +16,7 @@ from outrider.conf.typed import from_json
 from outrider.decode.target import Target
 
 WEIGHTS = "head.safetensors"
-# Keys of a head's configuration that left, each with the value that changes nothing (...: any).
+# Keys of a head that left, each with the value that changes nothing (...: any).
 LEFT: dict[str, Any] = {
     "tune": ...,
     "lora": ...,

@@ -116,11 +116,11 @@ def problems(calibration: dict[str, Any], levels: int, vocabulary: int) -> list[
     have: set[Path] = set()
     for given in known.paths:  # a whole tree wherever it is cut off
         if len(given) > levels or not all(0 <= rank < ranks for rank in given):
-            return [f"calibration.paths: a path is no list of 1 to {levels} ranks below {ranks}"]
+            return [f"calibration.paths: no path of 1 to {levels} ranks below {ranks}"]
         *before, last = path = tuple(given)
         parent, elder = tuple(before), (*before, last - 1)
         if (before and parent not in have) or (last and elder not in have):
-            return [f"calibration.paths: {given} stands before its parent or its elder sibling"]
+            return [f"calibration.paths: {given} comes before its parent or elder sibling"]
         have.add(path)
     return []
 

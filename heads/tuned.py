@@ -132,5 +132,5 @@ def read(folder: Path) -> Tuned | None:
     if problems:
         raise UserError(f"{path}: {problems[0].partition('; ')[0]}; {fix}")
     if known.card_sha256 != card_sha256(folder):
-        raise UserError(f"{path}: was tuned for another head than the one in this folder; {fix}")
+        raise UserError(f"{path}: was tuned for another head; {fix}")
     return known

@@ -18,8 +18,8 @@ from outrider.decode.target import Target
 
 
 def chosen_layers(total: int, count: int, spacing: str) -> list[int]:
-    """Choose `count` of `total` layers: the first ones, or evenly spaced with the first and the
-    last among them (as DistilBERT does, Sanh et al. 2019). Raises UserError for a count
+    """Choose `count` of `total` layers: the first ones, or evenly spaced with the first and
+    the last among them (as DistilBERT does, Sanh et al. 2019). Raises UserError for a count
     outside 1 .. total - 1."""
     if not 0 < count < total:
         raise UserError(
@@ -32,8 +32,8 @@ def chosen_layers(total: int, count: int, spacing: str) -> list[int]:
 
 
 def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
-    """Return (a float32 model of the target's class with these layers, the target's tensors by the
-    new model's names).
+    """Return (a float32 model of the target's class with these layers, the target's tensors
+    by the new model's names).
 
     Raises UserError for a model that is not built as a stack of layers.
     """
@@ -64,8 +64,8 @@ def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
 
 
 def cut_config(target: Target, layers: list[int]) -> Any:
-    """Return the target's config for these of its layers; lists with an entry per layer are thinned
-    alike.
+    """Return the target's config for these of its layers; lists with an entry per layer are
+    thinned alike.
     """
     config = copy.deepcopy(target.config)
     for key, value in list(vars(config).items()):
@@ -80,8 +80,8 @@ def cut_config(target: Target, layers: list[int]) -> Any:
 
 
 def empty(config: Any, kind: type | None = None) -> Any:
-    """Make a float32 model of `config` whose weights mean nothing. The caller's random state is
-    untouched.
+    """Make a float32 model of `config` whose weights mean nothing. The caller's random
+    state is untouched.
 
     Raises UserError for a config that describes no causal language model.
     """

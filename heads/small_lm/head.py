@@ -87,7 +87,7 @@ class SmallLMSaved(Saved):
             return empty(AutoConfig.for_model(str(keys.pop("model_type", "")), **keys))
         except UserError:
             raise
-        except Exception as error:  # other people's code: whatever it raises, the file is wrong
+        except Exception as error:  # other people's code
             raise UserError(
                 f"head.model: describes no causal language model ({first_line(error)})"
             ) from None
@@ -159,7 +159,7 @@ class SmallLM(Head):
             head = cls(cfg, net, target, given)
         except UserError:
             raise
-        except Exception as error:  # other people's code: whatever it raises, the file is wrong
+        except Exception as error:  # other people's code
             raise UserError(
                 f"head.model: cannot be used as a draft ({first_line(error)})"
             ) from None
@@ -190,7 +190,7 @@ class SmallLM(Head):
         try:
             sound = bool(self.hidden(torch.tensor([[0, 1]], device=target.device)).isfinite().all())
             said = "" if sound else "gives NaN or infinity"
-        except Exception as error:  # other people's code: whatever it raises, the file is wrong
+        except Exception as error:  # other people's code
             said = f"fails ({first_line(error)})"
         if said:
             raise UserError(f"head.model: its pass {said}; restore it or train it again")
@@ -379,8 +379,9 @@ class _Layer(nn.Module):
 
 
 def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer that keeps its inputs alone: the backward pass runs it again with the weights
-    that it has now, which functional_call has put there for a while, and the same dropout."""
+    """Run a layer that keeps its inputs alone: the backward pass runs it again with the
+    weights that it has now, which functional_call has put there for a while, and the same
+    dropout."""
     weights: dict[str, Tensor] = {
         f"layer.{name}": weight for name, weight in layer.named_parameters()
     }

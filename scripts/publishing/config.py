@@ -30,7 +30,7 @@ class PushConfig:
     run: NotEmpty
     # OWNER/NAME on the hub, made where it is not there; the second word
     repository: NotEmpty
-    # the licence that the head is published under, by the hub's name for it (apache-2.0, mit, ..)
+    # its licence, by the hub's name for it (apache-2.0, mit, ..)
     license: NotEmpty
     # repository of the target; empty = its name, where that is a repository
     base_model: str = ""
@@ -40,8 +40,8 @@ class PushConfig:
     # OUT of an evaluation of this head, or its report.json, for the accepted length in the
     # card; empty = it says "not measured"
     report: str = ""
-    # folder of an export of this head (outrider export), whose files go to the top; empty = the
-    # head in our own form alone
+    # folder of an export of this head (outrider export), whose files go to the top; empty =
+    # none, the head in our own form alone
     export: str = ""
     # make the repository private
     private: bool = False

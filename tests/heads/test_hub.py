@@ -139,7 +139,7 @@ def test_what_is_fetched_is_checked_as_on_any_disk(
     with pytest.raises(UserError, match="damaged"):
         load_head(find_head("hub:me/x"), target)
     server.put("me/odd", {**own(eagle), "head/-rf.json": b"{}"})
-    with pytest.raises(UserError, match="odd name 'head/-rf.json'"):
+    with pytest.raises(UserError, match="the odd name 'head/-rf.json'"):
         find_head("hub:me/odd")
 
 
