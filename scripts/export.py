@@ -39,11 +39,11 @@ from outrider.heads.names import NONE, DraftSpec
 from outrider.heads.small_lm.plain import plain_model
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts, question_ids, thinned
+from outrider.scripts.common.rendering import render
 from outrider.scripts.exporting import card as export_card
 from outrider.scripts.exporting import contract
 from outrider.scripts.exporting.config import ExportConfig
 from outrider.scripts.exporting.write import DRAFT, TARGET, write_head, write_model
-from outrider.scripts.reports.rendering import render
 
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
 

@@ -100,6 +100,34 @@ def test_no_files_import_each_other() -> None:
     assert not circles, f"files that import each other: {[sorted(c) for c in circles]}"
 
 
+# The rooms of scripts/: each imports from those of lower levels alone, the commands from all.
+LEVELS = {
+    "common": 0,
+    **dict.fromkeys(("data", "machine"), 1),
+    "scoring": 2,
+    **dict.fromkeys(("certificate", "exporting", "reports", "serve_http", "tuning"), 3),
+    "publishing": 4,
+}
+
+
+def test_rooms_of_scripts_import_one_way() -> None:
+    def room(name: str) -> str:
+        parts = name.split(".")
+        return parts[1] if len(parts) > 2 or (ROOT / "scripts" / parts[-1]).is_dir() else "commands"
+
+    levels = {**LEVELS, "commands": 9}
+    pairs = {
+        (room(name), room(other)): f"{name} imports {other}"
+        for name, others in imports().items()
+        for other in others
+        if name.startswith("scripts.") and other.startswith("scripts.")
+    }
+    rooms = {one for pair in pairs for one in pair}
+    assert rooms <= levels.keys(), f"give {rooms - levels.keys()} a level"
+    upwards = [said for (a, b), said in pairs.items() if a != b and levels[b] >= levels[a]]
+    assert not upwards
+
+
 PARAMETERS = 8  # of a function, at most
 LINES = 60  # of a function, at most
 

@@ -15,7 +15,7 @@ from outrider.heads.base import Head
 from outrider.heads.interop import ENGINE, engines
 from outrider.heads.tuned import Tuned
 from outrider.scripts.common import files
-from outrider.scripts.reports.rendering import render
+from outrider.scripts.common.rendering import render
 
 NAMES = {
     "medusa": "Medusa heads",

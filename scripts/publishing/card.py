@@ -10,8 +10,8 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.heads.hub import LIBRARY
+from outrider.scripts.common.rendering import render
 from outrider.scripts.exporting.card import NAMES, trained_depth
-from outrider.scripts.reports.rendering import render
 
 TASK, REPORT = "text-generation", "report.json"
 

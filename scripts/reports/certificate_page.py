@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.scripts.common import names
-from outrider.scripts.reports.rendering import render
+from outrider.scripts.common.rendering import render
 from outrider.scripts.reports.table import Table
 
 TONE = {"lossless": "good", "not lossless": "bad", "undecided": "open"}  # of style.css

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from outrider.scripts.common.rendering import render
 from outrider.scripts.reports import plots, score_table
-from outrider.scripts.reports.rendering import render
 from outrider.scripts.reports.table import Table, interval, number, ratio
 from outrider.scripts.scoring.ranking import best
 

@@ -15,7 +15,11 @@ from rich.text import Text
 
 Columns = Sequence[tuple[str, Callable[[dict[str, Any]], str]]]
 NARROW, WIDE = 120, 150  # characters of a line
-WARNS = ("NOT", "IN DOUBT", "skipped")  # how a note begins that nobody should miss
+WARNS = (
+    "NOT",
+    "IN DOUBT",
+    "skipped",
+)  # how a note begins that nobody should miss, as in parts.html
 BRACKETS = re.compile(r" \[[^]]*\]")  # of an interval
 DOUBT = "✗"  # behind a figure that cannot be believed
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from outrider.scripts.reports import rendering
+from outrider.scripts.common import rendering
 from outrider.scripts.reports.table import Table, interval, number, ratio
 
 ROWS = [["a [bold]", "1.40 [1.32, 1.50]", "x"], ["b", "2.00", "longer"]]

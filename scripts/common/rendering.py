@@ -10,15 +10,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from outrider.scripts.reports.table import DOUBT, WARNS
-
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 @functools.cache
 def environment() -> Environment:
-    """Where templates are found, and what all of them know."""
-    known = Environment(
+    """Where templates are found, and how they are read."""
+    return Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=select_autoescape(("html",)),
         keep_trailing_newline=True,
@@ -26,8 +24,6 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    known.globals |= {"WARNS": WARNS, "DOUBT": DOUBT}
-    return known
 
 
 def render(name: str, **values: Any) -> str:
