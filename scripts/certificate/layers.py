@@ -6,7 +6,6 @@ greedy      token equality with Hugging Face `generate` at T = 0 on the user's t
             drafter, and every token against the very logits it was verified with
 sampling    every emitted token placed in the distribution of the logits it was verified with
             (T > 0)
-passes      these distributions against those of plain decoding
 controls    wrong code through the same layers: each must be rejected (controls.py)
 """
 
@@ -30,7 +29,6 @@ from outrider.scripts.certificate.engine_distribution import (
 )
 from outrider.scripts.certificate.enumerator import SCHEMES, Case, enumerate_case
 from outrider.scripts.certificate.greedy import greedy_layer
-from outrider.scripts.certificate.passes import passes_layer
 from outrider.scripts.certificate.sampled import MOST_TESTS, sampling_layer
 from outrider.scripts.certificate.setup import CertificatePlan, CertifySetup
 from outrider.scripts.common.progress import OnProgress
@@ -46,8 +44,7 @@ def run_layers(setup: CertifySetup, drafter: Drafter) -> list[dict[str, Any]]:
     found.append(greedy_layer(setup, drafter))
     if plan.sampling.greedy:
         return found
-    sample = sampling_layer(setup, drafter)
-    return [*found, sample.json(plan.alpha), passes_layer(setup, sample)]
+    return [*found, sampling_layer(setup, drafter).json(plan.alpha)]
 
 
 def exact_layer(plan: CertificatePlan, on_progress: OnProgress) -> dict[str, Any]:

@@ -1,9 +1,6 @@
 """The sampling layer of a certificate: every emitted token, placed in the distribution that it was
-verified against, and that distribution beside plain decoding's.
-
-Two questions are asked of each token, so that rounding enters one of them only. Is it a draw
-from the distribution of the logits that verification had (recorder.py, transforms.py)? How far do
-these logits lie from a plain pass's (passes.py)?
+verified against (recorder.py, transforms.py). Whether that is the target's is judged by the greedy
+layer, whose tokens come from the same passes, masks and cache.
 
 Shape letters: R tokens, V vocabulary, O orders, G strata, n sample size.
 """
@@ -42,26 +39,23 @@ GROUPS = (
 MOST_TESTS = 2 * (len(ORDERS) + len(GROUPS) - 1) + 3 * 2 * len(ORDERS)
 COIN = 20240601  # beside the seed of the run: places a token within its own mass
 # what is kept of every token, and how many numbers of it
-COLUMNS = {"u": len(ORDERS), "groups": len(GROUPS), "passes": 2, "sequence": 1, "cycle": 1}
-COLUMNS |= {"depth": 1, "outside": 1, "drafted": 1, "draft": 1}
+COLUMNS = {"u": len(ORDERS), "groups": len(GROUPS), "sequence": 1, "cycle": 1, "depth": 1}
+COLUMNS |= {"outside": 1, "drafted": 1, "draft": 1}
 
 
 @dataclass
 class Sample:
     """n emitted tokens in the order of their requests, an array each.
 
-    u: [n, O] transforms, one column per order; groups: [n, G] strata; passes: [n, 2] of
-    transforms.distances; sequence: which request; cycle: number of its cycle in its answer (0 = the
-    prefill's); depth: place in its cycle (0 = first token of a cycle, or the prefill's); outside:
-    it has no mass; drafted: it was an accepted draft token; draft: a cycle that had a draft to
-    verify begins with it.
-    mismatches: answers that hold something else than verification chose; texts: (ids, where the
-    answer begins) of the first ones.
+    u: [n, O] transforms, one column per order; groups: [n, G] strata; sequence: which request;
+    cycle: number of its cycle in its answer (0 = the prefill's); depth: place in its cycle (0 =
+    first token of a cycle, or the prefill's); outside: it has no mass; drafted: it was an accepted
+    draft token; draft: a cycle that had a draft to verify begins with it.
+    mismatches: answers that hold something else than verification chose.
     """
 
     u: np.ndarray
     groups: np.ndarray
-    passes: np.ndarray
     sequence: np.ndarray
     cycle: np.ndarray
     depth: np.ndarray
@@ -69,7 +63,6 @@ class Sample:
     drafted: np.ndarray
     draft: np.ndarray
     mismatches: int
-    texts: list[tuple[list[int], int]]
 
     def tests(self) -> list[Test]:
         """Every test of the sample.
@@ -132,8 +125,8 @@ def sampling_layer(
     name: str = "sampling",
 ) -> Sample:
     """Decode until as many tokens are out as the plan says (the prompts again and again, each time
-    with other random numbers), place every one of them in the distribution it was verified against,
-    and compare that distribution with a plain pass's.
+    with other random numbers), and place every one of them in the distribution it was verified
+    against.
 
     Exactly that many are used, cut in the order of the requests, so that neither a stop token
     nor the budget selects. stop(sample so far) ends early: for controls that are known to fail
@@ -156,8 +149,7 @@ def gather(rows: Sequence[dict[str, Any]]) -> Sample:
         shape = (-1, width) if width > 1 else (-1,)
         found = [np.array(row["columns"][name], dtype=float).reshape(shape) for row in rows]
         columns[name] = np.concatenate(found)
-    texts = [(list(ids), start) for row in rows for ids, start in row["texts"]]
-    return Sample(**columns, mismatches=sum(row["mismatches"] for row in rows), texts=texts)
+    return Sample(**columns, mismatches=sum(row["mismatches"] for row in rows))
 
 
 def _known(setup: CertifySetup, name: str) -> list[dict[str, Any]]:
@@ -179,31 +171,19 @@ def _chunk(setup: CertifySetup, drafter: Drafter, rows: Sequence[dict[str, Any]]
     ]
     run, lines = recorded(setup.target, drafter, requests, plan)
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-    texts, size = list[tuple[list[int], int]](), 0
-    coin = np.random.default_rng([plan.seed, COIN, number])
-    used: list[Recorded] = []
+    coin, size = np.random.default_rng([plan.seed, COIN, number]), 0
     for request, g, line in zip(requests, run.generations, lines, strict=True):
-        if not (line := line[: left - size]):
-            continue
+        line = line[: left - size]
         for name, values in _columns(g, line, plan.sampling, coin).items():
             columns[name] += values
         columns["sequence"] += [request.id] * len(line)
-        texts.append(([*g.prompt_ids, *g.token_ids[: len(line)]], len(g.prompt_ids)))
-        used.append(line)
         size += len(line)
-    near: dict[int, list[Any]] = {}
-    for i, logits in setup.plain.in_batches(texts, plan.guidance):
-        ours = torch.stack([kept for _, kept in used[i]])
-        past = transforms.histories(*texts[i]) if plan.sampling.uses_history else []
-        near[i] = transforms.distances(ours, logits, plan.sampling, past).tolist()
-    columns["passes"] = [row for i in sorted(near) for row in near[i]]
     return {
         "number": number,
         "requests": len(requests),
         "size": size,
         "whole": size == sum(map(len, lines)),
         "mismatches": mismatches(lines, run),
-        "texts": [] if number else texts,
         "columns": columns,
     }
 
@@ -225,11 +205,12 @@ def _columns(
         "outside": [],
     }
     text, start = [*g.prompt_ids, *g.token_ids], len(g.prompt_ids)
-    past = transforms.histories(text[: start + len(line)], start) if sampling.uses_history else []
     for a in range(0, len(line), transforms.ROWS):
         tokens, kept = zip(*line[a : a + transforms.ROWS], strict=True)
         chosen = torch.tensor(tokens, device=kept[0].device)
-        p = transforms.places(torch.stack(kept), chosen, sampling, past[a : a + transforms.ROWS])
+        ends = range(start + a, start + a + len(tokens)) if sampling.uses_history else ()
+        past = [text[:end] for end in ends]
+        p = transforms.places(torch.stack(kept), chosen, sampling, past)
         # a token without mass has no transform: it is counted apart, and its place is drawn
         v = coin.random((len(chosen), len(ORDERS)))
         u = np.stack([p.below, p.below_by_id], 1) + v * p.mass[:, None]

@@ -5,27 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from outrider.scripts.certificate.server_places import (
-    ROUNDED,
-    JudgedAnswer,
-    Places,
-    places,
-    powered,
-)
+from outrider.scripts.certificate.server_places import JudgedAnswer, Places, places
 from outrider.scripts.certificate.server_tests import (
-    AGAIN,
     TEMPERATURE,
-    beyond_bets,
     exponent,
-    moments,
     run_tests,
     together,
-    uniform_tests,
 )
 from outrider.scripts.certificate.uniformity import Test, overall
 
@@ -37,13 +27,11 @@ WIDEST = 1.0  # so is nothing where a temperature off by more than this share mi
 
 @dataclass(frozen=True)
 class Measured:
-    """A temperature: asked for, most likely, and the ends of its 99 % interval. error: share
-    by which it could be off and surely be found. p: of this temperature's own tests."""
+    """A temperature: asked for, and most likely. error: share by which it could be off and surely
+    be found. p: of this temperature's own tests."""
 
     requested: float
     likely: float
-    low: float
-    high: float
     error: float
     p: float
 
@@ -60,15 +48,14 @@ def judged(
         for n in np.unique(known.level)
     }
     rejected = p < alpha
-    cold = rejected and any(heat.p < alpha for heat in heats) and _explained(known, heats, seed)
-    differs = rejected and not cold and _depends(levels, alpha)
-    why = _why(found[0], heats if cold else [], levels if differs else {}) if rejected else ""
-    few = len(known.own) < FEWEST or not min((h.error for h in heats), default=0) <= WIDEST
+    few = len(known.own) < FEWEST or min((h.error for h in heats), default=0) > WIDEST
     verdict = "rejected" if rejected else "undecided" if few else "passed"
-    batch = "yes" if differs else "no sign of it" if len(levels) > 1 else "not tested"
+    fewest, *others = [*levels.values()] or [1.0]
+    differs = rejected and fewest > APART and min(others, default=1.0) < alpha
+    batch = "yes" if differs else "no sign of it" if others else "not tested"
     return {
         "verdict": verdict,
-        "line": _line(verdict, known, heats, why, p),
+        "line": _line(verdict, known, found, heats, p, levels if differs else {}),
         "temperature": [vars(heat) for heat in heats],
         "temperature_honoured": all(heat.p >= alpha for heat in heats) if heats else None,
         "distribution_is_the_models": None if few and not rejected else not rejected,
@@ -81,7 +68,6 @@ def judged(
         "judged": len(known.own),
         "beyond": int(known.beyond.sum()),
         "ignored": sorted(known.ignored),
-        "why": why,
         "tests": [vars(test) for test in found],
     }
 
@@ -93,72 +79,40 @@ def measured(known: Places, found: Sequence[Test], alpha: float) -> list[Measure
     needed = math.sqrt(2 * math.log(9 * max(len(found), 1) / alpha)) + 2.33
     for heat in heats:
         mask = known.temperature == heat
-        b, low, high = exponent(known.logs[mask], known.own[mask])
-        spread = float(moments(known.logs[mask])[1].sum())
+        b, spread = exponent(known.logs[mask], known.own[mask])
         error = needed / math.sqrt(spread) if spread > 0 else math.inf
         stratum = f"temperature {heat:g}" if len(heats) > 1 else "all tokens"
         some = [t.p for t in found if t.stratum == stratum and t.name == TEMPERATURE]
-        p = min(1.0, len(found) * min(some, default=1.0))
-        coldest, hottest = (heat / x if x > 0 else math.inf for x in (high, low))
-        out.append(Measured(heat, heat / b, coldest, hottest, error, p))
+        out.append(Measured(heat, heat / b, error, min(1.0, len(found) * min(some, default=1.0))))
     return out
 
 
-def _explained(known: Places, heats: Sequence[Measured], seed: int) -> bool:
-    """Whether the tokens are draws at the temperatures that were measured: then nothing but
-    these is wrong."""
-    logs = known.logs.copy()
-    for heat in heats:
-        some = known.temperature == heat.requested
-        if heat.likely > 0:
-            logs[some] = powered(known.logs[some], heat.requested / heat.likely)
-        elif known.own[some].any():
-            return False
-        else:  # greedy: nothing left to be uniform
-            logs[some] = np.where(np.arange(logs.shape[1]) == 0, 0.0, -np.inf)
-    cut = known.most == ROUNDED  # no temperature brings a token from beyond top_k
-    if cut.any() and overall(beyond_bets(known.beyond[cut], known.most[cut], {})) < 1e-3:
-        return False
-    masks = {"all tokens": np.ones(len(known.own), dtype=bool)}
-    return overall(uniform_tests(replace(known, logs=logs), masks, seed)) > 1e-3
-
-
-def _depends(levels: dict[int, float], alpha: float) -> bool:
-    """The fewest at a time show nothing, and more do."""
-    fewest, *others = (p for _, p in sorted(levels.items()))
-    return fewest > APART and min(others, default=1.0) < alpha
-
-
-def _why(worst: Test, heats: Sequence[Measured], levels: dict[int, float]) -> str:
-    """What the tests say, in words. worst: the smallest p; heats: where the temperatures explain
-    everything; levels: where they differ."""
-    if heats:
-        some = " and ".join(
-            f"{h.requested:g}, answers are like those of {h.likely:.2g}" for h in heats
-        )
-        return f"the temperature is not honoured: asked {some}"
-    if levels:
-        some = ", ".join(f"{n} at a time p = {p:.2g}" for n, p in sorted(levels.items()))
-        return f"answers depend on the batch: {some} ({worst.name})"
-    if worst.name == AGAIN:
-        return f"answers repeat earlier ones whatever the seed: p = {worst.p:.2g}"
-    how = f"{worst.name}, {worst.stratum}, p = {worst.p:.2g}"
-    return f"another distribution than the model's: {how}"
-
-
-def _line(verdict: str, known: Places, heats: Sequence[Measured], why: str, p: float) -> str:
+def _line(
+    verdict: str,
+    known: Places,
+    found: Sequence[Test],
+    heats: Sequence[Measured],
+    p: float,
+    apart: dict[int, float],
+) -> str:
+    """The verdict in words. apart: p by requests at a time, where it depends on these."""
     requested = " and ".join(f"{heat.requested:g}" for heat in heats) or "nothing"
     levels = ", ".join(f"{n:g}" for n in np.unique(known.level)) or "none"
     lead = f"{len(known.most):,} tokens at temperature {requested}, {levels} at a time"
+    likely = " and ".join(f"{heat.likely:.2f}" for heat in heats)
     if verdict == "rejected":
-        return f"NOT as asked: {why} ({lead})"
+        worst = found[0]
+        batch = "".join(f"; {n} at a time p = {of:.2g}" for n, of in apart.items())
+        return (
+            f"NOT as asked: {worst.name}, {worst.stratum}, p = {worst.p:.2g}{batch}; answers are "
+            f"likest those of temperature {likely} ({lead})"
+        )
     if verdict == "undecided" and len(known.own) >= FEWEST:
         return f"undecided: {lead}; they leave no choice: a temperature twice as high might pass"
     if verdict == "undecided":
         return f"undecided: {lead}, {len(known.own)} of them judged; {FEWEST} are needed"
-    got = " and ".join(f"{h.likely:.2f} ({h.low:.2f} to {h.high:.2f})" for h in heats)
     error = max(heat.error for heat in heats)
     return (
-        f"as asked: {lead}; measured temperature {got}, p = {p:.2g}; a temperature off by "
+        f"as asked: {lead}; measured temperature {likely}, p = {p:.2g}; a temperature off by "
         f"{error:.0%} would be found"
     )

@@ -158,8 +158,7 @@ def _place(answer: JudgedAnswer, place: int, best: int) -> _Place:
         many = kept[: int((before * least < answer.top_p + MARGIN).sum())]
         kept = kept[: int((before < answer.top_p - MARGIN).sum())]
     at = next((i for i, (other, _) in enumerate(kept) if other == token), -1)
-    near = answer.cut and row.get(token, -math.inf) >= many[-1][1] - EDGE
-    beyond = not near and all(token != other for other, _ in many)
+    beyond = row.get(token, -math.inf) < many[-1][1] - (EDGE if answer.cut else 0.0)
     most = beyond_at_most(many, answer.temperature)
     return _Place(kept, at, most, beyond, bool(answer.cut) and len(many) < best)
 

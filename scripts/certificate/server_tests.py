@@ -184,25 +184,17 @@ def moments(log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return entropy, (probs * (logs + entropy[:, None]) ** 2).sum(1)
 
 
-def exponent(log_probs: np.ndarray, own: np.ndarray) -> tuple[float, float, float]:
-    """The b for which tokens at index own [n] of log_probs [n, K] are most likely draws from
-    p^b, with the ends of its 99 % interval; inf where every token is a best one."""
-    logs = np.where(np.isneginf(log_probs), 0.0, log_probs)
-    rows = np.arange(len(own))
-    if not len(own):
-        return 1.0, 0.0, math.inf
-    if (log_probs[rows, own] >= log_probs.max(1)).all():
-        return math.inf, COLDEST if len(own) > 5 else 1.0, math.inf
-
-    def at(b: float) -> tuple[float, float]:
-        probs = np.exp(powered(log_probs, b))
-        mean = (probs * logs).sum(1)
-        variance = (probs * (logs - mean[:, None]) ** 2).sum()
-        return float((logs[rows, own] - mean).sum()), float(variance)
-
+def exponent(log_probs: np.ndarray, own: np.ndarray) -> tuple[float, float]:
+    """The b for which tokens at index own [n] of log_probs [n, K] are most likely draws from p^b,
+    inf where every token is a best one; and how much they tell of it, the variance of the score at
+    b = 1."""
+    logs, rows = np.where(np.isneginf(log_probs), 0.0, log_probs), np.arange(len(own))
+    spread = float(moments(log_probs)[1].sum())
+    if not len(own) or (log_probs[rows, own] >= log_probs.max(1)).all():
+        return math.inf if len(own) else 1.0, spread
     low, high = HOTTEST, COLDEST
     for _ in range(50):
         b = math.sqrt(low * high)
-        low, high = (b, high) if at(b)[0] > 0 else (low, b)
-    width = 2.576 / math.sqrt(max(at(b)[1], 1e-12))
-    return b, max(b - width, 0.0), b + width
+        mean = (np.exp(powered(log_probs, b)) * logs).sum(1)
+        low, high = (b, high) if (logs[rows, own] - mean).sum() > 0 else (low, b)
+    return b, spread

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from outrider.decode.sampling import Sampling
 
-LIKELY = 0.01  # a token whose log-probability counts where two distributions are compared
 ROWS = 128  # distributions at once
 FEW = 512  # best tokens that nearly every truncation's edge lies among
 # of a score, relative: what float32 loses between a logit and the edge of a truncation
@@ -65,37 +64,6 @@ def places(
     below, by_id = ((distribution * mask).sum(-1).cpu().numpy() for mask in masks)
     own_mass = mass.cpu().numpy()
     return TokenPlaces(below, by_id, own_mass, own_mass == 0)
-
-
-def distribution_of(
-    logits: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()
-) -> Tensor:
-    """The distributions [R, V] of `logits` [R, V], in their own precision, float32 at least."""
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    scores = processed(scores, sampling, histories) / sampling.temperature
-    return scores.masked_fill(scores < _edge(scores, sampling), -torch.inf).softmax(-1)
-
-
-def histories(ids: Sequence[int], start: int) -> list[list[int]]:
-    """All ids before each token of a text from `start` on."""
-    return [list(ids[:i]) for i in range(start, len(ids))]
-
-
-def distances(
-    ours: Tensor, theirs: Tensor, sampling: Sampling, past: Sequence[Sequence[int]] = ()
-) -> np.ndarray:
-    """[R, 2] variation and shift between the distributions of two sets of logits [R, V]. past: R
-    histories, for what depends on them."""
-    found = []
-    for i in range(0, len(ours), ROWS):
-        a, b, some = ours[i : i + ROWS], theirs[i : i + ROWS], past[i : i + ROWS]
-        p, q = (distribution_of(x, sampling, some) for x in (a, b))
-        one, two = ((x.float() / sampling.temperature).log_softmax(-1) for x in (a, b))
-        unlikely = torch.maximum(one, two) < np.log(LIKELY)
-        shift = (one - two).abs().masked_fill(unlikely, 0).amax(-1)
-        variation = (p - q).abs().sum(-1) / 2
-        found.append(torch.stack([variation.double(), shift.double()], 1).cpu().numpy())
-    return np.concatenate(found) if found else np.zeros((0, 2))
 
 
 def processed(

@@ -63,12 +63,6 @@ def _evidence(layer: dict[str, Any]) -> str:
             f"drafted): {layer['rounding_ties']} rounding ties, {layer['defects']} defects, "
             f"{layer['not_the_verifiers_best']} not the verifier's own best"
         )
-    if layer["name"] == "passes":
-        return (
-            "mean total variation between the verifier's and plain decoding's distribution "
-            f"{layer['variation']:.2g}; two plain computations "
-            f"{layer['two_plain_computations']['variation']:.2g}"
-        )
     return (
         f"{layer['tokens']} tokens ({layer['drafted_share']:.0%} drafted), {len(layer['tests'])} "
         f"tests: p = {layer['p']:.3g} at alpha = {layer['alpha']:g}"

@@ -7,7 +7,7 @@ Shape letters: T sequence length, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from outrider.decode.target import Target
 
-BUDGET = 64 * 2**20  # logits held at once, in numbers
 BEST = 8  # tokens that rounding could make the greedy one
 
 
@@ -46,54 +45,30 @@ class Plain:
         ends = enumerate(sequences)
         return [out[b, start - before : len(ids) - before] for b, (ids, start) in ends]
 
-    def in_batches(
-        self, sequences: Sequence[tuple[list[int], int]], guidance: float | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """(index, logits) of every sequence, as many at once as the memory budget allows,
-        alike lengths together.
+    def guided(self, ids: list[int], start: int, guidance: float | None) -> Tensor:
+        """Logits [len(ids) - start, V] of one text.
 
         guidance: classifier-free guidance as in transformers (Sanchez et al. 2306.17806):
         log-probabilities moved away from those of an unconditional pass, which sees the
-        prompt's last token and what was generated.
+        prompt's last token and what was generated. None: without it.
         """
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]))
-        while order:
-            size, longest = 0, 0
-            for i in order:
-                longest = max(longest, len(sequences[i][0]))
-                if size and (size + 1) * longest * self.target.vocab_size > BUDGET:
-                    break
-                size += 1
-            chunk, order = order[:size], order[size:]
-            found = self.logits([sequences[i] for i in chunk])
-            if guidance is not None:
-                texts = (sequences[i] for i in chunk)
-                free = self.logits([(ids[start - 1 :], 1) for ids, start in texts])
-                found = [_guided(a, b, guidance) for a, b in zip(found, free, strict=True)]
-            yield from zip(chunk, found, strict=True)
-
-    def stepped(self, ids: list[int], start: int, guidance: float | None = None) -> Tensor:
-        """Logits [len(ids) - start, V] of one text by a cached step per token."""
-        found = self._steps(ids[:start], len(ids) - start, ids[start:])
+        given = self.logits([(ids, start)])[0]
         if guidance is None:
-            return found
-        return _guided(
-            found, self._steps(ids[start - 1 : start], len(found), ids[start:]), guidance
-        )
+            return given
+        free = self.logits([(ids[start - 1 :], 1)])[0].float().log_softmax(-1)
+        return free + guidance * (given.float().log_softmax(-1) - free)
 
     @torch.no_grad()
-    def _steps(self, ids: list[int], count: int, then: Sequence[int] = ()) -> Tensor:
-        """Logits [count, V] behind `ids`, which grow by the tokens `then`, and by the best one
-        where these have ended, by a cached step each."""
+    def _steps(self, ids: list[int], count: int) -> Tensor:
+        """Logits [count, V] behind `ids` and the best tokens that follow, by a cached step each."""
         found: list[Tensor] = []
         new, past = list(ids), None
         with self.target.as_loaded() as model:
-            while len(found) < count:
+            for _ in range(count):
                 now = torch.tensor([new], device=self.target.device)
                 out = model(now, past_key_values=past, use_cache=True)
                 found.append(out.logits[0, -1])
-                given = then[len(found) - 1 : len(found)]
-                new, past = list(given) or [int(found[-1].argmax())], out.past_key_values
+                new, past = [int(found[-1].argmax())], out.past_key_values
         return torch.stack(found)
 
     def rounding(self, prompts: Sequence[Sequence[int]], steps: int = 16) -> dict[str, float]:
@@ -123,8 +98,3 @@ def moved(a: Tensor, b: Tensor) -> float:
         near.scatter_(1, x.topk(min(BEST, x.shape[1])).indices, True)
     change = (a - a.amax(1, keepdim=True)) - (b - b.amax(1, keepdim=True))
     return float(change[near].abs().max())
-
-
-def _guided(given: Tensor, free: Tensor, guidance: float) -> Tensor:
-    a, b = given.float().log_softmax(-1), free.float().log_softmax(-1)
-    return b + guidance * (a - b)

@@ -77,8 +77,8 @@ def test_a_temperature_is_measured() -> None:
     rows = TABLE[rng.integers(VOCAB, size=2000)]
     for b in (0.7, 1.0, 1.6):
         chosen = (powered(rows, b) + rng.gumbel(size=rows.shape)).argmax(1)
-        likely, low, high = server_tests.exponent(rows, chosen)
-        assert low < b < high and high - low < 0.3 and low < likely < high
+        likely, _ = server_tests.exponent(rows, chosen)
+        assert abs(likely - b) < 0.15
     assert server_tests.exponent(rows, rows.argmax(1))[0] == math.inf
 
 
@@ -118,18 +118,12 @@ def heated(by: float = 1.0, to: float = 0.0) -> Draw:
 
 
 WRONG: dict[str, tuple[Draw, str]] = {
-    "greedy": (
-        always(),
-        "the temperature is not honoured: asked 1, answers are like those of 0 and 0.6",
-    ),
-    "ignored": (
-        heated(to=1.0),
-        "the temperature is not honoured: asked 1, answers are like those of",
-    ),
-    "hot": (heated(1.6), "the temperature is not honoured"),
-    "batch": (always(0.4, 1), "answers depend on the batch: 1 at a time"),
+    "greedy": (always(), "likest those of temperature 0.00 and 0.00"),
+    "ignored": (heated(to=1.0), "another temperature, temperature 0.6"),
+    "hot": (heated(1.6), "another temperature"),
+    "batch": (always(0.4, 1), "; 1 at a time p = "),
     "first": (always(place=0), "the best token too often, first of an answer"),
-    "often": (always(0.3), "another distribution than the model's"),
+    "often": (always(0.3), "the best token too often"),
 }
 
 
@@ -146,7 +140,7 @@ def test_what_is_wrong_is_named(name: str) -> None:
 
 def test_a_cache_is_named() -> None:
     found = judged(0, cached=True)
-    assert found["verdict"] == "rejected" and "answers repeat earlier ones" in found["line"]
+    assert found["verdict"] == "rejected" and server_tests.AGAIN in found["line"]
 
 
 def test_a_truncation_that_is_not_taken_is_no_other_distribution() -> None:
