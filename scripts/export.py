@@ -88,7 +88,7 @@ def main(cfg: ExportConfig) -> int:
         chain = twin.drafter(target, DraftSpec(shape="chain"))
         asked = [ids.tolist() for ids in prompts]
         wanted = contract.expected(target, chain, asked, about.depth, cfg.max_new_tokens)
-        files.write_json(stage / contract.NAME, wanted)
+        files.write_json(stage / contract.NAME, wanted.json())
         files.write_text(stage / "README.md", export_card.page(about))
         manifest = export_card.manifest(
             stage,

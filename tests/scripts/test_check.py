@@ -3,19 +3,21 @@ llama.cpp itself, where its environment is there."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import json
 import math
 import random
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from outrider.conf.errors import UserError
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.engine import Cycle
 from outrider.decode.models.load import TargetConfig, load_target
@@ -24,8 +26,10 @@ from outrider.heads.interop import gguf_write
 from outrider.heads.names import DraftSpec
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.exporting import contract, contract_check, write
+from outrider.scripts.exporting.contract import Contract, Rounding, Row
 from outrider.scripts.scoring.servers import Address, Reply
 from tests.helpers.interop import DEEP, deep_target, random_head
+from tests.helpers.odd_server import odd
 from tests.helpers.speculating_server import serving
 
 PYTHON = ROOT / ".venv-llamacpp/bin/python"
@@ -43,29 +47,26 @@ def draft() -> Any:
     return load_target(TargetConfig(kind="tiny", **{**DEEP, "layers": 2}), "float32", "cpu")
 
 
+def copied(wanted: Contract, **changed: Any) -> Contract:
+    return replace(copy.deepcopy(wanted), **changed)
+
+
 def test_a_server_keeps_or_breaks_the_contract(target, draft) -> None:
     wanted = contract.expected(target, DraftModel(draft, 3), PROMPTS, 3, LIMIT)
     with serving(target, draft, depth=3) as url:
         found = contract_check.checked(wanted, Address(url))
         assert found["served"] and found["equal"] == len(PROMPTS), found
-        assert not found["acceptance"]["unlike_prompts"] and not found["not_compared"]
-        broken = json.loads(json.dumps(wanted))
-        for rate in broken["acceptance_by_position"][1:]:
-            rate["low"] = rate["high"] = 0.99
+        accepted = found["acceptance"]["accepted"]
+        assert accepted["server"] == accepted["expected"] and not found["not_compared"]
+        broken = copied(wanted)
+        for row in broken.prompts:
+            row.accepted = [min(p, 1) for p in row.proposed]
         found = contract_check.checked(broken, Address(url))
-        assert not found["served"] and found["acceptance"]["position"] == 2
-        broken = json.loads(json.dumps(wanted))
-        row = broken["prompts"][1]
-        row["tokens"][4] = row["tokens"][4] + 1
+        assert not found["served"] and found["acceptance"]["position"] == 1
+        broken = copied(wanted)
+        broken.prompts[1].tokens[4] += 1
         found = contract_check.checked(broken, Address(url))
         assert not found["served"] and "prompt 2: token 5 is" in found["faults"][0]
-        # a file of before there were gaps: a fault is told, and that a tie is not told from it
-        del broken["rounding"]
-        for row in broken["prompts"]:
-            del row["rivals"]
-        found = contract_check.checked(broken, Address(url))
-        said = "\n".join(contract_check.summary(found))
-        assert not found["served"] and found["equal"] == 3 and "export the head again" in said
 
 
 # --- a server in bfloat16: sound answers part at near ties, and wrong ones are still found
@@ -88,15 +89,15 @@ def questions(seed: int) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def in_16_bits() -> tuple[dict[str, Any], Target]:
+def in_16_bits() -> tuple[Contract, Target]:
     wanted = contract.expected(
         noisy("float32", 0), DraftModel(noisy("float32", 0, 0.2), DEPTH), questions(0), DEPTH, 32
     )
-    return json.loads(json.dumps(wanted)), noisy("bfloat16", 0)
+    return wanted, noisy("bfloat16", 0)
 
 
 def checked_against(
-    wanted: dict[str, Any], target: Target, draft: Target, depth: int = DEPTH
+    wanted: Contract, target: Target, draft: Target, depth: int = DEPTH
 ) -> tuple[dict[str, Any], str]:
     with serving(target, draft, depth=depth) as url:
         found = contract_check.checked(wanted, Address(url))
@@ -151,16 +152,16 @@ def test_a_server_that_speculates_with_something_else_breaks_it(target, draft) -
 
 
 def test_a_stop_token_is_no_accepted_one() -> None:
-    tokens, stop = [5, 6, 7, 8, 9, 1], (1, 2)
-    cycles = [Cycle(3, 2, (), False, 1), Cycle(2, 2, (), True, 4)]
-    counted = contract.until_stop(cycles, tokens, stop)
+    tokens, stop = [5, 6, 7, 8, 9, 1], [1, 2]
+    cycles = [Cycle(3, 2, (), False, 1), Cycle(2, 2, (), False, 4)]
+    counted = contract_check.until_stop(cycles, tokens, stop)
     assert [(c.proposed, c.accepted, c.start) for c in counted] == [(3, 2, 1), (2, 1, 4)]
-    assert contract.until_stop(cycles, [5, 6, 7, 8, 9, 4], stop) == cycles
-    row = {"ids": [3], "tokens": tokens, "text": "", "proposed": [3, 2], "accepted": [2, 2]}
-    wanted = {"stop": stop, "prompts": [row], **contract.rates([cycles])}
-    said = contract.acceptance(wanted, [contract.Piece(0, 24, 5, 3, None)])
-    assert said["equal"] and not said["unlike_prompts"]
-    assert contract.parting(wanted, row, Reply(tokens[:-1], "", True), 24) is None
+    assert contract_check.until_stop(cycles, [5, 6, 7, 8, 9, 4], stop) == cycles
+    row = Row([3], tokens, "", [3, 2], [2, 2], [[(0, 1.0)]] * 6)
+    wanted = Contract(24, 3, stop, Rounding(0.1, 0.01, 9), [row])
+    said = contract_check.acceptance(wanted, [contract_check.Counts(counted, 5, 3, None)])
+    assert said["equal"] and said["accepted"]["expected"] == 3 and row.cycles(24) == cycles
+    assert contract_check.parting(wanted, row, Reply(tokens[:-1], "", True), 24) is None
 
 
 def test_the_part_of_an_answer_has_the_cycles_that_lead_to_it() -> None:
@@ -169,10 +170,13 @@ def test_the_part_of_an_answer_has_the_cycles_that_lead_to_it() -> None:
     whole = contract.expected(target, DraftModel(noisy("float32", 0, 0.2), 3), prompts, 3, 20)
     for limit in (2, 7, 19):
         part = contract.expected(target, DraftModel(noisy("float32", 0, 0.2), 3), prompts, 3, limit)
-        for row, cycles in zip(part["prompts"], contract.cycles_of(whole), strict=True):
-            some = contract.up_to(cycles, limit)
-            assert [c.proposed for c in some] == row["proposed"]
-            assert [c.accepted for c in some] == row["accepted"]
+        for row, longer in zip(part.prompts, whole.prompts, strict=True):
+            some = longer.cycles(limit)
+            assert [c.proposed for c in some] == row.proposed
+            assert [c.accepted for c in some] == row.accepted
+
+
+# --- the file
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 9, "prompts": [{}]}', None])
@@ -180,33 +184,78 @@ def test_a_file_that_is_no_contract(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "expected.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(contract.UserError, match="expected.json"):
+    with pytest.raises(UserError, match="^expected: .*expected.json") as caught:
         contract.load(tmp_path if text is not None else path)
+    assert "\n" not in str(caught.value)
 
 
-HOSTILE = (None, -1, 0, 1.5, 10**400, math.nan, math.inf, "x", [], {}, [None], [[-1]], {"most": 1})
+HOSTILE = (None, -1, 1.5, 10**400, math.nan, math.inf, "x", {}, [None], [[-1]], {"most": 1})
 
 
 def test_a_contract_is_whole_or_refused(tmp_path: Path, target: Target, draft: Target) -> None:
     """Whatever stands in place of one of its values, or does not stand there at all."""
     wanted = contract.expected(target, DraftModel(draft, 3), PROMPTS[:1], 3, LIMIT)
-    (tmp_path / contract.NAME).write_text(json.dumps(wanted))
-    assert contract.load(tmp_path) == json.loads((tmp_path / contract.NAME).read_text())
-    with serving(target, draft, depth=3) as url:
-        for within, key in (
-            *[(None, key) for key in wanted],
-            *[("prompts", key) for key in wanted["prompts"][0]],
-            *[("rounding", key) for key in wanted["rounding"]],
-        ):
-            for value in (*HOSTILE, ...):
-                broken = json.loads(json.dumps(wanted))
-                part = {None: broken, "prompts": broken["prompts"][0]}.get(within) or broken[within]
+    place = tmp_path / contract.NAME
+    place.write_text(json.dumps(wanted.json()))
+    assert contract.load(tmp_path) == wanted
+    for within, key in (
+        *[("", field.name) for field in fields(Contract) if field.name != "format"],
+        *[("prompts", field.name) for field in fields(Row)],
+        *[("rounding", field.name) for field in fields(Rounding)],
+    ):
+        for value in (*HOSTILE, ...):
+            broken = wanted.json()
+            part = {"": broken, "prompts": broken["prompts"][0]}.get(within) or broken[within]
+            if value is ...:
                 del part[key]
-                part |= {} if value is ... else {key: value}
-                (tmp_path / contract.NAME).write_text(json.dumps(broken))
-                with contextlib.suppress(contract.UserError):
-                    told = contract_check.checked(contract.load(tmp_path), Address(url))
-                    assert contract_check.summary(told)
+            else:
+                part[key] = value
+            place.write_text(json.dumps(broken))
+            kept = (key, value) in (("text", "x"), ("most", 1.5), ("usual", 1.5))
+            if kept:
+                contract.load(tmp_path)
+                continue
+            with pytest.raises(UserError, match="^expected: .*; export the head again$"):
+                contract.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"accepted": [1]}, {"accepted": [3, 0]}, {"rivals": [[[3, 0.5]]]}, {"rivals": [[]] * 2}],
+)
+def test_lists_that_do_not_go_together(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    row = Row([5], [1, 2], "", [2, 1], [1, 0], [[(3, 0.5)]] * 2)
+    value = Contract(8, 2, [0], Rounding(0.1, 0.02, 2), [row, row]).json()
+    value["prompts"][1] |= wrong
+    (tmp_path / contract.NAME).write_text(json.dumps(value))
+    with pytest.raises(UserError, match=r"prompts\.1"):
+        contract.load(tmp_path)
+
+
+# --- engines
+
+SGLANG = {"spec_accept_token_num": 6, "spec_draft_token_num": 9, "spec_verify_ct": 3}
+
+
+@pytest.mark.parametrize(
+    ("counts", "served", "said"),
+    [
+        (SGLANG, True, "accepted draft tokens: 6 of 9, expected 6 of 9"),
+        (SGLANG | {"spec_accept_token_num": 0}, False, "accepted draft tokens: 0 of 9"),
+        (SGLANG | {"spec_verify_ct": "3"}, False, "acceptance: the server tells none"),
+    ],
+)
+def test_sglang_tells_its_counts_with_every_answer(
+    counts: dict[str, Any], served: bool, said: str
+) -> None:
+    """It has no counters that are read."""
+    row = Row([3], [5] * 10, "", [3] * 3, [2] * 3, [[(4, 9.0)]] * 10)
+    wanted = Contract(10, 3, [2], Rounding(0.1, 0.02, 10), [row])
+    about = {"finish_reason": {"type": "length"}, **counts}
+    answer = {"output_ids": [5] * 10, "text": "", "meta_info": about}
+    with odd(lambda body: answer, "sglang") as server:
+        found = contract_check.checked(wanted, Address(server.url))
+    assert found["served"] == served and said in "\n".join(contract_check.summary(found))
 
 
 @contextmanager

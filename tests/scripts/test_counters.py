@@ -128,7 +128,7 @@ def test_a_check_says_what_is_wrong_with_the_counters(
 
     made = contract.expected(target, NGram(), [[5, 6, 5, 6, 5], [7, 8, 9]], 3, 8)
     place = tmp_path / contract.NAME
-    place.write_text(json.dumps(made))
+    place.write_text(json.dumps(made.json()))
     with odd(greedy_of(target), metrics=turns(before, after)) as server:
         with pytest.raises(SystemExit) as stop:
             check.main([f"url={server.url}", f"expected={place}"])
