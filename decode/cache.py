@@ -7,13 +7,13 @@ scatter, and attention reads views. Committing moves the accepted path from scra
 slots len_b .. M - 1 hold garbage that the mask hides. All layers of one shape share one
 buffer, so that compaction is one gather and one scatter, not two per layer.
 
-Shape letters: R live rows, P physical rows (R, or 2 R with guidance), L slots, Hkv heads, hd
-head size, D path length.
+Shape letters: R live rows, L slots, Hkv heads, hd head size, D path length.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,8 +64,6 @@ class TreeCache(Cache):
     """Pre-allocated K/V [max_rows, Hkv, L, hd] per layer, L = max_len + max_nodes + 1.
 
     rows: live rows, always a prefix. lengths: committed tokens per live row (host integers).
-    With `guidance` every live row b owns two physical rows: 2 b conditional, 2 b + 1 its
-    unconditional companion.
     """
 
     def __init__(
@@ -76,20 +74,17 @@ class TreeCache(Cache):
         max_nodes: int,
         dtype: torch.dtype,
         device: torch.device,
-        guidance: float | None = None,
     ):
-        self.max_rows, self.max_len = max_rows, max_len
-        self.max_nodes, self.guidance = max_nodes, guidance
+        self.max_rows, self.max_len, self.max_nodes = max_rows, max_len, max_nodes
         self.device = device
-        self.width = 1 if guidance is None else 2  # physical rows per live row
         self.slots = max_len + max_nodes + 1
-        self.physical: list[int] = []  # committed tokens per physical row
+        self.lengths: list[int] = []
         self.offset = 0  # scratch offset of the pass under way
         # Nodes of the tree that was scored last and not yet committed.
         self.pending: int | None = None
         self.in_place = False  # chain mode: row b's nodes lie at len_b already
-        # Two tensors per layer (K, V), grouped by shape into one buffer [n, max_rows * width,
-        # Hkv, L, hd] each.
+        # Two tensors per layer (K, V), grouped by shape into one buffer [n, max_rows, Hkv, L, hd]
+        # each.
         self._place: list[tuple[tuple[int, int], tuple[int, int]] | None] = []
         counts: dict[tuple[int, int], int] = {}
         for shape in shapes:
@@ -104,9 +99,7 @@ class TreeCache(Cache):
             self._place.append((spots[0], spots[1]))
         # Zeros, not empty: a hidden slot has weight 0, and 0 * NaN would still be NaN.
         self.buffers = [
-            torch.zeros(
-                n, max_rows * self.width, heads, self.slots, size, dtype=dtype, device=device
-            )
+            torch.zeros(n, max_rows, heads, self.slots, size, dtype=dtype, device=device)
             for (heads, size), n in counts.items()
         ]
         # Per layer: keys and values [rows, Hkv, slots so far and of the pass under way, hd].
@@ -115,16 +108,10 @@ class TreeCache(Cache):
 
     @property
     def rows(self) -> int:
-        return len(self.physical) // self.width
-
-    @property
-    def lengths(self) -> list[int]:
-        return self.physical[:: self.width]
+        return len(self.lengths)
 
     def open(self, start: int, stop: int, offset: int, new: int) -> None:
-        """Point the next pass at physical rows start..stop-1, writing `new` tokens per row at
-        `offset`.
-        """
+        """Point the next pass at rows start..stop-1, writing `new` tokens per row at `offset`."""
         self.offset = offset
         read = [b[:, start:stop, :, : offset + new].unbind(0) for b in self.buffers]
         self.views = [p and (read[p[0][0]][p[0][1]], read[p[1][0]][p[1][1]]) for p in self._place]
@@ -151,16 +138,33 @@ class TreeCache(Cache):
         """The scratch offset M of a pass with `new` entries per row. UserError when they do
         not fit.
         """
-        longest = max(self.physical)
+        longest = max(self.lengths)
         if longest + new > self.slots:
-            row = self.physical.index(longest) // self.width
+            row = self.lengths.index(longest)
             raise UserError(
                 f"cache: full: row {row} holds {longest} tokens and {new} more need "
-                f"{longest + new} slots of "
-                f"{self.slots} (max_len {self.max_len} + {self.max_nodes} nodes + 1); lengths are "
-                f"{self.lengths}; make the cache longer or stop this row"
+                f"{longest + new} slots of {self.slots} (max_len {self.max_len} + "
+                f"{self.max_nodes} nodes + 1); make the cache longer or stop this row"
             )
         return longest
+
+    def admit(self, prompts: Sequence[Tensor], context: int) -> None:
+        """Raise UserError when `prompts` (1-D), one per new live row, cannot join the live ones;
+        context: tokens that the target's holds."""
+        if not prompts:
+            raise UserError("prefill: no prompt; give at least one")
+        if self.rows + len(prompts) > self.max_rows:
+            raise UserError(
+                f"cache: {self.rows} live rows and {len(prompts)} new ones exceed its "
+                f"{self.max_rows} rows; make it larger or wait until rows leave"
+            )
+        for row, prompt in enumerate(prompts):
+            count = prompt.numel()
+            if prompt.dim() != 1 or not count:
+                raise UserError(f"prompt {row}: give at least one token, as a 1-D tensor")
+            for most, whose in ((context, "target's context"), (self.max_len, "cache's rows")):
+                if count > most:
+                    raise UserError(f"prompt {row}: {count} tokens exceed the {whose} of {most}")
 
     def commit(self, path: Tensor, length: Tensor) -> None:
         """Keep the last token and path[b, :length[b]] of the tree just scored; row b grows by
@@ -187,12 +191,11 @@ class TreeCache(Cache):
                     f"{self.pending} nodes"
                 )
             moves = moves or nodes[:count] != list(range(count))
-        moves = not self.in_place and (moves or min(self.physical) < self.offset)
+        moves = not self.in_place and (moves or min(self.lengths) < self.offset)
         if moves:
             deepest = max(t[0] for t in table)
             self._compact([nodes[:deepest] for _, *nodes in table], deepest)
-        for i in range(len(self.physical)):
-            self.physical[i] += 1 + table[i // self.width][0]
+        self.lengths = [have + 1 + row[0] for have, row in zip(self.lengths, table, strict=True)]
         self.pending = None
 
     def _compact(self, paths: list[list[int]], deepest: int) -> None:
@@ -200,14 +203,14 @@ class TreeCache(Cache):
         places (-1) move the root's slot, garbage beyond the new end.
         """
         come = [[self.offset, *(self.offset + 1 + node for node in path)] for path in paths]
-        if len(self.physical) == 1:
-            begin, source = self.physical[0], devices.send(come[0], self.device)
+        if self.rows == 1:
+            begin, source = self.lengths[0], devices.send(come[0], self.device)
             for buffer in self.buffers:
                 buffer[:, 0, :, begin : begin + 1 + deepest] = buffer[:, 0].index_select(2, source)
             return
         moves = [
-            [[row] * (deepest + 1), come[row // self.width], [*range(end, end + deepest + 1)]]
-            for row, end in enumerate(self.physical)
+            [[row] * (deepest + 1), come[row], [*range(end, end + deepest + 1)]]
+            for row, end in enumerate(self.lengths)
         ]
         row, source, target = devices.send(moves, self.device).unbind(1)
         for buffer in self.buffers:
@@ -223,12 +226,7 @@ class TreeCache(Cache):
             not 0 <= n <= have for n, have in zip(lengths, self.lengths, strict=False)
         ):
             raise ValueError(f"truncate: lengths {lengths} of rows that hold {self.lengths}")
-        behind = [n - have for n, have in zip(lengths, self.lengths, strict=True)]
-        kept = [have + behind[i // self.width] for i, have in enumerate(self.physical)]
-        if min(kept, default=0) < 0:
-            raise ValueError(f"truncate: lengths {lengths} reach into an unconditional prompt")
-        self.physical = kept
-        self.pending = None
+        self.lengths, self.pending = list(lengths), None
 
     def select(self, rows: list[int]) -> None:
         """Keep live rows `rows` in this order, drop the others and a pending tree; live rows
@@ -238,13 +236,10 @@ class TreeCache(Cache):
         """
         if len(set(rows)) != len(rows) or any(not 0 <= r < self.rows for r in rows):
             raise ValueError(f"select: rows {rows} of {self.rows} live rows")
-        source = [r * self.width + w for r in rows for w in range(self.width)]
-        moved = [i for i, s in enumerate(source) if i != s]
+        moved = [(to, come) for to, come in enumerate(rows) if to != come]
         if moved:
-            end = max(self.physical[source[i]] for i in moved)
-            to = torch.tensor(moved, device=self.device)
-            come = torch.tensor([source[i] for i in moved], device=self.device)
+            end = max(self.lengths[come] for _, come in moved)
+            to, come = devices.send(moved, self.device).unbind(1)
             for buffer in self.buffers:
                 buffer[:, to, :, :end] = buffer[:, come, :, :end]
-        self.physical = [self.physical[s] for s in source]
-        self.pending = None
+        self.lengths, self.pending = [self.lengths[row] for row in rows], None

@@ -201,7 +201,7 @@ class DraftModel:
         """Read drafted tokens [B, W] of one level: their states [B, W, D]."""
         start, new = len(self.levels_read), tokens.shape[1]
         self.levels_read += [level] * new
-        lengths, cache = self._cache.physical, self._cache
+        lengths, cache = self._cache.lengths, self._cache
         if self.draft.support == "chain":
             ends = [length + start for length in lengths]
             most = self.draft.context_length  # others draft deeper
@@ -220,12 +220,12 @@ class DraftModel:
         """States [B, W, D] of committed tokens [B, W]; row b has size[b] + 1 of them.
         cache.commit keeps them.
         """
-        lengths, cache, new = self._cache.physical, self._cache, tokens.shape[1]
+        lengths, cache, new = self._cache.lengths, self._cache, tokens.shape[1]
         if self.draft.support == "chain":
             cache.pending, cache.in_place = new - 1, True
             return self._alone(tokens, lengths, (size + 1).tolist())
         tree = DraftTree.chain(tokens[:, 1:], size)
-        mask = self.masks(lengths, tree, 1)
+        mask = self.masks(lengths, tree)
         positions = tree.positions() + torch.tensor(lengths, device=self.device)[:, None]
         cache.open(0, len(lengths), max(lengths), new)
         cache.pending, cache.in_place = new - 1, False

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -22,34 +22,30 @@ from torch import Tensor
 from outrider.decode import devices
 from outrider.decode.cache import TreeCache
 from outrider.decode.drafters import Drafter
-from outrider.decode.fits import longest_answer
-from outrider.decode.records import Cycle, DecodedRun, Generation, Request
+from outrider.decode.guidance import Guided, Pairs
+from outrider.decode.records import (
+    Cycle,
+    DecodedRun,
+    Generation,
+    Request,
+    Timing,
+    longest_answer,
+)
 from outrider.decode.rng import Coins, Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.scorer import Step
 from outrider.decode.target import Target
-from outrider.decode.timing import Timing, timed
 from outrider.decode.tree import DraftTree
 from outrider.decode.verify import HostVerdict, Verdict
 from outrider.decode.verify import verify as run_verify
 
-__all__ = [
-    "CoinSource",
-    "Cycle",
-    "DecodedRun",
-    "Engine",
-    "Generation",
-    "OnTokens",
-    "Request",
-    "Rule",
-    "Timing",
-    "generate",
-]
+__all__ = ["Cycle", "DecodedRun", "Engine", "Generation", "Request", "Timing", "generate"]
 
 OnTokens = Callable[[int, list[int], list[bool]], None]
 Rule = Callable[[DraftTree, Distribution, Coins], Verdict]
 CoinSource = Callable[[int, Tensor, Tensor], Rng]
 Clock = Callable[[], float]
+Cache = TreeCache | Pairs
 P = ParamSpec("P")
 
 
@@ -65,11 +61,6 @@ class _Row:
     @property
     def remaining(self) -> int:
         return self.limit - len(self.out.token_ids)
-
-    @property
-    def uncond(self) -> Sequence[int]:
-        """The companion's prompt under guidance."""
-        return self.request.uncond or self.request.prompt[-1:]
 
 
 @dataclass
@@ -101,6 +92,10 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.sampling.check_vocab(self.target.vocab_size)
+        # Both know the same calls.
+        self.scorer: Any = self.target
+        if self.guidance is not None:
+            self.scorer = Guided(self.target, self.guidance)
         self.eos = frozenset(self.target.eos_ids if self.eos_ids is None else self.eos_ids)
         self.timing, self.probs_rows = Timing(), 0
         self.all = [
@@ -121,7 +116,7 @@ class Engine:
                 for r in self.queue
             )
             rows = min(self.batch_size, len(self.queue))
-            cache = self.target.new_cache(rows, longest, self.drafter.max_nodes, self.guidance)
+            cache = self.scorer.new_cache(rows, longest, self.drafter.max_nodes)
             made = self.clock()
             self.drafter.reset(rows, longest)
             self.timing.cache_s, self.timing.drafter_s = made - start, self.clock() - made
@@ -132,7 +127,7 @@ class Engine:
         self.timing.total_s = self.clock() - start
         return DecodedRun([row.out for row in self.all], self.timing, self.probs_rows)
 
-    def _admit(self, cache: TreeCache) -> None:
+    def _admit(self, cache: Cache) -> None:
         """Prefill waiting requests into free rows and draw their first token, which belongs
         to no cycle."""
         while self.queue and len(self.rows) < self.batch_size:
@@ -140,48 +135,53 @@ class Engine:
             count = min(len(self.queue), self.batch_size - len(self.rows))
             new = [self.queue.popleft() for _ in range(count)]
             prompts = self._tensors(row.request.prompt for row in new)
-            uncond = None
-            if self.guidance is not None:
-                uncond = self._tensors(row.uncond for row in new)
-            step = self.target.prefill(cache, prompts, self.drafter.taps, uncond)
-            distribution = self._distribution(
-                step.logits, DraftTree.empty(count, self.target.device), new
-            )
-            verdict = self.verify(distribution.tree, distribution, self._rng(new))
+            step = self._prefill(cache, prompts, new)
+            tree = DraftTree.empty(count, self.target.device)
+            distribution = self._distribution(step.logits, tree, new)
+            bonus = self.verify(tree, distribution, self._rng(new)).bonus
             distribution.check()
             self.probs_rows += distribution.computed
-            first = verdict.bonus.tolist()
             old = len(self.rows)
             self.rows += new
             self.drafter.begin(prompts, self.sampling)
             lengths = torch.tensor([len(p) for p in prompts])
-            tokens = torch.zeros(
-                count, int(lengths.max()), dtype=torch.int64, device=self.target.device
-            )
-            for b, prompt in enumerate(prompts):
-                tokens[b, : len(prompt) - 1] = prompt[1:]
-                tokens[b, len(prompt) - 1] = first[b]
+            seen = [
+                torch.cat([p[1:], token[None]]) for p, token in zip(prompts, bonus, strict=True)
+            ]
+            tokens = torch.nn.utils.rnn.pad_sequence(seen, batch_first=True)
             self.drafter.observe(tokens, step.feats, lengths, slice(old, old + count))
-            for row, token in zip(new, first, strict=True):
+            for row, token in zip(new, bonus.tolist(), strict=True):
                 row.cycle += 1  # this draw had a number as well: no random number serves twice
                 self._emit(row, [token], [False])
             self._retire(cache)
             self.timing.prefill_s += self.clock() - start
 
+    def _prefill(self, cache: Cache, prompts: list[Tensor], new: list[_Row]) -> Step:
+        """One pass over the prompts of new rows, under guidance with their companions'."""
+        if self.guidance is not None:
+            others = self._tensors(row.request.companion for row in new)
+            prompts = [p for pair in zip(prompts, others, strict=True) for p in pair]
+        step: Step = self.scorer.prefill(cache, prompts, self.drafter.taps)
+        return step
+
     def _tensors(self, texts: Iterable[Sequence[int]]) -> list[Tensor]:
         return [devices.send(text, self.target.device) for text in texts]
 
-    def _cycle(self, cache: TreeCache) -> None:
+    def _cycle(self, cache: Cache) -> None:
         """One target pass for every live row."""
         begin = self.clock()
         budget, rng = self._budget(), self._rng(self.rows)
-        tree = self._propose(budget, rng)
-        step = self._score(cache, tree)
-        seen = self._verify(tree, step, rng)
-        self._commit(cache, step, seen, budget)
+        with self.part("draft"):
+            tree = self._propose(budget, rng)
+        with self.part("target"):
+            step = self._score(cache, tree)
+        with self.part("verify"):
+            seen = self._verify(tree, step, rng)  # the one wait for the device
+        with self.part("commit"):
+            self._commit(cache, step, seen, budget)
         self.timing.cycles += 1
         self.timing.cycle_s.append(self.clock() - begin)
-        self.timing.cycle_nodes.append(tree.tokens.shape[1])
+        self.timing.cycle_nodes.append(tree.width)
 
     def part(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Seconds inside count as those of a part of `timing`."""
@@ -192,26 +192,21 @@ class Engine:
         most = self.drafter.max_depth
         return torch.tensor([min(row.remaining - 1, most) for row in self.rows])
 
-    @timed("draft")
     def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
+        """Raises ValueError for a draft of the wrong form; its values are looked at when it is
+        verified, where its parents are known to be right."""
         with self.part("drafter"):
             tree = self.drafter.propose(budget, self.sampling, rng)
-        return self._checked(tree)
-
-    def _checked(self, tree: DraftTree) -> DraftTree:
-        """The draft, held against its rules. Raises what `tree.validate` does."""
-        if devices.on_cpu(tree.tokens) or tree.static_layout is None:  # which is asked for as well
-            tree.validate(self.target.vocab_size, self.drafter.max_nodes)
-        else:
-            tree.check_form(self.drafter.max_nodes)  # its values are looked at when verified
+        tree.check_form(self.drafter.max_nodes)
+        if tree.static_layout is None:
+            tree.validate(self.target.vocab_size)
         return tree
 
-    @timed("target")
-    def _score(self, cache: TreeCache, tree: DraftTree) -> Step:
+    def _score(self, cache: Cache, tree: DraftTree) -> Step:
         last = devices.send([row.out.token_ids[-1] for row in self.rows], self.target.device)
-        return self.target.score(cache, last, tree, self.drafter.taps)
+        step: Step = self.scorer.score(cache, last, tree, self.drafter.taps)
+        return step
 
-    @timed("verify")
     def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> HostVerdict:
         """What the target takes of the draft, in the one round trip of a cycle. Raises what
         `tree.validate` and `distribution.check` do: nothing is committed yet."""
@@ -221,26 +216,23 @@ class Engine:
         self.timing.distribution_s += distribution.seconds
         self.probs_rows += distribution.computed
         with self.part("distribution"):
-            doubtful = distribution.doubtful()
-            if not devices.on_cpu(tree.tokens):
-                doubtful = doubtful | tree.doubtful(self.target.vocab_size)
+            doubtful = distribution.doubtful() | tree.doubtful(self.target.vocab_size)
             seen = verdict.to_host(tree, doubtful)
         if seen.doubtful:
-            tree.validate(self.target.vocab_size, self.drafter.max_nodes)
+            tree.validate(self.target.vocab_size)
             distribution.check()
         return seen
 
-    @timed("commit")
-    def _commit(self, cache: TreeCache, step: Step, seen: HostVerdict, budget: Tensor) -> None:
+    def _commit(self, cache: Cache, step: Step, seen: HostVerdict, budget: Tensor) -> None:
         """Keep what was emitted: cache, drafter, generations; rows that are done leave."""
         with self.part("cache"):
             cache.commit(seen.path, seen.length)
-        self._observe(step, seen)
+        with self.part("drafter"):
+            self._observe(step, seen)
         self._record(seen, budget)
         with self.part("cache"):
             self._retire(cache)
 
-    @timed("drafter")
     def _observe(self, step: Step, seen: HostVerdict) -> None:
         """Show the drafter what was committed."""
         feats = step.feats
@@ -282,7 +274,7 @@ class Engine:
             self.on_tokens(row.index, tokens, drafted)
         return count
 
-    def _retire(self, cache: TreeCache) -> None:
+    def _retire(self, cache: Cache) -> None:
         """Finished rows leave."""
         keep = [b for b, row in enumerate(self.rows) if not row.done]
         if len(keep) < len(self.rows):

@@ -236,7 +236,7 @@ def rerank(
     where.scatter_(1, torch.where(used, chosen, total), node.expand(count, nodes))
     above = origin.gather(1, chosen)
     parents = torch.where(used & (above >= 0), where.gather(1, above.clamp(min=0)), -1)
-    layout = TreeLayout.of(parents, torch.where(used, level[chosen], 0), levels)
+    layout = TreeLayout(parents, torch.where(used, level[chosen], 0), levels)
     return DraftTree(
         token.gather(1, chosen), parents, size, static_layout=layout, score=score.gather(1, chosen)
     )

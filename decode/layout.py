@@ -1,21 +1,20 @@
-"""What follows from the parents of a draft tree alone: depths, ancestors, children, orders of
-visit.
+"""The form of a draft: static shapes, and what follows from the parents of its nodes alone.
 
-Shape letters: B rows, N nodes per row, C most children of one node. Slot 0 is the last
-committed token, slot i + 1 is node i.
+Shape letters: B rows, N nodes per row, I slots with children, C most children of one node. Slot 0
+is the last committed token, slot i + 1 is node i.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.decode import devices
+from outrider.conf.errors import UserError
 
 Span = tuple[int, int, int]
 
@@ -80,56 +79,77 @@ class TreeLayout:
     """What follows from the parents alone. Leading dimension B, or 1 where all rows share one
     static shape.
 
-    depth: [B, N] int64, 0 for children of the last committed token.
-    mask: [B, N + 1, N + 1] bool, slot j is slot i itself or an ancestor of it (what slot i may
-        attend to).
-    children: [B, N + 1, C] int64 node numbers below a slot in draw order, -1 padded.
-    rank: [B, N] int64, place of a node among its siblings in draw order.
-    levels: deepest level as a count (0 for the empty tree); known on the host so that loops
-        need no round trip.
-    known: `inner`, where the host has worked it out.
+    parents: [B, N] int64, -1 for children of the last committed token. depth: [B, N] int64, 0 for
+    those. levels: deepest level as a count (0 for the empty tree); known on the host so that loops
+    need no round trip. known: `inner`, where the host has worked it out.
     """
 
     parents: Tensor
     depth: Tensor
-    mask: Tensor
-    children: Tensor
-    rank: Tensor
     levels: int
     known: Inner | None = None
+
+    @staticmethod
+    def of(parents: Tensor) -> TreeLayout:
+        """Derive the layout of `parents` [B, N] int64 (already validated: parents[b, i] < i); asks
+        the device once."""
+        depth, n = torch.zeros_like(parents), parents.shape[1]
+        for i in range(1, n):  # parents precede children
+            above = parents[:, i : i + 1]
+            below = depth.gather(1, above.clamp(min=0)) + 1
+            depth[:, i : i + 1] = torch.where(above >= 0, below, 0)
+        return TreeLayout(parents, depth, int(depth.max()) + 1 if n else 0)
+
+    def to(self, device: torch.device) -> TreeLayout:
+        """The same on `device`, `inner` with it."""
+        inner = Inner(self.inner.slots.to(device), self.inner.kids.to(device), self.inner.spans)
+        return TreeLayout(self.parents.to(device), self.depth.to(device), self.levels, inner)
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """[B, N + 1] int64: distance of every slot from the last committed token."""
+        return torch.cat([self.depth.new_zeros(self.depth.shape[0], 1), self.depth + 1], 1)
+
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        """[B, N + 1, N + 1] bool, slot j is slot i itself or an ancestor of it (what slot i may
+        attend to)."""
+        rows, n = self.parents.shape
+        own = torch.eye(n + 1, dtype=torch.bool, device=self.parents.device)
+        up = torch.cat([self.parents.new_zeros(rows, 1), self.parents + 1], 1)[..., None]
+        mask = own.expand(rows, n + 1, n + 1)
+        for _ in range(self.levels):
+            mask = own | mask.gather(1, up.expand(-1, -1, n + 1))
+        return mask
+
+    @functools.cached_property
+    def rank(self) -> Tensor:
+        """[B, N] int64, place of a node among its siblings in draw order."""
+        return (self.parents[:, :, None] == self.parents[:, None]).tril(-1).sum(2)
 
     @functools.cached_property
     def inner(self) -> Inner:
         """The slots with children; asks the device where it is not `known`."""
         if self.known is not None:
             return self.known
-        kids = (self.children >= 0).sum(2)
-        found, below, spans = [self.positions[:, :0]], [self.children[:, :0]], list[Span]()
+        (rows, n), above = self.parents.shape, self.parents + 1
+        kids = above.new_zeros(rows, n + 1).scatter_add_(1, above, torch.ones_like(above))
+        slots, used, spans = [above[:, :0]], [above[:, :0].bool()], list[Span]()
         for level in range(self.levels):
             here = (kids > 0) & (self.positions == level)
             count, most = int(here.sum(1).amax()), int(kids.where(here, 0).amax())
-            slots = (~here).view(torch.uint8).argsort(dim=1, stable=True)[:, :count]
+            slots.append((~here).view(torch.uint8).argsort(dim=1, stable=True)[:, :count])
+            used.append(here.gather(1, slots[-1]))
             start = spans[-1][1] if spans else 0
             spans.append((start, start + count, most))
-            of_slot = self.children.gather(
-                1, slots[..., None].expand(-1, -1, self.children.shape[2])
-            )
-            found.append(slots)
-            missing = ~here.gather(1, slots)[..., None] | (of_slot < 0)
-            below.append(of_slot.masked_fill(missing, self.parents.shape[1]))
-        return Inner(torch.cat(found, 1), torch.cat(below, 1), tuple(spans))
-
-    def to(self, device: torch.device) -> TreeLayout:
-        """The same on `device`."""
-        names = ("parents", "depth", "mask", "children", "rank")
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        slots, kids = (t.to(device) for t in (self.inner.slots, self.inner.kids))
-        return replace(self, **moved, known=Inner(slots, kids, self.inner.spans))
-
-    @functools.cached_property
-    def positions(self) -> Tensor:
-        """[B, N + 1] int64: distance of every slot from the last committed token."""
-        return torch.cat([self.depth.new_zeros(self.depth.shape[0], 1), self.depth + 1], 1)
+        slot, ranks = torch.cat(slots, 1), max((most for *_, most in spans), default=0)
+        place = above.new_zeros(rows, n + 2)  # of every slot in the table
+        number = torch.arange(slot.shape[1], device=slot.device).expand_as(slot)
+        place.scatter_(1, slot.where(torch.cat(used, 1), n + 1), number)
+        table = above.new_full((rows, slot.shape[1] * ranks), n)
+        node = torch.arange(n, device=slot.device).expand_as(above)
+        table.scatter_(1, place.gather(1, above) * ranks + self.rank, node)
+        return Inner(slot, table.view(rows, slot.shape[1], ranks), tuple(spans))
 
     @functools.cached_property
     def paths(self) -> Tensor:
@@ -163,33 +183,92 @@ class TreeLayout:
             order = order.gather(1, path[:, :, level].gather(1, order).argsort(dim=1, stable=True))
         return order
 
-    @staticmethod
-    def of(parents: Tensor, depth: Tensor | None = None, levels: int = 0) -> TreeLayout:
-        """Derive the layout of `parents` [B, N] int64 (already validated: parents[b, i] < i).
 
-        depth: [B, N], and how many `levels` there are at most, where they are known; else two
-        host round trips on an accelerator (levels, width), which static trees pay once."""
-        rows, n = parents.shape
-        slot = torch.arange(n + 1, device=parents.device)
-        ask = depth is None
-        if depth is None:
-            depth = torch.zeros_like(parents)
-            for i in range(1, n):  # parents precede children
-                above = parents[:, i : i + 1]
-                below = depth.gather(1, above.clamp(min=0)) + 1
-                depth[:, i : i + 1] = torch.where(above >= 0, below, 0)
-            levels = int(depth.max()) + 1 if n else 0
-        up = torch.cat([parents.new_zeros(rows, 1), parents + 1], 1)  # parent of every slot
-        own = torch.eye(n + 1, dtype=torch.bool, device=parents.device)
-        mask = own.expand(rows, n + 1, n + 1)
-        for _ in range(levels):
-            mask = own | mask.gather(1, up[..., None].expand(-1, -1, n + 1))
-        sibling = (parents[:, :, None] == parents[:, None, :]) & (slot[:n, None] > slot[None, :n])
-        rank = sibling.sum(-1)
-        width = n  # without asking; what is too wide is filled with -1
-        if ask or devices.on_cpu(rank):
-            width = int(rank.max()) + 1 if n else 0
-        children = parents.new_full((rows, n + 1, width), -1)
-        batch = torch.arange(rows, device=parents.device)[:, None].expand(rows, n)
-        children[batch, parents + 1, rank] = slot[:n].expand(rows, n)
-        return TreeLayout(parents, depth, mask, children, rank, levels)
+@dataclass(frozen=True)
+class TreeShape:
+    """A static tree as paths of ranks: (0,) is the best child of the last token, (0, 2) the
+    third best below it.
+
+    Nodes stand level by level, so cutting a row at depth d keeps a prefix of them.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    @functools.cache
+    def chain(n: int) -> TreeShape:
+        return TreeShape(tuple((0,) * (i + 1) for i in range(n)))
+
+    @staticmethod
+    def of(paths: Sequence[Sequence[int]]) -> TreeShape:
+        """Sort and check: every prefix present, ranks of siblings 0, 1, 2 ... Raises UserError
+        otherwise.
+        """
+        known = sorted({tuple(int(r) for r in p) for p in paths}, key=lambda p: (len(p), p))
+        have = set(known)
+        for path in known:
+            if not path or min(path) < 0:
+                raise UserError(
+                    f"tree: path {list(path)} is not a list of ranks >= 0; give paths "
+                    "such as [0] or [0, 1]"
+                )
+            if len(path) > 1 and path[:-1] not in have:
+                raise UserError(f"tree: path {list(path)} has no parent {list(path[:-1])}; add it")
+            if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in have:
+                raise UserError(
+                    f"tree: path {list(path)} skips rank {path[-1] - 1} of its siblings; add it"
+                )
+        return TreeShape(tuple(known))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self.paths)
+
+    @functools.cached_property
+    def depth(self) -> int:
+        return max((len(p) for p in self.paths), default=0)
+
+    def cut(self, depth: int) -> TreeShape:
+        """The nodes no deeper than `depth` levels."""
+        return self if depth >= self.depth else _cut(self, depth)
+
+    def level(self, d: int) -> range:
+        """Node numbers of level d (0 = children of the last committed token)."""
+        start = sum(len(p) <= d for p in self.paths)
+        return range(start, start + sum(len(p) == d + 1 for p in self.paths))
+
+    def size_at(self, budget: Tensor) -> Tensor:
+        """Number of nodes no deeper than `budget` [B] levels: [B] int64."""
+        return _counts(self, budget.device)[budget.clamp(0, self.depth)]
+
+    def parents(self, device: torch.device) -> Tensor:
+        """[1, N] int64."""
+        return self.layout(device).parents
+
+    def layout(self, device: torch.device) -> TreeLayout:
+        return _static(self, torch.device(device))
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(shape: TreeShape, depth: int) -> TreeShape:
+    return TreeShape(tuple(p for p in shape.paths if len(p) <= depth))
+
+
+@functools.lru_cache(maxsize=256)
+def _counts(shape: TreeShape, device: torch.device) -> Tensor:
+    """[depth + 1] int64: nodes no deeper than 0, 1 .. levels."""
+    counts = [sum(len(p) <= d for p in shape.paths) for d in range(shape.depth + 1)]
+    return torch.tensor(counts, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _static(shape: TreeShape, device: torch.device) -> TreeLayout:
+    index = {path: i for i, path in enumerate(shape.paths)}
+    parents = [index.get(p[:-1], -1) for p in shape.paths]
+    return TreeLayout.of(torch.tensor([parents], dtype=torch.int64)).to(device)

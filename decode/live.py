@@ -22,16 +22,14 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode import devices
-from outrider.decode.cache import TreeCache
+from outrider.decode import records
 from outrider.decode.drafters import Drafter
-from outrider.decode.engine import Engine, Generation, Request, _Row
-from outrider.decode.fits import longest_answer
+from outrider.decode.engine import Cache, Engine, Generation, Request, _Row
+from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.scorer import Step
 from outrider.decode.target import Target
-from outrider.decode.tree import DraftTree
-from outrider.decode.tree_rules import WILD, cut, wild
+from outrider.decode.tree import NON_FINITE, DraftTree
 from outrider.decode.verify import HostVerdict
 
 LEFT = "left"  # how a generation ends whose request was taken away
@@ -110,7 +108,7 @@ class LiveBatch(Engine):
             on_tokens=self._summary,
         )
         self.room = room
-        self._cache: TreeCache | None = None
+        self._cache: Cache | None = None
         self._joined, self.seconds = 0, 0.0
         self._seats: dict[int, tuple[Seat, _Row]] = {}
         self._at: tuple[Tensor, list[_Row], Tensor | None] | None = None
@@ -120,7 +118,9 @@ class LiveBatch(Engine):
         """What to say of the drafts so far that were cut short, "" if there were none; asks the
         device."""
         count = int(self._wild)
-        return f"{count} drafts came to NaN or infinity and end there; {WILD}" if count else ""
+        return (
+            f"{count} drafts came to NaN or infinity and end there; {NON_FINITE}" if count else ""
+        )
 
     @property
     def busy(self) -> bool:
@@ -135,7 +135,7 @@ class LiveBatch(Engine):
         """
         number = self._joined
         room = self.room.longest - len(request.prompt)
-        limit = min(longest_answer(request, number, self.target), room)
+        limit = min(records.longest_answer(request, number, self.target), room)
         if room < 1:
             raise UserError(
                 f"prompt: {len(request.prompt)} tokens, and a row holds {self.room.longest} with "
@@ -175,9 +175,9 @@ class LiveBatch(Engine):
         self.seconds += time.perf_counter() - begin
         return ended
 
-    def _ready(self) -> TreeCache:
+    def _ready(self) -> Cache:
         """Make the cache, and ready what decodes with it."""
-        self._cache = self.target.new_cache(
+        self._cache = self.scorer.new_cache(
             self.room.rows, self.room.longest, self.drafter.max_nodes
         )
         self.drafter.reset(self.room.rows, self.room.longest)
@@ -187,16 +187,11 @@ class LiveBatch(Engine):
         gone = [number for number, (_, row) in self._seats.items() if row.done]
         return [self._seats.pop(number)[0] for number in gone]
 
-    def _checked(self, tree: DraftTree) -> DraftTree:
-        """Where the host may ask, only a draft that is refused is looked at twice."""
-        if devices.on_cpu(tree.tokens):
-            try:
-                return super()._checked(tree)
-            except UserError:  # not finite; whatever else is wrong is an error of ours
-                pass
-        ill = wild(tree)
-        self._wild += ill.any(1).sum()
-        return super()._checked(cut(tree, ill))
+    def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
+        tree = super()._propose(budget, rng)
+        bad = tree.non_finite()
+        self._wild += bad.any(1).sum()
+        return tree.cut(bad)
 
     # -- what the engine hands over on its way
 

@@ -1,7 +1,7 @@
 """Attention masks of a tree pass: additive, built once per pass (static trees on even rows:
 once ever).
 
-Shape letters: B rows (physical), n = N + 1 slots of a tree pass, M scratch offset, S = M + n
+Shape letters: B rows, n = N + 1 slots of a tree pass, M scratch offset, S = M + n
 slots attended, G query heads per K/V head.
 """
 
@@ -36,13 +36,8 @@ class TreeMasks:
         self.reaches, self.tile, self.dtype, self.device = reaches, tile, dtype, device
         self._strips: OrderedDict[int, tuple[TreeLayout, Tensor | None]] = OrderedDict()
 
-    def __call__(
-        self, lengths: list[int], tree: DraftTree, width: int
-    ) -> Tensor | dict[str, Tensor] | None:
-        """lengths: committed tokens per physical row, `width` of which share a tree row.
-
-        Masks are [B or 1, 1, G * n, S].
-        """
+    def __call__(self, lengths: list[int], tree: DraftTree) -> Tensor | dict[str, Tensor] | None:
+        """lengths: committed tokens per row. Masks are [B or 1, 1, G * n, S]."""
         longest, n = max(lengths), tree.width + 1
         even = min(lengths) == longest
         bound = {
@@ -59,27 +54,23 @@ class TreeMasks:
                 made[FULL] = strip
         missing = {bound.get(kind, FULL) for kind in self.reaches} - made.keys()
         if missing:
-            made.update(self._build(lengths, tree, width, missing))
+            made.update(self._build(lengths, tree, missing))
         masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _build(
-        self, lengths: list[int], tree: DraftTree, width: int, reaches: set[Reach]
+        self, lengths: list[int], tree: DraftTree, reaches: set[Reach]
     ) -> dict[Reach, Tensor]:
         longest, n, rows = max(lengths), tree.width + 1, len(lengths)
         ends = devices.send(lengths, self.device)
         slots = torch.arange(longest, device=self.device)
-        block = tree.mask()
-        block = block.repeat_interleave(width, 0) if block.shape[0] > 1 else block
         seen = (slots < ends[:, None])[:, None, :].expand(rows, n, longest)
-        allowed = torch.cat([seen, block.expand(rows, n, n)], 2)
+        allowed = torch.cat([seen, tree.mask().expand(rows, n, n)], 2)
         made = {}
         for reach in reaches:
             near = allowed
             if reach[0] != "full":
-                offset = tree.positions()
-                offset = offset.repeat_interleave(width, 0) if offset.shape[0] > 1 else offset
-                query = ends[:, None] + offset  # [B, n]
+                query = ends[:, None] + tree.positions()  # [B, n]
                 key = torch.cat([slots.expand(rows, longest), query], 1)
                 near = allowed & within(reach, query[:, :, None], key[:, None, :])
             made[reach] = self.additive(near)

@@ -215,4 +215,4 @@ def listed(rows: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> D
     tokens, parents, depth = table.unbind(1)
     levels = 1 + max(max(d, default=0) for d in depths)
     size = torch.tensor([len(row) for row in rows], device=device)
-    return DraftTree(tokens, parents, size, static_layout=TreeLayout.of(parents, depth, levels))
+    return DraftTree(tokens, parents, size, static_layout=TreeLayout(parents, depth, levels))

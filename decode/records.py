@@ -1,19 +1,23 @@
-"""What goes into the decode loop and what comes out: requests, generations, their cycles, the
-time they took.
+"""What goes into the decode loop and what comes out: requests, whether a target has room for them,
+generations, their cycles, the time they took.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from outrider.decode.timing import Timing
+from outrider.conf.errors import UserError
+
+PARTS = ("target", "drafter", "distribution", "verify", "cache", "python")
 
 
 @dataclass(frozen=True)
 class Request:
     """prompt: token ids, at least one. uncond: the unconditional prompt of guidance (default:
-    the last prompt token).
+    the last prompt token, as in transformers).
 
     id addresses the random numbers: the same id and seed give the same tokens in any batch. A
     whole number of 64 bits, below 2**63.
@@ -23,6 +27,11 @@ class Request:
     max_new_tokens: int
     uncond: Sequence[int] | None = None
     id: int = 0
+
+    @property
+    def companion(self) -> Sequence[int]:
+        """The unconditional prompt of guidance."""
+        return self.uncond or self.prompt[-1:]
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,57 @@ class Generation:
 
 
 @dataclass
+class Timing:
+    """Wall seconds. decode_s is everything after prefill; total_s includes prefill.
+
+    The phases of a cycle, one after the other: draft_s until the proposal is there, target_s
+    until it is scored, verify_s until the path is chosen, commit_s until the next cycle may
+    begin. Within them: drafter_s proposing and observing, distribution_s from logits to
+    distributions (inside verify_s), cache_s keeping accepted rows of the K/V cache.
+
+    cycle_s, cycle_nodes: of every cycle, how long it took and how many nodes of a row it drafted;
+    empty where that is not known.
+    """
+
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+    total_s: float = 0.0
+    cycles: int = 0
+    drafter_s: float = 0.0
+    distribution_s: float = 0.0
+    cache_s: float = 0.0
+    cycle_s: list[float] = field(default_factory=list)
+    cycle_nodes: list[int] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def part(self, name: str, clock: Callable[[], float]) -> Iterator[None]:
+        """What happens inside is counted as `name`_s, by `clock` (seconds)."""
+        begin = clock()
+        yield
+        setattr(self, f"{name}_s", getattr(self, f"{name}_s") + clock() - begin)
+
+    @property
+    def decode_s(self) -> float:
+        return self.total_s - self.prefill_s
+
+    def parts(self) -> dict[str, float]:
+        """decode_s by who spent it (PARTS); "python" is what remains of it, the loop itself.
+        Sums to decode_s.
+        """
+        known = {
+            "target": self.target_s,
+            "drafter": self.drafter_s,
+            "distribution": self.distribution_s,
+            "verify": self.verify_s - self.distribution_s,
+            "cache": self.cache_s,
+        }
+        return {**known, "python": self.decode_s - sum(known.values())}
+
+
+@dataclass
 class DecodedRun:
     """generations stand in the order of the requests. probs_rows: rows of V logits turned into a
     distribution.
@@ -66,3 +126,52 @@ class DecodedRun:
     generations: list[Generation]
     timing: Timing
     probs_rows: int
+
+
+class Room(Protocol):
+    """What a target has room for, see decode.scorer.Scorer."""
+
+    context_length: int
+    first_range: int | None
+    vocab_size: int
+
+
+def unfit(target: Room, size: int, new: int) -> str:
+    """Why a prompt of `size` tokens cannot have an answer of `new`; empty when it can. An answer
+    may be ended by the context, but not by the end of LongRoPE's first range."""
+    if size >= target.context_length:
+        return f"has {size} tokens and the target's context holds {target.context_length}"
+    if target.first_range and size + new > target.first_range:
+        return (
+            f"has {size} tokens, and {new} new ones cross {target.first_range}, where the "
+            f"target's rotary embedding changes (LongRoPE): {target.first_range - size} would fit"
+        )
+    return ""
+
+
+def longest_answer(request: Request, index: int, target: Room) -> int:
+    """Tokens that request number `index` may get: those it asks for, as far as the target's
+    context goes.
+
+    Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary, and
+    for a text that would cross LongRoPE's first range."""
+    longest = max(len(request.prompt), len(request.uncond or ()))
+    if not -(1 << 63) <= request.id < 1 << 63:
+        raise UserError(
+            f"request {index}: its id {request.id} is no 64-bit number; give one below 2**63"
+        )
+    if not request.prompt:
+        raise UserError(f"request {index}: the prompt is empty; give at least one token")
+    if why := unfit(target, longest, request.max_new_tokens):
+        raise UserError(f"request {index}: the prompt {why}; shorten the prompt")
+    vocab = target.vocab_size
+    wrong = next(
+        (t for t in (*request.prompt, *(request.uncond or ())) if not 0 <= t < vocab), None
+    )
+    if wrong is not None:
+        raise UserError(
+            f"request {index}: token {wrong} lies outside the target's vocabulary "
+            f"0..{vocab - 1}; "
+            "tokenize the prompt with the target's own tokenizer"
+        )
+    return min(request.max_new_tokens, target.context_length - longest)

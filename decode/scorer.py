@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outrider.conf.errors import UserError
-from outrider.decode import devices, fits
+from outrider.decode import devices
 from outrider.decode.cache import TreeCache
 from outrider.decode.masks import TreeMasks
 from outrider.decode.models import facts
@@ -35,9 +35,9 @@ class Step:
 
     logits: score: [B, N + 1, V], row 0 follows the last committed token, row i + 1 follows
         node i; rows of padding nodes are meaningless. prefill: [B, 1, V] at each row's last
-        prompt token. Model dtype; float32 under guidance.
+        prompt token. Model dtype.
     feats: score: [B, N + 1, taps, D], prefill: [B, T, taps, D] right-padded; None without
-        taps. With guidance those of the conditional rows.
+        taps.
     """
 
     logits: Tensor
@@ -107,56 +107,50 @@ class Scorer:
             raise ValueError("this model's LM head was not probed")
         return self._head
 
-    def new_cache(
-        self, max_rows: int, max_len: int, max_nodes: int, guidance: float | None = None
-    ) -> TreeCache:
+    def new_cache(self, max_rows: int, max_len: int, max_nodes: int) -> TreeCache:
         """A cache for `max_rows` requests of at most `max_len` committed tokens, trees of at
         most `max_nodes` nodes.
 
         Raises UserError when max_len exceeds the context by more than a tree, or a count is
         not positive.
         """
-        fits.check_sizes(max_rows, max_len, max_nodes, self.context_length)
-        return TreeCache(
-            self.probe().shapes, max_rows, max_len, max_nodes, self.dtype, self.device, guidance
-        )
+        if max_rows < 1 or max_len < 1 or max_nodes < 0:
+            raise UserError(
+                f"cache: {max_rows} rows of {max_len} tokens and {max_nodes} nodes; give at least "
+                "1, 1 and 0"
+            )
+        if max_len > self.context_length + max_nodes:
+            raise UserError(
+                f"cache: {max_len} tokens per row exceed the target's context of "
+                f"{self.context_length}; ask for fewer new tokens or shorten the prompt"
+            )
+        shapes = self.probe().shapes
+        return TreeCache(shapes, max_rows, max_len, max_nodes, self.dtype, self.device)
 
     @torch.no_grad()
     def prefill(
-        self,
-        cache: TreeCache,
-        prompts: Sequence[Tensor],
-        taps: Sequence[int] = (),
-        uncond: Sequence[Tensor | None] | None = None,
+        self, cache: TreeCache, prompts: Sequence[Tensor], taps: Sequence[int] = ()
     ) -> Step:
         """Append one live row per prompt (1-D int64, ragged) and run them in one batch.
 
-        uncond: the companion prompts under guidance; None (as in transformers): the prompt's
-        last token. Raises UserError, before anything is written, for an empty prompt, one that
-        is too long, or too many rows.
+        Raises UserError, before anything is written, for an empty prompt, one that is too long,
+        or too many rows.
         """
-        rows = list(prompts)
-        fits.check_prompts(cache, rows, self.context_length)
-        if cache.guidance is not None:
-            given = list(uncond) if uncond is not None else [None] * len(rows)
-            others = [p[-1:] if u is None else u for p, u in zip(rows, given, strict=True)]
-            fits.check_prompts(cache, others, self.context_length)
-            rows = [p for pair in zip(rows, others, strict=True) for p in pair]
-        lengths = [len(p) for p in rows]
-        width, start = max(lengths), len(cache.physical)
-        ids = torch.zeros(len(rows), width, dtype=torch.int64)
-        for i, prompt in enumerate(rows):
+        cache.admit(prompts, self.context_length)
+        lengths = [len(p) for p in prompts]
+        width, start = max(lengths), cache.rows
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        for i, prompt in enumerate(prompts):
             ids[i, : lengths[i]] = prompt
         ids = ids.to(self.device)
-        cache.open(start, start + len(rows), 0, width)
+        cache.open(start, start + len(prompts), 0, width)
         # Right padding needs no mask: a causal pass never looks right, and later passes hide
         # or overwrite these slots.
         counts = torch.tensor(lengths, device=self.device)
-        places = torch.arange(width, device=self.device).expand(len(rows), width)
+        places = torch.arange(width, device=self.device).expand(len(prompts), width)
         logits, feats = self._forward(ids, places, None, cache, taps, counts - 1)
-        cache.physical += lengths
-        cache.pending = None
-        return self._step(cache, logits, feats)
+        cache.lengths, cache.pending = [*cache.lengths, *lengths], None
+        return Step(logits, feats)
 
     @torch.no_grad()
     def score(
@@ -180,25 +174,34 @@ class Scorer:
         ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)
         places = tree.positions()
         if offset + n > self.context_length:
-            fits.check_depth(cache, tree, self.context_length)
-        if cache.width > 1:
-            ids = ids.repeat_interleave(cache.width, 0)
-            places = places.repeat_interleave(cache.width, 0) if places.shape[0] > 1 else places
+            self._check_depth(cache, tree)
         if self.support == "chain":
             return self._score_chain(cache, ids, tree, taps)
         if self._masks is None:
             self._masks = self.new_masks()
-        mask = self._masks(cache.physical, tree, cache.width)
-        if len(cache.physical) == 1:
+        mask = self._masks(cache.lengths, tree)
+        if cache.rows == 1:
             positions = places + offset
         else:
-            positions = places + devices.send(cache.physical, self.device)[:, None]
+            positions = places + devices.send(cache.lengths, self.device)[:, None]
         if offset + n > self.context_length:  # padding nodes of a tree cut by its size stick out
             positions = positions.clamp(max=self.context_length - 1)
-        cache.open(0, len(cache.physical), offset, n)
+        cache.open(0, cache.rows, offset, n)
         logits, feats = self._forward(ids, positions, mask, cache, taps, None)
         cache.pending, cache.in_place = tree.width, False
-        return self._step(cache, logits, feats)
+        return Step(logits, feats)
+
+    def _check_depth(self, cache: TreeCache, tree: DraftTree) -> None:
+        """Raise UserError when a row's draft would reach beyond the last position."""
+        node = torch.arange(tree.width + 1, device=tree.size.device)
+        depths = torch.where(node <= tree.size[:, None], tree.positions(), 0).amax(1).tolist()
+        for row, (end, depth) in enumerate(zip(cache.lengths, depths, strict=True)):
+            if end + depth >= self.context_length:
+                raise UserError(
+                    f"context: row {row} holds {end} tokens, and a draft of depth {depth} behind "
+                    f"the last one exceeds the target's {self.context_length} positions; cap "
+                    "depth or stop this row"
+                )
 
     def _score_chain(
         self, cache: TreeCache, ids: Tensor, tree: DraftTree, taps: Sequence[int]
@@ -206,11 +209,17 @@ class Scorer:
         """Row by row, each at its own end and without a mask: right for models whose positions
         come from the slots.
         """
-        fits.check_chain(tree, self.probe().reason)
+        node = torch.arange(tree.width, device=tree.parents.device)
+        wrong = ((tree.parents != node - 1) & (node < tree.size[:, None])).any(1)
+        if bool(wrong.any()):
+            raise UserError(
+                f"tree: row {int(wrong.nonzero()[0])} is no chain, and this target takes chains "
+                f"only ({self.probe().reason}); use a chain drafter"
+            )
         logits: list[Tensor] = []
         feats: list[Tensor] = []
-        counts = [size + 1 for size in tree.size.tolist() for _ in range(cache.width)]
-        for row, (end, count) in enumerate(zip(cache.physical, counts, strict=True)):
+        counts = [size + 1 for size in tree.size.tolist()]
+        for row, (end, count) in enumerate(zip(cache.lengths, counts, strict=True)):
             cache.open(row, row + 1, end, count)
             positions = torch.arange(end, end + count, device=self.device)[None]
             one, seen = self._forward(
@@ -221,7 +230,7 @@ class Scorer:
             logits.append(pad(one, (0, 0, 0, behind)))
             feats += [] if seen is None else [pad(seen, (0, 0, 0, 0, 0, behind))]
         cache.pending, cache.in_place = tree.width, True
-        return self._step(cache, torch.cat(logits), torch.cat(feats) if taps else None)
+        return Step(torch.cat(logits), torch.cat(feats) if taps else None)
 
     def _inputs(
         self, ids: Tensor, positions: Tensor, mask: Any, cache: TreeCache
@@ -265,15 +274,6 @@ class Scorer:
         opened."""
         out = self.body(**self._inputs(ids, positions, mask, cache))
         return out.last_hidden_state  # type: ignore[no-any-return]
-
-    def _step(self, cache: TreeCache, logits: Tensor, feats: Tensor | None) -> Step:
-        if cache.guidance is None:
-            return Step(logits, feats)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        log_probs = torch.log_softmax(wide, -1)
-        # Sanchez et al. 2306.17806, as in transformers
-        cond, free = log_probs[0::2], log_probs[1::2]
-        return Step(free + cache.guidance * (cond - free), None if feats is None else feats[0::2])
 
     def new_masks(self) -> TreeMasks:
         """Masks for this model."""

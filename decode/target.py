@@ -107,11 +107,9 @@ class Target(Scorer):
         out = self._model(input_ids=ids, use_cache=False, return_dict=True)
         return out.logits  # type: ignore[no-any-return]
 
-    def new_cache(
-        self, max_rows: int, max_len: int, max_nodes: int, guidance: float | None = None
-    ) -> TreeCache:
-        """See Scorer; decoding begins here, so weights are packed."""
-        cache = super().new_cache(max_rows, max_len, max_nodes, guidance)
+    def new_cache(self, max_rows: int, max_len: int, max_nodes: int) -> TreeCache:
+        """As of Scorer; decoding begins here, so weights are packed."""
+        cache = super().new_cache(max_rows, max_len, max_nodes)
         self.pack_weights()
         return cache
 

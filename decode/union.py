@@ -20,7 +20,6 @@ from outrider.decode.ngram import listed
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree
-from outrider.decode.tree_rules import wild
 
 # How all but the first draft, whatever the temperature.
 MOST_PROBABLE = Sampling()
@@ -76,7 +75,7 @@ def joined(trees: Sequence[DraftTree]) -> DraftTree:
     that is there already being left where it is. `drafters` of the outcome says who proposed a
     node."""
     tree = _joined(trees)
-    bad = [wild(part).any(1) for part in trees if part.score is not None and part.width]
+    bad = [part.non_finite().any(1) for part in trees if part.score is not None and part.width]
     if not bad or not bool((ill := torch.stack(bad).any(0)).any()):
         return tree
     # The union keeps no scores: this one says that a part's is NaN.

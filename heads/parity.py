@@ -35,7 +35,7 @@ from torch import Tensor
 from outrider.decode import stats
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Cycle, Generation, Request, generate
-from outrider.decode.fits import unfit
+from outrider.decode.records import unfit
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.conf.errors import UserError
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
@@ -102,11 +101,3 @@ def test_names(target: Target) -> None:
     run = generate(target, drafter, REQUESTED, Sampling(), eos_ids=[])
     plain = generate(target, NoDraft(), REQUESTED, Sampling(), eos_ids=[])
     assert [g.token_ids for g in run.generations] == [g.token_ids for g in plain.generations]
-    for spec, words in (
-        ("none@adaptive", "no draft length"),
-        ("ngram@adaptive@adaptive", "write ngram@adaptive"),
-        ("ngram@chain", "is a chain"),
-        ("nowhere@wide", "@adaptive behind it"),
-    ):
-        with pytest.raises(UserError, match=words):
-            resolve_drafter(spec, target)

@@ -20,8 +20,8 @@ SHAPE = TreeShape.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 
 def mirror(arch: str, dtype: torch.dtype, rows: int, guidance: float | None = None) -> Mirror:
     target = Target(build(arch, dtype))
-    cache = target.new_cache(rows, 48, 8, guidance=guidance)
-    return Mirror(target, build(arch, dtype), cache, 1e-4 if dtype == torch.float32 else 1e-9)
+    near = 1e-4 if dtype == torch.float32 else 1e-9
+    return Mirror(target, build(arch, dtype), (rows, 48, 8), near, guidance=guidance)
 
 
 def in_double(arch: str) -> bool:
@@ -221,16 +221,14 @@ def test_learned_positions_end_at_the_context() -> None:
     beyond: refused.
     """
     model = build("gpt2", n_positions=16)
-    m = Mirror(
-        Target(model), build("gpt2", n_positions=16), Target(model).new_cache(1, 20, 8), 1e-4
-    )
+    m = Mirror(Target(model), build("gpt2", n_positions=16), (1, 20, 8), 1e-4)
     m.prefill([13])  # positions 0..12; the last token takes 13, two more nodes fit
     cut = DraftTree.static(TreeShape.chain(6), torch.tensor([m.ids(6)]), torch.tensor([2]))
     m.check(cut)
-    before = m.cache.lengths
+    before = m.lengths()
     with pytest.raises(UserError, match="row 0 holds 13 tokens.*depth 3.*16 positions"):
         m.check(DraftTree.chain(torch.tensor([m.ids(3)])))
-    assert m.cache.lengths == before
+    assert m.lengths() == before
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from outrider.decode.cache import TreeCache
 from outrider.decode.engine import Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.ngram import NGram
+from outrider.decode.records import PARTS, Timing
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.decode.timing import PARTS, Timing
 from outrider.decode.verify import walk
 
 REQUESTED = [

@@ -37,9 +37,16 @@ def test_layout_against_plain_python(parents: list[int]) -> None:
         assert layout.mask[0, i + 1].nonzero()[:, 0].tolist() == sorted([0, *(p + 1 for p in path)])
         siblings = [j for j in range(n) if parents[j] == parents[i]]
         assert int(layout.rank[0, i]) == siblings.index(i)
-    for slot in range(n + 1):
-        kids = [k for k in layout.children[0, slot].tolist() if k >= 0]
-        assert kids == [j for j in range(n) if parents[j] == slot - 1]
+    inner = layout.inner
+    below = {slot: [j for j in range(n) if parents[j] == slot - 1] for slot in range(n + 1)}
+    slots, table = inner.slots[0].tolist(), inner.kids[0].tolist()
+    assert {s: [k for k in kids if k < n] for s, kids in zip(slots, table, strict=True)} == {
+        slot: kids for slot, kids in below.items() if kids
+    }
+    for level, (start, stop, most) in enumerate(inner.spans):
+        here = slots[start:stop]
+        assert layout.positions[0, here].tolist() == [level] * len(here)
+        assert most == max(len(below[slot]) for slot in here)
 
     def postorder(slot: int) -> list[int]:
         return [x for j in range(n) if parents[j] == slot - 1 for x in postorder(j + 1)] + [slot]
@@ -57,8 +64,8 @@ def test_rows_do_not_see_each_other(rows: list[list[int]]) -> None:
         alone = TreeLayout.of(torch.tensor([row[:n]]))
         assert torch.equal(together.mask[b], alone.mask[0])
         assert torch.equal(together.postorder[b], alone.postorder[0])
-        width = alone.children.shape[-1]
-        assert torch.equal(together.children[b, :, :width], alone.children[0])
+        kids = [k for row in together.inner.kids[b].tolist() for k in row if k < n]
+        assert kids == [k for row in alone.inner.kids[0].tolist() for k in row if k < n]
 
 
 def test_static_shape_is_level_by_level_and_cut_by_budget() -> None:

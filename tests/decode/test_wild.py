@@ -19,7 +19,6 @@ from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
-from outrider.decode.tree_rules import cut, wild
 from outrider.decode.union import Union
 from outrider.decode.wrapped import Adaptive, Wrapped
 from outrider.heads.names import DraftSpec
@@ -61,7 +60,7 @@ class Sick(Wrapped):
 
     def propose(self, *args: Any) -> DraftTree:
         tree = super().propose(*args)
-        return cut(tree, wild(tree)) if self.calm else tree
+        return tree.cut(tree.non_finite()) if self.calm else tree
 
     def select(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
@@ -177,8 +176,8 @@ class Ill(Wrapped):
         for token, value in self.ill.items():
             probs[..., 0] = torch.where(context == token, value, probs[..., 0])
         tree = replace(tree, proposal=replace(tree.proposal, probs=probs))
-        bad = wild(tree)
-        return cut(tree, bad.any(1, keepdim=True).expand_as(bad) if self.whole else bad)
+        bad = tree.non_finite()
+        return tree.cut(bad.any(1, keepdim=True).expand_as(bad) if self.whole else bad)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.decode.cache import TreeCache
+from outrider.decode.guidance import Guided
 from outrider.decode.scorer import Step
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
@@ -32,9 +32,19 @@ class Mirror:
     """
 
     def __init__(
-        self, target: Target, oracle: Any, cache: TreeCache, tolerance: float, seed: int = 0
+        self,
+        target: Target,
+        oracle: Any,
+        sizes: tuple[int, int, int],
+        tolerance: float,
+        seed: int = 0,
+        guidance: float | None = None,
     ):
-        self.target, self.oracle, self.cache, self.tolerance = target, oracle, cache, tolerance
+        """sizes: of the cache, as `new_cache` takes them."""
+        self.target, self.oracle, self.tolerance = target, oracle, tolerance
+        self.guidance = guidance
+        self.scorer: Any = target if guidance is None else Guided(target, guidance)
+        self.cache: Any = self.scorer.new_cache(*sizes)
         self.generator = torch.Generator().manual_seed(seed)
         self.texts: list[list[int]] = []
         self.others: list[list[int]] = []  # unconditional companions, under guidance
@@ -49,29 +59,34 @@ class Mirror:
 
     def distribution(self, row: int, more: list[int]) -> Tensor:
         wanted = self.plain(self.texts[row] + more)
-        if self.cache.guidance is None:
+        if self.guidance is None:
             return wanted
         cond = wanted.log_softmax(-1)
         free = self.plain(self.others[row] + more).log_softmax(-1)
-        return free + self.cache.guidance * (cond - free)
+        return free + self.guidance * (cond - free)
 
     def near(self, found: Tensor, wanted: Tensor, what: str) -> None:
         error = float((found - wanted).abs().max())
         assert error <= self.tolerance, f"{what}: logits differ by {error:.3g} > {self.tolerance}"
 
+    def lengths(self) -> list[int]:
+        """Committed tokens of every row in the cache, companions left out."""
+        if self.guidance is None:
+            return list(self.cache.lengths)
+        return list(self.cache.both.lengths[::2])
+
     def prefill(self, lengths: list[int], uncond: list[int] | None = None) -> None:
         """Append rows with random prompts of these lengths, then a first token each."""
         prompts = [self.ids(n) for n in lengths]
-        companions = None if uncond is None else [self.ids(n) for n in uncond]
-        step = self.target.prefill(
-            self.cache,
-            [torch.tensor(p) for p in prompts],
-            uncond=None if companions is None else [torch.tensor(p) for p in companions],
-        )
+        companions = [p[-1:] for p in prompts] if uncond is None else [self.ids(n) for n in uncond]
+        rows = prompts
+        if self.guidance is not None:
+            rows = [p for pair in zip(prompts, companions, strict=True) for p in pair]
+        step = self.scorer.prefill(self.cache, [torch.tensor(p) for p in rows])
         assert step.logits.shape == (len(prompts), 1, self.target.vocab_size)
         for i, prompt in enumerate(prompts):
             self.texts.append(prompt)
-            self.others.append(prompt[-1:] if companions is None else companions[i])
+            self.others.append(companions[i])
             self.near(step.logits[i, 0], self.distribution(len(self.texts) - 1, []), f"prefill {i}")
             first = self.ids(1)
             self.texts[-1] = self.texts[-1] + first
@@ -91,7 +106,7 @@ class Mirror:
         return tree, self.check(tree, taps)
 
     def check(self, tree: DraftTree, taps: tuple[int, ...] = ()) -> Step:
-        step = self.target.score(self.cache, torch.tensor([t[-1] for t in self.texts]), tree, taps)
+        step = self.scorer.score(self.cache, torch.tensor([t[-1] for t in self.texts]), tree, taps)
         assert step.logits.shape == (len(self.texts), tree.width + 1, self.target.vocab_size)
         for b in range(len(self.texts)):
             self.near(step.logits[b, 0], self.distribution(b, []), f"row {b}, last token")
@@ -116,11 +131,10 @@ class Mirror:
             grown = tree.tokens[b, path].tolist() + self.ids(1)
             self.texts[b] = self.texts[b] + grown
             self.others[b] = self.others[b] + grown
-        assert self.cache.lengths == [len(t) - 1 for t in self.texts]
+        assert self.lengths() == [len(t) - 1 for t in self.texts]
 
     def select(self, rows: list[int]) -> None:
         self.cache.select(rows)
         self.texts = [self.texts[r] for r in rows]
         self.others = [self.others[r] for r in rows]
-        assert self.cache.rows == len(rows)
-        assert self.cache.lengths == [len(t) - 1 for t in self.texts]
+        assert self.lengths() == [len(t) - 1 for t in self.texts]

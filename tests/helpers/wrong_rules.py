@@ -305,8 +305,8 @@ def leaks_siblings(target: Target) -> Target:
     wrong = copy.copy(target)
 
     def score(cache: TreeCache, last: Tensor, tree: DraftTree, taps: Sequence[int] = ()) -> Step:
-        everything = torch.ones_like(tree.layout.mask).tril()
-        layout = dataclasses.replace(tree.layout, mask=everything)
+        layout = dataclasses.replace(tree.layout)
+        layout.__dict__["mask"] = torch.ones_like(tree.layout.mask).tril()
         return target.score(cache, last, dataclasses.replace(tree, static_layout=layout), taps)
 
     wrong.score = score  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.decode import stats
 from outrider.decode.engine import Cycle, Generation, Timing
-from outrider.decode.timing import PARTS
+from outrider.decode.records import PARTS
 from outrider.scripts.reports import page, plots, score_table
 from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
 from outrider.scripts.scoring.ranking import ranking
