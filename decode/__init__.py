@@ -10,7 +10,7 @@ neighbours. What a drafter decides must follow from earlier cycles alone.
 
 Read in this order: verify.py (the rule) and residual.py (its arithmetic), engine.py (the cycle),
 tree.py and grow.py (drafts), sampling.py (distributions), scorer.py and cache.py (the pass);
-siblings.py and frontier.py say what the rule reads of a tree, and when. A drafter that knows logits
+siblings.py says what the rule reads of a tree. A drafter that knows logits
 level by level implements grow.LevelSource and has chains, static and dynamic trees; one that works
 otherwise implements drafters.Drafter. A model that cannot be scored is refused by probe.py, which
 asks the model, not a table of names.

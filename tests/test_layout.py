@@ -135,10 +135,9 @@ LINES = 60  # of a function, at most
 # training loop, and one head with what it shares with its kin. Other drafters than that one do
 # not count (n-grams, a separate model, EAGLE-1), nor what the model is asked once
 # (decode/probe.py), what comes before the first step (train/setup.py), what is refused
-# (decode/fits.py, decode/tree_rules.py), the keys that heads share (heads/config.py), how a head
-# is written and read (heads/saved.py), and what is the same function at less cost
-# (decode/frontier.py, decode/view.py, heads/layers/attention.py). Lines may
-# only become fewer.
+# (decode/checks.py), the keys that heads share (heads/config.py), how a head is written and read
+# (heads/saved.py), and what is the same function at less cost (heads/layers/attention.py). Lines
+# may only become fewer.
 ALGORITHM = (
     *("verify", "residual", "siblings", "engine", "tree", "layout", "grow", "sampling"),
     *("rng", "records", "scorer", "target", "cache", "masks", "attention", "drafters"),
