@@ -42,6 +42,7 @@ from outrider.conf.typed import raise_all
 from outrider.decode.models import facts, packed
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
+from outrider.decode.records import unfit
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.parity import Parity

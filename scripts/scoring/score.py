@@ -18,7 +18,7 @@ import numpy as np
 
 from outrider.decode import stats
 from outrider.decode.engine import Cycle, Timing
-from outrider.decode.timing import PARTS
+from outrider.decode.records import PARTS
 from outrider.heads.names import NONE
 from outrider.scripts.scoring import pace
 from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System
