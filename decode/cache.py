@@ -13,7 +13,6 @@ Shape letters: R live rows, L slots, Hkv heads, hd head size, D path length.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -147,24 +146,6 @@ class TreeCache(Cache):
                 f"{self.max_nodes} nodes + 1); make the cache longer or stop this row"
             )
         return longest
-
-    def admit(self, prompts: Sequence[Tensor], context: int) -> None:
-        """Raise UserError when `prompts` (1-D), one per new live row, cannot join the live ones;
-        context: tokens that the target's holds."""
-        if not prompts:
-            raise UserError("prefill: no prompt; give at least one")
-        if self.rows + len(prompts) > self.max_rows:
-            raise UserError(
-                f"cache: {self.rows} live rows and {len(prompts)} new ones exceed its "
-                f"{self.max_rows} rows; make it larger or wait until rows leave"
-            )
-        for row, prompt in enumerate(prompts):
-            count = prompt.numel()
-            if prompt.dim() != 1 or not count:
-                raise UserError(f"prompt {row}: give at least one token, as a 1-D tensor")
-            for most, whose in ((context, "target's context"), (self.max_len, "cache's rows")):
-                if count > most:
-                    raise UserError(f"prompt {row}: {count} tokens exceed the {whose} of {most}")
 
     def commit(self, path: Tensor, length: Tensor) -> None:
         """Keep the last token and path[b, :length[b]] of the tree just scored; row b grows by

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from outrider.decode import devices
+from outrider.decode import checks, devices
 from outrider.decode.cache import TreeCache
 from outrider.decode.drafters import Drafter
 from outrider.decode.guidance import Guided, Pairs
@@ -29,7 +29,6 @@ from outrider.decode.records import (
     Generation,
     Request,
     Timing,
-    longest_answer,
 )
 from outrider.decode.rng import Coins, Rng
 from outrider.decode.sampling import Distribution, Sampling
@@ -99,7 +98,7 @@ class Engine:
         self.eos = frozenset(self.target.eos_ids if self.eos_ids is None else self.eos_ids)
         self.timing, self.probs_rows = Timing(), 0
         self.all = [
-            _Row(i, r, Generation(list(r.prompt)), longest_answer(r, i, self.target))
+            _Row(i, r, Generation(list(r.prompt)), checks.longest_answer(r, i, self.target))
             for i, r in enumerate(self.requests)
         ]
         self.queue = deque(row for row in self.all if row.limit > 0)
@@ -197,9 +196,9 @@ class Engine:
         verified, where its parents are known to be right."""
         with self.part("drafter"):
             tree = self.drafter.propose(budget, self.sampling, rng)
-        tree.check_form(self.drafter.max_nodes)
+        checks.check_form(tree, self.drafter.max_nodes)
         if tree.static_layout is None:
-            tree.validate(self.target.vocab_size)
+            checks.validate(tree, self.target.vocab_size)
         return tree
 
     def _score(self, cache: Cache, tree: DraftTree) -> Step:
@@ -209,17 +208,17 @@ class Engine:
 
     def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> HostVerdict:
         """What the target takes of the draft, in the one round trip of a cycle. Raises what
-        `tree.validate` and `distribution.check` do: nothing is committed yet."""
+        `checks.validate` and `distribution.check` do: nothing is committed yet."""
         with self.part("distribution"):
             distribution = self._distribution(step.logits, tree, self.rows)
         verdict = self.verify(tree, distribution, rng)
         self.timing.distribution_s += distribution.seconds
         self.probs_rows += distribution.computed
         with self.part("distribution"):
-            doubtful = distribution.doubtful() | tree.doubtful(self.target.vocab_size)
+            doubtful = distribution.doubtful() | checks.doubtful(tree, self.target.vocab_size)
             seen = verdict.to_host(tree, doubtful)
         if seen.doubtful:
-            tree.validate(self.target.vocab_size)
+            checks.validate(tree, self.target.vocab_size)
             distribution.check()
         return seen
 

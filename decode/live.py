@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode import records
+from outrider.decode import checks
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Cache, Engine, Generation, Request, _Row
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.scorer import Step
 from outrider.decode.target import Target
-from outrider.decode.tree import NON_FINITE, DraftTree
+from outrider.decode.tree import DraftTree
 from outrider.decode.verify import HostVerdict
 
 LEFT = "left"  # how a generation ends whose request was taken away
@@ -118,9 +118,8 @@ class LiveBatch(Engine):
         """What to say of the drafts so far that were cut short, "" if there were none; asks the
         device."""
         count = int(self._wild)
-        return (
-            f"{count} drafts came to NaN or infinity and end there; {NON_FINITE}" if count else ""
-        )
+        words = f"{count} drafts came to NaN or infinity and end there; {checks.NON_FINITE}"
+        return words if count else ""
 
     @property
     def busy(self) -> bool:
@@ -135,7 +134,7 @@ class LiveBatch(Engine):
         """
         number = self._joined
         room = self.room.longest - len(request.prompt)
-        limit = min(records.longest_answer(request, number, self.target), room)
+        limit = min(checks.longest_answer(request, number, self.target), room)
         if room < 1:
             raise UserError(
                 f"prompt: {len(request.prompt)} tokens, and a row holds {self.room.longest} with "
@@ -189,9 +188,9 @@ class LiveBatch(Engine):
 
     def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
         tree = super()._propose(budget, rng)
-        bad = tree.non_finite()
+        bad = checks.non_finite(tree)
         self._wild += bad.any(1).sum()
-        return tree.cut(bad)
+        return checks.cut(tree, bad)
 
     # -- what the engine hands over on its way
 

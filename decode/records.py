@@ -1,5 +1,5 @@
-"""What goes into the decode loop and what comes out: requests, whether a target has room for them,
-generations, their cycles, the time they took.
+"""What goes into the decode loop and what comes out: requests, generations, their cycles, the time
+they took.
 """
 
 from __future__ import annotations
@@ -7,9 +7,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from outrider.conf.errors import UserError
 
 PARTS = ("target", "drafter", "distribution", "verify", "cache", "python")
 
@@ -126,52 +123,3 @@ class DecodedRun:
     generations: list[Generation]
     timing: Timing
     probs_rows: int
-
-
-class Room(Protocol):
-    """What a target has room for, see decode.scorer.Scorer."""
-
-    context_length: int
-    first_range: int | None
-    vocab_size: int
-
-
-def unfit(target: Room, size: int, new: int) -> str:
-    """Why a prompt of `size` tokens cannot have an answer of `new`; empty when it can. An answer
-    may be ended by the context, but not by the end of LongRoPE's first range."""
-    if size >= target.context_length:
-        return f"has {size} tokens and the target's context holds {target.context_length}"
-    if target.first_range and size + new > target.first_range:
-        return (
-            f"has {size} tokens, and {new} new ones cross {target.first_range}, where the "
-            f"target's rotary embedding changes (LongRoPE): {target.first_range - size} would fit"
-        )
-    return ""
-
-
-def longest_answer(request: Request, index: int, target: Room) -> int:
-    """Tokens that request number `index` may get: those it asks for, as far as the target's
-    context goes.
-
-    Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary, and
-    for a text that would cross LongRoPE's first range."""
-    longest = max(len(request.prompt), len(request.uncond or ()))
-    if not -(1 << 63) <= request.id < 1 << 63:
-        raise UserError(
-            f"request {index}: its id {request.id} is no 64-bit number; give one below 2**63"
-        )
-    if not request.prompt:
-        raise UserError(f"request {index}: the prompt is empty; give at least one token")
-    if why := unfit(target, longest, request.max_new_tokens):
-        raise UserError(f"request {index}: the prompt {why}; shorten the prompt")
-    vocab = target.vocab_size
-    wrong = next(
-        (t for t in (*request.prompt, *(request.uncond or ())) if not 0 <= t < vocab), None
-    )
-    if wrong is not None:
-        raise UserError(
-            f"request {index}: token {wrong} lies outside the target's vocabulary "
-            f"0..{vocab - 1}; "
-            "tokenize the prompt with the target's own tokenizer"
-        )
-    return min(request.max_new_tokens, target.context_length - longest)

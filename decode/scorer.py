@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from outrider.conf.errors import UserError
 from outrider.decode import devices
 from outrider.decode.cache import TreeCache
+from outrider.decode.checks import check_prompts
 from outrider.decode.masks import TreeMasks
 from outrider.decode.models import facts
 from outrider.decode.probed import LMHead, Probe
@@ -136,7 +137,7 @@ class Scorer:
         Raises UserError, before anything is written, for an empty prompt, one that is too long,
         or too many rows.
         """
-        cache.admit(prompts, self.context_length)
+        check_prompts(cache, prompts, self.context_length)
         lengths = [len(p) for p in prompts]
         width, start = max(lengths), cache.rows
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)

@@ -11,24 +11,16 @@ A chain is a tree of width one; the empty tree (N = 0) is autoregressive decodin
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 
 import torch
 from torch import Tensor
 
-from outrider.conf.errors import UserError
 from outrider.decode import devices
 from outrider.decode.layout import TreeLayout, TreeShape
 
 __all__ = ["DraftTree", "Proposal", "TreeLayout", "TreeShape"]
-
-NON_FINITE = "check the head's weights, and whether its logits overflow in this dtype"
-_SCORE = f"its score is NaN or infinite; {NON_FINITE}"
-_DISTRIBUTION = f"the distribution that it was drawn from holds NaN or infinity; {NON_FINITE}"
-# Where it is, [B, N] bool, the values that are wrong there, what is said of them.
-Problem = tuple[Tensor, Tensor, str]
 
 
 @dataclass(frozen=True)
@@ -166,119 +158,3 @@ class DraftTree:
             proposal,
             static_layout=shape.layout(tokens.device),
         )
-
-    def check_form(self, max_nodes: int | None = None) -> None:
-        """Raise ValueError for wrong shapes or dtypes, or for more than `max_nodes` nodes."""
-        shapes = self.tokens.shape, self.parents.shape, self.size.shape
-        if not (shapes[0] == shapes[1] and shapes[2] == shapes[0][:1]):
-            words = "tokens {}, parents {}, size {}".format(*map(tuple, shapes))
-            raise ValueError(f"draft tree: shapes differ: {words}")
-        for name in ("tokens", "parents", "size"):
-            if (dtype := getattr(self, name).dtype) != torch.int64:
-                raise ValueError(f"draft tree: {name} must be int64, not {dtype}")
-        if max_nodes is not None and self.width > max_nodes:
-            raise ValueError(f"draft tree: {self.width} nodes exceed the budget of {max_nodes}")
-
-    def validate(self, vocab_size: int, max_nodes: int | None = None) -> None:
-        """Raise ValueError naming row and node when the tree is malformed, UserError when the
-        drafter's distribution is not finite. One host round trip where all is well."""
-        self.check_form(max_nodes)
-        if not bool(self.doubtful(vocab_size).any()):
-            return
-        # A distribution that is not finite makes twins as well, and is what the user can mend.
-        problems = [*_non_finite(self), *_malformed(self, vocab_size)]
-        bad, values, why = next(problem for problem in problems if bool(problem[0].any()))
-        row, node = bad.nonzero()[0].tolist()
-        place = f"row {row}, node {node}:"
-        if why in (_SCORE, _DISTRIBUTION):
-            raise UserError(f"drafter: {place} {why}; nothing was committed")
-        why = why.format(value=values[row, node].item())
-        raise ValueError(f"draft tree: {place} {why}")
-
-    def doubtful(self, vocab_size: int) -> Tensor:
-        """Return [B] bool, rows that `validate` would refuse, without asking the device."""
-        problems = [*_non_finite(self), *_malformed(self, vocab_size)]
-        return torch.stack([bad.any(1) for bad, _, _ in problems]).any(0)
-
-    def non_finite(self) -> Tensor:
-        """Return [B, N] bool, nodes whose score, or the distribution that they were drawn from, is
-        not finite, without asking the device."""
-        none = torch.zeros_like(self.tokens, dtype=torch.bool)
-        return functools.reduce(torch.logical_or, (bad for bad, _, _ in _non_finite(self)), none)
-
-    def cut(self, nodes: Tensor) -> DraftTree:
-        """Return the tree of every row up to the first of `nodes` [B, N] bool; rows without one
-        keep every node and number.
-
-        Nodes before that one are judged although those after it are not: whether a node is judged
-        may depend on tokens that were drawn before it alone. A draft dropped whole for what was
-        found deep in it would be dropped for its own tokens, and what is drawn in their place is
-        biased."""
-        if not self.width:
-            return self
-        node = torch.arange(self.width, device=nodes.device)
-        first = torch.where(nodes, node, self.width).amin(1)
-        return replace(self, size=torch.minimum(self.size, first))
-
-
-def _used(tree: DraftTree) -> Tensor:
-    return torch.arange(tree.width, device=tree.size.device) < tree.size[:, None]
-
-
-def _drawn_from(proposal: Proposal, values: Tensor) -> Tensor:
-    """`values` [B, P] of the distributions, at the nodes [B, N] that were drawn from them. A
-    deterministic node's row may be anything."""
-    row = proposal.row.clamp(0, values.shape[1] - 1)
-    return values.gather(1, row)
-
-
-def _non_finite(tree: DraftTree) -> Iterator[Problem]:
-    """What a drafter whose numbers overflow makes of a tree."""
-    if tree.score is not None and tree.width:
-        yield _used(tree) & ~tree.score.isfinite(), tree.tokens, _SCORE
-    if tree.sampled is not None and tree.proposal is not None and tree.width:
-        total = tree.proposal.probs.sum(-1, dtype=torch.float64)
-        if total.shape[1]:
-            bad = _drawn_from(tree.proposal, ~total.isfinite())
-            yield _used(tree) & tree.sampled & bad, tree.proposal.row, _DISTRIBUTION
-
-
-def _malformed(tree: DraftTree, vocab_size: int) -> Iterator[Problem]:
-    """What else can be wrong with the values."""
-    n, size, tokens, parents = tree.width, tree.size[:, None], tree.tokens, tree.parents
-    yield (size < 0) | (size > n), size, f"size {{value}} outside 0..{n}"
-    if n == 0:
-        return
-    node, used = torch.arange(n, device=tokens.device), _used(tree)
-    outside = f"token {{value}} outside the vocabulary 0..{vocab_size - 1}"
-    yield used & ((tokens < 0) | (tokens >= vocab_size)), tokens, outside
-    if tree.static_layout is None:
-        wrong = (parents >= node) | (parents < -1)
-        yield wrong, parents, "parent {value} must be -1 or an earlier node"
-    twin = (tokens[:, :, None] == tokens[:, None]) & (parents[:, :, None] == parents[:, None])
-    twin = twin & (node[:, None] > node) & used[:, :, None] & used[:, None]
-    drawn = torch.zeros_like(used) if tree.sampled is None else used & tree.sampled
-    proposal = tree.proposal
-    if proposal is None:
-        yield drawn, tokens, "token {value} is sampled, without the proposal it was drawn from"
-    elif proposal.replacement:
-        twin = twin & ~drawn[:, :, None] & ~drawn[:, None]
-    yield twin.any(-1), tokens, "token {value} stands twice among its siblings"
-    if proposal is None or tree.sampled is None:
-        return
-    probs, row, last = proposal.probs, proposal.row, proposal.probs.shape[1] - 1
-    if last < 0:
-        yield drawn, row, "distribution row {value} of a proposal without distributions"
-        return
-    missing = f"distribution row {{value}} outside 0..{last}"
-    yield drawn & ((row < 0) | (row > last)), row, missing
-    total = probs.sum(-1, dtype=torch.float64)
-    wrong = ~((total - 1).abs() <= 1e-4) | ~(probs.amin(-1) >= 0)
-    short = "distribution row {value} does not sum to one, or is negative"
-    yield drawn & _drawn_from(proposal, wrong), row, short
-    ids = tokens.clamp(0, (probs.shape[2] if proposal.vocab is None else vocab_size) - 1)
-    place, known = proposal.place(ids)
-    batch = torch.arange(len(row), device=row.device)[:, None]
-    mass = probs[batch, row.clamp(0, last), place]
-    none = "token {value} has no mass in the distribution it was drawn from"
-    yield drawn & ~((mass > 0) & known & (tokens == ids)), tokens, none

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from outrider.decode.checks import non_finite
 from outrider.decode.drafters import Drafter
 from outrider.decode.ngram import listed
 from outrider.decode.rng import Rng
@@ -75,7 +76,7 @@ def joined(trees: Sequence[DraftTree]) -> DraftTree:
     that is there already being left where it is. `drafters` of the outcome says who proposed a
     node."""
     tree = _joined(trees)
-    bad = [part.non_finite().any(1) for part in trees if part.score is not None and part.width]
+    bad = [non_finite(part).any(1) for part in trees if part.score is not None and part.width]
     if not bad or not bool((ill := torch.stack(bad).any(0)).any()):
         return tree
     # The union keeps no scores: this one says that a part's is NaN.

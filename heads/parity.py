@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from outrider.decode import stats
+from outrider.decode.checks import unfit
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Cycle, Generation, Request, generate
-from outrider.decode.records import unfit
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target

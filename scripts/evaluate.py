@@ -39,10 +39,10 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
 from outrider.conf.errors import UserError, resumable
 from outrider.conf.schema import entry
 from outrider.conf.typed import raise_all
+from outrider.decode.checks import unfit
 from outrider.decode.models import facts, packed
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
-from outrider.decode.records import unfit
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.parity import Parity

@@ -4,7 +4,7 @@ others beyond it.
 transformers chooses the set of `longrope` (Phi-3-128k, Phi-3.5, Phi-4-mini) and of `dynamic` by
 the largest position of a whole pass, and keys in a cache that were rotated by one set do not fit
 the other. So no text leaves the first range: facts.context_length ends there, and
-decode/records.py refuses what would cross it.
+decode/checks.py refuses what would cross it.
 """
 
 from __future__ import annotations

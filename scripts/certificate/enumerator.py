@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.decode.checks import validate
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
 from outrider.decode.verify import Verdict
@@ -281,7 +282,7 @@ def enumerate_case(case: Case, verifier: Verifier, mangle: Mangle | None = None)
         rng = Branches(scripts)
         rows = len(scripts)
         tree, context = case.propose(rng, rows)
-        tree.validate(case.vocab)
+        validate(tree, case.vocab)
         if mangle is not None:
             tree = mangle(tree)
             context = case.contexts(tree)

@@ -8,9 +8,9 @@ from itertools import groupby
 from typing import Any
 
 from outrider.conf.errors import UserError
+from outrider.decode.checks import unfit
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Generation, Request, generate
-from outrider.decode.records import unfit
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.common.prompts import chat_ids

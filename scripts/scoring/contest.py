@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from outrider.conf.errors import UserError
+from outrider.decode.checks import unfit
 from outrider.decode.engine import DecodedRun, Generation, Request, Timing
-from outrider.decode.records import unfit
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.names import NONE, DraftSpec

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.typed import faults
+from outrider.decode.checks import validate
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.models import packed
@@ -119,7 +120,7 @@ def pieces_change_nothing(case: Case) -> None:
             for ends in ([12], [5, 12], [3, 4, 9, 11, 12]):
                 drafter = head.drafter(target, DraftSpec(shape=shape))
                 trees.append(drafted(drafter, ids[0], one, ends, sampling))
-                trees[-1].validate(target.vocab_size, drafter.max_nodes)
+                validate(trees[-1], target.vocab_size, drafter.max_nodes)
             for tree in trees[1:]:
                 assert torch.equal(tree.tokens, trees[0].tokens), (shape, sampling)
                 assert torch.equal(tree.parents, trees[0].parents), (shape, sampling)
@@ -257,7 +258,7 @@ def joins_an_ngram(case: Case) -> None:
         )
         union = Union([head.drafter(target, DraftSpec(shape="tree")), NGram(nodes=6)])
         tree = drafted(union, ids[0], one, [7, 12], sampling)
-        tree.validate(target.vocab_size, union.max_nodes)
+        validate(tree, target.vocab_size, union.max_nodes)
         size = int(alone.size[0])
         assert torch.equal(tree.tokens[0, :size], alone.tokens[0, :size]), sampling
         assert torch.equal(tree.parents[0, :size], alone.parents[0, :size]), sampling

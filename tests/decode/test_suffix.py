@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from outrider.decode.checks import validate
 from outrider.decode.ngram import NGram, SuffixAutomaton
 from outrider.decode.sampling import Sampling
 
@@ -65,7 +66,7 @@ def test_an_ngram_tree_keeps_to_each_rows_budget() -> None:
     tokens = torch.tensor([[2, 3, 1, 2, 4, 1, 2]] * 3)
     drafter.observe(tokens, None, torch.tensor([7, 7, 4]), slice(0, 3))
     tree = drafter.propose(torch.tensor([4, 1, -3]), Sampling(), None)  # type: ignore[arg-type]
-    tree.validate(9, 6)
+    validate(tree, 9, 6)
     assert tree.size.tolist()[1:] == [2, 0] and int(tree.size[0]) > 2
     assert tree.tokens[1, :2].tolist() == [4, 3] and tree.sampled is None
     assert drafter.propose(torch.tensor([0, 0, 0]), Sampling(), None).width == 0  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from outrider.conf.errors import UserError
+from outrider.decode.checks import validate
 from outrider.decode.grow import Nodes, dynamic, rerank
 from outrider.decode.tree import DraftTree, Proposal, TreeLayout, TreeShape
 
@@ -137,15 +138,15 @@ MINUS = torch.tensor([[[0.6, 0.6, -0.2, 0.0]]])
 )
 def test_malformed_trees_name_row_and_value(bad: DraftTree, word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        bad.validate(4)
+        validate(bad, 4)
 
 
 def test_a_score_that_is_not_finite_counts_where_the_node_is_used() -> None:
     wild = torch.tensor([[0.0, float("nan")]])
     chain = tree([1, 2], [-1, 0])
     with pytest.raises(UserError, match="row 0, node 1: its score is NaN"):
-        replace(chain, score=wild).validate(4)
-    replace(chain, size=torch.tensor([1]), score=wild).validate(4)  # padding is never read
+        validate(replace(chain, score=wild), 4)
+    validate(replace(chain, size=torch.tensor([1]), score=wild), 4)  # padding is never read
 
 
 def test_a_drafter_all_of_whose_scores_are_nan_is_refused() -> None:
@@ -155,7 +156,7 @@ def test_a_drafter_all_of_whose_scores_are_nan_is_refused() -> None:
     tree = rerank(score, token, torch.full((2, 3), -1), torch.zeros(3, dtype=torch.int64), 1, 3)
     assert tree.size.tolist() == [2, 3], "a candidate of score -inf is none"
     with pytest.raises(UserError, match="row 1, node 0: its score is NaN"):
-        tree.validate(4)
+        validate(tree, 4)
 
 
 class Table:
@@ -200,14 +201,14 @@ def test_a_dynamic_tree_holds_the_likeliest_paths_and_grows_no_more(nodes: int) 
 
 
 def test_well_formed_trees_pass() -> None:
-    tree([1, 2, 1], [-1, -1, 0]).validate(4)
-    tree([1, 99], [-1, 0], size=1).validate(4)  # padding is never read
-    tree(
-        [0, 0], [-1, -1], sampled=BOTH, proposal=Proposal(SURE.probs, SURE.row, None, True)
-    ).validate(4)
-    DraftTree.empty(3).validate(4)
+    validate(tree([1, 2, 1], [-1, -1, 0]), 4)
+    validate(tree([1, 99], [-1, 0], size=1), 4)  # padding is never read
+    validate(
+        tree([0, 0], [-1, -1], sampled=BOTH, proposal=Proposal(SURE.probs, SURE.row, None, True)), 4
+    )
+    validate(DraftTree.empty(3), 4)
     with pytest.raises(ValueError, match="budget of 2"):
-        tree([1, 2, 1], [-1, -1, 0]).validate(4, 2)
+        validate(tree([1, 2, 1], [-1, -1, 0]), 4, 2)
 
 
 def test_proposal_outside_the_draft_vocabulary_is_zero() -> None:

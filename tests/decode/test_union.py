@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
+from outrider.decode.checks import validate
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Request, generate
@@ -88,7 +89,7 @@ def enumerated(seed: int, count: int) -> tuple[int, int]:
         def checked(tree: DraftTree, vocab: int = case.vocab, join=join) -> DraftTree:  # type: ignore[no-untyped-def]
             nonlocal repeats
             tree = join(tree)
-            tree.validate(vocab)
+            validate(tree, vocab)
             assert tree.drafters is not None
             repeats += int((tree.drafters & (tree.drafters - 1)).any())
             return tree
@@ -152,7 +153,7 @@ def test_a_joined_tree_holds_all_paths_and_the_first_tree_in_front() -> None:
             listed([some_nodes(generator, 4, 4, most) for _ in range(3)], CPU) for most in (6, 5, 3)
         ]
         tree = joined(trees)
-        tree.validate(4, 14)
+        validate(tree, 4, 14)
         assert tree.drafters is not None
         for row in range(3):
             own = [paths(one, row) for one in trees]
@@ -264,7 +265,7 @@ def test_a_row_of_which_nothing_was_drawn_is_verified_alone_as_beside_others() -
         union.observe(text, None, torch.full((count,), 2), slice(0, count))
         rng = Rng(0, torch.arange(count), torch.zeros(count, dtype=torch.int64))
         tree = union.propose(torch.ones(count, dtype=torch.int64), Sampling(1.0), rng)
-        tree.validate(4, union.max_nodes)
+        validate(tree, 4, union.max_nodes)
         assert tree.sampled is not None and tree.drafters is not None
         assert tree.drafters[:64, 0].tolist() == [2] * 64
         assert bool(tree.sampled.any()) == (1 in last)
@@ -348,4 +349,4 @@ def test_a_second_drafter_whose_scores_are_nan_is_refused() -> None:
     tokens, parents, size = torch.tensor([[3]]), torch.tensor([[-1]]), torch.tensor([1])
     wild = DraftTree(tokens, parents, size, score=torch.tensor([[torch.nan]]))
     with pytest.raises(UserError, match="row 0, node 0: its score is NaN"):
-        joined([DraftTree.empty(1), wild]).validate(8)
+        validate(joined([DraftTree.empty(1), wild]), 8)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from outrider.decode.checks import validate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
@@ -188,7 +189,7 @@ def test_tree_may_say_node_by_node_that_it_is_deterministic() -> None:
     distributions = Proposal(torch.full((1, 1, 8), 0.125), torch.zeros(1, 2, dtype=torch.int64))
     for sampled, proposal in ((torch.zeros(1, 2, dtype=torch.bool), None), (None, distributions)):
         tree = DraftTree.static(shape, tokens, None, sampled, proposal)
-        tree.validate(8)
+        validate(tree, 8)
         rng = Rng(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         verdict = verify(tree, Distribution(Sampling(1.0), logits, tree), rng)
         assert (verdict.path.tolist(), verdict.bonus.tolist()) == ([[1]], [5])

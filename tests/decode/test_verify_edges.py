@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
+from outrider.decode.checks import validate
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
@@ -97,7 +98,7 @@ def test_distribution_row_of_a_deterministic_node_is_never_read(garbage: str) ->
         torch.tensor([[True, False, False]]),
         Proposal(distributions[None], torch.tensor([[0, row, row]])),
     )
-    tree.validate(3)
+    validate(tree, 3)
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = output_distribution(tree, logits)
     below = {output[1]: 0.0 for output in found if len(output) > 1}
@@ -264,4 +265,4 @@ def test_a_tree_drawn_from_nan_is_refused_under_every_setting(settings: dict[str
     proposal = Proposal(distribution, torch.zeros(2, 2, dtype=torch.int64))
     tree = DraftTree.static(TreeShape.of([(0,), (1,)]), place, None, fresh, proposal)
     with pytest.raises(UserError, match="row 1, node 0: the distribution .* NaN or infinity"):
-        tree.validate(600)
+        validate(tree, 600)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
+from outrider.decode.checks import cut, non_finite
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Generation, Request, generate
@@ -60,7 +61,7 @@ class Sick(Wrapped):
 
     def propose(self, *args: Any) -> DraftTree:
         tree = super().propose(*args)
-        return tree.cut(tree.non_finite()) if self.calm else tree
+        return cut(tree, non_finite(tree)) if self.calm else tree
 
     def select(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
@@ -176,8 +177,8 @@ class Ill(Wrapped):
         for token, value in self.ill.items():
             probs[..., 0] = torch.where(context == token, value, probs[..., 0])
         tree = replace(tree, proposal=replace(tree.proposal, probs=probs))
-        bad = tree.non_finite()
-        return tree.cut(bad.any(1, keepdim=True).expand_as(bad) if self.whole else bad)
+        bad = non_finite(tree)
+        return cut(tree, bad.any(1, keepdim=True).expand_as(bad) if self.whole else bad)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.conf.errors import UserError
+from outrider.decode.checks import validate
 from outrider.decode.engine import Request, generate
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.decode.rng import Rng
@@ -366,7 +367,7 @@ def test_the_tree_at_temperature_0_is_best_first(target, kind: str) -> None:
     drafter.observe(ids[:, 1:], feats[:, :-1], torch.tensor([4]), slice(0, 1))
     zero = torch.zeros(1, dtype=torch.int64)
     tree = drafter.propose(torch.tensor([3]), Sampling(), Rng(0, zero, zero))
-    tree.validate(target.vocab_size, 9)
+    validate(tree, target.vocab_size, 9)
     vocabulary = head.ids()
     scored: list[tuple[float, tuple[int, ...]]] = []
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from outrider.decode.checks import validate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import TreeShape
@@ -116,7 +117,7 @@ def test_drafter_reads_the_feature_that_predicted_the_last_token(target, shape) 
         else head.tree(head.cfg.nodes, head.cfg.heads).paths
     )
     assert drafts[0].tokens[0].tolist() == [int(order[len(p) - 1, p[-1]]) for p in paths]
-    drafts[0].validate(target.vocab_size, drafter.max_nodes)
+    validate(drafts[0], target.vocab_size, drafter.max_nodes)
 
 
 def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:

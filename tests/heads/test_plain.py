@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.decode.checks import validate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -51,7 +52,7 @@ def test_its_tree_is_drawn_as_that_of_a_head(folder: Path, target: Target) -> No
             drafter.name == spec and drafter.shape == "tree" and tree.width > drafter.max_depth == 5
         ), spec
         assert tree.sampled is not None and bool(tree.sampled.all()), spec
-        tree.validate(target.vocab_size, drafter.max_nodes)
+        validate(tree, target.vocab_size, drafter.max_nodes)
     assert draft_of(resolve_drafter(str(folder), target), 0.0).sampled is None
     deepest = draft_of(resolve_drafter(str(folder), target), 1.0)
     assert int(deepest.layout.depth.max()) == 4, "the chain of five is part of the tree"

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from outrider.decode.checks import validate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.heads import head_class, vocab
@@ -139,7 +140,7 @@ def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, cfg, 
     ]
     assert all(d.tokens.equal(drafts[0].tokens) for d in drafts)
     tree = drafts[0]
-    tree.validate(target.vocab_size, 12)
+    validate(tree, target.vocab_size, 12)
     read = by_prefix(head, feats[:9, 0])[8]
     got, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
     assert tree.layout.levels == 3 and (shape == "chain" or len(got) == 12)
@@ -171,7 +172,7 @@ def test_drawn_candidates_follow_their_own_distributions(target, cfg, shape) -> 
         one = torch.ones(count).long()
         drafter.observe(7 * one[:, None], feats.expand(count, 1, 1, -1), one, slice(0, count))
         found = drafter.propose(depth * one, Sampling(temperature=1.2), Rng(3, requests, 0 * one))
-        found.validate(target.vocab_size, drafter.max_nodes)
+        validate(found, target.vocab_size, drafter.max_nodes)
         return found
 
     tree = drafted(torch.arange(rows))
