@@ -3,22 +3,94 @@ no target.
 
     accelerate launch scripts/cache_features.py target=smollm2 data.path=FILE \\
         out=runs/features heads=[eagle3]
+    accelerate launch train/eagle.py target=smollm2 data.path=FILE \\
+        data.features=runs/features out_dir=runs/eagle3 ...
 
-Bytes and free space are told before anything is written; any number of processes share the
-work; the same command resumes, and mends damaged files. `--help` lists the keys. The work is
-done by train/cache_features.py, which takes this process over: signals and exit code are its
-own.
+Bytes and free space are told before anything is written; the processes of a launch share the
+work. Stopped or killed: the same command writes what is missing; target, data, dtype and taps
+must then be the same. Exit codes: 0 done, 2 a mistake to mend, 130 and 75 stopped by Ctrl-C or
+a signal (start it again).
 """
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+# scripts/ stands first and would shadow libraries
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from outrider.train import launch
+from outrider.train.features.config import CacheConfig
 
 if __name__ == "__main__":
-    os.execv(
-        sys.executable, [sys.executable, str(ROOT / "train" / "cache_features.py"), *sys.argv[1:]]
+    launch.refuse("cache_features", CacheConfig)
+
+from accelerate import PartialState
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from outrider.conf.errors import Interrupted
+from outrider.conf.schema import entry
+from outrider.decode.models.load import load_target
+from outrider.train.accelerator import on_processors
+from outrider.train.data.load import load_rows
+from outrider.train.features.writer import FeatureWriter
+from outrider.train.signals import CODES, Stop
+from outrider.train.waiting import main_first, meet
+
+
+def write(writer: FeatureWriter, rank: int, world: int, console: Console) -> None:
+    """Write this rank's share of the missing shards. Raises Interrupted on a signal; the shards
+    so far are safe."""
+    shards = writer.missing[rank::world]
+    bar = Progress(
+        TextColumn("features"),
+        BarColumn(),
+        TextColumn("{task.completed:,} of {task.total:,} tokens"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=rank > 0 or not console.is_terminal,
     )
+    with Stop() as stop, bar:
+        task = bar.add_task("", total=sum(map(writer.tokens, shards)))
+        for number in shards:
+            for tokens in writer.shard(number):
+                bar.advance(task, tokens)
+                if stop.requested:
+                    raise Interrupted(
+                        f"stopped; {writer.folder} keeps the files that are complete, the same "
+                        "command continues",
+                        CODES[signal.Signals(stop.requested)],
+                    )
+            console.print(f"features: shard {number} written", highlight=False)
+
+
+@entry("cache_features", CacheConfig)
+def main(cfg: CacheConfig) -> None:
+    """Write or continue a folder of features."""
+    state = PartialState(cpu=on_processors(cfg.device))
+    rank, world = state.process_index, state.num_processes
+    console = Console(stderr=True, quiet=rank > 0, soft_wrap=True)
+    target = load_target(cfg.target, cfg.dtype, cfg.device or (state.device if world > 1 else None))
+    size = target.vocab_size, target.context_length
+    with main_first("rows", cfg.data.wait):
+        rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, *size)
+    meet("rows", cfg.data.wait)
+    writer = FeatureWriter(cfg, target, rows)
+    console.print(writer.prepare(), highlight=False)
+    state.wait_for_everyone()
+    if rank == 0:
+        writer.begin()
+    state.wait_for_everyone()
+    write(writer, rank, world, console)
+    meet("written", cfg.data.wait)
+    console.print(f"features: {writer.folder}", highlight=False)
+    if world > 1:
+        state.destroy_process_group()
+
+
+if __name__ == "__main__":
+    launch.run(main)

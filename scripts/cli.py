@@ -72,7 +72,7 @@ KEYS = {
     "doctor": "outrider.scripts.machine.config:DoctorConfig",
 }
 # Verbs whose file hands everything on to one of the same name under train/, which speaks.
-HANDED_ON = ("validate", "cache_features")
+HANDED_ON = ("validate",)
 # What torchrun hands on to its processes; the last two not by itself.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 COMPLETION = 'Completion: eval "$(_OUTRIDER_COMPLETE=bash_source outrider)", also zsh_ and fish_'

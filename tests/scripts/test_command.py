@@ -335,7 +335,7 @@ DIRECTLY = {
     "train/hydra_heads.py data.path=x out_dir=y steps=1 wandb=true": "set wandb=online",
     "train/head.py head=eagle3 data.path=x out_dir=y steps=1 dtype=fp16": "dtype: fp16 overflows",
     "train/validate.py data.path=x stepz=1": "stepz: no such key; did you mean steps?",
-    "train/cache_features.py target=tiny data.path=no.jsonl out=y": "data.path: no such file",
+    "scripts/cache_features.py target=tiny data.path=no.jsonl out=y": "data.path: no such file",
 }
 RUN_DIRECTLY = """
 import contextlib, io, json, runpy, sys

@@ -23,13 +23,13 @@ from outrider.conf.schema import compose
 from outrider.decode.target import Target
 from outrider.heads import head_class
 from outrider.heads.checkpoint import read_card
-from outrider.train import cache_features
-from outrider.train.cache_features import CacheConfig
+from outrider.scripts import cache_features
 from outrider.train.config import TrainConfig
 from outrider.train.data.batches import JoinedRows
 from outrider.train.data.load import load_rows
 from outrider.train.features import store
 from outrider.train.features import writer as feature_writer
+from outrider.train.features.config import CacheConfig
 from outrider.train.features.store import CachedTarget, FeatureStore, Freed, Source
 from outrider.train.features.writer import FeatureWriter
 from outrider.train.loop import fit
@@ -71,14 +71,11 @@ def written(
     )
     writer = FeatureWriter(cfg, target, rows)
     writer.bounds = [*range(0, rows.lines.numel(), per_shard), rows.lines.numel()]
-    writer.count, writer.plan["bounds"] = len(writer.bounds) - 1, writer.bounds
+    writer.plan["bounds"] = writer.bounds
     writer.prepare()
     writer.begin()
-    for number in range(writer.count):
-        with writer.claim(number) as mine:
-            if mine and not writer.done(number):
-                list(writer.shard(number))
-    assert writer.finish()
+    for number in writer.missing:
+        list(writer.shard(number))
     return writer
 
 
@@ -146,7 +143,7 @@ def test_cached_loss_and_gradient_equal_online(name: str, data: Path, tmp_path: 
 def test_what_is_stored_is_what_the_target_gave_bit_for_bit(data: Path, tmp_path: Path) -> None:
     writer = written(data, tmp_path / "f")
     store, rows = opened(writer), writer.rows
-    for number in range(writer.count):
+    for number in range(len(writer.bounds) - 1):
         order = torch.arange(writer.bounds[number], writer.bounds[number + 1])
         for part in writer._batches(order[rows.lengths[order].argsort(stable=True)]):
             batch = rows.batch(part)
@@ -251,65 +248,33 @@ def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
         FeatureStore.open(tmp_path / "none", identity, (4,), writer.rows)
 
 
-@pytest.mark.parametrize("how", ["flip", "cut", "empty", "gone", "swap", "longer"])
-def test_damaged_files_are_refused_and_only_they_are_written_again(
+@pytest.mark.parametrize("how", ["cut", "empty", "longer", "gone", "another"])
+def test_a_damaged_file_is_refused_and_can_be_written_again(
     how: str, data: Path, tmp_path: Path
 ) -> None:
     writer = written(data, tmp_path / "f")
-    files = sorted((tmp_path / "f").glob("shard-*.safetensors"))
-    before = {p.name: p.read_bytes() for p in sorted((tmp_path / "f").iterdir())}
-    assert len(files) == 4
-    bad, content = files[2], bytearray(files[2].read_bytes())
-    if how == "flip":
-        content[len(content) // 2] ^= 4
-        bad.write_bytes(content)
-    elif how in ("cut", "empty"):
-        bad.write_bytes(content[: 0 if how == "empty" else len(content) - 7])
-    elif how == "longer":
-        bad.write_bytes(content + b"\0")
-    elif how == "gone":
-        bad.unlink()
-    else:
-        other = files[1].read_bytes()
-        files[1].write_bytes(content)
-        bad.write_bytes(other)
-    with pytest.raises(UserError, match=r"shard-0000[12]\.safetensors: .*mends this file alone"):
+    before = {p.name: p.read_bytes() for p in (tmp_path / "f").iterdir()}
+    first, _, bad, _ = sorted((tmp_path / "f").glob("shard-*.safetensors"))
+    content = bad.read_bytes()
+    bad.unlink()
+    if how != "gone":
+        made = {"cut": content[:-7], "empty": b"", "longer": content + b"\0"}
+        bad.write_bytes(made.get(how, first.read_bytes()))
+    with pytest.raises(UserError, match=rf"{bad}: .*start the command"):
         opened(writer)
-    kept = {p: p.stat().st_mtime_ns for p in files[:1] + files[3:]}
+    bad.unlink(missing_ok=True)
     written(data, tmp_path / "f")
-    assert {p.name: p.read_bytes() for p in sorted((tmp_path / "f").iterdir())} == before
-    assert {p: p.stat().st_mtime_ns for p in kept} == kept
+    assert {p.name: p.read_bytes() for p in (tmp_path / "f").iterdir()} == before
     assert opened(writer)
 
 
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        ({"rows": 47}, "damaged"),
-        ({"shards": {}}, "do not cover"),
-        ({"taps": None}, "manifest.json"),
-        (
-            {"shards": {"../../etc/passwd": {"rows": [0, 48], "bytes": 1, "sha256": ""}}},
-            "is no shard",
-        ),
-    ],
-)
-def test_a_manifest_that_was_tampered_with_is_refused(
-    change: dict, named: str, data: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("change", [{"bounds": [0]}, {"taps": None}, {"bounds": "x"}, []])
+def test_a_manifest_that_was_changed_is_refused(change: Any, data: Path, tmp_path: Path) -> None:
     writer = written(data, tmp_path / "f")
     path = tmp_path / "f" / "manifest.json"
-    card = {**json.loads(path.read_text()), **change}
-    if named != "damaged":
-        card["sha256"] = store.card_sha256(card)
-    path.write_text(json.dumps(card))
-    with pytest.raises((UserError, TypeError), match=named if change.get("taps", 1) else None):
-        opened(writer)
-    path.write_text("[]")
-    with pytest.raises(UserError, match="manifest.json: unreadable"):
-        opened(writer)
-    path.unlink()
-    with pytest.raises(UserError, match="not complete; start the command"):
+    card = json.loads(path.read_text())
+    path.write_text(json.dumps({**card, **change} if isinstance(change, dict) else change))
+    with pytest.raises(UserError):
         opened(writer)
 
 
@@ -365,7 +330,7 @@ def test_a_signal_keeps_the_whole_files_and_the_same_command_continues(
     assert cache(data, out) == 75
     monkeypatch.setattr(Target, "features", real)
     there = {p.name for p in out.iterdir()}
-    assert "shard-00000.safetensors" in there and "manifest.json" not in there
+    assert "shard-00000.safetensors" in there and "shard-00003.safetensors" not in there
     assert not [n for n in there if n.startswith(".tmp")]
     assert cache(data, out) == 0
     for path in (tmp_path / "whole").iterdir():
@@ -387,17 +352,6 @@ def test_features_that_are_not_finite_name_their_row(
     with pytest.raises(UserError, match=r"data\.jsonl:\d+: features are not finite"):
         written(data, tmp_path / "f")
     assert not list((tmp_path / "f").glob("shard*"))
-
-
-def test_another_process_keeps_its_shard(data: Path, tmp_path: Path) -> None:
-    writer = written(data, tmp_path / "f")
-    (tmp_path / "f" / "shard-00001.safetensors").unlink()
-    (tmp_path / "f" / "manifest.json").unlink()
-    with writer.claim(1) as mine, writer.claim(1) as second:
-        assert mine and not second
-        assert cache_features.write(writer, 0, 1, cache_features.Console(quiet=True)) is False
-    assert not (tmp_path / "f" / "manifest.json").exists()
-    assert cache_features.write(writer, 0, 1, cache_features.Console(quiet=True)) is True
 
 
 @pytest.mark.slow

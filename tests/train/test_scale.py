@@ -16,7 +16,8 @@ from accelerate import Accelerator, PartialState
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.heads import head_class
-from outrider.train import cache_features, loop, setup
+from outrider.scripts import cache_features
+from outrider.train import loop, setup
 from outrider.train.loop import fit
 from outrider.train.runs import BlockRun, EagleRun, MedusaRun
 from tests.helpers.faults import finish, ranks, wait

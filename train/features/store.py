@@ -1,22 +1,18 @@
 """The target's features read from disk in place of a forward pass: what
-train/cache_features.py wrote.
+scripts/cache_features.py wrote.
 
-A cache is a folder of shards (safetensors: one tensor [tokens, D] per tap, rows end to end)
-and manifest.json with the sha256 of every shard and the identity of what is stored: target,
-tokenizer, chat template, tokens, taps, dtypes. A training run with data.features=FOLDER reads
-its features there; embeddings and LM head remain the target's own.
+A folder of shards (safetensors: one tensor [tokens, D] per tap, rows end to end) and
+manifest.json, which says what is stored: target, tokenizer, chat template, tokens, taps, dtypes,
+and the rows of each shard. A training run with data.features=FOLDER reads its features there;
+embeddings and LM head remain the target's own.
 
 Shape letters: B rows, T positions, F taps, D width of the features.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +21,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from outrider.conf.errors import UserError
-from outrider.decode.models.identity import sha256_remembered
 from outrider.decode.models.shards import layer_stacks
 from outrider.decode.target import Target
 from outrider.heads.base import Batch, Head
 from outrider.train.data.batches import JoinedRows
 
-FORMAT = 1
-PLAN, MANIFEST = "plan.json", "manifest.json"
-SHARD = re.compile(r"shard-\d{5}\.safetensors")
-KEYS = (
-    "target.weights_sha256",
-    "target.tokenizer_sha256",
-    "target.template_sha256",
-    "data.tokens_sha256",
-    "dtype",
-)
+FORMAT = 2
+MANIFEST = "manifest.json"
 AGAIN = "write the features again: scripts/cache_features.py with this run's target and data"
 
 
-def tokens_sha256(rows: JoinedRows) -> str:
-    """What features depend on: the ids and where rows begin. The loss mask and the held-out
-    choice do not matter.
-    """
-    return rows.totals.tokens_sha256
+def shard_path(folder: Path, number: int) -> Path:
+    """The file of a shard."""
+    return folder / f"shard-{number:05d}.safetensors"
 
 
 def computed_in(cfg: Any) -> str:
@@ -61,93 +46,80 @@ def identity_of(target: Target, rows: JoinedRows, dtype: str) -> dict[str, Any]:
     """What features must have in common with the run that reads them. dtype: see computed_in."""
     hashes = target.identity.to_json() if target.identity else {}
     found = {f"target.{k}": v for k, v in hashes.items() if k.endswith("sha256")}
-    return {"format": FORMAT, **found, "data.tokens_sha256": tokens_sha256(rows), "dtype": dtype}
-
-
-def card_sha256(card: dict[str, Any]) -> str:
-    """The hash that a manifest states of itself."""
-    rest = {k: v for k, v in card.items() if k != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass
-class Shard:
-    """One file. rows: first row and the one after the last."""
-
-    path: Path
-    rows: tuple[int, int]
-    bytes: int
-    sha256: str
+    tokens = {"data.tokens_sha256": rows.totals.tokens_sha256}
+    return {"format": FORMAT, **found, **tokens, "dtype": dtype}
 
 
 class FeatureStore:
-    """An opened cache. taps: stored hidden states. stored: their dtype. offsets: [R + 1] of
-    the data's rows.
-    """
+    """Opened features. taps: stored hidden states. stored: their dtype. bounds: first row of
+    every shard, and the number of rows. offsets: [R + 1] of the data's rows."""
 
-    def __init__(
-        self, folder: Path, card: dict[str, Any], shards: list[Shard], offsets: Tensor
-    ) -> None:
-        self.folder, self.shards, self.offsets = folder, shards, offsets
+    def __init__(self, folder: Path, card: dict[str, Any], offsets: Tensor) -> None:
+        self.offsets, self.bounds = offsets, [int(row) for row in card["bounds"]]
         self.taps: tuple[int, ...] = tuple(card["taps"])
-        self.stored: str = card["stored"]
-        self.width: int = card["width"]
-        self.identity: dict[str, Any] = card["identity"]
-        self._starts = torch.tensor([s.rows[0] for s in shards])
-        self._open: dict[int, Any] = {}
+        self.stored, self.width = str(card["stored"]), int(card["width"])
+        if self.bounds[0] or self.bounds[-1] != offsets.numel() - 1:
+            raise ValueError("its shards do not cover the rows")
+        self._starts = torch.tensor(self.bounds[:-1])
+        self._files = [self._file(shard_path(folder, i), i) for i in range(len(self._starts))]
 
     @classmethod
     def open(
         cls, folder: Path, identity: dict[str, Any], taps: Sequence[int], rows: JoinedRows
     ) -> FeatureStore:
-        """Check and open a cache. Raises UserError, naming the file: unfinished, damaged or
+        """Check and open features. Raises UserError, naming the file: unfinished, damaged or
         foreign files, features of another target or of other data, taps that are not stored."""
-        card, shards = read_manifest(folder)
         path = folder / MANIFEST
-        theirs = card["identity"]
+        try:
+            card = json.loads(path.read_text())
+            theirs, stored = dict(card["identity"]), list(card["taps"])
+        except FileNotFoundError:
+            raise UserError(
+                f"data.features: {folder} has no {MANIFEST}; scripts/cache_features.py writes one"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{path}: unreadable ({type(error).__name__}); {AGAIN}") from None
         wrong = [
-            f"{k} {str(theirs.get(k))[:12]} is not {str(identity.get(k))[:24]} of this run"
-            for k in KEYS
-            if theirs.get(k) != identity.get(k)
+            f"{key} {str(theirs.get(key))[:12]} is not {str(value)[:24]} of this run"
+            for key, value in identity.items()
+            if theirs.get(key) != value
         ]
         if wrong:
             raise UserError(
                 f"{path}: holds features of something else ({'; '.join(wrong)}); {AGAIN}"
             )
-        missing = [t for t in taps if t not in card["taps"]]
-        if missing:
+        if not {*taps} <= {*stored}:
             raise UserError(
-                f"{path}: holds the hidden states {card['taps']}, the head reads {list(taps)}; "
+                f"{path}: holds the hidden states {stored}, the head reads {list(taps)}; "
                 f"{AGAIN}, and with taps=[..] or heads=[..] of this head"
             )
-        problems = damage(shards)
-        if problems:
-            raise UserError(
-                f"{problems[0]}; the command that wrote the features mends this file alone"
-            )
-        store = cls(folder, card, shards, rows.offsets)
-        for number in range(len(shards)):
-            store._file(number)
-        return store
+        try:
+            return cls(folder, card, rows.offsets)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise UserError(f"{path}: unreadable ({type(error).__name__}); {AGAIN}") from None
 
-    def _file(self, number: int) -> Any:
-        """The opened shard; its tensors must be what the manifest says."""
-        if number not in self._open:
-            shard = self.shards[number]
-            tokens = int(self.offsets[shard.rows[1]] - self.offsets[shard.rows[0]])
-            try:
-                file = safe_open(shard.path, "pt")
-                shapes = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"{shard.path}: cannot be read ({error}); {AGAIN}") from None
-            wanted = {f"tap.{t}": (tokens, self.width) for t in self.taps}
-            if any(shapes.get(name) != shape for name, shape in wanted.items()):
-                raise UserError(
-                    f"{shard.path}: does not hold {tokens} tokens of the states "
-                    f"{list(self.taps)}; {AGAIN}"
-                )
-            self._open[number] = file
-        return self._open[number]
+    def _file(self, path: Path, number: int) -> Any:
+        """An opened shard; its tensors must be what the manifest says."""
+        first, last = self.bounds[number : number + 2]
+        wanted = (int(self.offsets[last] - self.offsets[first]), self.width)
+        try:
+            file = safe_open(path, "pt")
+            shapes = {tuple(file.get_slice(f"tap.{t}").get_shape()) for t in self.taps}
+        except FileNotFoundError:
+            raise UserError(
+                f"{path}: is not there yet; start the command that writes the features again, it "
+                "continues"
+            ) from None
+        except (OSError, SafetensorError) as error:
+            shapes, why = set(), f" ({error})"
+        else:
+            why = ""
+        if shapes != {wanted}:
+            raise UserError(
+                f"{path}: does not hold {wanted[0]} tokens of the states {list(self.taps)}{why}; "
+                "remove it and start the command that wrote it again"
+            )
+        return file
 
     def bytes_per_token(self, taps: Sequence[int]) -> int:
         """Bytes that a head with these taps reads for a token."""
@@ -157,82 +129,10 @@ class FeatureStore:
     def row(self, row: int, taps: Sequence[int]) -> Tensor:
         """[T, F, D] in the stored dtype."""
         number = int(torch.searchsorted(self._starts, row, right=True)) - 1
-        first = int(self.offsets[self.shards[number].rows[0]])
+        first = int(self.offsets[self.bounds[number]])
         part = slice(int(self.offsets[row]) - first, int(self.offsets[row + 1]) - first)
-        file = self._file(number)
+        file = self._files[number]
         return torch.stack([file.get_slice(f"tap.{tap}")[part] for tap in taps], 1)
-
-
-def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
-    """The checked manifest of a finished cache. Raises UserError naming the file."""
-    path = folder / MANIFEST
-    try:
-        text = path.read_text()
-        card = json.loads(text)
-        if card["sha256"] != card_sha256(card):
-            raise UserError(f"{path}: damaged (sha256 differs from the one it states); {AGAIN}")
-        if card["identity"]["format"] != FORMAT:
-            raise UserError(
-                f"{path}: format {card['identity']['format']}, this version reads {FORMAT}; {AGAIN}"
-            )
-        bad = [name for name in card["shards"] if not SHARD.fullmatch(name)]
-        if bad:
-            raise UserError(f"{path}: names a file that is no shard ({bad[0]!r}); {AGAIN}")
-        shards = [
-            Shard(
-                folder / name,
-                (int(e["rows"][0]), int(e["rows"][1])),
-                int(e["bytes"]),
-                str(e["sha256"]),
-            )
-            for name, e in sorted(card["shards"].items())
-        ]
-        bounds = [s.rows[0] for s in shards] + [card["rows"]]
-        if bounds[:1] != [0] or [s.rows[1] for s in shards] != bounds[1:]:
-            raise UserError(
-                f"{path}: its shards do not cover the rows 0 to {card['rows']} once; {AGAIN}"
-            )
-        # Reads the same, but it is not what was written.
-        if text != json.dumps(card, indent=1) + "\n":
-            raise UserError(f"{path}: damaged (changed after it was written); {AGAIN}")
-    except FileNotFoundError:
-        if (folder / PLAN).is_file():
-            raise UserError(
-                f"{folder}: the features are not complete; start the command that wrote them "
-                "again, it continues"
-            ) from None
-        raise UserError(
-            f"data.features: {folder} has no {MANIFEST}; scripts/cache_features.py writes one"
-        ) from None
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        RecursionError,
-    ) as error:
-        raise UserError(f"{path}: unreadable ({type(error).__name__}); {AGAIN}") from None
-    return card, shards
-
-
-def damage(shards: Sequence[Shard]) -> list[str]:
-    """What is wrong with shards, naming each file; [] when size and sha256 are as written.
-    Hashes are remembered by size, times and inode, so that only a changed file is read again."""
-
-    def check(shard: Shard) -> str | None:
-        try:
-            size = shard.path.stat().st_size
-            if size != shard.bytes:
-                return f"{shard.path}: {size:,} bytes, {shard.bytes:,} were written"
-            same = sha256_remembered([shard.path])[0] == shard.sha256
-            return None if same else f"{shard.path}: sha256 differs"
-        except OSError as error:
-            return f"{shard.path}: cannot be read ({error.strerror})"
-
-    with ThreadPoolExecutor(4) as pool:
-        return [problem for problem in pool.map(check, shards) if problem]
 
 
 class CachedTarget:
@@ -338,7 +238,7 @@ class Source:
             folder, identity_of(target, rows, computed_in(cfg)), self.reads, rows
         )
         freed = 0 if cfg.eval.every or cfg.eval.parity else free_layers(target)
-        self.note = f"features: {folder}, {len(self.store.shards)} files in {self.store.stored}"
+        self.note = f"features: {folder}, {len(self.store.bounds) - 1} files in {self.store.stored}"
         self.note += f"; the target's layers are freed ({freed / 2**20:,.0f} MiB)" if freed else ""
         if self.store.stored != cfg.dtype:
             self.meaning["features"] = f"stored in {self.store.stored}"
