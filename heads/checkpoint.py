@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from outrider.conf.disk import sync
 from outrider.conf.errors import UserError, first_line
 from outrider.conf.jsonl import HALF, is_whole
+from outrider.conf.rules import one_of
 from outrider.conf.typed import from_json
 from outrider.decode.models.identity import Identity, sha256_file
 from outrider.decode.target import Target
@@ -42,14 +43,9 @@ AGAIN = "restore it or train the head again"
 class WeightsFile:
     """The weights file of a card: its name, size in bytes and hash."""
 
-    file: str
+    file: Annotated[str, one_of(WEIGHTS)]
     bytes: int
     sha256: str
-
-    def validate(self) -> list[str]:
-        """Problems as "key: value; rule"."""
-        known = self.file in WEIGHTS
-        return [] if known else [f"file: names {self.file[:80]!r}; known: {', '.join(WEIGHTS)}"]
 
 
 @dataclass
@@ -228,17 +224,14 @@ def load_head(folder: Path | str, target: Target, relative: bool = False) -> Hea
         if ids is not None and not vocab.ascends(ids, target.vocab_size):
             last = target.vocab_size - 1
             raise UserError(f"its draft vocabulary is not different tokens of 0..{last} in order")
+        head.check_loaded(target)
     except UserError as error:
         raise UserError(f"{folder / CARD}: {error}; {AGAIN}") from None
-    except (KeyError, TypeError, RuntimeError) as error:
+    except Exception as error:  # a stranger's values may fail anywhere in other people's code
         raise UserError(
             f"{folder}: does not fit this version's {card['kind']} head ({first_line(error)}); "
             "train it again"
         ) from None
-    try:
-        head.check_loaded(target)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from None
     return head.eval()
 
 

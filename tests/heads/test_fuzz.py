@@ -135,7 +135,7 @@ def test_a_card_names_the_key_and_the_way_out(tmp_path: Path) -> None:
             3,
             "are of different heads (proj is [2, 64, 32] in the weights and [3, 64, 32]",
         ),
-        (("weights", "file"), "../x", "weights.file: names '../x'"),
+        (("weights", "file"), "../x", "weights.file: '../x' is none of"),
         (("head", "config", "causal"), True, "head.config.causal: "),
         (("head", "zzz"), 1, "zzz: no such key"),
     ):
