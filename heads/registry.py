@@ -14,18 +14,16 @@ from outrider.conf.errors import UserError
 if TYPE_CHECKING:
     from outrider.heads.base import Head
 
-# kind -> module of this package:class
+# kind -> (module of this package:class, what people call it)
 HEADS = {
-    "medusa": "medusa.head:MedusaHead",
-    "hydra_heads": "medusa.hydra_heads:HydraHeads",
-    "eagle1": "eagle.head:Eagle1Head",
-    "eagle3": "eagle.head:Eagle3Head",
-    "dflash": "block.head:DFlashHead",
-    "dspark": "block.head:DSparkHead",
-    "small_lm": "small_lm.head:SmallLM",
+    "medusa": ("medusa.head:MedusaHead", "Medusa heads"),
+    "hydra_heads": ("medusa.hydra_heads:HydraHeads", "Hydra heads"),
+    "eagle1": ("eagle.head:Eagle1Head", "an EAGLE-1 head"),
+    "eagle3": ("eagle.head:Eagle3Head", "an EAGLE-3 head"),
+    "dflash": ("block.head:DFlashHead", "a DFlash head"),
+    "dspark": ("block.head:DSparkHead", "a DSpark head"),
+    "small_lm": ("small_lm.head:SmallLM", "a draft model"),
 }
-
-
 # The formats of `outrider export` (heads/interop)
 FORMATS = ("vllm", "speculators", "sglang", "deepspec", "transformers", "gguf")
 
@@ -37,7 +35,7 @@ def head_class(kind: str, where: str = "head.kind") -> type[Head]:
     Raises UserError for a kind that nobody brings, and for a package that is no good.
     """
     if kind in HEADS:
-        module, _, name = HEADS[kind].partition(":")
+        module, _, name = HEADS[kind][0].partition(":")
         found: type[Head] = getattr(importlib.import_module(f"outrider.heads.{module}"), name)
         return found
     package = packages.find(kind)
@@ -61,3 +59,8 @@ def head_class(kind: str, where: str = "head.kind") -> type[Head]:
 def kinds() -> list[str]:
     """Every kind of head by name: ours, and what installed packages say they bring."""
     return sorted({*HEADS, *(one.kind for one in packages.packaged())})
+
+
+def title(kind: str) -> str:
+    """Return what people call a kind of head, with its article."""
+    return HEADS[kind][1] if kind in HEADS else f"a {kind} head"

@@ -13,18 +13,11 @@ from typing import Any
 from outrider.conf.jsonl import records
 from outrider.heads.base import Head
 from outrider.heads.interop import ENGINE, engines
+from outrider.heads.registry import title
 from outrider.heads.tuned import Tuned
 from outrider.scripts.common import files
 from outrider.scripts.common.rendering import render
 
-NAMES = {
-    "medusa": "Medusa heads",
-    "eagle1": "an EAGLE-1 head",
-    "eagle3": "an EAGLE-3 head",
-    "dflash": "a DFlash head",
-    "dspark": "a DSpark head",
-    "small_lm": "a draft model",
-}
 SHOWN = ("batches", "draft vocabulary", "target", "commit")  # of the training, where it is known
 
 
@@ -106,7 +99,7 @@ def serve(about: About) -> list[tuple[str, str]]:
 def page(about: About) -> str:
     """README.md."""
     head, name, identity = about.head, about.name, about.card.get("target") or {}
-    what, extra = NAMES[head.kind], about.card.get("extra") or {}
+    what, extra = title(head.kind), about.card.get("extra") or {}
     return render(
         "export.md",
         about=about,

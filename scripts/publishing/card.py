@@ -10,8 +10,9 @@ from typing import Any
 
 from outrider.conf.errors import UserError
 from outrider.heads.hub import LIBRARY
+from outrider.heads.registry import title
 from outrider.scripts.common.rendering import render
-from outrider.scripts.exporting.card import NAMES, trained_depth
+from outrider.scripts.exporting.card import trained_depth
 
 TASK, REPORT = "text-generation", "report.json"
 
@@ -50,8 +51,7 @@ class Published:
     @property
     def title(self) -> str:
         """Say what it is and for which target."""
-        kind, target = self.card["kind"], self.card["target"] or {}
-        what = NAMES.get(kind, f"a {kind} head")
+        target, what = self.card["target"] or {}, title(self.card["kind"])
         return f"{what[0].upper()}{what[1:]} for {self.base_model or target.get('name')}"
 
 
