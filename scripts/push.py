@@ -1,9 +1,9 @@
 """Publish a head on the Hugging Face hub, from where `hub:OWNER/NAME` names it wherever a
 head may stand.
 
-    outrider export drafter=runs/eagle3 format=vllm out=exports/eagle3 outrider push
-    runs/eagle3 OWNER/NAME license=mit export=exports/eagle3 report=reports/eagle3 outrider
-    evaluate 'drafters=[none,hub:OWNER/NAME@tree]' out=reports/theirs
+    outrider export drafter=runs/eagle3 format=vllm out=exports/eagle3
+    outrider push runs/eagle3 OWNER/NAME license=mit export=exports/eagle3
+    outrider evaluate 'drafters=[none,hub:OWNER/NAME@tree]' out=reports/theirs
 
 What goes up, in one commit: the model card; in head/ the head in our own form; at the top,
 with export=, the head as an engine reads it, expected.json, and outrider.json with every
