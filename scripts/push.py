@@ -37,7 +37,7 @@ from outrider.heads.hub import HEAD, LIBRARY, explained
 from outrider.heads.interop import MANIFEST, exported
 from outrider.heads.names import HUB
 from outrider.scripts.exporting.card import run_record
-from outrider.scripts.publishing.card import Published, measured, page
+from outrider.scripts.publishing.card import Publication, measured, page
 from outrider.scripts.publishing.config import PushConfig, keyed
 
 TEXTS, WEIGHTS = (".json", ".md", ".txt", ".jinja"), (".safetensors", ".gguf")
@@ -103,7 +103,7 @@ def look(api: Any, cfg: PushConfig) -> tuple[list[str], str | None]:
 
 
 def push(
-    api: Any, cfg: PushConfig, about: Published, old: Sequence[str], parent: str | None
+    api: Any, cfg: PushConfig, about: Publication, old: Sequence[str], parent: str | None
 ) -> str:
     """Make the repository and the branch where they are not there, and commit all files,
     without those in `old`, on top of `parent`. Returns the commit.
@@ -128,7 +128,7 @@ def push(
     return str(done.oid)
 
 
-def gathered(cfg: PushConfig) -> Published:
+def gathered(cfg: PushConfig) -> Publication:
     """Put together everything that goes up. Raises UserError for what cannot be published."""
     if cfg.run.startswith(HUB):
         raise UserError(
@@ -142,7 +142,7 @@ def gathered(cfg: PushConfig) -> Published:
     known = card["target"] or {}
     name = str(known.get("name", ""))
     base = cfg.base_model or (name if REPOSITORY.fullmatch(name) else "")
-    about = Published(cfg.repository, base, cfg.license, cfg.datasets, card)
+    about = Publication(cfg.repository, base, cfg.license, cfg.datasets, card)
     places = {known.get("path", ""): base or "TARGET", str(Path.home()): "~"}
     if cfg.report:
         measured(Path(cfg.report).expanduser(), about)
@@ -157,7 +157,7 @@ def gathered(cfg: PushConfig) -> Published:
     return about
 
 
-def add_head(about: Published, folder: Path, clean: Callable[[str], str]) -> None:
+def add_head(about: Publication, folder: Path, clean: Callable[[str], str]) -> None:
     """Put a head folder into head/. clean: takes this machine's folders out of a text. Raises
     UserError where it is damaged."""
     card, name = about.card, str(about.card["weights"]["file"])
@@ -173,7 +173,7 @@ def add_head(about: Published, folder: Path, clean: Callable[[str], str]) -> Non
                 about.files[f"{HEAD}/{path.name}"] = clean(path.read_text("utf-8")).encode()
 
 
-def add_export(about: Published, folder: Path, places: Mapping[str, str]) -> None:
+def add_export(about: Publication, folder: Path, places: Mapping[str, str]) -> None:
     """Put an export of this head at the top, but for its page. places: see scrubbed. Raises
     UserError for another folder, and where a file is damaged or would not be read safely."""
     manifest = exported(folder) or {}

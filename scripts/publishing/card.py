@@ -29,7 +29,7 @@ class Row:
 
 
 @dataclass
-class Published:
+class Publication:
     """What goes up. repository: OWNER/NAME. base_model: the target's repository, "" where
     it has none. card: head.json. manifest: outrider.json of an export, {} without one.
     files: by their place in the repository, their content or where they lie here. rows,
@@ -55,7 +55,7 @@ class Published:
         return f"{what[0].upper()}{what[1:]} for {self.base_model or target.get('name')}"
 
 
-def page(about: Published) -> str:
+def page(about: Publication) -> str:
     """Return README.md: metadata as the hub reads it, then text."""
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -87,7 +87,7 @@ def page(about: Published) -> str:
     return render("published.md", metadata=data.to_yaml(), about=about, depth=depth)
 
 
-def measured(place: Path, about: Published) -> None:
+def measured(place: Path, about: Publication) -> None:
     """Take what the report at `place` (or in that folder) says of this very head.
 
     Raises UserError where it is no report, of another target, or tells nothing of that head.
