@@ -3,7 +3,8 @@ training loss.
 
 A new head is one folder, with a subclass of Head and a YAML (docs/new-head.md).
 
-Shape letters: B rows, T positions, D width of the target's features.
+Shape letters: B rows, T positions, D width of the target's features, A anchors, P nodes of
+a level, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
+from outrider.decode import grow
 from outrider.decode.drafters import Drafter
-from outrider.decode.grow import Form
+from outrider.decode.grow import Form, Nodes
+from outrider.decode.rng import Rng
+from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.decode.tree import TreeShape
+from outrider.decode.tree import DraftTree, TreeShape
 from outrider.heads import shapes, vocab
 from outrider.heads.batch import Batch, LossOut, moved
 from outrider.heads.config import HeadConfig as HeadConfig
-from outrider.heads.forced import ranks
 from outrider.heads.names import DraftSpec
 from outrider.heads.saved import Stored
 
-__all__ = ["Batch", "Head", "HeadConfig", "LossOut"]
+__all__ = ["Batch", "Drafting", "Head", "HeadConfig", "LossOut"]
+
+
+TAPS = "hidden_states[k] of transformers; num_layers = output after the final norm"
 
 
 class Head(Stored):
@@ -225,14 +231,28 @@ class Head(Stored):
         """Measure on held-out rows what decoding wants to know: acceptance by level and rank,
         and the static tree that follows from it, grown from hits of whole paths (levels are
         not independent). Tokens are the text's own."""
-        found = [ranks(self, batch, target, self.levels) for batch in batches]
+        found = [self._ranks(batch, target) for batch in batches]
         if found and sum(part.shape[0] for part in found):
             self.calibration = self.measure(torch.cat(found))
 
+    @torch.no_grad()
+    def _ranks(self, batch: Batch, target: Target) -> Tensor:
+        """[A, levels] int64: rank of the right token at every level, shapes.RANKS for a
+        miss, for each anchor t whose x_{t+2} is supervised; levels beyond the answer count
+        as misses."""
+        tokens, ids = batch.ids.reshape(-1), self.ids()
+        table = torch.full((len(tokens), self.levels), shapes.RANKS, device=tokens.device)
+        first = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        for flat, level, z in self.forced(batch, target, self.levels):
+            place = vocab.places(ids, tokens[flat])
+            rank = (z > z.gather(1, place.clamp(min=0)[:, None])).sum(1).clamp_(max=shapes.RANKS)
+            table[flat - 2 - level, level] = torch.where(place >= 0, rank, shapes.RANKS)
+            if level == 0:
+                first[flat - 2] = True
+        return table[first]
+
     def measure(self, table: Tensor) -> dict[str, Any]:
-        """The calibration that follows from ranks [A, levels] of the right tokens
-        (heads/forced.py).
-        """
+        """Make the calibration that follows from ranks [A, levels] of the right tokens."""
         return shapes.measure(table)
 
     def begin_step(self, step: int) -> None:
@@ -242,3 +262,30 @@ class Head(Stored):
     def check_loaded(self, target: Target) -> None:
         """Called once the weights are loaded from a folder. Raises UserError where no draft
         can be made with them. Default: nothing."""
+
+
+class Drafting:
+    """What the drafters of all trained heads share (decode.drafters.Drafter): their name
+    and form, and the growth of a draft, for which a subclass says what it guesses
+    (decode.grow.LevelSource)."""
+
+    def __init__(self, head: Head, target: Target, form: Form) -> None:
+        self.name, self.form, self.shape = f"{head.kind}@{form.shape}", form, form.shape
+        self.taps, self.max_depth, self.max_nodes = head.taps, form.depth, form.nodes
+        self.ids, self.device = head.ids(), target.device
+
+    @torch.inference_mode()
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+        """A draft no deeper than budget [B]."""
+        return grow.draft(self, self.form, budget, sampling, rng)
+
+    def draft_ids(self) -> Tensor | None:
+        return self.ids
+
+    def open(self, levels: int) -> Tensor:
+        """Begin a draft: logits [B, 1, Vd] behind the last committed token."""
+        raise TypeError("a subclass defines it")
+
+    def level(self, nodes: Nodes) -> Tensor:
+        """Go on with it: logits [B, P, Vd] of the children of P nodes."""
+        raise TypeError("a subclass defines it")

@@ -12,47 +12,19 @@ draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.decode.target import Target
-from outrider.heads import shapes, vocab
-from outrider.heads.batch import Batch
+from outrider.heads import vocab
+from outrider.heads.base import Batch, Head
 
 # Share of the largest logit by which two orders of evaluation may differ: the drafter's cached
 # passes of few rows and the training pass over whole texts. 16-bit: measured on
 # SmolLM2.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-
-
-class Guesses(Protocol):
-    """What is asked of a head (heads.base.Head) here."""
-
-    def forced(
-        self, batch: Batch, target: Target, levels: int
-    ) -> Iterator[tuple[Tensor, int, Tensor]]: ...
-
-    def ids(self) -> Tensor | None: ...
-
-
-@torch.no_grad()
-def ranks(head: Guesses, batch: Batch, target: Target, levels: int) -> Tensor:
-    """[A, S] int64: rank of the right token at every level, shapes.RANKS for a miss, for each
-    anchor t whose x_{t+2} is supervised; levels beyond the answer count as misses."""
-    tokens, ids, size = batch.ids.reshape(-1), head.ids(), batch.ids.numel()
-    table = torch.full((size, levels), shapes.RANKS, dtype=torch.int64, device=tokens.device)
-    first = torch.zeros(size, dtype=torch.bool, device=tokens.device)
-    for flat, level, z in head.forced(batch, target, levels):
-        place = vocab.places(ids, tokens[flat])
-        rank = (z > z.gather(1, place.clamp(min=0)[:, None])).sum(1).clamp_(max=shapes.RANKS)
-        table[flat - 2 - level, level] = torch.where(place >= 0, rank, shapes.RANKS)
-        if level == 0:
-            first[flat - 2] = True
-    return table[first]
 
 
 @dataclass(frozen=True)
@@ -67,7 +39,7 @@ class Forced:
 
 
 @torch.no_grad()
-def judge(head: Guesses, batch: Batch, target: Target, levels: int) -> Forced:
+def judge(head: Head, batch: Batch, target: Target, levels: int) -> Forced:
     """Where the supervised text of `batch` is what a chain of `levels` would draft. A tie goes
     to the token that argmax takes, and is not sure."""
     tokens, ids, size = batch.ids.reshape(-1), head.ids(), batch.ids.numel()

@@ -144,11 +144,11 @@ ALGORITHM = (
 )
 SHARED = (
     *(f"decode/{name}.py" for name in ALGORITHM),
-    *("heads/base.py", "heads/batch.py", "heads/drafting.py", "heads/losses.py"),
+    *("heads/base.py", "heads/batch.py", "heads/losses.py"),
     *("train/loop.py", "train/run.py"),
 )
 EAGLE = (
-    *(f"heads/layers/{name}.py" for name in ("head", "drafter", "layer", "cache", "init", "plan")),
+    *(f"heads/layers/{name}.py" for name in ("head", "drafter", "layer", "plan")),
     *(f"heads/eagle/{name}.py" for name in ("head", "config", "net", "drafter")),
 )
 READING = {

@@ -43,7 +43,6 @@ class BlockDrafter(LayeredDrafter):
         self.least = head.cfg.least if form.shape == "chain" else 0.0
 
     def blank(self, rows: int) -> Tensor:
-        """See LayeredDrafter."""
         return torch.zeros(rows, dtype=torch.int64, device=self.device)
 
     @torch.inference_mode()
@@ -63,7 +62,7 @@ class BlockDrafter(LayeredDrafter):
         self.h[rows] = newest
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.LevelSource: the block, all the rows that it was trained with."""
+        """Run the block, all the rows that it was trained with."""
         count, before = len(self.lengths), self.cfg.before
         rows = self.cfg.block
         places = self.cache.aim(slice(0, count), self.lengths, 0, rows)
@@ -81,7 +80,6 @@ class BlockDrafter(LayeredDrafter):
         return self._after(self.h[:count, None], 0)
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.LevelSource."""
         return self._after(nodes.tokens, nodes.level)
 
     @torch.inference_mode()

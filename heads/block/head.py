@@ -28,12 +28,11 @@ from outrider.conf.errors import UserError
 from outrider.decode.target import Target
 from outrider.heads import vocab
 from outrider.heads.batch import Batch, LossOut
-from outrider.heads.block import confidence
 from outrider.heads.block.anchors import Anchors, Blocks, every
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.block.drafter import BlockDrafter
 from outrider.heads.block.look_back import look_back
-from outrider.heads.block.loss import Slots, SlotWeights
+from outrider.heads.block.loss import Slots, SlotWeights, problems, temperatures
 from outrider.heads.block.net import BlockNet, Keys, attend_blocks
 from outrider.heads.layers.head import LayeredHead, LayeredSaved
 from outrider.heads.losses import Taught, TokenStats, by_level, chunk_of, chunked_loss
@@ -44,16 +43,13 @@ FORCED = 64  # blocks of a row that a forced pass runs at a time
 
 @dataclass(kw_only=True)
 class BlockSaved(LayeredSaved):
-    """See LayeredSaved."""
-
     config: BlockConfig
 
     def fits(self, target: Target) -> list[str]:
-        """See Saved."""
         found, deep = super().fits(target), target.num_layers
         if not self.taps or self.taps != sorted({t for t in self.taps if 0 <= t < deep}):
             found.append(f"taps: {self.taps[:9]} are not hidden states of 0..{deep - 1} in order")
-        return found + confidence.problems(self.calibration)
+        return found + problems(self.calibration)
 
 
 class BlockHead(LayeredHead):
@@ -70,7 +66,6 @@ class BlockHead(LayeredHead):
 
     @classmethod
     def for_target(cls, target: Target, cfg: BlockConfig, counts: Tensor | None = None) -> Self:
-        """See LayeredHead; the last layer's output is none of the taps."""
         seed = int(torch.randint(1 << 62, ()))
         head = super().for_target(target, cfg, counts)
         head.seed = seed
@@ -129,7 +124,6 @@ class BlockHead(LayeredHead):
         return LossOut(total, count.sum(), stats)
 
     def plan(self, batch: Batch, step: int) -> Blocks:
-        """See Head: the blocks of a batch on the CPU."""
         return Blocks.draw(batch, self.cfg.anchors, self.cfg.slots, (self.seed, step))
 
     def _judged(
@@ -192,12 +186,11 @@ class BlockHead(LayeredHead):
 
     @property
     def levels(self) -> int:
-        """See Head."""
         return self.cfg.slots
 
     @torch.no_grad()
     def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
-        """See Head; also the temperatures of the confidence head, on blocks drawn as at the
+        """Measure also the temperatures of the confidence head, on blocks drawn as at the
         first step: a resumed run, which has taken fewer, judges the same ones."""
         kept = list(batches)
         super().calibrate(kept, target)
@@ -212,14 +205,14 @@ class BlockHead(LayeredHead):
             part = [slots.spread(values.double()) for values in (chances, rows.rate[0])]
             parts.append((torch.stack(part), on))
         logits, rate = torch.cat([part for part, _ in parts], 1)
-        fitted = confidence.temperatures(logits, rate, torch.cat([on for _, on in parts]))
+        fitted = temperatures(logits, rate, torch.cat([on for _, on in parts]))
         self.calibration["confidence"] = fitted
 
     @torch.no_grad()
     def forced(
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
-        """See Head; at most as many levels as slots."""
+        """Draft from the text's own tokens, at most as many levels as slots."""
         net, slots = self.net, min(levels, self.cfg.slots)
         proj = self.projection(target).to(target.dtype)
         tokens, supervised = batch.ids.reshape(-1), (batch.loss_mask & batch.mask).reshape(-1)
@@ -238,12 +231,10 @@ class BlockHead(LayeredHead):
 
     @property
     def deepest(self) -> int:
-        """See Head: as many as a block was trained with."""
         return self.cfg.slots
 
     @property
     def usual(self) -> int:
-        """See Head."""
         return self.cfg.depth or self.cfg.slots
 
 

@@ -37,12 +37,10 @@ class EagleDrafter(LayeredDrafter):
         self.drafted = 0  # tokens read behind the committed ones in this cycle
 
     def reset(self, rows: int, max_len: int) -> None:
-        """See LayeredDrafter."""
         super().reset(rows, max_len)
         self.cache.window = self.window
 
     def blank(self, rows: int) -> Tensor:
-        """See LayeredDrafter."""
         return torch.zeros(rows, self.proj.shape[1], dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
@@ -64,7 +62,7 @@ class EagleDrafter(LayeredDrafter):
     def _read(
         self, tokens: Tensor, feats: Tensor, n: Tensor, counts: list[int], rows: slice
     ) -> None:
-        """See observe. counts: n, known to the host."""
+        """Observe some new tokens. counts: n, known to the host."""
         places = self.commit(rows, counts)
         new = places.shape[1]
         mask = self.cache.back(places)[:, None] if self.cache.masked(places) else None
@@ -99,12 +97,11 @@ class EagleDrafter(LayeredDrafter):
     # -- growing (decode.grow.LevelSource)
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.LevelSource."""
         self.state, self.drafted = self.h[: len(self.lengths), None], 0
         return self.logits(self.state)
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.LevelSource; a token is read beside the state that it follows."""
+        """Read every token beside the state that it follows."""
         above = nodes.of_parents(self.state)
         self.state = self._extend(nodes.tokens, above, nodes.seen, nodes.level)
         return self.logits(self.state)
@@ -154,7 +151,6 @@ class ParallelEagleDrafter(EagleDrafter):
     blind = True
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.LevelSource."""
         count, more = len(self.lengths), levels - 1
         state = self.h[:count, None]
         if more:
@@ -166,5 +162,4 @@ class ParallelEagleDrafter(EagleDrafter):
         return self.known[:, :1]
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.LevelSource: the same for all nodes of a level."""
-        return self.known[:, nodes.level, None]
+        return self.known[:, nodes.level, None]  # the same for all nodes of a level

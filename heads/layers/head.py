@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.decode.target import Target
 from outrider.heads import shapes, vocab
-from outrider.heads.base import Head
+from outrider.heads.base import TAPS, Head
 from outrider.heads.config import MOST_DEPTH
-from outrider.heads.config import LayeredConfig as LayeredConfig
-from outrider.heads.layers.init import reset_weights, start_norm
+from outrider.heads.layers.layer import RMSNorm
 from outrider.heads.layers.shape import LayerShape, as_made, layer_config
 from outrider.heads.saved import Saved
 from outrider.heads.teacher import TeacherFn, target_distribution
@@ -25,9 +24,9 @@ from outrider.heads.teacher import TeacherFn, target_distribution
 
 @dataclass(kw_only=True)
 class LayeredSaved(Saved):
-    """See Saved. layer: shape of the draft layers. final: number of the target's hidden
-    state behind its final norm. reads_table: false in heads of version 0.1, which read what
-    the target's own layers read of a token."""
+    """What head.json says of it. layer: shape of the draft layers. final: number of the
+    target's hidden state behind its final norm. reads_table: false in heads of version 0.1,
+    which read what the target's own layers read of a token."""
 
     config: Any
     layer: LayerShape
@@ -38,7 +37,6 @@ class LayeredSaved(Saved):
     reads_table: bool = False
 
     def fits(self, target: Target) -> list[str]:
-        """See Saved."""
         deep, size = target.num_layers, self.config.draft_vocab or self.vocab_size
         found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
         found = found or shapes.problems(self.calibration, MOST_DEPTH, size)
@@ -76,13 +74,12 @@ class LayeredHead(Head):
 
     @classmethod
     def restored(cls, known: Any, target: Target) -> Self:
-        """See Stored."""
         taps = tuple(known.taps)
         head = cls(known.config, asdict(known.layer), taps, known.vocab_size, known.final)
         return head
 
     def config_json(self) -> dict[str, Any]:
-        """See Head; also the draft layer's shape, the taps with their convention."""
+        """Add the draft layer's shape and the taps with their convention."""
         config = self.net.config
         layer = {k: getattr(config, k) for k in LayerShape.__dataclass_fields__}
         return {
@@ -90,8 +87,7 @@ class LayeredHead(Head):
             "layer": {**layer, "rope_parameters": dict(config.rope_parameters or {})},
             "vocab_size": self.vocab_size,
             "taps": list(self.taps),
-            "tap_convention": "hidden_states[k] of transformers; num_layers = output "
-            "after the final norm",
+            "tap_convention": TAPS,
             "final": self.final,
             "reads_table": True,
         }
@@ -110,13 +106,13 @@ class LayeredHead(Head):
 
     @classmethod
     def completed(cls, cfg: Any, target: Target) -> Any:
-        """See Head."""
         return as_made(cfg, layer_config(target, cfg.layers, cfg))
 
     @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
-        """See Head. Raises UserError for taps that the target does not have, a mask token that
-        means something, or a draft vocabulary larger than the tokens seen."""
+        """Make a fresh head. Raises UserError for taps that the target does not have, a
+        mask token that means something, or a draft vocabulary larger than the tokens
+        seen."""
         taps = cls.choose_taps(target, cfg)
         if cfg.mask_token >= 0:
             vocab.check_reserved(cfg.mask_token, target, counts, "head.mask_token")
@@ -166,3 +162,58 @@ class LayeredHead(Head):
         return target_distribution(
             target, self.probs_rows(target), last, source, ids, place, mask, top_k
         )
+
+
+# -- where fresh draft layers start
+
+SPREAD = 1.5  # of a fresh head's logits
+
+
+def backbone(target: Target) -> Any:
+    """The target's layers with their final norm; of a model that also sees, the language
+    part."""
+    body = target.model.base_model
+    return getattr(body, "language_model", body)
+
+
+def reset_weights(net: Any, std: float) -> None:
+    """Normal weights of spread `std`, norms at one, in place."""
+    for name, weight in net.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(weight)
+        elif name.endswith("norm.weight") or weight.dim() == 1:
+            nn.init.ones_(weight)
+        else:
+            nn.init.normal_(weight, 0.0, std)
+
+
+@torch.no_grad()
+def norm_weight(norm: Any, target: Target) -> Tensor:
+    """The factor [D] by which a norm scales, whatever its convention (Gemma stores it minus
+    one): asked of it.
+    """
+    width = target.hidden_size
+    x = torch.ones(width, dtype=target.dtype, device=target.device)
+    x[1::2] = -1  # mean 0 and mean square 1: LayerNorm and RMSNorm leave it as it is
+    return ((norm(x[None]) - norm(-x[None])) / 2 * x)[0].float()
+
+
+def final_norm(target: Target) -> Tensor | None:
+    """The factor [D] of the target's last norm; None where no known name leads to it."""
+    names = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
+    norm = next(
+        (n for name in names if (n := getattr(backbone(target), name, None)) is not None), None
+    )
+    return norm_weight(norm, target) if isinstance(norm, nn.Module) else None
+
+
+@torch.no_grad()
+def start_norm(final: RMSNorm, rows: Tensor, target: Target) -> None:
+    """The final norm starts as the target's, shrunk until random outputs give logits of spread
+    SPREAD under an LM head of `rows` [Vd, D]: at full size a fresh head is sure of random
+    tokens (SmolLM2: a cross-entropy of 17 where guessing gives 9) and unlearns that first."""
+    weight = final_norm(target)
+    if weight is not None:
+        final.weight.copy_(weight)
+    spread = (rows * final.weight).square().sum(1).mean().sqrt()
+    final.weight.mul_((SPREAD / spread).clamp(max=1.0))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from outrider.decode.target import Target
 from outrider.heads import losses, shapes, vocab
-from outrider.heads.base import Head, HeadConfig
+from outrider.heads.base import TAPS, Head, HeadConfig
 from outrider.heads.batch import Batch, LossOut
 from outrider.heads.layers.plan import Plan
 from outrider.heads.losses import Taught, chunk_of, chunked_loss
@@ -53,9 +53,6 @@ class ParallelSaved(Saved):
                 f"taps: {self.taps[:9]}; one hidden state of 0..{target.num_layers} is read"
             )
         return found
-
-
-TAPS = "hidden_states[k] of transformers; num_layers = output after the final norm"
 
 
 class ParallelHead(Head):

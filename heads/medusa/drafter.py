@@ -17,13 +17,13 @@ from outrider.decode import devices
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads.drafting import Drafting
+from outrider.heads.base import Drafting
 from outrider.heads.medusa.base import ParallelHead
 
 
 class LastFeature(Drafting):
     """What all keep of a row: the feature that predicted its last committed token (`feats`
-    [B, D]) and that token (`last` [B]). See decode.drafters.Drafter."""
+    [B, D]) and that token (`last` [B])."""
 
     def __init__(self, head: ParallelHead, target: Target, form: Form) -> None:
         super().__init__(head, target, form)

@@ -26,11 +26,10 @@ from outrider.decode.tree import DraftTree, TreeShape
 from outrider.heads import head_class, vocab
 from outrider.heads.batch import Batch
 from outrider.heads.block.anchors import Anchors, draw
-from outrider.heads.block.confidence import temperatures
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.block.drafter import BlockDrafter
 from outrider.heads.block.head import DFlashHead
-from outrider.heads.block.loss import SMOOTH, Slots, SlotWeights
+from outrider.heads.block.loss import SMOOTH, Slots, SlotWeights, temperatures
 from outrider.heads.losses import LossWeights, Taught, chunked_loss
 from outrider.heads.names import DraftSpec
 from outrider.heads.teacher import Teacher

@@ -25,7 +25,7 @@ from outrider.heads import head_class, load_head, parity, save_head
 from outrider.heads.base import Head
 from outrider.heads.batch import Batch
 from outrider.heads.eagle.drafter import EagleDrafter
-from outrider.heads.layers.cache import DraftCache
+from outrider.heads.layers.drafter import DraftCache
 from outrider.heads.losses import LossWeights
 from outrider.heads.medusa.drafter import LastFeature
 from outrider.heads.medusa.head import MedusaConfig, MedusaDrafter, MedusaHead
