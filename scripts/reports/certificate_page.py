@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.scripts.common import names
+from outrider.scripts.common.names import label
 from outrider.scripts.common.rendering import render
 from outrider.scripts.reports.table import Table
 
@@ -12,6 +12,14 @@ TONE = {"lossless": "good", "not lossless": "bad", "undecided": "open"}  # of st
 SHOWN = 12  # tests in the table; certificate.json has them all
 OFF = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "guidance_scale": 1}
 PROSE = ("evidence", "result")  # columns whose text may run over several lines
+EVIDENCE = {
+    "exact": "{cases} small models, {branches} branches: distribution off by at most "
+    "{max_error:.1e}; the whole loop by {loop_max_error:.1e}",
+    "greedy": "{prompts} prompts, {tokens} tokens ({drafted_tokens} drafted): {rounding_ties} "
+    "rounding ties, {defects} defects, {not_the_verifiers_best} not the verifier's own best",
+    "sampling": "{tokens} tokens ({drafted_share:.0%} drafted), {count} tests: p = {p:.3g} at "
+    "alpha = {alpha:g}",
+}
 
 
 def table(certificate: dict[str, Any]) -> Table:
@@ -19,82 +27,62 @@ def table(certificate: dict[str, Any]) -> Table:
     layers, controls = _layers(certificate), certificate["negative_controls"]
     caught = f"{sum(c['rejected'] for c in controls)} of {len(controls)} rejected"
     rows = [*layers.rows, ["controls", "", caught]]
-    target = certificate["identities"]["target"].get("name", "target")
-    about = f"{certificate['identities']['drafter']['name']} on {target}, {_settings(certificate)}"
+    about = f"{certificate['identities']['drafter']['name']} on {_about(certificate)}"
     notes = [*certificate["reasons"], certificate["bound"]["said"]]
     return Table(layers.head, rows, f"{certificate['verdict'].upper()}: {about}", notes, range(3))
 
 
 def page(certificate: dict[str, Any]) -> str:
     """The whole page as text; no network, no scripts."""
-    drafter = names.label(certificate["identities"]["drafter"]["name"])
-    target = certificate["identities"]["target"].get("name", "target")
-    sampling = [layer for layer in certificate["layers"] if layer["name"] == "sampling"]
+    drafter = label(certificate["identities"]["drafter"]["name"])
     return render(
         "certificate.html",
         certificate=certificate,
         drafter=drafter,
         head=certificate["verdict"].capitalize(),
         tone=TONE[certificate["verdict"]],
-        sub=f"{drafter} drafting for {target} · {_settings(certificate)}",
+        sub=f"{drafter} drafting for {_about(certificate)}",
         layers=_layers(certificate),
-        tests=[_tests(layer) for layer in sampling],
-        controls=_controls(certificate),
+        tests=[_tests(layer["tests"]) for layer in certificate["layers"] if "tests" in layer],
+        controls=_controls(certificate["negative_controls"]),
         facts=_facts(certificate),
     )
 
 
-def _settings(certificate: dict[str, Any]) -> str:
-    s = certificate["settings"]
-    words = [f"T = {s['temperature']:g}"]
+def _about(certificate: dict[str, Any]) -> str:
+    """The target and how it was asked."""
+    s, target = certificate["settings"], certificate["identities"]["target"]
+    words = [target.get("name", "target"), f"T = {s['temperature']:g}"]
     words += [f"{key} = {s[key]:g}" for key, off in OFF.items() if s[key] != off]
-    return ", ".join([*words, certificate["identities"]["target"]["dtype"]])
-
-
-def _evidence(layer: dict[str, Any]) -> str:
-    if layer["name"] == "exact":
-        return (
-            f"{layer['cases']} small models, {layer['branches']} branches: distribution off by at "
-            f"most {layer['max_error']:.1e}; the whole loop by {layer['loop_max_error']:.1e}"
-        )
-    if layer["name"] == "greedy":
-        return (
-            f"{layer['prompts']} prompts, {layer['tokens']} tokens ({layer['drafted_tokens']} "
-            f"drafted): {layer['rounding_ties']} rounding ties, {layer['defects']} defects, "
-            f"{layer['not_the_verifiers_best']} not the verifier's own best"
-        )
-    return (
-        f"{layer['tokens']} tokens ({layer['drafted_share']:.0%} drafted), {len(layer['tests'])} "
-        f"tests: p = {layer['p']:.3g} at alpha = {layer['alpha']:g}"
-    )
+    return ", ".join([*words, target["dtype"]])
 
 
 def _layers(certificate: dict[str, Any]) -> Table:
-    columns: list[tuple[str, Any]] = [
-        ("layer", lambda layer: layer["name"]),
-        ("result", lambda layer: "passed" if layer["passed"] else "FAILED: " + layer["why"]),
-        ("evidence", _evidence),
+    rows = [
+        [
+            layer["name"],
+            "passed" if layer["passed"] else f"FAILED: {layer['why']}",
+            EVIDENCE[layer["name"]].format(**layer, count=len(layer.get("tests", ()))),
+        ]
+        for layer in certificate["layers"]
     ]
-    return Table.of(columns, certificate["layers"], prose=PROSE)
+    return Table(("layer", "result", "evidence"), rows, prose=PROSE)
 
 
-def _tests(layer: dict[str, Any]) -> Table:
+def _tests(tests: list[dict[str, Any]]) -> Table:
     rows = [
         [t["name"], t["stratum"], f"{t['n']:,}", f"{t['statistic']:.4g}", f"{t['p']:.3g}"]
-        for t in layer["tests"]
+        for t in tests[:SHOWN]
     ]
-    first = f"test ({min(SHOWN, len(rows))} of {len(rows)}, smallest p)"
-    return Table([first, "tokens", "n", "statistic", "p"], rows[:SHOWN])
+    first = f"test ({len(rows)} of {len(tests)}, smallest p)"
+    return Table((first, "tokens", "n", "statistic", "p"), rows)
 
 
-def _controls(certificate: dict[str, Any]) -> Table:
-    columns: list[tuple[str, Any]] = [
-        ("wrong code", lambda c: c["name"]),
-        ("layer", lambda c: c["layer"]),
-        ("rejected", lambda c: "yes" if c["rejected"] else "NO"),
-        ("evidence", lambda c: c["evidence"]),
+def _controls(controls: list[dict[str, Any]]) -> Table:
+    rows = [
+        [c["name"], c["layer"], "yes" if c["rejected"] else "NO", c["evidence"]] for c in controls
     ]
-    return Table.of(columns, certificate["negative_controls"], prose=PROSE)
+    return Table(("wrong code", "layer", "rejected", "evidence"), rows, prose=PROSE)
 
 
 def _facts(certificate: dict[str, Any]) -> list[tuple[str, Table]]:
@@ -106,7 +94,4 @@ def _facts(certificate: dict[str, Any]) -> list[tuple[str, Table]]:
         "settings": certificate["settings"],
         "versions": {**versions.pop("versions"), **versions},
     }
-    return [
-        (name, Table([], [[key, str(value)] for key, value in group.items()]))
-        for name, group in groups.items()
-    ]
+    return [(name, Table.listed(group)) for name, group in groups.items()]

@@ -4,7 +4,6 @@ report.json alone, by templates/report.html.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from outrider.scripts.common.rendering import render
@@ -34,8 +33,8 @@ def page(report: dict[str, Any]) -> str:
         scores=scores,
         ranking=score_table.ranking(report) if len(report["ranking"]) > 1 else None,
         drawn=[
-            (plots.svg(plots.panel(name, report), name), about)
-            for name, (_, about) in plots.PANELS.items()
+            (plots.svg(plots.panel(name, report), name), f"{title}, {axis}")
+            for name, (_, title, axis) in plots.PANELS.items()
         ],
         times=Table.of(score_table.TIMES, timed) if timed else None,
         others=[score_table.table(one) for one in report.get("others") or []],
@@ -121,14 +120,4 @@ def facts(report: dict[str, Any]) -> list[Table]:
     settings["prompts"] = f"{prompts['path']} (sha256 {prompts['sha256'][:12]})"
     environment = {**report["environment"], **report["environment"]["versions"]}
     del environment["versions"]
-    return [
-        Table(
-            (),
-            [
-                [name, value if isinstance(value, str) else json.dumps(value)]
-                for name, value in about.items()
-                if value not in (None, [], "")
-            ],
-        )
-        for about in (target, settings, environment)
-    ]
+    return [Table.listed(about) for about in (target, settings, environment)]

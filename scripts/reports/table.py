@@ -4,6 +4,7 @@ templates/parts.html. Also how figures are written in its cells.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,13 @@ class Table:
         """Of named columns, each a function row -> text."""
         cells = [[cell(row) for _, cell in columns] for row in rows]
         return cls([name for name, _ in columns], cells, **more)
+
+    @classmethod
+    def listed(cls, values: dict[str, Any]) -> Table:
+        """Names and values, without those that say nothing."""
+        known = {name: value for name, value in values.items() if value not in (None, [], "")}
+        rows = [[n, v if isinstance(v, str) else json.dumps(v)] for n, v in known.items()]
+        return cls((), rows)
 
     def show(self, console: Console | None = None) -> None:
         """Print it with title and notes."""
