@@ -137,11 +137,12 @@ def _begin_step(run: Run) -> tuple[float, float]:
 
 def _micro_batches(run: Run) -> Iterator[Made]:
     """This rank's micro-batches of a step; the next is made while one is worked on."""
-    feed, made = run.feed.take(run.state.step), None
-    while made is None or not made.last:
+    last = False
+    while not last:
         with run.clock.part("data"):
-            made = next(feed)
+            made = next(run.feed)
         yield made
+        last = made.last
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from outrider.train.checkpoint import Saver, State
 from outrider.train.config import TrainConfig
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.packing import Limits
-from outrider.train.data.prefetch import Feed
+from outrider.train.data.prefetch import Made, ahead
 from outrider.train.features.store import Source
 from outrider.train.flops import Flops
 from outrider.train.log import Log
@@ -58,9 +58,9 @@ class Run:
     profile: Window
 
     @functools.cached_property
-    def feed(self) -> Feed:
-        """The batches of this rank."""
-        return Feed(self.make, self.passes, self.cfg.steps)
+    def feed(self) -> Generator[Made, None, None]:
+        """The batches of this rank, from the next step on."""
+        return ahead(self.make, self.passes, self.state.step)
 
     def passes(self, step: int) -> list[list[int]]:
         """The rows of this rank's passes of a step."""

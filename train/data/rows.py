@@ -17,8 +17,14 @@ from typing import Any, NamedTuple
 
 from outrider.conf.errors import UserError, first_line
 from outrider.conf.jsonl import inner, parse_line
-from outrider.train.data.answers import ServedTemplate, Unshown, check, cut_inside, served
-from outrider.train.data.reasoning import pieces
+from outrider.train.data.answers import (
+    ServedTemplate,
+    Unshown,
+    check,
+    cut_inside,
+    pieces,
+    served,
+)
 from outrider.train.data.spans import (
     REASONING,
     Message,
