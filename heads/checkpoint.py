@@ -231,7 +231,7 @@ def load_head(folder: Path | str, target: Target, relative: bool = False) -> Hea
         raise UserError(
             f"{folder}: does not fit this version's {card['kind']} head ({first_line(error)}); "
             "train it again"
-        ) from None
+        ) from error
     return head.eval()
 
 
