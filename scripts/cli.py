@@ -67,7 +67,7 @@ KEYS = {
     "serve": "outrider.scripts.serve_http.config:ServeConfig",
     "chat": "outrider.scripts.common.config:ChatConfig",
     "import_head": "outrider.scripts.exporting.config:ImportConfig",
-    "push": "outrider.scripts.publishing.config:PushConfig",
+    "push": "outrider.scripts.exporting.config:PushConfig",
     "demo": "outrider.scripts.common.config:DemoConfig",
     "doctor": "outrider.scripts.machine.config:DoctorConfig",
 }

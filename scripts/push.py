@@ -37,8 +37,8 @@ from outrider.heads.hub import HEAD, LIBRARY, explained
 from outrider.heads.interop import MANIFEST, exported
 from outrider.heads.names import HUB
 from outrider.scripts.exporting.card import run_record
-from outrider.scripts.publishing.card import Publication, measured, page
-from outrider.scripts.publishing.config import PushConfig, keyed
+from outrider.scripts.exporting.config import PushConfig, keyed
+from outrider.scripts.exporting.publication import Publication, measured, page
 
 TEXTS, WEIGHTS = (".json", ".md", ".txt", ".jinja"), (".safetensors", ".gguf")
 HARMLESS = {".gitattributes", ".gitignore", "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt"}

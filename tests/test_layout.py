@@ -106,7 +106,6 @@ LEVELS = {
     **dict.fromkeys(("data", "machine"), 1),
     "scoring": 2,
     **dict.fromkeys(("certificate", "exporting", "reports", "serve_http", "tuning"), 3),
-    "publishing": 4,
 }
 
 
