@@ -11,12 +11,12 @@ from outrider.conf.errors import UserError
 
 MAX_LINE = 8 << 20  # bytes; a longer line is no conversation
 GIVE = "give an existing JSONL file"
-PACKED = {  # how a file begins that holds no lines, and what unpacks it
-    b"\x1f\x8b": ("compressed (gzip)", "gunzip -k"),
-    b"\x28\xb5\x2f\xfd": ("compressed (zstd)", "zstd -d"),
-    b"BZh": ("compressed (bzip2)", "bunzip2 -k"),
-    b"\xfd7zXZ\x00": ("compressed (xz)", "unxz -k"),
-    b"PAR1": ("a parquet file", ""),
+PACKED = {  # how a file begins that holds no lines
+    b"\x1f\x8b": "compressed (gzip)",
+    b"\x28\xb5\x2f\xfd": "compressed (zstd)",
+    b"BZh": "compressed (bzip2)",
+    b"\xfd7zXZ\x00": "compressed (xz)",
+    b"PAR1": "a parquet file",
 }
 HALF = "half of a surrogate pair (half an emoji, as in a text that was cut)"
 
@@ -59,9 +59,8 @@ def parse_line(line: bytes) -> Any:
 
 
 def is_array(lines: Iterable[bytes]) -> bool:
-    """Whether a file's lines open an array that the first line does not close, or are an array
-    of objects and nothing
-    else: JSON as ShareGPT is handed around, not JSONL. Looks at two lines at most."""
+    """Return whether a file's lines open an array that the first line does not close, or are an
+    array of objects and nothing else: JSON as ShareGPT is handed around. Looks at two lines."""
     filled = (line for line in lines if line.strip())
     first = next(filled, b"").removeprefix(b"\xef\xbb\xbf").strip()
     if not first.startswith(b"["):
@@ -97,17 +96,12 @@ def read_places(path: Path, key: str, fix: str = GIVE) -> Iterator[tuple[int, in
 
 def _check_plain(path: Path, key: str, begin: bytes) -> None:
     """Raises UserError for a file that begins as packed ones do."""
-    kind, unpack = next((v for k, v in PACKED.items() if begin.startswith(k)), ("", ""))
-    if not kind:
-        return
-    if key == "data.path":
-        way = f"have its folder read: data=hub data.path={path.parent}"
-        way += " (with the package zstandard)" * ("zstd" in kind)
-    elif unpack:
-        way = f"unpack it to JSONL: {unpack} {path}"
-    else:
-        way = "write it as JSONL (datasets.Dataset.from_parquet(FILE).to_json(FILE))"
-    raise UserError(f"{key}: {path} is {kind}, not lines of JSON; {way}")
+    kind = next((kind for start, kind in PACKED.items() if begin.startswith(start)), "")
+    if kind:
+        way = "unpack it, or write it as JSONL (datasets.Dataset.to_json)"
+        if key == "data.path":
+            way = f"have its folder read: data=hub data.path={path.parent}"
+        raise UserError(f"{key}: {path} is {kind}, not lines of JSON; {way}")
 
 
 def read_lines(path: Path, key: str = "data.path", fix: str = GIVE) -> Iterator[tuple[int, bytes]]:

@@ -17,7 +17,7 @@ import importlib.util
 import re
 import sys
 from dataclasses import dataclass
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +38,20 @@ class Packaged:
     point: EntryPoint
 
     def load(self) -> Any:
-        """What it names; imports the package. Raises UserError, whatever is wrong there."""
+        """Import what it names. Raises UserError, whatever is wrong there."""
         try:
             return self.point.load()
         except (Exception, SystemExit) as error:
-            raise self.wrong(
-                f"cannot be imported ({type(error).__name__}: {first_line(error)})"
-            ) from error
+            why = f"cannot be imported ({type(error).__name__}: {first_line(error)})"
+            raise self.wrong(why) from error
 
     def wrong(self, why: str) -> UserError:
-        """What to tell about a package that is no good."""
-        message = plain(why, 4 * LONGEST)
-        return UserError(
-            f"head={plain(self.kind)}: package {self.package} {message}; mend or uninstall it"
-        )
+        """Return the error about a package that is no good."""
+        text = _plain(why, 4 * LONGEST)
+        return UserError(f"head={self.kind}: package {self.package} {text}; mend or uninstall it")
 
     def conf(self) -> Path | None:
-        """The package's folder conf/, None where it has none. Imports nothing."""
+        """Return the package's folder conf/, None where it has none. Imports nothing."""
         name = self.point.value.partition(":")[0].partition(".")[0].strip()
         try:
             spec = importlib.util.find_spec(name)
@@ -65,77 +62,57 @@ class Packaged:
 
 
 def packaged() -> list[Packaged]:
-    """Every kind of head that an installed package brings, in the order of their names."""
-    return list(_read(tuple(sys.path))[0])
+    """Return every kind of head that an installed package brings, in the order of their names."""
+    return list(_read(tuple(sys.path)))
 
 
 def find(kind: str) -> Packaged | None:
-    """The package that brings a kind of head, None where none does. Raises UserError where two
-    do, or where it stands in entry points that cannot be read."""
-    points, damaged = _read(tuple(sys.path))
-    found = [one for one in points if one.kind == kind]
+    """Return the package that brings a kind of head, None where none does. Raises UserError where
+    two do."""
+    found = [one for one in packaged() if one.kind == kind]
     if len(found) > 1:
         names = " and ".join(one.package for one in found)
-        raise UserError(f"head={plain(kind)}: packages {names} both bring it; uninstall one")
-    for package, text in damaged.items():
-        if not found and kind in text:
-            raise UserError(
-                f"head={plain(kind)}: package {package} has entry points that cannot be read; mend "
-                "or uninstall it"
-            )
+        raise UserError(f"head={kind}: packages {names} both bring it; uninstall one")
     return found[0] if found else None
 
 
 def roots() -> list[Path]:
-    """The packages' folders conf/, each once."""
+    """Return the packages' folders conf/, each once."""
     return list(dict.fromkeys(filter(None, (one.conf() for one in packaged()))))
 
 
 def options(conf_dir: Path, group: str) -> dict[str, Path]:
-    """The YAML files of a group by name: those in conf_dir, and of packages those behind them."""
+    """Return the YAML files of a group by name: those in conf_dir, and of packages those behind
+    them."""
     others = [path for root in reversed(roots()) for path in (root / group).glob("*.yaml")]
     found = {path.stem: path for path in others if NAME.fullmatch(path.stem)}
     return found | {path.stem: path for path in (conf_dir / group).glob("*.yaml")}
 
 
 def missing(kind: str) -> str:
-    """Why there is no option head=KIND where a package brings that kind; "" where none does."""
+    """Return why there is no option head=KIND where a package brings that kind; "" where none
+    does."""
     one = find(kind)
-    if one is None:
-        return ""
-    return str(one.wrong(f"has no conf/{GROUP}/{plain(kind)}.yaml beside its code"))
+    return "" if one is None else str(one.wrong(f"has no conf/{GROUP}/{kind}.yaml beside its code"))
 
 
-def plain(text: str, longest: int = LONGEST) -> str:
+def _plain(text: str, longest: int = LONGEST) -> str:
     """Another's text as part of a line: printable, and not too long."""
     return "".join(c if c.isprintable() else " " for c in text)[:longest].strip()
 
 
 @functools.lru_cache(4)
-def _read(_: tuple[str, ...]) -> tuple[tuple[Packaged, ...], dict[str, str]]:
-    """(entry points, the text of damaged ones by package), read once for every sys.path."""
-    found: dict[tuple[str, str], Packaged] = {}  # of two copies on the path the first is imported
-    damaged: dict[str, str] = {}
+def _read(_: tuple[str, ...]) -> tuple[Packaged, ...]:
+    """Entry points, read once for every sys.path; of two copies on it the first is imported."""
+    found: dict[tuple[str, str], Packaged] = {}
     for distribution in distributions():
-        package, text = _named(distribution), ""
         try:
-            text = distribution.read_text("entry_points.txt") or ""
-            points = distribution.entry_points.select(group=POINTS) if POINTS in text else ()
-        except Exception:  # whoever wrote it: what somebody else's tools need is not ours to judge
-            damaged |= {package: text} if POINTS in text else {}
+            name, version = distribution.metadata["Name"], distribution.version
+            points = distribution.entry_points.select(group=POINTS)
+        except Exception:  # damaged metadata of somebody else's tool
             continue
-        name = package.partition(" ")[0]
         for point in points:
             if NAME.fullmatch(point.name):
-                found.setdefault((point.name, name), Packaged(point.name, package, point))
-    return tuple(found[key] for key in sorted(found)), damaged
-
-
-def _named(distribution: Distribution) -> str:
-    """Name and version of a package, as far as its files say them."""
-    try:
-        name, version = distribution.metadata["Name"], distribution.version
-    except Exception:
-        name, version = None, None
-    place = getattr(distribution, "_path", "without a name")
-    return plain(f"{name} {version or ''}".strip() if name else str(place))
+                package = _plain(f"{name} {version}")
+                found.setdefault((point.name, str(name)), Packaged(point.name, package, point))
+    return tuple(found[key] for key in sorted(found))

@@ -80,7 +80,7 @@ def from_json(data: Any, schema: type[T], prefix: str = "") -> tuple[T, list[str
     if not isinstance(data, dict):
         return typing.cast(T, None), [f"a {type(data).__name__}, not a JSON object"]
     try:
-        made = _adapter(typing.cast(Any, schema)).validate_python(data)
+        made = _adapter(typing.cast(Any, schema)).validate_python(_completed(data, schema))
     except ValidationError as error:
         problems = _summary(error.errors(include_url=False), schema)
         return typing.cast(T, None), [prefix + line for line in problems]
@@ -248,6 +248,19 @@ def _adapter(schema: type) -> TypeAdapter[Any]:
         _adapter(nested)
     schema.__pydantic_config__ = CHECKED  # type: ignore[attr-defined]
     return TypeAdapter(schema)
+
+
+def _completed(data: dict[str, Any], schema: type) -> dict[str, Any]:
+    """`data` where a group that is given in part has the rest from the default of its field."""
+    found = dict(data)
+    for field in dataclasses.fields(schema):
+        given, usual = data.get(key_of(field.name)), default(field)
+        if isinstance(given, dict) and dataclasses.is_dataclass(usual):
+            whole = {
+                key_of(one.name): getattr(usual, one.name) for one in dataclasses.fields(usual)
+            }
+            found[key_of(field.name)] = whole | _completed(given, typing.cast(type, type(usual)))
+    return found
 
 
 def _truths(data: dict[str, Any], made: Any) -> list[str]:

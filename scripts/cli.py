@@ -23,11 +23,9 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
-
-import click
-from click.shell_completion import CompletionItem
+from typing import NoReturn
 
 from outrider.conf import left, packages
 from outrider.conf.errors import UserError
@@ -51,10 +49,15 @@ FOLDERS = {  # what `ls` lists: (a folder of conf/, how one of its files is aske
     "recipes": ("experiment", "experiment=NAME of train and validate"),
     "suites": ("suite", "suite=NAME of evaluate"),
     "prompts": ("prompt_set", "prompts=NAME of synthesize"),
+    "formats": ("", "format=NAME of export"),
+}
+OWN = {  # the verbs that are no file
+    "train": "Train a head: `outrider train NAME KEY=VALUE ... [--launch PROCESSES]`.",
+    "ls": "What there is to name: heads, targets, recipes, suites, prompts, formats.",
 }
 MARKS = ("@", "dry run:")  # comments for Hydra, and on which GPUs a recipe was planned
-# Where the keys of a verb stand, "module:class". They are those of conf/VERB.yaml, VERB being the
-# name of its file.
+# The keys of a verb, "module:class". They are those of conf/VERB.yaml, VERB being the name of its
+# file.
 KEYS = {
     "synthesize": "outrider.scripts.data.config:SynthesizeConfig",
     "cache_features": "outrider.train.features.config:CacheConfig",
@@ -75,12 +78,10 @@ KEYS = {
 HANDED_ON = ("validate",)
 # What torchrun hands on to its processes; the last two not by itself.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
-COMPLETION = 'Completion: eval "$(_OUTRIDER_COMPLETE=bash_source outrider)", also zsh_ and fish_'
 HELP = frozenset({"-h", "--help"})
 # "accelerate launch train/head.py head=eagle3" and "python scripts/check.py" in a file's words
 TRAINED = re.compile(r"accelerate launch train/head\.py head=\w+")
 NAMED = re.compile(r"(?:python |accelerate launch )?scripts/(\w+)\.py")
-RAW = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,12 @@ class Verb:
 
 
 def verbs() -> dict[str, Verb]:
-    """Every command of the product, by its verb."""
+    """Return every command of the product that is a file, by its verb."""
     return {NAMES.get(stem, stem): verb for stem, verb in _runnable(ROOT / "scripts").items()}
 
 
 def trainers() -> dict[str, Verb]:
-    """Every training entry point, by the name of its file."""
+    """Return every training entry point, by the name of its file."""
     found = _runnable(ROOT / "train")
     return {
         name: verb
@@ -106,35 +107,44 @@ def trainers() -> dict[str, Verb]:
     }
 
 
+def _runnable(folder: Path) -> dict[str, Verb]:
+    found = {}
+    for path in sorted(folder.glob("*.py")):
+        if "\nif __name__ == " in path.read_text(encoding="utf-8"):
+            found[path.stem] = Verb(path, " ".join(own_words(path).split("\n\n")[0].split()))
+    return found
+
+
+def own_words(file: Path) -> str:
+    """Return the docstring of a file."""
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")), clean=False) or ""
+
+
 def options(group: str) -> dict[str, str]:
-    """The files of a folder of conf/, also of packages', with their first sentence for
+    """Return the files of a folder of conf/, also of packages', with their first sentence for
     people."""
     found = {}
     for name, path in sorted(packages.options(CONF, group).items()):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        found[name] = _sentences(lines)
+        found[name] = _sentence(lines)
         if any(line.startswith("licence: ") for line in lines) and "tried: true" not in lines:
             found[name] += " (not tried on the real set)"
     return found
 
 
-def _sentences(lines: Sequence[str]) -> str:
-    """The first comment for people, as long as its first line and to the end of a sentence."""
+def _sentence(lines: Sequence[str]) -> str:
+    """The first comment for people, to the end of its first sentence."""
     said: list[str] = []
     for line in lines:
         if line.startswith("#") and not line[1:].strip().startswith(MARKS):
             said.append(line[1:].strip())
         elif said:
             break
-    text = " ".join(said)
-    ends = [stop.end() for stop in re.finditer(r"\.(?= [A-Z]|$)", text)]
-    first = len(said[0]) if said else 0
-    within = [end for end in ends if end <= first]
-    return text[: max(within) if within else min(ends, default=len(text))]
+    return re.split(r"(?<=\.) (?=[A-Z])", " ".join(said))[0]
 
 
 def trainer(name: str) -> tuple[Verb, list[str]] | None:
-    """(what trains `name`, a head or an entry point; the key that chooses the head); None
+    """Return (what trains `name`, a head or an entry point; the key that chooses the head); None
     where there is neither."""
     known = trainers()
     if name in known:
@@ -142,97 +152,73 @@ def trainer(name: str) -> tuple[Verb, list[str]] | None:
     return (known["head"], [f"head={name}"]) if name in options("head") else None
 
 
-def own_words(file: Path) -> str:
-    """The docstring of a file."""
-    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")), clean=False) or ""
+# Run a verb
+# -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What a command line is for. file: the one that speaks; config: its file in conf/;
-    schema: of its keys; words: those that it reads."""
+def run(verb: str, words: list[str]) -> NoReturn:
+    """Become the file of `verb`; raises SystemExit where its words have a mistake or ask for
+    help."""
+    from outrider.conf.schema import help_text, refused
 
-    file: Path
-    config: str
-    schema: type
-    words: list[str]
-
-
-def entry_of(verb: str, words: Sequence[str]) -> Entry:
-    """What `VERB WORDS` is for. verb: the name of its file."""
-    folder = "train" if verb in HANDED_ON else "scripts"
-    place, _, name = KEYS[verb].partition(":")
-    module, left = importlib.import_module(place), [*words]
+    file = verbs()[verb].file
+    place, _, name = KEYS[file.stem].partition(":")
+    module, keyed = importlib.import_module(place), [*words]
+    schema = getattr(module, name)
     if hasattr(module, "keyed"):  # words that need no key there
-        left = module.keyed(left)
-    return Entry(ROOT / folder / f"{verb}.py", verb, getattr(module, name), left)
+        keyed = module.keyed(keyed)
+    if HELP & {*words}:
+        said = own_words(ROOT / ("train" if file.stem in HANDED_ON else "scripts") / file.name)
+        print(help_text([said], file.stem, schema, keyed, spoken=as_typed))
+        raise SystemExit(0)
+    if code := refused(file.stem, schema, keyed):
+        raise SystemExit(code)
+    become([sys.executable, str(file), *words])
 
 
-def help_of(verb: str, words: Sequence[str]) -> str:
-    """What `VERB WORDS --help` says. verb: the name of its file."""
-    from outrider.conf.schema import help_text
-
-    at = entry_of(verb, words)
-    said = own_words(at.file)
-    return help_text(said, at.config, at.schema, words=words, spoken=as_typed)
-
-
-def training(name: str, words: Sequence[str]) -> Entry:
-    """What `train/NAME.py WORDS` is for."""
+def train(words: list[str]) -> None:
+    """Become the training script of a head; raises SystemExit where its words have a mistake or
+    ask for help."""
+    from outrider.conf.schema import help_text, refused
+    from outrider.train.launch import SAME
     from outrider.train.runs import SCHEMAS
 
-    return Entry(ROOT / "train" / f"{name}.py", name, SCHEMAS[name], [*words])
-
-
-def help_of_training(name: str, words: Sequence[str], typed: str = "") -> str:
-    """What `train/NAME.py WORDS --help` says. typed: the head that was asked for by name."""
-    from outrider.conf.schema import help_text
-    from outrider.train.launch import SAME
-
-    at = training(name, words)
-
-    def spoken(text: str) -> str:
-        return as_typed(text, typed)
-
-    said = own_words(at.file)
-    return help_text(said, at.config, at.schema, SAME, words=words, spoken=spoken)
-
-
-def as_typed(text: str, head: str = "") -> str:
-    """A text about commands, each as `outrider` spells it. head: the word behind `train` in
-    place of head.py and its key."""
-    found = TRAINED.sub(rf"outrider train {head or 'HEAD'}", text)
-    found = re.sub(r"accelerate launch train/(\w+)\.py", r"outrider train \1", found)
-    return NAMED.sub(lambda file: f"outrider {NAMES.get(file[1], file[1])}", found)
-
-
-def refuse(at: Entry) -> None:
-    """End the process with code 2 and the line of the file itself where it would refuse the
-    words."""
-    from outrider.conf.schema import refused
-
-    if code := refused(at.config, at.schema, at.words):
+    if not words or words[0] in HELP:
+        about = {name: verb.about for name, verb in trainers().items()} | options("head")
+        print("\n".join([OWN["train"], "", *_two_columns(dict(sorted(about.items())), "  ")]))
+        return
+    name, processes, words = words[0], *_launch(words[1:])
+    found = trainer(name)
+    if found is None:
+        raise no_such("head", name, {**trainers(), **options("head")}, left.KINDS)
+    verb, head = found
+    script, keys = verb.file.stem, [*head, *words]
+    if HELP & {*words}:
+        said = [own_words(verb.file), SAME]
+        print(help_text(said, script, SCHEMAS[script], keys, spoken=partial(as_typed, head=name)))
+        return
+    known = not head or (CONF / "head" / f"{name}.yaml").exists()  # a package's is heavy
+    if known and (code := refused(script, SCHEMAS[script], keys)):
         raise SystemExit(code)
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", SIGNALS)
+    become(launched(verb, processes, keys))
 
 
-def _runnable(folder: Path) -> dict[str, Verb]:
-    found = {}
-    for path in sorted(folder.glob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if "\nif __name__ == " in text:
-            found[path.stem] = Verb(path, " ".join(own_words(path).split("\n\n")[0].split()))
-    return found
-
-
-def become(words: list[str]) -> NoReturn:
-    """Run a command line in place of this process."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(words[0], words)
+def _launch(words: list[str]) -> tuple[int, list[str]]:
+    """(processes that --launch asks for, the other words). Raises UserError for no number."""
+    at = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--launch"), None)
+    if at is None:
+        return 1, words
+    _, given, count = words[at].partition("=")
+    rest = at + 1 if given else at + 2
+    count = count if given else "".join(words[at + 1 : rest])
+    if not count.isdigit() or int(count) < 1:
+        raise UserError(f"--launch: {count!r} is no number of processes; give 1 or more")
+    return int(count), [*words[:at], *words[rest:]]
 
 
 def launched(verb: Verb, processes: int, words: Iterable[str]) -> list[str]:
-    """The command line of a training run: one process needs no launcher.
+    """Return the command line of a training run: one process needs no launcher.
 
     Raises UserError for more processes than accelerators, which would share one of them; on a
     machine without any they run on its processors.
@@ -252,159 +238,44 @@ def launched(verb: Verb, processes: int, words: Iterable[str]) -> list[str]:
     return [sys.executable, *launcher, str(verb.file), *words]
 
 
-def _no_such(kind: str, word: str, known: Iterable[str]) -> NoReturn:
+def become(words: list[str]) -> NoReturn:
+    """Run a command line in place of this process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(words[0], words)
+
+
+# What the command says itself
+# -------------------------------------------------------------------------------------------
+
+
+def as_typed(text: str, head: str = "") -> str:
+    """Return a text about commands, each as `outrider` spells it. head: the word behind `train` in
+    place of head.py and its key."""
+    found = TRAINED.sub(rf"outrider train {head or 'HEAD'}", text)
+    found = re.sub(r"accelerate launch train/(\w+)\.py", r"outrider train \1", found)
+    return NAMED.sub(lambda file: f"outrider {NAMES.get(file[1], file[1])}", found)
+
+
+def no_such(kind: str, word: str, known: Iterable[str], gone: dict[str, str]) -> UserError:
+    """Return the error about a word that names nothing, or what left."""
     from outrider.conf.typed import nearest
 
-    known = list(options("head") if kind == "head" else known)
-    gone = {"verb": left.VERBS, "head": left.KINDS}.get(kind, {})
-    if word in gone and word not in known:
-        click.echo(f"error: {left.line(word, gone[word])}", err=True)
-        raise SystemExit(2)
-    click.echo(f"error: {word}: no such {kind}; {nearest(word, known)}", err=True)
-    raise SystemExit(2)
+    if word in gone:
+        return UserError(left.line(word, gone[word]))
+    return UserError(f"{word}: no such {kind}; {nearest(word, known)}")
 
 
-class Keys(click.Argument):
-    """The words that go to the file as they are; groups and keys of its YAML complete."""
-
-    def __init__(self, config: str):
-        super().__init__(["words"], nargs=-1, type=click.UNPROCESSED)
-        self.config = config
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Keys of conf/NAME.yaml, options where a key is a group."""
-        group, given, _ = incomplete.partition("=")
-        known = list(options(group)) if given else _keys(CONF / f"{self.config}.yaml")
-        shown = [f"{group}={name}" for name in known] if given else [f"{key}=" for key in known]
-        return [CompletionItem(word) for word in shown if word.startswith(incomplete)]
-
-
-def _keys(path: Path) -> list[str]:
-    """Top-level keys and groups of a YAML file, and of the files that it begins from."""
-    if not path.exists():
-        return []
-    from omegaconf import DictConfig, OmegaConf
-
-    loaded = OmegaConf.load(path)
-    if not isinstance(loaded, DictConfig):
-        return []
-    found = set[str]()
-    for item in loaded.pop("defaults", []):
-        if isinstance(item, DictConfig):
-            found.update(map(str, item))
-        elif item != "_self_":
-            found.update(_keys(path.with_name(f"{item}.yaml")))
-    return sorted({*found, *map(str, loaded)})
-
-
-def _command(name: str, verb: Verb) -> click.Command:
-    def run(words: tuple[str, ...]) -> NoReturn:
-        known = verb.file.stem in KEYS
-        if HELP & {*words} and known:
-            click.echo(help_of(verb.file.stem, words))
-            raise SystemExit(0)
-        if known:
-            refuse(entry_of(verb.file.stem, words))
-        become([sys.executable, str(verb.file), *words])
-
-    return click.Command(
-        name,
-        params=[Keys(verb.file.stem)],
-        callback=run,
-        help=verb.about,
-        short_help=verb.about,
-        context_settings=RAW,
-        add_help_option=False,  # the file's own lists its keys
-    )
-
-
-class Verbs(click.Group):
-    """The table of commands; an unknown one is told in a line."""
-
-    def __init__(self, kind: str, **keys: Any):
-        super().__init__(**keys)
-        self.kind = kind
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's; what is not there ends the process with code 2."""
-        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            _no_such(self.kind, args[0], self.list_commands(ctx))
-        return super().resolve_command(ctx, args)
-
-
-class Outrider(Verbs):
-    """All verbs, by what they are for."""
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """A heading and its verbs, group by group."""
-        wide = formatter.width - 6 - max(map(len, self.commands))
-        for heading, group in GROUPS.items():
-            with formatter.section(heading):
-                shown = ((name, self.commands[name]) for name in group if name in self.commands)
-                formatter.write_dl([(n, c.get_short_help_str(wide)) for n, c in shown])
-
-
-class Train(Verbs):
-    """Entry points and heads, looked up when asked for."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Entry points and heads."""
-        return sorted({*trainers(), *options("head")})
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command that trains `cmd_name`."""
-        found = trainer(cmd_name)
-        if found is None:
-            return None
-        verb, head = found
-
-        def run(launch: int, words: tuple[str, ...]) -> NoReturn:
-            if HELP & {*words}:
-                click.echo(help_of_training(verb.file.stem, [*head, *words], cmd_name))
-                raise SystemExit(0)
-            if not head or (CONF / "head" / f"{cmd_name}.yaml").exists():  # a package's is heavy
-                refuse(training(verb.file.stem, [*head, *words]))
-            os.environ.setdefault("PET_SIGNALS_TO_HANDLE", SIGNALS)
-            become(launched(verb, launch, [*head, *words]))
-
-        about = options("head").get(cmd_name) or verb.about
-        processes = click.Option(
-            ["--launch"],
-            type=click.IntRange(1),
-            default=1,
-            help="processes, by `accelerate launch`",
-        )
-        return click.Command(
-            cmd_name,
-            params=[processes, Keys("head")],  # the keys of all runs are alike
-            callback=run,
-            help=about,
-            short_help=about,
-            context_settings=RAW,
-            add_help_option=False,
-        )
-
-
-LISTED = "What there is to name: heads, targets, recipes, suites, prompts, formats."
-
-
-@click.command("ls", help=LISTED, short_help=LISTED)
-@click.argument("kind", required=False)
-def ls(kind: str | None) -> None:
-    """Print what `kind` may name, or all kinds."""
-    known = [k for k, (folder, _) in FOLDERS.items() if (CONF / folder).is_dir()] + ["formats"]
-    if kind is not None and kind not in known:
-        _no_such("list", kind, known)
-    for name in known if kind is None else [kind]:
-        folder, requested = FOLDERS.get(name, ("", "format=NAME of export"))
+def ls(words: list[str]) -> None:
+    """Print what the list that `words` names holds, or all lists."""
+    if words and words[0] not in FOLDERS:
+        raise no_such("list", words[0], FOLDERS, {})
+    for name in words[:1] or FOLDERS:
+        folder, requested = FOLDERS[name]
         rows = options(folder) if folder else dict.fromkeys(FORMATS, "")
-        if kind is None:
-            click.echo(f"{name} ({requested}):")
-        indent = "  " if kind is None else ""
-        for line in _two_columns(rows, indent):
-            click.echo(line)
+        if not words:
+            print(f"{name} ({requested}):")
+        print("\n".join(_two_columns(rows, "" if words else "  ")))
 
 
 def _two_columns(rows: dict[str, str], indent: str) -> Iterator[str]:
@@ -414,13 +285,27 @@ def _two_columns(rows: dict[str, str], indent: str) -> Iterator[str]:
     for name, about in rows.items():
         first, later = f"{indent}{name:{wide}}  ", " " * (len(indent) + wide + 2)
         room = max(columns - len(later), 30)
-        said = textwrap.wrap(about, room, break_long_words=False, break_on_hyphens=False)
-        yield f"{first}{said[0] if said else ''}".rstrip()
+        said = textwrap.wrap(about, room, break_long_words=False, break_on_hyphens=False) or [""]
+        yield f"{first}{said[0]}".rstrip()
         yield from (later + line for line in said[1:])
 
 
+def overview() -> str:
+    """Return what `outrider --help` says: all verbs, by what they are for."""
+    lines = [
+        "usage: outrider VERB KEY=VALUE ... (outrider VERB --help lists the keys)",
+        "",
+        "Draft heads for speculative decoding: train, decode losslessly, score, serve.",
+    ]
+    about = {name: verb.about for name, verb in verbs().items()} | OWN
+    for heading, group in GROUPS.items():
+        rows = {name: textwrap.shorten(about[name], 84, placeholder="...") for name in group}
+        lines += ["", f"{heading}:", *_two_columns(rows, "  ")]
+    return "\n".join(lines)
+
+
 def version() -> str:
-    """The version of this clone with its commit, and of what a bug report needs."""
+    """Return the version of this clone with its commit, and of what a bug report needs."""
     from outrider.conf.commit import commit
 
     metadata = importlib.import_module("importlib.metadata")
@@ -435,57 +320,32 @@ def version() -> str:
     return ", ".join(parts)
 
 
-def _show_version(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
-    if asked:
-        click.echo(version())
-        raise SystemExit(0)
-
-
-def application() -> click.Group:
-    """The whole command."""
-    group = Outrider(
-        "verb",
-        name="outrider",
-        help="Draft heads for speculative decoding: train, decode losslessly, score, serve.",
-        epilog=COMPLETION,
-        commands={name: _command(name, verb) for name, verb in verbs().items()},
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    )
-    group.params.append(
-        click.Option(
-            ["--version"],
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_show_version,
-            help="Show the version and exit.",
-        )
-    )
-    about = "Train a head: `outrider train NAME KEY=VALUE ... [--launch PROCESSES]`."
-    group.add_command(
-        Train(
-            "head",
-            name="train",
-            help=about,
-            short_help=about,
-            context_settings=group.context_settings,
-        )
-    )
-    group.add_command(ls)
-    return group
+def speak(words: list[str]) -> None:
+    """Do what a command line asks for. Raises UserError."""
+    verb, rest = (words or ["--help"])[0], words[1:]
+    if verb in HELP:
+        print(overview())
+    elif verb == "--version":
+        print(version())
+    elif verb in OWN:
+        if verb == "train":
+            train(rest)
+        elif HELP & {*rest}:
+            print(OWN["ls"])
+        else:
+            ls(rest)
+    elif verb in verbs():
+        run(verb, rest)
+    else:
+        raise no_such("verb", verb, [*verbs(), *OWN], left.VERBS)
 
 
 def main() -> None:
-    """Entry of the installed command."""
+    """Run the installed command."""
     try:
-        application().main(prog_name="outrider", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as shown:
-        click.echo(shown.ctx.get_help() if shown.ctx else str(shown))
-    except click.ClickException as error:
-        click.echo(f"error: {error.format_message().rstrip('.')}; see outrider --help", err=True)
-        raise SystemExit(2) from None
+        speak(sys.argv[1:])
     except UserError as error:
-        click.echo(f"error: {error}", err=True)
+        print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:  # `| head` went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

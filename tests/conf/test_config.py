@@ -13,39 +13,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import yaml
 
 from outrider.conf.errors import Interrupted, UserError
-from outrider.conf.schema import CONF, _compose, compose, entry, placeholder
-from outrider.conf.typed import convert, docs, nested_schema
+from outrider.conf.schema import CONF, check, compose, entry
+from outrider.conf.typed import default, docs, nested_schema
+from outrider.heads import head_class
+from outrider.scripts.cli import KEYS
 from outrider.train.runs import SCHEMAS
 
-ROOT = CONF.parent
-
-
-COMMAND = r'^@entry\("(\w+)", (\w+)'
-
-
-def entries() -> dict[str, type]:
-    """Root file name -> schema, from the lines of the entry scripts that make a command."""
-    found: dict[str, type] = {**SCHEMAS}
-    for path in [*ROOT.glob("scripts/**/*.py"), *ROOT.glob("train/*.py")]:
-        for name, schema in re.findall(COMMAND, path.read_text(), re.M):
-            place = path.relative_to(ROOT).with_suffix("")
-            found[name] = getattr(
-                importlib.import_module(".".join(("outrider", *place.parts))), schema
-            )
-    return found
-
-
-ENTRIES = entries()
+ENTRIES: dict[str, type] = {
+    name: getattr(importlib.import_module(place.partition(":")[0]), place.partition(":")[2])
+    for name, place in KEYS.items()
+} | SCHEMAS
 
 
 def problems_of(name: str, overrides: list[str]) -> list[str]:
     """Everything wrong with a command line except that required values are missing."""
-    cfg, problems = _compose(name, ENTRIES[name], overrides, CONF)
-    if cfg is not None:
-        placeholder(cfg, ENTRIES[name])
-        problems = problems + convert(cfg, ENTRIES[name])[1]
+    problems = check(name, ENTRIES[name], overrides)[1]
     return [p for p in problems if "is required" not in p and "empty" not in p]
 
 
@@ -84,6 +69,24 @@ def test_every_yaml_composes_and_validates() -> None:
         assert [] in users.values(), f"{path}: {users}"
         checked += 1
     assert checked == len(groups) - 1 >= 10
+
+
+def test_a_default_stands_once() -> None:
+    """In the dataclass; a YAML file holds what departs from it."""
+    schemas = {CONF / f"{name}.yaml": schema for name, schema in ENTRIES.items()}
+    schemas[CONF / "train.yaml"] = ENTRIES["head"]
+    for path in CONF.glob("*/*.yaml"):
+        run = ENTRIES["eagle"]
+        part = nested_schema(typing.get_type_hints(run).get(path.parent.name))
+        if path.parent.name == "head":
+            schemas[path] = head_class(yaml.safe_load(path.read_text())["kind"]).Config
+        elif part is not None:
+            schemas[path] = part
+    for path, schema in schemas.items():
+        for key, value in (yaml.safe_load(path.read_text()) or {}).items():
+            field = {f.name: f for f in dataclasses.fields(schema)}.get(key)
+            if field is not None and key != "kind":
+                assert default(field) != value, f"{path}: {key}={value} is the default"
 
 
 def leaves(schema: type, prefix: str = "") -> list[tuple[str, Any]]:

@@ -14,7 +14,8 @@ import yaml
 
 from outrider.conf import synonyms
 from outrider.conf.errors import UserError
-from outrider.conf.schema import _shown, compose
+from outrider.conf.help import shown
+from outrider.conf.schema import compose
 from outrider.conf.typed import keys, unknown_key
 from tests.conf.test_config import ENTRIES
 from tests.helpers.chats import chats
@@ -84,7 +85,7 @@ def test_what_others_call_a_key_is_answered_with_one_that_the_command_takes(name
     for word in sorted(word for cure in cures for word in cure.split()):
         value = functools.reduce(getattr, word.partition("=")[0].split("."), made)
         plain = not dataclasses.is_dataclass(value) and value not in ("", None) and "=" not in word
-        words += [f"{word}={_shown(value)}"] if plain else [word] if "=" in word else []
+        words += [f"{word}={shown(value)}"] if plain else [word] if "=" in word else []
     assert len(words) > 3
     compose(name, ENTRIES[name], [*given(name), *words, *["data.name=x"][: "data=hub" in words]])
 

@@ -142,7 +142,7 @@ def test_it_is_decoded_as_it_is_read() -> None:
         (lambda t: api.generate(t, "x", "runs/none-such"), "runs/none-such"),
         (lambda t: api.generate(t, "x", temperature=-1), "temperature"),
         (lambda t: api.generate(t, "x", max_new_tokens=0), "max_new_tokens: 0 is below 1"),
-        (lambda t: api.generate(t, "x", max_new_tokens="8"), "max_new_tokens: '8' is not a whole"),
+        (lambda t: api.generate(t, "x", max_new_tokens="x"), "max_new_tokens: 'x' is not a whole"),
         (lambda t: api.generate(t, "x", temperature=None), "temperature: None"),
         (lambda t: api.generate(t, "x", seed="x"), "seed: 'x'"),
         (lambda t: api.generate(t, "x", drafter=3), "drafter: a int"),

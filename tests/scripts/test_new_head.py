@@ -75,7 +75,7 @@ def test_it_trains_resumes_is_scored_and_is_refused_by_engines(
     assert str(turn / "run@tree").rpartition("/")[2] in json.dumps(rows)
 
     capsys.readouterr()
-    for form, why in (("vllm", "no engine knows turn heads"), ("gguf", "llama.cpp has no turn")):
+    for form, why in (("vllm", "no engine knows turn heads"), ("gguf", "no engine knows turn")):
         words = [*tiny[:-1], f"drafter={turn}/run", f"format={form}", f"out={turn / form}"]
         assert command("outrider.scripts.export", words) == 2
         message = capsys.readouterr().err
@@ -109,7 +109,7 @@ def test_every_command_finds_it_and_says_its_keys(
 
 def listed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What `outrider` prints."""
-    cli.application().main([*words], standalone_mode=False)
+    cli.speak([*words])
     return capsys.readouterr().out
 
 
@@ -156,11 +156,6 @@ BROKEN: dict[str, tuple[dict[str, str | None], str | None, str]] = {
     ),
     "has no YAML": ({KEYS: None}, None, f"{NAMED}has no conf/head/turn.yaml"),
     "has a damaged YAML": ({KEYS: "kind: [turn\n"}, None, "error: "),
-    "has points that cannot be read": (
-        {},
-        "turn = outrider_turn:Turn\nno point",
-        f"{NAMED}has entry points that cannot be read",
-    ),
     "says a wrong kind": (
         {KEYS: "kind: tern\n"},
         None,
