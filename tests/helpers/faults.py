@@ -29,6 +29,7 @@ from outrider.conf.schema import _guarded
 from outrider.heads import head_class
 from outrider.heads.batch import Batch, LossOut
 from outrider.train import loop
+from outrider.train.data.packing import Limits as Limits
 from outrider.train.loop import fit
 from tests.helpers.training import run_config
 

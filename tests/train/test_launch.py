@@ -200,72 +200,42 @@ def test_what_is_done_with_memory_is_said_before_torch_reads_it(script: str) -> 
     )
     unset = ("ALLOC_CONF", "CACHE_CAPACITY")
     kept = {k: v for k, v in os.environ.items() if not k.endswith(unset)}
-    ours = {
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-        "LRU_CACHE_CAPACITY": "64",
-    }
-    theirs = {
-        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024",
-        "LRU_CACHE_CAPACITY": "512",
-    }
-    given: list[dict[str, str]] = [{}, theirs]
-    for own in given:
+    names = ("PYTORCH_ALLOC_CONF", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    ours = dict(zip(names, ("expandable_segments:True", "64", "64"), strict=True))
+    theirs = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", names[1]: "1024", names[2]: "512"}
+    for own, want in (({}, ours), (theirs, theirs)):
+        command = [sys.executable, "-c", line, f"train/{script}.py"]
+        env = {**kept, **own, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [sys.executable, "-c", line, f"train/{script}.py"],
-            cwd=ROOT,
-            env={**kept, **own, "PYTHONPATH": str(ROOT)},
-            check=True,
-            capture_output=True,
-            text=True,
+            command, cwd=ROOT, env=env, check=True, capture_output=True, text=True
         )
-        assert ast.literal_eval(done.stdout) == (own or ours)
+        assert ast.literal_eval(done.stdout) == want
 
 
-def fake_cluster(tmp_path: Path, codes: list[int]) -> dict[str, str]:
-    """srun runs one task per code and gives the last bad one; scontrol notes what it was
-    asked.
-    """
-    tasks = "\n".join(
-        f'SLURM_PROCID={i} SLURM_LOCALID={i} CODE={c} "$@" || code=$?' for i, c in enumerate(codes)
-    )
+@pytest.mark.parametrize("code, again", [(75, True), (0, False), (2, False)])
+def test_the_batch_script_requeues_after_a_saved_stop_alone(
+    code: int, again: bool, tmp_path: Path
+) -> None:
+    """srun runs a task for each rank and gives their code; scontrol notes what it was asked."""
+    tasks = "\n".join(f'SLURM_PROCID={i} SLURM_LOCALID={i} "$@" || code=$?' for i in range(2))
     scripts = {
         "srun": f"shift\ncode=0\n{tasks}\nexit $code",
         # Noted first: `head -n 1` may have left before the second name is written.
         "scontrol": f'echo "$@" >> {tmp_path}/asked\n[ "$1" = show ] && echo node7 && echo node8',
         "python": 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $@" >> '
-        f"{tmp_path}/ranks\nexit $CODE",
+        f"{tmp_path}/ranks\nexit {code}",
     }
     (tmp_path / "bin").mkdir()
     for name, text in scripts.items():
         file = tmp_path / "bin" / name
         file.write_text(f"#!/bin/bash\n{text}\n")
         file.chmod(0o755)
-    return {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "PYTHON": "python",
-        "SLURM_JOB_ID": "77",
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_NTASKS": str(len(codes)),
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_CPUS_PER_TASK": "4",
-    }
-
-
-@pytest.mark.parametrize("codes, again", [([75, 75], True), ([0, 0], False), ([2, 2], False)])
-def test_the_batch_script_requeues_after_a_saved_stop_alone(
-    codes: list[int], again: bool, tmp_path: Path
-) -> None:
-    env = fake_cluster(tmp_path, codes)
-    done = subprocess.run(
-        ["bash", str(BATCH), "train/eagle.py", "data.path=a b.jsonl"],
-        env=env,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == codes[-1], done.stderr
+    nodes = {"JOB_ID": "77", "JOB_NODELIST": "node[7-8]", "NTASKS": "2", "NTASKS_PER_NODE": "1"}
+    env = {f"SLURM_{name}": value for name, value in {**nodes, "CPUS_PER_TASK": "4"}.items()}
+    env |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": "python"}
+    command = ["bash", str(BATCH), "train/eagle.py", "data.path=a b.jsonl"]
+    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
     ranks = (tmp_path / "ranks").read_text().splitlines()
     assert ranks == [f"{r} {r} 2 node7 train/eagle.py data.path=a b.jsonl" for r in range(2)]
     assert ("requeue 77" in (tmp_path / "asked").read_text()) == again

@@ -1,21 +1,25 @@
-"""What ranks must have in common before anything is written, and what a step reads."""
+"""What ranks have in common before anything is written, what a step reads, and what a rank leaves
+behind when its run ends."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from outrider.conf.errors import Interrupted, UserError
 from outrider.train import checkpoint as disk
-from outrider.train import loop, metrics
-from tests.helpers.faults import finish, train
+from outrider.train import loop, metrics, signals
+from tests.helpers.faults import at_call, finish, train
 from tests.helpers.training import run
 
-SMALL = ("steps=8", "log_every=3", "save_every=1", "keep=9", "micro_batch=1")
+SMALL = ("steps=8", "log_every=3", "save_every=2", "keep=9", "micro_batch=1")
 
 
 def test_ranks_that_drift_apart_write_no_checkpoint(data: Path, tmp_path: Path) -> None:
@@ -32,20 +36,17 @@ def test_ranks_that_drift_apart_write_no_checkpoint(data: Path, tmp_path: Path) 
             return requested
 
         loop.train_step = bent
-        train(data, out, *SMALL, "save_every=2")
+        train(data, out, *SMALL)
 
     assert finish(2, drifting, out.with_suffix(".txt")) == [2, 2]
-    said = out.with_name("drift.txt.0").read_text()
-    assert "rank 1 has other weights than rank 0 at step 6, no checkpoint was written" in " ".join(
-        said.split()
-    )
+    said = " ".join(out.with_name("drift.txt.0").read_text().split())
+    assert "rank 1 has other weights than rank 0 at step 6" in said
     assert [p.name for p in disk.checkpoints(out)] == ["step-4", "step-2"]
 
 
 def test_ranks_clip_by_one_norm(data: Path, tmp_path: Path) -> None:
     """Two kinds of GPU may sum the same gradients to norms a bit apart: each rank clipping by
     its own, their weights would drift apart."""
-    out = tmp_path / "clip"
 
     def apart() -> None:
         norm = torch.nn.utils.get_total_norm
@@ -54,9 +55,9 @@ def test_ranks_clip_by_one_norm(data: Path, tmp_path: Path) -> None:
             return norm(*args, **more) * (1.0 + int(os.environ["RANK"]) / 8)
 
         torch.nn.utils.get_total_norm = other
-        train(data, out, *SMALL, "optim.clip=0.01")
+        train(data, tmp_path / "clip", *SMALL, "optim.clip=0.01")
 
-    assert finish(2, apart, out.with_suffix(".txt")) == [0, 0]
+    assert finish(2, apart, tmp_path / "said") == [0, 0]
 
 
 def test_a_step_waits_for_the_device_once(
@@ -78,3 +79,44 @@ def test_a_step_waits_for_the_device_once(
         monkeypatch.setattr(torch.Tensor, name, read)
     run(data, tmp_path / "run", "steps=3", "micro_batch=1")
     assert reads == ["tolist"] * 3, "nothing else of the loop or of its passes"
+
+
+def mistake() -> None:
+    raise UserError("a mistake")
+
+
+def sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("event", [mistake, sigterm])
+def test_the_process_group_is_gone(data: Path, tmp_path: Path, event: Callable[[], None]) -> None:
+    """Its threads hold Python's tensors. One that lets go of them while the interpreter ends
+    aborts the process, whose work is done and saved: torchrun then reports a failure."""
+
+    def action() -> None:
+        try:
+            at_call(2, event, lambda: train(data, tmp_path / "run"))()
+        except (UserError, Interrupted) as end:
+            print(type(end).__name__)
+        tasks = (f"/proc/self/task/{task}/comm" for task in os.listdir("/proc/self/task"))
+        print(
+            "left:", *(t for t in (Path(name).read_text().strip() for name in tasks) if "gloo" in t)
+        )
+
+    assert finish(2, action, tmp_path / "said") == [0, 0]
+    said = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
+    assert [text.splitlines()[-1] for text in said] == ["left:"] * 2, said
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_launcher_that_ends_the_ranks_stops_nothing_that_is_saved(
+    monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    """It sends SIGTERM to the others as soon as one has left, however long ago the user's was."""
+    ended: list[int] = []
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
+    with signals.Stop() as stop:
+        stop.requested, stop.over, stop._heard = signal.SIGTERM, over, -2 * signals.ECHO
+        sigterm()
+    assert ended == ([] if over else [75])

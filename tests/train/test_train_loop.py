@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -215,29 +213,6 @@ def test_one_run_per_folder(data: Path, tmp_path: Path) -> None:
 def heard(folder: Path) -> str:
     """The end of what forked ranks said."""
     return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("said*")))
-
-
-def test_launcher_adds_no_traceback(tmp_path: Path) -> None:
-    """The contract's own command line, with a mistake in it."""
-    accelerate = Path(sys.executable).with_name("accelerate")
-    done = subprocess.run(
-        [
-            str(accelerate),
-            "launch",
-            "--cpu",
-            "train/medusa.py",
-            "target=tiny",
-            "data.path=none.jsonl",
-            f"out_dir={tmp_path / 'run'}",
-            "steps=1",
-            "+typo=1",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode != 0 and "typo" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_can_go_on(
