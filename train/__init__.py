@@ -2,15 +2,19 @@
 
 The contract: the target is frozen, and whatever subclasses heads.base.Head can be trained; the
 loop knows no head by name. Batch k, the learning rate and every random number of step k are
-functions of (seed, k), so a run that was stopped and started again ends with the same bits.
-Losses are sums, divided once by the count over all micro-batches and ranks. What a run writes
-is there whole or not at all.
+functions of (seed, k), so a run that was stopped and started again ends with the same bits
+(but with `minutes`, where the rate follows the clock). Losses are sums, divided once by the
+count over all micro-batches and ranks. What a run writes is there whole or not at all.
 
-Where things go: `loop.py` is the run in order of time, `run.py` what it works with, `data/`
-rows and batches, `features/` features on disk; medusa.py, eagle.py,
-hydra_heads.py and draft.py are entry points of ten lines. A new key goes into config.py, with
-a line above it; one that does not change what is learned goes into LOGISTICS as well. What
-follows from a row's text must change the key of the token cache (`data/batches.py`).
+In order of time: an entry point (medusa.py and its like: the formula, and a line) starts by
+launch.py; setup.py makes the Run of run.py out of config.py's keys; loop.py steps, with
+data/ for batches, features/ for features on disk, metrics.py for sums and time, nonfinite.py for
+bad rows; evaluation.py decodes, checkpoint.py saves, resuming.py says what a resume may change,
+log.py and trackers.py tell. measure.py, checks.py and dry_run/ say what it costs before it runs.
+
+A new key goes into config.py, with a line above it; one that does not change what is learned goes
+into LOGISTICS (resuming.py) as well. What follows from a row's text must change the key of the
+token cache (data/).
 
 Not to be changed without tests/train/test_reliability*.py: the order of save and evaluation, what a
 checkpoint holds, what the ranks exchange.

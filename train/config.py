@@ -36,7 +36,7 @@ from outrider.heads.config import HeadConfig
 from outrider.heads.folders import no_head
 from outrider.train.data.config import DataConfig
 
-# of a dry run: bytes of memory, name in the table of peaks (train/flops.py)
+# of a dry run: bytes of memory, name in the table of peaks (train/measure.py)
 GPUS = {
     "h100-80gb": (80e9, "H100"),
     "h200-141gb": (141e9, "H200"),

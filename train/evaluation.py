@@ -27,7 +27,7 @@ from outrider.heads.checkpoint import load_head, save_head
 from outrider.heads.names import DraftSpec
 from outrider.heads.parity import check
 from outrider.train.data.batches import JoinedRows, held_out_batches
-from outrider.train.memory import is_no_memory
+from outrider.train.measure import is_no_memory
 from outrider.train.run import Run
 from outrider.train.signals import Stop
 

@@ -30,7 +30,7 @@ from outrider.train.checkpoint import is_final, locked
 from outrider.train.config import TrainConfig
 from outrider.train.data.prefetch import Made
 from outrider.train.evaluation import evaluate, gate, requested_anywhere
-from outrider.train.memory import on_gpu, peak_bytes
+from outrider.train.measure import on_gpu, peak_bytes
 from outrider.train.metrics import Shared, Sums, summary
 from outrider.train.nonfinite import redo_without_bad_rows
 from outrider.train.run import Run

@@ -23,10 +23,9 @@ from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.packing import Limits
 from outrider.train.data.prefetch import Made, ahead
 from outrider.train.features.store import Source
-from outrider.train.flops import Flops
 from outrider.train.log import Log
+from outrider.train.measure import Flops, Window
 from outrider.train.metrics import Clock, Shared, Sums, exchange
-from outrider.train.profiling import Window
 from outrider.train.schedule import over, planned_steps
 from outrider.train.signals import Stop
 

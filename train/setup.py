@@ -33,11 +33,9 @@ from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.load import load_rows
 from outrider.train.data.packing import Limits
 from outrider.train.features.store import Source
-from outrider.train.flops import Flops
 from outrider.train.log import Log
-from outrider.train.memory import is_no_memory
+from outrider.train.measure import Flops, Window, is_no_memory
 from outrider.train.metrics import Clock
-from outrider.train.profiling import Window
 from outrider.train.resuming import check_meaning, identity_of, meaning_hash, meaning_of
 from outrider.train.run import Run
 from outrider.train.schedule import usual_rate

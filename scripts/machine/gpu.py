@@ -40,9 +40,8 @@ from outrider.train.data.batches import JoinedRows
 from outrider.train.dry_run import memory, report
 from outrider.train.dry_run.memory import Plan, plan_of
 from outrider.train.dry_run.models import Model, model_of, numbers
-from outrider.train.flops import peak_flops
 from outrider.train.loop import train_step
-from outrider.train.memory import peak_bytes, reset_peak
+from outrider.train.measure import peak_bytes, peak_flops, reset_peak
 from outrider.train.run import Run
 from outrider.train.runs import EagleRun
 from outrider.train.setup import begin

@@ -26,7 +26,7 @@ from outrider.scripts.common.names import clipped
 from outrider.scripts.common.progress import Steps, columns
 from outrider.scripts.common.prompts import Prompt, chat_ids, question_ids
 from outrider.scripts.scoring import pace
-from outrider.train.memory import peak_bytes, reset_peak
+from outrider.train.measure import peak_bytes, reset_peak
 
 WARM_UP_TOKENS = 8
 AGAIN = 2  # times that a chunk is asked again at most

@@ -20,7 +20,7 @@ from outrider.heads import checkpoint as heads_checkpoint
 from outrider.train import checkpoint as disk
 from outrider.train import evaluation, loop
 from outrider.train.checkpoint import Snapshot
-from outrider.train.memory import is_no_memory
+from outrider.train.measure import is_no_memory
 from outrider.train.resuming import identity_of
 from outrider.train.run import Run
 from outrider.train.setup import no_memory

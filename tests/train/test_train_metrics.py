@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.train import flops
-from outrider.train.flops import Flops
+from outrider.train import measure
+from outrider.train.measure import Flops
 from tests.helpers.training import run
 
 
@@ -58,7 +58,7 @@ def test_mfu_where_the_peak_is_known(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run's lines have TFLOP/s and peak memory, and MFU once the device's peak is known."""
-    monkeypatch.setattr(flops, "peak_flops", lambda name, dtype: 1e12)
+    monkeypatch.setattr(measure, "peak_flops", lambda name, dtype: 1e12)
     for line in lines(run(data, tmp_path / "run")):
         assert line["mfu"] == pytest.approx(line["tflops_per_device"], abs=1e-3)
         assert line["tokens_per_second_per_device"] == line["tokens_per_second"]
@@ -73,8 +73,8 @@ def test_a_formula_that_fails_costs_the_count_and_not_the_run(
         raise AssertionError("shapes are incompatible")
 
     want = run(data, tmp_path / "want")
-    registry = {**flops.flop_registry, torch.ops.aten.mm: refused}
-    monkeypatch.setattr(flops, "flop_registry", registry)
+    registry = {**measure.flop_registry, torch.ops.aten.mm: refused}
+    monkeypatch.setattr(measure, "flop_registry", registry)
     got = run(data, tmp_path / "got")
     assert all("tflops_per_device" not in line for line in lines(got))
     name = "head/head.safetensors"

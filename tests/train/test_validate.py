@@ -12,7 +12,7 @@ import torch
 
 from outrider.heads import vocab
 from outrider.heads.medusa.head import MedusaConfig, MedusaHead
-from outrider.train import checks
+from outrider.train import validate
 from outrider.train.validate import main
 from tests.helpers import faults
 from tests.helpers.training import TINY, chats, random_batch, tiny_target
@@ -102,13 +102,13 @@ class PredictsItsInput(MedusaHead):
 def test_moving_target_and_idle_parameters_are_caught() -> None:
     target = tiny_target()
     head = MedusaHead.for_target(target, MEDUSA)
-    assert checks.gradients(target, head, random_batch()).passed
+    assert validate.gradients(target, head, random_batch()).passed
     head.idle = torch.nn.Parameter(torch.zeros(3))
-    check = checks.gradients(target, head, random_batch())
+    check = validate.gradients(target, head, random_batch())
     assert not check.passed and "none at idle" in "".join(check.lines)
     del head.idle
     target.model.get_output_embeddings().weight.requires_grad_(True)
-    check = checks.gradients(target, head, random_batch())
+    check = validate.gradients(target, head, random_batch())
     assert not check.passed and "would move" in check.lines[-1]
 
 
@@ -126,7 +126,7 @@ WRONG = (ReadsOneLate, ReadsOneEarly, PredictsItsInput, DraftsNonsense)
 
 @pytest.mark.parametrize("kind", [MedusaHead, *WRONG])
 def test_overfit_is_judged_by_the_engine(kind) -> None:
-    check = checks.overfit(factory(kind, MEDUSA), [40, 41, 42], updates=120)
+    check = validate.overfit(factory(kind, MEDUSA), [40, 41, 42], updates=120)
     assert check.passed == (kind is MedusaHead), check.lines
 
 
@@ -144,4 +144,4 @@ def test_masks_that_supervise_nothing_or_everything_are_caught() -> None:
             torch.zeros(2, dtype=torch.bool),
             [],
         )
-        assert not checks.mask(rows, BatchPlan(rows, 1, 1, 0), tiny_target().tokenizer).passed
+        assert not validate.mask(rows, BatchPlan(rows, 1, 1, 0), tiny_target().tokenizer).passed

@@ -17,7 +17,7 @@ from outrider.train.config import GPUS, TrainConfig, ValidateConfig
 from outrider.train.dry_run import memory
 from outrider.train.dry_run.memory import Plan, plan_of
 from outrider.train.dry_run.models import active, model_of, numbers
-from outrider.train.flops import peak_flops
+from outrider.train.measure import peak_flops
 from outrider.train.setup import DRAFT_VOCAB, PASSES
 
 # Share of one H200's peak that training of EAGLE-3 heads reached, by operations of a token, 3

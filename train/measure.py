@@ -1,18 +1,23 @@
-"""How fast a run is against what the device could do: floating point operations, counted once,
-over time and over the device's peak.
+"""What a step costs: floating point operations, counted once, beside the device's peak; memory of
+this process, on a GPU the allocator's, on a CPU what is resident, which the kernel records; and a
+trace of some steps by torch.profiler.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from outrider.conf.errors import first_line
 
 # Dense bfloat16 matrix products with float32 sums, TFLOP/s, without sparsity, as the makers'
 # data sheets give them. The first name that is a part of the device's counts, so a variant
@@ -113,3 +118,96 @@ class Flops:
         if self.peak is not None:
             found["mfu"] = round(flops / self.peak, 4)
         return found
+
+
+# Memory
+# -------------------------------------------------------------------------------------------
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory since the last reset, bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+    except (OSError, StopIteration, ValueError):  # without a reset: of the whole process
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def on_gpu(device: torch.device) -> dict[str, int]:
+    """Return the GPU's memory for a line of metrics: held now and the most so far, bytes;
+    {} on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "gpu_memory_bytes": torch.cuda.memory_allocated(device),
+        "gpu_peak_memory_bytes": torch.cuda.max_memory_allocated(device),
+    }
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the peak begin again at what is held. Without permission, or outside Linux, nothing
+    happens."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def is_no_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory ran out, in whichever words a library says so."""
+    said = (
+        *("not enough memory", "can't allocate memory", "out of memory"),
+        *("ALLOC_FAILED", "Cannot allocate memory"),
+    )
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    )
+
+
+# The profiler: profile=[from,to]
+# -------------------------------------------------------------------------------------------
+
+
+class Window:
+    """Records the steps `first` to `last`, counted from 1 as in metrics.jsonl, and leaves
+    one trace in OUT/profile. A run that starts behind `first` records what is left of the
+    window, and its file is named after that; one that starts behind `last`, or is no rank
+    0, records nothing.
+
+    say: takes the line about the trace. Trouble with a trace costs the trace, not the run.
+    """
+
+    def __init__(
+        self, window: list[int], out: Path, main: bool, say: Callable[[str], None]
+    ) -> None:
+        self.first, self.last = window if window and main else (0, -1)
+        self.folder, self.say = out / "profile", say
+        self._trace: Any = None
+
+    def before(self, step: int) -> None:
+        """Step `step` is about to begin."""
+        if self._trace is None and self.first <= step <= self.last:
+            self._trace, self.first = torch.profiler.profile(), step
+            self._trace.start()
+
+    def after(self, step: int) -> None:
+        """Step `step` is done."""
+        if self._trace is not None and step == self.last:
+            self.close(step)
+
+    def close(self, step: int) -> None:
+        """Write what was recorded up to `step`, if anything."""
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        path = self.folder / f"steps-{self.first}-{step}.json.gz"
+        try:
+            trace.stop()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(path))
+            self.say(f"profile: {path}")
+        except (OSError, RuntimeError) as error:
+            self.say(f"profile: {path}: no trace ({first_line(error)})")
