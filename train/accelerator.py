@@ -1,7 +1,7 @@
-"""The Accelerator of a run, and what a launch may not say: settings of accelerate's config file or
-of `accelerate launch` by which it would act behind the run's back (divide gradients, cast, wrap
-or compile the head). Where a run does the same by a key of its own, two places would say it; so
-what is not neutral is refused in one line, with the key to use.
+"""The Accelerator of a run, and what a launch may not say: settings of accelerate's config
+file or of `accelerate launch` by which it would act behind the run's back (divide
+gradients, cast, wrap or compile the head). Where a run does the same by a key of its own,
+two places would say it; so what is not neutral is refused in one line, with the key to use.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def start(batch_size: int, dtype: str, device: str, shard_group: int = 0) -> Acc
 
 
 def meeting_place() -> str | None:
-    """Where the workers meet that torchrun started again on one node; None, Accelerate's own way,
-    for all others. torchrun keeps one store over all restarts, and a rank that reads the keys of
-    those that died waits for a peer that is gone (pytorch issue 135712); so each restart gets a
-    prefix. On several nodes the agents may count differently: there
+    """Where the workers meet that torchrun started again on one node; None, Accelerate's
+    own way, for all others. torchrun keeps one store over all restarts, and a rank that
+    reads the keys of those that died waits for a peer that is gone (pytorch issue 135712);
+    so each restart gets a prefix. On several nodes the agents may count differently: there
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment makes a new store."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
@@ -93,7 +93,8 @@ def meeting_place() -> str | None:
 
 
 def check_ranks(batch_size: int, shard_group: int, world: int) -> None:
-    """Raises UserError when `world` ranks cannot share a batch, or copies of the target, evenly."""
+    """Raises UserError when `world` ranks cannot share a batch, or copies of the target,
+    evenly."""
     if batch_size % world:
         raise UserError(
             f"batch_size: {batch_size} is no multiple of the {world} ranks; give one that is"
@@ -114,9 +115,10 @@ def on_processors(device: str) -> bool:
 
 @contextlib.contextmanager
 def ending(accelerator: Accelerator, stop: Stop) -> Iterator[None]:
-    """Leave the process group behind the block, and end its threads with it. The wrapped model
-    holds the group and goes first: where it outlives the group, its end hangs, and where a thread
-    of the group lets go of a tensor while the interpreter ends, that aborts the process."""
+    """Leave the process group behind the block, and end its threads with it. The wrapped
+    model holds the group and goes first: where it outlives the group, its end hangs, and
+    where a thread of the group lets go of a tensor while the interpreter ends, that aborts
+    the process."""
     try:
         yield
     except BaseException as error:
@@ -136,8 +138,9 @@ def launched() -> dict[str, Any]:
 
 
 def refusals(settings: Mapping[str, Any], dtype: str) -> list[str]:
-    """What a run in `dtype` refuses of accelerate's settings: "name: value: what to do instead"
-    each. settings: as `launched` or the command line of `accelerate launch` (launch.asked)."""
+    """What a run in `dtype` refuses of accelerate's settings: "name: value: what to do
+    instead" each. settings: as `launched` or the command line of `accelerate launch`
+    (launch.asked)."""
     same = [("gradient_accumulation_steps", "1")]  # as the run does it
     same += [("mixed_precision", "bf16")] if dtype == "bfloat16" else []
     found = []
@@ -149,8 +152,8 @@ def refusals(settings: Mapping[str, Any], dtype: str) -> list[str]:
 
 
 def device_of(device: str) -> str:
-    """The one GPU that the key `device` names, such as "cuda:3"; "" where it names none. Raises
-    UserError for a GPU that is not there, and for one GPU of several processes."""
+    """The one GPU that the key `device` names, such as "cuda:3"; "" where it names none.
+    Raises UserError for a GPU that is not there, and for one GPU of several processes."""
     kind, _, number = device.partition(":")
     if kind != "cuda":
         return ""

@@ -9,8 +9,8 @@ One pass guesses the K tokens behind an anchor x_t from the target's features f 
     loss = sum over drawn anchors t and k of  w_k  l(q_k(. | t), p(. | x_<t+k), x_{t+k})
 
 where W1 and W2 (DSpark alone) read the token before, w_k falls with k, p is the target's
-distribution and l that of heads/losses.py (plain_loss). h and q stand in heads/block/net.py and
-head.py, w in heads/block/loss.py, the update in train/loop.py (train_step).
+distribution and l that of heads/losses.py (plain_loss). h and q stand in heads/block/net.py
+and head.py, w in heads/block/loss.py, the update in train/loop.py (train_step).
 """
 
 from __future__ import annotations

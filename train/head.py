@@ -3,14 +3,14 @@
     accelerate launch train/head.py head=eagle3 target=smollm2 data=jsonl data.path=FILE \\
         out_dir=runs/eagle3 steps=N
 
-What is learned is the head's own forward, which returns its loss, summed over supervised tokens,
-and their count (heads/base.py):
+What is learned is the head's own forward, which returns its loss, summed over supervised
+tokens, and their count (heads/base.py):
 
     step:  g = sum over micro-batches and ranks of grad forward(batch, target).sum,
            w <- AdamW(w, g / sum of forward(batch, target).count)
 
-The step stands in train/loop.py (train_step); train/medusa.py, eagle.py, hydra_heads.py, block.py
-and draft.py each train one family, and open with its formula.
+The step stands in train/loop.py (train_step); train/medusa.py, eagle.py, hydra_heads.py,
+block.py and draft.py each train one family, and open with its formula.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What an entry point of training needs before and around its run: memory settings that torch
-reads while it is imported, the processes that were asked for, and one line for a user's mistake
-in place of a launcher's traceback.
+"""What an entry point of training needs before and around its run: memory settings that
+torch reads while it is imported, the processes that were asked for, and one line for a
+user's mistake in place of a launcher's traceback.
 
-Where torch sees fewer than two GPUs, `accelerate launch` starts the script as one child, whatever
-number was asked for; that child then starts the others (`spread`). It answers any exit code but 0
-with a traceback of its own and can be told no code, so a shell sees 143 from a launcher of one
-child, and 1 from one of several (torchrun's). One process needs no launcher: `python
-train/medusa.py ...` is the same run and ends with the code itself.
+Where torch sees fewer than two GPUs, `accelerate launch` starts the script as one child,
+whatever number was asked for; that child then starts the others (`spread`). It answers any
+exit code but 0 with a traceback of its own and can be told no code, so a shell sees 143
+from a launcher of one child, and 1 from one of several (torchrun's). One process needs no
+launcher: `python train/medusa.py ...` is the same run and ends with the code itself.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def set_memory() -> None:
     """Say what torch shall do with memory where batches have ever new widths, unless the
     environment says it already. torch reads it while it is imported, so this comes first.
 
-    On a GPU memory grows in place: what a narrower batch left would not do for a wider one. On a
-    CPU few prepared matrix products are kept: two libraries keep a thousand each, one for every
-    shape, with memory of its own in the midst of what a step frees, and a run would grow to its
-    end.
+    On a GPU memory grows in place: what a narrower batch left would not do for a wider one.
+    On a CPU few prepared matrix products are kept: two libraries keep a thousand each, one
+    for every shape, with memory of its own in the midst of what a step frees, and a run
+    would grow to its end.
     """
     if not any(name in os.environ for name in (ALLOCATOR, *OLDER)):
         os.environ[ALLOCATOR] = "expandable_segments:True"
@@ -54,8 +54,8 @@ def set_memory() -> None:
 
 
 def trainer(name: str, module: str) -> Any:
-    """The command that trains with the keys of train/NAME.py. module: that file's __name__, whose
-    docstring is its help. A mistake in a key is told before torch is loaded."""
+    """The command that trains with the keys of train/NAME.py. module: that file's __name__,
+    whose docstring is its help. A mistake in a key is told before torch is loaded."""
     set_memory()
     from outrider.conf.schema import entry
     from outrider.train.runs import SCHEMAS
@@ -78,7 +78,8 @@ def run(command: Any) -> None:
 
 @contextlib.contextmanager
 def last_word() -> Iterator[None]:
-    """After a mistake or a stop that was explained in one line, the launcher says nothing more."""
+    """After a mistake or a stop that was explained in one line, the launcher says nothing
+    more."""
     try:
         yield
     except SystemExit as end:
@@ -133,8 +134,8 @@ def spread(command: Any) -> None:
 
 
 def asked(words: Sequence[str]) -> Namespace:
-    """What `accelerate launch WORDS` is asked for, its config file included, as accelerate itself
-    understands it. Raises what accelerate raises, such as ValueError."""
+    """What `accelerate launch WORDS` is asked for, its config file included, as accelerate
+    itself understands it. Raises what accelerate raises, such as ValueError."""
     from accelerate.commands import launch
 
     args = launch.launch_command_parser().parse_args([*words])
@@ -151,9 +152,9 @@ def here(args: Namespace) -> int:
 
 
 def devices(count: int, cpu: bool = False, key: str = "num_processes") -> int:
-    """How many accelerators `count` processes of this machine take, one each; 0: they run on its
-    processors, as they are told to (cpu), or because torch sees no accelerator. Raises UserError,
-    which names `key`, for more processes than accelerators."""
+    """How many accelerators `count` processes of this machine take, one each; 0: they run
+    on its processors, as they are told to (cpu), or because torch sees no accelerator.
+    Raises UserError, which names `key`, for more processes than accelerators."""
     import torch
 
     found = 0 if cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()

@@ -41,8 +41,8 @@ from outrider.train.trackers import check_installed
 
 
 def fit(cfg: TrainConfig, kind: type[Head] | None = None) -> None:
-    """Train a head as `cfg` says, resuming what lies in cfg.out_dir. kind: its class, None: that
-    of cfg.head.kind.
+    """Train a head as `cfg` says, resuming what lies in cfg.out_dir. kind: its class, None:
+    that of cfg.head.kind.
 
     Raises UserError for what the user can mend (also a non-finite loss, a full disk, too
     little memory) and Interrupted after a signal, when all is saved, or where a peer is gone.
@@ -154,8 +154,9 @@ def _one_pass(run: Run, micro: Made) -> Iterator[None]:
 
 
 def _scale_gradients(run: Run, shared: Shared) -> float:
-    """Divide the summed gradients by the supervised tokens of all ranks, and clip them. DDP has
-    averaged them; what is wanted is their sum. Returns their norm before it is clipped."""
+    """Divide the summed gradients by the supervised tokens of all ranks, and clip them. DDP
+    has averaged them; what is wanted is their sum. Returns their norm before it is
+    clipped."""
     scale = run.world / max(shared.stats["loss"][1], 1.0)
     norm, most = shared.norm * scale, run.cfg.optim.clip
     clip = min(1.0, most / (norm + 1e-6)) if most else 1.0

@@ -1,6 +1,6 @@
-"""What a step costs: floating point operations, counted once, beside the device's peak; memory of
-this process, on a GPU the allocator's, on a CPU what is resident, which the kernel records; and a
-trace of some steps by torch.profiler.
+"""What a step costs: floating point operations, counted once, beside the device's peak;
+memory of this process, on a GPU the allocator's, on a CPU what is resident, which the
+kernel records; and a trace of some steps by torch.profiler.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class Counter(TorchDispatchMode):
 
 
 class Flops:
-    """Floating point operations of a token, target and head, forward and backward: counted in
-    the first training pass of this process as it runs. What activation checkpointing computes
-    again counts, what an optimizer does does not. Where this torch cannot count them, no rate is
-    made of them."""
+    """Floating point operations of a token, target and head, forward and backward: counted
+    in the first training pass of this process as it runs. What activation checkpointing
+    computes again counts, what an optimizer does does not. Where this torch cannot count
+    them, no rate is made of them."""
 
     def __init__(self, dtype: str, device: torch.device) -> None:
         self.total = math.nan

@@ -1,4 +1,5 @@
-"""The keys of each entry point under train/: those of train/config.py and those of its heads."""
+"""The keys of each entry point under train/: those of train/config.py and those of its
+heads."""
 
 from __future__ import annotations
 

@@ -367,7 +367,8 @@ def no_memory(cfg: TrainConfig, world: int = 1) -> str:
 
 
 def is_peer_gone(error: BaseException) -> bool:
-    """Whether another process of the run no longer answers, in the words of gloo and of NCCL."""
+    """Whether another process of the run no longer answers, in the words of gloo and of
+    NCCL."""
     gloo = r"gloo.*(Connection reset by peer|Connection closed by peer|Broken pipe)"
     said = re.search(f"ncclRemoteError|{gloo}", str(error), re.S)
     return isinstance(error, RuntimeError) and said is not None

@@ -34,10 +34,10 @@ def loaded(
 ) -> tuple[Target, str]:
     """Load the target of a run whose target is sharded; return it and a line about its shards.
 
-    Each rank keeps its own part of every layer's weights as it reads them, and the target comes
-    back sharded, unless something needs the layers whole (`_needs_whole`): it then lies on the
-    CPU, for shard_target once the head was made. group: as in shard_target. copied: the head
-    copies layers of it. Raises UserError for one process.
+    Each rank keeps its own part of every layer's weights as it reads them, and the target
+    comes back sharded, unless something needs the layers whole (`_needs_whole`): it then
+    lies on the CPU, for shard_target once the head was made. group: as in shard_target.
+    copied: the head copies layers of it. Raises UserError for one process.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise UserError(
@@ -66,10 +66,10 @@ def shard_target(
 ) -> str:
     """Shard the layers of a loaded target over the ranks, in place; returns a line about it.
 
-    Weights that still lie on the CPU move to `device` layer by layer, as shards; empty ones get
-    the parts in `shards`. group: ranks that hold a copy of the target together, neighbours by
-    number, such as those of a node (train.accelerator.check_ranks: it divides them); 0 = all.
-    Raises UserError for a target without stacked layers.
+    Weights that still lie on the CPU move to `device` layer by layer, as shards; empty ones
+    get the parts in `shards`. group: ranks that hold a copy of the target together,
+    neighbours by number, such as those of a node (train.accelerator.check_ranks: it divides
+    them); 0 = all. Raises UserError for a target without stacked layers.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -135,14 +135,15 @@ def _shard(
 
 
 def _gather_ahead(target: Target, stacks: list[nn.ModuleList]) -> None:
-    """Let every layer ask for the weights of the next one before it computes, on streams that all
-    layers share.
+    """Let every layer ask for the weights of the next one before it computes, on streams
+    that all layers share.
 
-    Each sharded layer is a root of its own, and a root's gathering waits for all computing that
-    was asked for before it; asked one layer earlier, it happens beside that layer's computing. A
-    root also makes streams of its own, and the allocator keeps what was gathered on one stream
-    from all others: as many copies of a layer as there are streams. FSDP2 knows its layers and
-    their streams after the first pass alone; until then a layer's memory goes back at once.
+    Each sharded layer is a root of its own, and a root's gathering waits for all computing
+    that was asked for before it; asked one layer earlier, it happens beside that layer's
+    computing. A root also makes streams of its own, and the allocator keeps what was
+    gathered on one stream from all others: as many copies of a layer as there are streams.
+    FSDP2 knows its layers and their streams after the first pass alone; until then a
+    layer's memory goes back at once.
     """
     ran: list[FSDPModule] = []
 

@@ -32,9 +32,10 @@ COMMANDS = (
 
 
 class Stop:
-    """Context that turns signals into a flag. `requested`: the signal number, 0 while none came.
-    `over`: all is saved, and a launcher that ends the ranks behind the first one stops nothing;
-    whatever comes first then is passed over, and what comes a second later ends the process."""
+    """Context that turns signals into a flag. `requested`: the signal number, 0 while none
+    came. `over`: all is saved, and a launcher that ends the ranks behind the first one
+    stops nothing; whatever comes first then is passed over, and what comes a second later
+    ends the process."""
 
     def __init__(self) -> None:
         self.requested, self.over, self._heard = 0, False, 0.0

@@ -1,6 +1,7 @@
-"""Where metrics go beside metrics.jsonl: wandb, tensorboard, mlflow and trackio, by Accelerate's
-classes. They are not opened by Accelerator.init_trackers, where one that fails takes the others
-and the run with it: here its first trouble costs that tracker and one line.
+"""Where metrics go beside metrics.jsonl: wandb, tensorboard, mlflow and trackio, by
+Accelerate's classes. They are not opened by Accelerator.init_trackers, where one that fails
+takes the others and the run with it: here its first trouble costs that tracker and one
+line.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ NAMED = {"low": "accepted_length_low", "high": "accepted_length_high", "tokens":
 
 
 def check_installed(names: list[str]) -> None:
-    """Raises UserError for a tracker whose package is not there. `wandb=` is no such tracker: a
-    run that asks for it so goes on without."""
+    """Raises UserError for a tracker whose package is not there. `wandb=` is no such
+    tracker: a run that asks for it so goes on without."""
     there = [str(name) for name in get_available_trackers()]
     if missing := [name for name in names if name not in there]:
         raise UserError(
@@ -36,17 +37,17 @@ def check_installed(names: list[str]) -> None:
 
 
 def no_reports(mode: str | None) -> None:
-    """Before wandb is imported: where its mode is one of OFFLINE, switch off what it reports of
-    itself. Left on, its own measurements look for its server all the same, from a thread of this
-    process at any time up to its end. mode: None, as WANDB_MODE says."""
+    """Before wandb is imported: where its mode is one of OFFLINE, switch off what it
+    reports of itself. Left on, its own measurements look for its server all the same, from
+    a thread of this process at any time up to its end. mode: None, as WANDB_MODE says."""
     if (mode or os.environ.get("WANDB_MODE", "")).lower() in OFFLINE:
         os.environ["WANDB_ERROR_REPORTING"] = "false"
 
 
 def settings_of(out: Path, project: str, mode: str, identity: str, step: int) -> dict[str, Any]:
-    """Return what each tracker's class is made with. project, mode: the keys wandb_project and
-    wandb. identity: what a resumed run has in common with its beginning, so that it goes on in the
-    same place. step: at which it is resumed."""
+    """Return what each tracker's class is made with. project, mode: the keys wandb_project
+    and wandb. identity: what a resumed run has in common with its beginning, so that it
+    goes on in the same place. step: at which it is resumed."""
     again = step + 1 if step else None  # these steps come again
     named = None if mode == "off" else mode  # None: as WANDB_MODE says
     shared = {"run_name": project, "resume": "allow"}
@@ -121,8 +122,8 @@ class Trackers:
 
 
 def grouped(values: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line of metrics by names that a tracker sorts into groups: train/,
-    eval/ and speed/."""
+    """Return the numbers of a line of metrics by names that a tracker sorts into groups:
+    train/, eval/ and speed/."""
     event = values.get("event")
     if event == "parity":
         lengths = {name: length["mean"] for name, length in values["accepted_length"].items()}

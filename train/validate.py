@@ -195,8 +195,8 @@ def _top1(stats: dict[str, Tensor]) -> list[float]:
 
 
 def cost(cfg: TrainConfig, target: Target, head: Head, rows: JoinedRows, plan: BatchPlan) -> Check:
-    """Measure memory, time and FLOPs of a micro-batch of at most four rows, and say what the run
-    takes by it."""
+    """Measure memory, time and FLOPs of a micro-batch of at most four rows, and say what
+    the run takes by it."""
     check, device = Check("cost of the run"), target.device
     head.train()
     chosen = plan.batch(0)[:: max(1, cfg.batch_size // 4)][:4]

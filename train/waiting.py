@@ -1,4 +1,5 @@
-"""Waiting for the other ranks of a run without a collective, which would have a fixed time-out."""
+"""Waiting for the other ranks of a run without a collective, which would have a fixed
+time-out."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def nothing() -> None:
 def main_first(
     name: str, minutes: float, check_stop: Callable[[], None] = nothing
 ) -> Iterator[None]:
-    """Let rank 0 run the block, then the first rank of every other machine, then the rest, which
-    find on disk what was done. minutes, check_stop: as in `meet`."""
+    """Let rank 0 run the block, then the first rank of every other machine, then the rest,
+    which find on disk what was done. minutes, check_stop: as in `meet`."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     stage = bool(rank) + bool(rank and int(os.environ.get("LOCAL_RANK", "0")))
     for turn in range(stage):

@@ -66,8 +66,9 @@ class ServedTemplate(Template):
 
 
 def cut_inside(chat: Sequence[Message], template: Template) -> bool:
-    """Whether the last answer, which was cut, has not ended its reasoning: no template can show
-    that. An answer that names no delimiter is inside where the words that ask open the block."""
+    """Whether the last answer, which was cut, has not ended its reasoning: no template can
+    show that. An answer that names no delimiter is inside where the words that ask open the
+    block."""
     last = chat[-1]
     content = last.get("content") or ""
     if last["role"] != "assistant" or last.get("tool_calls"):

@@ -100,7 +100,8 @@ class JoinedRows:
         return shown + (f", {len(kinds) - most} more kinds" if len(kinds) > most else "")
 
     def supervision(self) -> str:
-        """How many assistant turns are supervised, and why others are not; "" without chats."""
+        """How many assistant turns are supervised, and why others are not; "" without
+        chats."""
         turns, shown, kept = (self.counted.get(name, 0) for name in TURNS)
         reasons = [
             f"{turns - shown:,} not shown apart by the chat template" if shown < turns else "",
@@ -316,8 +317,8 @@ class BatchPlan:
         return torch.cat(batches)
 
     def shares(self, step: int, world: int, limits: Limits) -> list[list[list[int]]]:
-        """The rows of every rank at one step, cut into micro-batches. world divides batch_size;
-        which rows a step has does not depend on it."""
+        """The rows of every rank at one step, cut into micro-batches. world divides
+        batch_size; which rows a step has does not depend on it."""
         batch = self.batch(step)
         found = shared(self.rows.lengths[batch].tolist(), world, limits)
         return [[[batch[i] for i in part] for part in share] for share in found]

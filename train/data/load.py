@@ -1,8 +1,8 @@
 """Data files, and sets of `datasets`, as rows of tokens.
 
-Tokens are cached by content (data, tokenizer, template, settings), so that a second run starts at
-once. Rows are read line by line here, since `datasets` infers one schema for a file, and a line
-that breaks it fails the whole file without its number.
+Tokens are cached by content (data, tokenizer, template, settings), so that a second run
+starts at once. Rows are read line by line here, since `datasets` infers one schema for a
+file, and a line that breaks it fails the whole file without its number.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ def _source(cfg: DataConfig) -> tuple[Iterable[Item], str, str]:
 
 
 def _unbroken(rows: Iterable[Any], name: str) -> Iterator[Item]:
-    """Rows with their numbers, counted from 0. Raises UserError for a connection or a file that
-    fails on the way."""
+    """Rows with their numbers, counted from 0. Raises UserError for a connection or a file
+    that fails on the way."""
     count = 0
     try:
         for row in rows:

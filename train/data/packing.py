@@ -1,8 +1,8 @@
 """Which rows of a batch go through together, and on which rank: passes with little padding,
 and ranks that finish at the same time.
 
-A step's loss is a sum over its rows, divided once, so nothing that is learned depends on this. What
-comes out follows from the lengths of the rows alone: every rank finds the same.
+A step's loss is a sum over its rows, divided once, so nothing that is learned depends on
+this. What comes out follows from the lengths of the rows alone: every rank finds the same.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ Share = list[Part]  # of one rank: its passes
 class Limits:
     """What a pass may hold.
 
-    rows: at most; 0 = any number. tokens: computed positions at most, one row in any case; 0 = any
-    number. pack: rows are packed into sequences of so many tokens; 0 = each is padded to the
-    longest. together: the passes of all ranks are collectives, so all have equally many."""
+    rows: at most; 0 = any number. tokens: computed positions at most, one row in any case;
+    0 = any number. pack: rows are packed into sequences of so many tokens; 0 = each is
+    padded to the longest. together: the passes of all ranks are collectives, so all have
+    equally many."""
 
     rows: int = 0
     tokens: int = 0
@@ -81,8 +82,9 @@ def balanced(sizes: Sequence[int], count: int, most: int = 0) -> list[Part]:
 
 
 def shared(lengths: Sequence[int], ranks: int, limits: Limits) -> list[Share]:
-    """The passes of every rank over rows of these lengths, a multiple of `ranks` in number; every
-    rank has a pass. With limits.together all have equally many, and the largest of each come first.
+    """The passes of every rank over rows of these lengths, a multiple of `ranks` in number;
+    every rank has a pass. With limits.together all have equally many, and the largest of
+    each come first.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     rising = [lengths[i] for i in order]
@@ -144,8 +146,9 @@ def _least_padded(rising: list[int], most: int, price: int, limits: Limits) -> l
 def _enough(
     parts: list[Part], rising: list[int], ranks: int, limits: Limits
 ) -> list[tuple[int, Part]]:
-    """(positions, rows) of every pass, the largest first, the largest ones halved until all ranks
-    have one (with limits.together as many each) and none has more positions than it may."""
+    """(positions, rows) of every pass, the largest first, the largest ones halved until all
+    ranks have one (with limits.together as many each) and none has more positions than it
+    may."""
 
     def sized(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
         for part in parts:

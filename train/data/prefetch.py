@@ -17,8 +17,8 @@ Make = Callable[[int, Sequence[int]], tuple[Batch, Any]]  # step, rows -> batch,
 
 
 class Made(NamedTuple):
-    """What a pass needs. batch: on the CPU. target: what the head's forward gets as such. rows:
-    of the pass. last: no pass of its step follows."""
+    """What a pass needs. batch: on the CPU. target: what the head's forward gets as such.
+    rows: of the pass. last: no pass of its step follows."""
 
     batch: Batch
     target: Any

@@ -138,8 +138,8 @@ def read_text(path: Path) -> Iterator[Item]:
 
 
 def interpret(record: Any, where: str) -> ChatRow:
-    """The Row in a record with `messages`, ShareGPT `conversations`, `request` and `response` of
-    the OpenAI API, or `text`. Raises ValueError in a user's words.
+    """The Row in a record with `messages`, ShareGPT `conversations`, `request` and
+    `response` of the OpenAI API, or `text`. Raises ValueError in a user's words.
     """
     if not isinstance(record, dict):
         raise ValueError("is not an object {..}")
@@ -185,8 +185,9 @@ def interpret(record: Any, where: str) -> ChatRow:
 
 
 def exchange(request: Any, response: Any) -> dict[str, Any]:
-    """The row of a request and its answer, as servers of the OpenAI API log them. An answer that
-    a length or a stop string ended is not complete. Raises ValueError in a user's words."""
+    """The row of a request and its answer, as servers of the OpenAI API log them. An answer
+    that a length or a stop string ended is not complete. Raises ValueError in a user's
+    words."""
     messages = request.get("messages") if isinstance(request, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError("its request has no messages")

@@ -1,9 +1,9 @@
 """Rows become tokens, by several processes, and stay in one safetensors file that is mapped.
 
-A batch is a function of (seed, epoch, k) alone, so any row may be due at any step: the tokens of
-all rows lie end to end in a file of the cache folder, five bytes a token, and the pages in use
-are the system's cache. `datasets` keeps lists in pieces and a bit a truth value, which no tensor
-can be a view of.
+A batch is a function of (seed, epoch, k) alone, so any row may be due at any step: the
+tokens of all rows lie end to end in a file of the cache folder, five bytes a token, and the
+pages in use are the system's cache. `datasets` keeps lists in pieces and a bit a truth
+value, which no tensor can be a view of.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ HIDDEN = "without their reasoning, which the chat template cuts off (data.turns=
 
 
 class Totals(NamedTuple):
-    """What follows from all tokens. tally: [V] int64, supervised tokens of the rows not held out,
-    by id. max_id: -1 without tokens. sha256: of all that makes two data sets the same;
-    tokens_sha256: of the ids and where rows begin, on which features depend."""
+    """What follows from all tokens. tally: [V] int64, supervised tokens of the rows not
+    held out, by id. max_id: -1 without tokens. sha256: of all that makes two data sets the
+    same; tokens_sha256: of the ids and where rows begin, on which features depend."""
 
     supervised: int
     max_id: int
@@ -80,8 +80,8 @@ class TokenPart:
 
 @dataclass(frozen=True)
 class Work:
-    """Turns rows into tokens. name: of their source. held_out: the share of rows that is kept out
-    of training."""
+    """Turns rows into tokens. name: of their source. held_out: the share of rows that is
+    kept out of training."""
 
     name: str
     tokenizer: Any
@@ -125,10 +125,12 @@ def share(row: ChatRow) -> float:
 def encoded(
     source: Iterable[Item], work: Work, workers: int, check_stop: Callable[[], None]
 ) -> Iterator[TokenPart]:
-    """The tokens of a source in its order: by this process alone for SECONDS, then by `workers`
-    fresh ones (a fork of a process with threads and a GPU may hang), which changes nothing.
+    """The tokens of a source in its order: by this process alone for SECONDS, then by
+    `workers` fresh ones (a fork of a process with threads and a GPU may hang), which
+    changes nothing.
 
-    check_stop: called between parts; what it raises ends the work. Raises UserError as Work does.
+    check_stop: called between parts; what it raises ends the work. Raises UserError as Work
+    does.
     """
     begun, source = time.monotonic(), iter(source)
     waiting: deque[Future[TokenPart]] = deque()
@@ -155,7 +157,8 @@ _work: Work  # of this worker
 
 
 def _begin(work: Work) -> None:
-    """In a worker: signals are the parent's to answer, and without a parent there is no work."""
+    """In a worker: signals are the parent's to answer, and without a parent there is no
+    work."""
     global _work
     _work = work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -177,9 +180,9 @@ def _in_worker(items: list[Item]) -> TokenPart:
 def gathered(
     parts: Iterable[TokenPart], name: str, folder: Path | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(ids, loss, offsets, lines and held of all rows, {bad, counted}). folder: where the tokens
-    go, so that they need not fit into memory; None keeps them there. name: of the source, for
-    the words of progress."""
+    """(ids, loss, offsets, lines and held of all rows, {bad, counted}). folder: where the
+    tokens go, so that they need not fit into memory; None keeps them there. name: of the
+    source, for the words of progress."""
     ids, loss = ((io.BytesIO() if folder is None else _unnamed(folder)) for _ in range(2))
     offsets, lines, held = array("q", [0]), array("q"), bytearray()
     bad: list[str] = []

@@ -33,8 +33,8 @@ LARGE = 0.8  # share of a GPU's memory that a whole target may take
 
 
 def planned(cfg: ValidateConfig, run: TrainConfig) -> Plan:
-    """Return the plan of a run. run: cfg, the head's keys typed. Raises UserError for what the run
-    would refuse."""
+    """Return the plan of a run. run: cfg, the head's keys typed. Raises UserError for what
+    the run would refuse."""
     check_ranks(cfg.batch_size, cfg.shard_group, cfg.gpus)
     if cfg.shard_target and cfg.gpus == 1:
         raise UserError("shard_target: needs several processes; set gpus=8, or leave it out")
@@ -46,8 +46,9 @@ def planned(cfg: ValidateConfig, run: TrainConfig) -> Plan:
 
 
 def flops_a_token(plan: Plan, length: int) -> float:
-    """Return the floating point operations of a token, forward and backward, in rows of `length`
-    tokens; causal attention of the target by half, that of the draft layers left out."""
+    """Return the floating point operations of a token, forward and backward, in rows of
+    `length` tokens; causal attention of the target by half, that of the draft layers left
+    out."""
     text, found, terms = plan.model.text, memory.kept_by(plan), plan.typed.loss
     heads = text.num_attention_heads
     spread = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
@@ -59,8 +60,8 @@ def flops_a_token(plan: Plan, length: int) -> float:
 
 
 def shares_of_peak(flops: float) -> tuple[float, float, float]:
-    """Return the least, the likely and the best: between both measured runs by the logarithm of
-    the operations of a token."""
+    """Return the least, the likely and the best: between both measured runs by the
+    logarithm of the operations of a token."""
     (low, least), (high, most) = MEASURED
     place = min(1.0, max(0.0, math.log(flops / low) / math.log(high / low)))
     share = float(least * (most / least) ** place)

@@ -2,9 +2,9 @@
 scripts/cache_features.py wrote.
 
 A folder of shards (safetensors: one tensor [tokens, D] per tap, rows end to end) and
-manifest.json, which says what is stored: target, tokenizer, chat template, tokens, taps, dtypes,
-and the rows of each shard. A training run with data.features=FOLDER reads its features there;
-embeddings and LM head remain the target's own.
+manifest.json, which says what is stored: target, tokenizer, chat template, tokens, taps,
+dtypes, and the rows of each shard. A training run with data.features=FOLDER reads its
+features there; embeddings and LM head remain the target's own.
 
 Shape letters: B rows, T positions, F taps, D width of the features.
 """
@@ -43,7 +43,8 @@ def computed_in(cfg: Any) -> str:
 
 
 def identity_of(target: Target, rows: JoinedRows, dtype: str) -> dict[str, Any]:
-    """What features must have in common with the run that reads them. dtype: see computed_in."""
+    """What features must have in common with the run that reads them. dtype: see
+    computed_in."""
     hashes = target.identity.to_json() if target.identity else {}
     found = {f"target.{k}": v for k, v in hashes.items() if k.endswith("sha256")}
     tokens = {"data.tokens_sha256": rows.totals.tokens_sha256}
@@ -67,8 +68,9 @@ class FeatureStore:
     def open(
         cls, folder: Path, identity: dict[str, Any], taps: Sequence[int], rows: JoinedRows
     ) -> FeatureStore:
-        """Check and open features. Raises UserError, naming the file: unfinished, damaged or
-        foreign files, features of another target or of other data, taps that are not stored."""
+        """Check and open features. Raises UserError, naming the file: unfinished, damaged
+        or foreign files, features of another target or of other data, taps that are not
+        stored."""
         path = folder / MANIFEST
         try:
             card = json.loads(path.read_text())

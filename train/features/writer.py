@@ -1,5 +1,5 @@
-"""Writing a folder of features: which hidden states, how many rows in each file, so that a kill
-leaves no half file and the same command goes on."""
+"""Writing a folder of features: which hidden states, how many rows in each file, so that a
+kill leaves no half file and the same command goes on."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ class FeatureWriter:
 
     def shard(self, number: int) -> Iterator[int]:
         """Compute and write a shard; yields tokens as they are done. Raises UserError for
-        features that are not finite, naming the row, and where the disk refuses; then nothing of
-        it remains."""
+        features that are not finite, naming the row, and where the disk refuses; then
+        nothing of it remains."""
         first, last = self.bounds[number : number + 2]
         kind, offsets = torch_dtype(self.store), self.rows.offsets
         size = self.tokens(number), self.target.hidden_size
