@@ -32,9 +32,9 @@ from outrider.decode.models.load import DTYPES, load_target
 from outrider.decode.target import Target
 from outrider.heads import find_head, load_head, tuned
 from outrider.heads.base import Head
-from outrider.heads.checkpoint import read_card, recover, staged
+from outrider.heads.checkpoint import read_card, staged
 from outrider.heads.folders import is_plain
-from outrider.heads.interop import ENGINE, MANIFEST, architecture, exported, refusals
+from outrider.heads.interop import ENGINE, MANIFEST, architecture, refusals
 from outrider.heads.names import NONE, DraftSpec
 from outrider.heads.small_lm.plain import plain_model
 from outrider.scripts.common import files
@@ -43,6 +43,7 @@ from outrider.scripts.common.rendering import render
 from outrider.scripts.exporting import card as export_card
 from outrider.scripts.exporting import contract
 from outrider.scripts.exporting.config import ExportConfig
+from outrider.scripts.exporting.place import free_place
 from outrider.scripts.exporting.write import DRAFT, TARGET, write_head, write_model
 
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
@@ -52,7 +53,7 @@ PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft st
 @resumable()
 def main(cfg: ExportConfig) -> int:
     """Write, check, move into place."""
-    out = free_place(Path(cfg.out).expanduser(), cfg.overwrite)
+    out = free_place(Path(cfg.out).expanduser(), cfg.overwrite, MANIFEST)
     tokenizer_from = Path(cfg.tokenizer_from).expanduser() if cfg.tokenizer_from else None
     if cfg.drafter == NONE or is_plain(cfg.drafter):
         if cfg.format != "gguf":
@@ -129,27 +130,6 @@ def whole_model(cfg: ExportConfig, out: Path, tokenizer_from: Path | None) -> in
         files.write_json(stage / MANIFEST, manifest)
     print(f"{out}: {name}, its logits behind {found.prompts} prompts are the model's")
     return 0
-
-
-def free_place(out: Path, overwrite: bool) -> Path:
-    """`out`, if it may be written. Raises UserError for a folder that exists, unless it is an
-    export to be replaced."""
-    recover(out)
-    if not out.exists() and not out.is_symlink():
-        return out
-    if not out.is_dir():
-        raise UserError(f"out: {out} is a file; give a folder")
-    if any(out.iterdir()) and not overwrite:
-        raise UserError(
-            f"out: {out} exists; set overwrite=true to replace it as a whole, or give another "
-            "folder"
-        )
-    if any(out.iterdir()) and exported(out) is None:
-        raise UserError(
-            f"out: {out} holds files that are no export (no {MANIFEST}); overwrite=true "
-            "would delete them all: give another folder"
-        )
-    return out
 
 
 def target_name(cfg: ExportConfig, target: Target) -> str:

@@ -30,14 +30,14 @@ from outrider.decode.models.identity import Identity
 from outrider.decode.models.load import load_target
 from outrider.decode.target import Target
 from outrider.heads import hub, save_head
-from outrider.heads.base import Head
-from outrider.heads.checkpoint import CARD, recover
+from outrider.heads.checkpoint import CARD
 from outrider.heads.interop import Foreign, read_folder, read_head
 from outrider.heads.names import HUB
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts, question_ids, thinned
 from outrider.scripts.exporting import probe as acceptance_probe
 from outrider.scripts.exporting.config import AS_WRITTEN, ImportConfig
+from outrider.scripts.exporting.place import free_place
 from outrider.scripts.exporting.probe import Convention
 from outrider.scripts.reports.table import Table
 
@@ -45,30 +45,28 @@ from outrider.scripts.reports.table import Table
 @entry("import_head", ImportConfig)
 def main(cfg: ImportConfig) -> int:
     """Read, check, probe, write."""
-    source, out = source_of(cfg.from_), Path(cfg.out).expanduser()
-    recover(out)
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-        if not cfg.overwrite:
-            raise UserError(
-                f"out: {out} exists; set overwrite=true to replace the head in it, or "
-                "give another folder"
-            )
-        if not (out / CARD).is_file():
-            raise UserError(
-                f"out: {out} holds no head (no {CARD}); overwrite=true would delete what "
-                "is there: give "
-                "another folder"
-            )
+    out = free_place(Path(cfg.out).expanduser(), cfg.overwrite, CARD)
+    try:
+        hub_name = cfg.from_.startswith(HUB)
+        source = hub.served(cfg.from_) if hub_name else Path(cfg.from_).expanduser()
+        foreign = read_folder(source)
+    except UserError as error:
+        raise UserError(f"from: {error}") from None
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise UserError(f"out: {out} holds the head that is read; give another folder")
-    foreign = read(source)
     target = load_target(cfg.target, cfg.dtype, cfg.device)
     same_target(foreign, target)
     made, format = read_head(foreign, target)
     head: Any = made.eval()
     found: list[Convention] = []
     if cfg.convention != AS_WRITTEN:
-        head = chosen(head, cfg.convention)
+        known = acceptance_probe.conventions(head)
+        if cfg.convention not in known:
+            raise UserError(
+                f"convention: {cfg.convention} is none of {', '.join([AS_WRITTEN, *known])} "
+                f"({head.kind} head)"
+            )
+        head = acceptance_probe.read_as(head, cfg.convention)
     if cfg.probe:
         some = thinned(load_prompts(cfg.prompts), cfg.num_prompts)
         ids = [question_ids(target.tokenizer, p.turns[0]) for p in some]
@@ -79,8 +77,8 @@ def main(cfg: ImportConfig) -> int:
         if best.name != found[0].name:
             raise UserError(
                 f"from: {source}: {best.about} fits, not what the files say: "
-                f"{best.accepted:.2f} accepted "
-                f"of two draft tokens against {found[0].accepted:.2f}; nothing was written: set "
+                f"{best.accepted:.2f} accepted of two draft tokens against "
+                f"{found[0].accepted:.2f}; nothing was written: set "
                 f"convention={best.name}, or probe=false to take the files at their word"
             )
         head.calibrate([batch], target)
@@ -97,24 +95,6 @@ def main(cfg: ImportConfig) -> int:
     return 0
 
 
-def source_of(name: str) -> Path:
-    """The folder that is read; a repository's is fetched. Raises UserError where it cannot be."""
-    if not name.startswith(HUB):
-        return Path(name).expanduser()
-    try:
-        return hub.served(name)
-    except UserError as error:
-        raise UserError(f"from: {error}") from None
-
-
-def read(source: Path) -> Foreign:
-    """What a folder holds. Raises UserError that names the key."""
-    try:
-        return read_folder(source)
-    except UserError as error:
-        raise UserError(f"from: {error}") from None
-
-
 def same_target(foreign: Foreign, target: Target) -> None:
     """An export of ours names its target by hash. Raises UserError when it is another one."""
     said = (foreign.manifest or {}).get("target")
@@ -127,22 +107,8 @@ def same_target(foreign: Foreign, target: Target) -> None:
     if differences:
         raise UserError(
             f"from: {foreign.folder}: was exported for another target "
-            f"({'; '.join(differences)}); give "
-            "that one"
+            f"({'; '.join(differences)}); give that one"
         )
-
-
-def chosen(head: Head, convention: str) -> Any:
-    """The head read under a named convention. Raises UserError for a name that this kind of
-    head does not know.
-    """
-    known = {name: twin for name, _, twin in acceptance_probe.conventions(head)}
-    if convention not in known:
-        raise UserError(
-            f"convention: {convention} is none of {', '.join([AS_WRITTEN, *known])} "
-            f"({head.kind} head)"
-        )
-    return known[convention]
 
 
 def show(found: list[Convention], convention: str) -> None:
@@ -157,8 +123,7 @@ def show(found: list[Convention], convention: str) -> None:
     if max(r.accepted for r in found) < acceptance_probe.LOW:
         print(
             "warning: under no convention does this head draft for this target; was it "
-            "trained for it? It is read "
-            "as it is written",
+            "trained for it? It is read as it is written",
             file=sys.stderr,
         )
 

@@ -110,30 +110,12 @@ def page(about: About) -> str:
         serve=serve(about),
         checked=engines.CHECKED,
         gone=ENGINE[about.format].gone(head.kind),
-        described=described(head),
+        parameters=sum(p.numel() for p in head.parameters()),
         training={k: about.run[k] for k in SHOWN if about.run.get(k)},
         steps=extra.get("step"),
         recipe=json.dumps(about.card["head"].get("config", {}), sort_keys=True),
         acceptance=acceptance(extra, getattr(head, "calibration", {}) or {}),
-        decoding=decoding(about.settings),
     )
-
-
-def described(head: Head) -> list[tuple[str, Any]]:
-    """Rows about the head's shape."""
-    rows: list[tuple[str, Any]] = [("parameters", f"{sum(p.numel() for p in head.parameters()):,}")]
-    if hasattr(head.cfg, "heads"):
-        rows += [("heads", head.cfg.heads), ("blocks of each", head.cfg.blocks)]
-    if taps := tuple(getattr(head, "taps", ())):
-        where = f"hidden_states {list(taps)}; 0 = embeddings, the last = after the final norm"
-        rows.append(("target features", where))
-    if size := getattr(head.cfg, "draft_vocab", 0):
-        widened = "widened to the whole one: other tokens get the mean row, which is never the best"
-        note = {"medusa": widened, "eagle1": "the engine scores the whole one"}.get(
-            head.kind, f"{getattr(head, 'coverage', 1.0):.1%} of the supervised tokens"
-        )
-        rows.append(("draft vocabulary", f"{size:,} tokens ({note})"))
-    return rows
 
 
 def acceptance(extra: dict[str, Any], calibration: dict[str, Any]) -> list[str]:
@@ -152,18 +134,6 @@ def acceptance(extra: dict[str, Any], calibration: dict[str, Any]) -> list[str]:
             f"({calibration.get('positions', '?')} positions)"
         )
     return lines or ["not measured"]
-
-
-def decoding(found: Tuned | None) -> list[str]:
-    """What tune found for this head, if it ran."""
-    if found is None:
-        return ["not tuned; `outrider tune drafter=...` finds K for a machine and prompts"]
-    slow = "" if found.pays else " (not measured to be faster than plain decoding)"
-    lines = [f"tuned here: {found.best}{slow}"]
-    if found.chain is not None:
-        lines.append(f"for engines, which draft chains: {found.chain}")
-    where = {k: v for k, v in found.evidence.items() if isinstance(v, str | int | float)}
-    return lines + ([f"measured: `{json.dumps(where)}`"] if where else [])
 
 
 def run_record(source: Path) -> dict[str, Any]:

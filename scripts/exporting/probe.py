@@ -45,62 +45,62 @@ class Convention:
     better: float = 0.0
 
 
-def conventions(head: Head) -> Iterator[tuple[str, str, Any]]:
-    """(name, what it means, a copy of the head read so) for every other convention that this
-    kind of head occurs in.
-    """
+def conventions(head: Head) -> dict[str, str]:
+    """Every other convention that this kind of head occurs in, and what it means."""
+    found = {}
     if isinstance(head, Eagle3Head):
-        yield from _eagle3(head)
+        for step, name in ((1, "taps_plus_1"), (-1, "taps_minus_1")):
+            taps = [tap + step for tap in head.taps]
+            if min(taps) >= 0 and max(taps) < head.final:
+                found[name] = f"layers {taps} (hidden_states) instead of {list(head.taps)}"
+        places = range(len(head.taps))
+        for order in list(itertools.permutations(places))[1:] if len(places) <= 3 else []:
+            name = f"fc_{''.join(map(str, order))}"
+            found[name] = f"fc's column blocks in the order {list(order)}"
+        found["attention_halves"] = "the attention reads the feature first, then the embedding"
+        for key in ("norm_output", "norm_before_residual"):
+            found[key] = f"{key} is {str(not getattr(head.cfg, key)).lower()}"
     elif isinstance(head, Eagle1Head):
-        twin = copy.deepcopy(head)
-        fc = twin.net.get_submodule("fc").get_parameter("weight")
-        left, right = fc.data.chunk(2, 1)
-        fc.data = torch.cat([right, left], 1)
-        yield "fc_halves", "fc reads the feature first, then the embedding", twin
+        found["fc_halves"] = "fc reads the feature first, then the embedding"
     elif isinstance(head, MedusaHead):
-        medusa = copy.deepcopy(head)
-        medusa.block_weight.data = medusa.block_weight.data.transpose(2, 3).contiguous()
-        yield "transpose_blocks", "the blocks' weights are transposed", medusa
-    if isinstance(head, EagleHead):
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            weight = getattr(head.net.layers[0].self_attn, name).weight
-            if weight.shape[0] == weight.shape[1]:
-                other = copy.deepcopy(head)
-                mine = getattr(other.net.layers[0].self_attn, name).weight
-                mine.data = mine.data.T.contiguous()
-                yield f"transpose_{name}", f"{name} is transposed", other
+        found["transpose_blocks"] = "the blocks' weights are transposed"
+    net: Any = head.net if isinstance(head, EagleHead) else None
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj") if net else ():
+        rows, columns = getattr(net.layers[0].self_attn, name).weight.shape
+        if rows == columns:
+            found[f"transpose_{name}"] = f"{name} is transposed"
+    return found
 
 
-def _eagle3(head: Eagle3Head) -> Iterator[tuple[str, str, Any]]:
-    for step, name in ((1, "taps_plus_1"), (-1, "taps_minus_1")):
-        taps = tuple(tap + step for tap in head.taps)
-        if min(taps) >= 0 and max(taps) < head.final:
-            twin = copy.deepcopy(head)
-            twin.taps, twin.cfg = taps, replace(twin.cfg, taps=list(taps))
-            yield name, f"layers {list(taps)} (hidden_states) instead of {list(head.taps)}", twin
-    count = len(head.taps)
-    for order in list(itertools.permutations(range(count)))[1:] if count <= 3 else []:
-        twin = copy.deepcopy(head)
-        fc = twin.net.get_submodule("fc").get_parameter("weight")
-        parts = fc.data.chunk(count, 1)
-        fc.data = torch.cat([parts[i] for i in order], 1)
-        yield (
-            f"fc_{''.join(map(str, order))}",
-            f"fc's column blocks in the order {list(order)}",
-            twin,
-        )
-    twin = copy.deepcopy(head)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        weight = getattr(twin.net.layers[0].self_attn, name).weight
-        weight.data = torch.cat(weight.data.chunk(2, 1)[::-1], 1)
-    yield "attention_halves", "the attention reads the feature first, then the embedding", twin
-    for key in ("norm_output", "norm_before_residual"):
-        twin = copy.deepcopy(head)
-        value = not getattr(twin.cfg, key)
-        keys: Any = twin.cfg
-        twin.cfg = replace(keys, **{key: value})
-        setattr(twin.net, key, value)
-        yield key, f"{key} is {str(value).lower()}", twin
+def read_as(head: Head, convention: str) -> Any:
+    """A copy of the head read under one of its `conventions`."""
+    twin: Any = copy.deepcopy(head)
+    twin._rows = None
+    what, _, how = convention.partition("_")
+    if what == "taps":
+        step = 1 if how == "plus_1" else -1
+        twin.taps = tuple(tap + step for tap in head.taps)
+        twin.cfg = replace(twin.cfg, taps=list(twin.taps))
+    elif what == "fc":
+        _reorder(twin.net.fc, [1, 0] if how == "halves" else [int(place) for place in how])
+    elif what == "attention":
+        for name in ("q_proj", "k_proj", "v_proj"):
+            _reorder(getattr(twin.net.layers[0].self_attn, name), [1, 0])
+    elif what == "norm":
+        value = not getattr(twin.cfg, convention)
+        twin.cfg = replace(twin.cfg, **{convention: value})
+        setattr(twin.net, convention, value)
+    else:
+        blocks = how == "blocks"
+        weight = twin.block_weight if blocks else getattr(twin.net.layers[0].self_attn, how).weight
+        weight.data = weight.data.mT.contiguous()
+    return twin
+
+
+def _reorder(linear: Any, order: Sequence[int]) -> None:
+    """Put the column blocks of a matrix into another order."""
+    parts = linear.weight.data.chunk(len(order), 1)
+    linear.weight.data = torch.cat([parts[i] for i in order], 1)
 
 
 @torch.inference_mode()
@@ -171,9 +171,8 @@ def probe(head: Head, batch: Batch, target: Target) -> list[Convention]:
     with remembered(target, batch):
         base, distribution = accepted(head, batch, target)
         others = []
-        for name, about, twin in conventions(head):
-            twin._rows = None
-            mine, other = accepted(twin, batch, target)
+        for name, about in conventions(head).items():
+            mine, other = accepted(read_as(head, name), batch, target)
             gain = other - distribution
             error = float(gain.std()) / max(len(gain), 1) ** 0.5
             better = float(gain.mean()) / max(error, 1e-9)

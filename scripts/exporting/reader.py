@@ -165,9 +165,7 @@ class EngineFile:
         return out
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        """Root mean square norm over the last dimension."""
-        scale = torch.sqrt(x.square().mean(-1, keepdim=True) + self.shape.eps)
-        return x / scale * self.tensors[f"{name}.weight"]
+        return F.rms_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], self.shape.eps)
 
     def _layer(self, name: str, base: Tensor, read: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
         """One layer over base [R, D]. read: [R, ..], what queries come from, the last of keys
@@ -190,10 +188,8 @@ class EngineFile:
 
         q = self.turn(split("q", read, shape.heads), places[len(keys) - len(read) :])
         k, v = self.turn(split("k", keys, shape.groups), places), split("v", keys, shape.groups)
-        k, v = (t.repeat_interleave(shape.heads // shape.groups, 0) for t in (k, v))
-        score = (q @ k.mT / shape.size**0.5).masked_fill(hidden, -torch.inf)
-        mixed = (score.softmax(-1) @ v).transpose(0, 1).reshape(len(read), -1)
-        return mixed @ self.tensors[f"{name}self_attn.o_proj.weight"].T
+        mixed = F.scaled_dot_product_attention(q, k, v, ~hidden, enable_gqa=True)
+        return mixed.transpose(0, 1).flatten(1) @ self.tensors[f"{name}self_attn.o_proj.weight"].T
 
 
 def earlier(length: int, window: int = 0) -> Tensor:

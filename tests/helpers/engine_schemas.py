@@ -1,11 +1,11 @@
 """Names, shapes and dtypes that engines which do not run here read, written down from their
 loaders: the only check that exports for them get. {..} are sizes: D width, V vocabulary, A
 query heads x head size, G key heads x head size, I width of the MLP, F tapped features, N
-draft vocabulary, K Medusa heads, k a head, S head size, R rank, C D + R.
+draft vocabulary, S head size, R rank, C D + R.
 
 SGLang 0.5.23: srt/models/llama_eagle.py, llama_eagle3.py, dflash.py, dspark.py (which skip an LM
 head and a draft vocabulary without a word, so none may be there). TensorRT-LLM: the EAGLE-3 folder of
-its PyTorch backend, and the file that its Medusa conversion reads.
+its PyTorch backend.
 """
 
 from __future__ import annotations
@@ -145,29 +145,15 @@ SCHEMAS: dict[str, dict] = {
             "hidden_size": None,
         },
     },
-    "tensorrt medusa": {
-        "required": {"k.0.linear.weight": "D D", "k.0.linear.bias": "D", "k.1.weight": "V D"},
-        "optional": {"token_map": "N"},
-        "config": {"medusa_num_heads": None, "medusa_num_layers": 1},
-    },
 }
 
 
-def violations(
-    schema: dict, config: dict, tensors: dict, sizes: dict[str, int], heads: int = 1
-) -> list[str]:
+def violations(schema: dict, config: dict, tensors: dict, sizes: dict[str, int]) -> list[str]:
     """What of an export the engine would not find, would not know, or would find in another
     shape or dtype.
     """
 
-    def expand(table: dict[str, str]) -> dict[str, str]:
-        return {
-            n.replace("k.", f"{k}.", 1) if n.startswith("k.") else n: s
-            for n, s in table.items()
-            for k in range(heads if n.startswith("k.") else 1)
-        }
-
-    required, optional = expand(schema["required"]), expand(schema["optional"])
+    required, optional = schema["required"], schema["optional"]
     found = [f"{name} is missing" for name in required if name not in tensors]
     for name, tensor in tensors.items():
         shape = required.get(name) or optional.get(name)
@@ -178,7 +164,7 @@ def violations(
         wanted = [factor.get(letter) or sizes[letter] for letter in shape.split()]
         if list(tensor.shape) != wanted:
             found.append(f"{name} is {list(tensor.shape)}, wanted {wanted}")
-        kind = {"d2t": "torch.int64", "token_map": "torch.int64", "t2d": "torch.bool"}.get(name)
+        kind = {"d2t": "torch.int64", "t2d": "torch.bool"}.get(name)
         if str(tensor.dtype) != kind and not (kind is None and tensor.is_floating_point()):
             found.append(f"{name} is {tensor.dtype}")
     for key, value in schema["config"].items():

@@ -153,7 +153,7 @@ def test_an_existing_folder_is_refused_then_swapped_as_a_whole(
     # converted targets carry a file of this name too
     (strange / "outrider.json").write_text('{"format": 1}')
     assert run(prompts, *args[:2], f"out={strange}", "overwrite=true") == 2
-    assert (strange / "thesis.tex").exists() and "no export" in capsys.readouterr().err
+    assert (strange / "thesis.tex").exists() and "outrider.json" in capsys.readouterr().err
     assert run(prompts, *args[:2], f"out={source}", "overwrite=true") == 2
     assert (source / "head/head.json").exists()
 
