@@ -50,44 +50,45 @@ def run(prompts: Path, *args: str, **shape) -> int:
     return int(stop.value.code or 0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "q8_0"])
-def test_a_head_becomes_one_checked_file(target, prompts, tmp_path: Path, dtype: str) -> None:
-    source, out = saved(tmp_path, target), tmp_path / "out"
+KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "q8_0": "q8_0"}
+
+
+@pytest.mark.parametrize(
+    "dtype, norm",
+    [
+        ("float32", "norm_joined"),
+        ("bfloat16", "norm_before_residual"),
+        ("float16", ""),
+        ("q8_0", ""),
+    ],
+)
+def test_a_head_becomes_one_checked_file(
+    target, prompts, tmp_path: Path, dtype: str, norm: str
+) -> None:
+    keys = {norm: True} if norm else {}
+    source, out = saved(tmp_path, target, **keys), tmp_path / "out"
     assert run(prompts, f"drafter={source}", f"out={out}", f"dtype={dtype}") == 0
-    file = read_gguf(out / "draft.gguf")
+    file, head = read_gguf(out / "draft.gguf"), random_head(target, "eagle3")
     assert file.fields["general.architecture"] == "eagle3"
     assert file.fields["eagle3.target_layers"] == [2, 4, 5]
+    assert file.fields["eagle3.norm_before_fc"] == (norm == "norm_joined")
+    assert file.fields["eagle3.norm_before_residual"] == (norm == "norm_before_residual")
     assert len(file.fields["tokenizer.ggml.tokens"]) == target.vocab_size
-    head = random_head(target, "eagle3")
     assert torch.equal(file.tensors["d2t"], head.ids())  # absolute ids, not our offsets
-    kinds = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "q8_0": "q8_0"}
-    assert file.types["fc.weight"] == kinds[dtype]
-    assert file.types["output_norm.weight"] == "f32"
+    assert file.types["fc.weight"] == KINDS[dtype] and file.types["output_norm.weight"] == "f32"
     manifest = json.loads((out / "outrider.json").read_text())
     assert set(manifest["files"]) == {"draft.gguf", "README.md", "expected.json"}
     assert manifest["check"]["draft_tokens_equal"] == 6 and manifest["dtype"] == dtype
-    assert "--spec-type draft-eagle3 --spec-draft-n-max 3" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "--spec-type draft-eagle3 --spec-draft-n-max 3" in card
+    assert "is the target's own file" in card
 
 
-@pytest.mark.parametrize("norm", ["norm_joined", "norm_before_residual"])
-def test_norms_that_llama_cpp_has(target, prompts, tmp_path: Path, norm: str) -> None:
-    source, out = saved(tmp_path, target, **{norm: True}), tmp_path / "out"
-    assert run(prompts, f"drafter={source}", f"out={out}") == 0
-    fields = read_gguf(out / "draft.gguf").fields
-    assert fields["eagle3.norm_before_fc"] == (norm == "norm_joined")
-    assert fields["eagle3.norm_before_residual"] == (norm == "norm_before_residual")
-
-
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1"])
 def test_heads_that_it_cannot_run_are_refused_in_one_line(
     target, prompts, tmp_path: Path, kind: str, capsys
 ) -> None:
-    source, out = (
-        saved(tmp_path, target, kind, layers=2)
-        if kind != "medusa"
-        else saved(tmp_path, target, kind),
-        tmp_path / "out",
-    )
+    source, out = saved(tmp_path, target, kind), tmp_path / "out"
     assert run(prompts, f"drafter={source}", f"out={out}") == 2
     error = capsys.readouterr().err.strip()
     assert "format=gguf" in error and "\n" not in error and not out.exists()
@@ -114,7 +115,7 @@ def test_a_block_head_becomes_one_checked_file(
     assert f"--spec-type draft-{kind} --spec-draft-n-max 3 " in card
 
 
-@pytest.mark.parametrize("name", ["fc.weight", "blk.0.attn_q.weight", "d2t", "output_norm.weight"])
+@pytest.mark.parametrize("name", ["blk.0.attn_q.weight", "d2t", "output_norm.weight"])
 def test_a_file_that_drafts_otherwise_never_appears(
     target, prompts, tmp_path: Path, name: str, monkeypatch, capsys
 ) -> None:
@@ -202,12 +203,10 @@ def test_every_bfloat16_survives_a_file(tmp_path: Path) -> None:
     assert not same(file.tensors["other"], odd)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "q4_0"])
-def test_other_words_for_a_dtype_are_refused(prompts, tmp_path: Path, dtype: str, capsys) -> None:
-    assert run(prompts, "drafter=none", f"out={tmp_path / 'out'}", f"dtype={dtype}") == 2
+def test_other_words_for_a_dtype_are_refused(prompts, tmp_path: Path, capsys) -> None:
+    assert run(prompts, "drafter=none", f"out={tmp_path / 'out'}", "dtype=bf16") == 2
     error = capsys.readouterr().err.strip()
-    assert "dtype" in error and "float32, bfloat16, float16, q8_0" in error and "\n" not in error
-    assert not (tmp_path / "out").exists()
+    assert "dtype" in error and "\n" not in error and not (tmp_path / "out").exists()
 
 
 def test_a_model_folder_as_separate_draft(target, prompts, tmp_path: Path) -> None:
@@ -219,10 +218,9 @@ def test_a_model_folder_as_separate_draft(target, prompts, tmp_path: Path) -> No
     assert read_gguf(out / "draft.gguf").fields["llama.block_count"] == 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_qwen2_target_and_a_head_on_it(tmp_path: Path, dtype: str) -> None:
+def test_a_qwen2_target_and_a_head_on_it(tmp_path: Path) -> None:
     """As a llama with biases, whose rows lie as its weights' do."""
-    target, some = biased_qwen2(), [torch.tensor([5, 77, 200, 31])]
+    target, some, dtype = biased_qwen2(), [torch.tensor([5, 77, 200, 31])], "bfloat16"
     write.write_model(tmp_path / "target.gguf", target.model, target, some, dtype)
     file = read_gguf(tmp_path / "target.gguf")
     layer = target.model.model.layers[3].self_attn
@@ -235,16 +233,11 @@ def test_a_qwen2_target_and_a_head_on_it(tmp_path: Path, dtype: str) -> None:
     assert "blk.0.attn_q.bias" not in read_gguf(tmp_path / "draft.gguf").tensors
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "llama"])
-def test_the_card_names_a_target_file_that_serves_the_head(
-    prompts, tmp_path: Path, arch: str
-) -> None:
+def test_the_card_names_a_target_file_that_serves_the_head(prompts, tmp_path: Path) -> None:
     """On llama.cpp's own `qwen2` its server ends at the head's first token."""
-    source, out = saved(tmp_path, deep_target(arch=arch)), tmp_path / "out"
-    assert run(prompts, f"drafter={source}", f"out={out}", arch=arch) == 0
-    card = (out / "README.md").read_text()
-    assert ("must be written as a `llama`" in card) == (arch == "qwen2")
-    assert ("is the target's own file" in card) == (arch == "llama")
+    source, out = saved(tmp_path, deep_target(arch="qwen2")), tmp_path / "out"
+    assert run(prompts, f"drafter={source}", f"out={out}", arch="qwen2") == 0
+    assert "must be written as a `llama`" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -283,9 +276,6 @@ def test_qwens_tokenizer_has_its_name_in_llama_cpp() -> None:
     other = json.loads(json.dumps(steps))
     other["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] += "x"
     assert gguf_write.split_name(other) is None
-    other = json.loads(json.dumps(steps))
-    other["pre_tokenizer"]["pretokenizers"][1]["use_regex"] = True
-    assert gguf_write.split_name(other) is None
 
 
 def test_scaled_rotary_positions_are_written_as_factors() -> None:
@@ -322,10 +312,8 @@ def test_the_tokenizer_of_a_gguf_file(target, prompts, tmp_path: Path, capsys) -
 @pytest.mark.parametrize(
     "dtype, value",
     [
-        ("float16", float("nan")),
         ("float16", 1e9),
         ("bfloat16", float("nan")),
-        ("bfloat16", float("-inf")),
         ("bfloat16", 3.4e38),  # float32 has it; in bfloat16 it would be infinite
     ],
 )
@@ -349,35 +337,25 @@ def sound_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_damaged_files_are_message_in_one_line(tmp_path: Path) -> None:
+def test_damaged_files_are_told_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     whole = sound_file(path)
     assert torch.equal(read_gguf(path).tensors["a"].flatten(), torch.arange(64.0))
-    huge = whole[:8] + struct.pack("<Q", 1 << 62) + whole[16:]
-    damaged = {
-        "empty": b"",
-        "other": b"PK\x03\x04" + whole[4:],
-        "version": whole[:4] + struct.pack("<I", 9) + whole[8:],
-        "huge": huge,
-        **{f"cut {n}": whole[:n] for n in range(4, len(whole), 7)},
-    }
-    for name, data in damaged.items():
+    for data in (
+        b"",
+        b"PK\x03\x04" + whole[4:],
+        whole[:4] + struct.pack("<I", 9) + whole[8:],  # version
+        whole[:8] + struct.pack("<Q", 1 << 62) + whole[16:],  # number of tensors
+        *(whole[:n] for n in range(4, len(whole), 7)),
+    ):
         path.write_bytes(data)
         with pytest.raises(UserError) as message:
             read_gguf(path)
-        assert "\n" not in str(message.value), name
-    with pytest.raises(UserError, match="cannot be read"):
-        read_gguf(tmp_path / "absent.gguf")
-
-
-def test_flipped_bytes_never_crash(tmp_path: Path) -> None:
-    path = tmp_path / "x.gguf"
-    whole = sound_file(path)
-    header = len(whole) - 256
+        assert "\n" not in str(message.value)
     rng = np.random.default_rng(0)
-    for _ in range(300):
+    for _ in range(300):  # flipped bytes
         data = bytearray(whole)
-        data[int(rng.integers(0, header))] = int(rng.integers(0, 256))
+        data[int(rng.integers(0, len(whole) - 256))] = int(rng.integers(0, 256))
         path.write_bytes(bytes(data))
         try:
             read_gguf(path)
