@@ -248,7 +248,7 @@ def check_weights(path: Path, wanted: dict[str, Any]) -> None:
 
 
 def _shapes(path: Path, wanted: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes by name in a weights file; see check_weights."""
+    """Return shapes by name in a weights file, checked as check_weights does."""
     check_weights(path, wanted)
     try:
         with safe_open(path, framework="pt") as file:

@@ -53,7 +53,7 @@ class LossWeights:
 
     @property
     def needs_distribution(self) -> bool:
-        """Whether the target's distribution must be computed."""
+        """Say whether the target's distribution must be computed."""
         return bool(self.soft or self.tv or self.lk)
 
     def validate(self) -> list[str]:
@@ -64,7 +64,7 @@ class LossWeights:
 
 
 def _activation(value: str) -> str:
-    """The rule that a text is one of transformers' activations, which are looked up for
+    """Check that a text is one of transformers' activations, which are looked up for
     others than the usual one."""
     if value == SILU:
         return value

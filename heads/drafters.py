@@ -53,7 +53,7 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
 
 
 def _single(draft: DraftSpec, name: str, target: Target) -> Drafter:
-    """The drafter of one source, with what scripts/tune.py has left for it."""
+    """Make the drafter of one source, with what scripts/tune.py has left for it."""
     if draft.source == names.NONE:
         return NoDraft()
     if draft.shape == "tree" and target.support != "tree":

@@ -16,9 +16,9 @@ OURS = ("runs", "reports", "exports", "checkpoints")
 
 
 def is_plain(path: str) -> bool:
-    """Whether `path` is an ordinary model folder, or reads like the name of a repository (and
-    its first part is no folder here or of ours, which would rather be a misspelt path: the hub
-    is not asked for those)."""
+    """Say whether `path` is an ordinary model folder, or reads like the name of a
+    repository (and its first part is no folder here or of ours, which would rather be a
+    misspelt path: the hub is not asked for those)."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return (folder / "config.json").is_file() and not (folder / CARD).is_file()
@@ -89,8 +89,8 @@ def head_folder(draft: DraftSpec) -> Path | None:
 
 
 def _near(path: str) -> str:
-    """The drafter that `path` is a slip of: ngram, or a folder beside it that holds one; ""
-    where none is near."""
+    """Find the drafter that `path` is a slip of: ngram, or a folder beside it that holds
+    one; "" where none is near."""
     folder = Path(path).expanduser()
     beside = {p.name for p in folder.parent.glob("*/")}
     words = sorted(beside | ({"none", "ngram"} if "/" not in path else set()))

@@ -51,7 +51,7 @@ class DraftSpec:
 
     @property
     def each(self) -> tuple[DraftSpec, ...]:
-        """The drafters of a union, or this one."""
+        """Return the drafters of a union, or this one."""
         return self.parts or (self,)
 
     def __str__(self) -> str:

@@ -83,7 +83,7 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing speaks against the head."""
+        """Say whether nothing speaks against the head."""
         return not self.problems
 
     def json(self) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class _Run:
             )
 
     def _tables(self, generations: list[Generation]) -> list[Forced] | None:
-        """Per answer the tables [n, S], row k: the draft that follows after k generated
+        """Return per answer the tables [n, S], row k: the draft that follows after k generated
         tokens; None when the head has no teacher-forced pass."""
         if type(self.head).forced is Head.forced:
             return None
@@ -277,7 +277,7 @@ class _Run:
 
     @torch.no_grad()
     def _distance(self, decoding: Head) -> tuple[list[list[float]], int]:
-        """Per level [mean, largest] total variation between the distributions that the
+        """Return per level [mean, largest] total variation between the distributions that the
         drafter of `decoding` draws from at T = 1 and those of the training pass over the
         drawn tokens, [] when the drafter states none; and how many of these the training
         pass did not give."""
@@ -298,7 +298,7 @@ class _Run:
         found: list[list[float]] = [[] for _ in range(depth)]
 
         def spread(distribution: Tensor, ids: Tensor | None) -> Tensor:
-            """Over all target tokens what a distribution says of the draft vocabulary."""
+            """Spread a distribution over the draft vocabulary to all tokens."""
             if ids is None:
                 return distribution
             return distribution.new_zeros(target.vocab_size).index_copy_(0, ids.cpu(), distribution)
@@ -316,7 +316,7 @@ class _Run:
 
 
 def _lost(head: Head, again: Head) -> list[str]:
-    """What the saved head does not share with the trained one."""
+    """Name what the saved head does not share with the trained one."""
     if type(head).write is not Head.write:  # in a form of its own: its drafts alone can tell
         return []
     mine, other = head.state_dict(), again.state_dict()
@@ -330,8 +330,8 @@ def _lost(head: Head, again: Head) -> list[str]:
 def _batches(
     rows: list[tuple[list[int], int]], target: Target, room: PassLimits
 ) -> Iterator[tuple[range, Batch]]:
-    """Rows (tokens, number of tokens before the supervised ones) as batches that find room,
-    in order: which rows, and their batch."""
+    """Yield rows (tokens, number of tokens before the supervised ones) as batches that find
+    room, in order: which rows, and their batch."""
     start = 0
     while start < len(rows):
         end, width = start, 0
@@ -382,8 +382,8 @@ class _Judged:
                 self.blind += not bool(seen[: min(j + 1, cycle.proposed)].all())
 
     def _replay(self, table: Forced, generation: Generation) -> list[Cycle]:
-        """The cycles that the training pass makes of an answer; the last, cut ones are left
-        out."""
+        """Return the cycles that the training pass makes of an answer; the last, cut ones
+        are left out."""
         accepted = table.hit.int().cumprod(1).sum(1).tolist()
         depth, size, k, out = self.depth, len(generation.token_ids), 1, list[Cycle]()
         room = size if generation.finish == "length" else size + depth

@@ -57,7 +57,7 @@ def head_class(kind: str, where: str = "head.kind") -> type[Head]:
 
 
 def kinds() -> list[str]:
-    """Every kind of head by name: ours, and what installed packages say they bring."""
+    """List every kind of head by name: ours, and what installed packages say they bring."""
     return sorted({*HEADS, *(one.kind for one in packages.packaged())})
 
 

@@ -30,7 +30,7 @@ LEFT: dict[str, Any] = {
 
 
 def is_left(key: str, value: Any) -> bool:
-    """Whether a saved key of a head, or of a group of its keys, may be passed over."""
+    """Say whether a saved key of a head, or of a group of its keys, may be passed over."""
     name = key.partition(".")[0]
     return name in LEFT and (LEFT[name] is ... or LEFT[name] == value)
 

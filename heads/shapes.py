@@ -157,7 +157,7 @@ def least_width(nodes: int, depth: int) -> int:
 
 
 def tree(calibration: dict[str, Any], nodes: int, depth: int) -> TreeShape:
-    """The tree of at most `nodes` nodes and `depth` levels for a calibration (an empty one:
-    the generic tree)."""
+    """Return the tree of at most `nodes` nodes and `depth` levels for a calibration (an
+    empty one: the generic tree)."""
     paths = calibration.get("paths") or assumed(depth)["paths"]
     return TreeShape.of([tuple(p) for p in paths[:nodes] if len(p) <= depth])

@@ -120,8 +120,8 @@ class Start:
 
 
 def _weights(head: Head) -> Iterator[tuple[str, Tensor]]:
-    """What is learned, and what was measured for it (scales); never the target's own tensors,
-    nor the draft vocabulary."""
+    """Yield what is learned, and what was measured for it (scales); never the target's own
+    tensors, nor the draft vocabulary."""
     for name, weight in head.named_parameters():
         if weight.requires_grad:
             yield name, weight
@@ -132,7 +132,7 @@ def _weights(head: Head) -> Iterator[tuple[str, Tensor]]:
 
 
 def _layers(head: Head) -> dict[str, Any]:
-    """The shape of a head's own decoder layers (heads.layers.shape.layer_config); {}
+    """Return the shape of a head's own decoder layers (heads.layers.shape.layer_config); {}
     without."""
     saved = head.config_json()
     return saved.get("layer") or saved.get("prefix") or {}

@@ -64,7 +64,7 @@ def main(cfg: PushConfig) -> int:
 
 
 def _ours(path: str) -> bool:
-    """Whether a push writes files like that one of a repository."""
+    """Say whether a push writes files like that one of a repository."""
     top = "/" not in path and path.endswith((*WEIGHTS, ".json", ".jinja"))
     return top or path.startswith(f"{HEAD}/")
 

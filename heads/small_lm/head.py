@@ -178,7 +178,7 @@ class SmallLM(Head):
         return self.chosen
 
     def train(self, mode: bool = True) -> Self:
-        """The draft has no dropout of its own while it learns; a LoRA's follows the mode."""
+        """Switch a LoRA's dropout; the draft has none of its own while it learns."""
         super().train(mode)
         if hasattr(self, "net"):
             self.net.train(False)
@@ -194,9 +194,9 @@ class SmallLM(Head):
         return batch.supervised(1)
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
-        """Loss over the supervised tokens, each predicted from all tokens before it. No
-        rollout: a draft step sees committed tokens and its own guesses, which are the target's
-        wherever they are kept."""
+        """Return the loss over the supervised tokens, each predicted from all tokens before
+        it. No rollout: a draft step sees committed tokens and its own guesses, which are
+        the target's wherever they are kept."""
         flat = self.planned(batch)
         place = batch.ids.reshape(-1)[flat]
         x = self.hidden(batch.ids).flatten(0, 1)[flat - 1]
@@ -216,7 +216,7 @@ class SmallLM(Head):
     def _taught(
         self, batch: Batch, target: Target, flat: Tensor, inside: Tensor
     ) -> TeacherFn | None:
-        """The target's distribution of the supervised tokens, None where no term needs it."""
+        """Return the target's distribution of the tokens, None where no term needs it."""
         terms = self.cfg.loss
         if not terms.needs_distribution:
             return None
@@ -230,9 +230,9 @@ class SmallLM(Head):
         return target_distribution(target, rows, feats, flat - 1, ids, inside, terms.mask)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """[B, T, D] the draft's last hidden states, after its final norm, computed in the
-        target's dtype: the master weights are cast for the pass, so that training and drafting
-        do the same arithmetic."""
+        """Return [B, T, D], the draft's last hidden states, after its final norm, computed
+        in the target's dtype: the master weights are cast for the pass, so that training
+        and drafting do the same arithmetic."""
         body = self.net.base_model
         cast = {
             n: p if p.dtype == self.dtype else p.to(self.dtype) for n, p in body.named_parameters()
@@ -287,7 +287,7 @@ class SmallLM(Head):
     # -- drafting
 
     def plain(self) -> Any:
-        """A copy of the model as it drafts and is saved (heads.small_lm.net.merged)."""
+        """Copy the model as it drafts and is saved (heads.small_lm.net.merged)."""
         return merged(self.net, self.outside, self.dtype)
 
     def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
@@ -326,7 +326,7 @@ class SmallLM(Head):
         return MODEL, {**self.config_json(), "merged": True}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """What is this head's own: no weight of the target, no tied weight twice."""
+        """Return what is this head's own: no weight of the target, no tied weight twice."""
         whole = super().state_dict(*args, **kwargs)
         return {k: v for k, v in whole.items() if bare(k) not in self.outside}
 
@@ -348,7 +348,8 @@ class SmallLM(Head):
 def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a layer that keeps its inputs alone: the backward pass runs it again with the
     weights that it has now, which functional_call has put there for a while, and the same
-    dropout. (transformers' own switch works in training mode alone, where all dropout is on.)"""
+    dropout. (transformers' own switch works in training mode alone, where all dropout is
+    on.)"""
     weights: dict[str, Tensor] = dict(layer.named_parameters())
 
     def run(*args: Any, **kwargs: Any) -> Any:
