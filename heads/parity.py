@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.decode import stats
 from outrider.decode.checks import unfit
@@ -332,26 +333,16 @@ def _batches(
 ) -> Iterator[tuple[range, Batch]]:
     """Yield rows (tokens, number of tokens before the supervised ones) as batches that find
     room, in order: which rows, and their batch."""
-    start = 0
-    while start < len(rows):
-        end, width = start, 0
-        while end < len(rows) and end - start < room.rows:
-            width = max(width, len(rows[end][0]))
-            if end > start and room.tokens and width * (end + 1 - start) > room.tokens:
-                break
-            end += 1
-        part = rows[start:end]
-        size = torch.tensor([len(r) for r, _ in part])[:, None]
-        ids = torch.zeros(len(part), int(size.max()), dtype=torch.int64)
-        for b, (tokens, _) in enumerate(part):
-            ids[b, : len(tokens)] = torch.tensor(tokens)
+    width = max((len(tokens) for tokens, _ in rows), default=1)
+    count = max(1, min(room.rows, room.tokens // width if room.tokens else room.rows))
+    for start in range(0, len(rows), count):
+        part = rows[start : start + count]
+        ids = pad_sequence([torch.tensor(tokens) for tokens, _ in part], batch_first=True)
         at = torch.arange(ids.shape[1])
-        on = (at >= torch.tensor([n for _, n in part])[:, None]) & (at < size)
-        yield (
-            range(start, end),
-            Batch(ids, at < size, on, torch.arange(start, end)).to(target.device),
-        )
-        start = end
+        mask = at < torch.tensor([len(tokens) for tokens, _ in part])[:, None]
+        on = mask & (at >= torch.tensor([before for _, before in part])[:, None])
+        index = range(start, start + len(part))
+        yield index, Batch(ids, mask, on, torch.tensor(index)).to(target.device)
 
 
 @dataclass
