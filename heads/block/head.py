@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Self, cast
 
 import torch
@@ -32,7 +33,7 @@ from outrider.heads.block.anchors import Anchors, Blocks, every
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.block.drafter import BlockDrafter
 from outrider.heads.block.look_back import look_back
-from outrider.heads.block.loss import Slots, SlotWeights, problems, temperatures
+from outrider.heads.block.loss import Slots, problems, temperatures
 from outrider.heads.block.net import BlockNet, Keys, attend_blocks
 from outrider.heads.layers.head import LayeredHead, LayeredSaved
 from outrider.heads.losses import Taught, TokenStats, by_level, chunk_of, chunked_loss
@@ -146,13 +147,13 @@ class BlockHead(LayeredHead):
         distribution = None
         if needs_distribution:
             distribution = self.distribution(target, feats[:, :, -1].flatten(0, 1), flat - 1, place)
-        weights = SlotWeights(slots, cfg.decay if cfg.weights == "decay" else None)
+        weigh = partial(slots.weigh, cfg.decay if cfg.weights == "decay" else None)
         whole = torch.ones_like(place, dtype=torch.bool)[None]
         parts, rated = slots.parts(chunk_of(cfg.chunk, place.device)), bool(cfg.confidence)
         near = self.net.before(tokens[flat - 1], hidden.dtype)
         pair = None if near is None else (near, cast(Tensor, self.net.markov_out))
         one = torch.ones(1, device=place.device)
-        taught = Taught(place, whole, cfg.loss, one, distribution, 0, parts, weights, rated)
+        taught = Taught(place, whole, cfg.loss, one, distribution, 0, parts, weigh, rated)
         total, rows = chunked_loss(hidden[None], self.projection(target), taught, pair)
         chances = self.net.chance(hidden, near) if cfg.confidence else None
         return slots, chances, total, rows

@@ -70,21 +70,13 @@ class Slots:
         reached = right.cumprod(1) * self.spread(torch.ones_like(own))
         return reached.flip(1).cumsum(1).flip(1).flatten()[self.at]
 
-
-@dataclass(frozen=True)
-class SlotWeights:
-    """How supervised slots count. decay: slots in which a weight falls to 1 / e, None:
-    D-PACE."""
-
-    slots: Slots
-    decay: float | None
-
-    def __call__(self, part: slice, own: Tensor) -> Tensor:
-        """Weights [m] of the slots of some whole blocks. own: see Slots.pace."""
-        slots = self.slots.part(part)
-        if self.decay is None:
+    def weigh(self, decay: float | None, part: slice, own: Tensor) -> Tensor:
+        """Weights [m] of the slots of some whole blocks. decay: slots in which a weight falls to
+        1 / e, None: D-PACE, by `own` (see pace)."""
+        slots = self.part(part)
+        if decay is None:
             return slots.pace(own)
-        return slots.decaying(self.decay, torch.float64).to(own.dtype)
+        return slots.decaying(decay, torch.float64).to(own.dtype)
 
 
 # -- the confidence head's chances, made honest

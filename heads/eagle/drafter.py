@@ -46,24 +46,18 @@ class EagleDrafter(LayeredDrafter):
     @torch.inference_mode()
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
         """tokens [b, n_max], feats [b, n_max, F, D], n [b]: row i is (feature before token i,
-        token i).
-        """
+        token i)."""
         if feats is None:
             raise ValueError("EAGLE drafts from the target's features; none were given")
-        counts = n.tolist()
-        size = max(PIECE, self.window)
-        if not self.window or max(counts) <= size:
-            return self._read(tokens, feats, n, counts, rows)
         # With a window a long prompt is read in pieces: its mask would be [T, T].
-        for start in range(0, max(counts), size):
+        size = max(PIECE, self.window) if self.window else max(1, tokens.shape[1])
+        for start in range(0, max(1, int(n.max())), size):
             part, some = slice(start, start + size), (n - start).clamp(0, size)
-            self._read(tokens[:, part], feats[:, part], some, some.tolist(), rows)
+            self._read(tokens[:, part], feats[:, part], some, rows)
 
-    def _read(
-        self, tokens: Tensor, feats: Tensor, n: Tensor, counts: list[int], rows: slice
-    ) -> None:
-        """Observe some new tokens. counts: n, known to the host."""
-        places = self.commit(rows, counts)
+    def _read(self, tokens: Tensor, feats: Tensor, n: Tensor, rows: slice) -> None:
+        counts = n.tolist()
+        places = self.commit(rows, counts)  # [b or 1, new]
         new = places.shape[1]
         mask = self.cache.back(places)[:, None] if self.cache.masked(places) else None
         g = self.net.start(feats[:, :new].to(self.dtype))
@@ -73,26 +67,11 @@ class EagleDrafter(LayeredDrafter):
         self.h[rows] = h
 
     def _pass(
-        self,
-        e: Tensor,
-        g: Tensor,
-        places: Tensor,
-        mask: Tensor | None,
-        keep: Tensor | None = None,
-        depth: Tensor | None = None,
+        self, e: Tensor, g: Tensor, at: Tensor, mask: Tensor | None, keep: Tensor | None = None
     ) -> Tensor:
-        """One pass of the layers; positions are the places, or `depth` where slots and
-        positions differ.
-        """
-        at = places if depth is None else depth
-        return self.net.advance(
-            e,
-            g,
-            self.turned(at),
-            keep,
-            attention_mask=mask,
-            past_key_values=self.cache,
-        )
+        """Run the layers once at the positions `at`, writing where the cache aims."""
+        seen = {"attention_mask": mask, "past_key_values": self.cache}
+        return self.net.advance(e, g, self.turned(at), keep, **seen)
 
     # -- growing (decode.grow.LevelSource)
 
@@ -115,15 +94,14 @@ class EagleDrafter(LayeredDrafter):
         their states [B, W, D]."""
         start, new = self.drafted, tokens.shape[1]
         self.drafted += new
-        places = self.cache.aim(slice(0, len(self.lengths)), self.lengths, start, new)
-        ends = self.cache.ends
-        mask, depth = None, None
+        at = self.cache.aim(slice(0, len(self.lengths)), self.lengths, start, new)
+        mask = None
         if seen is not None:
-            depth = (ends + (level - 1)).expand(-1, new)
-            mask = self._tree_mask(seen, ends, level)
-        elif self.cache.masked(places):
-            mask = self.cache.back(places)[:, None]
-        return self._pass(self.embed(tokens), self.net.feed(above), places, mask, depth=depth)
+            at = (self.cache.ends + (level - 1)).expand(-1, new)
+            mask = self._tree_mask(seen, self.cache.ends, level)
+        elif self.cache.masked(at):
+            mask = self.cache.back(at)[:, None]
+        return self._pass(self.embed(tokens), self.net.feed(above), at, mask)
 
     def _tree_mask(self, ancestors: Tensor, ends: Tensor, level: int) -> Tensor:
         """[B or 1, 1, W, S] bool: committed slots and the ancestors' (the node's own

@@ -4,6 +4,7 @@ the same."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from outrider.heads.block.anchors import Anchors, draw
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.block.drafter import BlockDrafter
 from outrider.heads.block.head import DFlashHead
-from outrider.heads.block.loss import SMOOTH, Slots, SlotWeights, temperatures
+from outrider.heads.block.loss import SMOOTH, Slots, temperatures
 from outrider.heads.losses import LossWeights, Taught, chunked_loss
 from outrider.heads.names import DraftSpec
 from outrider.heads.teacher import Teacher
@@ -523,7 +524,7 @@ def test_loss_and_gradient_with_weights_by_the_block() -> None:
                 torch.ones(1, dtype=torch.float64),
                 lambda part: Teacher(p[part], p[part], usable[part]),
                 parts=slots.parts(chunk),
-                weigh=SlotWeights(slots, decay),
+                weigh=functools.partial(slots.weigh, decay),
                 rated=True,
             )
             pair = (given[2], given[3])

@@ -128,13 +128,8 @@ Patch = pytest.MonkeyPatch
 def rotary_is_late_while_drafting(m: Patch) -> None:
     old = EagleDrafter._pass
 
-    def late(
-        self: Any, e: Any, g: Any, places: Any, mask: Any, keep: Any = None, depth: Any = None
-    ) -> Any:
-        at = places if depth is None else depth
-        return old(
-            self, e, g, places, mask, keep, at + 1 if e.shape[1] == 1 and keep is None else at
-        )
+    def late(self: Any, e: Any, g: Any, at: Any, mask: Any, keep: Any = None) -> Any:
+        return old(self, e, g, at + 1 if e.shape[1] == 1 and keep is None else at, mask, keep)
 
     m.setattr(EagleDrafter, "_pass", late)
 
