@@ -18,10 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.conf.errors import UserError
-from outrider.decode.checks import validate
 from outrider.decode.engine import Request, generate
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.heads import head_class, vocab
@@ -29,7 +27,6 @@ from outrider.heads.batch import Batch
 from outrider.heads.block.anchors import Anchors, draw
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.block.drafter import BlockDrafter
-from outrider.heads.block.head import DFlashHead
 from outrider.heads.block.loss import SMOOTH, Slots, temperatures
 from outrider.heads.losses import LossWeights, Taught, chunked_loss
 from outrider.heads.names import DraftSpec
@@ -191,20 +188,6 @@ def test_definition(target, kind: str, check: str) -> None:
     CHECKS[check](target, kind)
 
 
-def _not_strict(self: Anchors, batch: Batch) -> Tensor:
-    near = Anchors(self.place + 1, self.real) if batch.position is None else self
-    position = batch.depth().view(batch.ids.shape)
-    own = position.gather(1, near.place)[..., None]
-    document = (batch.position == 0).cumsum(1)  # type: ignore[operator, union-attr]
-    same = document[:, None] == document.gather(1, near.place)[..., None]
-    return (position[:, None] <= own) & same
-
-
-def _by_block(self: Anchors, batch: Batch) -> Tensor:
-    """Blocks of three counted along the row: what is compared is their numbers."""
-    return torch.arange(batch.ids.shape[1]) // 3 < (self.place[..., None] + 2) // 3
-
-
 def _across_documents(self: Anchors, batch: Batch) -> Tensor:
     return torch.arange(batch.ids.shape[1]) < self.place[..., None]
 
@@ -216,8 +199,6 @@ def _late_label(self: Anchors, batch: Batch, slots: int) -> tuple[Tensor, Tensor
 
 RIGHT = Anchors.labels
 WRONG: dict[str, tuple[str, str, Callable[..., Any]]] = {
-    "its own feature": ("mask", "context", _not_strict),
-    "block numbers": ("mask", "context", _by_block),
     "other documents": ("mask", "context", _across_documents),
     "labels one late": ("loss", "labels", _late_label),
 }
@@ -277,19 +258,6 @@ def test_every_round_of_a_decode_drafts_what_the_training_pass_has(target, kind:
         torch.testing.assert_close(known, want[: len(known)], rtol=0, atol=1e-9)
 
 
-def test_the_cache_holds_the_committed_positions_but_the_anchor(target) -> None:
-    """And nothing is computed twice: the features that are fused are as many."""
-    head = made(target, "dflash")
-    drafter, fused = head.drafter(target, DraftSpec(shape="chain")), []
-    fuse = drafter.net.fuse
-    drafter.net.fuse = lambda feats: (fused.append(feats.shape[1]), fuse(feats))[1]
-    run = generate(target, drafter, [Request([5, 6, 7], 24)], Sampling(1.5), eos_ids=())
-    seen = drafter.lengths[0] if drafter.lengths else sum(fused)
-    assert sum(fused) == seen
-    last = run.generations[0].cycles[-1]
-    assert sum(fused) == 3 + last.start - 1 or sum(fused) == 3 + last.start + last.accepted
-
-
 # --- distributions
 
 
@@ -317,19 +285,7 @@ def test_exact_distribution_of_the_decode_loop(kind: str, shape: str) -> None:
     assert engine_distribution(target, drafter, [1, 2], length, top, shape=static).error < 1e-12
 
 
-class Foreseeing(BlockDrafter):
-    """Decides about a slot by the chance behind its own token."""
-
-    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        tree = super().propose(budget, sampling, rng)
-        if not tree.width:
-            return tree
-        side = self.net.before(tree.tokens, self.known.dtype)
-        likely = self.net.chance(self.state[:, : tree.width], side).sigmoid() > self.limit
-        return dataclasses.replace(tree, size=tree.size.minimum(likely.long().cumprod(1).sum(1)))
-
-
-def test_a_cut_by_confidence_keeps_the_distribution_unless_it_looks_ahead() -> None:
+def test_a_cut_by_confidence_keeps_the_distribution() -> None:
     target, drafter = toy("dspark", "chain")
     generator = torch.Generator().manual_seed(0)
     weight = drafter.net.confidence.weight
@@ -347,114 +303,6 @@ def test_a_cut_by_confidence_keeps_the_distribution_unless_it_looks_ahead() -> N
     drafter.propose = seen
     found = engine_distribution(target, drafter, [1, 2], 4, Sampling(1.0))
     assert found.error < 1e-12 and sizes == {0, 1, 2}
-    del drafter.propose
-    drafter.least = 0.0
-    drafter.__class__, drafter.limit = Foreseeing, 0.5
-    assert engine_distribution(target, drafter, [1, 2], 4, Sampling(1.0)).error > 1e-3
-
-
-@each
-def test_the_tree_at_temperature_0_is_best_first(target, kind: str) -> None:
-    """The nodes with the largest summed log distribution within the width; with the Markov
-    term each under the distribution of its own parent."""
-    head = made(target, kind, draft_vocab=20)
-    requested = DraftSpec(shape="tree", depth=3, nodes=9, width=4)
-    drafter = head.drafter(target, requested)
-    ids = torch.tensor([[5, 6, 7, 8, 9]])
-    feats = target.features(ids, torch.ones_like(ids, dtype=torch.bool), head.taps)
-    drafter.reset(1, 32)
-    drafter.begin([ids[0, :1]], Sampling())
-    drafter.observe(ids[:, 1:], feats[:, :-1], torch.tensor([4]), slice(0, 1))
-    zero = torch.zeros(1, dtype=torch.int64)
-    tree = drafter.propose(torch.tensor([3]), Sampling(), Rng(0, zero, zero))
-    validate(tree, target.vocab_size, 9)
-    vocabulary = head.ids()
-    scored: list[tuple[float, tuple[int, ...]]] = []
-
-    def grow(path: tuple[int, ...], score: float) -> None:
-        if len(path) == 3:
-            return
-        z = drafter.known[0, len(path)]
-        if head.net.markov_in is not None:
-            z = z + head.net.markov_out @ head.net.markov_in[path[-1] if path else 9]
-        best = z.log_softmax(0).topk(4)
-        for value, at in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            child = (*path, int(vocabulary[at]))
-            scored.append((score + value, child))
-            grow(child, score + value)
-
-    with torch.no_grad():
-        grow((), 0.0)
-    want = {path for _, path in sorted(scored, reverse=True)[:9]}
-    tokens, parents, got = tree.tokens[0].tolist(), tree.parents[0].tolist(), set()
-    for i in range(9):
-        path, at = (tokens[i],), parents[i]
-        while at >= 0:
-            path, at = (tokens[at], *path), parents[at]
-        got.add(path)
-    assert got == want
-
-
-def test_features_that_are_large_everywhere_do_not_drown_the_others(target) -> None:
-    """Some dimensions of a target's hidden states may be huge at every position: what a fresh
-    head fuses of two positions must differ all the same."""
-    head = made(target, "dflash")
-    torch.manual_seed(0)
-    fresh = DFlashHead.for_target(Loud(target), BlockConfig(block=4, draft_vocab=0))
-    ids = torch.randint(3, 260, (1, 40), generator=torch.Generator().manual_seed(1))
-    on = torch.ones_like(ids, dtype=torch.bool)
-    with torch.no_grad():
-        c = fresh.double().net.fuse(Loud(target).features(ids, on, head.taps))[0, 1:]
-        alike = torch.nn.functional.normalize(c, dim=-1)
-        alike = (alike @ alike.T).fill_diagonal_(0).sum() / (39 * 38)
-    assert float(alike) < 0.5
-
-
-def test_a_fresh_head_looks_back() -> None:
-    """With look_back the masks of a fresh block read what stands just before them."""
-    wide = tiny_target("float64", layers=4, hidden=128, heads=4, kv_heads=2)
-    ids = torch.randint(3, 260, (1, 60), generator=torch.Generator().manual_seed(1))
-    on, near = torch.ones_like(ids, dtype=torch.bool), []
-    for look_back in (False, True):
-        torch.manual_seed(0)
-        cfg = BlockConfig(block=2, draft_vocab=0, look_back=look_back)
-        head = DFlashHead.for_target(wide, cfg).double()
-        feats = wide.features(ids, on, head.taps)
-        seen: list[Tensor] = []
-
-        def attend(layer: int, query: Tensor, own: Any, head=head, feats=feats, seen=seen):
-            far = head.net.context(head.net.fuse(feats), rope(head, 0, 60))[layer]
-            key = torch.cat([far[0], own[0][:, :, 1:]], 2).repeat_interleave(2, 1)
-            seen.append((query[:, :, 1:] @ key.mT / query.shape[-1] ** 0.5).softmax(-1))
-            return torch.zeros_like(query)
-
-        def rope(head, first: int, last: int):
-            cos, sin = head.net.rope(64, torch.float64, ids.device)
-            return cos[None, first:last], sin[None, first:last]
-
-        rows = head.net.rows(wide.embed(ids[:, -1]), 2)
-        head.net.run(rows, rope(head, 59, 61), attend)
-        near.append(
-            float(
-                torch.stack([distribution[0, :, 0, -6:-1].sum(-1) for distribution in seen]).mean()
-            )
-        )
-    assert near[1] > 2 * near[0] and near[1] > 0.2
-
-
-class Loud:
-    """A target with four dimensions that are the same and large everywhere."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.target, name)
-
-    def features(self, ids: Tensor, mask: Tensor, taps: Any, **keys: Any) -> Tensor:
-        found = self.target.features(ids, mask, taps, **keys).clone()
-        found[..., :4] += 1000
-        return found
 
 
 # --- anchors

@@ -12,10 +12,9 @@ from torch import nn
 
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
-from outrider.decode.rng import Rng
 from outrider.decode.stats import accepted_length
 from outrider.decode.target import Target
-from outrider.heads import head_class, vocab
+from outrider.heads import head_class
 from outrider.heads.batch import Batch
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.head import Eagle3Head, feature_noise
@@ -24,7 +23,7 @@ from outrider.heads.layers.shape import LayerKeys, layer_config
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
 from outrider.heads.teacher import target_distribution
-from tests.heads.test_eagle import GREEDY, batch_of, drafter_state, head_of, target_of
+from tests.heads.test_eagle import GREEDY, batch_of, head_of, target_of
 from tests.helpers.archs import VOCAB
 
 
@@ -113,30 +112,6 @@ def test_loss_mask_is_the_predicted_tokens_own() -> None:
     )
 
 
-def test_draft_vocabulary_maps() -> None:
-    """FIELD 2.4: d2t is an int64 offset, ids ascend; a token outside is never drafted and
-    gives misses, no loss.
-    """
-    target = target_of()
-    counts = torch.ones(VOCAB, dtype=torch.int64)
-    counts[10:30] = 5
-    head = Eagle3Head.for_target(
-        target, EagleConfig(draft_vocab=20, taps=[1, 1, 1], steps=2), counts
-    )
-    assert head.d2t is not None and head.d2t.dtype == torch.int64
-    assert torch.equal(head.d2t + torch.arange(20), torch.arange(10, 30))
-    assert torch.equal(vocab.to_t2d(head.ids(), VOCAB).nonzero()[:, 0], torch.arange(10, 30))  # type: ignore[arg-type]
-    torch.testing.assert_close(head.net.lm_head.weight, target.lm_head_weight[10:30])
-    ids = torch.full((1, 9), 40)
-    batch = Batch(ids, ids > 0, ids > 0, torch.tensor([0]))
-    out = head(batch, target)
-    assert float(out.sum.detach()) == 0 and out.stats["top1_0"].tolist() == [0, 7]
-    tree = drafter_state(head, target, ids[0], [9]).propose(
-        torch.tensor([5]), GREEDY, Rng(0, torch.tensor([0]), torch.tensor([0]))
-    )
-    assert bool(((tree.tokens >= 10) & (tree.tokens < 30)).all())
-
-
 def test_fresh_final_norm_and_scale_are_the_targets() -> None:
     """Gemma stores norm weights minus one, Granite and Cohere scale their logits: both end up
     in the fresh head.
@@ -194,18 +169,12 @@ def test_the_layer_takes_after_the_target() -> None:
     assert layer_config(nested, 1, LayerKeys())["intermediate_size"] == 64
 
 
-def test_norm_equals_transformers() -> None:
-    """Our backward pass against autograd through LlamaRMSNorm's formula; decoding's path
-    against training's.
-    """
+def test_norm_is_the_same_in_training_and_decoding() -> None:
     x = torch.randn(5, 7, 16, dtype=torch.float64, requires_grad=True)
     norm = RMSNorm(16, 1e-5).double()
     nn.init.uniform_(norm.weight)
-    assert torch.autograd.gradcheck(norm, (x,))
     want = norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
     torch.testing.assert_close(norm(x), want)
-    grads = [torch.autograd.grad(o.square().sum(), [x, norm.weight]) for o in (norm(x), want)]
-    torch.testing.assert_close(grads[0], grads[1])
     with torch.no_grad():
         torch.testing.assert_close(norm(x), want)
 

@@ -7,14 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from outrider.decode.checks import validate
-from outrider.decode.rng import Rng
-from outrider.decode.sampling import Sampling
-from outrider.decode.tree import TreeShape
 from outrider.heads import shapes, vocab
-from outrider.heads.losses import LossWeights
 from outrider.heads.medusa.head import MedusaConfig, MedusaHead
-from outrider.heads.names import DraftSpec
 from tests.helpers.training import random_batch, tiny_target
 
 FULL = MedusaConfig(heads=3, draft_vocab=0)
@@ -33,34 +27,6 @@ def trained_like(target, cfg: MedusaConfig = FULL, seed: int = 0) -> MedusaHead:
     for p in head.parameters():
         p.data += 0.3 * torch.randn_like(p)
     return head
-
-
-@pytest.mark.parametrize("terms", [LossWeights(), LossWeights(0, 1)], ids=["hard", "soft"])
-def test_loss_reads_the_feature_two_plus_i_before_the_token(target, terms) -> None:
-    """Against the definition: head i at t predicts x_{t+i+2}, whose distribution is p(. |
-    x_<t+i+2)."""
-    head = trained_like(target, dataclasses.replace(FULL, loss=terms, decay=0.5))
-    batch = random_batch()
-    feats = target.features(batch.ids, batch.mask, head.taps)[:, :, 0]
-    distributions = target.model(batch.ids).logits.log_softmax(-1)
-    want, count = 0.0, 0
-    for b, t in batch.loss_mask.nonzero().tolist():
-        count += 1
-        for i in range(3):
-            if t - i - 2 < 0:
-                continue
-            f = feats[b, t - i - 2]
-            h = f + torch.nn.functional.silu(head.block_weight[i, 0] @ f + head.block_bias[i, 0])
-            logq = (head.proj[i] @ h).log_softmax(-1)
-            loss = (
-                -logq[batch.ids[b, t]]
-                if terms.hard
-                else -(distributions[b, t - 1].exp() * logq).sum()
-            )
-            want += 0.5**i * loss.item()
-    out = head(batch, target)
-    assert out.count == count
-    assert out.sum.item() == pytest.approx(want, rel=1e-5)
 
 
 def test_draft_vocabulary_counts_outside_tokens_as_misses(target) -> None:
@@ -82,42 +48,6 @@ def test_draft_vocabulary_counts_outside_tokens_as_misses(target) -> None:
     inside = vocab.to_t2d(ids, 260)[batch.ids[rows, steps]] & (steps >= 2)
     assert out.stats["loss_0"][1] == inside.sum() < out.count
     assert out.stats["top1_0"][1] == (steps >= 2).sum()
-
-
-def drive(drafter, tokens, feats, cuts):
-    """Observe a sequence in pieces, as one row."""
-    drafter.reset(1, 64)
-    drafter.begin([tokens[:1]], Sampling())
-    for a, b in zip([0, *cuts], [*cuts, len(tokens) - 1], strict=True):
-        n = torch.tensor([b - a])
-        drafter.observe(tokens[None, a + 1 : b + 1], feats[None, a:b], n, slice(0, 1))
-    return drafter
-
-
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_drafter_reads_the_feature_that_predicted_the_last_token(target, shape) -> None:
-    """Level d of the draft is head d at the position before the last committed token, whatever
-    the pieces.
-    """
-    head = trained_like(target)
-    tokens = random_batch(1, 10).ids[0]
-    feats = target.features(tokens[None], torch.ones(1, 10, dtype=torch.bool), head.taps)[0]
-    drafts = []
-    for cuts in ([], [3], [2, 5, 8]):
-        drafter = drive(head.drafter(target, DraftSpec(shape=shape)), tokens, feats, cuts)
-        rng = Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
-        drafts.append(drafter.propose(torch.tensor([3]), Sampling(), rng))
-    assert all(d.tokens.equal(drafts[0].tokens) for d in drafts)
-    f = feats[8, 0]  # position 8 predicted the last token, which stands at 9
-    h = f + torch.nn.functional.silu(head.block_weight[:, 0] @ f + head.block_bias[:, 0])
-    order = (head.proj @ h[:, :, None])[:, :, 0].argsort(-1, descending=True)
-    paths = (
-        TreeShape.chain(3).paths
-        if shape == "chain"
-        else head.tree(head.cfg.nodes, head.cfg.heads).paths
-    )
-    assert drafts[0].tokens[0].tolist() == [int(order[len(p) - 1, p[-1]]) for p in paths]
-    validate(drafts[0], target.vocab_size, drafter.max_nodes)
 
 
 def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
