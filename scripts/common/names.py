@@ -13,6 +13,7 @@ from outrider.heads.folders import head_folder
 from outrider.heads.names import JOIN, members, parse, split
 
 SERVER = re.compile(r"([\w.+-]+)@(https?://\S+)")  # a running one, by a name for it
+EXTRA = re.compile(r"(.*?)((?: \(\w+\)| #\d+)*)", re.S)  # (defaults), #2
 INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
 LONGEST = 30
 # outside references: transformers' own loops
@@ -22,21 +23,11 @@ ASSISTED = "hf_assisted"  # stands before the name of a draft: transformers deco
 
 def labels(names: Sequence[str]) -> list[str]:
     """/data/runs/medusa/head@tree -> medusa@tree, hf_assisted@runs/draft -> hf_assisted@draft;
-    of names that would be told by the same label each takes as much of its path as it needs,
-    and the whole of it at last."""
-    levels = [_levels(name) for name in names]
-    place = [0] * len(names)
-    while True:
-        found = [steps[at] for steps, at in zip(levels, place, strict=True)]
-        longer = [
-            i
-            for i, label in enumerate(found)
-            if found.count(label) > 1 and place[i] + 1 < len(levels[i])
-        ]
-        if not longer:
-            return found
-        for i in longer:
-            place[i] += 1
+    names that would be told by the same label stay whole."""
+    found = [label(name) for name in names]
+    return [
+        name if found.count(short) > 1 else short for name, short in zip(names, found, strict=True)
+    ]
 
 
 def wrong_drafter(name: str) -> str:
@@ -77,7 +68,15 @@ def wrong_address(name: str) -> str:
 
 def label(name: str) -> str:
     """The short label of a name that stands alone."""
-    return labels([name])[0]
+    if (server := SERVER.fullmatch(name)) is not None:
+        return server[1]
+    whole, extra = EXTRA.fullmatch(name).groups()  # type: ignore[union-attr]
+    if len(drafters := members(whole)) > 1:
+        return JOIN.join(map(label, drafters)) + extra
+    lead = f"{ASSISTED}@" if whole.startswith(f"{ASSISTED}@") else ""
+    path, options = split(whole.removeprefix(lead))
+    folders = [part for part in PurePath(path).parts if part not in INSIDE]
+    return lead + "@".join([folders[-1] if folders else path, *options]) + extra
 
 
 def clipped(text: str, longest: int = LONGEST) -> str:
@@ -86,34 +85,3 @@ def clipped(text: str, longest: int = LONGEST) -> str:
         return text
     head = (longest - 1) // 2
     return f"{text[:head]}…{text[head + 1 - longest :]}"
-
-
-def _levels(name: str) -> list[str]:
-    """Ever longer labels of a name, the name itself last."""
-    if (server := SERVER.fullmatch(name)) is not None:
-        return [server[1], name]
-    whole, extra = re.fullmatch(
-        r"(.*?)((?: \(\w+\)| "
-        r"#\d+)*)",
-        name,
-        re.S,
-    ).groups()  # type: ignore[union-attr]
-    lead = [ASSISTED] if whole.startswith(f"{ASSISTED}@") else []
-    drafters = members(whole)
-    if len(drafters) > 1:  # every one of them longer at the same time
-        each = [_levels(one) for one in drafters]
-        most = max(map(len, each))
-        levels = [JOIN.join(one[min(i, len(one) - 1)] for one in each) for i in range(most)]
-        return list(dict.fromkeys([*(level + extra for level in levels), name]))
-    path, options = split(whole.removeprefix(f"{ASSISTED}@"))
-    parts = [[*PurePath(part).parts] or [part] for part in (*lead, path, *options)]
-    shown = [[p for p in folders if p not in INSIDE] or folders for folders in parts]
-    deepest = max(map(len, parts))
-    found = []
-    for source in (shown, parts):
-        for count in range(1, deepest + 1):
-            short = [folders[-count - (folders[-1] in INSIDE) :] for folders in source]
-            found.append(
-                "@".join("/".join(folders) for folders in short).replace("//", "/") + extra
-            )
-    return list(dict.fromkeys([*found, name]))

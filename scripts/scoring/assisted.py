@@ -14,8 +14,8 @@ cache.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,12 @@ LOOKUP_TOKENS, LOOKUP_GRAM = 10, 3  # our n-gram drafter's
 DEFAULT_TOKENS = 20  # transformers' own number of assistant tokens
 # How long the assistant drafts: K tokens, always.
 CONSTANT = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+DRAFTING = (*CONSTANT, "num_assistant_tokens")
+LOG = logging.getLogger("transformers.generation.utils")
+
+
+def mute(record: logging.LogRecord) -> bool:
+    return "generation-related arguments" not in record.getMessage()
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,13 @@ class Assisted:
         timing = Timing()
         with self.target.as_loaded() as model, contextlib.ExitStack() as stack:
             helper = stack.enter_context(self.draft.as_loaded()) if self.draft else None
+            if helper is not None:  # its generation config is where transformers looks for K
+                kept = {name: getattr(helper.generation_config, name, None) for name in DRAFTING}
+                fair = {**CONSTANT, "num_assistant_tokens": self.tokens}
+                own = kept if self.tokens is None else fair
+                stack.enter_context(without_wishes(helper, **own))
+                LOG.addFilter(mute)  # transformers warns of a call of its own
+                stack.callback(LOG.removeFilter, mute)
             found = [self._one(r, model, helper, sampling, seed, timing) for r in requests]
         return DecodedRun(found, timing, probs_rows=0)
 
@@ -69,8 +82,7 @@ class Assisted:
             if self.tokens is not None:
                 how.max_matching_ngram_size = LOOKUP_GRAM
         seed = seed * 1_000_003 + request.id
-        with self._settings(helper):
-            rows, passes = generated(model, ids, torch.ones_like(ids), how, seed, timing, helper)
+        rows, passes = generated(model, ids, torch.ones_like(ids), how, seed, timing, helper)
         tokens = rows[0]
         stop = "eos" if tokens and tokens[-1] in self.target.eos_ids else "length"
         cycles = self._cycles(passes, ids.shape[1], len(tokens), limit, stop)
@@ -78,17 +90,6 @@ class Assisted:
         for cycle in cycles:
             drafted[cycle.start : cycle.start + cycle.accepted] = [True] * cycle.accepted
         return Generation(list(request.prompt), tokens, cycles, drafted, stop)
-
-    def _settings(self, helper: Any) -> AbstractContextManager[None]:
-        """The assistant's generation config, which is where transformers looks for K; restored
-        afterwards. What its own one says about drafting counts under the defaults, and nothing
-        else of it does."""
-        if helper is None:
-            return contextlib.nullcontext()
-        fields = {**CONSTANT, "num_assistant_tokens": self.tokens}
-        if self.tokens is None:
-            fields = {name: getattr(helper.generation_config, name, None) for name in fields}
-        return without_wishes(helper, **fields)
 
     def _cycles(
         self, passes: list[Pass], prompt: int, total: int, limit: int, stop: str
@@ -99,13 +100,13 @@ class Assisted:
         ends = [*(p.start + 1 - prompt for p in passes[1:]), total]
         cycles = []
         for p, before, after in zip(passes[1:], ends, ends[1:], strict=False):
-            committed, proposed = after - before, p.tokens - 1
-            if committed < 1 or before < 1:
+            accepted = after - before - 1
+            if accepted < 0 or before < 1:
                 return []  # another loop than the one this reading knows
             room = limit - before - 1  # transformers proposes no more than may still be written
-            last = after == total
-            cut = (last and stop == "eos") or (self.tokens is not None and room < self.tokens)
-            cycles.append(Cycle(proposed, committed - 1, (0,) * (committed - 1), cut, before))
+            cut = after == total and stop == "eos"
+            cut = cut or (self.tokens is not None and room < self.tokens)
+            cycles.append(Cycle(p.tokens - 1, accepted, (0,) * accepted, cut, before))
         return cycles
 
 
@@ -117,19 +118,14 @@ def assistants(
 
     Raises UserError for a draft that transformers itself would refuse.
     """
-    if draft is None:
-        return [
-            (spec, Assisted(target, None, LOOKUP_TOKENS), LOOKUP_TOKENS),
-            (f"{spec} (defaults)", Assisted(target, None, None), LOOKUP_TOKENS),
-        ]
-    sizes = [m.model.config.get_text_config().vocab_size for m in (target, draft.draft)]
-    if sizes[0] != sizes[1]:
-        raise UserError(
-            f"drafters: {spec}: transformers takes no assistant with {sizes[1]} rows of vocabulary "
-            f"for a target with {sizes[0]}; leave this reference out"
-        )
-    k = draft.max_depth
-    return [
-        (spec, Assisted(target, draft.draft, k), k),
-        (f"{spec} (defaults)", Assisted(target, draft.draft, None), DEFAULT_TOKENS),
-    ]
+    helper, k, usual = None, LOOKUP_TOKENS, LOOKUP_TOKENS
+    if draft is not None:
+        helper, k, usual = draft.draft, draft.max_depth, DEFAULT_TOKENS
+        sizes = [m.model.config.get_text_config().vocab_size for m in (target, helper)]
+        if sizes[0] != sizes[1]:
+            raise UserError(
+                f"drafters: {spec}: transformers takes no assistant with {sizes[1]} rows of "
+                f"vocabulary for a target with {sizes[0]}; leave this reference out"
+            )
+    fair, defaults = (Assisted(target, helper, tokens) for tokens in (k, None))
+    return [(spec, fair, k), (f"{spec} (defaults)", defaults, usual)]

@@ -16,11 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from outrider.conf.rules import SEEDS
 from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timing
@@ -39,57 +35,29 @@ class Pass:
     seconds: float = 0.0
 
 
-class Watch(StoppingCriteria):
-    """What is seen of a call of `generate`: when the first token was there, which ends the
-    prefill (it never stops the call), every pass of the target, every draft of an
-    assistant."""
+@contextlib.contextmanager
+def watched(model: Any) -> Iterator[list[Pass]]:
+    """Collect the model's passes while the block runs."""
+    passes: list[Pass] = []
 
-    def __init__(self) -> None:
-        self.first: float | None = None
-        self.passes: list[Pass] = []
-        self.drafts: list[tuple[float, float]] = []  # when it began, seconds
+    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        start = int(cache.get_seq_length()) if cache is not None else 0
+        passes.append(Pass(start, 0 if ids is None else ids.shape[1], time.perf_counter()))
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        if self.first is None:
-            self.first = time.perf_counter()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    def after(module: Any, args: Any, out: Any) -> None:
+        passes[-1].seconds = time.perf_counter() - passes[-1].began
 
-    @contextlib.contextmanager
-    def hooked(self, model: Any, helper: Any) -> Iterator[None]:
-        """Hooks while the block runs. helper: the assistant's model, None without one."""
-
-        def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            cache = kwargs.get("past_key_values")
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            start = int(cache.get_seq_length()) if cache is not None else 0
-            tokens = 0 if ids is None else ids.shape[1]
-            self.passes.append(Pass(start, tokens, time.perf_counter()))
-
-        def after(module: Any, args: Any, out: Any) -> None:
-            self.passes[-1].seconds = time.perf_counter() - self.passes[-1].began
-
-        plain = helper.generate if helper is not None else None
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            # transformers' own call gives settings beside the config, and warns of it
-            config = kwargs.get("generation_config")
-            for key in [k for k in kwargs if k != "generation_config" and hasattr(config, k)]:
-                setattr(config, key, kwargs.pop(key))
-            out = plain(*args, **kwargs)  # type: ignore[misc]
-            self.drafts.append((began, time.perf_counter() - began))
-            return out
-
-        with contextlib.ExitStack() as stack:
-            for hook in (
-                model.register_forward_pre_hook(before, with_kwargs=True),
-                model.register_forward_hook(after),
-            ):
-                stack.callback(hook.remove)
-            if helper is not None:
-                helper.generate = timed
-                stack.callback(delattr, helper, "generate")
-            yield
+    hooks = (
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after),
+    )
+    try:
+        yield passes
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def generated(
@@ -102,38 +70,36 @@ def generated(
     helper: Any = None,
 ) -> tuple[list[list[int]], list[Pass]]:
     """The tokens that model.generate writes behind `ids` [B, T], and its passes. how: see
-    `settings`. timing: takes what was spent; `cycles` counts passes after the prefill. Random
-    numbers come from torch's global generator, seeded here and restored."""
-    watch, extra = Watch(), {} if helper is None else {"assistant_model": helper}
-    devices = [ids.device] if ids.is_cuda else []
+    `settings`. helper: an assistant. timing: takes what was spent; `cycles` counts passes after
+    the prefill, which ends with the first token. Random numbers come from torch's global
+    generator, seeded here and restored."""
+    first: list[float] = []
+
+    def never(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        first.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    extra = {} if helper is None else {"assistant_model": helper}
     with (
         without_wishes(model),
-        watch.hooked(model, helper),
+        watched(model) as passes,
         torch.inference_mode(),
-        torch.random.fork_rng(devices=devices),
+        torch.random.fork_rng(devices=[ids.device] if ids.is_cuda else []),
     ):
         begin = time.perf_counter()
         torch.manual_seed(seed % SEEDS)
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            generation_config=how,
-            stopping_criteria=StoppingCriteriaList([watch]),
-            **extra,
-        )
-        rows = out[:, ids.shape[1] :].tolist()
+        criteria = StoppingCriteriaList([never])  # type: ignore[list-item]
+        given: dict[str, Any] = {"generation_config": how, "stopping_criteria": criteria, **extra}
+        rows = model.generate(ids, attention_mask=mask, **given)[:, ids.shape[1] :].tolist()
         end = time.perf_counter()
-    first = watch.first or end
-    later = [p for p in watch.passes if p.began >= first]
+    later = [p for p in passes if first and p.began >= first[0]]
     timing.total_s += end - begin
-    timing.prefill_s += first - begin
+    timing.prefill_s += (first or [end])[0] - begin
     timing.target_s += sum(p.seconds for p in later)
-    timing.draft_s += sum(seconds for began, seconds in watch.drafts if began >= first)
-    timing.drafter_s = timing.draft_s
     timing.cycles += len(later)
     begins = [*(p.began for p in later), end]
     timing.cycle_s += [after - before for before, after in itertools.pairwise(begins)]
-    return rows, watch.passes
+    return rows, passes
 
 
 @contextlib.contextmanager
@@ -156,34 +122,6 @@ def room(target: Target, request: Request) -> int:
     return min(request.max_new_tokens, target.context_length - len(request.prompt))
 
 
-def hf_generate(
-    target: Target,
-    requests: Sequence[Request],
-    sampling: Sampling,
-    *,
-    batch_size: int = 1,
-    seed: int = 0,
-    guidance: float | None = None,
-) -> DecodedRun:
-    """Decode `requests` with target.model.generate under the same settings, left-padded in
-    batches.
-
-    guidance: classifier-free guidance from the prompt's last token; it wants batch_size 1.
-
-    A token drawn after the first is a cycle of length one, as for `none`. Random numbers come
-    from torch's global generator, seeded per batch and restored afterwards: samples differ
-    from our engine's, their distribution does not. Rows run one by one where their padding
-    could reach the end of the context.
-    """
-    timing, generations = Timing(), []
-    for start in range(0, len(requests), batch_size):
-        rows = requests[start : start + batch_size]
-        longest = max(len(r.prompt) for r in rows) + max(r.max_new_tokens for r in rows)
-        for batch in [rows] if longest <= target.context_length else [[row] for row in rows]:
-            generations += _batch(target, batch, sampling, seed, timing, guidance)
-    return DecodedRun(generations, timing, probs_rows=0)
-
-
 def settings(target: Target, sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
     """Our settings in transformers' words."""
     config = GenerationConfig(
@@ -200,43 +138,59 @@ def settings(target: Target, sampling: Sampling, max_new_tokens: int) -> Generat
     return config
 
 
+def hf_generate(
+    target: Target,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    batch_size: int = 1,
+    seed: int = 0,
+    guidance: float | None = None,
+) -> DecodedRun:
+    """Decode `requests` with target.model.generate under the same settings, left-padded in
+    batches.
+
+    guidance: classifier-free guidance from the prompt's last token; it wants batch_size 1.
+
+    A token drawn after the first is a cycle of length one, as for `none`. Samples differ from our
+    engine's, their distribution does not. Rows run one by one where their padding could reach the
+    end of the context.
+    """
+    timing, generations = Timing(), []
+    for start in range(0, len(requests), batch_size):
+        rows = requests[start : start + batch_size]
+        longest = max(len(r.prompt) for r in rows) + max(r.max_new_tokens for r in rows)
+        for batch in [rows] if longest <= target.context_length else [[row] for row in rows]:
+            generations += _batch(target, batch, sampling, seed, timing, guidance)
+    return DecodedRun(generations, timing, probs_rows=0)
+
+
 def _batch(
     target: Target,
     batch: Sequence[Request],
     sampling: Sampling,
     seed: int,
     timing: Timing,
-    guidance: float | None = None,
+    guidance: float | None,
 ) -> list[Generation]:
     longest, limit = max(len(r.prompt) for r in batch), max(room(target, r) for r in batch)
-    pad = target.eos_ids[0] if target.eos_ids else 0
-    ids = torch.tensor(
-        [[pad] * (longest - len(r.prompt)) + list(r.prompt) for r in batch], device=target.device
-    )
-    mask = torch.tensor(
-        [[0] * (longest - len(r.prompt)) + [1] * len(r.prompt) for r in batch], device=target.device
-    )
     how = settings(target, sampling, limit)
     how.guidance_scale = guidance
+    left = [longest - len(r.prompt) for r in batch]
+    ids = [[how.pad_token_id] * n + list(r.prompt) for n, r in zip(left, batch, strict=True)]
+    mask = [[0] * n + [1] * (longest - n) for n in left]
+    tokens, seen = (torch.tensor(rows, device=target.device) for rows in (ids, mask))
     passes = timing.cycles
     with target.as_loaded() as model:
-        seed = seed * 1_000_003 + batch[0].id
-        rows, _ = generated(model, ids, mask, how, seed, timing)
+        rows, _ = generated(model, tokens, seen, how, seed * 1_000_003 + batch[0].id, timing)
     timing.cycles = passes + max(len(rows[0]) - 1, 0)  # guidance makes two of each
-    return [_trim(r, tokens, target.eos_ids) for r, tokens in zip(batch, rows, strict=True)]
+    return [_trim(r, row, target.eos_ids) for r, row in zip(batch, rows, strict=True)]
 
 
 def _trim(request: Request, tokens: list[int], eos: tuple[int, ...]) -> Generation:
     tokens = tokens[: request.max_new_tokens]
     stop = next((i + 1 for i, t in enumerate(tokens) if t in eos), None)
     tokens = tokens[:stop]
-    return Generation(
-        list(request.prompt),
-        tokens,
-        [
-            Cycle(proposed=0, accepted=0, ranks=(), cut=False, start=i)
-            for i in range(1, len(tokens))
-        ],
-        [False] * len(tokens),
-        "eos" if stop else "length",
-    )
+    cycles = [Cycle(0, 0, (), cut=False, start=i) for i in range(1, len(tokens))]
+    end = "eos" if stop else "length"
+    return Generation(list(request.prompt), tokens, cycles, [False] * len(tokens), end)

@@ -189,25 +189,8 @@ class Scores:
                 **{k: v for k, v in system.facts.items() if k in REPORTED},
                 **self._parts(system, [c for cycles in clean for c in cycles]),
                 **self._times(system, speed),
-                "per_prompt": [
-                    self._prompt(system.name, p, cycles)
-                    for p, cycles in zip(self.prompts, clean, strict=True)
-                ],
-                "units": [self._unit(system.name, unit) for unit in self.units()],
             }
         )
-
-    def _unit(self, name: str, unit: Unit) -> dict[str, Any]:
-        """What was timed: tokens and seconds of decoding as measured; stalled: passes left
-        out."""
-        calls = self.timed_runs[name][unit]
-        return {
-            "prompts": list(unit),
-            "tokens": float(sum(call.decoded for call in calls)),
-            "seconds": sum(call.timing.decode_s for call in calls),
-            "passes": sum(call.timing.cycles for call in calls),
-            "stalled": self.paces[name][unit].stalled,
-        }
 
     def _accepted(self, system: System, clean: list[list[Cycle]]) -> dict[str, Any]:
         """What was written and accepted. clean: the cycles of every prompt that count."""
@@ -313,19 +296,6 @@ class Scores:
             "tokens_per_second": stats.rate(self.work(name, units), self.seed).mean,
             "speedup": speed,
             "doubts": self.doubts(system, speed, units) if speed else [],
-        }
-
-    def _prompt(self, name: str, prompt: str, cycles: list[Cycle]) -> dict[str, Any]:
-        answers, alone = self.answers[name][prompt], (prompt,)
-        timed = alone in self.timed_runs[name]
-        return {
-            "prompt_id": prompt,
-            "category": self.category[prompt],
-            "accepted_length": _mean([c.accepted + 1 for c in cycles]),
-            "speedup": self.speedup(name, NONE, [alone])["mean"] if timed else None,
-            "cycles": len(cycles),
-            "tokens": sum(len(a.generation.token_ids) for a in answers),
-            "finish": [a.generation.finish for a in answers],
         }
 
     def pairs(self, doubts: dict[str, list[str]]) -> list[dict[str, Any]]:

@@ -61,128 +61,82 @@ class ServedSystem:
     def __init__(self, target: Target, name: str, url: str) -> None:
         self.target, self.name, self.tells = target, name, True
         self.address = address_of(name, url)
+        self.where = f"drafters: {name}: {url}"
 
     def check(self) -> None:
         """Ask it for a token. Raises UserError when it cannot be asked, or does not answer as
         a row needs it."""
-        asyncio.run(self._check())
 
-    async def _check(self) -> None:
-        async with Endpoint(replace(self.address, retries=1)) as door:
-            self._tokens([0], await door.answer([0], ServerRequest(1)), 1)
+        async def ask() -> None:
+            async with Endpoint(replace(self.address, retries=1)) as door:
+                self._tokens([0], await door.answer([0], ServerRequest(1)), 1)
+
+        asyncio.run(ask())
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> DecodedRun:
         """Decode `requests`, all at the same time."""
-        if sampling.repetition_penalty != 1:
-            raise UserError(
-                f"drafters: {self.name}: a server is asked without repetition_penalty; leave "
-                "that or the server out"
-            )
-        return asyncio.run(self._run(requests, sampling, seed))
-
-    async def _run(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> DecodedRun:
         s, limits = sampling, [room(self.target, request) for request in requests]
-        prompts = [request.prompt for request in requests]
+        seeds = [(seed * 1_000_003 + request.id) % SEEDS for request in requests]
         asks = [
-            ServerRequest(
-                limit,
-                s.temperature,
-                s.top_k,
-                s.top_p,
-                s.min_p,
-                (seed * 1_000_003 + request.id) % SEEDS,
-            )
-            for request, limit in zip(requests, limits, strict=True)
+            ServerRequest(limit, s.temperature, s.top_k, s.top_p, s.min_p, seed)
+            for limit, seed in zip(limits, seeds, strict=True)
         ]
+        return asyncio.run(self._run(requests, asks))
+
+    async def _run(self, requests: Sequence[Request], asks: Sequence[ServerRequest]) -> DecodedRun:
         times: list[tuple[float, float]] = []  # of first tokens, of whole answers
         async with Endpoint(replace(self.address, connections=len(requests))) as door:
             await door.connect()
-            for _ in range(TRIES):
+            for number in range(TRIES):
                 failed = door.troubles
-                short, _first = await requested(door, requests, [ServerRequest(1) for _ in asks])
+                first, _ = await requested(door, requests, [ServerRequest(1) for _ in asks])
                 before = await door.metrics()
-                whole, replies = await requested(door, requests, asks)
+                last, replies = await requested(door, requests, asks)
                 after = await door.metrics()
-                answers = list(map(self._tokens, prompts, replies, limits))
+                answers = [
+                    self._tokens(request.prompt, reply, ask.limit)
+                    for request, reply, ask in zip(requests, replies, asks, strict=True)
+                ]
                 if all(len(tokens) == 1 for tokens in answers):
-                    short = whole  # nothing was decoded
+                    prefill = whole = last  # nothing was decoded
                     break
                 if door.troubles == failed:
-                    times.append((short, whole))
-                    if whole > short:
-                        break
-            else:
-                short, whole = self._least(times, door)
-        cycles = cycles_of(answers, self._accepted(door.kind, replies, before, after, answers))
-        timing = Timing(
-            prefill_s=short,
-            total_s=whole,
-            cycles=max(map(len, cycles), default=0),
-        )
-        found = [
-            Generation(
-                list(request.prompt),
-                tokens,
-                of,
-                [False] * len(tokens),
-                "eos" if reply.stopped else "length",
-            )
-            for request, reply, tokens, of in zip(requests, replies, answers, cycles, strict=True)
-        ]
-        return DecodedRun(found, timing, probs_rows=0)
-
-    def _least(self, times: Sequence[tuple[float, float]], door: Endpoint) -> tuple[float, float]:
-        """The least time of first tokens and of whole answers, when no single try made sense of
-        both: chance only ever adds to a time. Raises UserError where these make none either."""
-        if not times:
-            raise UserError(
-                f"drafters: {self.name}: {door.root}: in every one of {TRIES} tries a question "
-                "had to be asked again; nothing can be timed: look into the server's log"
-            )
-        short, whole = (min(column) for column in zip(*times, strict=True))
-        if whole <= short:
-            raise UserError(
-                f"drafters: {self.name}: {door.root}: whole answers took {whole:.3g} s, their "
-                f"first tokens {short:.3g} s: nothing can be timed; give more max_new_tokens"
-            )
-        return short, whole
-
-    def _accepted(
-        self,
-        kind: str,
-        replies: Sequence[Reply],
-        before: str | None,
-        after: str | None,
-        answers: Sequence[Sequence[int]],
-    ) -> list[int]:
-        """Accepted draft tokens of every answer; none, and `tells` no more, where nobody says."""
-        rose = risen(kind, before, after)
+                    times.append((first, last))
+                prefill, whole = least(times, self.where, number + 1 == TRIES)
+                if whole > prefill:
+                    break
+        rose = risen(door.kind, before, after)
         if rose is None and any(reply.accepted is None for reply in replies):
             self.tells = False
-        return accepted(replies, rose, answers)
+        cycles = cycles_of(answers, accepted(replies, rose, answers))
+        timing = Timing(prefill_s=prefill, total_s=whole, cycles=max(map(len, cycles), default=0))
+        found = []
+        for request, reply, tokens, of in zip(requests, replies, answers, cycles, strict=True):
+            end, drafted = "eos" if reply.stopped else "length", [False] * len(tokens)
+            found.append(Generation(list(request.prompt), tokens, of, drafted, end))
+        return DecodedRun(found, timing, probs_rows=0)
 
     def _tokens(self, prompt: Sequence[int], reply: Reply, limit: int) -> list[int]:
         """The answer as ours are: with its stop token, which llama.cpp does not send. Raises
         UserError for one that cannot stand beside ours."""
-        tokens, eos = reply.tokens, self.target.eos_ids
-        where = f"drafters: {self.name}: {self.address.url}"
+        tokens, target = reply.tokens, self.target
+        eos, most = target.eos_ids, target.vocab_size
         if tokens is None or (not tokens and not (reply.stopped and eos)):
             raise UserError(
-                f"{where}: an answer came back without token ids; nothing can be counted or "
+                f"{self.where}: an answer came back without token ids; nothing can be counted or "
                 f"compared: {SERVE}"
             )
-        wrong = [token for token in tokens if token >= self.target.vocab_size]
-        if wrong:
+        if wrong := [token for token in tokens if token >= most]:
             raise UserError(
-                f"{where}: an answer holds token {wrong[0]}, and the target has "
-                f"{self.target.vocab_size}: the server runs another model; set target to that"
+                f"{self.where}: an answer holds token {wrong[0]}, and the target has {most}: the "
+                "server runs another model; set target to that"
             )
         if len(tokens) > limit:
-            raise UserError(f"{where}: asked {limit} tokens; {len(tokens)} came back; {SERVE}")
+            raise UserError(f"{self.where}: asked {limit} tokens; {len(tokens)} came back; {SERVE}")
         if reply.ignored:
             raise UserError(
-                f"{where}: it decoded otherwise than asked: {reply.ignored[0]}; ask for that, or "
-                "start the server without settings of its own"
+                f"{self.where}: it decoded otherwise than asked: {reply.ignored[0]}; ask for that, "
+                "or start the server without settings of its own"
             )
         ended = bool(tokens) and tokens[-1] in eos
         missing = reply.stopped and eos and not ended and len(tokens) < limit
@@ -191,12 +145,26 @@ class ServedSystem:
     @torch.inference_mode()
     def _stop(self, ids: Sequence[int]) -> int:
         """The stop token behind these: of several the one that the target likes best."""
-        eos = self.target.eos_ids
-        if len(eos) == 1:
-            return eos[0]
         row = torch.tensor([list(ids)], device=self.target.device)
         logits = self.target.model(row).logits[0, -1]
-        return max(eos, key=lambda token: float(logits[token]))
+        return max(self.target.eos_ids, key=lambda token: float(logits[token]))
+
+
+def least(times: Sequence[tuple[float, float]], where: str, last: bool) -> tuple[float, float]:
+    """The least time of first tokens and of whole answers over all tries: chance only ever adds to
+    a time. Raises UserError where these make no sense at the last try."""
+    first, whole = (min(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0)
+    if not last or whole > first:
+        return first, whole
+    if not times:
+        raise UserError(
+            f"{where}: in every one of {TRIES} tries a question had to be asked again; nothing can "
+            "be timed: look into the server's log"
+        )
+    raise UserError(
+        f"{where}: whole answers took {whole:.3g} s, their first tokens {first:.3g} s: nothing can "
+        "be timed; give more max_new_tokens"
+    )
 
 
 async def requested(

@@ -73,8 +73,6 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
             assert set(row["by_category"]) == {"chat", "code"}
             parts, wall = row["breakdown"]["seconds"], row["breakdown"]["wall_seconds"]
             assert sum(parts.values()) == pytest.approx(wall)
-            steady = [unit["seconds"] for unit in row["units"] if not unit["stalled"]]
-            assert wall == pytest.approx(sum(steady))
             assert 0 < parts["target"] < wall and parts["python"] > 0
     assert all(r["lossless"]["equal"] == r["lossless"]["checked"] == 4 for r in report["drafters"])
     assert other["drafters"][0]["lossless"] is None

@@ -11,28 +11,14 @@ from outrider.scripts.common.names import clipped, label, labels
     "names, found",
     [
         (["none", "runs/a@tree", "ngram@adaptive"], ["none", "a@tree", "ngram@adaptive"]),
-        (
-            ["/srv/x/runs/medusa/head@tree", "/srv/x/runs/medusa/head@chain"],
-            ["medusa@tree", "medusa@chain"],
-        ),
+        (["/srv/runs/m/head@tree", "/srv/runs/m/head@chain"], ["m@tree", "m@chain"]),
         (["runs/a/head@tree", "runs/b/best@tree:16"], ["a@tree", "b@tree:16"]),
         (["runs/a/checkpoints/step-40@tree"], ["step-40@tree"]),
-        (["runs/a/checkpoints/step-40", "runs/b/checkpoints/step-40"], ["a/step-40", "b/step-40"]),
         (["old/m@tree", "new/m@tree", "new/n@tree"], ["old/m@tree", "new/m@tree", "n@tree"]),
-        (
-            ["runs/a@tree", "runs/a/head@tree", "runs/a/best@tree"],
-            ["runs/a@tree", "a/head@tree", "a/best@tree"],
-        ),
-        (
-            [
-                "hf_assisted@runs/draft/head",
-                "hf_assisted@runs/draft/head (defaults)",
-                "runs/draft/head@chain",
-            ],
-            ["hf_assisted@draft", "hf_assisted@draft (defaults)", "draft@chain"],
-        ),
+        (["hf_assisted@runs/d/head (defaults)"], ["hf_assisted@d (defaults)"]),
         (["none (smollm2)", "ngram", "ngram #2"], ["none (smollm2)", "ngram", "ngram #2"]),
-        (["/m", "m", "a/../m", ""], ["/m", "m", "../m", ""]),
+        (["runs/a@chain+ngram", "vllm@http://h:1"], ["a@chain+ngram", "vllm"]),
+        (["/m", "m", "a/../m", ""], ["/m", "m", "a/../m", ""]),
     ],
 )
 def test_labels(names: list[str], found: list[str]) -> None:

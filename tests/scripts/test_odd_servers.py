@@ -15,12 +15,11 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.scoring import server_forms
-from outrider.scripts.scoring.served import ServedSystem, risen
+from outrider.scripts.scoring.served import ServedSystem, least, risen
 from outrider.scripts.scoring.servers import (
     LLAMACPP,
     OTHER,
     VLLM,
-    Endpoint,
     ServerRequest,
 )
 from tests.helpers.odd_server import llamacpp, odd, vllm
@@ -104,19 +103,15 @@ def test_every_question_is_read_anew_and_seeds_fit(target: Target) -> None:
     assert all(0 <= body["seed"] < 1 << 31 for body in server.requested)
 
 
-def test_chance_in_a_time_is_not_the_end(target: Target) -> None:
+def test_chance_in_a_time_is_not_the_end() -> None:
     """Four tries in which the first tokens took longer than the whole answers: of both the least
     time counts, and only where that is the wrong way round too nothing can be said."""
     times = [(0.3, 0.2), (0.1, 0.09), (0.2, 0.15), (0.4, 0.11)]
-    served = ServedSystem(target, "x", "http://127.0.0.1:9")
-    door = Endpoint(served.address)
-    with pytest.raises(
-        UserError, match="took 0.09 s, their first tokens 0.1 s: nothing can be timed"
-    ):
-        served._least(times, door)
-    assert served._least([(0.3, 0.2), (0.1, 0.1), (0.08, 0.2)], door) == (0.08, 0.1)
-    with pytest.raises(UserError, match="asked again"):
-        served._least([], door)
+    for wrong, said in ((times, "0.09 s, their first tokens 0.1 s"), ([], "asked again")):
+        with pytest.raises(UserError, match=f"x: .*{said}"):
+            least(wrong, "x", last=True)
+        least(wrong, "x", last=False)
+    assert least([(0.3, 0.2), (0.1, 0.1), (0.08, 0.2)], "x", last=True) == (0.08, 0.1)
 
 
 def test_counters_that_tell_nothing_are_not_zero() -> None:

@@ -69,8 +69,6 @@ def test_a_server_that_is_down_is_named(target: Target) -> None:
     served = ServedSystem(target, "gone", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"drafters: gone: http://127.0.0.1:9: asked GET"):
         served([Request([1, 2], 4)], Sampling(), 0)
-    with pytest.raises(UserError, match="without repetition_penalty"):
-        served([Request([1, 2], 4)], Sampling(repetition_penalty=1.2), 0)
 
 
 def test_cycles_are_as_many_as_the_totals_say() -> None:
