@@ -125,25 +125,22 @@ def prompts_of(which: PromptSet, out: Path, unseen: Sequence[str]) -> Path:
     told = {**wanted, "read": len(rows), "prompts": len(lines), "left_out": dict(left)}
     told |= {"compared_with": sorted({*questions.values()}), "not_compared_with": missing}
     write_json(record, {**told, "path": which.path, "sha256": sha256(path)})
-    for line in notes(which, told):
-        say(line)
+    _tell(which, told)
     return path
 
 
-def notes(which: PromptSet, found: dict[str, Any]) -> list[str]:
+def _tell(which: PromptSet, found: dict[str, Any]) -> None:
     """What whoever trains on such prompts should know."""
+    name, read = which.name, found["read"]
     left = ", ".join(f"{n:,} {why}" for why, n in found["left_out"].items()) or "none"
-    lines = [
-        f"{which.name}: {found['prompts']:,} prompts of {found['read']:,} rows; left out: {left}",
-        f"{which.name}: compared with the prompts of {', '.join(found['compared_with'])}, word for "
-        "word; nobody looks for questions that say the same in other words",
-        *(f"warning: not compared with {line}" for line in found["not_compared_with"]),
-    ]
-    if which.rows and not 0.9 < found["read"] / which.rows < 1.1:
-        lines.append(f"{which.name}: the published set has about {which.rows:,} rows")
+    say(f"{name}: {found['prompts']:,} prompts of {read:,} rows; left out: {left}")
+    say(f"{name}: compared word for word with those of {', '.join(found['compared_with'])}")
+    for line in found["not_compared_with"]:
+        say(f"warning: not compared with {line}")
+    if which.rows and not 0.9 < read / which.rows < 1.1:
+        say(f"{name}: the published set has about {which.rows:,} rows")
     if not which.tried:
-        lines.append(f"{which.name}: its description had not been tried on the real set yet")
-    return lines
+        say(f"{name}: its description had not been tried on the real set yet")
 
 
 def _unseen(which: PromptSet, names: Sequence[str]) -> tuple[dict[int, str], list[str]]:

@@ -32,8 +32,7 @@ class Questions:
         self.starts, self.lines = array("q"), array("q")
         for number, at, line in read_places(path, "prompts"):
             try:
-                turns_of(line)
-                tools_of(parse_line(line).get("tools"))
+                question_of(line)
             except ValueError as error:
                 self.bad.append((number, str(error)))
             else:
@@ -57,8 +56,7 @@ class Questions:
         try:
             with self.path.open("rb") as file:
                 file.seek(self.starts[n])
-                line = file.readline()
-                return turns_of(line), tools_of(parse_line(line).get("tools"))
+                return question_of(file.readline())
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{self.path}:{self.lines[n]}: changed while it was read ({error}); start again"
@@ -77,11 +75,11 @@ class Invented:
         return [{"role": "user", "content": self.texts[n]}], None
 
 
-def turns_of(line: bytes) -> list[dict[str, str]]:
-    """The system turn, if any, and the user turns of a row. Raises ValueError in a user's
-    words.
-    """
-    return asked_of(*spoken(parse_line(line)))
+def question_of(line: bytes) -> tuple[list[dict[str, str]], list[Any] | None]:
+    """The system turn, if any, and the user turns of a row; the tools that it offers. Raises
+    ValueError in a user's words."""
+    row = parse_line(line)
+    return asked_of(*spoken(row)), tools_of(row.get("tools"))
 
 
 def asked_of(key: str, turns: list[tuple[Any, Any]]) -> list[dict[str, str]]:

@@ -102,17 +102,11 @@ class OpenAIServer:
                 f"{self.setting}: nothing usable at {self.base_url} ({error}); start the "
                 "server, or mend the address (it usually ends with /v1)"
             ) from None
-        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        if wanted and wanted not in names:
-            raise UserError(
-                f"model: {self.base_url} does not serve {wanted!r}; it serves "
-                f"{shown or 'nothing'}; choose one with model=NAME"
-            )
-        if not wanted and len(names) != 1:
-            raise UserError(
-                f"model: {self.base_url} serves {shown or 'nothing'}; choose one with model=NAME"
-            )
-        return wanted or names[0]
+        if wanted in names or (not wanted and len(names) == 1):
+            return wanted or names[0]
+        shown = ", ".join(names[:8]) or "nothing"
+        asked = f" and does not serve {wanted!r}" if wanted else ""
+        raise UserError(f"model: {self.base_url} serves {shown}{asked}; choose one with model=NAME")
 
     async def ask(
         self, method: str, path: str, body: Any = None, read: Callable[[Any], Any] = lambda v: v

@@ -24,7 +24,7 @@ from outrider.decode.models.load import TargetConfig
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.data.config import SynthesizeConfig
 from outrider.scripts.data.from_server import Regenerator
-from outrider.scripts.data.questions import turns_of
+from outrider.scripts.data.questions import question_of
 from outrider.scripts.data.run import synthesize
 from outrider.scripts.data.server import AnswerRefused, GivenUp, ServerAnswer, read_answer
 from outrider.train.data.rows import read_row
@@ -182,7 +182,7 @@ def test_a_run_that_was_stopped_asks_nothing_twice(
 @pytest.mark.parametrize(
     "schedule, changes, message",
     [
-        ({}, {"model": "big"}, "model: .* does not serve 'big'; it serves tiny"),
+        ({}, {"model": "big"}, "model: .* serves tiny and does not serve 'big'"),
         ({"models": "500"}, {}, "base_url: nothing usable at .*start the server"),
         ({"models": "307"}, {}, "base_url: .* redirects to http://127.0.0.1:1/elsewhere"),
         ({"key": KEY}, {}, "api_key_env: .* refuses the key .status 401"),
@@ -317,10 +317,10 @@ ROWS = {
 def test_forms_of_questions(tmp_path: Path) -> None:
     for line, want in ROWS.items():
         if isinstance(want, list):
-            assert [t["content"] for t in turns_of(line)] == want
+            assert [t["content"] for t in question_of(line)[0]] == want
         else:
             with pytest.raises(ValueError, match=want):
-                turns_of(line)
+                question_of(line)[0]
     for content, said in (
         (b"\n".join(ROWS), r"asked.jsonl:5: is not JSON.*; 5 of 9 questions are malformed"),
         (b"{}\n", "holds no question"),

@@ -162,30 +162,13 @@ def test_a_description_of_ones_own(tmp_path: Path) -> None:
     rows = [{"q": "Sum up.", "m": "A text.", "lang": "en"}, {"q": "Nej", "m": "", "lang": "da"}]
     which = replace(prompt_set(str(file)), path=str(written(tmp_path, "rows", rows)))
     assert asked(prompts_of(which, tmp_path / "a.jsonl", [])) == [["Sum up.\n\nA text."]]
+    for name, said in (("ultrachart", "did you mean ultrachat"), ("aya", "no column 'inputs'")):
+        with pytest.raises(UserError, match=said):
+            prompts_of(replace(prompt_set(name), path=which.path), tmp_path / "b.jsonl", [])
+    assert not (tmp_path / "b.jsonl.prompts.jsonl").exists()
     file.write_text("name: mine\ncolumns: q\n")
     with pytest.raises(UserError, match=r"mine\.yaml: .*columns"):
         prompt_set(str(file))
-
-
-@pytest.mark.parametrize(
-    "keys, said",
-    [
-        ({"prompts": "ultrachart"}, "did you mean ultrachat?"),
-        ({"prompts": "asked.jsonl", "prompts_path": "x"}, "prompts_path: only with prompts=NAME"),
-        ({"prompts": "aya", "prompts_path": "FILE"}, "prompts: aya has no column 'inputs'"),
-    ],
-)
-def test_mistakes_are_a_line(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
-    file = str(written(tmp_path, "file", [{"problem": "Write f."}]))
-    keys = {key: file if value == "FILE" else value for key, value in keys.items()}
-    cfg = config(tmp_path, "http://127.0.0.1:9/v1", **keys)
-    with pytest.raises(UserError, match=said) as error:
-        problems = cfg.validate()
-        if problems:
-            raise UserError("; ".join(problems))
-        synthesize(cfg)
-    assert len(str(error.value).splitlines()) == 1
-    assert not (tmp_path / "a.jsonl").exists() and not (tmp_path / "a.jsonl.prompts.jsonl").exists()
 
 
 def test_a_named_set_is_answered_and_its_name_and_licence_stay_with_the_data(

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,13 +64,6 @@ def test_rows_are_conversations(whole: bytes) -> None:
     questions = [fingerprint(r["messages"][0]["content"]) for r in rows]
     assert len(set(questions)) == 14
     assert any(len(r["messages"][1]["content"]) > 4 for r in rows)
-
-
-def test_seed_decides_the_rows(tmp_path, whole: bytes) -> None:
-    synthesize(config(tmp_path / "b.jsonl"))
-    synthesize(config(tmp_path / "c.jsonl", seed=1))
-    assert (tmp_path / "b.jsonl").read_bytes() == whole
-    assert not set(whole.splitlines()) & set((tmp_path / "c.jsonl").read_bytes().splitlines())
 
 
 @pytest.mark.parametrize("stop_at", [40, 300, 600])
@@ -158,25 +150,6 @@ def test_model_that_invents_nothing_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="usable .*too short.*instruction-tuned"):
         synthesize(cfg)
     assert files(tmp_path) == []
-
-
-def test_real_signal_leaves_whole_lines_and_code_130(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path / "a.jsonl"
-    words = "target=tiny", f"out={path}", "num_conversations=100000", "batch=4", "max_new_tokens=8"
-    said = tmp_path_factory.mktemp("said") / "said"
-    child = faults.script("scripts/synthesize.py", *words, said=said)
-    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    while not (path.exists() and path.stat().st_size) and os.waitid(os.P_PID, child, flags) is None:
-        time.sleep(0.05)
-    os.kill(child, signal.SIGINT)
-    assert faults.wait(child) == 130, said.read_text()
-    err = said.read_text()
-    assert "Traceback" not in err and "the same command continues" in err.splitlines()[-1]
-    lines = path.read_text().splitlines()
-    assert lines and all(json.loads(line)["messages"] for line in lines)
-    assert files(tmp_path) == ["a.jsonl", "a.jsonl.meta.json"]
 
 
 @pytest.mark.parametrize(

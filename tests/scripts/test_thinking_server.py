@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from outrider.conf.errors import UserError
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.scripts.data import run
 from outrider.scripts.data.run import synthesize
@@ -128,25 +127,6 @@ def test_tool_calls_are_kept_with_the_tools_and_end_the_chat(
     assert "would leave out" not in capfd.readouterr().err
 
 
-def test_too_many_cut_answers_end_the_run_and_the_file_goes_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    questions(tmp_path, 12)
-    short = {"max_new_tokens": 80}
-    with serving(tmp_path, thinks="inside") as url:
-        with pytest.raises(UserError, match=r"max_cut: \d+ of \d+ answers were cut .*above 0.2"):
-            synthesize(config(tmp_path, url, **short))
-        left = (tmp_path / "a.jsonl").read_bytes()
-        assert 0 < sum(not row["complete"] for row in rows(tmp_path)) <= 12
-        with pytest.raises(UserError, match="max_cut: .* keeps its rows, and the same command"):
-            synthesize(config(tmp_path, url, **short))
-        cut = sum(not row["complete"] for row in rows(tmp_path))
-        answers = sum(m["role"] == "assistant" for r in rows(tmp_path) for m in r["messages"])
-        assert f"{cut} of {answers} answers were cut" in capfd.readouterr().err
-        synthesize(config(tmp_path, url, **short, max_cut=1.0))
-        assert (tmp_path / "a.jsonl").read_bytes() == left
-
-
 def test_rows_that_training_would_leave_out_are_message_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,6 +154,8 @@ def test_what_an_answer_may_lack() -> None:
     call = {"function": {"name": "f", "arguments": "{}"}}
     assert read("tool_calls", tool_calls=[{**call, "index": 0}]).calls == [call]
     for reason, message in (
+        ("stop", {"content": "half \ud83d"}),
+        ("stop", {"tool_calls": json.dumps([call])}),
         ("stop", {"content": None, "reasoning": "why"}),
         ("length", {"content": "", "reasoning": " "}),
         ("length", {"content": "", "tool_calls": [call]}),
@@ -181,24 +163,3 @@ def test_what_an_answer_may_lack() -> None:
     ):
         with pytest.raises(AnswerRefused):
             read(reason, **message)
-
-
-DEEP = json.loads('{"a":' * 480 + "1" + "}" * 480)
-CALL = {"function": {"name": "f", "arguments": "{}"}}
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"content": "half \ud83d"},
-        {"content": "whole", "reasoning": "half \ud83d"},
-        {"tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\ud83d"}'}}]},
-        {"tool_calls": json.dumps([CALL])},
-        {"tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]},
-    ],
-    ids=["text", "reasoning", "call", "calls-as-text", "deep"],
-)
-def test_an_answer_that_no_row_can_hold_costs_one_question(message: dict[str, Any]) -> None:
-    """Half a character ended the run as soon as it was to be written, and every run after it."""
-    with pytest.raises(AnswerRefused):
-        read_answer({"choices": [{"message": message, "finish_reason": "stop"}]})

@@ -11,7 +11,7 @@ import pytest
 from outrider.decode.models.tiny import CHATML, byte_tokenizer
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
-from outrider.train.data.rows import BadRow, ChatRow, Encoded, RowReading, encode, interpret
+from outrider.train.data.rows import BadRow, Encoded, RowReading, encode, interpret
 
 EOS = frozenset({2})
 HEADER = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
@@ -147,23 +147,6 @@ def test_answers_that_occur_elsewhere_are_found_where_they_are(name: str) -> Non
     got, want = texts(one, tokenizer), texts(other, tokenizer)
     for mine, theirs, answer, word in zip(got, want, answers, unique, strict=True):
         assert mine == theirs.replace(word, answer)
-
-
-def test_reasoning_is_the_targets_own_text() -> None:
-    """What follows the words that ask for an answer: the block, its text, the answer."""
-    turns = chat("one", "two")
-    turns[-1]["reasoning_content"] = "because"
-    want = ["one<|im_end|>", "<think>\nbecause\n</think>\n\ntwo<|im_end|>"]
-    assert texts(*tokenize(turns, THINK_LAST)) == want
-    inside = chat("<think>early</think>one", "<think>because</think>two")
-    assert texts(*tokenize(inside, THINK_LAST)) == want
-    tokenizer = byte_tokenizer(template=THINK_LAST)
-    parts = encode(ChatRow("f:1", inside), tokenizer, RowReading(4096, EOS, turns="rows"))
-    assert [texts(part, tokenizer) for part in parts] == [
-        ["<think>\nearly\n</think>\n\none<|im_end|>"],
-        ["<think>\nbecause\n</think>\n\ntwo<|im_end|>"],
-    ]
-    assert [part.turns for part in parts] == [(1, 1, 1)] * 2
 
 
 def test_a_block_before_every_turn_where_no_turn_is_a_prefix() -> None:

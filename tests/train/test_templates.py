@@ -271,12 +271,6 @@ def test_an_answer_that_opens_a_block_and_never_closes_it_is_left_out(template: 
         supervised(template, turns(CUT))
 
 
-@pytest.mark.parametrize("template", ["as it is", "as it is, marked", "blanks cut"])
-def test_it_stands_where_the_template_leaves_it_as_it_is(template: str) -> None:
-    assert supervised(template, turns(CUT)) == (QUESTION, CUT + END)
-    assert supervised(template, turns(CUT), complete=False) == (QUESTION, CUT)
-
-
 @pytest.mark.parametrize("template", [*TEMPLATES][::3])
 @pytest.mark.parametrize("form", ["inside", "apart"])
 def test_an_answer_cut_inside_its_reasoning_stands_behind_the_words_that_requested_for_it(
@@ -297,16 +291,6 @@ def test_an_answer_cut_inside_its_reasoning_stands_behind_the_words_that_request
     if form == "inside":
         assert (prompt + said).replace("</think>", "").count("<think>") == 1
     return None
-
-
-def test_an_answer_cut_inside_reasoning_that_the_question_opened() -> None:
-    requested = "block in the last turn, asked for inside"
-    got = supervised(requested, turns("well, the"), complete=False)
-    assert got == (QUESTION + "<think>\n", "well, the")
-    before, said = supervised(requested, turns("one", "well, the"), complete=False)
-    assert before == QUESTION and said == "one<|im_end|>|well, the"
-    got = supervised(requested, turns("why\n</think>\n\nan ans"), complete=False)
-    assert got == (QUESTION + "<think>\n", "why\n</think>\n\nan ans")
 
 
 def test_reasoning_of_earlier_turns_that_is_cut_off_is_counted() -> None:
