@@ -125,7 +125,7 @@ class Block(Layout[BlockHead]):
             )
         return found
 
-    def tensors(self, head: BlockHead, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
+    def tensors(self, head: BlockHead, target: Target) -> dict[str, Tensor]:
         """See block_tensors; DeepSpec carries the target's embedding."""
         found = block_tensors(head, target)
         if self.format == "deepspec":

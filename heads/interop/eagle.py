@@ -153,7 +153,7 @@ class Eagle1(Layout[Eagle1Head]):
             )
         return found
 
-    def tensors(self, head: Eagle1Head, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
+    def tensors(self, head: Eagle1Head, target: Target) -> dict[str, Tensor]:
         """As ours; fc's bias for SGLang alone."""
         found = {
             name.removeprefix("net."): value
@@ -226,7 +226,7 @@ class Eagle3(Layout[Eagle3Head]):
             )
         return found
 
-    def tensors(self, head: Eagle3Head, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
+    def tensors(self, head: Eagle3Head, target: Target) -> dict[str, Tensor]:
         """See eagle3_tensors; speculators carries the target's embedding."""
         if self.format == "speculators":
             return {**eagle3_tensors(head, "layers.0"), EMBEDDING: target.embedding_weight}

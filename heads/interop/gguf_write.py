@@ -103,7 +103,13 @@ def refusals(head: Head, target: Target) -> list[str]:
     """Why llama.cpp cannot run a head, each with its key; [] when it can."""
     engine = engines.LLAMACPP
     if isinstance(head, SmallLM):
-        return _draft_refusals(head, target)
+        found = model_refusals(head.net, target.vocab_size, "head")
+        if head.cfg.draft_vocab:
+            found.append(
+                f"head.draft_vocab: {head.cfg.draft_vocab}; llama.cpp would draft from all tokens: "
+                "train with head.draft_vocab=0"
+            )
+        return found
     found = []
     if architecture(target) not in engine.targets["eagle3"]:
         found.append(
@@ -125,16 +131,6 @@ def refusals(head: Head, target: Target) -> list[str]:
         found.append(
             f"rope_parameters.rope_type: {rope['rope_type']}; {engine.name} turns {head.kind} "
             f"heads by {', '.join(kinds)} positions alone"
-        )
-    return found
-
-
-def _draft_refusals(head: SmallLM, target: Target) -> list[str]:
-    ids, found = head.ids(), model_refusals(head.net, target.vocab_size, "head")
-    if ids is not None:
-        found.append(
-            f"head.draft_vocab: {len(ids)}; llama.cpp would draft from all tokens: train with "
-            "head.draft_vocab=0"
         )
     return found
 

@@ -21,7 +21,7 @@ from outrider.heads.interop.reading import Foreign
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-OTHERS = {"d2t": torch.int64, "token_map": torch.int64, "t2d": torch.bool}
+OTHERS = {"d2t": torch.int64, "t2d": torch.bool}
 MASK = (
     "head.mask_token: -1; engines take the mask's embedding from the target's table: train with "
     "head.mask_token=ID of a reserved token"
@@ -55,8 +55,8 @@ class Layout(Generic[H]):
             )
         return found
 
-    def tensors(self, head: H, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of the file by its names. dtype: in which floats will be written."""
+    def tensors(self, head: H, target: Target) -> dict[str, Tensor]:
+        """The tensors of the file by its names."""
         raise TypeError("a subclass defines it")
 
     def config(self, head: H, target: Target, name: str, dtype: str) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Layout(Generic[H]):
             raise UserError(f"format={self.format}: " + "; ".join(refused))
         out = {
             key: value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype)
-            for key, value in self.tensors(head, target, dtype).items()
+            for key, value in self.tensors(head, target).items()
         }
         for key, value in out.items():
             if not bool(value.isfinite().all()):

@@ -2,10 +2,7 @@
 
 Every head projects onto the whole vocabulary V. A head of ours with a draft vocabulary is
 widened: the rows of all other tokens are the mean of the head's rows, whose logit can never
-exceed the best one, so the best token stays the same; `token_map` [Vd] beside them lets an
-import take the draft vocabulary back (vLLM ignores it while truncated_vocab_size is not set;
-with it set, vLLM 0.32 refuses heads that have projections of their own). vLLM 0.33.0 removed
-Medusa (engines.yaml).
+exceed the best one, so the best token stays the same. vLLM 0.33.0 removed Medusa (engines.yaml).
 
 Shape letters: K heads, L blocks, D width, V vocabulary, Vd draft vocabulary.
 """
@@ -20,7 +17,6 @@ import torch
 from torch import Tensor
 
 from outrider.decode.target import Target
-from outrider.heads import vocab
 from outrider.heads.base import Head
 from outrider.heads.interop.layout import Layout, fitted, refuse
 from outrider.heads.interop.reading import Foreign
@@ -46,18 +42,17 @@ class Medusa(Layout[MedusaHead]):
             )
         return found
 
-    def tensors(self, head: MedusaHead, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Blocks and projections by head. Rows are rounded before they are widened, so that an
-        import knows the mean row again."""
+    def tensors(self, head: MedusaHead, target: Target) -> dict[str, Tensor]:
+        """Blocks and projections by head."""
         cfg, ids, found = head.cfg, head.ids(), dict[str, Tensor]()
-        own = head.projection(target).detach().to(dtype).float()
+        own = head.projection(target).detach().float()
         for k, rows in enumerate(own if own.dim() == 3 else own.expand(cfg.heads, *own.shape)):
             for number in range(cfg.blocks):
                 found[f"blocks.{k}.layers.{number}.weight"] = head.block_weight[k, number]
                 found[f"blocks.{k}.layers.{number}.bias"] = head.block_bias[k, number]
             wide = rows if ids is None else widen(rows, ids, head.vocab_size)
             found[f"lm_heads.{k}.weight"] = wide
-        return found if ids is None else {**found, "token_map": ids}
+        return found
 
     def config(self, head: MedusaHead, target: Target, name: str, dtype: str) -> dict[str, Any]:
         """vLLM's own."""
@@ -76,7 +71,11 @@ class Medusa(Layout[MedusaHead]):
 def read_medusa(foreign: Foreign, target: Target) -> Head:
     """A head of ours. Raises UserError that lists all that does not fit."""
     config, size = foreign.config, target.vocab_size
-    tensors = {name.removeprefix("medusa_heads."): t for name, t in foreign.tensors.items()}
+    tensors = {
+        name.removeprefix("medusa_heads."): tensor
+        for name, tensor in foreign.tensors.items()
+        if name != "token_map"  # of vLLM, which reads it beside smaller projections alone
+    }
     native = any(name.startswith("blocks.") for name in tensors)
     block, last, *keys = VLLM if native else ORIGINAL
     pattern = block.replace(".", r"\.").format(r"(\d{1,3})", r"(\d{1,3})") + r"\."
@@ -102,17 +101,8 @@ def read_medusa(foreign: Foreign, target: Target) -> Head:
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (width, width) for name in names}
     shapes |= {f"{name}.bias": (width,) for name in names if biases or not native}
     shapes |= dict.fromkeys(projections, (size, width))
-    ids = tensors.get("token_map")
-    if ids is not None:
-        shapes["token_map"] = (ids.numel(),)
     state = fitted(foreign, tensors, shapes)
-    if ids is not None and not vocab.ascends(ids, size):
-        refuse(foreign, f"token_map: its ids do not ascend within the vocabulary of {size}")
-    rows = torch.stack([state[name] for name in projections])
-    narrow = None if ids is None else narrowed(torch.stack([tensors[n] for n in projections]), ids)
-    cfg = MedusaConfig(
-        heads=heads, blocks=blocks, draft_vocab=0 if narrow is None else narrow.shape[1]
-    )
+    cfg = MedusaConfig(heads=heads, blocks=blocks, draft_vocab=0)
     head = MedusaHead(cfg, width, size, target.num_layers, target.device)
     zeros = torch.zeros(width)
     weight = torch.stack([state[f"{name}.weight"] for name in names])
@@ -120,10 +110,8 @@ def read_medusa(foreign: Foreign, target: Target) -> Head:
     made = {
         "block_weight": weight.view_as(head.block_weight),
         "block_bias": bias.view_as(head.block_bias),
-        "proj": rows if narrow is None else narrow,
+        "proj": torch.stack([state[name] for name in projections]),
     }
-    if ids is not None and narrow is not None:
-        made["d2t"] = vocab.to_d2t(ids)
     head.load_state_dict(made)
     return head
 
@@ -140,14 +128,3 @@ def widen(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
     """
     mean = rows.double().mean(0).to(rows.dtype)
     return mean.expand(vocab, -1).clone().index_copy_(0, ids.to(rows.device), rows)
-
-
-def narrowed(wide: Tensor, ids: Tensor) -> Tensor | None:
-    """The rows [K, Vd, D] of the draft vocabulary alone, of [K, V, D]; None where `wide` says
-    more than `widen` gives."""
-    narrow = wide[:, ids].float()
-    same = (
-        torch.equal(widen(few, ids, wide.shape[1]).to(wide.dtype), all_)
-        for few, all_ in zip(narrow, wide, strict=True)
-    )
-    return narrow if all(same) else None
