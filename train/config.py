@@ -83,9 +83,15 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
-class EvalKeys:
-    """How acceptance is measured while training."""
+class EvalConfig:
+    """Decoded acceptance on held-out prompts while training."""
 
+    # evaluate every so many steps, and at the end; 0 = never
+    every: ZeroOrMore = 200
+    # sampling temperature; 0 = greedy
+    temperature: NotNegative = 0.0
+    # shape of the draft that ranks checkpoints: chain or tree; empty = the head's own
+    shape: Literal["", "chain", "tree"] = ""
     # stop when accepted length has not risen for so many evaluations in a row; 0 = never
     patience: ZeroOrMore = 0
     # number of held-out prompts
@@ -99,18 +105,6 @@ class EvalKeys:
     # prompts of the parity gate at the end of the run: training, decoding and the saved head
     # must agree; 0 = no gate
     parity: ZeroOrMore = 8
-
-
-@dataclass(frozen=True)
-class EvalConfig(EvalKeys):
-    """Decoded acceptance on held-out prompts while training."""
-
-    # evaluate every so many steps, and at the end; 0 = never
-    every: ZeroOrMore = 200
-    # sampling temperature; 0 = greedy
-    temperature: NotNegative = 0.0
-    # shape of the draft that ranks checkpoints: chain or tree; empty = the head's own
-    shape: Literal["", "chain", "tree"] = ""
 
 
 @dataclass(frozen=True)

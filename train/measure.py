@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,15 +37,9 @@ def peak_flops(name: str, dtype: str) -> float | None:
     name: as torch.cuda.get_device_name gives it."""
     if dtype != "bfloat16":
         return None
-    found = (peak for known, peak in PEAKS if _names(known, name))
+    # whole words: "A100-SXM4-80GB" is an A100, "A1000" is none
+    found = (peak for known, peak in PEAKS if re.search(rf"\b{known}\b", name))
     return next((1e12 * peak for peak in found), None)
-
-
-def _names(known: str, name: str) -> bool:
-    """Whether a device of this name is one of the known kind: "A100-SXM4-80GB" is an A100,
-    "A1000" is none."""
-    at = name.find(known)
-    return at >= 0 and not name[at + len(known) :][:1].isalnum() and not name[:at][-1:].isalnum()
 
 
 def _attention(*args: Any, **_: Any) -> int:

@@ -48,19 +48,15 @@ def settings_of(out: Path, project: str, mode: str, identity: str, step: int) ->
     """Return what each tracker's class is made with. project, mode: the keys wandb_project
     and wandb. identity: what a resumed run has in common with its beginning, so that it
     goes on in the same place. step: at which it is resumed."""
-    again = step + 1 if step else None  # these steps come again
-    named = None if mode == "off" else mode  # None: as WANDB_MODE says
     shared = {"run_name": project, "resume": "allow"}
-    about = {"dir": str(out), "name": out.name, "id": identity, "mode": named}
+    about = {"dir": str(out), "name": out.name, "id": identity}
+    again = step + 1 if step else None  # these steps come again
     return {
-        "tensorboard": {
-            "run_name": "tensorboard",
-            "logging_dir": str(out),
-            "purge_step": again,
-        },
+        "tensorboard": {"run_name": "tensorboard", "logging_dir": str(out), "purge_step": again},
         "mlflow": {"experiment_name": project, "run_name": out.name},
         "trackio": {**shared, "name": f"{out.name}-{identity[:8]}"},
-        "wandb": {**shared, **about},
+        # None: as WANDB_MODE says
+        "wandb": {**shared, **about, "mode": None if mode == "off" else mode},
     }
 
 

@@ -5,7 +5,6 @@ script requeues after a saved stop alone.
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -21,7 +20,6 @@ from outrider.conf.errors import UserError
 from outrider.conf.schema import CONF
 from outrider.train.accelerator import REFUSED, device_of, on_processors, refusals, start
 from outrider.train.launch import asked
-from tests.helpers.training import TINY, chats
 
 ROOT = CONF.parent
 FILES = sorted((CONF / "launch").glob("*.yaml"))
@@ -61,84 +59,6 @@ def summary(path: Path, rank: int = 1) -> list[str]:
         .replace("HOST", "127.0.0.1")
         .split()
     )
-
-
-def ours(data: Path, out: Path) -> list[str]:
-    """Three steps of EAGLE-3 on two CPU processes."""
-    return [
-        "target=tiny",
-        *(f"target.{k}={v}" for k, v in {**TINY, "layers": 4}.items()),
-        f"data.path={data}",
-        f"out_dir={out}",
-        "data.cache=false",
-        "steps=3",
-        "batch_size=8",
-        "dtype=float32",
-        "device=cpu",
-        "head.draft_vocab=0",
-        "eval.every=0",
-        "eval.parity=0",
-        "log_every=1",
-    ]
-
-
-def run(*commands: list[str]) -> str:
-    """Run command lines side by side on CPUs; what they said. All must end well."""
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    env = {
-        **os.environ,
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": paths,
-    }
-    children = [
-        subprocess.Popen(
-            c, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for c in commands
-    ]
-    said = [child.communicate(timeout=1500)[0] for child in children]
-    assert not any(child.returncode for child in children), "\n".join(said)[-3000:]
-    return "\n".join(said)
-
-
-def curve(out: Path) -> list[float]:
-    """Losses of a finished run."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert (out / "head/head.json").is_file()
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """Data, and the losses of one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    data = chats(folder / "data.jsonl")
-    run([sys.executable, "train/eagle.py", *ours(data, folder / "run")])
-    return data, curve(folder / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_the_command_of_a_launch_file_trains_on_two_cpu_processes(
-    path: Path, alone: tuple[Path, list[float]], tmp_path: Path
-) -> None:
-    """The command as the file tells it, with CPUs, two processes and data of ours: the losses
-    of one process.
-    """
-    data, want = alone
-    world, port = (1 if path.stem == "one_gpu" else 2), str(29500 + os.getpid() % 2000)
-    given = [] if world == 1 else ["--num_processes", "2", "--main_process_port", port]
-    commands = []
-    for rank in range(2 if path.stem == "multi_node" else 1):
-        line = [word for word in summary(path, rank) if not word.startswith(("target", "data."))]
-        commands.append([*given, *line, *ours(data, tmp_path / "run")])
-    said = run(
-        *([sys.executable, "-m", "accelerate.commands.launch", *words] for words in commands)
-    )
-    assert f"8 rows over {world} rank(s)" in said
-    assert ("by FSDP2 over 2 ranks" in said) == (path.stem == "fsdp2")
-    assert curve(tmp_path / "run") == pytest.approx(want, rel=1e-5)
 
 
 # Settings of accelerate

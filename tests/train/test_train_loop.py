@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import signal
 from functools import partial
@@ -17,14 +16,13 @@ import pytest
 import torch
 
 from outrider.conf.errors import Interrupted, UserError
-from outrider.heads import load_head
 from outrider.heads.checkpoint import read_card
 from outrider.train import checkpoint as disk
 from outrider.train.checkpoint import locked
 from outrider.train.resuming import check_meaning
 from outrider.train.schedule import planned_steps
 from tests.helpers.faults import finish
-from tests.helpers.training import run, sigterm_at_update, tiny_target
+from tests.helpers.training import run, sigterm_at_update
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +54,7 @@ def test_a_run_leaves_what_it_promises_and_learns(data: Path, tmp_path: Path) ->
     assert read_card(out / "head")["head"]["calibration"]["positions"] > 0
 
 
-@pytest.mark.parametrize("stop", [1, 2, 5])
+@pytest.mark.parametrize("stop", [1, 5])
 def test_resume_is_bitwise_exact(
     data: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,31 +135,21 @@ def test_newest_sound_checkpoint_wins_over_a_torn_one(
     assert "passed over: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["weight", "feature"])
-def test_nothing_is_updated_when_the_loss_is_not_finite(data, tmp_path, monkeypatch, where) -> None:
-    out = tmp_path / "run"
-    run(data, out, "steps=6", "save_every=2")
+def test_nothing_is_updated_when_a_weight_is_not_finite(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, original = run(data, tmp_path / "run"), disk.restore
     shutil.rmtree(out / "checkpoints/step-6")
-    shutil.rmtree(out / "head")
     before = weights(out / "checkpoints/step-4")
-    if where == "weight":
-        original = disk.restore
 
-        def poison(checkpoint, head, optimizer):
-            original(checkpoint, head, optimizer)
-            head.block_bias.data[0, 0, 0] = float("nan")
+    def spoiled(checkpoint: Path, head: Any, optimizer: Any) -> None:
+        original(checkpoint, head, optimizer)
+        head.block_bias.data[0, 0, 0] = float("nan")
 
-        monkeypatch.setattr(disk, "restore", poison)
-    else:
-        from outrider.decode.target import Target
-
-        features = Target.features
-        monkeypatch.setattr(Target, "features", lambda *a, **k: features(*a, **k) * float("inf"))
-    updates = []
+    monkeypatch.setattr(disk, "restore", spoiled)
+    updates: list[int] = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: updates.append(1))
-    with pytest.raises(
-        UserError, match=r"data.jsonl:\d+, .*not finite at step 4, no weight was changed"
-    ):
+    with pytest.raises(UserError, match=r"data.jsonl:\d+, .*not finite at step 4"):
         run(data, out)
     assert not updates and weights(out / "checkpoints/step-4") == before
     line = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
@@ -205,34 +193,6 @@ def test_minutes_end_a_run_and_its_schedule(
 def test_one_run_per_folder(data: Path, tmp_path: Path) -> None:
     with locked(tmp_path / "run"):
         assert finish(1, partial(run, data, tmp_path / "run"), tmp_path / "said") == [2]
-    assert "another run is writing to" in heard(tmp_path)
+    assert "another run is writing to" in (tmp_path / "said").read_text()
     with pytest.raises(UserError, match="out_dir: cannot write"):
         run(data, Path("/proc/nowhere"))
-
-
-def heard(folder: Path) -> str:
-    """The end of what forked ranks said."""
-    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("said*")))
-
-
-def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_can_go_on(
-    data: Path, tmp_path: Path
-) -> None:
-    whole = run(data, tmp_path / "whole", "steps=8", "save_every=0")
-    out = tmp_path / "two"
-
-    def rank_of_two() -> None:
-        if os.environ["RANK"] == "1":
-            sigterm_at_update(pytest.MonkeyPatch(), 3)
-        with pytest.raises(Interrupted) as stop:
-            run(data, out, "steps=8", "save_every=0", "micro_batch=1")
-        (out / f"rank{os.environ['RANK']}").write_text(f"{stop.value.code} {stop.value}")
-
-    assert finish(2, rank_of_two, tmp_path / "said") == [0, 0], heard(tmp_path)
-    words = [(out / f"rank{r}").read_text() for r in range(2)]
-    assert words[0] == words[1] == "75 stopped at step 4, saved; the same command continues"
-    run(data, out, "steps=8", "save_every=0")
-    target = tiny_target()
-    heads = [load_head(folder / "head", target).parameters() for folder in (out, whole)]
-    for a, b in zip(*heads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
