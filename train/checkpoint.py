@@ -140,9 +140,9 @@ class Saver:
         if self.begun != state.step:
             self.settle()
             _agree(state, head, self.accelerator, self.out)
-            self.begun, self._flying, beside = state.step, True, self.beside and not wait
+            self.begun, self._flying, self._problem = state.step, True, "it was not finished"
             if self.accelerator.is_main_process:
-                snapshot = self._snapshot(state, head, optimizer, identity, beside)
+                snapshot = self._snapshot(state, head, optimizer, identity)
                 self._thread = threading.Thread(target=self._write, args=(snapshot,), name="save")
                 self._thread.start()
         if wait or not self.beside:
@@ -184,28 +184,27 @@ class Saver:
         head: Head,
         optimizer: torch.optim.Optimizer,
         identity: Identity | None,
-        beside: bool,
     ) -> Snapshot:
-        """All that a checkpoint holds. beside: as a copy, in host buffers that are used
-        again; on a GPU the copies are queued behind the step, and `copied` tells when they
-        are there."""
+        """All that a checkpoint holds; where it is written beside the training, as a copy in
+        host buffers that are used again: on a GPU the copies are queued behind the step, and
+        `copied` tells when they are there."""
         moments = {
             f"{i}.{k}": v
             for i, entry in optimizer.state_dict()["state"].items()
             for k, v in entry.items()
         }
-        weights = {k: self._copy(f"head.{k}", v, beside) for k, v in head.state_dict().items()}
-        moments = {k: self._copy(f"optimizer.{k}", v, beside) for k, v in moments.items()}
+        weights = {k: self._copy(f"head.{k}", v) for k, v in head.state_dict().items()}
+        moments = {k: self._copy(f"optimizer.{k}", v) for k, v in moments.items()}
         event = None
-        if beside and self.accelerator.device.type == "cuda":
+        if self.beside and self.accelerator.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
         saved = json.loads(json.dumps(head.config_json()))
         return Snapshot(asdict(state), weights, moments, head.kind, saved, identity, event)
 
-    def _copy(self, name: str, value: Tensor, beside: bool) -> Tensor:
+    def _copy(self, name: str, value: Tensor) -> Tensor:
         value = value.detach()
-        if not beside:
+        if not self.beside:
             return value.to("cpu").contiguous()
         buffer = self._host.get(name)
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
