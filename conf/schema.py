@@ -1,5 +1,5 @@
-"""Entry points: compose conf/NAME.yaml with the command line, check it, run, and report a mistake
-in one line.
+"""Entry points: compose conf/NAME.yaml with the command line, check it, run, and report a
+mistake in one line.
 
 Used as
 
@@ -85,7 +85,8 @@ T = TypeVar("T")
 def compose(
     config_name: str, schema: type[T], overrides: Sequence[str] = (), conf_dir: Path = CONF
 ) -> T:
-    """Return the typed configuration of a command line. Raises UserError with every problem."""
+    """Return the typed configuration of a command line. Raises UserError with every
+    problem."""
     value, problems, asked = check(config_name, schema, overrides, conf_dir)
     raise_all(problems)
     return settled(value) if asked else value
@@ -94,8 +95,8 @@ def compose(
 def check(
     name: str, schema: type[T], words: Sequence[str], conf_dir: Path = CONF
 ) -> tuple[T, list[str], bool]:
-    """Return the configuration of a command line, its problems, and whether its dtype is "auto".
-    The value has no meaning where there are problems."""
+    """Return the configuration of a command line, its problems, and whether its dtype is
+    "auto". The value has no meaning where there are problems."""
     cfg, problems = _compose(name, schema, words, conf_dir)
     if cfg is None:
         return typing.cast(T, None), problems, False
@@ -117,22 +118,23 @@ def typed(cfg: DictConfig, schema: type[T]) -> tuple[T, list[str], bool]:
 
 
 def exact(schema: type[T], cfg: DictConfig) -> type[T]:
-    """Return the schema of a composed configuration: where the command's own has a class method
-    `exact`, the one that this leads to. Raises UserError as that does."""
+    """Return the schema of a composed configuration: where the command's own has a class
+    method `exact`, the one that this leads to. Raises UserError as that does."""
     chosen = getattr(schema, "exact", None)
     return schema if chosen is None else typing.cast(type[T], chosen(cfg))
 
 
 def settled(value: T) -> T:
-    """Return a configuration with the machine's own dtype in place of "auto". Last of all: it may
-    load torch."""
+    """Return a configuration with the machine's own dtype in place of "auto". Last of all:
+    it may load torch."""
     known: Any = value
     return typing.cast(T, dataclasses.replace(known, **known.auto()))
 
 
 def present(value: T) -> T:
-    """Return a configuration whose files and folders exist. Raises UserError for those that do not,
-    as its method `absent` names them: before torch is loaded, and a model for nothing."""
+    """Return a configuration whose files and folders exist. Raises UserError for those that
+    do not, as its method `absent` names them: before torch is loaded, and a model for
+    nothing."""
     known: Any = value
     raise_all(known.absent() if hasattr(known, "absent") else [])
     return value
@@ -199,8 +201,9 @@ def help_text(
 
 
 def refused(name: str, schema: type, words: Sequence[str], conf_dir: Path = CONF) -> int:
-    """Return 2, with the command's own line on stderr, where it would refuse the words; else 0.
-    Nothing is run and no framework is loaded, so that a mistake costs no more than reading it."""
+    """Return 2, with the command's own line on stderr, where it would refuse the words;
+    else 0. Nothing is run and no framework is loaded, so that a mistake costs no more than
+    reading it."""
 
     def look() -> int:
         raise_all(dashed(words, _closest(name, schema, words, conf_dir), conf_dir))
@@ -437,8 +440,8 @@ def options_here(conf_dir: Path, group: str, schema: type) -> set[str]:
 
 
 def groups(conf_dir: Path, name: str) -> Iterator[str]:
-    """Yield the groups that the defaults of a command's file choose from, and those of the files
-    that it begins from."""
+    """Yield the groups that the defaults of a command's file choose from, and those of the
+    files that it begins from."""
     found = typing.cast(DictConfig, OmegaConf.load(conf_dir / f"{name}.yaml"))
     for item in found.get("defaults") or []:
         if isinstance(item, DictConfig):

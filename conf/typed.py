@@ -1,9 +1,10 @@
-"""Typed configuration: turn a composed config, or a JSON object of a file, into a frozen dataclass,
-or say every problem that it has at once.
+"""Typed configuration: turn a composed config, or a JSON object of a file, into a frozen
+dataclass, or say every problem that it has at once.
 
-The dataclass is the only authority. pydantic checks each value against the type of its field
-(conf/rules.py has types with ranges), and one table words what it finds. A dataclass may define
-`validate(self) -> list[str]` for rules about several keys: "key: value; rule; fix".
+The dataclass is the only authority. pydantic checks each value against the type of its
+field (conf/rules.py has types with ranges), and one table words what it finds. A dataclass
+may define `validate(self) -> list[str]` for rules about several keys: "key: value; rule;
+fix".
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ TOOLS = re.compile(r"# (type: ignore|noqa)")  # a comment for tools, no doc line
 
 
 def to_typed(cfg: DictConfig, schema: type[T]) -> T:
-    """Return the composed `cfg` as an instance of the dataclass `schema`. Raises UserError with
-    every problem."""
+    """Return the composed `cfg` as an instance of the dataclass `schema`. Raises UserError
+    with every problem."""
     value, problems = convert(cfg, schema)
     raise_all(problems)
     return value
@@ -56,8 +57,8 @@ def raise_all(problems: list[str]) -> None:
 
 
 def convert(cfg: DictConfig, schema: type[T]) -> tuple[T, list[str]]:
-    """Do the same as to_typed, but return the problems; the value has no meaning when there are
-    any."""
+    """Do the same as to_typed, but return the problems; the value has no meaning when there
+    are any."""
     try:  # what nobody set is left out: the dataclass says whether it must be
         given = OmegaConf.create(_given(OmegaConf.to_container(cfg)))
         data = OmegaConf.to_container(given, resolve=True)
@@ -74,9 +75,9 @@ def _given(raw: Any) -> Any:
 
 
 def from_json(data: Any, schema: type[T], prefix: str = "") -> tuple[T, list[str]]:
-    """Return a parsed JSON object as an instance of the dataclass `schema`, and its problems; the
-    value has no meaning when there are any. Nothing in it is interpreted: "${..}" is text. prefix:
-    before every key of a problem."""
+    """Return a parsed JSON object as an instance of the dataclass `schema`, and its
+    problems; the value has no meaning when there are any. Nothing in it is interpreted:
+    "${..}" is text. prefix: before every key of a problem."""
     if not isinstance(data, dict):
         return typing.cast(T, None), [f"a {type(data).__name__}, not a JSON object"]
     try:
@@ -98,8 +99,8 @@ def faults(made: Any, prefix: str = "") -> list[str]:
 
 
 def key_of(name: str) -> str:
-    """Return the key of a field: its name, without the underscore behind a word that Python keeps
-    for itself (`from_`)."""
+    """Return the key of a field: its name, without the underscore behind a word that Python
+    keeps for itself (`from_`)."""
     return name[:-1] if keyword.iskeyword(name[:-1]) and name.endswith("_") else name
 
 
@@ -119,12 +120,14 @@ def nested_schema(hint: Any) -> type | None:
 
 
 def knows(schema: type, key: str) -> bool:
-    """Return whether a dotted key is a field of the schema or lies inside a dict or Any field."""
+    """Return whether a dotted key is a field of the schema or lies inside a dict or Any
+    field."""
     return _hint(schema, key) is not None
 
 
 def takes_several(schema: type, key: str) -> bool:
-    """Return whether a dotted key is a field of the schema that holds a list and nothing else."""
+    """Return whether a dotted key is a field of the schema that holds a list and nothing
+    else."""
     found = {typing.get_origin(option) for option in _options(_hint(schema, key))}
     return found <= {list, None} and list in found
 
@@ -148,15 +151,16 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def default(field: dataclasses.Field[Any]) -> Any:
-    """Return what a field holds where nobody sets it; dataclasses.MISSING where somebody must."""
+    """Return what a field holds where nobody sets it; dataclasses.MISSING where somebody
+    must."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
 def docs(schema: type) -> dict[str, str]:
-    """Return the doc line of every field by name: metadata "doc", else the comment on its line or
-    right above it."""
+    """Return the doc line of every field by name: metadata "doc", else the comment on its
+    line or right above it."""
     found = {f.name: f.metadata["doc"] for f in dataclasses.fields(schema) if "doc" in f.metadata}
     for base in filter(dataclasses.is_dataclass, schema.__mro__):
         try:
@@ -190,8 +194,8 @@ def _comment(lines: list[str], node: ast.AnnAssign) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Return the one-line message about a key that does not exist: what left, another tool's name
-    for one, that very name without a group, or a slip of one."""
+    """Return the one-line message about a key that does not exist: what left, another
+    tool's name for one, that very name without a group, or a slip of one."""
     known = list(known)
     if instead := left.of_key(key):
         return instead
@@ -208,8 +212,8 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """Return the known word, or dotted key, of which `word` is a slip or the beginning; "" where
-    none is like it."""
+    """Return the known word, or dotted key, of which `word` is a slip or the beginning; ""
+    where none is like it."""
     known = list(known)
     if close := difflib.get_close_matches(word, known, 1, LIKE):
         return close[0]
@@ -221,7 +225,8 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return "did you mean X?" for the word that this is a slip of, or the list of what exists."""
+    """Return "did you mean X?" for the word that this is a slip of, or the list of what
+    exists."""
     known = list(known)
     if close := near(word, known):
         return f"did you mean {close}?"
@@ -251,7 +256,8 @@ def _adapter(schema: type) -> TypeAdapter[Any]:
 
 
 def _completed(data: dict[str, Any], schema: type) -> dict[str, Any]:
-    """`data` where a group that is given in part has the rest from the default of its field."""
+    """`data` where a group that is given in part has the rest from the default of its
+    field."""
     found = dict(data)
     for field in dataclasses.fields(schema):
         given, usual = data.get(key_of(field.name)), default(field)
@@ -286,8 +292,8 @@ def _rules(made: Any) -> list[str]:
 
 
 def wrong_kind(cfg: DictConfig, schema: type) -> bool:
-    """Return whether a group's options are of a `kind` that the schema does not take. The rules of
-    other keys are not asked: some of them look a framework up."""
+    """Return whether a group's options are of a `kind` that the schema does not take. The
+    rules of other keys are not asked: some of them look a framework up."""
     rule = typing.get_type_hints(schema, include_extras=True).get("kind")
     if rule is None or "kind" not in cfg:
         return "kind" in cfg

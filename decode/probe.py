@@ -9,9 +9,9 @@ names.
 4. Do a token's logits hang on what is drafted behind it? Then the output distribution would hang
    on the drafter, by less than the third question can see.
 
-What depends on the length of a text must show in a short probe: windows are made four tokens
-wide meanwhile, so that one row lies beyond two windows and one does not. A window that cannot be
-changed after loading is probed as it is, with longer texts.
+What depends on the length of a text must show in a short probe: windows are made four
+tokens wide meanwhile, so that one row lies beyond two windows and one does not. A window
+that cannot be changed after loading is probed as it is, with longer texts.
 """
 
 from __future__ import annotations
@@ -160,14 +160,14 @@ def _chain_problem(expected: _Expected, shapes: list[LayerShape | None]) -> str:
 
 
 def _dependence(expected: _Expected, probe: Probe, chain: bool) -> str:
-    """What is wrong where a token's logits hang on what is drafted behind it; empty when they do
-    not.
+    """What is wrong where a token's logits hang on what is drafted behind it; empty when
+    they do not.
 
-    Two passes of one shape through kernels that compute every row by itself give the same bits.
-    What is left to sums that an accelerator takes in no fixed order is single precision's rounding,
-    or that a few numbers of a half precision fall to the other side. A mixture of experts groups
-    rows by expert, so that other tokens make other shapes and round otherwise: there the tolerance
-    is that of the third question."""
+    Two passes of one shape through kernels that compute every row by itself give the same
+    bits. What is left to sums that an accelerator takes in no fixed order is single
+    precision's rounding, or that a few numbers of a half precision fall to the other side.
+    A mixture of experts groups rows by expert, so that other tokens make other shapes and
+    round otherwise: there the tolerance is that of the third question."""
     target = expected.target
     experts = any("expert" in name for name, _ in target.model.named_modules())
     eps = max(torch.finfo(torch.float32).eps, torch.finfo(target.dtype).eps / 16)
@@ -275,7 +275,8 @@ def _spaces(config: Any) -> list[dict[str, Any]]:
 
 
 def _lengths(value: Any) -> list[int]:
-    """The numbers of tokens in a window's setting, which may be a list, one for every layer."""
+    """The numbers of tokens in a window's setting, which may be a list, one for every
+    layer."""
     if isinstance(value, (list, tuple)):
         return [n for part in value for n in _lengths(part)]
     return [value] if isinstance(value, int) and not isinstance(value, bool) and value > 0 else []
@@ -395,9 +396,9 @@ class _Expected:
 
     @torch.no_grad()
     def dependence(self, probe: Probe, chain: bool) -> float:
-        """How much other tokens behind and beside the first node of a tree change the logits of
-        its root and of that node, relative to their spread: one token over and over, which brings
-        little of its own into a pass, against DRAFTS drafts of many."""
+        """How much other tokens behind and beside the first node of a tree change the
+        logits of its root and of that node, relative to their spread: one token over and
+        over, which brings little of its own into a pass, against DRAFTS drafts of many."""
         target, prompt = self.target, self.prompts[0]
         drafts = _ids(target, DRAFTS + 1, 5)
         drafts[:, 0] = drafts[0, 0]
@@ -465,8 +466,8 @@ def layer_stack(target: Scorer) -> list[nn.Module]:
 
 
 def probe_layers(target: Scorer) -> list[nn.Module]:
-    """The layers whose inputs are the hidden states that transformers lists; [] where that does
-    not hold. Asked by one short pass each way."""
+    """The layers whose inputs are the hidden states that transformers lists; [] where that
+    does not hold. Asked by one short pass each way."""
     stack = layer_stack(target)
     if not stack:
         return []

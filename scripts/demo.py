@@ -1,18 +1,19 @@
-"""The main job, start to end: Hydra heads and an EAGLE-3 head learn from conversations that the
-target wrote, and are scored beside n-grams and plain decoding: on questions of the same kind that
-nothing learned from, at T = 0 and T = 1, and on others that are unlike the data.
+"""The main job, start to end: Hydra heads and an EAGLE-3 head learn from conversations that
+the target wrote, and are scored beside n-grams and plain decoding: on questions of the same
+kind that nothing learned from, at T = 0 and T = 1, and on others that are unlike the data.
 
     make demo            # minutes; a first table within one
     make demo FAST=1     # the same steps with tiny budgets: its figures mean little
 
-Each step prints its command. Stop it at any time: the same command goes on where it stopped. Leaves
-chats.jsonl, features, hydra_heads and eagle3 in runs/demo, tables in reports/demo/like and unlike,
-and the seconds and memory of every step in reports/demo/spent.json; FAST=1 has folders of its own,
-runs/demo-fast and reports/demo-fast.
+Each step prints its command. Stop it at any time: the same command goes on where it
+stopped. Leaves chats.jsonl, features, hydra_heads and eagle3 in runs/demo, tables in
+reports/demo/like and unlike, and the seconds and memory of every step in
+reports/demo/spent.json; FAST=1 has folders of its own, runs/demo-fast and
+reports/demo-fast.
 
-The conversations come with the code, since writing them takes as long as the rest. What wrote
-scripts/prompts/demo_chats.jsonl, and demo_questions.jsonl, whose answers nothing reads (bfloat16
-rounds otherwise on other machines, so a few rows differ there):
+The conversations come with the code, since writing them takes as long as the rest. What
+wrote scripts/prompts/demo_chats.jsonl, and demo_questions.jsonl, whose answers nothing
+reads (bfloat16 rounds otherwise on other machines, so a few rows differ there):
 
     outrider synthesize target=smollm2 seed=0 batch=96 num_conversations=384 \\
         max_new_tokens=200 out=demo_chats.jsonl
@@ -69,9 +70,10 @@ class Budget:
         return Path("reports") / self.name
 
     def rows(self) -> dict[str, tuple[str, str]]:
-        """Drafters of the tables: (what they are to a reader, kind of head), by their names. Short
-        drafts: a drafted token costs 6 to 12 % of a plain pass, a seventh on a processor without
-        bfloat16. scripts/tune.py finds the best size for a head and a machine."""
+        """Drafters of the tables: (what they are to a reader, kind of head), by their
+        names. Short drafts: a drafted token costs 6 to 12 % of a plain pass, a seventh on a
+        processor without bfloat16. scripts/tune.py finds the best size for a head and a
+        machine."""
         hydra = f"{self.runs}/hydra_heads@chain:2"
         return {
             NGRAM: ("n-grams, untrained", "ngram"),
@@ -175,8 +177,8 @@ def budget_here() -> Budget:
 
 
 def begin(budget: Budget) -> None:
-    """Put the conversations where they are trained on. Raises UserError where another version of
-    the demo, which had other figures, has left its files."""
+    """Put the conversations where they are trained on. Raises UserError where another
+    version of the demo, which had other figures, has left its files."""
     figures = budget.runs / "budget.json"
     made = json.loads(figures.read_text()) if figures.exists() else None
     if (budget.runs / "steps").exists() and made != asdict(budget):
@@ -190,7 +192,8 @@ def begin(budget: Budget) -> None:
 
 
 def where_it_went(job: Pipeline, todo: list[Command], out: Path) -> Table:
-    """Seconds and memory of every step, done now or before, and of all of them; also in `out`."""
+    """Seconds and memory of every step, done now or before, and of all of them; also in
+    `out`."""
     spent = {step.title: job.spent(step) for step in todo}
     keys = ("seconds", "cpu_seconds")
     whole = {key: round(sum(row[key] for row in spent.values()), 1) for key in keys}

@@ -318,8 +318,8 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
 
 
 def _check_complete(found: dict[str, Any], folder: Path) -> None:
-    """Raise UserError naming the weights that no file gave: transformers draws those at random,
-    other ones in each process. found: its report of the loading."""
+    """Raise UserError naming the weights that no file gave: transformers draws those at
+    random, other ones in each process. found: its report of the loading."""
     wrong = [f"{name} is missing" for name in sorted(found["missing_keys"])]
     wrong += [
         f"{name} is {tuple(here)} in place of {tuple(wanted)}"

@@ -296,8 +296,8 @@ def usual_taps(layers: int) -> list[int]:
 
 
 def taps_in(foreign: Foreign, target: Target) -> list[int]:
-    """The taps that a config means: vLLM's list, else the nested one as vLLM reads it, else the
-    default. Raises UserError for layers that the target does not have."""
+    """The taps that a config means: vLLM's list, else the nested one as vLLM reads it, else
+    the default. Raises UserError for layers that the target does not have."""
     nested, deep = foreign.config.get("eagle_config"), target.num_layers
     given = foreign.config.get(TAPS)
     if not given and isinstance(nested, dict):
@@ -316,8 +316,8 @@ def taps_in(foreign: Foreign, target: Target) -> list[int]:
 
 
 def read_eagle3(foreign: Foreign, target: Target) -> Head:
-    """A head of ours. An LM head that the file lacks is the target's own. Raises UserError that
-    lists all that does not fit."""
+    """A head of ours. An LM head that the file lacks is the target's own. Raises UserError
+    that lists all that does not fit."""
     config, shape = foreign.config, llama.described(foreign, "llama")
     if config.get("architectures") == [AUTOMODEL] and not config.get("parallel_drafting"):
         shape = {**shape, "num_hidden_layers": 1}  # Automodel leaves the target's there

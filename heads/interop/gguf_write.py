@@ -1,16 +1,16 @@
-"""GGUF files for llama.cpp (build 11549): EAGLE-3 heads (its architecture `eagle3`), block heads
-(`dflash`; with a Markov term it is DSpark), separate drafts and targets of the Llama and Qwen2
-classes (`llama`).
+"""GGUF files for llama.cpp (build 11549): EAGLE-3 heads (its architecture `eagle3`), block
+heads (`dflash`; with a Markov term it is DSpark), separate drafts and targets of the Llama
+and Qwen2 classes (`llama`).
 
     write(path, head_model(head, target, tokenizer_keys(target, None)), "q8_0")
 
 What llama.cpp cannot run is refused by the key that would have to be different. Tensors are
-those of the other layouts, renamed by the gguf package's own table. The order of rotary rows
-is that of its loaders: of `llama` and `eagle3`, q and k rows are stored so that the two numbers
-a frequency turns stand side by side. `d2t` holds absolute target ids, `target_layers` numbers
-hidden_states as our taps do, a block head's mask is a token of the vocabulary; embeddings come
-from the target. A block head drafts as many rows as it is asked for: with rows that see each
-other ask for all (--spec-draft-n-max).
+those of the other layouts, renamed by the gguf package's own table. The order of rotary
+rows is that of its loaders: of `llama` and `eagle3`, q and k rows are stored so that the
+two numbers a frequency turns stand side by side. `d2t` holds absolute target ids,
+`target_layers` numbers hidden_states as our taps do, a block head's mask is a token of the
+vocabulary; embeddings come from the target. A block head drafts as many rows as it is asked
+for: with rows that see each other ask for all (--spec-draft-n-max).
 
 A Qwen2 is written as a `llama` with biases, the same arithmetic: of its own `qwen2` that build
 hands out no layer's input, and a server with an EAGLE-3 or block head ends at its first token.
@@ -136,8 +136,8 @@ def refusals(head: Head, target: Target) -> list[str]:
 
 
 def model_refusals(model: Any, vocab: int, what: str) -> list[str]:
-    """Why a whole transformers model is no `llama` of llama.cpp for a target of `vocab` tokens;
-    [] when it is. what: it is, target or head."""
+    """Why a whole transformers model is no `llama` of llama.cpp for a target of `vocab`
+    tokens; [] when it is. what: it is, target or head."""
     config, found = model.config, []
     if type(model).__name__ not in TARGETS:
         found.append(
@@ -201,7 +201,8 @@ def head_model(head: Head, target: Target, words: dict[str, Any]) -> GgufModel:
 
 
 def whole_model(model: Any, vocab: int, words: dict[str, Any]) -> GgufModel:
-    """A whole transformers model of TARGETS as llama.cpp's `llama`. vocab: the target's tokens.
+    """A whole transformers model of TARGETS as llama.cpp's `llama`. vocab: the target's
+    tokens.
 
     Raises UserError for a model of another architecture or with parts that it does not have.
     """
@@ -265,7 +266,8 @@ def _layer_keys(layer: Mapping[str, Any], vocab: int) -> dict[str, Any]:
 
 
 def rope_factors(layer: Mapping[str, Any]) -> dict[str, Tensor]:
-    """{} for plain rotary positions, else rope_freqs [hd/2]: by what each frequency is divided.
+    """{} for plain rotary positions, else rope_freqs [hd/2]: by what each frequency is
+    divided.
 
     Raises UserError for kinds that also scale attention or change with the length.
     """
@@ -374,8 +376,8 @@ def rounded(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _kind(tensor: Tensor, dtype: str) -> GGMLQuantizationType:
-    """Vectors (norms, biases) stay float32, as llama.cpp's converter leaves them; rows that Q8_0
-    cannot cut into its blocks are float16."""
+    """Vectors (norms, biases) stay float32, as llama.cpp's converter leaves them; rows that
+    Q8_0 cannot cut into its blocks are float16."""
     if tensor.dim() < 2:
         return GGMLQuantizationType.F32
     block = gguf.GGML_QUANT_SIZES[TYPES[dtype]][0]

@@ -1,9 +1,9 @@
-"""The interleaved run: every system on every prompt, taking turns so that drift of the machine hits
-all alike.
+"""The interleaved run: every system on every prompt, taking turns so that drift of the
+machine hits all alike.
 
-For each chunk of prompts the systems run one after another, and the one that begins moves on with
-every chunk. The answers of `none` become the history of later turns. A chunk on which the machine
-stalled for one of them (pace.py) is asked again of all.
+For each chunk of prompts the systems run one after another, and the one that begins moves
+on with every chunk. The answers of `none` become the history of later turns. A chunk on
+which the machine stalled for one of them (pace.py) is asked again of all.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ContestSettings:
 
 @dataclass
 class System:
-    """A row of the table. run(requests, settings): its answers. name: as the user wrote it, made
-    unique; label: short.
+    """A row of the table. run(requests, settings): its answers. name: as the user wrote it,
+    made unique; label: short.
 
     target: whom it drafts for, None: the report's target. facts: parameters, bytes, training
     cost, where known. draft: what its name asks for, None for outside references. files: name,
@@ -79,8 +79,8 @@ class ScoredAnswer:
 
 @dataclass
 class TimedRun:
-    """One timed call: a turn of the chunk of prompts `unit`. tokens: all; decoded: those behind the
-    prefill's. peak: bytes of memory at most."""
+    """One timed call: a turn of the chunk of prompts `unit`. tokens: all; decoded: those
+    behind the prefill's. peak: bytes of memory at most."""
 
     drafter: str
     unit: pace.Unit
@@ -92,11 +92,11 @@ class TimedRun:
 
 @dataclass
 class Contest:
-    """What was measured, of one chunk or of all. skipped_turns: {prompt_id, turn, tokens} of turns
-    that no system could run. lost: {name, reason} of servers that failed on the way, of which
-    nothing is kept. silent: servers that do not say what they accepted. sittings: when the run
-    began, and when it went on after it had been stopped. again: chunks that were asked again,
-    once for each time.
+    """What was measured, of one chunk or of all. skipped_turns: {prompt_id, turn, tokens}
+    of turns that no system could run. lost: {name, reason} of servers that failed on the
+    way, of which nothing is kept. silent: servers that do not say what they accepted.
+    sittings: when the run began, and when it went on after it had been stopped. again:
+    chunks that were asked again, once for each time.
     """
 
     answers: list[ScoredAnswer] = field(default_factory=list)
@@ -162,8 +162,8 @@ class Asked:
 
 @dataclass
 class Runner:
-    """Measures chunks. numbers: of prompts, by id. say(chunk number, system): told of every call
-    beforehand. lost: servers that have failed so far."""
+    """Measures chunks. numbers: of prompts, by id. say(chunk number, system): told of every
+    call beforehand. lost: servers that have failed so far."""
 
     target: Target
     systems: Sequence[System]
@@ -196,9 +196,9 @@ class Runner:
     def run(
         self, system: System, requests: Sequence[Request], settings: ContestSettings
     ) -> DecodedRun | None:
-        """What a system answers; None where nothing is asked, and for one that is lost. A server
-        is beyond our power: its failure costs its own row alone, that of any other system is
-        raised."""
+        """What a system answers; None where nothing is asked, and for one that is lost. A
+        server is beyond our power: its failure costs its own row alone, that of any other
+        system is raised."""
         if not requests or any(one["name"] == system.name for one in self.lost):
             return None
         try:
@@ -257,10 +257,10 @@ def run_contest(
     memo: Memo | None = None,
     name: str = "contest",
 ) -> Contest:
-    """Run every system on every prompt. Chunks of prompts that all systems have answered are kept
-    in `memo` under `name`, and those that are there already are not run again: a chunk is what
-    the systems are compared on, so no comparison spans a stop. A later turn that does not fit
-    the context, because the history grew, is skipped for all and noted.
+    """Run every system on every prompt. Chunks of prompts that all systems have answered
+    are kept in `memo` under `name`, and those that are there already are not run again: a
+    chunk is what the systems are compared on, so no comparison spans a stop. A later turn
+    that does not fit the context, because the history grew, is skipped for all and noted.
     """
     size, memo = settings.batch_size, memo or Memo(None)
     chunks = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]
@@ -294,7 +294,8 @@ def run_contest(
 
 
 def _stalled(parts: dict[int, Contest], systems: Sequence[System]) -> int | None:
-    """The number of a chunk that is to be asked again; None where there is none, or too many."""
+    """The number of a chunk that is to be asked again; None where there is none, or too
+    many."""
     found = Contest.joined(list(parts.values()))
     lost = {one["name"] for one in found.lost}
     units = {*pace.stalled(found.paces([s.name for s in systems if s.name not in lost]))}

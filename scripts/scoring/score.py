@@ -242,7 +242,8 @@ class Scores:
         }
 
     def _times(self, system: System, speed: dict[str, Any]) -> dict[str, Any]:
-        """Peak memory, and where the time of a cycle goes, stalls left out. speed: of `_speed`."""
+        """Peak memory, and where the time of a cycle goes, stalls left out. speed: of
+        `_speed`."""
         name = system.name
         calls = [call for of in self.timed_runs[name].values() for call in of]
         outside = system.facts.get("totals_alone", False)  # a server
@@ -318,10 +319,10 @@ class Scores:
 
 
 def breakdown(timings: Sequence[Timing], speed: dict[str, Any]) -> dict[str, Any] | None:
-    """Where the time of a row goes: seconds of decoding by part, their sum (the wall time), shares,
-    milliseconds per token at the row's speed. without: what the speedup would be if a part took
-    no time (`drafter`), or nothing but the target's passes took any (`all_but_target`). None
-    where nothing was decoded."""
+    """Where the time of a row goes: seconds of decoding by part, their sum (the wall time),
+    shares, milliseconds per token at the row's speed. without: what the speedup would be if
+    a part took no time (`drafter`), or nothing but the target's passes took any
+    (`all_but_target`). None where nothing was decoded."""
     wall, rate, speedup = (
         sum(t.decode_s for t in timings),
         speed["tokens_per_second"],
