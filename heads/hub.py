@@ -22,8 +22,8 @@ from outrider.conf.paths import REPOSITORY
 from outrider.heads.names import CARD, HUB, OPTIONS, parse
 
 HEAD = "head"  # the folder of a repository in which a head lies beside an engine's files
-OWN = (f"{HEAD}/*.json", f"{HEAD}/*.safetensors", CARD, "head.safetensors")
-SERVED = ("*.json", "*.safetensors", "*.md")
+OWN = [f"{HEAD}/*.json", f"{HEAD}/*.safetensors", CARD, "head.safetensors"]
+SERVED = ["*.json", "*.safetensors", "*.md"]
 SOUND = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # of a file's name
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 LIBRARY = "outrider"
@@ -51,11 +51,11 @@ def head(name: str) -> Path:
 
     Raises UserError where it cannot be fetched or holds no head in our own form.
     """
-    place = _fetched(name, OWN, ["*/*/*"])
+    place, held = _fetched(name, OWN, ["*/*/*"])
     for folder in (place / HEAD, place):
         if (folder / CARD).is_file():
             return folder
-    raise UserError(f"{name}: {_instead(name)}")
+    raise UserError(f"{name}: {_instead(name, held)}")
 
 
 @functools.cache
@@ -63,9 +63,9 @@ def served(name: str) -> Path:
     """Fetch what an engine serves at hub:OWNER/NAME[@REVISION], a published head for
     scripts/import_head.py; its folder. Raises UserError where it cannot be fetched or holds no
     safetensors."""
-    place = _fetched(name, SERVED, ["*/*"])
+    place, held = _fetched(name, SERVED, ["*/*"])
     if not any(place.glob("*.safetensors")):
-        raise UserError(f"{name}: {_instead(name)}")
+        raise UserError(f"{name}: {_instead(name, held)}")
     return place
 
 
@@ -83,48 +83,51 @@ def commit_of(folder: Path) -> str:
     return found[1] if found else ""
 
 
-def _fetched(name: str, wanted: tuple[str, ...], deeper: list[str]) -> Path:
+def _fetched(name: str, wanted: list[str], deeper: list[str]) -> tuple[Path, list[str]]:
     """Fetch the files of a repository that match `wanted` (fnmatch, whose "*" matches "/"
-    too) and not `deeper`. Raises UserError for one whose name could leave its folder."""
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import DryRunError
+    too) and not `deeper`: their folder, and the names of all. Without a network the copy in
+    the cache is taken. Raises UserError for a name that could leave its folder."""
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
+    from huggingface_hub.utils import filter_repo_objects
 
     repository, revision = split(name)
     keys: dict[str, Any] = {"revision": revision, "library_name": LIBRARY}
-    keys |= {"allow_patterns": list(wanted), "ignore_patterns": deeper}
     with explained(name, revision):
         try:
-            listed: Any = snapshot_download(repository, dry_run=True, **keys)
-        except DryRunError:  # offline, or nobody answers
+            info = HfApi(library_name=LIBRARY).model_info(repository, revision=revision)
+        except errors.HfHubHTTPError:
+            raise
+        except Exception as error:  # those of a network share no class
+            keys |= {"allow_patterns": wanted, "ignore_patterns": deeper}
+            try:
+                place = snapshot_download(repository, local_files_only=True, **keys)
+            except errors.LocalEntryNotFoundError:
+                raise error from None
             if not constants.HF_HUB_OFFLINE:
                 note = f"note: {name}: the hub does not answer; the copy in the cache is taken"
                 print(note, file=sys.stderr)
-            return Path(snapshot_download(repository, **keys))
-        if odd := [one.filename for one in listed if not SOUND.fullmatch(one.filename)]:
+            return Path(place), []
+        held = [one.rfilename for one in info.siblings or ()]
+        files = list(filter_repo_objects(held, allow_patterns=wanted, ignore_patterns=deeper))
+        if odd := [path for path in files if not SOUND.fullmatch(path)]:
             raise UserError(f"{name}: holds the odd name {odd[0]!r:.80}; do not trust it")
-        keys["allow_patterns"] = [one.filename for one in listed]
-        return Path(snapshot_download(repository, **keys))
+        return Path(snapshot_download(repository, allow_patterns=files, **keys)), held
 
 
-def _instead(name: str) -> str:
+def _instead(name: str, held: list[str]) -> str:
     """Say what a repository without a head of ours holds, and what to do with it."""
-    from huggingface_hub import HfApi
-
-    repository, revision = split(name)
-    held: list[str] = []
-    with contextlib.suppress(Exception):  # in the cache of a machine offline
-        held = HfApi(library_name=LIBRARY).list_repo_files(repository, revision=revision)
+    repository, _ = split(name)
     if any(path.endswith(".safetensors") and "/" not in path for path in held):
         return (
-            f"holds no head in this package's own form ({HEAD}/{CARD}); bring it in with outrider "
-            f"import from={name} out=runs/imported, or, if it is an ordinary model, name it "
-            f"{repository}"
+            f"holds no head in this package's own form ({HEAD}/{CARD}); bring it in with "
+            f"outrider import from={name} out=runs/imported, or, if it is an ordinary model, "
+            f"name it {repository}"
         )
     if pickles := sorted(path for path in held if path.endswith(PICKLES)):
         return (
-            f"holds its weights as a pickle alone ({pickles[0]}), which is not fetched; ask its "
-            f"owner for safetensors, or hf download {repository} --local-dir FOLDER and outrider "
-            "import from=FOLDER, which opens it as weights and nothing else"
+            f"holds its weights as a pickle alone ({pickles[0]}), which is not fetched; ask "
+            f"its owner for safetensors, or hf download {repository} --local-dir FOLDER and "
+            "outrider import from=FOLDER, which opens it as weights and nothing else"
         )
     return f"holds no head ({HEAD}/{CARD}); give another repository"
 
@@ -133,6 +136,10 @@ def _instead(name: str) -> str:
 def explained(about: str, revision: str | None = None) -> Iterator[None]:
     """Turn what the client raises in the block into a UserError of one line: `about`, the
     reason, the fix. revision: that was asked for."""
+    from huggingface_hub import utils
+
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
     try:
         yield
     except UserError:

@@ -94,7 +94,8 @@ def look(api: Any, cfg: PushConfig) -> tuple[list[str], str | None]:
             return [], None
     files = [one.rfilename for one in info.siblings or ()]
     foreign = sorted(set(files) - HARMLESS)
-    if foreign and info.library_name != LIBRARY and not cfg.overwrite:
+    library = info.card_data.library_name if info.card_data else None
+    if foreign and library != LIBRARY and not cfg.overwrite:
         raise UserError(
             f"repository: {cfg.repository} holds files that no push wrote "
             f"({', '.join(foreign[:3])}); give another name, or set overwrite=true"

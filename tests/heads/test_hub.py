@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants, errors
+from huggingface_hub import constants
 
 from outrider.conf.errors import UserError
 from outrider.heads import find_head, head_in, hub, load_head, save_head
@@ -103,19 +103,16 @@ def test_without_a_network_the_cache_is_taken_and_it_is_said(
     server: FakeHub, eagle: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     server.put("me/x", own(eagle))
-    whole = server.snapshot_download
 
-    def away(name: str, dry_run: bool = False, **keys: Any) -> Any:
-        if dry_run:
-            raise errors.DryRunError("offline")
-        if name != "me/x":
-            raise errors.LocalEntryNotFoundError("not in the cache")
-        return whole(name, **keys)
+    def away(call: str) -> None:
+        raise ConnectionError("nobody is there")
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", away)
+    server.refuse = away
     assert (find_head("hub:me/x") / "head.json").is_file()
     assert "note: hub:me/x: the hub does not answer" in capsys.readouterr().err
-    with pytest.raises(UserError, match="hub:me/y: cannot be reached .*HF_ENDPOINT"):
+    with pytest.raises(
+        UserError, match="hub:me/y: cannot be reached .*nobody is there.*HF_ENDPOINT"
+    ):
         find_head("hub:me/y")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="hub:me/y: is not in the cache, and HF_HUB_OFFLINE"):

@@ -76,37 +76,34 @@ class FakeHub:
         *,
         revision: str | None,
         allow_patterns: list[str],
-        ignore_patterns: list[str],
         library_name: str,
-        dry_run: bool = False,
+        ignore_patterns: list[str] | None = None,
+        local_files_only: bool = False,
     ) -> Any:
         """As the client's own."""
-        self._asked("snapshot_download")
+        self.calls.append("snapshot_download")
+        if local_files_only and name not in self.repositories:
+            raise errors.LocalEntryNotFoundError("not in the cache")
         commit, files = self._at(name, revision)
-        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
-        wanted = list(filter_repo_objects(files, **patterns))
-        if dry_run:
-            return [types.SimpleNamespace(filename=path) for path in wanted]
         place = self.folder / name.replace("/", "--") / "snapshots" / commit
-        for path in wanted:
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        for path in filter_repo_objects(files, **patterns):
             (place / path).parent.mkdir(parents=True, exist_ok=True)
             (place / path).write_bytes(files[path])
         return str(place)
 
-    def list_repo_files(self, name: str, revision: str | None = None) -> list[str]:
-        """As the client's own."""
-        return list(self._at(name, revision)[1])
-
     def model_info(self, name: str, revision: str | None = None) -> Any:
         """As the client's own."""
         self._asked("model_info")
-        if revision is None and name in self.repositories:
-            return types.SimpleNamespace(private=self.repositories[name].private)
         commit, files = self._at(name, revision)
         card = huggingface_hub.ModelCard(files.get("README.md", b"").decode())
         siblings = [types.SimpleNamespace(rfilename=path) for path in files]
-        library = card.data.library_name
-        return types.SimpleNamespace(sha=commit, siblings=siblings, library_name=library)
+        return types.SimpleNamespace(
+            sha=commit,
+            siblings=siblings,
+            card_data=card.data,
+            private=self.repositories[name].private,
+        )
 
     def create_repo(self, name: str, private: bool | None, exist_ok: bool) -> None:
         """As the client's own."""
