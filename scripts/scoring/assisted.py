@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-from outrider.conf.errors import UserError
-from outrider.decode.draft_model import DraftModel
 from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timing
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -108,24 +106,3 @@ class Assisted:
             cut = cut or (self.tokens is not None and room < self.tokens)
             cycles.append(Cycle(p.tokens - 1, accepted, (0,) * accepted, cut, before))
         return cycles
-
-
-def assistants(
-    spec: str, target: Target, draft: DraftModel | None
-) -> list[tuple[str, Assisted, int]]:
-    """(name, reference, K) of the two rows that `spec` stands for. draft: of hf_assisted@DIR,
-    None for hf_prompt_lookup.
-
-    Raises UserError for a draft that transformers itself would refuse.
-    """
-    helper, k, usual = None, LOOKUP_TOKENS, LOOKUP_TOKENS
-    if draft is not None:
-        helper, k, usual = draft.draft, draft.max_depth, DEFAULT_TOKENS
-        sizes = [m.model.config.get_text_config().vocab_size for m in (target, helper)]
-        if sizes[0] != sizes[1]:
-            raise UserError(
-                f"drafters: {spec}: transformers takes no assistant with {sizes[1]} rows of "
-                f"vocabulary for a target with {sizes[0]}; leave this reference out"
-            )
-    fair, defaults = (Assisted(target, helper, tokens) for tokens in (k, None))
-    return [(spec, fair, k), (f"{spec} (defaults)", defaults, usual)]

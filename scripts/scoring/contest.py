@@ -131,10 +131,10 @@ class Contest:
 
     def paces(self, drafters: Sequence[str]) -> dict[str, dict[pace.Unit, pace.Pace]]:
         """Drafter -> chunk -> how fast it decoded."""
-        calls = self.calls(drafters).items()
-        return pace.paces(
-            {d: {u: [c.timing for c in cs] for u, cs in of.items()} for d, of in calls}
-        )
+        found: dict[str, dict[pace.Unit, list[Timing]]] = {}
+        for name, units in self.calls(drafters).items():
+            found[name] = {unit: [call.timing for call in calls] for unit, calls in units.items()}
+        return pace.paces(found)
 
     def note(
         self, name: str, chunk: Sequence[Prompt], asked: Asked, run: DecodedRun, peak: int | None

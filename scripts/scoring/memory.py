@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,44 +10,39 @@ from torch import Tensor, nn
 from outrider.decode.drafters import Drafter
 from outrider.decode.target import Target
 
-# How far to look: a drafter may lie in another one, that in a union, that in another one again.
-DEEPEST = 10
+# Attributes of a drafter that are made for a run, or the target's.
+LEFT_OUT = ("cache", "masks", "target", "embed", "rope", "h", "state")
 
 
 def own_elements(drafter: Drafter, target: Target) -> tuple[int, int]:
     """(elements, bytes) of the floating-point weights that a drafter keeps and its target does
     not. K/V caches and whatever else is made for a run do not count: ask before the first one."""
-    theirs = {
-        p.untyped_storage().data_ptr()
-        for p in [*target.model.parameters(), *target.model.buffers()]
-    }
-    found: dict[int, Tensor] = {}
-    _walk(drafter, found, set(), DEEPEST)
-    mine = [t for pointer, t in found.items() if pointer not in theirs]
+    theirs = {_place(t) for t in (*target.model.parameters(), *target.model.buffers())}
+    held = {_place(t): t for t in _weights(drafter, set()) if t.is_floating_point() and t.numel()}
+    mine = [t for place, t in held.items() if place not in theirs]
     return sum(t.numel() for t in mine), sum(t.numel() * t.element_size() for t in mine)
 
 
-def _walk(value: Any, found: dict[int, Tensor], seen: set[int], depth: int) -> None:
-    if id(value) in seen or depth < 0:
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _weights(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors that a drafter leads to. seen: objects that were looked into."""
+    inner: list[Any] = []
+    if id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        if value.is_floating_point() and value.numel():
-            found.setdefault(value.untyped_storage().data_ptr(), value)
+        yield value
     elif isinstance(value, nn.Module):
-        for weight in value.parameters():
-            _walk(weight, found, seen, depth)
+        yield from value.parameters()
     elif isinstance(value, Target):  # as it was loaded: its layers may be packed
-        _walk(value.model, found, seen, depth)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _walk(item, found, seen, depth - 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _walk(item, found, seen, depth - 1)
-    elif type(value).__module__.startswith(("outrider.decode.", "outrider.heads.")) and hasattr(
-        value, "__dict__"
-    ):
-        for name, item in vars(value).items():
-            if name not in ("cache", "masks", "target", "embed", "rope", "h", "state"):
-                _walk(item, found, seen, depth - 1)
+        yield from value.model.parameters()
+    elif isinstance(value, dict | list | tuple):
+        inner = [*(value.values() if isinstance(value, dict) else value)]
+    elif type(value).__module__.startswith(("outrider.decode.", "outrider.heads.")):
+        known = getattr(value, "__dict__", {})
+        inner = [item for name, item in known.items() if name not in LEFT_OUT]
+    for item in inner:
+        yield from _weights(item, seen)

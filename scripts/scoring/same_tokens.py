@@ -36,13 +36,13 @@ def lossless(contest: Contest, systems: list[System], target: Target) -> dict[st
         None."""
     found: dict[str, dict[str, Any]] = {}
     measured: dict[int, float] = {}
+    answers: dict[str, dict[tuple[str, int], ScoredAnswer]] = {s.name: {} for s in systems}
+    for a in contest.answers:
+        answers[a.drafter][a.prompt_id, a.turn] = a
     for system in systems:
-        baseline = {(a.prompt_id, a.turn): a for a in contest.answers if a.drafter == NONE}
-        pairs = [
-            (baseline[a.prompt_id, a.turn], a) for a in contest.answers if a.drafter == system.name
-        ]
+        own, baseline = system.target or target, answers[NONE]
+        pairs = [(baseline[key], a) for key, a in answers[system.name].items()]
         unequal = [(n, a) for n, a in pairs if n.generation.token_ids != a.generation.token_ids]
-        own = system.target or target
         differences = [_difference(n, a, own) for n, a in unequal[:LOOKED_UP]]
         doubtful = [d for d in differences if d["gap"] is not None and not d["within_rounding"]]
         if doubtful and id(own) not in measured:
@@ -50,12 +50,12 @@ def lossless(contest: Contest, systems: list[System], target: Target) -> dict[st
             measured[id(own)] = SAFETY * Plain(own).rounding(prompts)["gap"]
         for d in doubtful:
             d["within_rounding"] = d["gap"] <= measured[id(own)]
-        beyond = [d for d in differences if not d["within_rounding"]]
+        beyond = sum(not d["within_rounding"] for d in differences)
         found[system.name] = {
             "checked": len(pairs),
             "equal": len(pairs) - len(unequal),
-            "within_rounding": len(differences) - len(beyond),
-            "beyond_rounding": len(beyond),
+            "within_rounding": len(differences) - beyond,
+            "beyond_rounding": beyond,
             "not_looked_up": len(unequal) - len(differences),
             "measured_rounding": measured.get(id(own)),
             "differences": differences,

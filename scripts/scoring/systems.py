@@ -18,7 +18,7 @@ from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.drafters import drafter_folders, resolve_drafter
 from outrider.heads.names import NONE, DraftSpec, parse
 from outrider.scripts.common.names import ASSISTED, GENERATE, LOOKUP, SERVER, labels, wrong_drafter
-from outrider.scripts.scoring.assisted import Assisted, assistants
+from outrider.scripts.scoring.assisted import DEFAULT_TOKENS, LOOKUP_TOKENS, Assisted
 from outrider.scripts.scoring.contest import ContestSettings, System
 from outrider.scripts.scoring.memory import own_elements
 from outrider.scripts.scoring.reference import hf_generate
@@ -63,7 +63,7 @@ def _systems(spec: str, target: Target) -> list[System]:
             )
         ]
     if spec == LOOKUP:
-        return _assisted(spec, target, None)
+        return _assisted(spec, target, None, LOOKUP_TOKENS, LOOKUP_TOKENS)
     if spec.startswith(f"{ASSISTED}@"):
         return _with_assistant(spec, target)
     if (server := SERVER.fullmatch(spec)) is not None:
@@ -83,20 +83,26 @@ def _systems(spec: str, target: Target) -> list[System]:
 
 
 def _with_assistant(spec: str, target: Target) -> list[System]:
-    """transformers' loops with a separate draft model. Raises UserError for anything else."""
+    """transformers' loops with a separate draft model. Raises UserError for anything else, and for
+    a draft that transformers itself would refuse."""
     given = parse(spec.removeprefix(f"{ASSISTED}@"))
     if given.parts:
         raise UserError(f"drafters: {spec}: transformers takes one assistant; leave out the +")
-    assistant = given.source
-    card = _card(parse(assistant))
+    card = _card(parse(given.source))
     if card is not None and card["kind"] != "small_lm":
         raise UserError(
-            f"drafters: {spec}: {assistant} is no language model of its own, which transformers "
+            f"drafters: {spec}: {given.source} is no language model of its own, which transformers "
             "needs as an assistant; give a separate draft model"
         )
-    draft = resolve_drafter(f"{assistant}@chain", target)
+    draft = resolve_drafter(f"{given.source}@chain", target)
     assert isinstance(draft, DraftModel), "all other kinds have been refused"
-    found = _assisted(spec, target, draft)
+    mine, theirs = (m.model.config.get_text_config().vocab_size for m in (draft.draft, target))
+    if mine != theirs:
+        raise UserError(
+            f"drafters: {spec}: transformers takes no assistant with {mine} rows of vocabulary for "
+            f"a target with {theirs}; leave this reference out"
+        )
+    found = _assisted(spec, target, draft.draft, draft.max_depth, DEFAULT_TOKENS)
     for system in found:
         system.files = _files(given)
     return found
@@ -128,11 +134,15 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> System:
     )
 
 
-def _assisted(spec: str, target: Target, draft: DraftModel | None) -> list[System]:
-    def of(reference: Assisted) -> Run:
-        return lambda requests, s: reference(requests, s.sampling, s.seed)
-
-    return [_reference(name, of(one), k) for name, one, k in assistants(spec, target, draft)]
+def _assisted(spec: str, target: Target, helper: Target | None, k: int, usual: int) -> list[System]:
+    """The two rows of a loop of transformers: with K = `k` as ours, and with its defaults."""
+    fair, free = (Assisted(target, helper, tokens) for tokens in (k, None))
+    return [
+        _reference(spec, lambda requests, s: fair(requests, s.sampling, s.seed), k),
+        _reference(
+            f"{spec} (defaults)", lambda requests, s: free(requests, s.sampling, s.seed), usual
+        ),
+    ]
 
 
 def _reference(name: str, run: Run, k: int = 0) -> System:

@@ -5,7 +5,6 @@ scripts/tune.py is its command line.
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -31,9 +30,7 @@ from outrider.scripts.tuning.config import TuneConfig
 from outrider.scripts.tuning.search import Candidate, DrafterFamily, worth_timing
 
 TIMED_TOKENS = 32  # of each row, while a candidate is timed
-MEASURED = (
-    *("tokens_per_second", "speedup", "doubts", "accepted_length", "break_even", "ms_per_token"),
-)
+MEASURED = ("tokens_per_second", "speedup", "doubts", "accepted_length", "break_even")
 
 
 def run(cfg: TuneConfig, target: Target, console: Console) -> dict[str, Any]:
@@ -66,7 +63,7 @@ def run(cfg: TuneConfig, target: Target, console: Console) -> dict[str, Any]:
     table: list[dict[str, Any]] = [
         {
             "name": name,
-            "settings": listed(one),
+            "settings": one.to_json(),
             "kind": one.shape,
             "default": name == "default",
             "replayed": replayed.get(name),
@@ -83,7 +80,6 @@ def run(cfg: TuneConfig, target: Target, console: Console) -> dict[str, Any]:
         "replayed": len(found),
         "timed": timed,
         "rows": table,
-        "none": {k: rows[NONE][k] for k in ("tokens_per_second", "ms_per_token", "target_ms")},
         "stalls": scores.stalls(),
         "chosen": {
             "name": chosen["name"],
@@ -109,7 +105,7 @@ def _timed(
     spent = 1000 * statistics.median(timing.cycle_s or [0.0])  # no stall moves it
     return {
         "name": str(one.settings),
-        "settings": listed(one.settings),
+        "settings": one.settings.to_json(),
         "accepted_length": one.accepted_length,
         "cycle_ms": spent,
         "tokens_per_second": 1000 * size * one.accepted_length / spent,
@@ -159,11 +155,6 @@ def _made_with(cfg: TuneConfig, family: DrafterFamily, prompts: int) -> dict[str
         },
         "notes": family.notes,
     }
-
-
-def listed(one: DraftSettings) -> dict[str, Any]:
-    """Settings as JSON has them: lists in place of tuples."""
-    return json.loads(json.dumps(one.to_json()))  # type: ignore[no-any-return]
 
 
 def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
