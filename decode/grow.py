@@ -12,15 +12,15 @@ candidates.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.decode import devices
-from outrider.decode import levels as tables
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeLayout, TreeShape
@@ -97,8 +97,7 @@ class LevelSource(Protocol):
 
     def level(self, nodes: Nodes) -> Tensor:
         """Logits [B, P, Vd] of the children of P nodes, or [B, 1, Vd] where they all have the
-        same. A source whose levels look at no drafted token may have a method `at_once(levels)`:
-        logits [B, levels, Vd] of all of them, or None."""
+        same."""
         ...
 
 
@@ -121,62 +120,67 @@ def static(
     """Chains and static trees. sampling: what is drawn under, None: nothing is, the children
     of a node are its most probable tokens. Where a distribution has run out of tokens the next best
     one stands in as a deterministic candidate."""
-    ids = source.draft_ids()
-    count, device = budget.shape[0], source.device
-    known = None
-    if sampling is not None and (at_once := getattr(source, "at_once", None)):
-        known = at_once(shape.depth)
+    ids, count, device = source.draft_ids(), budget.shape[0], source.device
     tokens = torch.empty(count, len(shape), dtype=torch.int64, device=device)
-    stand_ins: list[tuple[Tensor, Tensor]] = []
-    all_probs: list[Tensor] = []
-    levels = tables.levels_of(shape, device) if known is None else (tables.merged(shape, device),)
-    for level in levels:
-        if known is not None:
-            logits = known
-        elif level.depth:
+    drawn, all_probs = torch.ones_like(tokens, dtype=torch.bool), list[Tensor]()
+    for level in _levels(shape, device):
+        logits = source.open(shape.depth) if not level.depth else None
+        if logits is None:
             seen = None if level.seen is None else level.seen.expand(count, -1, -1)
-            parents = Nodes(level.depth, tokens[:, level.parents], level.above, seen)
-            logits = source.level(parents)
-        else:
-            logits = source.open(shape.depth)
+            above = tokens.index_select(1, level.parents)
+            logits = source.level(Nodes(level.depth, above, level.above, seen))
         nodes: slice | Tensor = level.nodes
         if sampling is None:
-            place = _best(logits, level)
+            ranks = max(map(len, level.kids))
+            best = logits.topk(ranks, -1).indices if ranks > 1 else logits.argmax(-1, keepdim=True)
+            place = best.expand(-1, len(level.kids), -1)[:, level.parent, level.rank]
         else:
             all_probs.append(sampling.draft_probs(logits.flatten(0, 1)).view(logits.shape))
-            each = [all_probs[-1], logits]
-            if level.distribution is not None:
-                each = [t[:, level.distribution] for t in each]
-            probs, logits = (t.expand(-1, len(level.kids), -1) for t in each)
-            if level.width == 1:
-                place = _drawn(probs, level.kids, rng)
-            else:
-                nodes, place, fresh = siblings(probs, logits, level.kids, rng)
-                stand_ins.append((nodes, fresh))
+            probs, logits = (t.expand(-1, len(level.kids), -1) for t in (all_probs[-1], logits))
+            nodes, place, fresh = siblings(probs, logits, level.kids, rng)
+            drawn[:, nodes] = fresh
         tokens[:, nodes] = place if ids is None else ids[place]
     if sampling is None:
         return DraftTree.static(shape, tokens, shape.size_at(budget))
-    drawn = torch.ones_like(tokens, dtype=torch.bool)
-    for nodes, fresh in stand_ins:
-        drawn[:, nodes] = fresh
-    probs = all_probs[0] if len(all_probs) == 1 else torch.cat(all_probs, 1)
-    row = tables.probs_rows(shape, device)[int(probs.shape[1] > shape.depth)].expand(count, -1)
+    probs = torch.cat(all_probs, 1)
+    row = _probs_rows(shape, probs.shape[1] > shape.depth, device).expand(count, -1)
     return DraftTree.static(shape, tokens, shape.size_at(budget), drawn, Proposal(probs, row, ids))
 
 
-def _best(logits: Tensor, level: tables.Level) -> Tensor:
-    """[B, n] places of the most probable children of P parents: logits [B, P or 1, Vd]."""
-    if level.width == 1:
-        return logits.argmax(-1).expand(-1, len(level.kids))
-    best = logits.topk(level.width, -1).indices.expand(-1, len(level.kids), -1)
-    return best[:, level.parent, level.rank]
+def siblings(
+    probs: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rng
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw the children of P parents, the elder ones of all parents first, without replacement
+    among siblings.
 
-
-def _drawn(probs: Tensor, kids: Sequence[Sequence[int]], rng: Rng) -> Tensor:
-    """[B, P] places drawn for parents with one child each: probs [B, P, Vd]."""
+    distribution, logits: [B, P, Vd] of the parents' children. kids: for each parent the numbers of
+    its children in draw order, which address the random numbers. Returns the numbers of all
+    children [K] int64, their places in the draft vocabulary [B, K] int64 and [B, K] bool, false
+    where the distribution had no token left and the best remaining logit was taken.
+    """
     count, parents, width = probs.shape
-    _, ((row, number),) = tables.turns_of(tuple(map(tuple, kids)), count, probs.device)
-    return rng.draft(probs.reshape(-1, width), row, number).view(count, parents)
+    order, ranks, nodes = _turns(tuple(map(tuple, kids)), count, probs.device)
+    left = probs[:, order] if len(ranks) > 1 else probs  # a copy, which is written to
+    places, masses = list[Tensor](), list[Tensor]()
+    for row, number in ranks:
+        some = left[:, : len(number) // count]
+        place = rng.draft(some.reshape(-1, width), row, number).view(count, -1, 1)
+        places.append(place)
+        masses.append(some.gather(2, place))
+        if len(places) < len(ranks):
+            some.scatter_(2, place, 0.0)
+    # A distribution without mass gives some place without. One of NaN counts as drawn from,
+    # wherever its NaN stands: then the tree is refused.
+    there = ~(torch.cat(masses, 1) <= 0)
+    if not devices.on_cpu(probs) or not bool(there.all()):
+        there[:, :parents] |= probs.sum(2, keepdim=True).isnan()[:, order]
+        spare, done = logits[:, order].float(), 0
+        for rank, place in enumerate(places):  # the best remaining token, rank by rank
+            some, has_mass = spare[:, : place.shape[1]], there[:, done : done + place.shape[1]]
+            places[rank] = torch.where(has_mass, place, some.argmax(2, keepdim=True))
+            some.scatter_(2, places[rank], -torch.inf)
+            done += place.shape[1]
+    return nodes, torch.cat(places, 1)[..., 0], there[..., 0]
 
 
 def dynamic(source: LevelSource, levels: int, budget: Tensor, width: int, nodes: int) -> DraftTree:
@@ -188,7 +192,7 @@ def dynamic(source: LevelSource, levels: int, budget: Tensor, width: int, nodes:
     count, width = logits.shape[0], min(width, nodes, logits.shape[2])
     score, place = torch.log_softmax(logits[:, 0].float(), -1).topk(width, -1)  # [B, W]
     scores, tokens = [score], [place if ids is None else ids[place]]
-    origins, depths = [torch.full_like(place, -1)], [0] * width
+    origins, depths = [torch.full_like(place, -1)], [torch.zeros_like(place[0])]
     beam = torch.arange(width, device=device).expand(count, width)
     above = torch.zeros(width, dtype=torch.int64, device=device)
     ancestors = torch.zeros(count, width, 0, dtype=torch.bool, device=device)
@@ -197,21 +201,21 @@ def dynamic(source: LevelSource, levels: int, budget: Tensor, width: int, nodes:
         # The beam: W candidates of the last level, the best in front, `beam` their numbers in
         # it, `above` which of the beam before they hang below.
         total = scores[-1].gather(1, beam)
-        here = tables.own(width, device).expand(count, width, width)
-        ancestors = torch.cat([ancestors, here], 2)
+        own = torch.eye(width, dtype=torch.bool, device=device)  # of a level none is above another
+        ancestors = torch.cat([ancestors, own.expand(count, width, width)], 2)
         logits = source.level(Nodes(level, tokens[-1].gather(1, beam), above, ancestors))
         found = torch.log_softmax(logits.float(), -1).topk(width, -1)
         score, place = (t.expand(-1, width, -1) for t in found)  # [B, W, children]
         scores.append((total[..., None] + score).flatten(1))
         tokens.append((place if ids is None else ids[place]).flatten(1))
         origins.append((start + beam).repeat_interleave(width, 1))
-        depths += [level] * (width * width)
+        depths.append(torch.full_like(tokens[-1][0], level))
         start += scores[-2].shape[1]
         if level + 1 < levels:
             beam = scores[-1].topk(width, -1).indices
             above = beam // width
             ancestors = ancestors.gather(1, above[..., None].expand(-1, -1, ancestors.shape[2]))
-    depth = tables.depths_of(tuple(depths), device)
+    depth = torch.cat(depths)
     deep = depth >= devices.send(budget, device)[:, None]
     score = torch.cat(scores, 1).masked_fill(deep, -torch.inf)
     return rerank(score, torch.cat(tokens, 1), torch.cat(origins, 1), depth, levels, nodes)
@@ -242,45 +246,87 @@ def rerank(
     )
 
 
-def siblings(
-    probs: Tensor, logits: Tensor, kids: Sequence[Sequence[int]], rng: Rng
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw the children of P parents, the elder ones of all parents first, without replacement
-    among siblings.
+# --- how a static shape is drafted, worked out once a shape
 
-    distribution, logits: [B, P, Vd] of the parents' children. kids: for each parent the numbers of
-    its children in draw order, which address the random numbers. Returns the numbers of all
-    children [K] int64, their places in the draft vocabulary [B, K] int64 and [B, K] bool, false
-    where the distribution had no token left and the best remaining logit was taken.
-    """
-    count, width = probs.shape[0], probs.shape[2]
-    kids = tuple(map(tuple, kids))
-    order, turns = tables.turns_of(kids, count, probs.device)
-    left = probs[:, order]  # a copy
-    places: list[Tensor] = []
-    masses: list[Tensor] = []
-    for row, number in turns:
-        some = left[:, : len(number) // count]
-        place = rng.draft(some.reshape(-1, width), row, number).view(count, -1, 1)
-        places.append(place)
-        masses.append(some.gather(2, place))
-        if len(places) < len(turns):
-            some.scatter_(2, place, 0.0)
-    # A distribution without mass gives some place without. One of NaN counts as drawn from,
-    # wherever its NaN stands: then the tree is refused.
-    there = ~(torch.cat(masses, 1) <= 0)
-    if not devices.on_cpu(probs) or not bool(there.all()):
-        there[:, : len(kids)] |= probs.sum(2, keepdim=True).isnan()[:, order]
-        sizes = [place.shape[1] for place in places]
-        _stand_in(places, there.split(sizes, 1), logits[:, order].float())
-    return tables.nodes_of(kids, probs.device), torch.cat(places, 1)[..., 0], there[..., 0]
+Kids = tuple[tuple[int, ...], ...]
 
 
-def _stand_in(places: list[Tensor], there: Sequence[Tensor], spare: Tensor) -> None:
-    """Put the best remaining token in the place of one that is not `there`, rank by rank: places,
-    there [B, P', 1], logits [B, P, Vd]."""
-    for rank, (place, has_mass) in enumerate(zip(places, there, strict=True)):
-        some = spare[:, : place.shape[1]]
-        places[rank] = torch.where(has_mass, place, some.argmax(2, keepdim=True))
-        if rank + 1 < len(places):
-            some.scatter_(2, places[rank], -torch.inf)
+@dataclass(frozen=True)
+class Level:
+    """How the nodes of one level of a static shape hang below the P nodes of the level before that
+    have children (at depth 0 the committed token).
+
+    nodes: theirs. kids: the children of each parent in draw order. parent, rank: [n] int64 place
+    of a node's parent among the P, and its own among its siblings. parents: [P] their node numbers.
+    above, seen: as in `Nodes`."""
+
+    depth: int
+    nodes: slice
+    kids: Kids
+    parent: Tensor
+    rank: Tensor
+    parents: Tensor
+    above: Tensor | None
+    seen: Tensor | None
+
+
+@functools.lru_cache(maxsize=256)
+def _levels(shape: TreeShape, device: torch.device) -> tuple[Level, ...]:
+    number = {path: i for i, path in enumerate(shape.paths)}
+    before: list[tuple[int, ...]] = [()]  # nodes of the level before that have children
+    read: list[int] = []  # nodes that had children so far
+    found = []
+    for depth in range(shape.depth):
+        nodes = shape.level(depth)
+        paths = [shape.paths[i] for i in nodes]
+        parents = list(dict.fromkeys(path[:-1] for path in paths))
+        numbers = [number[parent] for parent in parents] if depth else []
+        read += numbers
+        seen = None
+        if depth and shape != TreeShape.chain(len(shape)):
+            seen = shape.layout(device).mask[:, 1:, 1:][:, numbers][:, :, read]
+        above = [before.index(path[:-1]) for path in parents] if depth else [0]
+        same = above == list(range(len(before)))
+        level = Level(
+            depth=depth,
+            nodes=slice(nodes.start, nodes.stop),
+            kids=tuple(tuple(i for i in nodes if shape.paths[i][:-1] == p) for p in parents),
+            parent=torch.tensor([parents.index(path[:-1]) for path in paths], device=device),
+            rank=torch.tensor([path[-1] for path in paths], device=device),
+            parents=torch.tensor(numbers, dtype=torch.int64, device=device),
+            above=None if same else torch.tensor(above, device=device),
+            seen=seen,
+        )
+        found.append(level)
+        before = parents if depth else [()]
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=256)
+def _probs_rows(shape: TreeShape, each: bool, device: torch.device) -> Tensor:
+    """[N] int64: the distribution that each node is drawn from, where every parent has its own
+    (`each`), and where a level has one."""
+    parents = list(dict.fromkeys(path[:-1] for path in shape.paths))
+    rows = [parents.index(path[:-1]) if each else len(path) - 1 for path in shape.paths]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+class Turns(NamedTuple):
+    """order: [P] the parents, those with more children in front. ranks: for each rank of children
+    the row and the number [B * P'] of each, row by row. nodes: [K] numbers of all, rank by rank."""
+
+    order: Tensor
+    ranks: tuple[tuple[Tensor, Tensor], ...]
+    nodes: Tensor
+
+
+@functools.lru_cache(maxsize=1024)
+def _turns(kids: Kids, count: int, device: torch.device) -> Turns:
+    order = sorted(range(len(kids)), key=lambda j: -len(kids[j]))
+    ranks = [
+        torch.tensor([kids[j][rank] for j in order if len(kids[j]) > rank], device=device)
+        for rank in range(len(kids[order[0]]))
+    ]
+    row = torch.arange(count, device=device)
+    turns = ((row.repeat_interleave(len(n)), n.repeat(count)) for n in ranks)
+    return Turns(torch.tensor(order, device=device), tuple(turns), torch.cat(ranks))

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import Drafter, NoDraft
+from outrider.decode.drafters import Adaptive, Drafter, NoDraft
 from outrider.decode.ngram import DEPTH, NGram
 from outrider.decode.target import Target
 from outrider.decode.union import Union
-from outrider.decode.wrapped import Adaptive
 from outrider.heads import names, tuned
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import load_head, read_card, trained_for

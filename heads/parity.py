@@ -35,13 +35,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.decode import stats
 from outrider.decode.checks import unfit
-from outrider.decode.drafters import Drafter
+from outrider.decode.drafters import Drafter, Wrapped
 from outrider.decode.engine import Cycle, Generation, Request, generate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
-from outrider.decode.wrapped import Wrapped
 from outrider.heads.base import Head
 from outrider.heads.batch import Batch
 from outrider.heads.forced import Forced, judge

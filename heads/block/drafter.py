@@ -38,7 +38,6 @@ class BlockDrafter(LayeredDrafter):
     def __init__(self, head: LayeredHead, target: Target, form: Form) -> None:
         super().__init__(head, target, form)
         self.cfg, self.most_rows = head.cfg, max(head.cfg.block, form.depth + 1)
-        self.blind = self.net.markov_in is None
         self.temperatures: list[float] = head.calibration.get("confidence") or [1.0]
         self.least = head.cfg.least if form.shape == "chain" else 0.0
 

@@ -126,7 +126,6 @@ class ParallelEagleDrafter(EagleDrafter):
     once."""
 
     net: Eagle3Net
-    blind = True
 
     def open(self, levels: int) -> Tensor:
         count, more = len(self.lengths), levels - 1

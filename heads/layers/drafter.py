@@ -150,11 +150,7 @@ class CachedNet:
 class LayeredDrafter(CachedNet, Drafting):
     """A chain or tree drafter over a copy of the head's weights in the target's dtype. What
     draft layers share: their cache, and one state `h` per row.
-    blind: no level looks at a drafted token, and `open` leaves the logits of all in `known`.
     """
-
-    blind = False
-    known: Tensor
 
     def __init__(self, head: LayeredHead, target: Target, form: Form) -> None:
         CachedNet.__init__(self, head.net, target)
@@ -195,9 +191,3 @@ class LayeredDrafter(CachedNet, Drafting):
         super().select(rows)
         if rows != list(range(len(rows))):
             self.h[: len(rows)] = self.h[rows]
-
-    def at_once(self, levels: int) -> Tensor | None:
-        if not self.blind:
-            return None
-        self.open(levels)
-        return self.known

@@ -72,9 +72,6 @@ class AtOnce(LastFeature):
         """[depth, B, Vd]: head i's guess at the token i + 1 after the last committed one."""
         raise TypeError("a subclass defines it")
 
-    def at_once(self, levels: int) -> Tensor | None:
-        return self.logits(levels).transpose(0, 1)
-
     def open(self, levels: int) -> Tensor:
         self.known = self.logits(levels)
         return self.known[0][:, None]

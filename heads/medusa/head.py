@@ -109,9 +109,6 @@ class MarkovDrafter(MedusaDrafter):
         self.markov_in = head.markov_in.detach().to(target.dtype, copy=True)
         self.markov_out = head.markov_out.detach().to(target.dtype, copy=True)
 
-    def at_once(self, levels: int) -> Tensor | None:
-        return None  # a level reads the tokens before it
-
     def open(self, levels: int) -> Tensor:
         return super().open(levels) + self._after(self.last[:, None])
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Wrapped
 from outrider.decode.engine import Rule
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.verify import Coins, Verdict
-from outrider.decode.wrapped import Wrapped
 from outrider.scripts.certificate.enumerator import Case, enumerate_case
 from outrider.scripts.certificate.greedy import greedy_layer
 from outrider.scripts.certificate.layers import CASE_LIMIT

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.decode.drafters import Drafter
+from outrider.decode.drafters import Drafter, Wrapped
 from outrider.decode.engine import Request, Rule, generate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.verify import verify
-from outrider.decode.wrapped import Wrapped
 from outrider.scripts.certificate.enumerator import (
     Choices,
     Drafted,

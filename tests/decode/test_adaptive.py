@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from outrider.decode.draft_model import DraftModel
-from outrider.decode.drafters import NoDraft
+from outrider.decode.drafters import Adaptive, NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
-from outrider.decode.wrapped import Adaptive
 from outrider.heads.drafters import resolve_drafter
 from outrider.scripts.certificate.engine_distribution import (
     PaddingAwareDrafter,

@@ -19,8 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from outrider.decode.inverse_cdf import inverse_cdf
-from outrider.decode.rng import ACCEPT, DRAFT, RESIDUAL, Rng
+from outrider.decode.rng import ACCEPT, DRAFT, RESIDUAL, Rng, inverse_cdf
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree
 from outrider.scripts.certificate.enumerator import naive_distribution

@@ -13,7 +13,7 @@ import torch
 from outrider.conf.errors import UserError
 from outrider.decode.checks import validate
 from outrider.decode.draft_model import DraftModel
-from outrider.decode.drafters import Drafter, NoDraft
+from outrider.decode.drafters import Adaptive, Drafter, NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.ngram import NGram, listed
 from outrider.decode.rng import Rng
@@ -23,7 +23,6 @@ from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.union import Union, joined
 from outrider.decode.verify import Verdict, verify
-from outrider.decode.wrapped import Adaptive
 from outrider.heads import save_head
 from outrider.heads.drafters import drafter_folders, resolve_drafter
 from outrider.heads.names import DraftSpec, parse

@@ -16,8 +16,7 @@ from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.grow import Form, siblings
-from outrider.decode.inverse_cdf import inverse_cdf
-from outrider.decode.rng import Rng
+from outrider.decode.rng import Rng, inverse_cdf
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
 from outrider.decode.verify import traversal

@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.conf.errors import UserError
 from outrider.decode.checks import cut, non_finite
 from outrider.decode.draft_model import DraftModel
-from outrider.decode.drafters import Drafter, NoDraft
+from outrider.decode.drafters import Adaptive, Drafter, NoDraft, Wrapped
 from outrider.decode.engine import Generation, Request, generate
 from outrider.decode.live import LiveBatch, LiveLimits
 from outrider.decode.ngram import NGram
@@ -21,7 +21,6 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.union import Union
-from outrider.decode.wrapped import Adaptive, Wrapped
 from outrider.heads.names import DraftSpec
 from outrider.scripts.certificate.engine_distribution import (
     TableDrafter,

@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 
+from outrider.decode.drafters import Wrapped
 from outrider.decode.ngram import NGram
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
-from outrider.decode.wrapped import Wrapped
 
 
 def test_it_drafts_and_has_what_the_inner_one_does() -> None:

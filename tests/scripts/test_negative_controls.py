@@ -13,8 +13,7 @@ from torch import Tensor
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
-from outrider.decode.inverse_cdf import inverse_cdf
-from outrider.decode.rng import ACCEPT, Rng
+from outrider.decode.rng import ACCEPT, Rng, inverse_cdf
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
