@@ -226,7 +226,7 @@ class DraftModel:
             return self._alone(tokens, lengths, (size + 1).tolist())
         tree = DraftTree.chain(tokens[:, 1:], size)
         mask = self.masks(lengths, tree)
-        positions = tree.positions() + torch.tensor(lengths, device=self.device)[:, None]
+        positions = tree.layout.positions + torch.tensor(lengths, device=self.device)[:, None]
         cache.open(0, len(lengths), max(lengths), new)
         cache.pending, cache.in_place = new - 1, False
         return self._pass(tokens, positions.clamp(max=self.draft.context_length - 1), mask)

@@ -96,7 +96,7 @@ class Engine:
         if self.guidance is not None:
             self.scorer = Guided(self.target, self.guidance)
         self.eos = frozenset(self.target.eos_ids if self.eos_ids is None else self.eos_ids)
-        self.timing, self.probs_rows = Timing(), 0
+        self.timing = Timing()
         self.all = [
             _Row(i, r, Generation(list(r.prompt)), checks.longest_answer(r, i, self.target))
             for i, r in enumerate(self.requests)
@@ -124,7 +124,7 @@ class Engine:
                 if self.rows:
                     self._cycle(cache)
         self.timing.total_s = self.clock() - start
-        return DecodedRun([row.out for row in self.all], self.timing, self.probs_rows)
+        return DecodedRun([row.out for row in self.all], self.timing)
 
     def _admit(self, cache: Cache) -> None:
         """Prefill waiting requests into free rows and draw their first token, which belongs
@@ -139,7 +139,6 @@ class Engine:
             distribution = self._distribution(step.logits, tree, new)
             bonus = self.verify(tree, distribution, self._rng(new)).bonus
             distribution.check()
-            self.probs_rows += distribution.computed
             old = len(self.rows)
             self.rows += new
             self.drafter.begin(prompts, self.sampling)
@@ -213,7 +212,6 @@ class Engine:
             distribution = self._distribution(step.logits, tree, self.rows)
         verdict = self.verify(tree, distribution, rng)
         self.timing.distribution_s += distribution.seconds
-        self.probs_rows += distribution.computed
         with self.part("distribution"):
             doubtful = distribution.doubtful() | checks.doubtful(tree, self.target.vocab_size)
             seen = verdict.to_host(tree, doubtful)
@@ -293,13 +291,10 @@ class Engine:
         return rng
 
     def _distribution(self, logits: Tensor, tree: DraftTree, rows: list[_Row]) -> Distribution:
-        if not self.sampling.uses_history:
-            return Distribution(self.sampling, logits, tree, clock=self.clock)
-        ids = [[*row.request.prompt, *row.out.token_ids] for row in rows]
-        longest = max(map(len, ids))
-        history = torch.tensor([i + [0] * (longest - len(i)) for i in ids], device=logits.device)
-        lengths = torch.tensor([len(i) for i in ids], device=logits.device)
-        return Distribution(self.sampling, logits, tree, history, lengths, self.clock)
+        history = None
+        if self.sampling.uses_history:
+            history = [[*row.request.prompt, *row.out.token_ids] for row in rows]
+        return Distribution(self.sampling, logits, tree, history, self.clock)
 
 
 def _run_of(engine: Callable[P, Engine]) -> Callable[P, DecodedRun]:

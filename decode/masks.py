@@ -65,12 +65,12 @@ class TreeMasks:
         ends = devices.send(lengths, self.device)
         slots = torch.arange(longest, device=self.device)
         seen = (slots < ends[:, None])[:, None, :].expand(rows, n, longest)
-        allowed = torch.cat([seen, tree.mask().expand(rows, n, n)], 2)
+        allowed = torch.cat([seen, tree.layout.mask.expand(rows, n, n)], 2)
         made = {}
         for reach in reaches:
             near = allowed
             if reach[0] != "full":
-                query = ends[:, None] + tree.positions()  # [B, n]
+                query = ends[:, None] + tree.layout.positions  # [B, n]
                 key = torch.cat([slots.expand(rows, longest), query], 1)
                 near = allowed & within(reach, query[:, :, None], key[:, None, :])
             made[reach] = self.additive(near)

@@ -116,10 +116,7 @@ class Timing:
 
 @dataclass
 class DecodedRun:
-    """generations stand in the order of the requests. probs_rows: rows of V logits turned into a
-    distribution.
-    """
+    """generations stand in the order of the requests."""
 
     generations: list[Generation]
     timing: Timing
-    probs_rows: int

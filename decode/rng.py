@@ -54,7 +54,6 @@ def _numbers(base: Tensor, node: Tensor, purpose: Tensor | int) -> Tensor:
 class Coins(Protocol):
     """What verification asks of its random numbers (Rng, or an enumerator)."""
 
-    def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
     def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
     def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor: ...
 
@@ -99,16 +98,9 @@ class Rng:
             self._tables = devices.send(_numbers(self._base[:, None], nodes, purposes), node.device)
         return self._tables[purpose - 1][rows, node]
 
-    def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        """Bernoulli tests [R] bool: strictly u < probability, so probability 0 is never
-        accepted.
-        """
-        return self.uniform(rows, node, ACCEPT) < probability
-
     def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        """Index [R] of the first of M independent tests [R, M] to succeed; the last must have
-        probability 1.
-        """
+        """Index [R] of the first of M independent tests [R, M] to succeed (u < probability); the
+        last must have probability 1."""
         return (self.uniform(rows, node, ACCEPT) < probability).view(torch.uint8).argmax(1)
 
     def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:

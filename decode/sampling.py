@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +23,8 @@ from outrider.conf.errors import UserError
 from outrider.decode import devices
 from outrider.decode.tree import DraftTree
 
-_FIRST_CANDIDATES = (
-    256  # enough for nearly every truncated distribution; more are fetched where it is not
-)
+# Enough for nearly every truncated distribution; more are fetched where it is not.
+_FIRST_CANDIDATES = 256
 
 
 @dataclass(frozen=True)
@@ -63,29 +62,21 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        problems = [
-            (
-                "temperature",
-                self.temperature,
+        good = {
+            "temperature": (
                 self.temperature == 0 or 1e-37 <= self.temperature < math.inf,
-                "must be 0 (greedy) or at least 1e-37",
+                "0 (greedy) or at least 1e-37",
             ),
-            (
-                "top_k",
-                self.top_k,
-                0 <= self.top_k < math.inf and int(self.top_k) == self.top_k,
-                "must be an integer >= 0 (0 = off)",
-            ),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "must lie in (0, 1] (1 = off)"),
-            ("min_p", self.min_p, 0 <= self.min_p < 1, "must lie in [0, 1) (0 = off)"),
-            (
-                "repetition_penalty",
-                self.repetition_penalty,
-                0 < self.repetition_penalty < math.inf,
-                "must be > 0 (1 = off)",
-            ),
+            "top_k": (self.top_k >= 0 and self.top_k % 1 == 0, "an integer >= 0 (0 = off)"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1] (1 = off)"),
+            "min_p": (0 <= self.min_p < 1, "in [0, 1) (0 = off)"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "> 0 (1 = off)"),
+        }
+        wrong = [
+            f"{key}={getattr(self, key)}: must be {rule}"
+            for key, (fits, rule) in good.items()
+            if not fits
         ]
-        wrong = [f"{key}={value}: {rule}" for key, value, good, rule in problems if not good]
         if wrong:
             raise UserError("; ".join(wrong))
         # 2.0 passes above, and indexing refuses it.
@@ -185,23 +176,19 @@ def _truncate(
     more = max(again.probs.shape[1] - reach, 0)
     all_ids, probs = (torch.nn.functional.pad(t, (0, more)) for t in (narrow.ids, narrow.probs))
     all_ids[rows], probs[rows] = 0, 0.0
-    all_ids[rows, : again.probs.shape[1]], probs[rows, : again.probs.shape[1]] = (
-        again.ids,
-        again.probs,
-    )
+    few = again.probs.shape[1]
+    all_ids[rows, :few], probs[rows, :few] = again.ids, again.probs
     return Support(all_ids, probs)
 
 
 _NO_DISTRIBUTION = (
-    "row {row}, slot {number} of the draft: the target's logits hold NaN or infinity, or "
-    "every token is masked "
-    "(maximum {highest}); check the weights and the dtype; "
-    "nothing was committed"
+    "row {row}, slot {number} of the draft: the target's logits hold NaN or infinity, or every "
+    "token is masked (maximum {highest}); check the weights and the dtype; nothing was committed"
 )
 _NO_CHANCE = (
-    "row {row}, node {number} of the draft: its chance of acceptance is not finite, so "
-    "the distribution that it was drawn from "
-    "holds NaN or infinity; check the drafter's weights and dtype; nothing was committed"
+    "row {row}, node {number} of the draft: its chance of acceptance is not finite, so the "
+    "distribution that it was drawn from holds NaN or infinity; check the drafter's weights and "
+    "dtype; nothing was committed"
 )
 
 
@@ -216,10 +203,8 @@ class Distribution:
     """The target's distribution at every slot of a scored tree, computed only where verification
     asks.
 
-    logits: [B, N + 1, V]. history: [B, L] int64 committed tokens (prompt included) padded to
-        the right, lengths [B].
-    computed: number of rows evaluated so far (what laziness saves is visible there); seconds:
-    what that took, by `clock`.
+    logits: [B, N + 1, V]. history: [B] committed tokens of every row, prompt included, where
+    `sampling` looks at them. seconds: what was evaluated so far took, by `clock`.
     """
 
     def __init__(
@@ -227,16 +212,18 @@ class Distribution:
         sampling: Sampling,
         logits: Tensor,
         tree: DraftTree,
-        history: Tensor | None = None,
-        lengths: Tensor | None = None,
+        history: Sequence[list[int]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if sampling.uses_history and (history is None or lengths is None):
-            raise ValueError("this distribution needs the history of its rows")
         self.sampling, self.logits, self.tree = sampling, logits, tree
-        self.history, self.lengths = history, lengths
-        self.vocab_size = logits.shape[-1]
-        self.computed, self.seconds, self.clock = 0, 0.0, clock
+        self.vocab_size, self.seconds, self.clock = logits.shape[-1], 0.0, clock
+        if sampling.uses_history:
+            if history is None:
+                raise ValueError("this distribution needs the history of its rows")
+            # Padding repeats a token that is there anyway.
+            most = max(map(len, history))
+            padded = [[*ids, *ids[:1] * (most - len(ids))] for ids in history]
+            self.history = devices.send(padded, logits.device)  # [B, L]
         none = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
         # By row: a slot without a distribution, a node without a chance.
         self._undefined, self._refused = none, none.clone()
@@ -253,7 +240,6 @@ class Distribution:
         """As `at`, for slots that may turn out to lead nowhere: which [R] bool have no distribution
         is told, not noted (`miss`)."""
         begin = self.clock()
-        self.computed += rows.numel()
         scores = self.logits[rows, slots]
         if self.sampling.uses_history:
             scores = self._process(scores, rows, slots)
@@ -291,17 +277,10 @@ class Distribution:
                 raise UserError(what.format(row=rows[0], number=number, highest=highest))
 
     def _process(self, scores: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-        assert self.history is not None and self.lengths is not None
         scores = scores if scores.dtype == torch.float64 else scores.float()
-        place = torch.arange(self.history.shape[1], device=rows.device)
-        old = self.history[rows]
-        first = old[:, :1]
-        # Padding repeats a token that is there anyway.
-        old = torch.where(place < self.lengths[rows, None], old, first)
-        mask = self.tree.mask()
+        old, mask = self.history[rows], self.tree.layout.mask
         on_path = mask[rows if mask.shape[0] > 1 else torch.zeros_like(rows), slots, 1:]
-        tokens = self.tree.tokens[rows].clamp_(0, self.vocab_size - 1)  # see siblings.read
-        new = torch.where(on_path, tokens, first)
-        penalty, ids = self.sampling.repetition_penalty, torch.cat([old, new], 1)
-        seen = scores.gather(1, ids)
+        tokens = self.tree.tokens[rows].clamp_(0, self.vocab_size - 1)  # as in siblings.groups
+        ids = torch.cat([old, torch.where(on_path, tokens, old[:, :1])], 1)
+        seen, penalty = scores.gather(1, ids), self.sampling.repetition_penalty
         return scores.scatter(1, ids, torch.where(seen < 0, seen * penalty, seen / penalty))

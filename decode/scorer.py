@@ -173,7 +173,7 @@ class Scorer:
         offset = cache.room(n)
         # Padding may hold anything.
         ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)
-        places = tree.positions()
+        places = tree.layout.positions
         if offset + n > self.context_length:
             self._check_depth(cache, tree)
         if self.support == "chain":
@@ -195,7 +195,7 @@ class Scorer:
     def _check_depth(self, cache: TreeCache, tree: DraftTree) -> None:
         """Raise UserError when a row's draft would reach beyond the last position."""
         node = torch.arange(tree.width + 1, device=tree.size.device)
-        depths = torch.where(node <= tree.size[:, None], tree.positions(), 0).amax(1).tolist()
+        depths = torch.where(node <= tree.size[:, None], tree.layout.positions, 0).amax(1).tolist()
         for row, (end, depth) in enumerate(zip(cache.lengths, depths, strict=True)):
             if end + depth >= self.context_length:
                 raise UserError(

@@ -99,14 +99,6 @@ class DraftTree:
         """N, the padded number of nodes."""
         return self.tokens.shape[1]
 
-    def mask(self) -> Tensor:
-        """[B or 1, N + 1, N + 1] bool: slot j is slot i or an ancestor of it."""
-        return self.layout.mask
-
-    def positions(self) -> Tensor:
-        """[B or 1, N + 1] int64: distance of every slot from the last committed token."""
-        return self.layout.positions
-
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu", drawn: bool = False) -> DraftTree:
         """No draft at all for `rows` rows. drawn: of a drafter that draws. What a union adds to

@@ -216,7 +216,7 @@ def walk(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
         rows, slots = (on & (drawn < 0)).nonzero(as_tuple=True)
         if not rows.numel():
             break
-    end = torch.where(on, tree.positions(), -1).argmax(1)
+    end = torch.where(on, tree.layout.positions, -1).argmax(1)
     return _verdict(tree, end, drawn.gather(1, end[:, None])[:, 0])
 
 

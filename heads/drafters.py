@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from outrider.conf.errors import UserError
-from outrider.decode.drafters import Adaptive, Drafter, NoDraft
+from outrider.decode.adaptive import Adaptive
+from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.ngram import DEPTH, NGram
 from outrider.decode.target import Target
 from outrider.decode.union import Union

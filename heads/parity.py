@@ -34,8 +34,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.decode import stats
+from outrider.decode.adaptive import Wrapped
 from outrider.decode.checks import unfit
-from outrider.decode.drafters import Drafter, Wrapped
+from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Cycle, Generation, Request, generate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling

@@ -152,14 +152,14 @@ EAGLE = (
 )
 READING = {
     "Medusa": (
-        4780,
+        4776,
         (
             *("heads/medusa/config.py", "heads/medusa/base.py"),
             *("heads/medusa/head.py", "heads/medusa/drafter.py"),
         ),
     ),
     "EAGLE": (
-        5577,
+        5521,
         EAGLE,
     ),
 }

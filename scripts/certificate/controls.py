@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.decode.adaptive import Wrapped
 from outrider.decode.draft_model import DraftModel
-from outrider.decode.drafters import Wrapped
 from outrider.decode.engine import Rule
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling

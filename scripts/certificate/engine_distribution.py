@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.decode.drafters import Drafter, Wrapped
+from outrider.decode.adaptive import Wrapped
+from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Request, Rule, generate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling

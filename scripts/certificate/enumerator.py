@@ -35,10 +35,6 @@ class Choices(ABC):
     def choose(self, purpose: str, distribution: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         """Outcomes [K] of weights [K, S] whose sums need not be 1."""
 
-    def accept(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        p = probability.to(torch.float64).clamp(0, 1)
-        return self.choose("accept", torch.stack([1 - p, p], 1), rows, node) == 1
-
     def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         p = probability.to(torch.float64).clamp(0, 1)
         before = torch.cat([torch.ones_like(p[:, :1]), (1 - p).cumprod(1)[:, :-1]], 1)

@@ -61,7 +61,7 @@ class Assisted:
                 LOG.addFilter(mute)  # transformers warns of a call of its own
                 stack.callback(LOG.removeFilter, mute)
             found = [self._one(r, model, helper, sampling, seed, timing) for r in requests]
-        return DecodedRun(found, timing, probs_rows=0)
+        return DecodedRun(found, timing)
 
     def _one(
         self,

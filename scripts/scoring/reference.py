@@ -162,7 +162,7 @@ def hf_generate(
         longest = max(len(r.prompt) for r in rows) + max(r.max_new_tokens for r in rows)
         for batch in [rows] if longest <= target.context_length else [[row] for row in rows]:
             generations += _batch(target, batch, sampling, seed, timing, guidance)
-    return DecodedRun(generations, timing, probs_rows=0)
+    return DecodedRun(generations, timing)
 
 
 def _batch(

@@ -114,7 +114,7 @@ class ServedSystem:
         for request, reply, tokens, of in zip(requests, replies, answers, cycles, strict=True):
             end, drafted = "eos" if reply.stopped else "length", [False] * len(tokens)
             found.append(Generation(list(request.prompt), tokens, of, drafted, end))
-        return DecodedRun(found, timing, probs_rows=0)
+        return DecodedRun(found, timing)
 
     def _tokens(self, prompt: Sequence[int], reply: Reply, limit: int) -> list[int]:
         """The answer as ours are: with its stop token, which llama.cpp does not send. Raises

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.decode.adaptive import Adaptive
 from outrider.decode.draft_model import DraftModel
-from outrider.decode.drafters import Adaptive, NoDraft
+from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling

@@ -61,7 +61,7 @@ def test_masks_of_drafted_tokens_equal_the_definition(reach: Reach) -> None:
     masks = TreeMasks({"other": reach}, 1, torch.float32, torch.device("cpu"))
     tree = DraftTree.static(SHAPE, torch.zeros(1, len(SHAPE), dtype=torch.int64))
     deep = [len(path) for path in SHAPE.paths]
-    seen = tree.mask()[:, 1:, 1:]
+    seen = tree.layout.mask[:, 1:, 1:]
     for end in range(1, 12):
         wanted = written_out([end], tree, reach)[:, 1:]  # of every node: committed, root, nodes
         for level in sorted(set(deep)):

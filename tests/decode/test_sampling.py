@@ -108,18 +108,12 @@ def test_history_follows_the_path_of_each_node() -> None:
         torch.tensor([3, 3]),
     )
     logits = torch.randn(2, 4, 12, generator=g, dtype=torch.float64)
-    history, lengths = torch.tensor([[1, 2, 3], [2, 10, 0]]), torch.tensor([3, 2])
+    history = [[1, 2, 3], [2, 10]]
     penalty = RepetitionPenaltyLogitsProcessor(1.7)
-    distribution = Distribution(
-        Sampling(1.0, repetition_penalty=1.7),
-        logits,
-        tree,
-        history,
-        lengths,
-    )
+    distribution = Distribution(Sampling(1.0, repetition_penalty=1.7), logits, tree, history)
     for b, paths in enumerate([[[], [4], [5], [4, 6]], [[], [7], [7, 8], [7, 8, 9]]]):
         for slot, path in enumerate(paths):
-            ids = torch.tensor([history[b, : lengths[b]].tolist() + path])
+            ids = torch.tensor([history[b] + path])
             want = penalty(ids, logits[b : b + 1, slot].clone()).softmax(-1)
             got = distribution.at(torch.tensor([b]), torch.tensor([slot])).dense(12)
             assert torch.allclose(got, want, atol=1e-12)
@@ -191,9 +185,8 @@ def test_probability_zero_is_never_accepted_and_one_always() -> None:
             return torch.zeros(node.shape, dtype=torch.float64)
 
     rng = Zero(0, torch.arange(3), torch.arange(3))
-    assert rng.accept(
-        torch.tensor([0.0, 1.0, 1e-300], dtype=torch.float64), torch.arange(3), torch.arange(3)
-    ).tolist() == [False, True, True]
+    tests = torch.tensor([[0.0, 1.0], [1.0, 1.0], [1e-300, 1.0]], dtype=torch.float64)
+    assert rng.first(tests, torch.arange(3), torch.zeros(3, 2)).tolist() == [1, 0, 0]
     assert rng.draw(
         torch.tensor([[0.0, 0.0, 0.3, 0.7]]), torch.arange(1), torch.arange(1)
     ).tolist() == [2]

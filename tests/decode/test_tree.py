@@ -75,7 +75,7 @@ def test_static_shape_is_level_by_level_and_cut_by_budget() -> None:
     assert shape.size_at(torch.tensor([-1, 0, 1, 2, 3, 9])).tolist() == [0, 0, 2, 5, 6, 6]
     assert [list(shape.level(d)) for d in range(3)] == [[0, 1], [2, 3, 4], [5]]
     tree = DraftTree.static(shape, torch.arange(12).reshape(2, 6))
-    assert tree.positions().tolist() == [[0, 1, 1, 2, 2, 2, 3]]
+    assert tree.layout.positions.tolist() == [[0, 1, 1, 2, 2, 2, 3]]
     assert TreeShape.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
 
 

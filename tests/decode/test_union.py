@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
+from outrider.decode.adaptive import Adaptive
 from outrider.decode.checks import validate
 from outrider.decode.draft_model import DraftModel
-from outrider.decode.drafters import Adaptive, Drafter, NoDraft
+from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.ngram import NGram, listed
 from outrider.decode.rng import Rng

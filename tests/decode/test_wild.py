@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
+from outrider.decode.adaptive import Adaptive, Wrapped
 from outrider.decode.checks import cut, non_finite
 from outrider.decode.draft_model import DraftModel
-from outrider.decode.drafters import Adaptive, Drafter, NoDraft, Wrapped
+from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import Generation, Request, generate
 from outrider.decode.live import LiveBatch, LiveLimits
 from outrider.decode.ngram import NGram

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from outrider.decode.drafters import Wrapped
+from outrider.decode.adaptive import Wrapped
 from outrider.decode.ngram import NGram
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling

@@ -74,7 +74,8 @@ class TreeRow:
 
     def accept(self, probability: float | Tensor, node: int) -> bool:
         p = torch.as_tensor(probability, dtype=torch.float64, device=self.device)
-        return bool(self.rng.accept(p.reshape(1).clamp(0, 1), self.index, self.number(node)))
+        tests = torch.stack([p.reshape(1).clamp(0, 1), torch.ones_like(p).reshape(1)], 1)
+        return int(self.rng.first(tests, self.index, self.number(node).expand(1, 2))) == 0
 
     def draw(self, weights: Tensor, slot: int) -> int:
         return int(self.rng.draw(weights[None], self.index, self.number(slot - 1)))

@@ -55,7 +55,7 @@ def systems(rows: tuple[tuple[str, float, float, bool], ...], stall: Any = None)
             spent = float(seconds.sum())
             timing = Timing(0.03, 0.0, 0.9 * spent, 0.05 * spent, 0.0, 0.03 + spent, passes)
             timing.cycle_s = seconds.tolist() if known else []
-            return DecodedRun(answers, timing, probs_rows=0)
+            return DecodedRun(answers, timing)
 
         nodes = 2 * (length > 1)
         return System(name, name, "x", "chain" if nodes else "none", nodes, nodes, run)
