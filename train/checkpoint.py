@@ -96,8 +96,7 @@ class State:
 @dataclass
 class Snapshot:
     """All that a checkpoint holds, in host memory. state: as JSON. head, moments: by name, on
-    the CPU. saved: what the head's from_json needs. copied: when the copies from a GPU are
-    done."""
+    the CPU. saved: what the head's from_json needs."""
 
     state: dict[str, Any]
     head: dict[str, Tensor]
@@ -105,7 +104,6 @@ class Snapshot:
     kind: str
     saved: dict[str, Any]
     identity: Identity | None
-    copied: Any = None
 
 
 class Saver:
@@ -121,7 +119,6 @@ class Saver:
         self._flying = False  # a save has begun whose outcome the ranks do not know
         self._thread: threading.Thread | None = None
         self._problem = ""
-        self._host: dict[str, Tensor] = {}
 
     def save(
         self,
@@ -170,8 +167,6 @@ class Saver:
     def _write(self, snapshot: Snapshot) -> None:
         """On rank 0, in the thread."""
         try:
-            if snapshot.copied is not None:
-                snapshot.copied.synchronize()
             write(self.out, snapshot)
             retire(self.out, self.keep, snapshot.state["step"])
             self._problem = ""
@@ -185,32 +180,18 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         identity: Identity | None,
     ) -> Snapshot:
-        """All that a checkpoint holds; where it is written beside the training, as a copy in
-        host buffers that are used again: on a GPU the copies are queued behind the step, and
-        `copied` tells when they are there."""
+        """All that a checkpoint holds; a copy, where it is written beside the training."""
         moments = {
             f"{i}.{k}": v
             for i, entry in optimizer.state_dict()["state"].items()
             for k, v in entry.items()
         }
-        weights = {k: self._copy(f"head.{k}", v) for k, v in head.state_dict().items()}
-        moments = {k: self._copy(f"optimizer.{k}", v) for k, v in moments.items()}
-        event = None
-        if self.beside and self.accelerator.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
+        weights, moments = (
+            {k: v.detach().to("cpu", copy=self.beside).contiguous() for k, v in part.items()}
+            for part in (head.state_dict(), moments)
+        )
         saved = json.loads(json.dumps(head.config_json()))
-        return Snapshot(asdict(state), weights, moments, head.kind, saved, identity, event)
-
-    def _copy(self, name: str, value: Tensor) -> Tensor:
-        value = value.detach()
-        if not self.beside:
-            return value.to("cpu").contiguous()
-        buffer = self._host.get(name)
-        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            self._host[name] = buffer
-        return buffer.copy_(value, non_blocking=value.is_cuda)
+        return Snapshot(asdict(state), weights, moments, head.kind, saved, identity)
 
 
 def _agree(state: State, head: Head, accelerator: Accelerator, out: Path) -> None:

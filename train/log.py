@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 from torch import nn
 
 from outrider.conf import disk
@@ -77,17 +76,14 @@ class Log:
         self.say("  ".join(f"{k} {v}" for k, v in about.items()))
         for key, value in facts.items():
             self.say(f"{key}: {value}")
-        table = Table("trainable", "shape", "parameters", "dtype", box=None, pad_edge=False)
         trained = {n: p for n, p in head.named_parameters() if p.requires_grad}
         rows = {
             n: ("x".join(map(str, p.shape)), str(p.dtype).removeprefix("torch."))
             for n, p in trained.items()
         }
         for name, (shape, dtype) in rows.items():
-            table.add_row(name, shape, f"{trained[name].numel():,}", dtype)
-        table.add_row("all", "", f"{sum(p.numel() for p in trained.values()):,}", "")
-        with contextlib.suppress(OSError):
-            self.console.print(table)
+            self.say(f"trainable: {name:<40} {shape:>16} {dtype}")
+        self.say(f"trainable: {sum(p.numel() for p in trained.values()):,} parameters")
         said = {k: str(v) for k, v in facts.items()}
         self.metrics(0, {"event": "start", **about, **said, "trainable": rows})
 

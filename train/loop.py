@@ -186,7 +186,7 @@ def _count_step(run: Run, shared: Shared, before: tuple[float, float]) -> None:
         train_seconds=stats["seconds"][0],
         cpu_seconds=time.process_time() - before[1],
     )
-    state.add_to_window(stats | run.clock.per_step(run.model))
+    state.add_to_window(stats | run.clock.per_step())
 
 
 def _report(run: Run, norm: float, rate: float) -> None:

@@ -137,10 +137,10 @@ class Clock:
         event.record()
         return event
 
-    def per_step(self, model: Any) -> dict[str, list[float]]:
-        """Return part -> [seconds, 1] of what the device has finished since the last call,
-        a step and the save before it. model: the head as it is called: DDP on several
-        ranks."""
+    def per_step(self) -> dict[str, list[float]]:
+        """Return part -> [seconds, 1] of what the device has finished since the last call, a
+        step and the save before it. DDP exchanges gradients inside the backward pass, which
+        is the head's."""
         found, left = dict.fromkeys(PARTS, 0.0), []
         for name, start, end, sign in self._spans:
             if self.cuda and not end.query():
@@ -149,10 +149,6 @@ class Clock:
                 seconds = start.elapsed_time(end) / 1000 if self.cuda else end - start
                 found[name] += sign * seconds
         self._spans = left
-        # the exchange happens inside the backward pass
-        hidden = min(exchange_seconds(model), found["head"])
-        found["head"] -= hidden
-        found["communication"] += hidden
         return {name: [seconds, 1.0] for name, seconds in found.items()}
 
 
@@ -162,17 +158,6 @@ def shares(sums: dict[str, list[float]]) -> dict[str, float]:
     them."""
     whole = max(sums["seconds"][0] + sums.get("save", [0.0])[0], 1e-9)
     return {f"share_{name}": round(sums[name][0] / whole, 4) for name in PARTS if name in sums}
-
-
-def exchange_seconds(model: Any) -> float:
-    """Return the seconds of a backward pass in which DDP exchanged gradients and nothing
-    else was done; 0 without DDP, which measures this in its first ten passes and then in
-    every hundredth."""
-    data: dict[str, float] = getattr(model, "_get_ddp_logging_data", dict)()
-    spent, hidden = (
-        data.get(k, 0) for k in ("backward_comm_time", "backward_compute_comm_overlap_time")
-    )
-    return max(spent - hidden, 0) / 1e9
 
 
 def summary(sums: dict[str, list[float]]) -> dict[str, float]:

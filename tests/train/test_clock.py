@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.train import metrics
-from outrider.train.metrics import PARTS, Clock, exchange_seconds, shares
+from outrider.train.metrics import PARTS, Clock, shares
 
 
 def test_parts_add_up_over_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,24 +24,17 @@ def test_parts_add_up_over_micro_batches(monkeypatch: pytest.MonkeyPatch) -> Non
         with parts.part("head"):
             ticks.now += 0.5
         ticks.now += 10.0  # belongs to no part
-    model = SimpleNamespace(
-        _get_ddp_logging_data=lambda: {
-            "backward_comm_time": 700_000_000,
-            "backward_compute_comm_overlap_time": 450_000_000,
-        }
-    )
-    assert exchange_seconds(model) == 0.25 and exchange_seconds(object()) == 0.0
-    found = parts.per_step(model)
+    found = parts.per_step()
     assert found == {
         "data": [0.0, 1.0],
         "target": [3.0, 1.0],
-        "head": [0.75, 1.0],
-        "communication": [0.25, 1.0],
+        "head": [1.0, 1.0],
+        "communication": [0.0, 1.0],
         "save": [2.0, 1.0],
     }
     whole = shares({**found, "seconds": [8.0, 1.0]})
     assert whole["share_target"] == 0.3 and whole["share_save"] == 0.2
-    assert parts.per_step(object()) == {name: [0.0, 1.0] for name in PARTS}
+    assert parts.per_step() == {name: [0.0, 1.0] for name in PARTS}
 
 
 def test_a_part_inside_another_is_taken_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,5 +56,5 @@ def test_a_part_inside_another_is_taken_out_of_it(monkeypatch: pytest.MonkeyPatc
         ticks.now += 1.0
         assert target.features(2.0) == 2.0
         ticks.now += 4.0
-    found = {name: seconds for name, (seconds, _) in parts.per_step(object()).items()}
+    found = {name: seconds for name, (seconds, _) in parts.per_step().items()}
     assert found["head"] == 5.0 and found["target"] == 2.0 and sum(found.values()) == 7.0
