@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -61,11 +61,7 @@ class ExportConfig:
     def validate(self) -> list[str]:
         """Problems as "key: value; rule; fix"."""
         found: list[str] = []
-        known: Iterable[str] = DTYPES
-        if self.format == "gguf" and self.dtype is not None:
-            from outrider.heads.interop import gguf_write
-
-            known = gguf_write.TYPES
+        known = (*DTYPES, *(["q8_0"] if self.format == "gguf" else []))
         if self.dtype is not None and self.dtype not in known:
             found.append(
                 f"dtype: {self.dtype} is none of {', '.join(known)}, which format={self.format} "

@@ -17,6 +17,7 @@ from outrider.heads import load_head
 from outrider.heads.interop import read_folder, read_head
 from outrider.heads.names import DraftSpec
 from outrider.scripts.exporting import probe as acceptance_probe
+from outrider.scripts.exporting.probe import Convention
 from outrider.scripts.import_head import main
 from tests.helpers.interop import DEEP, change, deep_target, folder, random_head
 
@@ -226,37 +227,34 @@ def test_native_medusa_biases_need_their_flag(target, tmp_path: Path) -> None:
         read(path, target)
 
 
-@pytest.mark.parametrize("what", ["no weights", "cut", "shard", "manifest", "json", "folder"])
-def test_half_written_folders_are_named(target, tmp_path: Path, what: str) -> None:
+INDEX = "model.safetensors.index.json"
+FILE, SHARD = "model.safetensors", "model-00001-of-00002.safetensors"
+MISSING = {"weight_map": {"a": SHARD, "b": "model-00002-of-00002.safetensors"}}
+LISTED = {"engine_format": "vllm", "files": {FILE: {"sha256": "0" * 64}}}
+
+
+@pytest.mark.parametrize(
+    "renamed, written, said",
+    [
+        (f"{FILE}.incomplete", {}, "half-written"),
+        (SHARD, {INDEX: json.dumps(MISSING)}, "model-00002-of-00002.safetensors is missing"),
+        ("../outside", {INDEX: '{"weight_map": {"a": "../outside"}}'}, "outside the folder"),
+        (FILE, {FILE: "cut"}, "model.safetensors: cannot be read"),
+        (FILE, {"outrider.json": json.dumps(LISTED)}, "damaged"),
+        (FILE, {"config.json": '{"speculators_model'}, "config.json: no readable JSON"),
+    ],
+)
+def test_half_written_and_hostile_folders_are_named(
+    target, tmp_path: Path, renamed: str, written: dict[str, str], said: str
+) -> None:
     path = published(tmp_path / "in", "speculators")
-    file = path / "model.safetensors"
-    if what == "no weights":
-        file.rename(path / "model.safetensors.incomplete")
-        said = "half-written"
-    elif what == "cut":
-        file.write_bytes(file.read_bytes()[:-100])
-        said = "model.safetensors: cannot be read"
-    elif what == "shard":
-        file.rename(path / "model-00001-of-00002.safetensors")
-        index = {
-            "weight_map": {
-                "a": "model-00001-of-00002.safetensors",
-                "b": "model-00002-of-00002.safetensors",
-            }
-        }
-        (path / "model.safetensors.index.json").write_text(json.dumps(index))
-        said = "model-00002-of-00002.safetensors is missing"
-    elif what == "manifest":
-        listed = {"model.safetensors": {"sha256": "0" * 64}}
-        (path / "outrider.json").write_text(json.dumps({"engine_format": "vllm", "files": listed}))
-        said = "damaged"
-    elif what == "json":
-        (path / "config.json").write_text('{"speculators_model')
-        said = "config.json: no readable JSON"
-    else:
-        path, said = tmp_path / "none", "is no folder"
+    (path / FILE).rename(path / renamed)
+    for name, text in written.items():
+        (path / name).write_text(text)
     with pytest.raises(UserError, match=said):
         read(path, target)
+    with pytest.raises(UserError, match="is no folder"):
+        read(tmp_path / "none", target)
 
 
 def test_a_pickle_that_would_run_code_does_not(target, tmp_path: Path) -> None:
@@ -270,16 +268,6 @@ def test_a_pickle_that_would_run_code_does_not(target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="would call .*system"):
         read(path, target)
     assert not mark.exists()
-
-
-def test_names_that_leave_the_folder_are_refused(target, tmp_path: Path) -> None:
-    path = published(tmp_path / "in", "speculators")
-    (path / "model.safetensors").rename(tmp_path / "outside.safetensors")
-    (path / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"a": "../outside.safetensors"}})
-    )
-    with pytest.raises(UserError, match="outside the folder"):
-        read(path, target)
 
 
 # -- the command
@@ -346,18 +334,11 @@ def test_conventions_that_only_behaviour_shows_are_named(target) -> None:
 
 
 def test_the_probe_takes_another_convention_only_when_it_is_clearly_better() -> None:
-    from outrider.scripts.exporting.probe import Convention, fitting
-
-    written = Convention("as_written", "", 0.40, -9.0)
-    assert (
-        fitting(
-            [written, Convention("a", "", 0.43, -8.9, 2.0), Convention("b", "", 0.39, -8.0, 9.0)]
-        )
-        is written
-    )
+    fitting, written = acceptance_probe.fitting, Convention("as_written", "", 0.40, -9.0)
+    unsure = [Convention("a", "", 0.43, -8.9, 2.0), Convention("b", "", 0.39, -8.0, 9.0)]
+    assert fitting([written, *unsure]) is written
     clear = Convention("c", "", 0.60, -7.0, 8.0)
     assert fitting([written, Convention("a", "", 0.50, -8.0, 5.0), clear]) is clear
-    hopeless = Convention(
-        "as_written", "", 0.014, -12.785
-    )  # it drafts under none: what seems better is noise
+    # it drafts under none: what seems better is noise
+    hopeless = Convention("as_written", "", 0.014, -12.785)
     assert fitting([hopeless, Convention("a", "", 0.014, -12.774, 9.0)]) is hopeless
