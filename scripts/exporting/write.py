@@ -59,7 +59,7 @@ def write_head(
     if isinstance(head, SmallLM):
         return head, _write_plain(stage, head, prompts, kind)
     config, tensors = LAYOUTS[format, head.kind].write(head, target, name, kind)
-    print(_weight(tensors, head, target), flush=True)
+    print(_weight(tensors, head, target, dtype), flush=True)
     check_room(stage, sum(t.nbytes for t in tensors.values()), smaller(head, dtype))
     files.write_json(stage / "config.json", config)
     save(tensors, stage / WEIGHTS)
@@ -148,15 +148,14 @@ def smaller(head: Head, dtype: str) -> str:
     return " or ".join(keys)
 
 
-def _weight(tensors: dict[str, Tensor], head: Head, target: Target) -> str:
+def _weight(tensors: dict[str, Tensor], head: Head, target: Target, dtype: str) -> str:
     """What a file weighs, beside the target: every Medusa head projects onto the whole
     vocabulary, also one that was trained on a part of it."""
     whole = sum(tensor.nbytes for tensor in tensors.values())
     numbers = sum(tensor.numel() for tensor in tensors.values())
     share = numbers / sum(p.numel() for p in target.model.parameters())
-    kind = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    fix = smaller(head, kind)
+    fix = smaller(head, dtype)
     return (
-        f"weights: {size(whole)} in {kind}, {share:.2f} times the target's own numbers, which the "
+        f"weights: {size(whole)} in {dtype}, {share:.2f} times the target's own numbers, which the "
         f"engine keeps in memory{fix and f'; smaller: {fix}'}"
     )
