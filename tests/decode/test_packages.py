@@ -9,19 +9,15 @@ import shutil
 from collections import namedtuple
 from dataclasses import replace
 
-import gguf
-import numpy as np
 import pytest
 import torch
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.config import TargetConfig
-from outrider.decode.models.identity import sha256_weights
 from outrider.decode.models.load import load_target, load_tokenizer
-from outrider.decode.models.packages import TARGETS, checks, convert, ensure, fetch
+from outrider.decode.models.packages import TARGETS, build, ensure, fetch
 from outrider.decode.models.packages.table import FORMAT
-from outrider.heads.interop.gguf_write import paired
-from tests.helpers.packaged import toy, toy_model
+from tests.helpers.packaged import rounded, toy, toy_model
 
 SMOLLM2 = TARGETS["smollm2"]
 
@@ -46,9 +42,8 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache; a random model knows no capitals, so it is not asked for one."""
+    """An empty cache."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(checks, "of_model", lambda *_: [])
     return tmp_path / "cache"
 
 
@@ -96,13 +91,8 @@ def test_the_conversion_holds_the_numbers_of_the_file(made, cache) -> None:
     out = ensure(target, str(folder))
     loaded = load_target(TargetConfig(kind="local", path=str(out)), "bfloat16")
     assert loaded.eos_ids == (257, 259) and loaded.vocab_size == 272
-    q8 = gguf.GGMLQuantizationType.Q8_0
-    for name, value in toy_model().state_dict().items():
-        wanted = value
-        if value.dim() == 2:
-            blocks = gguf.quants.quantize(value.numpy(), q8)
-            wanted = torch.from_numpy(np.array(gguf.quants.dequantize(blocks, q8)))
-        assert torch.equal(loaded.model.state_dict()[name], wanted.bfloat16()), name
+    for name, value in rounded(toy_model()).items():
+        assert torch.equal(loaded.model.state_dict()[name], value), name
 
 
 def test_tokenizer_is_normalised_and_knows_no_padding_rows(made, cache) -> None:
@@ -145,12 +135,12 @@ def test_a_stopped_conversion_begins_again_without_the_download(
     old = cache / "toy"
     old.mkdir()
     (old / "outrider.json").write_text(json.dumps({"format": FORMAT - 1}))
-    save = convert._save
-    monkeypatch.setattr(convert, "_save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    save = build._save
+    monkeypatch.setattr(build, "_save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         ensure(target, str(wheels))
     assert not target.ready and _leftovers(cache) == ["toy", "toy.gguf"]
-    monkeypatch.setattr(convert, "_save", save)
+    monkeypatch.setattr(build, "_save", save)
     shutil.rmtree(wheels)
     assert ensure(target, str(wheels)) == old and target.ready
     (cache / "toy.gguf").write_bytes(b"")  # what is ready is not looked at again
@@ -187,7 +177,7 @@ def test_no_space_is_said_before_the_download_with_what_is_needed(made, cache, m
     [
         ({"vectors": [("abba", [97, 98, 98, 97])]}, "tokens of 'abba'"),
         ({"system": "Be long."}, "ChatML"),
-        ({"ids": {"<fim>": 5}}, "<fim> is"),
+        ({"converted": "0" * 64}, "weights have sha256"),
     ],
 )
 def test_a_conversion_that_is_not_as_published_is_refused(made, cache, change, said) -> None:
@@ -201,31 +191,17 @@ def test_a_conversion_that_is_not_as_published_is_refused(made, cache, change, s
 # -------------------------------------------------------------------------------------------
 
 
-def test_converted_tokenizer_follows_the_published_rules(real) -> None:
-    assert checks.of_tokenizer(SMOLLM2, load_tokenizer(TargetConfig())) == []
-
-
-def test_converted_model_is_sound(real) -> None:
+def test_the_converted_model_is_the_published_one(real) -> None:
     target = load_target(TargetConfig())
     assert target.eos_ids == (0, 2) and target.context_length == 8192
-    assert checks.of_model(SMOLLM2, target.model, target.tokenizer) == []
-    assert sha256_weights(real) == SMOLLM2.converted
+    assert build.unlike(SMOLLM2, real) == []
     weights = target.model
     assert weights.lm_head.weight.data_ptr() == weights.model.embed_tokens.weight.data_ptr()
-    size = (real / "model.safetensors").stat().st_size
-    assert size < 2 * SMOLLM2.parameters + 100_000  # bf16, tied once
-    weights.model.layers[3].self_attn.q_proj.weight.data.neg_()
-    weights.model.layers[9].self_attn.q_proj.weight.data.neg_()
-    problems = checks.of_model(SMOLLM2, weights, target.tokenizer)
-    assert any("perplexity" in p or "capital" in p for p in problems)
-
-
-@pytest.mark.parametrize("part, heads", [("q_proj", 9), ("k_proj", 3), ("v_proj", 3)])
-def test_a_llamas_queries_and_keys_lie_as_transformers_turns_them(part: str, heads: int) -> None:
-    """llama.cpp keeps the two rows that a frequency turns side by side."""
-    target = TARGETS["smollm2"]
-    rows = torch.arange(heads * 64 * 2.0).reshape(heads * 64, 2)
-    stored = rows if part == "v_proj" else paired(rows, heads)
-    name = f"model.layers.0.self_attn.{part}.weight"
-    assert torch.equal(convert._turned(target, name, stored), rows)
-    assert part == "v_proj" or not torch.equal(stored, rows)
+    prompt = target.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    answer = weights.generate(**prompt, max_new_tokens=16, do_sample=False)[0]
+    assert "Paris" in target.tokenizer.decode(answer[prompt["input_ids"].shape[1] :])

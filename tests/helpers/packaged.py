@@ -11,14 +11,24 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
-from outrider.decode.models.packages.convert import FACTS, LAYER, OUTER
+from outrider.decode.models.identity import sha256_weights
 from outrider.decode.models.packages.table import TARGETS, PackagedTarget, Wheels
 from outrider.decode.models.tiny import _byte_letters, tiny_model
 
 PARTS, VOCAB, THETA = 3, 272, 1e6
-NAMES = {ours: theirs for theirs, ours in OUTER.items()}
-PLACES = {ours: theirs for theirs, ours in LAYER.items()}
+# What the file says of itself -> key of the config
+FACTS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "context_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+}
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<fim>"]  # behind the bytes and "ab"
 MERGE = "a b"
 NORMAL, CONTROL, UNUSED = 1, 3, 5
@@ -47,13 +57,10 @@ def write_gguf(path: Path, model: Any) -> None:
     template += "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     template += "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     writer.add_string("tokenizer.chat_template", template + "{% endif %}")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.config.num_hidden_layers)
     for name, value in model.state_dict().items():
         numbers = value.float().numpy()
-        outer = NAMES.get(name)
-        if outer is None:
-            layer, place = name.removeprefix("model.layers.").split(".", 1)
-            place, _, kind = place.rpartition(".")
-            outer = f"blk.{layer}.{PLACES[place]}.{kind}"
+        outer = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if numbers.ndim == 1:
             writer.add_tensor(outer, numbers)
         else:
@@ -63,6 +70,17 @@ def write_gguf(path: Path, model: Any) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def rounded(model: Any) -> dict[str, torch.Tensor]:
+    """The numbers of the file, in bfloat16, by transformers' names."""
+    q8, found = gguf.GGMLQuantizationType.Q8_0, {}
+    for name, value in model.state_dict().items():
+        numbers = value.float().numpy()
+        if numbers.ndim == 2:
+            numbers = gguf.quants.dequantize(gguf.quants.quantize(numbers, q8), q8)
+        found[name] = torch.from_numpy(np.array(numbers)).bfloat16()
+    return found
 
 
 def write_wheel(path: Path, name: str, member: str, content: bytes) -> None:
@@ -90,7 +108,9 @@ def toy(folder: Path) -> PackagedTarget:
         hashes.append(hashlib.sha256(wheel.read_bytes()).hexdigest())
     config = {**model.config.to_dict(), "eos_token_id": 259}
     config.pop("transformers_version", None)
-    qwen = TARGETS["qwen25_coder"]
+    qwen, weights = TARGETS["qwen25_coder"], folder / "weights"
+    weights.mkdir()
+    save_file(rounded(model), weights / "model.safetensors", metadata={"format": "pt"})
     special = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     return replace(
         qwen,
@@ -99,6 +119,7 @@ def toy(folder: Path) -> PackagedTarget:
         wheels=Wheels("toy_part{n}==1.0", bytes=size, sha256=hashes, **names),
         gguf={"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)},
         parameters=sum(int(np.prod(value.shape)) for value in model.state_dict().values()),
+        converted=sha256_weights(weights),
         config=config,
         generation={"eos_token_id": [259, 257], "pad_token_id": 257},
         tokenizer={**qwen.tokenizer, "special": special, "size": 261, "plain": [260]},

