@@ -58,7 +58,13 @@ def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
                 continue
             name = f"{prefix}{place[int(number)]}.{rest}"
         given[name] = tensor
-    fill(model, given, "head.from_target_layers: the target")
+    found, same = model.load_state_dict(given, strict=False), aliases(model)
+    odd = [k for k in found.missing_keys if k not in same] + found.unexpected_keys
+    if odd:
+        raise UserError(
+            f"head.from_target_layers: {type(whole).__name__} does not fit its own config (weights "
+            f"{', '.join(odd[:3])}); give a smaller model instead (head.path or head.name)"
+        )
     model.generation_config = copy.deepcopy(whole.generation_config)
     return model, given
 
@@ -88,21 +94,6 @@ def empty(config: Any, kind: type | None = None) -> Any:
         if kind is not None:
             return kind(config).float().eval()
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def fill(model: nn.Module, given: dict[str, Tensor], what: str) -> None:
-    """Copy `given` into the model by name; tied weights may be absent. Raises UserError when
-    names or shapes differ.
-    """
-    same = aliases(model)
-    try:
-        found = model.load_state_dict(given, strict=False)
-        odd = [k for k in found.missing_keys if k not in same] + found.unexpected_keys
-        wrong = f"weights {', '.join(odd[:3])}" if odd else ""
-    except RuntimeError as error:
-        wrong = " ".join(str(error).split())[:200]
-    if wrong:
-        raise UserError(f"{what} does not fit its own config ({wrong}); give another model")
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
