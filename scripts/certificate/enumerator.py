@@ -59,7 +59,6 @@ class Branches(Choices):
         self.taken: list[list[int]] = [[] for _ in scripts]
         self.weight = torch.ones(len(scripts), dtype=torch.float64)
         self.new: list[list[int]] = []
-        self.padding: int | None = None  # draws at this number and beyond are not read
 
     def choose(self, purpose: str, distribution: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         distribution = distribution.to(torch.float64)
@@ -83,12 +82,6 @@ class Branches(Choices):
             self.weight[row] *= p[pick]
             out.append(pick)
         return torch.tensor(out)
-
-    def draft(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        if self.padding is not None:
-            first = torch.nn.functional.one_hot(torch.tensor(0), weights.shape[1])
-            weights = torch.where((node >= self.padding)[:, None], first.to(weights), weights)
-        return super().draft(weights, rows, node)
 
 
 @dataclass
@@ -135,7 +128,7 @@ class Drafted:
 
 @dataclass
 class Case:
-    """A toy world: target and draft logits for every context of up to `shape.depth` tokens
+    """A small model: target and draft logits for every context of up to `shape.depth` tokens
     over V tokens.
 
     scheme: how siblings are drafted: "top" (deterministic), "iid", "without" (replacement) or

@@ -10,12 +10,10 @@ completions with return_token_ids; prompt_logprobs come from a plain pass.
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.verify import verify
 from tests.helpers import wrong_rules
+from tests.helpers.servers import answering, models, vllm
 
 DEPTH = 2  # a longer draft is seldom accepted whole, and one defect shows there alone
 TOGETHER = 0.01  # seconds that the decoder waits for further requests
@@ -84,69 +83,44 @@ class Decoder(threading.Thread):
                 item["tokens"] = found.token_ids
                 item["done"].set()
 
-
-class Handler(BaseHTTPRequestHandler):
-    """/v1/models, /v1/completions, /metrics."""
-
-    decoder: Decoder
-
-    def log_message(self, *args: Any) -> None:
-        """Nothing."""
-
-    def _send(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        d = self.decoder
-        if self.path == "/v1/models":
-            self._send(json.dumps({"data": [{"id": "tiny", "owned_by": "vllm"}]}).encode())
-        else:
-            lines = [
-                f"vllm:spec_decode_num_drafts_total {d.drafts}",
-                f"vllm:spec_decode_num_draft_tokens_total {d.drafted}",
-                f"vllm:spec_decode_num_accepted_tokens_total {d.accepted}",
-                *(
-                    f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{k}"}} {n}'
-                    for k, n in enumerate(d.places)
-                ),
-            ]
-            self._send("\n".join(lines).encode())
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def answered(self, path: str, body: Any) -> Any:
+        """/v1/models, /metrics and /v1/completions."""
+        if path == "/v1/models":
+            return models("vllm")
+        if body is None:
+            names = {"drafts": self.drafts, "draft_tokens": self.drafted}
+            names |= {"accepted_tokens": self.accepted}
+            lines = [f"vllm:spec_decode_num_{name}_total {n}" for name, n in names.items()]
+            place = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            lines += [f'{place}{{position="{k}"}} {n}' for k, n in enumerate(self.places)]
+            return "\n".join(lines)
         if isinstance(body["prompt"], str):
-            body["prompt"] = self.decoder.target.tokenizer(body["prompt"])["input_ids"]
-        choice: dict[str, Any] = {"text": "", "finish_reason": "length"}
+            body["prompt"] = self.target.tokenizer(body["prompt"])["input_ids"]
         if "prompt_logprobs" in body:
-            choice["prompt_logprobs"] = self._distributions(body["prompt"], body["prompt_logprobs"])
-        else:
-            sampling = Sampling(
-                body["temperature"], body.get("top_k", 0), body["top_p"], body.get("min_p", 0.0)
-            )
-            item = {
-                "ids": body["prompt"],
-                "limit": body["max_tokens"],
-                "seed": body["seed"],
-                "sampling": sampling,
-                "done": threading.Event(),
-            }
-            self.decoder.waiting.put(item)
-            item["done"].wait()
-            stop = set(body.get("stop_token_ids", ()))  # a prefix of a sound answer is sound
-            end = next((i for i, token in enumerate(item["tokens"]) if token in stop), None)
-            item["tokens"] = item["tokens"] if end is None else item["tokens"][: end + 1]
-            choice["token_ids"], choice["prompt_token_ids"] = item["tokens"], body["prompt"]
-            choice["text"] = self.decoder.target.tokenizer.decode(item["tokens"])
-            if item["tokens"][-1] in self.decoder.target.eos_ids:
-                choice["finish_reason"] = "stop"
-        self._send(json.dumps({"choices": [choice]}).encode())
+            rows = self._distributions(body["prompt"], body["prompt_logprobs"])
+            return {"choices": [{"text": "", "finish_reason": "length", "prompt_logprobs": rows}]}
+        settings = (body.get("top_k", 0), body["top_p"], body.get("min_p", 0.0))
+        item = {
+            "ids": body["prompt"],
+            "limit": body["max_tokens"],
+            "seed": body["seed"],
+            "sampling": Sampling(body["temperature"], *settings),
+            "done": threading.Event(),
+        }
+        self.waiting.put(item)
+        item["done"].wait()
+        tokens, stop = item["tokens"], set(body.get("stop_token_ids", ()))
+        # a prefix of a sound answer is sound
+        end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens))
+        tokens = tokens[: end + 1]
+        reply = vllm(tokens, tokens[-1] in self.target.eos_ids)
+        text = self.target.tokenizer.decode(tokens)
+        reply["choices"][0] |= {"prompt_token_ids": body["prompt"], "text": text}
+        return reply
 
+    @torch.no_grad()
     def _distributions(self, ids: list[int], top: int) -> list[Any]:
-        with torch.no_grad():
-            rows = self.decoder.target.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        rows = self.target.model(torch.tensor([ids])).logits[0].log_softmax(-1)
         out: list[Any] = [None]
         for at in range(1, len(ids)):
             best = rows[at - 1].topk(min(top, rows.shape[1]))
@@ -163,14 +137,6 @@ def serving(
     """The address of a server while the block runs. draft: None for plain decoding."""
     decoder = Decoder(target, draft, defect, depth)
     decoder.start()
-    handler = type("Bound", (Handler,), {"decoder": decoder})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        decoder.waiting.put(None)
-        server.shutdown()
-        server.server_close()
+    with answering(decoder.answered) as url:
+        yield url
+    decoder.waiting.put(None)

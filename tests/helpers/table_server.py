@@ -8,24 +8,23 @@ API.
 from __future__ import annotations
 
 import contextlib
-import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from tests.helpers.servers import answering, models
 
 VOCAB, LIMIT, BEST, PROMPTS = 120, 25, 20, 8
 OWNERS = {"llama.cpp": "llamacpp", "vllm": "vllm", "sglang": "sglang", "other": "somebody"}
 # (random numbers, log-probabilities [V], temperature, top_k, or top_p where below 1, place,
 # requests at a time) -> token
 Draw = Callable[[np.random.Generator, np.ndarray, float, float, int, int], int]
-# (who answers, what was asked or None for a GET, the answer) -> the answer, bytes as they are, or
-# None where it has answered itself
 Ranked = list[tuple[int, float]]
-Twist = Callable[[BaseHTTPRequestHandler, dict[str, Any] | None, Any], Any]
+# (path, what was asked or None for a GET, the answer) -> the answer
+Twist = Callable[[str, dict[str, Any] | None, Any], Any]
 
 
 def table() -> np.ndarray:
@@ -61,67 +60,41 @@ def spoken(
     draw: Draw = sound,
     wait: float = 0.0,
     by_text: bool = False,
-    twist: Twist = lambda who, body, value: value,
+    twist: Twist = lambda path, body, value: value,
 ) -> Iterator[str]:
     """Its address while the block runs. kind: a key of OWNERS. wait: seconds of every answer.
     by_text: tokens of log-probabilities are named by text. twist: what becomes of every answer."""
+    table = _Table(kind, draw, wait, by_text)
 
-    class Bound(_Handler):
-        pass
+    def answer(path: str, body: Any) -> Any:
+        if body is not None:
+            return twist(path, body, table.answered(path, body))
+        there = models(OWNERS[kind]) if path == "/v1/models" else None
+        return twist(path, body, there)
 
-    Bound.kind, Bound.draw_, Bound.wait, Bound.by_text = kind, staticmethod(draw), wait, by_text
-    Bound.twist = staticmethod(twist)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Bound)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with answering(answer) as url:
+        yield url
 
 
 def _best(last: int) -> Ranked:
     return [(int(i), float(TABLE[last, i])) for i in LIKELIEST[last]]
 
 
-class _Handler(BaseHTTPRequestHandler):
-    kind, wait, by_text = "", 0.0, False
-    draw_: Draw
-    twist: Twist
+@dataclass
+class _Table:
+    kind: str
+    draw: Draw
+    wait: float
+    by_text: bool
 
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-    def _send(self, value: Any, status: int = 200) -> None:
-        body = value if isinstance(value, bytes) else json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        with contextlib.suppress(OSError):  # whoever asked has gone
-            self.end_headers()
-            self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        models = {"data": [{"id": "m", "owned_by": OWNERS[self.kind]}]}
-        there = self.path == "/v1/models"
-        value = type(self).twist(self, None, models if there else {})
-        if value is not None:
-            self._send(value, 200 if there else 404)
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        value = type(self).twist(self, body, self._answered(body))
-        if value is not None:
-            self._send(value)
-
-    def _answered(self, body: dict[str, Any]) -> Any:
-        if self.path == "/tokenize":
+    def answered(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/tokenize":
             key = "content" if self.kind == "llama.cpp" else "prompt"
             return {"tokens": self._ids(body[key])}
-        if self.path == "/generate":
+        if path == "/generate":
             return self._sglang(body)
         ids = body["prompt"] if isinstance(body["prompt"], list) else self._ids(body["prompt"])
-        if self.path == "/completion":
+        if path == "/completion":
             return self._llamacpp(body, ids)
         return self._openai(body, ids)
 
@@ -132,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(self.wait)
         rng, last, found = np.random.default_rng(seed), ids[-1], list[int]()
         for place in range(limit):
-            last = type(self).draw_(rng, TABLE[last], heat, cut, place, 0)
+            last = self.draw(rng, TABLE[last], heat, cut, place, 0)
             found.append(last)
         return found
 

@@ -29,7 +29,7 @@ from outrider.scripts.exporting import contract, contract_check, write
 from outrider.scripts.exporting.contract import Contract, Rounding, Row
 from outrider.scripts.scoring.servers import Address, Reply
 from tests.helpers.interop import DEEP, deep_target, random_head
-from tests.helpers.odd_server import odd
+from tests.helpers.servers import odd
 from tests.helpers.speculating_server import serving
 
 PYTHON = ROOT / ".venv-llamacpp/bin/python"

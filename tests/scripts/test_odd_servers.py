@@ -22,7 +22,7 @@ from outrider.scripts.scoring.servers import (
     VLLM,
     ServerRequest,
 )
-from tests.helpers.odd_server import llamacpp, odd, vllm
+from tests.helpers.servers import llamacpp, odd, vllm
 
 SHAPE = {"layers": 2, "hidden": 32, "vocab": 260}
 COUNTS = "vllm:spec_decode_num_drafts_total 9\nvllm:spec_decode_num_accepted_tokens_total {}\n"
