@@ -1,8 +1,11 @@
-"""Running servers that do what no server should, as rows of the scoreboard: each costs its own row
-at most, and nothing is claimed of what it did not tell."""
+"""Running servers that do what no server should: each costs its own row of the scoreboard at most,
+and nothing is claimed of what it did not tell, or from counters that are endless, fall or lack."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import json
 import math
 import time
 from typing import Any
@@ -10,19 +13,26 @@ from typing import Any
 import pytest
 
 from outrider.conf.errors import UserError
-from outrider.decode.engine import Request
+from outrider.decode.drafters import NoDraft
+from outrider.decode.engine import Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
+from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+from outrider.scripts import check
+from outrider.scripts.exporting import contract
 from outrider.scripts.scoring import server_forms
+from outrider.scripts.scoring.counters import read_counters, rise
 from outrider.scripts.scoring.served import ServedSystem, least, risen
 from outrider.scripts.scoring.servers import (
     LLAMACPP,
     OTHER,
     VLLM,
+    Address,
+    Endpoint,
     ServerRequest,
 )
-from tests.helpers.servers import llamacpp, odd, vllm
+from tests.helpers.servers import endless, llamacpp, odd, vllm
 
 SHAPE = {"layers": 2, "hidden": 32, "vocab": 260}
 COUNTS = "vllm:spec_decode_num_drafts_total 9\nvllm:spec_decode_num_accepted_tokens_total {}\n"
@@ -121,3 +131,83 @@ def test_counters_that_tell_nothing_are_not_zero() -> None:
     assert risen(VLLM, "", up) == 90  # they appear with the first draft
     assert risen(VLLM, "", "") == 0 and risen(OTHER, "", "") is None  # vLLM counts what it drafts
     assert risen(OTHER, None, up) is None and risen(LLAMACPP, None, None) is None
+
+
+# --- counters
+
+LINE = "vllm:spec_decode_num_{}_total {}\n"
+
+
+def page(**counts: Any) -> str:
+    return "".join(LINE.format(name, count) for name, count in counts.items())
+
+
+def counted(drafts: int, draft_tokens: int, accepted_tokens: int) -> str:
+    return page(drafts=drafts, draft_tokens=draft_tokens, accepted_tokens=accepted_tokens)
+
+
+def test_what_counters_rose_by() -> None:
+    place = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {}\n'
+    found = rise(counted(1, 2, 1) + place.format(1), counted(4, 8, 3) + place.format(3))
+    assert found.why == "" and found.rose == {
+        "drafts": 3,
+        "draft_tokens": 6,
+        "accepted_tokens": 2,
+        "accepted_by_position": [2],
+    }
+    fresh = rise("", counted(4, 8, 3))  # they appear with the first draft
+    assert fresh.rose is not None and fresh.rose["draft_tokens"] == 8
+    negative = rise("", counted(-1, -40, -20)).rose
+    assert negative is not None and negative["draft_tokens"] == 0
+    for silent in ((None, None), ("", ""), ("x 1\n", "x 2\n"), (None, counted(4, 8, 3))):
+        found = rise(*silent)
+        assert found.rose is None and found.why == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (counted(9, 40, 20), counted(10, 20, 21), "draft_tokens fell from 40 to 20"),
+        (counted(9, 40, 20), page(drafts=12), "lack draft_tokens and accepted_tokens"),
+        (counted(9, 40, 20), None, "are gone"),
+    ],
+)
+def test_counters_that_fell_or_are_missing_are_named(
+    before: str | None, after: str | None, said: str
+) -> None:
+    found = rise(before, after)
+    assert found.rose is None and said in found.why and "\n" not in found.why
+
+
+def test_pages_that_are_none_are_read_in_no_time() -> None:
+    long = f'a_accepted_tokens_per_pos{{position="{"9" * 5000}"}} 3\n'
+    assert read_counters(long + page(drafts=3)) == {"drafts": 3, "accepted_by_position": []}
+    for word in ("accepted_tokens_per_pos{", "spec_decode_num_drafts{"):
+        assert read_counters(word * 400_000) is None
+    assert read_counters(page(drafts="9" * 1500)) == {"drafts": 0, "accepted_by_position": []}
+
+
+def test_an_endless_page_is_left_after_a_while() -> None:
+    async def looked(url: str) -> tuple[str | None, str]:
+        async with Endpoint(Address(url, timeout=20)) as door:
+            return await door.metrics(), door.unread
+
+    with odd(lambda body: vllm([5]), metrics=endless) as server:
+        found, why = asyncio.run(looked(server.url))
+        assert found is None and "/metrics" in why and "endless" in why
+
+
+def test_a_check_says_what_is_wrong_with_the_counters(target: Target, tmp_path, capsys) -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        requests = [Request(body["prompt"], body["max_tokens"])]
+        (found,) = generate(target, NoDraft(), requests, Sampling()).generations
+        return vllm(found.token_ids, found.finish == "eos")
+
+    wanted = contract.expected(target, NGram(), [[5, 6, 5, 6, 5], [7, 8, 9]], 3, 8)
+    (tmp_path / contract.NAME).write_text(json.dumps(wanted.json()))
+    pages = itertools.chain([counted(9, 40, 20)], itertools.repeat(counted(5, 20, 10)))
+    with odd(answer, metrics=lambda: next(pages)) as server:
+        with pytest.raises(SystemExit) as stop:
+            check.main([f"url={server.url}", f"expected={tmp_path}"])
+    said = capsys.readouterr().out
+    assert stop.value.code == 1 and "fell from" in said and "2 of 2 as expected" in said
