@@ -74,17 +74,17 @@ def exchange(
     norm = torch.nn.utils.get_total_norm(gradients).to(accelerator.device, torch.float64)
     bad = ~(torch.stack(sums.finite).all() & norm.isfinite())
     names = sorted(sums.totals)
-    # All ranks clip by one number: unlike devices sum the same gradients to unlike norms. All
+    # All ranks clip by one number, for unlike devices sum the same gradients to unlike norms, and
     # plan by one clock.
-    first = torch.stack([norm, norm.new_tensor(seconds)])
-    first = first if accelerator.is_main_process else torch.zeros_like(first)
-    flags = torch.stack([bad.double(), norm.new_tensor(requested)])
-    packed = torch.cat([flags, first, *(sums.totals[n] for n in names)])
+    main = accelerator.is_main_process
+    flags = torch.stack([bad.double(), norm if main else torch.zeros_like(norm)])
+    told = norm.new_tensor([requested, seconds if main else 0.0])
+    packed = torch.cat([flags, told, *(sums.totals[n] for n in names)])
     with clock.part("communication"):
         shared = accelerator.reduce(packed, "sum") if accelerator.num_processes > 1 else packed
-        not_finite, stop, norms, spent, *both = shared.tolist()  # type: ignore[union-attr]
+        not_finite, first, stop, spent, *both = shared.tolist()  # type: ignore[union-attr]
     stats = {name: both[2 * i : 2 * i + 2] for i, name in enumerate(names)}
-    return Shared(stats, norms, spent, not not_finite, bool(stop))
+    return Shared(stats, first, spent, not not_finite, bool(stop))
 
 
 # Time
