@@ -40,20 +40,20 @@ class Answering:
     """Questions up to `total`, of which the ledger's are answered. A subclass's `run` has the
     rest answered; it raises UserError when too many fail or are cut.
 
-    tokenizer: the target's. on_tokens: told the tokens of answers. on_rows: told how many rows
-    are on file. failed: question -> why it has no answer; the next run asks it again."""
+    tokenizer: the target's. on_rows: told how many rows are on file. failed: question -> why it
+    has no answer; the next run asks it again. tokens: drawn in this run."""
 
     cfg: SynthesizeConfig
     questions: Questions | Invented
     ledger: Ledger
     total: int
     tokenizer: Any
-    on_tokens: Callable[[int], None] = lambda tokens: None
     on_rows: Callable[[int], None] = lambda rows: None
     failed: dict[int, str] = field(default_factory=dict)
     tokens_alike: Counter[bool] = field(default_factory=Counter)
     unusable: Counter[str] = field(default_factory=Counter)
     answered: int = 0
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         self.specials = tuple(t for t in self.tokenizer.all_special_tokens if t)

@@ -52,14 +52,13 @@ class Regenerator(Answering):
 
     async def _row(self, n: int) -> dict[str, Any]:
         """The row of question n."""
-        talk, answer, tokens = self.converse(n), None, 0
+        talk, answer = self.converse(n), None
         try:
             while True:
                 body = self._body(n, talk.send(answer))  # type: ignore[arg-type]
                 answer = await self.server.ask("POST", "/chat/completions", body, read_answer)
-                tokens += max(answer.tokens, 0) or len(answer.text + answer.reasoning) // 4
+                self.tokens += max(answer.tokens, 0) or len(answer.text + answer.reasoning) // 4
         except StopIteration as end:
-            self.on_tokens(tokens)
             return dict(end.value)
 
     def _body(self, n: int, turn: Turn) -> dict[str, Any]:

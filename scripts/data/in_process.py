@@ -80,9 +80,9 @@ class InProcess(Answering):
             sampling,
             batch_size=self.cfg.batch,
             seed=seed,
-            on_tokens=lambda _, new, __: self.on_tokens(len(new)),
             eos_ids=stop,
         )
+        self.tokens += sum(len(one.token_ids) for one in run.generations)
         return run.generations
 
     def _answer(self, out: Generation) -> ServerAnswer:

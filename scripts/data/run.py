@@ -6,16 +6,20 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import TextColumn
+
 from outrider.conf.disk import check_space
 from outrider.conf.errors import Interrupted, UserError
 from outrider.decode.models.identity import sha256_template, sha256_tokenizer
 from outrider.decode.models.load import load_target, load_tokenizer
-from outrider.scripts.common.meter import Meter
+from outrider.scripts.common.progress import Steps, columns
 from outrider.scripts.data.answering import Answering
 from outrider.scripts.data.config import SynthesizeConfig
 from outrider.scripts.data.from_server import Regenerator
@@ -114,16 +118,20 @@ def _under_way(work: Answering) -> Iterator[None]:
         )
     if have == total:
         say(f"{ledger.path} already holds {total} conversations; nothing to do")
-    with Meter(total, have, work.cfg.longest // 2 + 1) as meter:
-        work.on_tokens, work.on_rows = meter.add, meter.block
+    begun, note = time.monotonic(), TextColumn("{task.fields[note]}")
+    with Steps(*columns(10), note, console=Console(stderr=True), every=10.0) as bar:
+        task = bar.add_task("synthesize", total=total, completed=have, note="")
+
+        def tell(rows: int) -> None:
+            pace = work.tokens / (time.monotonic() - begun)
+            bar.update(task, completed=rows, note=f"{pace:.0f} tokens/s")
+
+        work.on_rows = tell
         yield
     if not ledger.numbers:
         raise UserError(f"prompts: no question has an answer; {next(iter(work.failed.values()))}")
     ledger.finish()
-    say(
-        f"{len(ledger.numbers)} conversations in {ledger.path}; {meter.tokens} tokens at "
-        f"{meter.rate():.0f} tokens/s"
-    )
+    say(f"{len(ledger.numbers)} conversations in {ledger.path}; {work.tokens} tokens")
     work.closing()
     work.check_cut()
 

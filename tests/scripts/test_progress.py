@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.scripts.common.meter import Meter
 from outrider.scripts.common.progress import Steps
 
 
@@ -44,14 +43,3 @@ def test_work_that_goes_on_takes_its_pace_from_what_it_does_itself(capsys: Any) 
         bar.update(task, completed=85)
         bar.update(task, completed=86)
     assert capsys.readouterr().err == "greedy: 85 of 100, 1:00 min so far, about 3:00 min left\n"
-
-
-def test_a_block_without_a_single_answer_stops_no_meter() -> None:
-    meter = Meter(total=10, done=0, guess=50)
-    with meter:
-        meter.block(2)
-        meter.add(500)
-        meter.block(3)
-    task = meter.bar.tasks[0]
-    assert task.completed == 3 and task.fields["note"].endswith("tokens/s")
-    assert meter.rate() > 0

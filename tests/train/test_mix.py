@@ -14,7 +14,7 @@ import torch
 from outrider.conf.errors import Interrupted, UserError
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.heads import head_class
-from outrider.train import resolve
+from outrider.train import setup
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
@@ -155,7 +155,7 @@ def test_epochs_are_steps(
     given = run(data, tmp_path / "steps", "steps=10", "data.held_out=0.0")
     assert digest(counted) == digest(given)
     run(data, counted, "steps=0", "epochs=2", "data.held_out=0.0")
-    assert "changed from step 10 on: steps: 10 -> 14" in capfd.readouterr().err
+    assert "steps: 10 -> 14" in capfd.readouterr().err
     run(data, counted, "steps=16", "data.held_out=0.0")
     with pytest.raises(UserError, match="steps: 16 in the checkpoint, 7 now"):
         run(data, counted, "steps=0", "epochs=1", "data.held_out=0.0")
@@ -192,6 +192,6 @@ def test_a_rate_is_chosen_said_and_kept(
     )
     rates = [json.loads(x).get("lr") for x in (given / "metrics.jsonl").read_text().splitlines()]
     assert rates[-2] == pytest.approx(1e-4)  # 5 % of 2e-3, where the schedule ends
-    monkeypatch.setattr(resolve, "usual_rate", lambda width, narrows: 5e-4)
+    monkeypatch.setattr(setup, "usual_rate", lambda width, narrows: 5e-4)
     run(files[0], tmp_path / "run", "steps=4")
     assert "optim.lr: 0.001, with which this run began" in capfd.readouterr().err

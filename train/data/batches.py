@@ -128,7 +128,7 @@ class JoinedRows:
         """Those rows, right-padded to the longest; pack: or packed end to end into sequences
         of so many tokens (or of the longest row, if that is more). How many positions a
         sequence has, `laid` decides."""
-        sizes = self.lengths[list(rows)].tolist()
+        starts, sizes = (t[list(rows)].tolist() for t in (self.offsets, self.lengths))
         sequences, width = laid(sizes, pack)
         ids = torch.zeros(len(sequences), width, dtype=torch.int64)
         mask, loss = (torch.zeros_like(ids, dtype=torch.bool) for _ in range(2))
@@ -137,7 +137,7 @@ class JoinedRows:
             start = 0
             for i in chosen:
                 part = slice(start, start := start + sizes[i])
-                flat = slice(int(self.offsets[rows[i]]), int(self.offsets[rows[i] + 1]))
+                flat = slice(starts[i], starts[i] + sizes[i])
                 ids[b, part], mask[b, part] = self.ids[flat], True
                 loss[b, part] = self.loss[flat]
                 position[b, part] = torch.arange(sizes[i])
