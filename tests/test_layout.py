@@ -153,10 +153,7 @@ EAGLE = (
 READING = {
     "Medusa": (
         4776,
-        (
-            *("heads/medusa/config.py", "heads/medusa/base.py"),
-            *("heads/medusa/head.py", "heads/medusa/drafter.py"),
-        ),
+        (*(f"heads/medusa/{name}.py" for name in ("config", "base", "head")),),
     ),
     "EAGLE": (
         5521,

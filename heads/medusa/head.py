@@ -1,10 +1,9 @@
 """Medusa heads (Cai et al. 2024): K small heads on the target's last feature, each guessing
 one token further ahead.
 
-Head i (0-based) reads f_t, the target's output feature after its final norm at position t, and
-predicts x_{t+i+2}; the target's own LM head predicts x_{t+1} from the same feature. A head is
-L residual blocks x + SiLU(W x + b) and a vocabulary projection. W = 0, b = 0 and a projection
-copied from the LM head make every fresh head equal the LM head.
+A head is L residual blocks x + SiLU(W x + b) on f_t and a vocabulary projection
+(heads/medusa/base.py). W = 0, b = 0 and a projection copied from the LM head make every
+fresh head equal the LM head.
 
 Markov term (markov_rank = r > 0; the idea is DSpark's): every head's logits for token x_s get
 W1[x_{s-1}] W2 added, W1 [V, r], W2 [r, Vd], shared by the heads. Training reads the true
@@ -19,27 +18,54 @@ supervised tokens, r rank, P nodes of one level.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.decode.drafters import Drafter
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.target import Target
 from outrider.heads.batch import Batch
-from outrider.heads.medusa.base import ParallelHead, ParallelSaved, residual_blocks
-from outrider.heads.medusa.config import MedusaConfig
-from outrider.heads.medusa.drafter import AtOnce
-from outrider.heads.names import DraftSpec
-
-__all__ = ["MedusaConfig", "MedusaDrafter", "MedusaHead"]
+from outrider.heads.medusa.base import AtOnce, ParallelHead, ParallelSaved, residual_blocks
+from outrider.heads.medusa.config import MedusaConfig as MedusaConfig
 
 
 @dataclass(kw_only=True)
 class MedusaSaved(ParallelSaved):
     config: MedusaConfig
+
+
+class MedusaDrafter(AtOnce):
+    """Drafts with all heads at once; with a Markov term level by level, whose tokens it
+    reads."""
+
+    def __init__(self, head: MedusaHead, target: Target, form: Form) -> None:
+        super().__init__(head, target, form)
+        given = head.block_weight, head.block_bias
+        self.weight, self.bias = (t.detach().to(target.dtype, copy=True) for t in given)
+        self.markov = None
+        if head.markov_in is not None and head.markov_out is not None:
+            given = head.markov_in, head.markov_out
+            self.markov = [t.detach().to(target.dtype, copy=True) for t in given]
+
+    def logits(self, depth: int) -> Tensor:
+        x = self.feats.expand(depth, *self.feats.shape)
+        x = residual_blocks(x, self.weight[:depth], self.bias[:depth])
+        if self.proj.dim() == 2:
+            return x @ self.proj.T
+        return torch.bmm(x, self.proj[:depth].transpose(1, 2))
+
+    def open(self, levels: int) -> Tensor:
+        return self._behind(self.last[:, None], super().open(levels))
+
+    def level(self, nodes: Nodes) -> Tensor:
+        return self._behind(nodes.tokens, super().level(nodes))
+
+    def _behind(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Add the Markov term of tokens [B, P] to logits [B, 1, Vd]: [B, P, Vd]."""
+        if self.markov is None:
+            return logits
+        return logits + F.linear(F.embedding(tokens, self.markov[0]), self.markov[1])
 
 
 class MedusaHead(ParallelHead):
@@ -48,8 +74,7 @@ class MedusaHead(ParallelHead):
     ParallelHead."""
 
     kind = "medusa"
-    Config = MedusaConfig
-    Saved: ClassVar[type[MedusaSaved]] = MedusaSaved
+    Config, Saved, Drafts = MedusaConfig, MedusaSaved, MedusaDrafter
     cfg: MedusaConfig
     markov_in: nn.Parameter | None
     markov_out: nn.Parameter | None
@@ -78,43 +103,3 @@ class MedusaHead(ParallelHead):
         if self.markov_in is None or self.markov_out is None:
             return None
         return F.embedding(batch.ids.reshape(-1)[flat - 1], self.markov_in), self.markov_out
-
-    def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
-        kind = MedusaDrafter if self.markov_in is None else MarkovDrafter
-        return kind(self, target, self.form(target, draft))
-
-
-class MedusaDrafter(AtOnce):
-    """Drafts with all heads at once."""
-
-    def __init__(self, head: MedusaHead, target: Target, form: Form) -> None:
-        super().__init__(head, target, form)
-        given = head.block_weight, head.block_bias
-        self.weight, self.bias = (t.detach().to(target.dtype, copy=True) for t in given)
-
-    def logits(self, depth: int) -> Tensor:
-        x = self.feats.expand(depth, *self.feats.shape)
-        x = residual_blocks(x, self.weight[:depth], self.bias[:depth])
-        if self.proj.dim() == 2:
-            return x @ self.proj.T
-        return torch.bmm(x, self.proj[:depth].transpose(1, 2))
-
-
-class MarkovDrafter(MedusaDrafter):
-    """Medusa with a low-rank term of the token before."""
-
-    def __init__(self, head: MedusaHead, target: Target, form: Form) -> None:
-        super().__init__(head, target, form)
-        assert head.markov_in is not None and head.markov_out is not None
-        self.markov_in = head.markov_in.detach().to(target.dtype, copy=True)
-        self.markov_out = head.markov_out.detach().to(target.dtype, copy=True)
-
-    def open(self, levels: int) -> Tensor:
-        return super().open(levels) + self._after(self.last[:, None])
-
-    def level(self, nodes: Nodes) -> Tensor:
-        return super().level(nodes) + self._after(nodes.tokens)
-
-    def _after(self, tokens: Tensor) -> Tensor:
-        """The term of tokens [B, P]: [B, P, Vd]."""
-        return F.linear(F.embedding(tokens, self.markov_in), self.markov_out)

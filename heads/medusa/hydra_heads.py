@@ -38,9 +38,8 @@ from outrider.heads.layers.drafter import CachedNet
 from outrider.heads.layers.layer import DraftLayer, DraftNet, Rope, run_layers
 from outrider.heads.layers.plan import Plan
 from outrider.heads.layers.shape import LayerShape, as_made, layer_config
-from outrider.heads.medusa.base import ParallelHead, ParallelSaved, residual_blocks
+from outrider.heads.medusa.base import LastFeature, ParallelHead, ParallelSaved, residual_blocks
 from outrider.heads.medusa.config import HydraHeadsConfig as HydraHeadsConfig
-from outrider.heads.medusa.drafter import LastFeature
 
 LARGEST_SCALE = 1e6  # of embeddings that are next to zero
 
@@ -59,9 +58,7 @@ class HydraHeadsSaved(ParallelSaved):
         found = super().fits(target)
         wide = target.embedding_weight.shape[1]
         if self.embed_width != wide:
-            found.append(
-                f"embed_width: {self.embed_width}, the target's embeddings are {wide} wide"
-            )
+            found.append(f"embed_width: {self.embed_width}, the target's embeddings have {wide}")
         if not 0 < self.embed_scale <= LARGEST_SCALE:
             found.append(f"embed_scale: {self.embed_scale} is outside (0, {LARGEST_SCALE:g}]")
         layers = self.config.prefix_layers
@@ -81,11 +78,9 @@ def first_block(feature: Tensor, embeddings: Tensor, weight: Tensor, bias: Tenso
 
 
 class Prefix(DraftNet):
-    """Llama-style layers shaped after the target (`shape`: heads.layers.shape.layer_config).
-    Weights are float32.
-    """
+    """Llama-style layers of the shape heads.layers.shape.layer_config. Weights are float32."""
 
-    def __init__(self, shape: dict[str, Any], std: float = 0.02) -> None:
+    def __init__(self, shape: dict[str, Any]) -> None:
         super().__init__(shape)
         self.shape = shape
         self.config._attn_implementation = NAME
@@ -96,7 +91,7 @@ class Prefix(DraftNet):
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(weight)
             elif weight.dim() > 1:
-                nn.init.normal_(weight, 0.0, std)
+                nn.init.normal_(weight, 0.0, 0.02)
 
     def forward(self, x: Tensor, rope: Rope, keep: Tensor, **kwargs: Any) -> Tensor:
         """Features [B, T, D] -> [n, D] at the flat rows `keep` [n], distinct."""
@@ -113,15 +108,9 @@ class Prefix(DraftNet):
 class PrefixState(CachedNet):
     """The layers while drafting, row by row as the drafter's."""
 
-    def __init__(self, prefix: Prefix, target: Target, ahead: int) -> None:
+    def __init__(self, prefix: Prefix, target: Target) -> None:
         super().__init__(prefix, target)
         self.net.config._attn_implementation = attention.NAME
-        self.ahead = ahead
-        self.reset(1, 1)
-
-    def reset(self, rows: int, max_len: int) -> None:
-        """Forget everything; room for `rows` rows of `max_len` committed tokens."""
-        self.room(rows, max_len + self.ahead + 2)  # a padded observation may stick out
 
     def observe(self, feats: Tensor, n: Tensor, rows: slice) -> Tensor:
         """New features [b, n_max, D] of live `rows`, n [b] of them real -> the layers' output
@@ -149,14 +138,14 @@ class HydraDrafter(LastFeature):
         if head.block_weight is not None and head.block_bias is not None:
             pair = copied(head.block_weight), copied(head.block_bias)
             self.blocks = [list(zip(*(t[d] for t in pair), strict=True)) for d in some]
-        self.prefix = None if head.prefix is None else PrefixState(head.prefix, target, form.depth)
+        self.prefix = None if head.prefix is None else PrefixState(head.prefix, target)
+        self.reset(1, 1)
 
     def reset(self, rows: int, max_len: int) -> None:
-        """Forget every row; the prefix layers make room for `rows` rows of `max_len`
-        tokens."""
+        """Forget every row; the prefix layers make room for `rows` rows of `max_len` tokens."""
         super().reset(rows, max_len)
-        if self.prefix is not None:
-            self.prefix.reset(rows, max_len)
+        if self.prefix is not None:  # a padded observation may stick out
+            self.prefix.room(rows, max_len + self.max_depth + 2)
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
         super().begin(prompts, sampling)

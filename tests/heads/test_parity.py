@@ -27,7 +27,7 @@ from outrider.heads.batch import Batch
 from outrider.heads.eagle.drafter import EagleDrafter
 from outrider.heads.layers.drafter import DraftCache
 from outrider.heads.losses import LossWeights
-from outrider.heads.medusa.drafter import LastFeature
+from outrider.heads.medusa.base import LastFeature
 from outrider.heads.medusa.head import MedusaConfig, MedusaDrafter, MedusaHead
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.train.loop import fit
