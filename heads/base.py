@@ -224,8 +224,8 @@ class Head(Stored):
 
     @property
     def levels(self) -> int:
-        """How many levels of a draft `calibrate` measures. Default: one."""
-        return 1
+        """Count the levels of a draft that `calibrate` measures. Default: all, or one."""
+        return self.deepest or 1
 
     def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
         """Measure on held-out rows what decoding wants to know: acceptance by level and rank,

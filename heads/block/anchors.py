@@ -41,14 +41,11 @@ class Anchors:
 
     def context(self, batch: Batch) -> Tensor:
         """[B, A, T] bool: the features that a block may read, those of its own document before
-        the anchor. Compared are positions: the anchor's own feature is not there yet."""
-        count, length = batch.ids.shape
-        position = batch.depth().view(count, length)
-        seen = position[:, None] < position.gather(1, self.place)[..., None]
-        if batch.position is None:
-            return seen
-        document = (batch.position == 0).cumsum(1)
-        return seen & (document[:, None] == document.gather(1, self.place)[..., None])
+        the anchor, whose own feature is not there yet."""
+        position = batch.depth().view(batch.ids.shape).gather(1, self.place)  # [B, A]
+        slot = torch.arange(batch.ids.shape[1], device=self.place.device)
+        place = self.place[..., None]
+        return (slot < place) & (slot >= place - position[..., None])
 
     def labels(self, batch: Batch, slots: int) -> tuple[Tensor, Tensor]:
         """(flat place of the token that each slot predicts, [B, A, K], whether it is there:
@@ -60,9 +57,8 @@ class Anchors:
         row = torch.arange(count, device=self.place.device)[:, None, None]
         flat = row * length + place.clamp(max=length - 1)
         position = batch.depth()
-        same = position[flat] == position.view(count, length).gather(1, self.place)[..., None] + (
-            ahead
-        )
+        own = position.view(count, length).gather(1, self.place)[..., None]
+        same = position[flat] == own + ahead
         return flat, inside & same & batch.mask.reshape(-1)[flat] & self.real[..., None]
 
 

@@ -185,10 +185,6 @@ class BlockHead(LayeredHead):
             h = h.unflatten(1, (-1, rows))
             yield h[:, :, self.cfg.before : self.cfg.before + slots]
 
-    @property
-    def levels(self) -> int:
-        return self.cfg.slots
-
     @torch.no_grad()
     def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
         """Measure also the temperatures of the confidence head, on blocks drawn as at the

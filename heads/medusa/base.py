@@ -93,15 +93,13 @@ class ParallelHead(Head):
 
     @classmethod
     def build(cls, target: Target, cfg: Any) -> Self:
-        """The module for a target with every block at its start, the projection still
-        empty."""
+        """Make the module with every block at its start, the projection still empty."""
         return cls(cfg, target.hidden_size, target.vocab_size, target.num_layers, target.device)
 
     @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
-        """Fresh heads, equal to the target's LM head. Raises UserError when the draft
-        vocabulary is too large.
-        """
+        """Make fresh heads, equal to the target's LM head. Raises UserError when the draft
+        vocabulary is too large."""
         head = cls.build(target, cfg)
         if cfg.draft_vocab:
             ids = head.choose_vocabulary(counts, cfg.draft_vocab)
@@ -129,12 +127,9 @@ class ParallelHead(Head):
         return self.scaled_rows(target) if self.proj is None else self.proj
 
     def states(self, batch: Batch, target: Target, feats: Tensor, reads: Tensor) -> Tensor:
-        """Hidden state [K, n, D] of head k for supervised token j, read at flat position
-        reads[k, j].
-
-        feats: [B * T, D] features; a position of `reads` [K, n] that does not exist is clamped
-            to a real one.
-        """
+        """Compute the hidden states [K, n, D] of head k for supervised token j, read from
+        feats [B * T, D] at flat position reads[k, j]; one that does not exist stands for
+        any."""
         raise TypeError(f"{type(self).__name__} must define states")
 
     def low_rank(self, batch: Batch, flat: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -190,10 +185,6 @@ class ParallelHead(Head):
                 if extra is not None:
                     z = z + extra[0][part][ok].to(z.dtype) @ extra[1].to(z.dtype).T
                 yield flat[part][ok], k, z
-
-    @property
-    def levels(self) -> int:
-        return int(self.cfg.heads)
 
     @property
     def deepest(self) -> int:

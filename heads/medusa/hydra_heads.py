@@ -142,7 +142,8 @@ class HydraDrafter(LastFeature):
         self.reset(1, 1)
 
     def reset(self, rows: int, max_len: int) -> None:
-        """Forget every row; the prefix layers make room for `rows` rows of `max_len` tokens."""
+        """Forget every row; the prefix layers make room for `rows` rows of `max_len`
+        tokens."""
         super().reset(rows, max_len)
         if self.prefix is not None:  # a padded observation may stick out
             self.prefix.room(rows, max_len + self.max_depth + 2)
