@@ -7,8 +7,7 @@ kind that nothing learned from, at T = 0 and T = 1, and on others that are unlik
 
 Each step prints its command. Stop it at any time: the same command goes on where it
 stopped. Leaves chats.jsonl, features, hydra_heads and eagle3 in runs/demo, tables in
-reports/demo/like and unlike, and the seconds and memory of every step in
-reports/demo/spent.json; FAST=1 has folders of its own, runs/demo-fast and
+reports/demo/like and unlike; FAST=1 has folders of its own, runs/demo-fast and
 reports/demo-fast.
 
 The conversations come with the code, since writing them takes as long as the rest. What
@@ -27,7 +26,9 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,37 @@ from typing import Any
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from outrider.conf.errors import UserError, resumable
+from outrider.conf.errors import Interrupted, UserError, resumable
 from outrider.conf.schema import entry
 from outrider.scripts.common import files
 from outrider.scripts.common.config import DemoConfig
-from outrider.scripts.common.pipeline import Command, Pipeline
 from outrider.scripts.reports import score_table
 from outrider.scripts.reports.table import DOUBT, Table, number
 from outrider.scripts.scoring.ranking import believable, best
 
 CHATS, QUESTIONS = (Path(f"scripts/prompts/demo_{what}.jsonl") for what in ("chats", "questions"))
 NGRAM = "ngram@chain:3"
+
+
+STOPPED = (130, 75, -2, -15)  # exit codes of a command that goes on when it is given again
+
+
+@dataclass(frozen=True)
+class Step:
+    """A script with its keys, and the file that it leaves when it is done."""
+
+    title: str
+    argv: list[str]
+    leaves: Path
+
+    @property
+    def line(self) -> str:
+        """The command as one types it: without a clone there are no scripts, but `outrider`."""
+        if files.in_clone():
+            return shlex.join(["python", *self.argv])
+        script = Path(self.argv[0])
+        verb = ["train", script.stem] if script.parts[0] == "train" else [script.stem]
+        return shlex.join(["outrider", *verb, *self.argv[1:]])
 
 
 @dataclass(frozen=True)
@@ -89,14 +110,14 @@ HALF = replace(FULL, conversations=192, hydra_steps=100, eagle_steps=90, prompts
 FAST = Budget("demo-fast", 32, hydra_steps=10, eagle_steps=10, prompts=8, tokens=24)
 
 
-def steps(budget: Budget) -> list[Command]:
-    """The main job as commands."""
+def steps(budget: Budget) -> list[Step]:
+    """Return the main job as commands."""
     runs, reports = budget.runs, budget.reports
     chats, features = runs / "chats.jsonl", runs / "features"
     text = ["target=smollm2", "data=jsonl", f"data.path={chats}", "data.max_length=320"]
     read = features / "manifest.json"
 
-    def train(title: str, script: str, name: str, updates: int, keys: list[str]) -> Command:
+    def train(title: str, script: str, name: str, updates: int, keys: list[str]) -> Step:
         words = [
             script,
             *text,
@@ -110,14 +131,12 @@ def steps(budget: Budget) -> list[Command]:
             "eval.every=0",  # the tables that follow decode
             "eval.parity=2",
         ]
-        return Command(title, words, [read], runs / name / "head" / "head.json")
+        return Step(title, words, runs / name / "head" / "head.json")
 
-    def score(
-        title: str, name: str, rows: list[str], keys: list[str], reads: list[Path]
-    ) -> Command:
+    def score(title: str, name: str, rows: list[str], keys: list[str]) -> Step:
         words = ["scripts/evaluate.py", "target=smollm2", f"drafters=[{','.join(rows)}]"]
         words += [f"out={reports}/{name}", "overwrite=true", "parity=0", *keys]
-        return Command(title, words, reads, reports / name / "report.json")
+        return Step(title, words, reports / name / "report.json")
 
     store = ["scripts/cache_features.py", *text, "heads=[hydra_heads,eagle3]", f"out={features}"]
     hydra = "Hydra heads learn, the head that learns most in a minute"
@@ -128,16 +147,16 @@ def steps(budget: Budget) -> list[Command]:
         train(hydra, "train/hydra_heads.py", "hydra_heads", budget.hydra_steps, ["head.heads=2"]),
         train(eagle, "train/eagle.py", "eagle3", budget.eagle_steps, eagle_keys),
     ]
-    rows, reads = ["none", *budget.rows()], [QUESTIONS, *(head.leaves for head in heads)]
+    rows = ["none", *budget.rows()]
     few, length = ["num_prompts=6", "max_new_tokens=32"], f"max_new_tokens={budget.tokens}"
     both = [f"prompts={QUESTIONS}", f"num_prompts={budget.prompts}", "temperatures=[0,1]", length]
     half = [f"num_prompts={budget.prompts // 2}", length]
     return [
-        score("n-grams, which need no training", "first", ["none", NGRAM], few, []),
-        Command("the target reads its conversations, once for both heads", store, [chats], read),
+        score("n-grams, which need no training", "first", ["none", NGRAM], few),
+        Step("the target reads its conversations, once for both heads", store, read),
         *heads,
-        score("scores on questions like the data", "like", rows, both, reads),
-        score("scores on questions unlike the data", "unlike", rows, half, reads),
+        score("scores on questions like the data", "like", rows, both),
+        score("scores on questions unlike the data", "unlike", rows, half),
     ]
 
 
@@ -148,13 +167,11 @@ def main(cfg: DemoConfig) -> int:
     if files.in_clone():  # an installed package is no place to write to
         os.chdir(files.ROOT)
     budget = FAST if cfg.fast else budget_here()
-    todo = steps(budget)
+    began = time.perf_counter()
     with files.sole_folder(budget.runs):
         begin(budget)
-        job = Pipeline("demo", budget.runs)
-        job.run(todo)
-        spent = where_it_went(job, todo, budget.reports / "spent.json")
-    spent.show()
+        run(steps(budget))
+    print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
     tables = [budget.reports / name for name in ("like", "unlike")]
     like, unlike = (json.loads((table / "report.json").read_text()) for table in tables)
     what_it_brought(budget, like, unlike).show()
@@ -181,7 +198,7 @@ def begin(budget: Budget) -> None:
     version of the demo, which had other figures, has left its files."""
     figures = budget.runs / "budget.json"
     made = json.loads(figures.read_text()) if figures.exists() else None
-    if (budget.runs / "steps").exists() and made != asdict(budget):
+    if made != asdict(budget) and any(budget.runs.glob("*/")):
         raise UserError(
             f"{budget.runs}: of another version of the demo, which this one cannot go on with; "
             f"rename or remove it and {budget.reports}"
@@ -191,25 +208,28 @@ def begin(budget: Budget) -> None:
     files.write_text(budget.runs / "chats.jsonl", "".join(lines))
 
 
-def where_it_went(job: Pipeline, todo: list[Command], out: Path) -> Table:
-    """Seconds and memory of every step, done now or before, and of all of them; also in
-    `out`."""
-    spent = {step.title: job.spent(step) for step in todo}
-    keys = ("seconds", "cpu_seconds")
-    whole = {key: round(sum(row[key] for row in spent.values()), 1) for key in keys}
-    whole["peak_bytes"] = max(row["peak_bytes"] for row in spent.values())
-    minutes, core_minutes = (round(whole[key] / 60, 2) for key in keys)
-    about = {"command": files.command(), "environment": files.environment("cpu")}
-    about["all"] = {"minutes": minutes, "core_minutes": core_minutes, **whole}
-    lines = {step.title: {"command": step.line, **spent[step.title]} for step in todo}
-    files.write_json(out, {**about, "steps": lines})
-    rows = [
-        [title, *(f"{row[key]:.0f}" for key in keys), f"{row['peak_bytes'] / 2**30:.1f}"]
-        for title, row in [*spent.items(), ("all", whole)]
-    ]
-    notes = [f"{minutes:.1f} minutes, {core_minutes:.1f} of one core: {out}"]
-    head = ("where the time went", "seconds", "of the processors", "memory, GiB")
-    return Table(head, rows, notes=notes)
+def run(todo: list[Step]) -> None:
+    """Run the steps that are not done yet, as the user would. Raises UserError where one fails (its
+    own messages have said why), and Interrupted where it was stopped."""
+    for place, step in enumerate(todo, 1):
+        if step.leaves.exists():
+            print(f"{place}. {step.title}: done already ({step.leaves})", flush=True)
+            continue
+        print(f"{place}. {step.title}\n   {step.line}", flush=True)
+        script = files.here(Path(step.argv[0]))  # a job may run from any folder
+        process = subprocess.Popen([sys.executable, str(script), *step.argv[1:]])
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()  # it saves what it has
+            process.wait()
+            raise
+        if code in STOPPED:
+            raise Interrupted("demo: stopped; the same command goes on from here")
+        if code or not step.leaves.exists():
+            raise UserError(
+                f"demo: `{step.line}` ended with exit code {code}; see its message above"
+            )
 
 
 def what_it_brought(budget: Budget, like: dict[str, Any], unlike: dict[str, Any]) -> Table:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 
-from outrider.conf.errors import Interrupted, UserError
+from outrider.conf.errors import UserError
 from outrider.scripts.common.memo import Memo
-from outrider.scripts.common.pipeline import Command, Pipeline
 
 
 def stop(*_: object) -> None:
@@ -93,78 +91,3 @@ def test_a_file_in_the_place_of_the_folder_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "memo").touch()
     with pytest.raises(UserError, match=r"^out: .*/memo is a file"):
         Memo(tmp_path / "memo", {})
-
-
-def job(tmp_path: Path, text: str, *argv: str) -> tuple[Pipeline, Command]:
-    """A pipeline and a command that runs `text`, is given `left` and `argv`, and reads `data`."""
-    script, left = tmp_path / "some.py", tmp_path / "left"
-    script.write_text(f"import sys, time\n{text}\n")
-    command = Command("some", [str(script), str(left), *argv], [tmp_path / "data"], left)
-    return Pipeline("job", tmp_path / "job"), command
-
-
-COUNT = "open(sys.argv[1], 'a').write('x')"
-
-
-def test_a_command_runs_once_for_what_it_is_and_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = tmp_path / "data"
-    data.write_text("1")
-    pipeline, command = job(tmp_path, COUNT)
-    for _ in range(2):
-        pipeline.run([command])
-    assert command.leaves.read_text() == "x"
-    assert "1. some: done already" in capsys.readouterr().out
-    data.unlink()
-    data.write_text("1")
-    pipeline.run([command])
-    assert command.leaves.read_text() == "x", "the same content, written again"
-    data.write_text("2")
-    pipeline.run([command])
-    assert command.leaves.read_text() == "xx" and f"another {data};" in capsys.readouterr().err
-    data.write_text("1")
-    pipeline.run([command])
-    assert command.leaves.read_text() == "xxx", "what it has left is of the content between"
-    capsys.readouterr()
-    pipeline.run([job(tmp_path, COUNT, "more")[1]])
-    assert command.leaves.read_text() == "xxxx" and "another command;" in capsys.readouterr().err
-    command.leaves.unlink()
-    pipeline.run([command])
-    assert command.leaves.read_text() == "x", "what it had left was gone"
-
-
-def test_a_command_fails_in_a_line(tmp_path: Path) -> None:
-    pipeline, command = job(tmp_path, f"{COUNT}\nsys.exit(3)")
-    with pytest.raises(
-        UserError, match="^job: `python .*` ended with exit code 3; see its message"
-    ):
-        pipeline.run([command])
-    pipeline, command = job(tmp_path, "pass")
-    command.leaves.unlink()
-    with pytest.raises(UserError, match="left is missing after its step"):
-        pipeline.run([command])
-
-
-def test_a_stopped_command_saves_what_it_has(tmp_path: Path) -> None:
-    """Ctrl-C at the job: its command is asked to stop and waited for, and its time is kept."""
-    saves = """
-import os, signal
-def save(*_):
-    time.sleep(1)
-    sys.exit(open(sys.argv[1], "w").write("saved") and 75)
-signal.signal(signal.SIGTERM, save)
-os.kill(os.getppid(), signal.SIGINT)
-time.sleep(60)
-"""
-    pipeline, command = job(tmp_path, saves)
-    # a shell that starts the tests in the background lets them ignore Ctrl-C
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            pipeline.run([command])
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert command.leaves.read_text() == "saved" and pipeline.spent(command)["seconds"] > 1
-    with pytest.raises(Interrupted, match="the same command goes on"):
-        pipeline.run([job(tmp_path, "sys.exit(75)")[1]])

@@ -1,27 +1,26 @@
-"""Commands of a job as a user would type them, in a clone and without one."""
+"""The demo: its commands as a user would type them, what it goes on with, its last screen."""
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outrider.conf.errors import UserError
+from outrider.conf.errors import Interrupted, UserError
 from outrider.scripts import demo
 from outrider.scripts.common import files
-from outrider.scripts.common.pipeline import Command, Pipeline
 from outrider.scripts.common.prompts import load_prompts
 
 
 def test_without_a_clone_there_are_no_scripts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    score = Command("scores", ["scripts/evaluate.py", "target=tiny"], [], tmp_path)
-    train = Command("learns", ["train/eagle.py", "steps=1"], [], tmp_path)
+    score = demo.Step("scores", ["scripts/evaluate.py", "target=tiny"], tmp_path)
+    train = demo.Step("learns", ["train/eagle.py", "steps=1"], tmp_path)
     assert score.line == "python scripts/evaluate.py target=tiny"
     assert train.line == "python train/eagle.py steps=1"
     monkeypatch.setattr(files, "ROOT", tmp_path)
@@ -72,7 +71,7 @@ def test_its_last_screen(
     """Both temperatures, the engines that load a head, and commands that keep their brackets."""
     monkeypatch.setattr(files, "ROOT", tmp_path)
     monkeypatch.setattr(demo, "begin", lambda _: None)
-    monkeypatch.setattr(demo.Pipeline, "run", lambda *_: None)
+    monkeypatch.setattr(demo, "run", lambda _: None)
     monkeypatch.chdir(tmp_path)
     like = {**scored(demo.FAST, n=1.1, EAGLE=1.4), "others": [scored(demo.FAST, EAGLE=1.3)]}
     unlike = scored(demo.FAST, "n-grams, untrained", EAGLE=0.9)
@@ -89,7 +88,6 @@ def test_its_last_screen(
     assert all("vLLM" not in line for line in said.splitlines() if "Hydra heads  " in line)
     assert "▸ Hydra heads " in said
     assert "2.00× [1.90, 2.10] ✗" in said and "IN DOUBT" in said
-    assert json.loads((tmp_path / "reports/demo-fast/spent.json").read_text())["all"]
 
 
 def test_the_demo_marks_no_row_that_is_slower_than_plain_decoding() -> None:
@@ -124,26 +122,44 @@ def test_the_demo_writes_where_a_user_finds_it(
     assert seen == [str(root if clone else here)]
 
 
-def test_a_step_keeps_its_seconds_and_its_memory(tmp_path: Path) -> None:
-    steps = []
-    for name, size in (("big", 600_000_000), ("small", 1)):
+def test_a_step_is_done_once_and_its_end_is_told(tmp_path: Path) -> None:
+    def step(name: str, code: str) -> demo.Step:
         script, left = tmp_path / f"{name}.py", tmp_path / name
-        script.write_text(f"open({str(left)!r}, 'w').write(str(len(b'x' * {size})))\n")
-        steps.append(Command(name, [str(script)], [], left))
-    job = Pipeline("demo", tmp_path)
-    assert job.spent(steps[0])["peak_bytes"] == 0
-    job.run(steps)
-    big, small = (job.spent(step) for step in steps)
-    assert big["seconds"] > 0 and big["cpu_seconds"] > 0 and small["cpu_seconds"] > 0
-    assert 6e8 < big["peak_bytes"] < 1e12 and 0 < small["peak_bytes"] <= big["peak_bytes"]
-    shown = demo.where_it_went(job, steps, tmp_path / "spent.json")
-    assert [row[0] for row in shown.rows] == ["big", "small", "all"]
-    kept = json.loads((tmp_path / "spent.json").read_text())
-    assert kept["steps"]["big"] == {"command": steps[0].line, **big}
-    assert kept["all"]["peak_bytes"] == big["peak_bytes"]
-    for key, minutes in (("seconds", "minutes"), ("cpu_seconds", "core_minutes")):
-        assert kept["all"][key] == pytest.approx(big[key] + small[key], abs=0.1)
-        assert kept["all"][minutes] == pytest.approx(kept["all"][key] / 60, abs=0.01)
+        script.write_text(f"import sys\nopen({str(left)!r}, 'a').write('x')\n{code}\n")
+        return demo.Step(name, [str(script)], left)
+
+    first, second = step("first", ""), step("second", "sys.exit(0)")
+    demo.run([first])
+    demo.run([first, second])
+    assert first.leaves.read_text() == second.leaves.read_text() == "x"
+    with pytest.raises(Interrupted, match="the same command goes on"):
+        demo.run([step("stopped", "sys.exit(75)")])
+    with pytest.raises(UserError, match="exit code 2"):
+        demo.run([first, step("wrong", "sys.exit(2)")])
+    with pytest.raises(UserError, match="exit code 0"):
+        demo.run([replace(step("nothing", ""), leaves=tmp_path / "never")])
+
+
+def test_a_stopped_step_saves_what_it_has(tmp_path: Path) -> None:
+    """Ctrl-C at the demo: its step is asked to stop and waited for."""
+    script, left = tmp_path / "some.py", tmp_path / "left"
+    script.write_text(f"""
+import os, signal, sys, time
+def save(*_):
+    time.sleep(1)
+    sys.exit(open({str(left)!r}, "w").write("saved") and 75)
+signal.signal(signal.SIGTERM, save)
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(60)
+""")
+    # a shell that starts the tests in the background lets them ignore Ctrl-C
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            demo.run([demo.Step("some", [str(script)], left)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert left.read_text() == "saved"
 
 
 def test_the_demo_goes_on_with_its_own_files_alone(
@@ -151,7 +167,7 @@ def test_the_demo_goes_on_with_its_own_files_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     demo.begin(demo.FULL)
-    (demo.FULL.runs / "steps").mkdir()
+    (demo.FULL.runs / "eagle3").mkdir()
     demo.begin(demo.FULL)
     demo.begin(demo.FAST)
     with pytest.raises(UserError, match="^runs/demo: .*rename or remove it and reports.demo"):
