@@ -259,16 +259,15 @@ class Eagle3(Layout[Eagle3Head]):
         named = {TAPS: taps, "eagle_config": {TAPS: [k - 1 for k in taps]}}
         usual = taps == usual_taps(target.num_layers)
         return {
-            "architectures": ["PeagleLlamaForCausalLM" if cfg.parallel else _EAGLE3],
+            "architectures": [
+                "PeagleLlamaForCausalLM" if cfg.parallel else "LlamaForCausalLMEagle3"
+            ],
             **({"pard_token": cfg.mask_token} if cfg.parallel else {}),
             **layer,
             **about,
             "num_aux_hidden_states": len(taps),
             **({} if usual else named),
         }
-
-
-_EAGLE3 = "LlamaForCausalLMEagle3"
 
 
 def eagle3_tensors(head: Eagle3Head, prefix: str) -> dict[str, Tensor]:
