@@ -261,29 +261,6 @@ def test_batch_k_is_a_function_of_seed_epoch_and_k(tmp_path: Path) -> None:
         assert len({len(p) for p in parts}) == 1
 
 
-@pytest.mark.parametrize("pack", [0, 120])
-@pytest.mark.parametrize("tokens", [1, 90, 300, 100_000])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_passes_are_filled_by_tokens(tmp_path: Path, world: int, tokens: int, pack: int) -> None:
-    """At most so many positions, one row in any case; as many passes on every rank where they are
-    collectives, from a batch that is the same.
-    """
-    together = tokens != 90
-    rows = load(chats(tmp_path / "d.jsonl", 60))
-    plan = BatchPlan(rows, 16, 1, 7)
-    for step in range(plan.per_epoch):
-        ranks = plan.shares(step, world, Limits(0, tokens, pack, together))
-        assert sorted(row for part in ranks for p in part for row in p) == sorted(plan.batch(step))
-        assert len({len(part) for part in ranks}) == 1 or not together
-        for part in ranks:
-            assert all(len(p) == 1 or rows.computed(p, pack) <= tokens for p in part)
-            assert all(rows.computed(p, pack) == rows.batch(p, pack).ids.numel() for p in part)
-        if tokens == 100_000:
-            assert len(ranks[0]) == 1
-    few = plan.shares(0, 1, Limits(3, 100_000))[0]
-    assert sum(map(len, few)) == 16 and max(map(len, few)) == 3
-
-
 def test_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="batch_size: 99 rows"):
         BatchPlan(load(chats(tmp_path / "d.jsonl", 10)), 99, 1, 0)
