@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from outrider.scripts.common.names import SERVER
 from outrider.scripts.reports.table import DOUBT, Columns, Table, interval, number, ratio
 from outrider.scripts.scoring.pace import FAR
 
@@ -173,11 +172,6 @@ def notes(report: dict[str, Any]) -> list[str]:
         f"{' (times: chunks of prompts)' if chunks else ''}; speedup: against none in the same "
         "interleaved run, decoding alone."
     ]
-    if any(row["acceptance_by_position"] for row in rows):
-        lines.append(
-            "accepted at d: of the cycles that proposed depth d and accepted d - 1, the share that "
-            "accepted d."
-        )
     if any(row.get("lossless") for row in rows):
         lines.append(f"same tokens: {SAME}.")
     lines += stalls(report["stalls"])
@@ -191,16 +185,6 @@ def notes(report: dict[str, Any]) -> list[str]:
     once = [name for name, cell in rows[0]["by_category"].items() if cell["prompts"] == 1]
     if once:
         lines.append(f"Seen once, so without an interval: {', '.join(once)}.")
-    if any(r["kind"] == "reference" and r["max_depth"] for r in rows):
-        lines.append(
-            "hf_ rows are transformers' own loops: their cycles are read off the target's passes, "
-            "verify ms is the pass alone, and a dash stands where nothing can be seen from outside."
-        )
-    if any(SERVER.fullmatch(r["name"]) for r in rows):
-        lines.append(
-            "NAME@URL rows are running servers: decoding is what an answer takes longer than its "
-            "first token, accepted length comes from their own totals; a dash: it tells none."
-        )
     if (runs := len(report.get("sittings", []))) > 1:
         lines.append(
             f"The run was stopped and went on: measured in {runs} sittings. All drafters answered "

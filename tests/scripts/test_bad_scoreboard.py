@@ -56,10 +56,7 @@ def test_the_other_prompts_are_scored(
     rows = [
         {"question_id": 1, "category": "chat", "turns": ["ab ab ab"]},
         {"prompt": "abc", "category": "chat"},
-        {
-            "id": "mute",
-            "messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}],
-        },
+        {"id": "mute", "messages": [{"role": "system", "content": "s"}]},
         {"question_id": 3, "category": "once", "turns": ["x = x"]},
     ]
     prompts.write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -97,11 +94,3 @@ def test_every_drafter_that_does_not_load_is_named_in_a_line(tmp_path: Path, cap
     for word in ("<real>", "/bare", "head.safetensors"):
         assert word in shown
     assert "Traceback" not in shown and not (tmp_path / "out/report.json").exists()
-
-
-def test_a_file_without_a_prompt_ends_it_in_one_line(tmp_path: Path, capsys: Any) -> None:
-    for text, words in (("\n \n", "the file holds no prompt"), ("{broken\n", "p.jsonl:1: is not")):
-        (tmp_path / "p.jsonl").write_text(text)
-        assert evaluated(f"prompts={tmp_path}/p.jsonl", f"out={tmp_path}/out") == 2
-        shown = capsys.readouterr().err
-        assert words in shown and shown.count("\n") == 1 and not (tmp_path / "out").exists()

@@ -27,7 +27,7 @@ def target() -> Target:
     return load_target(TargetConfig(kind="tiny", **SHAPE), "float32", "cpu")
 
 
-def test_a_server_stands_in_the_table(target: Target, tmp_path: Path, capsys) -> None:
+def test_a_server_stands_in_the_table(target: Target, tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("".join(f'{{"prompt": "{word}"}}\n' for word in ("go", "hay", "sun")))
     with serving(target, target) as right, serving(target, None) as plain:
@@ -46,23 +46,6 @@ def test_a_server_stands_in_the_table(target: Target, tmp_path: Path, capsys) ->
         assert row["acceptance_by_position"] == []  # where its cycles end is not seen
         assert row["lossless"]["equal"] == row["lossless"]["checked"] == 3
         assert row["verify_ms"] is None and row["breakdown"] is None
-    assert "running servers" in capsys.readouterr().out
-
-
-def test_a_server_that_is_down_is_named_before_the_target_is_loaded(
-    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluate, "load_target", lambda *_: pytest.fail("the target was loaded"))
-    with pytest.raises(SystemExit) as stop:
-        evaluate.main(
-            ["target=tiny", "drafters=[none,gone@http://127.0.0.1:9]", f"out={tmp_path}/o"]
-        )
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and not (tmp_path / "o").exists()
-    assert said.startswith(
-        "error: drafters: gone: http://127.0.0.1:9: asked GET /v1/models; no conn"
-    )
-    assert said.endswith("; start the server there, or mend the address\n")
 
 
 def test_a_server_that_is_down_is_named(target: Target) -> None:

@@ -18,38 +18,15 @@ from tests.helpers.commands import code_of
 # A row or two in the form of each published set.
 ROWS: dict[str, list[dict[str, Any]]] = {
     "mtbench": [
-        {
-            "prompt": ["Write a haiku.", "Now a limerick."],
-            "prompt_id": 81,
-            "category": "writing",
-            "reference": [],
-        },
-        {
-            "prompt": ["2 + 2?", "And 3 + 3?"],
-            "prompt_id": 111,
-            "category": "math",
-            "reference": ["4"],
-        },
+        {"prompt": ["Write a haiku.", "Now a limerick."], "prompt_id": 81, "category": "writing"},
+        {"prompt": ["2 + 2?", "And 3 + 3?"], "prompt_id": 111, "category": "math"},
     ],
     "gsm8k": [{"question": "Natalia sold 48 clips.", "answer": "#### 72"}],
-    "humaneval": [
-        {"task_id": "HumanEval/0", "prompt": "def f(x):\n", "canonical_solution": "  pass"}
-    ],
-    "math500": [
-        {"problem": "Solve $x$.", "subject": "Algebra", "level": 2, "unique_id": "t/1.json"}
-    ],
+    "humaneval": [{"task_id": "HumanEval/0", "prompt": "def f(x):\n"}],
+    "math500": [{"problem": "Solve $x$.", "subject": "Algebra", "unique_id": "t/1.json"}],
     "specbench": [{"question_id": 81, "category": "writing", "turns": ["Hello", "Again"]}],
-    "speedbench": [
-        {"question_id": "a1", "category": "coding", "sub_category": None, "turns": ["Sort."]}
-    ],
-    "livecodebench": [
-        {
-            "question_title": "A",
-            "question_content": "Read n.",
-            "question_id": "1",
-            "difficulty": "easy",
-        }
-    ],
+    "speedbench": [{"question_id": "a1", "category": "coding", "turns": ["Sort."]}],
+    "livecodebench": [{"question_content": "Read n.", "question_id": "1", "difficulty": "easy"}],
     "alpaca": [
         {"instruction": "Name a colour.", "input": "", "output": "red"},
         {"instruction": "Translate.", "input": "Hallo", "output": "hello"},
