@@ -93,6 +93,44 @@ def check_prompts(cache: TreeCache, prompts: Sequence[Tensor], context: int) -> 
                 raise UserError(f"prompt {row}: {count} tokens exceed the {whose} of {most}")
 
 
+def check_sizes(max_rows: int, max_len: int, max_nodes: int, context: int) -> None:
+    """Raise UserError for a cache without rows or tokens, or beyond the target's `context`."""
+    if max_rows < 1 or max_len < 1 or max_nodes < 0:
+        raise UserError(
+            f"cache: {max_rows} rows of {max_len} tokens and {max_nodes} nodes; give at least 1, 1 "
+            "and 0"
+        )
+    if max_len > context + max_nodes:
+        raise UserError(
+            f"cache: {max_len} tokens per row exceed the target's context of {context}; ask for "
+            "fewer new tokens or shorten the prompt"
+        )
+
+
+def check_depth(cache: TreeCache, tree: DraftTree, context: int) -> None:
+    """Raise UserError when a row's draft would reach beyond the last of `context` positions."""
+    node = torch.arange(tree.width + 1, device=tree.size.device)
+    there = node <= tree.size[:, None]
+    depths = torch.where(there, tree.layout.positions, 0).amax(1).tolist()
+    for row, (end, depth) in enumerate(zip(cache.lengths, depths, strict=True)):
+        if end + depth >= context:
+            raise UserError(
+                f"context: row {row} holds {end} tokens, and a draft of depth {depth} behind the "
+                f"last one exceeds the target's {context} positions; cap depth or stop this row"
+            )
+
+
+def check_chain(tree: DraftTree, reason: str) -> None:
+    """Raise UserError for a tree that is no chain. reason: why the target takes no others."""
+    node = torch.arange(tree.width, device=tree.size.device)
+    wrong = ((tree.parents != node - 1) & _used(tree)).any(1)
+    if bool(wrong.any()):
+        raise UserError(
+            f"tree: row {int(wrong.nonzero()[0])} is no chain, and this target takes chains only "
+            f"({reason}); use a chain drafter"
+        )
+
+
 def check_form(tree: DraftTree, max_nodes: int | None = None) -> None:
     """Raise ValueError for wrong shapes or dtypes, or for more than `max_nodes` nodes."""
     shapes = tree.tokens.shape, tree.parents.shape, tree.size.shape

@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode import grow
+from outrider.decode import devices, grow
 from outrider.decode.cache import TreeCache
 from outrider.decode.grow import Form, Nodes
-from outrider.decode.masks import FULL, TreeMasks, within
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -87,7 +86,6 @@ class DraftModel:
     # -- the protocol
 
     def reset(self, rows: int, max_len: int) -> None:
-        """See decode.drafters.Drafter."""
         self.limit = min(max_len, self.draft.context_length)
         scratch = self.max_depth
         if self.shape == "tree":
@@ -101,7 +99,6 @@ class DraftModel:
         self.state = self.proj.new_zeros(0, self.proj.shape[1])
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
-        """See decode.drafters.Drafter."""
         self.first += [p[:1] for p in prompts]  # the rest of the prompt arrives by observe
 
     @torch.inference_mode()
@@ -110,24 +107,11 @@ class DraftModel:
         have just begun.
         """
         counts = n.tolist()
-        tokens = tokens.clamp(
-            max=self.draft.vocab_size - 1
-        )  # a target's padded vocabulary may be longer
+        # A target's padded vocabulary may be longer.
+        tokens = tokens.clamp(max=self.draft.vocab_size - 1)
         live = self._cache.rows
         if rows.start >= live:
-            whole = [
-                torch.cat([f.to(tokens), t[:c]])
-                for f, t, c in zip(self.first, tokens, counts, strict=True)
-            ]
-            self.first = []
-            self.blind += [len(ids) > self.limit for ids in whole]
-            cut = [ids[: self.limit] for ids in whole]
-            step = self.draft.prefill(self._cache, cut, (self.draft.num_layers,))
-            assert step.feats is not None
-            last = torch.tensor([len(ids) - 1 for ids in cut], device=self.device)
-            self.state = torch.cat(
-                [self.state, step.feats[torch.arange(len(cut), device=self.device), last, 0]]
-            )
+            self._begun(tokens, counts)
             return
         if (rows.start, rows.stop) != (0, live):
             raise ValueError(
@@ -147,33 +131,42 @@ class DraftModel:
             tokens = tokens[:, max(fits) :]
             counts = [c - taken for c, taken in zip(counts, fits, strict=True)]
 
+    def _begun(self, tokens: Tensor, counts: list[int]) -> None:
+        """Read the texts of new rows, counts[b] tokens of tokens [b, n_max] behind the first."""
+        firsts = zip(self.first, tokens, counts, strict=True)
+        whole = [torch.cat([first.to(ids), ids[:count]]) for first, ids, count in firsts]
+        self.first = []
+        self.blind += [len(ids) > self.limit for ids in whole]
+        step = self.draft.prefill(
+            self._cache, [ids[: self.limit] for ids in whole], (self.draft.num_layers,)
+        )
+        assert step.feats is not None
+        ends = (min(len(ids), self.limit) - 1 for ids in whole)
+        last = [feats[end, 0] for feats, end in zip(step.feats, ends, strict=True)]
+        self.state = torch.cat([self.state, torch.stack(last)])
+
     def _take(self, fresh: Tensor, counts: list[int]) -> None:
         """Read and keep the next tokens of every live row, counts[b] of fresh [B, n_max]."""
         live = self._cache.rows
         size = torch.tensor([max(c - 1, 0) for c in counts])
         hidden = self._read(fresh, size)
         state = hidden[torch.arange(live, device=self.device), size.to(self.device)]
-        if min(counts) == 0:  # a row without news keeps its state
-            state = torch.where(
-                torch.tensor(counts, device=self.device)[:, None] > 0, state, self.state
-            )
-        self.state = state
         self._cache.commit(torch.arange(fresh.shape[1] - 1).expand(live, -1), size)
-        if min(counts) == 0:
-            self._cache.truncate(
-                [have - (c == 0) for have, c in zip(self._cache.lengths, counts, strict=True)]
-            )
+        if min(counts) == 0:  # a row without news keeps its state
+            news = devices.send(counts, self.device)[:, None] > 0
+            state = torch.where(news, state, self.state)
+            have = zip(self._cache.lengths, counts, strict=True)
+            self._cache.truncate([length - (count == 0) for length, count in have])
+        self.state = state
 
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """See decode.drafters.Drafter."""
         lengths = zip(self.blind, self._cache.lengths, strict=True)
         room = [0 if blind else self.draft.context_length + 1 - have for blind, have in lengths]
         budget = torch.minimum(budget, torch.tensor(room))
         return grow.draft(self, self.form, budget, sampling, rng)
 
     def select(self, rows: list[int]) -> None:
-        """See decode.drafters.Drafter."""
         self._cache.select(rows)
         self.state = self.state[rows]
         self.blind = [self.blind[r] for r in rows]
@@ -181,16 +174,13 @@ class DraftModel:
     # -- growing (decode.grow.LevelSource)
 
     def draft_ids(self) -> Tensor | None:
-        """See decode.grow.LevelSource."""
         return self._ids
 
     def open(self, levels: int) -> Tensor:
-        """See decode.grow.LevelSource."""
         self.levels_read: list[int] = []  # the level of every token read in this cycle
         return self.logits(self.state[:, None])
 
     def level(self, nodes: Nodes) -> Tensor:
-        """See decode.grow.LevelSource; a token's own pass sees what is above it."""
         return self.logits(self._extend(nodes.tokens, nodes.seen, nodes.level))
 
     def logits(self, state: Tensor) -> Tensor:
@@ -207,12 +197,9 @@ class DraftModel:
             most = self.draft.context_length  # others draft deeper
             return self._alone(tokens, ends, [int(end < most) for end in ends])
         offset = max(lengths) + start
-        even = min(lengths) == max(lengths)
-        places = torch.tensor([lengths[0]] if even else lengths, device=self.device)[:, None] + (
-            level - 1
-        )
-        positions = places.expand(len(lengths), new).clamp(max=self.draft.context_length - 1)
-        mask = scratch(self.masks, lengths, seen, self.levels_read, new)
+        places = devices.send(lengths, self.device)[:, None] + (level - 1)
+        positions = places.expand(-1, new).clamp(max=self.draft.context_length - 1)
+        mask = self.masks.drafted(lengths, seen, self.levels_read, new)
         cache.open(0, len(lengths), offset, new)
         return self._pass(tokens, positions, mask)
 
@@ -226,7 +213,7 @@ class DraftModel:
             return self._alone(tokens, lengths, (size + 1).tolist())
         tree = DraftTree.chain(tokens[:, 1:], size)
         mask = self.masks(lengths, tree)
-        positions = tree.layout.positions + torch.tensor(lengths, device=self.device)[:, None]
+        positions = tree.layout.positions + devices.send(lengths, self.device)[:, None]
         cache.open(0, len(lengths), max(lengths), new)
         cache.pending, cache.in_place = new - 1, False
         return self._pass(tokens, positions.clamp(max=self.draft.context_length - 1), mask)
@@ -241,12 +228,8 @@ class DraftModel:
                 continue
             self._cache.open(row, row + 1, end, count)
             positions = torch.arange(end, end + count, device=self.device)[None]
-            states.append(
-                F.pad(
-                    self._pass(tokens[row : row + 1, :count], positions, None),
-                    (0, 0, 0, tokens.shape[1] - count),
-                )
-            )
+            state = self._pass(tokens[row : row + 1, :count], positions, None)
+            states.append(F.pad(state, (0, 0, 0, tokens.shape[1] - count)))
         return torch.cat(states)
 
     def _pass(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
@@ -256,43 +239,6 @@ class DraftModel:
     def _cache(self) -> TreeCache:
         assert self.cache is not None, "reset() comes first"
         return self.cache
-
-
-def scratch(
-    masks: TreeMasks, lengths: list[int], seen: Tensor | None, levels: list[int], new: int
-) -> Tensor | dict[str, Tensor] | None:
-    """Masks of a pass over `new` drafted tokens that stand, behind those drafted before
-    them, in slots from the longest row's end on.
-
-    seen: [B or 1, new, R] bool, which of all R drafted tokens each may look at; None: all
-        of them, `new` is 1.
-    levels: the level of each of the R tokens, 1 = directly behind the last committed one.
-    Masks are [B, 1, G * new, longest + R].
-    """
-    longest, rows, total = max(lengths), len(lengths), len(levels)
-    reach = longest + max(levels)
-    bound = {kind: r for kind, r in masks.reaches.items() if r[0] != "full" and reach > r[1]}
-    if min(lengths) == longest and seen is None and not bound:
-        return None
-    ends = torch.tensor(lengths, device=masks.device)[:, None]
-    slots = torch.arange(longest, device=masks.device)
-    block = (
-        torch.ones(1, new, total, dtype=torch.bool, device=masks.device) if seen is None else seen
-    )
-    allowed = torch.cat(
-        [(slots < ends)[:, None].expand(rows, new, longest), block.expand(rows, new, total)], 2
-    )
-    place = ends + torch.tensor(levels, device=masks.device) - 1  # [B, R]
-    key, query = (
-        torch.cat([slots.expand(rows, longest), place], 1)[:, None],
-        place[:, total - new :, None],
-    )
-    made = {
-        kind: masks.additive(allowed if kind == FULL else allowed & within(kind, query, key))
-        for kind in {bound.get(kind, FULL) for kind in masks.reaches}
-    }
-    found = {kind: made[bound.get(kind, FULL)] for kind in masks.reaches}
-    return found if len(found) > 1 else next(iter(found.values()))
 
 
 def _finite(update: Update, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:

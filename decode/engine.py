@@ -23,13 +23,7 @@ from outrider.decode import checks, devices
 from outrider.decode.cache import TreeCache
 from outrider.decode.drafters import Drafter
 from outrider.decode.guidance import Guided, Pairs
-from outrider.decode.records import (
-    Cycle,
-    DecodedRun,
-    Generation,
-    Request,
-    Timing,
-)
+from outrider.decode.records import Cycle, DecodedRun, Generation, Request, Timing
 from outrider.decode.rng import Coins, Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.scorer import Step
@@ -298,7 +292,7 @@ class Engine:
 
 
 def _run_of(engine: Callable[P, Engine]) -> Callable[P, DecodedRun]:
-    """A function that takes what `engine` takes: its options stand in one place."""
+    """Return a function that takes what `engine` takes: its options stand in one place."""
 
     def generate(*args: P.args, **kwargs: P.kwargs) -> DecodedRun:
         """Decode every request: the run of an `Engine`, whose arguments it takes. Raises

@@ -18,6 +18,7 @@ from outrider.decode.tree import DraftTree, TreeLayout
 # A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk",
 # C): positions of one chunk.
 Reach = tuple[str, int]
+Masks = Tensor | dict[str, Tensor] | None
 FULL: Reach = ("full", 0)
 
 
@@ -36,15 +37,10 @@ class TreeMasks:
         self.reaches, self.tile, self.dtype, self.device = reaches, tile, dtype, device
         self._strips: OrderedDict[int, tuple[TreeLayout, Tensor | None]] = OrderedDict()
 
-    def __call__(self, lengths: list[int], tree: DraftTree) -> Tensor | dict[str, Tensor] | None:
-        """lengths: committed tokens per row. Masks are [B or 1, 1, G * n, S]."""
+    def __call__(self, lengths: list[int], tree: DraftTree) -> Masks:
+        """Masks [B or 1, 1, G * n, S] of a tree pass. lengths: committed tokens per row."""
         longest, n = max(lengths), tree.width + 1
-        even = min(lengths) == longest
-        bound = {
-            kind: reach
-            for kind, reach in self.reaches.items()
-            if reach[0] != "full" and longest + n > reach[1]
-        }
+        even, bound = min(lengths) == longest, self._bound(longest + n)
         if even and n == 1 and not bound:
             return None
         made: dict[Reach, Tensor] = {}
@@ -52,29 +48,52 @@ class TreeMasks:
             strip = self._strip(tree.static_layout, longest)
             if strip is not None:
                 made[FULL] = strip
-        missing = {bound.get(kind, FULL) for kind in self.reaches} - made.keys()
-        if missing:
-            made.update(self._build(lengths, tree, missing))
-        masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        return self._build(lengths, (tree.layout.mask, tree.layout.positions), bound, made)
+
+    def drafted(
+        self, lengths: list[int], seen: Tensor | None, levels: list[int], new: int
+    ) -> Masks:
+        """Masks [B, 1, G * new, S] of a pass over `new` drafted tokens that stand, behind those
+        drafted before them, in slots from the longest row's end on.
+
+        seen: [B or 1, new, R] bool, which of all R drafted tokens each may look at; None: all of
+        them, `new` is 1. levels: of each of the R tokens, 1 = behind the last committed one."""
+        longest = max(lengths)
+        bound = self._bound(longest + max(levels))
+        if min(lengths) == longest and seen is None and not bound:
+            return None
+        if seen is None:
+            seen = torch.ones(1, new, len(levels), dtype=torch.bool, device=self.device)
+        positions = devices.send([[level - 1 for level in levels]], self.device)
+        return self._build(lengths, (seen, positions), bound, {})
+
+    def _bound(self, reach: int) -> dict[str, Reach]:
+        """The layer types that do not see all of so many positions."""
+        return {k: r for k, r in self.reaches.items() if r[0] != "full" and reach > r[1]}
 
     def _build(
-        self, lengths: list[int], tree: DraftTree, reaches: set[Reach]
-    ) -> dict[Reach, Tensor]:
-        longest, n, rows = max(lengths), tree.width + 1, len(lengths)
-        ends = devices.send(lengths, self.device)
-        slots = torch.arange(longest, device=self.device)
-        seen = (slots < ends[:, None])[:, None, :].expand(rows, n, longest)
-        allowed = torch.cat([seen, tree.layout.mask.expand(rows, n, n)], 2)
-        made = {}
-        for reach in reaches:
-            near = allowed
-            if reach[0] != "full":
-                query = ends[:, None] + tree.layout.positions  # [B, n]
-                key = torch.cat([slots.expand(rows, longest), query], 1)
-                near = allowed & within(reach, query[:, :, None], key[:, None, :])
-            made[reach] = self.additive(near)
-        return made
+        self,
+        lengths: list[int],
+        behind: tuple[Tensor, Tensor],
+        bound: dict[str, Reach],
+        made: dict[Reach, Tensor],
+    ) -> Masks:
+        """Complete `made`. behind: [B or 1, n, R] bool, which of the R slots behind the committed
+        ones the last n of them may look at, and [B or 1, R] their positions, from 0."""
+        if missing := {bound.get(kind, FULL) for kind in self.reaches} - made.keys():
+            block, positions = behind
+            rows, n = len(lengths), block.shape[1]
+            ends = devices.send(lengths, self.device)[:, None]
+            slots = torch.arange(max(lengths), device=self.device).expand(rows, -1)
+            committed = (slots < ends)[:, None].expand(-1, n, -1)
+            allowed = torch.cat([committed, block.expand(rows, -1, -1)], 2)
+            place = ends + positions
+            query, key = place[:, -n:, None], torch.cat([slots, place], 1)[:, None]
+            for reach in missing:
+                near = allowed if reach == FULL else allowed & within(reach, query, key)
+                made[reach] = self.additive(near)
+        masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def additive(self, allowed: Tensor) -> Tensor:
         """[B, n, S] bool -> [B, 1, G * n, S], 0 where a token may look and as low as can be
@@ -106,9 +125,7 @@ class TreeMasks:
         if strip is None:
             return None
         view = strip[..., strip.shape[3] - longest - n :]
-        return (
-            view if view.device.type == "cpu" else view.contiguous()
-        )  # GPU kernels want aligned strides
+        return view if devices.on_cpu(view) else view.contiguous()  # kernels want aligned strides
 
 
 def within(reach: Reach, query: Tensor, key: Tensor) -> Tensor:

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outrider.conf.errors import UserError
-from outrider.decode import devices
+from outrider.decode import checks, devices
 from outrider.decode.cache import TreeCache
-from outrider.decode.checks import check_prompts
 from outrider.decode.masks import TreeMasks
 from outrider.decode.models import facts
 from outrider.decode.probed import LMHead, Probe
@@ -115,16 +114,7 @@ class Scorer:
         Raises UserError when max_len exceeds the context by more than a tree, or a count is
         not positive.
         """
-        if max_rows < 1 or max_len < 1 or max_nodes < 0:
-            raise UserError(
-                f"cache: {max_rows} rows of {max_len} tokens and {max_nodes} nodes; give at least "
-                "1, 1 and 0"
-            )
-        if max_len > self.context_length + max_nodes:
-            raise UserError(
-                f"cache: {max_len} tokens per row exceed the target's context of "
-                f"{self.context_length}; ask for fewer new tokens or shorten the prompt"
-            )
+        checks.check_sizes(max_rows, max_len, max_nodes, self.context_length)
         shapes = self.probe().shapes
         return TreeCache(shapes, max_rows, max_len, max_nodes, self.dtype, self.device)
 
@@ -137,7 +127,7 @@ class Scorer:
         Raises UserError, before anything is written, for an empty prompt, one that is too long,
         or too many rows.
         """
-        check_prompts(cache, prompts, self.context_length)
+        checks.check_prompts(cache, prompts, self.context_length)
         lengths = [len(p) for p in prompts]
         width, start = max(lengths), cache.rows
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -175,7 +165,7 @@ class Scorer:
         ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)
         places = tree.layout.positions
         if offset + n > self.context_length:
-            self._check_depth(cache, tree)
+            checks.check_depth(cache, tree, self.context_length)
         if self.support == "chain":
             return self._score_chain(cache, ids, tree, taps)
         if self._masks is None:
@@ -192,31 +182,13 @@ class Scorer:
         cache.pending, cache.in_place = tree.width, False
         return Step(logits, feats)
 
-    def _check_depth(self, cache: TreeCache, tree: DraftTree) -> None:
-        """Raise UserError when a row's draft would reach beyond the last position."""
-        node = torch.arange(tree.width + 1, device=tree.size.device)
-        depths = torch.where(node <= tree.size[:, None], tree.layout.positions, 0).amax(1).tolist()
-        for row, (end, depth) in enumerate(zip(cache.lengths, depths, strict=True)):
-            if end + depth >= self.context_length:
-                raise UserError(
-                    f"context: row {row} holds {end} tokens, and a draft of depth {depth} behind "
-                    f"the last one exceeds the target's {self.context_length} positions; cap "
-                    "depth or stop this row"
-                )
-
     def _score_chain(
         self, cache: TreeCache, ids: Tensor, tree: DraftTree, taps: Sequence[int]
     ) -> Step:
         """Row by row, each at its own end and without a mask: right for models whose positions
         come from the slots.
         """
-        node = torch.arange(tree.width, device=tree.parents.device)
-        wrong = ((tree.parents != node - 1) & (node < tree.size[:, None])).any(1)
-        if bool(wrong.any()):
-            raise UserError(
-                f"tree: row {int(wrong.nonzero()[0])} is no chain, and this target takes chains "
-                f"only ({self.probe().reason}); use a chain drafter"
-            )
+        checks.check_chain(tree, self.probe().reason)
         logits: list[Tensor] = []
         feats: list[Tensor] = []
         counts = [size + 1 for size in tree.size.tolist()]

@@ -83,12 +83,6 @@ def loop_starts(
     return out
 
 
-def passes(generation: Generation) -> list[tuple[Cycle, int]]:
-    """Every cycle with the place behind its last token; the prefill's token is in none."""
-    ends = [*(cycle.start for cycle in generation.cycles[1:]), len(generation.token_ids)]
-    return list(zip(generation.cycles, ends, strict=True)) if generation.cycles else []
-
-
 @dataclass(frozen=True)
 class Split:
     """The cycles of one generation: those that count, and those reported apart."""

@@ -114,7 +114,6 @@ class Target(Scorer):
         return cache
 
     def assuming(self, probe: Probe) -> Self:
-        """See Scorer; a trial runs on the model as it was loaded."""
         other = super().assuming(probe)
         other.packs_weights = False
         return other

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.decode.draft_model import scratch
 from outrider.decode.masks import FULL, Reach, TreeMasks
 from outrider.decode.tree import DraftTree, TreeShape
 from tests.helpers.mirror import ancestors
@@ -67,7 +66,7 @@ def test_masks_of_drafted_tokens_equal_the_definition(reach: Reach) -> None:
         for level in sorted(set(deep)):
             new = deep.count(level)
             read = sum(d <= level for d in deep)
-            made = scratch(masks, [end + 1], seen[:, read - new : read, :read], deep[:read], new)
+            made = masks.drafted([end + 1], seen[:, read - new : read, :read], deep[:read], new)
             requested = wanted[:, read - new : read, : end + 1 + read]
             found = torch.ones_like(requested) if made is None else (made == 0)[:, 0]
             assert torch.equal(found, requested), (end, level)
