@@ -152,11 +152,11 @@ EAGLE = (
 )
 READING = {
     "Medusa": (
-        4776,
+        4719,
         (*(f"heads/medusa/{name}.py" for name in ("config", "base", "head")),),
     ),
     "EAGLE": (
-        5521,
+        5503,
         EAGLE,
     ),
 }
