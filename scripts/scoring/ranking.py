@@ -31,9 +31,8 @@ def ranking(
     rows: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Rows of a report that can be ranked, the fastest first: {name, label, rank, speedup,
-    beaten_by, tied_with}. rank: 1 + how many rows are clearly faster, and never below that of a
-    row above. beaten_by: rows that are clearly faster; tied_with: rows that are neither that nor
-    clearly slower. pairs: of the same report."""
+    tied_with}. rank: 1 + how many rows are clearly faster, and never below that of a row above.
+    tied_with: rows that are neither clearly faster nor clearly slower. pairs: of the same report."""
     faster = set()  # (a, b): a is clearly faster than b
     for pair in pairs:
         low, high = pair["speed_ratio"]["low"], pair["speed_ratio"]["high"]
@@ -51,7 +50,6 @@ def ranking(
                 "label": row["label"],
                 "rank": max([1 + len(beaten), *(above["rank"] for above in found)]),
                 "speedup": row["speedup"],
-                "beaten_by": beaten,
                 "tied_with": [r["name"] for r in known if r["name"] not in clear],
             }
         )

@@ -231,7 +231,6 @@ class Scores:
         limit = self.break_even(system, units)
         return {
             "tokens_per_second": alone.mean,
-            "tokens_per_second_interval": alone.json(),
             "speedup": speed,
             "doubts": self.doubts(system, speed, units),
             "end_to_end": {
@@ -249,22 +248,18 @@ class Scores:
         outside = system.facts.get("totals_alone", False)  # a server
         timings = [timing for unit in self.undisturbed(name) for timing in unit]
         parts = None if outside else breakdown(timings, plain(speed))
-        draft, verify, target = (
-            self.cycle_ms(name, phases)
-            for phases in (("draft",), ("target", "verify", "commit"), ("target",))
-        )
+        draft = self.cycle_ms(name, ("draft",))
+        verify = self.cycle_ms(name, ("target", "verify", "commit"))
         inside = {  # what is seen in this process alone
             "peak_bytes": max((call.peak or 0 for call in calls), default=0) or None,
             "draft_ms_interval": draft,
             "verify_ms_interval": verify,
             "draft_ms": draft["mean"],
             "verify_ms": verify["mean"],
-            "target_ms": target["mean"],
             "target_passes": sum(call.timing.cycles for call in calls),
         }
         return {
             **(dict.fromkeys(inside) if outside else inside),
-            "prefill_seconds": sum(call.timing.prefill_s for call in calls),
             "ms_per_token": parts["ms_per_token"] if parts else {},
             "breakdown": parts,
         }
