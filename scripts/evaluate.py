@@ -55,7 +55,7 @@ from outrider.scripts.data.suites import load_suite, notes
 from outrider.scripts.reports import score_table
 from outrider.scripts.reports.wandb_log import to_wandb
 from outrider.scripts.scoring.config import EvaluateConfig
-from outrider.scripts.scoring.contest import ContestSettings, System, run_contest
+from outrider.scripts.scoring.interleaved import ContestSettings, System, run_contest
 from outrider.scripts.scoring.parity import gates
 from outrider.scripts.scoring.same_tokens import lossless
 from outrider.scripts.scoring.score import Scores, output_lines

@@ -5,7 +5,7 @@ drafter's and cannot be disturbed; seconds per pass can: another program, a slee
 a page fault. So the second factor is taken without what cannot be a pass of this row: a
 pass that took more than FAR times what the slower quarter of the row's passes take, and
 SLICE longer, is left out of the mean, and an answer that consists of such passes is left
-out for all rows (contest.py asks it again first).
+out for all rows (interleaved.py asks it again first).
 
 Two kinds of slow passes are no stalls: those of a long prompt, which is slow for every row,
 and those that draft many nodes. So a pass is compared with passes that draft about as many.

@@ -14,7 +14,7 @@ from outrider.heads import head_folder, load_head, save_head
 from outrider.heads.parity import Parity, check
 from outrider.scripts.common.progress import Steps, columns
 from outrider.scripts.common.prompts import Prompt, question_ids
-from outrider.scripts.scoring.contest import System
+from outrider.scripts.scoring.interleaved import System
 
 
 def gates(

@@ -32,7 +32,7 @@ def ranking(
 ) -> list[dict[str, Any]]:
     """Rows of a report that can be ranked, the fastest first: {name, label, rank, speedup,
     tied_with}. rank: 1 + how many rows are clearly faster, and never below that of a row above.
-    tied_with: rows that are neither clearly faster nor clearly slower. pairs: of the same report."""
+    tied_with: rows that are neither clearly faster nor slower. pairs: of the same report."""
     faster = set()  # (a, b): a is clearly faster than b
     for pair in pairs:
         low, high = pair["speed_ratio"]["low"], pair["speed_ratio"]["high"]

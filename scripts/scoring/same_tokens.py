@@ -18,7 +18,7 @@ import torch
 
 from outrider.decode.target import Target
 from outrider.heads.names import NONE
-from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System
+from outrider.scripts.scoring.interleaved import Contest, ScoredAnswer, System
 from outrider.scripts.scoring.plain import Plain
 
 # Gap, in units in the last place of the larger logit, up to which two evaluation orders may

@@ -21,7 +21,7 @@ from outrider.decode.engine import Cycle, Timing
 from outrider.decode.records import PARTS
 from outrider.heads.names import NONE
 from outrider.scripts.scoring import pace
-from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System
+from outrider.scripts.scoring.interleaved import Contest, ScoredAnswer, System
 from outrider.scripts.scoring.pace import Unit
 from outrider.scripts.scoring.ranking import ranking
 

@@ -19,7 +19,7 @@ from outrider.heads.drafters import drafter_folders, resolve_drafter
 from outrider.heads.names import NONE, DraftSpec, parse
 from outrider.scripts.common.names import ASSISTED, GENERATE, LOOKUP, SERVER, labels, wrong_drafter
 from outrider.scripts.scoring.assisted import DEFAULT_TOKENS, LOOKUP_TOKENS, Assisted
-from outrider.scripts.scoring.contest import ContestSettings, System
+from outrider.scripts.scoring.interleaved import ContestSettings, System
 from outrider.scripts.scoring.memory import own_elements
 from outrider.scripts.scoring.reference import hf_generate
 from outrider.scripts.scoring.served import ServedSystem

@@ -23,7 +23,7 @@ from outrider.heads.tuned import DraftSettings, Tuned, card_sha256
 from outrider.scripts.common import files
 from outrider.scripts.common.progress import Steps, by_name, columns, named
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids, thinned
-from outrider.scripts.scoring.contest import ContestSettings, run_contest
+from outrider.scripts.scoring.interleaved import ContestSettings, run_contest
 from outrider.scripts.scoring.score import Scores, plain
 from outrider.scripts.scoring.systems import drafting, systems_of
 from outrider.scripts.tuning.config import TuneConfig

@@ -35,7 +35,7 @@ from outrider.scripts.certificate.engine_distribution import (
 from outrider.scripts.certificate.enumerator import Case, enumerate_case
 from outrider.scripts.common.prompts import Prompt
 from outrider.scripts.reports.score_table import shares
-from outrider.scripts.scoring.contest import ContestSettings, run_contest
+from outrider.scripts.scoring.interleaved import ContestSettings, run_contest
 from outrider.scripts.scoring.score import Scores
 from outrider.scripts.scoring.systems import systems_of
 from tests.contract.cases import CASES, moved

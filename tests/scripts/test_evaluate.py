@@ -21,8 +21,8 @@ from outrider.decode.target import Target
 from outrider.scripts import evaluate
 from outrider.scripts.common.prompts import Prompt, load_prompts, thinned
 from outrider.scripts.reports import plots
-from outrider.scripts.scoring import contest
-from outrider.scripts.scoring.contest import Contest, ContestSettings, ScoredAnswer, System
+from outrider.scripts.scoring import interleaved
+from outrider.scripts.scoring.interleaved import Contest, ContestSettings, ScoredAnswer, System
 from outrider.scripts.scoring.plain import Plain
 from outrider.scripts.scoring.reference import hf_generate
 from outrider.scripts.scoring.same_tokens import lossless
@@ -135,7 +135,7 @@ def test_a_later_turn_that_outgrows_the_context_is_left_out_for_all(target: Targ
         Prompt("grows", "chat", ["hello", "word " * 60, "and?"]),
         Prompt("short", "chat", ["hi"]),
     ]
-    found = contest.run_contest(target, talk, systems, SETTINGS, quiet=True)
+    found = interleaved.run_contest(target, talk, systems, SETTINGS, quiet=True)
     assert [(s["prompt_id"], s["turn"]) for s in found.skipped_turns] == [("grows", 1)]
     assert sorted((a.drafter, a.prompt_id, a.turn) for a in found.answers) == [
         (name, prompt, 0) for name in ("ngram", "none") for prompt in ("grows", "short")
@@ -157,16 +157,16 @@ def test_drafters_take_turns_at_going_first(target: Target) -> None:
     order: list[str] = []
     systems = [telling(n, lambda _, n=n: order.append(n)) for n in ("none", "b", "c")]
     prompts = [Prompt(str(i), "chat", ["x"]) for i in range(3)]
-    contest.run_contest(target, prompts, systems, SETTINGS, quiet=True)
+    interleaved.run_contest(target, prompts, systems, SETTINGS, quiet=True)
     assert order[:3] == ["none", "b", "c"], "warm-up"
     assert order[3:] == ["none", "b", "c", "b", "c", "none", "c", "none", "b"]
 
 
 def test_ids_of_turns_never_meet(target: Target) -> None:
     """A prompt of more than 64 turns shared its random numbers with the next one."""
-    ids = [contest.request_id(prompt, turn) for prompt in range(30) for turn in range(200)]
+    ids = [interleaved.request_id(prompt, turn) for prompt in range(30) for turn in range(200)]
     assert len(set(ids)) == len(ids)
-    assert all(contest.request_id(p, t) == 64 * p + t for p in range(5) for t in range(64))
+    assert all(interleaved.request_id(p, t) == 64 * p + t for p in range(5) for t in range(64))
 
 
 def test_hf_generate_samples_without_touching_the_global_generator(target: Target) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from outrider.conf.jsonl import records
 from outrider.scripts import certify, evaluate, tune
-from outrider.scripts.scoring import contest
+from outrider.scripts.scoring import interleaved
 from tests.helpers import pictures
 from tests.helpers.commands import code_of
 from tests.helpers.faults import fork, wait
@@ -61,19 +61,19 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """(drafter, turn) of every measured run; no pictures are drawn."""
     pictures.left_out(monkeypatch)
     seen: list[tuple[str, int]] = []
-    note = contest.Contest.note
+    note = interleaved.Contest.note
 
     def noted(self: Any, name: str, chunk: Any, asked: Any, *rest: Any) -> None:
         seen.append((name, asked.turn))
         note(self, name, chunk, asked, *rest)
 
-    monkeypatch.setattr(contest.Contest, "note", noted)
+    monkeypatch.setattr(interleaved.Contest, "note", noted)
     return seen
 
 
 def stop_after(count: int, monkeypatch: pytest.MonkeyPatch, stop: Callable[[], None]) -> None:
     """`stop` is called in the midst of the run, when `count` answers have been noted."""
-    note, left = contest.Contest.note, count
+    note, left = interleaved.Contest.note, count
 
     def noted(self: Any, *given: Any) -> None:
         nonlocal left
@@ -82,7 +82,7 @@ def stop_after(count: int, monkeypatch: pytest.MonkeyPatch, stop: Callable[[], N
         if not left:
             stop()
 
-    monkeypatch.setattr(contest.Contest, "note", noted)
+    monkeypatch.setattr(interleaved.Contest, "note", noted)
 
 
 def ctrl_c() -> None:
@@ -203,18 +203,18 @@ def test_a_head_that_was_trained_on_is_measured_anew(tmp_path: Path) -> None:
 
 
 def test_a_lost_server_stays_lost() -> None:
-    def part(**more: Any) -> contest.Contest:
+    def part(**more: Any) -> interleaved.Contest:
         answers = [
-            contest.ScoredAnswer(name, "p", 0, "c", contest.Generation([1], [2]))
+            interleaved.ScoredAnswer(name, "p", 0, "c", interleaved.Generation([1], [2]))
             for name in ("none", "x@http://h")
         ]
-        return contest.Contest(answers, **more)
+        return interleaved.Contest(answers, **more)
 
     lost = [{"name": "x@http://h", "reason": "gone"}]
     parts = (part(sittings=["a"]), part(lost=lost, sittings=["b"]))
-    read = [contest.READ.validate_python(json.loads(json.dumps(asdict(one)))) for one in parts]
+    read = [interleaved.READ.validate_python(json.loads(json.dumps(asdict(one)))) for one in parts]
     assert read == list(parts)
-    again = contest.Contest.joined(read)
+    again = interleaved.Contest.joined(read)
     assert [one.drafter for one in again.answers] == ["none", "none"]
     assert again.lost == lost and again.sittings == ["a", "b"]
 
@@ -227,13 +227,13 @@ def test_kill_and_sigterm_in_the_middle(
     part = tmp_path / "out/unfinished/t0.jsonl"
 
     def slowed() -> int:
-        run = contest.Runner.run
+        run = interleaved.Runner.run
 
         def slow(*given: Any) -> Any:
             time.sleep(0.15)
             return run(*given)
 
-        contest.Runner.run = slow  # type: ignore[method-assign]
+        interleaved.Runner.run = slow  # type: ignore[method-assign]
         return code_of(evaluate.main, *requested)
 
     for number, (end, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 75)), 1):

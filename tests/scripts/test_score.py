@@ -12,7 +12,7 @@ from outrider.decode import stats
 from outrider.decode.engine import Cycle, Generation, Timing
 from outrider.decode.records import PARTS
 from outrider.scripts.reports import page, plots, score_table
-from outrider.scripts.scoring.contest import Contest, ScoredAnswer, System, TimedRun
+from outrider.scripts.scoring.interleaved import Contest, ScoredAnswer, System, TimedRun
 from outrider.scripts.scoring.ranking import ranking
 from outrider.scripts.scoring.score import Scores, output_lines
 

@@ -16,9 +16,9 @@ from outrider.decode.sampling import Sampling
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.prompts import Prompt
 from outrider.scripts.reports import page, score_table
-from outrider.scripts.scoring import contest as contests
+from outrider.scripts.scoring import interleaved as contests
 from outrider.scripts.scoring import pace
-from outrider.scripts.scoring.contest import Contest, ContestSettings, System
+from outrider.scripts.scoring.interleaved import Contest, ContestSettings, System
 from outrider.scripts.scoring.ranking import best, ranking
 from outrider.scripts.scoring.score import Scores
 
