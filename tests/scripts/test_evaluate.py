@@ -148,7 +148,7 @@ def telling(name: str, message: Callable[[Any], object]) -> System:
     def ran(requests: Any, settings: ContestSettings) -> DecodedRun:
         message(requests)
         found = [Generation(list(r.prompt), [5], [], [False]) for r in requests]
-        return DecodedRun(found, Timing(), 0)
+        return DecodedRun(found, Timing())
 
     return System(name, name, name, "none", 0, 0, ran)
 
