@@ -29,7 +29,7 @@ from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.scorer import Step
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
-from outrider.decode.verify import HostVerdict, Verdict
+from outrider.decode.verify import HostVerdict, Verdict, to_host
 from outrider.decode.verify import verify as run_verify
 
 __all__ = ["Cycle", "DecodedRun", "Engine", "Generation", "Request", "Timing", "generate"]
@@ -208,7 +208,7 @@ class Engine:
         self.timing.distribution_s += distribution.seconds
         with self.part("distribution"):
             doubtful = distribution.doubtful() | checks.doubtful(tree, self.target.vocab_size)
-            seen = verdict.to_host(tree, doubtful)
+            seen = to_host(verdict, tree, doubtful)
         if seen.doubtful:
             checks.validate(tree, self.target.vocab_size)
             distribution.check()

@@ -153,7 +153,7 @@ def siblings(
     """Draw the children of P parents, the elder ones of all parents first, without replacement
     among siblings.
 
-    distribution, logits: [B, P, Vd] of the parents' children. kids: for each parent the numbers of
+    probs, logits: [B, P, Vd] of the parents' children. kids: for each parent the numbers of
     its children in draw order, which address the random numbers. Returns the numbers of all
     children [K] int64, their places in the draft vocabulary [B, K] int64 and [B, K] bool, false
     where the distribution had no token left and the best remaining logit was taken.

@@ -23,8 +23,7 @@ place walks every branch. Nothing here knows a temperature: T = 0 is a distribut
 The device is asked for nothing; on a CPU, where asking is free, `walk` reads only what is reached
 and `_bonus` one distribution a row.
 
-Shape letters: B rows, N nodes, C siblings, D levels, I slots with children, S columns, V
-vocabulary.
+Shape letters: B rows, N nodes, D levels, R slots with children, C siblings, S columns.
 """
 
 from __future__ import annotations
@@ -52,57 +51,6 @@ class Verdict:
     path: Tensor
     length: Tensor
     bonus: Tensor
-
-    def to_host(self, tree: DraftTree, doubtful: Tensor) -> HostVerdict:
-        """Return all that the host wants to know of it, in one read. doubtful: [B] bool, rows that
-        must not be committed."""
-        path, layout = self.path.clamp(min=0), tree.layout
-        tokens = tree.tokens.gather(1, path) if tree.width else path
-        tokens = F.pad(tokens, (0, 1)).scatter(1, self.length[:, None], self.bonus[:, None])
-        there = torch.arange(tree.width + 1, device=path.device) <= tree.size[:, None]
-        proposed = torch.where(there, layout.positions, 0).amax(1)
-        of_node = [layout.rank.expand_as(tree.tokens)]
-        of_node += [] if tree.drafters is None else [tree.drafters]
-        columns = [
-            torch.stack([doubtful, self.length, proposed], 1),
-            *(self.path, tokens),
-            *(t.gather(1, path) if tree.width else path for t in of_node),
-        ]
-        table = torch.cat(columns, 1).cpu()
-        head, path, emitted, ranks, *drafters = table.split([t.shape[1] for t in columns], 1)
-        return HostVerdict(
-            path=path,
-            length=head[:, 1],
-            proposed=head[:, 2].tolist(),
-            emitted=emitted.tolist(),
-            tokens=tokens,
-            slots=F.pad(self.path + 1, (1, 0)),
-            ranks=ranks.tolist(),
-            drafters=drafters[0].tolist() if drafters else [[]] * len(path),
-            doubtful=bool(head[:, 0].any()),
-        )
-
-
-@dataclass(frozen=True)
-class HostVerdict:
-    """A verdict as the host knows it, and what it stands for on the device.
-
-    path: [B, D], length: [B] as in Verdict, on the host. proposed: [B] levels drafted. emitted:
-    [B][D + 1] the path's tokens, then the bonus token, then padding; tokens: the same on the
-    device, [B, D + 1], and slots: [B, D + 1] that each of them was predicted by. ranks: [B][D]
-    sibling rank of each node of the path; drafters: [B][D] who proposed it, [B][0] without a
-    union. doubtful: a row holds what must not be committed.
-    """
-
-    path: Tensor
-    length: Tensor
-    proposed: list[int]
-    emitted: list[list[int]]
-    tokens: Tensor
-    slots: Tensor
-    ranks: list[list[int]]
-    drafters: list[list[int]]
-    doubtful: bool
 
 
 def verify(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
@@ -225,3 +173,55 @@ def _verdict(tree: DraftTree, end: Tensor, bonus: Tensor) -> Verdict:
     paths = tree.layout.paths.expand(len(end), -1, -1)
     path = paths[torch.arange(len(end), device=end.device), end]
     return Verdict(path, (path >= 0).sum(1), bonus)
+
+
+@dataclass(frozen=True)
+class HostVerdict:
+    """A verdict as the host knows it, and what it stands for on the device.
+
+    path: [B, D], length: [B] as in Verdict, on the host. proposed: [B] levels drafted. emitted:
+    [B][D + 1] the path's tokens, then the bonus token, then padding; tokens: the same on the
+    device, [B, D + 1], and slots: [B, D + 1] that each of them was predicted by. ranks: [B][D]
+    sibling rank of each node of the path; drafters: [B][D] who proposed it, [B][0] without a
+    union. doubtful: a row holds what must not be committed.
+    """
+
+    path: Tensor
+    length: Tensor
+    proposed: list[int]
+    emitted: list[list[int]]
+    tokens: Tensor
+    slots: Tensor
+    ranks: list[list[int]]
+    drafters: list[list[int]]
+    doubtful: bool
+
+
+def to_host(verdict: Verdict, tree: DraftTree, doubtful: Tensor) -> HostVerdict:
+    """Return all that the host wants to know of it, in one read. doubtful: [B] bool, rows that
+    must not be committed."""
+    path, layout = verdict.path.clamp(min=0), tree.layout
+    tokens = tree.tokens.gather(1, path) if tree.width else path
+    tokens = F.pad(tokens, (0, 1)).scatter(1, verdict.length[:, None], verdict.bonus[:, None])
+    there = torch.arange(tree.width + 1, device=path.device) <= tree.size[:, None]
+    proposed = torch.where(there, layout.positions, 0).amax(1)
+    of_node = [layout.rank.expand_as(tree.tokens)]
+    of_node += [] if tree.drafters is None else [tree.drafters]
+    columns = [
+        torch.stack([doubtful, verdict.length, proposed], 1),
+        *(verdict.path, tokens),
+        *(t.gather(1, path) if tree.width else path for t in of_node),
+    ]
+    table = torch.cat(columns, 1).cpu()
+    head, path, emitted, ranks, *drafters = table.split([t.shape[1] for t in columns], 1)
+    return HostVerdict(
+        path=path,
+        length=head[:, 1],
+        proposed=head[:, 2].tolist(),
+        emitted=emitted.tolist(),
+        tokens=tokens,
+        slots=F.pad(verdict.path + 1, (1, 0)),
+        ranks=ranks.tolist(),
+        drafters=drafters[0].tolist() if drafters else [[]] * len(path),
+        doubtful=bool(head[:, 0].any()),
+    )
