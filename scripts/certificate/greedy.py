@@ -128,7 +128,7 @@ def divergence(
     if at < len(pairs):  # else one stopped where the other went on
         a, b = pairs[at]
         ids = [*request.prompt, *ours[:at], a]
-        logits = plain.guided(ids, len(request.prompt), plan.guidance)[-1:]
+        logits = plain.logits(ids, len(request.prompt), plan.guidance)[-1:]
         scores = transforms.processed(logits.double(), plan.sampling, [ids[:-1]])[0]
         margin = float(scores.max() - torch.minimum(scores[a], scores[b]))
     return {

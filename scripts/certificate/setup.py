@@ -73,7 +73,7 @@ def open_setup(
     """Measure rounding and let the reference write its greedy answers."""
     target.probe()
     plain, memo = Plain(target), memo or Memo(None)
-    gap = memo.once("noise", lambda: plain.rounding(list(prompts[:MEASURED]))["gap"])
+    gap = memo.once("noise", lambda: plain.rounding(list(prompts[:MEASURED])))
     spread = 1.0 if plan.guidance is None else abs(plan.guidance) + abs(1 - plan.guidance)
     requests = [
         Request(list(prompts[i % len(prompts)]), plan.greedy_tokens, id=i)

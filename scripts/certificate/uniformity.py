@@ -20,10 +20,8 @@ import torch
 
 CELLS, PAIR_CELLS = 20, 8  # of the chi-squares
 SMALLEST = 200  # strata below are not tested
-SURE, DEVIATIONS = (
-    0.95,
-    1.645,
-)  # the probability with which a shift is seen, and its normal quantile
+SURE = 0.95  # the probability with which a shift is seen
+DEVIATIONS = 1.645  # its quantile of the normal distribution
 
 
 @dataclass(frozen=True)

@@ -213,9 +213,9 @@ def measured(
     any case. target: in float32; it is back in it afterwards."""
     plain = Plain(target)
     rows = [([*prompt, *answer], len(prompt)) for prompt, answer in texts]
-    whole = [plain.logits([row])[0].float() for row in rows]
+    whole = [plain.logits(*row).float() for row in rows]
     with in_bfloat16(target.model):
-        some = [plain.logits([row])[0].float() for row in rows]
+        some = [plain.logits(*row).float() for row in rows]
     pairs = list(zip(whole, some, strict=True))
     change = torch.cat([_gaps(a, a) - _gaps(b, a) for a, b in pairs])
     most = SAFETY * max(moved(a, b) for a, b in pairs)

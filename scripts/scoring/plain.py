@@ -1,7 +1,7 @@
 """The target as Hugging Face runs it: plain passes with its own attention, no tree, and what
 rounding does to their logits.
 
-Shape letters: T sequence length, V vocabulary.
+Shape letters: n tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,38 +25,23 @@ class Plain:
     target: Target
 
     @torch.no_grad()
-    def logits(self, sequences: Sequence[tuple[list[int], int]]) -> list[Tensor]:
-        """For each (ids, start): logits [len(ids) - start, V] that predict ids[start:], in one
-        pass, right-padded."""
-        longest = max(len(ids) for ids, _ in sequences) - 1
-        first = min(start for _, start in sequences) - 1
-        batch = torch.zeros(len(sequences), longest, dtype=torch.int64)
-        mask = torch.zeros_like(batch)
-        for b, (ids, _) in enumerate(sequences):
-            batch[b, : len(ids) - 1] = torch.tensor(ids[:-1])
-            mask[b, : len(ids) - 1] = 1
-        with self.target.as_loaded() as model:
-            keep = {}
-            if "logits_to_keep" in inspect.signature(model.forward).parameters:
-                keep["logits_to_keep"] = longest - first
-            batch, mask = batch.to(self.target.device), mask.to(self.target.device)
-            out = model(batch, attention_mask=mask, use_cache=False, **keep).logits
-        before = 1 + longest - out.shape[1]
-        ends = enumerate(sequences)
-        return [out[b, start - before : len(ids) - before] for b, (ids, start) in ends]
-
-    def guided(self, ids: list[int], start: int, guidance: float | None) -> Tensor:
-        """Logits [len(ids) - start, V] of one text.
+    def logits(self, ids: list[int], start: int, guidance: float | None = None) -> Tensor:
+        """Logits [len(ids) - start, V] that predict ids[start:], in one pass.
 
         guidance: classifier-free guidance as in transformers (Sanchez et al. 2306.17806):
         log-probabilities moved away from those of an unconditional pass, which sees the
         prompt's last token and what was generated. None: without it.
         """
-        given = self.logits([(ids, start)])[0]
+        count, keep = len(ids) - start, {}
+        with self.target.as_loaded() as model:
+            if "logits_to_keep" in inspect.signature(model.forward).parameters:
+                keep["logits_to_keep"] = count
+            now = torch.tensor([ids[:-1]], device=self.target.device)
+            found: Tensor = model(now, use_cache=False, **keep).logits[0, -count:]
         if guidance is None:
-            return given
-        free = self.logits([(ids[start - 1 :], 1)])[0].float().log_softmax(-1)
-        return free + guidance * (given.float().log_softmax(-1) - free)
+            return found
+        free = self.logits(ids[start - 1 :], 1).float().log_softmax(-1)
+        return free + guidance * (found.float().log_softmax(-1) - free)
 
     @torch.no_grad()
     def _steps(self, ids: list[int], count: int) -> Tensor:
@@ -71,22 +56,17 @@ class Plain:
                 new, past = [int(found[-1].argmax())], out.past_key_values
         return torch.stack(found)
 
-    def rounding(self, prompts: Sequence[Sequence[int]], steps: int = 16) -> dict[str, float]:
-        """What rounding does in this model and dtype, the engine left out: two plain ways to
-        compute the same logits, one pass over the whole text and one cached step per token,
-        compared.
-
-        logit: largest difference of any logit. gap: see `moved`.
-        """
-        worst = gap = 0.0
+    def rounding(self, prompts: Sequence[Sequence[int]], steps: int = 16) -> float:
+        """What rounding does in this model and dtype, the engine left out: the most that two plain
+        ways to compute the same logits differ by, one pass over the whole text and one cached step
+        per token; see `moved`."""
+        gap = 0.0
         for prompt in prompts:
             ids = list(prompt)
             stepped = self._steps(ids, min(steps, self.target.context_length - len(ids) + 1))
-            whole = self.logits([([*ids, *stepped.argmax(-1).tolist()], len(ids))])[0]
-            a, b = whole.double(), stepped.double()
-            worst = max(worst, float((a - b).abs().max()))
-            gap = max(gap, moved(a, b))
-        return {"logit": worst, "gap": gap}
+            whole = self.logits([*ids, *stepped.argmax(-1).tolist()], len(ids))
+            gap = max(gap, moved(whole, stepped))
+        return gap
 
 
 def moved(a: Tensor, b: Tensor) -> float:

@@ -47,7 +47,7 @@ def lossless(contest: Contest, systems: list[System], target: Target) -> dict[st
         doubtful = [d for d in differences if d["gap"] is not None and not d["within_rounding"]]
         if doubtful and id(own) not in measured:
             prompts = [a.generation.prompt_ids for a in baseline.values()][:PROBED]
-            measured[id(own)] = SAFETY * Plain(own).rounding(prompts)["gap"]
+            measured[id(own)] = SAFETY * Plain(own).rounding(prompts)
         for d in doubtful:
             d["within_rounding"] = d["gap"] <= measured[id(own)]
         beyond = sum(not d["within_rounding"] for d in differences)

@@ -47,7 +47,7 @@ WRONG: dict[str, tuple[Any, TreeShape, str, Sampling]] = {
 }
 
 
-def world(shape: TreeShape, scheme: str, sampling: Sampling) -> Case:
+def case_of(shape: TreeShape, scheme: str, sampling: Sampling) -> Case:
     generator = torch.Generator().manual_seed(7)
     tables = 1.5 * torch.randn(2, 5 ** (shape.depth + 1), 4, generator=generator).double()
     return Case(4, shape, scheme, sampling, *tables)
@@ -56,13 +56,13 @@ def world(shape: TreeShape, scheme: str, sampling: Sampling) -> Case:
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rule_is_found_by_enumeration(name: str) -> None:
     rule, *drafts = WRONG[name]
-    case = world(*drafts)
+    case = case_of(*drafts)
     assert enumerate_case(case, rule).error > 1e-3
     assert enumerate_case(case, verify).error <= 1e-12
 
 
 def test_a_draft_that_is_not_what_it_says_is_found_by_enumeration() -> None:
-    case = world(STAR, "without", ONE)
+    case = case_of(STAR, "without", ONE)
     assert enumerate_case(case, verify, wrong_rules.without_scored_as_with).error > 1e-3
 
 
