@@ -143,14 +143,6 @@ def test_a_longer_draft_is_named_where_a_step_shows_it(in_16_bits) -> None:
     assert f"start it with K = {DEPTH}" in said
 
 
-def test_a_server_that_speculates_with_something_else_breaks_it(target, draft) -> None:
-    wanted = contract.expected(target, DraftModel(target, 3), PROMPTS, 3, LIMIT)
-    with serving(target, draft) as url:
-        found = contract_check.checked(wanted, Address(url))
-    assert found["equal"] == len(PROMPTS) and not found["served"]
-    assert found["acceptance"]["position"] == 1
-
-
 def test_a_stop_token_is_no_accepted_one() -> None:
     tokens, stop = [5, 6, 7, 8, 9, 1], [1, 2]
     cycles = [Cycle(3, 2, (), False, 1), Cycle(2, 2, (), False, 4)]
