@@ -4,77 +4,31 @@ answers end.
 
 from __future__ import annotations
 
-import json
 from typing import Any, Protocol
 
 from outrider.conf.errors import UserError
-from outrider.decode.models import rope
 
 UNBOUNDED = 2**31 - 1
 
-# What a generation_config may ask for and what leaves the text as it is. The first row are
-# keys of decode.sampling.
-NEUTRAL: dict[str, Any] = {
-    "repetition_penalty": 1,
-    "temperature": 1,
-    "top_k": 0,
-    "top_p": 1,
-    "min_p": 0,
-    "typical_p": 1,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "length_penalty": 1,
-    "diversity_penalty": 0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "guidance_scale": 1,
-}
+# What a generation_config may ask for that changes the text: keys of decode.sampling, what leaves
+# the text as it is at 1, and what does so at 0 or empty.
 OURS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
-# What says nothing about which text is written, or is honoured (the ids), or is set by every
-# run.
-SILENT = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "decoder_start_token_id",
-    "do_sample",
-    "max_length",
-    "max_new_tokens",
-    "early_stopping",
-    "num_return_sequences",
-    "use_cache",
-    "cache_implementation",
-    "cache_config",
-    "max_cache_len",
-    "prefill_chunk_size",
-    "low_memory",
-    "compile_config",
-    "disable_compile",
-    "output_attentions",
-    "output_hidden_states",
-    "output_scores",
-    "output_logits",
-    "return_dict_in_generate",
-    "is_assistant",
-    "use_mtp",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "prompt_lookup_num_tokens",
-    "max_matching_ngram_size",
-    "assistant_early_exit",
-    "assistant_lookbehind",
-    "target_lookbehind",
-    "speculation_type",
-    "transformers_version",
-    "continuous_batching_config",
+AT_ONE = (
+    *("repetition_penalty", "temperature", "top_p", "typical_p", "encoder_repetition_penalty"),
+    *("num_beams", "num_beam_groups", "length_penalty", "guidance_scale"),
+)
+AT_NOTHING = (
+    *("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("min_length", "min_new_tokens", "diversity_penalty", "top_h", "dola_layers", "penalty_alpha"),
+    *("bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "sequence_bias", "constraints"),
+    *("force_words_ids", "forced_bos_token_id", "forced_eos_token_id", "stop_strings"),
+    *("exponential_decay_length_penalty", "watermarking_config", "token_healing"),
+    *("remove_invalid_values", "renormalize_logits"),
 )
 SHOWN = 40  # letters of a value in a note
+# How Phi-3-128k, Phi-3.5 and Phi-4-mini name theirs; "su" in Microsoft's own files.
+LONGROPE = ("longrope", "su")
+ORIGINAL = "original_max_position_embeddings"  # where the first range of longrope is written
 
 
 def body(model: Any) -> Any:
@@ -94,8 +48,8 @@ def body(model: Any) -> Any:
 
 def context_length(config: Any) -> int:
     """Most tokens of a text, prompt and answer: as many as the model has positions, and not beyond
-    the length where its rotary frequencies change (rope.first_range)."""
-    return min(positions(config), rope.first_range(config) or UNBOUNDED)
+    the length where its rotary frequencies change (`_first_range`)."""
+    return min(positions(config), _first_range(config) or UNBOUNDED)
 
 
 def positions(config: Any) -> int:
@@ -103,6 +57,23 @@ def positions(config: Any) -> int:
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     given = [getattr(config, name, None) for name in names]
     return next((n for n in given if isinstance(n, int) and n > 0), UNBOUNDED)
+
+
+def _first_range(config: Any) -> int | None:
+    """Longest text, in tokens, that is rotated by the first set of frequencies; None: there is
+    but one set. transformers chooses the set of `longrope` and of `dynamic` by the largest
+    position of a whole pass, and keys in a cache that were rotated by one set do not fit the
+    other. So no text leaves the first range (decode/checks.py refuses it)."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    given = given if isinstance(given, dict) else {}
+    longest, lengths = getattr(config, "max_position_embeddings", None), []
+    for one in [v for v in given.values() if isinstance(v, dict)] or [given]:  # by layer type
+        kind = one.get("rope_type", one.get("type"))
+        if kind in LONGROPE:
+            lengths.append(one.get(ORIGINAL) or getattr(config, ORIGINAL, None) or longest)
+        elif kind == "dynamic":
+            lengths.append(longest)
+    return min((length for length in lengths if length), default=None)
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -125,26 +96,13 @@ def ignored(model: Any, sampling: Any) -> dict[str, Any]:
     """
     config = getattr(model, "generation_config", None)
     requested = {} if config is None else vars(config)
-    if not requested.get("do_sample"):
-        requested = {name: value for name, value in requested.items() if name not in OURS[1:]}
     found: dict[str, Any] = {}
-    for name in [*OURS, *(n for n in requested if n not in OURS)]:
+    for name in dict.fromkeys((*OURS, *AT_ONE, *AT_NOTHING)):
         value = requested.get(name)
-        if (
-            name.startswith("_")
-            or name in SILENT
-            or value is None
-            or value is False
-            or value in ([], {}, ())
-        ):
+        if name in OURS[1:] and not requested.get("do_sample"):
             continue
-        if value == getattr(sampling, name, NEUTRAL.get(name)):
-            continue
-        try:
-            json.dumps(value)
-        except TypeError:  # token tuples as keys, settings of a watermark
-            value = str(value)
-        found[name] = value
+        if value and value != getattr(sampling, name, int(name in AT_ONE)):
+            found[name] = value if isinstance(value, bool | int | float | str) else str(value)
     return found
 
 
@@ -165,7 +123,7 @@ def notes(target: LoadedTarget, sampling: Any) -> list[str]:
     requested = ignored(target.model, sampling)
     if requested:
         ours = [f"{name}={value}" for name, value in requested.items() if name in OURS]
-        what = ", ".join(f"{name}={_clipped(value)}" for name, value in requested.items())
+        what = ", ".join(f"{name}={str(value)[:SHOWN]}" for name, value in requested.items())
         remedy = f": set {' '.join(ours)} to make them part of the distribution" if ours else ""
         lines.append(
             f"target: its generation_config asks for {what}, which this run does not apply{remedy}"
@@ -177,8 +135,3 @@ def notes(target: LoadedTarget, sampling: Any) -> list[str]:
             "that it has positions for: beyond, its rotary embedding changes (LongRoPE)"
         )
     return lines
-
-
-def _clipped(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

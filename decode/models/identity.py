@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 from outrider.conf import disk
 from outrider.conf.errors import UserError
 
-_MEMO = threading.Lock()
 HASHES = ("weights_sha256", "tokenizer_sha256", "template_sha256")
 
 
@@ -34,12 +32,12 @@ class Identity:
     def differences(self, other: Identity) -> list[str]:
         """One line for each hash in which `self` and `other` differ (name and path do not
         count); [] when same."""
-        lines = []
-        for key in HASHES:
-            mine, theirs = getattr(self, key), getattr(other, key)
-            if mine != theirs:
-                lines.append(f"{key} {mine[:12]} ({self.name}) is not {theirs[:12]} ({other.name})")
-        return lines
+        each = [(key, getattr(self, key), getattr(other, key)) for key in HASHES]
+        return [
+            f"{key} {mine[:12]} ({self.name}) is not {theirs[:12]} ({other.name})"
+            for key, mine, theirs in each
+            if mine != theirs
+        ]
 
     def to_json(self) -> dict[str, str]:
         """The five fields as a JSON object."""
@@ -60,11 +58,6 @@ def cache_root() -> Path:
     ).expanduser()
 
 
-def _stat_key(path: Path) -> list[int]:
-    s = path.stat()
-    return [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino]
-
-
 def sha256_file(path: Path) -> str:
     """sha256 of a file's bytes, hex. Raises OSError when it cannot be read."""
     with open(path, "rb") as f:
@@ -74,45 +67,29 @@ def sha256_file(path: Path) -> str:
 def sha256_remembered(files: Sequence[Path]) -> list[str]:
     """sha256 of each file, remembered in the cache folder, keyed by size, both times and
     inode: a changed file is hashed again. Raises OSError when one cannot be read."""
-    memo_path = cache_root() / "hashes.json"
-    found, new = [], {}
-    with _MEMO:
-        memo = _memo(memo_path)
+    memo = cache_root() / "hashes.json"
+    known, found, new = _mapping(memo), [], {}
     for file in files:
         real = file.resolve()  # hub snapshots are links into a blob store
-        digest = _known(memo, real)
-        if digest is None:
-            stat, digest = _stat_key(real), sha256_file(real)
-            new[str(real)] = {"stat": stat, "sha256": digest}
-        found.append(digest)
+        about = real.stat()
+        stat = [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
+        entry = known.get(str(real))
+        if not isinstance(entry, dict) or entry.get("stat") != stat or "sha256" not in entry:
+            entry = new[str(real)] = {"stat": stat, "sha256": sha256_file(real)}
+        found.append(str(entry["sha256"]))
     if new:
-        with _MEMO:
-            with contextlib.suppress(OSError):  # only a speed-up: the folder may be read-only
-                disk.write_text(memo_path, json.dumps({**_memo(memo_path), **new}))
+        with contextlib.suppress(OSError):  # only a speed-up: the folder may be read-only
+            disk.write_text(memo, json.dumps({**_mapping(memo), **new}))
     return found
 
 
-def sha256_known(file: Path) -> str | None:
-    """What `sha256_remembered` would give without reading the file, None if it had to. Raises
-    OSError without a file."""
-    with _MEMO:
-        memo = _memo(cache_root() / "hashes.json")
-    return _known(memo, file.resolve())
-
-
-def _known(memo: dict[str, Any], real: Path) -> str | None:
-    entry = memo.get(str(real))
-    if isinstance(entry, dict) and entry.get("stat") == _stat_key(real):
-        return str(entry["sha256"]) if "sha256" in entry else None
-    return None
-
-
-def _memo(path: Path) -> dict[str, Any]:
+def _mapping(path: Path) -> dict[str, Any]:
+    """The object of a JSON file, {} where there is none."""
     try:
-        memo = json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return memo if isinstance(memo, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 INDEX = "model.safetensors.index.json"
@@ -124,7 +101,7 @@ def weight_files(folder: Path) -> list[Path]:
     that holds all, else those that the index names, else all. Mistral's repositories hold the same
     weights once more, under names of their own (consolidated.safetensors)."""
     every = sorted(folder.glob("*.safetensors"))
-    listed = _memo(folder / INDEX).get("weight_map")
+    listed = _mapping(folder / INDEX).get("weight_map")
     named = {*map(str, listed.values())} if isinstance(listed, dict) else set()
     if (folder / WHOLE).is_file():
         named = {WHOLE}
@@ -133,9 +110,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def sha256_weights(folder: Path) -> str:
     """sha256 over the names and contents of the model's safetensors files (`weight_files`), in
-    name order (the index file does not count). Hashes of large files are remembered in the cache
-    folder, keyed by size, both times and inode: a changed file is hashed again. Raises
-    UserError when the folder holds no safetensors."""
+    name order; the index file does not count. Raises UserError when the folder holds none."""
     files = weight_files(folder)
     if not files:
         raise UserError(

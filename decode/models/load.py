@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import sys
 from dataclasses import replace
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 # The same weights once more in a repository, in forms that transformers does not read.
 TWICE = ["consolidated*", "original/*", "metal/*"]
-_SAID: set[str] = set()  # folders whose code was announced in this process, and keys
 
 
 def load_target(
@@ -53,12 +53,18 @@ def load_target(
     causal LM head, no memory on the device, a library of target.quantize that is not there."""
     import torch
 
+    from outrider.decode.models.arithmetic import bfloat16_on_cpu
     from outrider.decode.target import Target
 
     _check(cfg)
     kind = torch_dtype(dtype)
     place = _place(device)
-    _warn_of_bfloat16(cfg, kind, place)
+    slow = kind == torch.bfloat16 and place.type == "cpu" and cfg.kind != "tiny"
+    if slow and not bfloat16_on_cpu():
+        _say_once(
+            "dtype: this processor has no instructions for bfloat16; float32, which dtype=auto "
+            "takes here, is several times as fast"
+        )
     tokenizer = load_tokenizer(cfg)
     if cfg.kind == "tiny":
         model = tiny_from(cfg)
@@ -67,24 +73,15 @@ def load_target(
         model = model.to(kind)
     else:
         folder = source_folder(cfg)
-        ranks = shards.ranks if shards else 1
-        _fits(
-            cfg,
-            folder,
-            kind,
-            shards.device if shards else place,
-            plan or memory.MemoryPlan(),
-            ranks,
-        )
+        _fits(cfg, folder, kind, place, plan or memory.MemoryPlan(), shards)
         with shards.reading() if shards else contextlib.nullcontext():
             model = _pretrained(cfg, folder, kind, place)
         weights, path = sha256_weights(folder), str(folder)
         name = cfg.name if cfg.kind == "hub" else folder.name
     if cfg.quantize != quantize.NONE:
         name = f"{name} ({cfg.quantize})"
-    identity = Identity(
-        name, path, weights, sha256_tokenizer(tokenizer), sha256_template(tokenizer)
-    )
+    words = sha256_tokenizer(tokenizer), sha256_template(tokenizer)
+    identity = Identity(name, path, weights, *words)
     try:
         model = model if cfg.quantize != quantize.NONE or shards else model.to(place)
     except torch.cuda.OutOfMemoryError as e:
@@ -113,20 +110,11 @@ def _place(device: str | torch.device | None) -> torch.device:
     return place
 
 
-def _warn_of_bfloat16(cfg: TargetConfig, kind: torch.dtype, place: torch.device) -> None:
-    """Say once that a CPU is slow at it."""
-    from outrider.decode.models.arithmetic import bfloat16_on_cpu
-
-    slow = str(kind) == "torch.bfloat16" and place.type == "cpu" and not bfloat16_on_cpu()
-    first = "dtype" not in _SAID and os.environ.get("RANK", "0") == "0"
-    if slow and first and cfg.kind != "tiny":
-        _SAID.add("dtype")
-        print(
-            "dtype: this processor has no instructions for bfloat16; float32, which dtype=auto "
-            "takes here, is several times as fast",
-            file=sys.stderr,
-            flush=True,
-        )
+@functools.cache
+def _say_once(line: str) -> None:
+    """On stderr, on rank 0, once in this process."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
 
 
 def load_tokenizer(cfg: TargetConfig) -> Any:
@@ -139,7 +127,8 @@ def load_tokenizer(cfg: TargetConfig) -> Any:
     from transformers import AutoTokenizer
 
     folder = source_folder(cfg, weights=False)
-    _announce(cfg, folder)
+    if cfg.trust_remote_code:
+        _say_once(f"target.trust_remote_code is on: Python code from {folder} runs here")
     try:
         return AutoTokenizer.from_pretrained(
             folder,
@@ -148,37 +137,23 @@ def load_tokenizer(cfg: TargetConfig) -> Any:
             # where it is installed, has another template and other hashes.
             mistral_format=False,
         )
-    except (
-        Exception
-    ) as e:  # transformers raises many kinds here, all of them about what lies in the folder
+    except Exception as e:  # of many kinds, all of them about what lies in the folder
         raise UserError(f"target: no usable tokenizer in {folder} ({first_line(e)})") from e
-
-
-def _announce(cfg: TargetConfig, folder: Path) -> None:
-    """Say once, before it happens, that code of the model's repository runs."""
-    if cfg.trust_remote_code and str(folder) not in _SAID and os.environ.get("RANK", "0") == "0":
-        _SAID.add(str(folder))
-        print(
-            f"target.trust_remote_code is on: Python code from {folder} runs here",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def tiny_from(cfg: TargetConfig) -> Any:
     """The random float32 model of `target=tiny`."""
+    named = ("layers", "hidden", "heads", "kv_heads", "vocab", "init_std", "seed")
     return tiny.tiny_model(
         cfg.arch,
-        layers=cfg.layers,
-        hidden=cfg.hidden,
-        heads=cfg.heads,
-        kv_heads=cfg.kv_heads,
-        vocab=cfg.vocab,
-        init_std=cfg.init_std,
-        seed=cfg.seed,
+        **{name: getattr(cfg, name) for name in named},
         max_position_embeddings=cfg.context,
-        **({} if cfg.attn == "auto" else {"attn_implementation": cfg.attn}),
+        **_attention(cfg),
     )
+
+
+def _attention(cfg: TargetConfig) -> dict[str, Any]:
+    return {} if cfg.attn == "auto" else {"attn_implementation": cfg.attn}
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -205,44 +180,27 @@ def source_folder(cfg: TargetConfig, weights: bool = True) -> Path:
         return ensure(TARGETS[cfg.kind], cfg.path)
     if cfg.kind == "local":
         folder = Path(cfg.path).expanduser()
-        if not folder.is_dir():
-            raise UserError(
-                f"target.path: no such folder {folder}; give a folder written by save_pretrained"
-            )
         if not (folder / "config.json").is_file():
-            raise UserError(
-                f"target.path: no config.json in {folder}; give a folder of save_pretrained"
-            )
+            lack = "config.json in" if folder.is_dir() else "such folder"
+            raise UserError(f"target.path: no {lack} {folder}; give a folder of save_pretrained")
         return folder.resolve()
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.jinja", "*.model", "*.txt"]
     wanted += ["*.safetensors"] if weights else []
     wanted += ["*.py"] if cfg.trust_remote_code else []
+    keys: Any = {"allow_patterns": wanted, "ignore_patterns": TWICE}
     try:
-        return Path(
-            snapshot_download(
-                cfg.name,
-                revision=cfg.revision,
-                allow_patterns=wanted,
-                ignore_patterns=TWICE,
-            )
-        )
-    except OSError as e:
-        if e.errno == errno.ENOSPC:
+        return Path(snapshot_download(cfg.name, revision=cfg.revision, **keys))
+    except Exception as e:  # the hub client's errors share no base class with network errors
+        if isinstance(e, OSError) and e.errno == errno.ENOSPC:
             raise UserError(
                 f"target.name: no space for {cfg.name} in the hub cache; free some or set HF_HOME"
             ) from e
-        raise _hub_error(cfg, e) from e
-    except Exception as e:  # the hub client's errors share no base class with network errors
-        raise _hub_error(cfg, e) from e
-
-
-def _hub_error(cfg: TargetConfig, error: BaseException) -> UserError:
-    return UserError(
-        f"target.name: cannot fetch {cfg.name} at revision {cfg.revision} ({first_line(error)}); "
-        "check name, revision and network, or use target=local target.path=FOLDER"
-    )
+        raise UserError(
+            f"target.name: cannot fetch {cfg.name} at revision {cfg.revision} ({first_line(e)}); "
+            "check name, revision and network, or use target=local target.path=FOLDER"
+        ) from e
 
 
 def _fits(
@@ -251,22 +209,18 @@ def _fits(
     kind: torch.dtype,
     place: torch.device,
     plan: memory.MemoryPlan,
-    ranks: int,
+    shards: Shards | None,
 ) -> None:
     """Raise UserError where the device cannot hold it; of several ranks, where it cannot hold
     even their part of all weights."""
     from transformers import AutoConfig
 
+    place, ranks = (shards.device, shards.ranks) if shards else (place, 1)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         config = config.get_text_config(decoder=True)
-        need = memory.estimate(
-            config,
-            memory.parameters(folder),
-            str(kind).removeprefix("torch."),
-            plan,
-            quantize.bits(cfg.quantize),
-        )
+        dtype, count = str(kind).removeprefix("torch."), memory.parameters(folder)
+        need = memory.estimate(config, count, dtype, plan, quantize.bits(cfg.quantize))
         if plan.tokens and cfg.pack == "auto" and packed.takes(kind, place):
             twice = int(config.vocab_size) * int(config.hidden_size) * kind.itemsize
             need = replace(need, weights=need.weights + twice)
@@ -283,7 +237,7 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
 
     if os.environ.get("RANK", "0") != "0" or cfg.kind in TARGETS:
         hf_logging.disable_progress_bar()
-    extra: dict[str, Any] = {} if cfg.attn == "auto" else {"attn_implementation": cfg.attn}
+    extra = _attention(cfg)
     if quantize.stored(folder) == quantize.MXFP4:
         extra["quantization_config"] = quantize.unpacked(cfg.quantize)
     elif cfg.quantize != quantize.NONE:
@@ -309,8 +263,7 @@ def _pretrained(cfg: TargetConfig, folder: Path, kind: torch.dtype, place: torch
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as e:
         raise UserError(
             f"target: no loadable causal language model in {folder} ({first_line(e)}); "
-            "give a folder with "
-            "its config.json and its weights as safetensors"
+            "give a folder with its config.json and its weights as safetensors"
         ) from e
     model, found = loaded
     _check_complete(found, folder)
@@ -325,12 +278,10 @@ def _check_complete(found: dict[str, Any], folder: Path) -> None:
         f"{name} is {tuple(here)} in place of {tuple(wanted)}"
         for name, here, wanted in sorted(found["mismatched_keys"])
     ]
-    if not wrong:
-        return
-    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    unknown = sorted(found["unexpected_keys"])
-    beside = f"; it has {unknown[0]}, which the model has not" if unknown else ""
-    raise UserError(
-        f"target: the weights in {folder} are not whole ({', '.join(wrong[:3])}{more}{beside}); "
-        "give a folder with every weight that its config.json asks for"
-    )
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        more += "".join(f"; it has {name}" for name in sorted(found["unexpected_keys"])[:1])
+        raise UserError(
+            f"target: the weights in {folder} are not whole ({', '.join(wrong[:3])}{more}); "
+            "give a folder with every weight that its config.json asks for"
+        )

@@ -9,29 +9,27 @@ Shape letters: B rows, L slots, N nodes, V vocabulary.
 
 from __future__ import annotations
 
-import json
-import struct
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from safetensors import SafetensorError, safe_open
 
+from outrider.conf.disk import size
 from outrider.conf.errors import UserError
 from outrider.decode.models.facts import context_length
 from outrider.decode.models.identity import weight_files
 
 SLACK = 1.05
 BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
-MOST_HEADER = 100 << 20
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """What will be decoded. tokens: longest prompt and answer together, per row. nodes: of the
-    largest draft tree.
-    drafters: bytes of their weights."""
+    largest draft tree. drafters: bytes of their weights."""
 
     rows: int = 1
     tokens: int = 0
@@ -54,16 +52,8 @@ class Need:
         return int((self.weights + self.cache + self.tree + self.drafters) * SLACK)
 
     def __str__(self) -> str:
-        parts = ", ".join(
-            f"{name} {size(getattr(self, name))}"
-            for name in ("weights", "cache", "tree", "drafters")
-        )
+        parts = ", ".join(f"{name} {size(count)}" for name, count in asdict(self).items())
         return f"{size(self.total)} ({parts}, and {SLACK - 1:.0%} to spare)"
-
-
-def size(count: int) -> str:
-    """1.3 GiB."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.0f} MiB"
 
 
 def parameters(folder: Path) -> tuple[int, int]:
@@ -73,23 +63,16 @@ def parameters(folder: Path) -> tuple[int, int]:
     total = matrices = 0
     for path in weight_files(folder):
         try:
-            with open(path, "rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                if length > MOST_HEADER:
-                    return 0, 0
-                header = json.loads(file.read(length))
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                count = 1
-                for side in entry["shape"]:
-                    count *= int(side)
-                if entry["dtype"] == "U8" and name.endswith(("_blocks", "_scales")):
-                    count = 2 * count if name.endswith("_blocks") else 0  # MXFP4, read unpacked
-                total += count
-                outside = "embed" in name or "lm_head" in name
-                matrices += 0 if outside or len(entry["shape"]) != 2 else count
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    one = file.get_slice(name)
+                    count, shape = math.prod(one.get_shape()), one.get_shape()
+                    if one.get_dtype() == "U8" and name.endswith(("_blocks", "_scales")):
+                        count = 2 * count if name.endswith("_blocks") else 0  # MXFP4, read unpacked
+                    total += count
+                    outside = "embed" in name or "lm_head" in name
+                    matrices += 0 if outside or len(shape) != 2 else count
+        except (OSError, SafetensorError):
             return 0, 0
     return total, matrices
 
@@ -111,9 +94,7 @@ def estimate(
     heads = int(getattr(config, "num_attention_heads", 1) or 1)
     pairs = int(getattr(config, "num_key_value_heads", None) or heads)
     head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    tokens = min(
-        plan.tokens, context_length(config)
-    )  # a longer prompt is refused, whatever memory there is
+    tokens = min(plan.tokens, context_length(config))  # longer ones are refused anyhow
     slots = tokens + plan.nodes + 1 if tokens else 0
     rows = plan.rows * (2 if plan.guidance else 1)
     cache = 2 * int(config.num_hidden_layers) * rows * slots * pairs * head * bits // 8
@@ -150,30 +131,12 @@ def check(need: Need, device: str, name: str, plan: MemoryPlan) -> None:
     raise UserError(f"memory: {name} needs {need}, and {device} has {size(free)} free; {fix}")
 
 
-def _group() -> int | None:
-    """What the process's memory control group still allows."""
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            most = int(Path(limit).read_text())
-            return max(most - int(Path(used).read_text()) + _reclaimable(Path(limit).parent), 0)
-        except (OSError, ValueError):
-            continue
-    return None
-
-
-def _reclaimable(folder: Path) -> int:
-    """Page cache that counts as used but would give way."""
+def _group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the process's memory control group (version 2) still allows. Page cache counts as
+    used, but would give way."""
     try:
-        for line in (folder / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
+        most, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+        rows = map(str.split, (folder / "memory.stat").read_text().splitlines())
+        return max(most - used + int(dict(rows).get("inactive_file", 0)), 0)
+    except (OSError, ValueError):  # no group, or one without a limit
+        return None

@@ -36,13 +36,11 @@ def load_draft(
         for name in ("target.path: ", "target.name: "):
             said = said.replace(name, "")
         raise UserError(f"{key}: {said}") from None
-    if target.tokenizer is not None and draft.tokenizer is not None:
-        verdict = compare(target.tokenizer, draft.tokenizer, target.vocab_size, draft.vocab_size)
-        if not verdict.compatible:
-            raise UserError(
-                f"{key}: another tokenizer than the target's: {verdict.reason}; choose a draft of "
-                "the same family"
-            )
+    both = target.tokenizer is not None and draft.tokenizer is not None
+    if both and (apart := compare(target.tokenizer, draft.tokenizer, draft.vocab_size)):
+        raise UserError(
+            f"{key}: another tokenizer than the target's: {apart}; choose another draft"
+        )
     size, whole = parameters(draft.model), parameters(target.model)
     if size >= whole:
         print(

@@ -65,7 +65,7 @@ def test_a_mistake_costs_no_torch() -> None:
 def test_who_asks_for_bfloat16_without_instructions_is_told_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(load, "_SAID", set())
+    load._say_once.cache_clear()
     monkeypatch.setattr(arithmetic, "bfloat16_on_cpu", lambda: False)
     for _ in range(2):
         with pytest.raises(UserError):

@@ -75,7 +75,7 @@ def test_code_of_a_model_runs_only_when_requested_for_and_then_it_is_said(
     with pytest.raises(UserError, match="target: "):
         load_target(TargetConfig(kind="local", path=str(folder)))
     assert not canary.exists() and "trust_remote_code" not in capfd.readouterr().err
-    monkeypatch.setattr(load, "_SAID", set())
+    load._say_once.cache_clear()
     with pytest.raises(UserError, match="target: "):  # the code runs, and defines no model
         load_target(TargetConfig(kind="local", path=str(folder), trust_remote_code=True))
     assert canary.read_text() == "ran"
