@@ -41,8 +41,6 @@ class Head(Stored):
 
     taps: which target features it reads; tap k means hidden_states[k] of transformers: 0 =
         embeddings, num_layers = output after the final norm.
-    reads_features: whether it drafts from the target's features (a separate model reads tokens
-        alone).
     packs: whether its loss keeps packed documents apart.
     rate_narrows: whether its learning rate goes down with the width of the target.
     why: a draft may not be deeper than `deepest`, for the error about it.
@@ -52,7 +50,6 @@ class Head(Stored):
     kind: ClassVar[str] = ""
     Config: ClassVar[type[HeadConfig]] = HeadConfig
     Drafts: ClassVar[type[Any]]
-    reads_features: ClassVar[bool] = True
     packs: ClassVar[bool] = False
     rate_narrows: ClassVar[bool] = True
     why: ClassVar[str] = ""

@@ -78,14 +78,11 @@ class Batch(Movable):
         if self.position is None:
             return [(b, 0, size) for b, size in enumerate(self.mask.sum(1).tolist())]
         starts = ((self.position == 0) & self.mask).nonzero().tolist()
-        ends = [
-            *(s if s[0] == r[0] else None for r, s in zip(starts, starts[1:], strict=False)),
-            None,
-        ]
+        later = [*starts[1:], [-1, 0]]
         sizes = self.mask.sum(1).tolist()
         return [
-            (b, t, (sizes[b] if end is None else end[1]) - t)
-            for (b, t), end in zip(starts, ends, strict=True)
+            (b, t, (end if row == b else sizes[b]) - t)
+            for (b, t), (row, end) in zip(starts, later, strict=True)
         ]
 
 

@@ -87,13 +87,8 @@ class Tuned:
     def to_json(self) -> dict[str, Any]:
         """Return what stands in decode.json."""
         shapes = {"best": self.best, "chain": self.chain, "tree": self.tree}
-        return {
-            "format": self.format,
-            "card_sha256": self.card_sha256,
-            **{name: shape.to_json() for name, shape in shapes.items() if shape},
-            "pays": self.pays,
-            "evidence": self.evidence,
-        }
+        given = {name: shape.to_json() if shape else None for name, shape in shapes.items()}
+        return {k: v for k, v in {**self.__dict__, **given}.items() if v is not None}
 
     def draft(self, requested: DraftSpec) -> DraftSpec:
         """Return `requested` with the tuned size of its shape ("" = the best one), where it

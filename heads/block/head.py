@@ -32,9 +32,8 @@ from outrider.heads.batch import Batch, LossOut
 from outrider.heads.block.anchors import Anchors, Blocks, every
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.block.drafter import BlockDrafter
-from outrider.heads.block.look_back import look_back
 from outrider.heads.block.loss import Slots, problems, temperatures
-from outrider.heads.block.net import BlockNet, Keys, attend_blocks
+from outrider.heads.block.net import BlockNet, Keys, attend_blocks, look_back
 from outrider.heads.layers.head import LayeredHead, LayeredSaved
 from outrider.heads.losses import Taught, TokenStats, by_level, chunk_of, chunked_loss
 

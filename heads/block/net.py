@@ -27,6 +27,8 @@ from outrider.heads.layers.layer import DraftNet, Linear, RMSNorm, Rope, in_inpu
 
 Keys = tuple[Tensor, Tensor]  # keys and values, [B, Hkv, n, hd] each
 Attend = Callable[[int, Tensor, Keys], Tensor]  # layer, queries, the rows' own keys
+SLOWEST = 0.04  # radians a position: slower pairs cannot tell neighbours apart
+SHARP = 2.0  # of the queries' norm, of a fresh head that looks back
 
 
 class BlockLayer(nn.Module):
@@ -152,3 +154,44 @@ def attend_blocks(query: Tensor, far: Keys, own: Keys, seen: Tensor) -> Tensor:
     attn = torch.cat([to_far, to_own], -1).softmax(-1).to(query.dtype)
     out = (attn[..., :length].flatten(2, 4) @ far[1]).view(q.shape)
     return (out + attn[..., length:] @ mine[1][:, :, None]).reshape(query.shape)
+
+
+@torch.no_grad()
+def look_back(net: BlockNet, feats: Tensor, embedded: Tensor) -> None:
+    """Let the attention of a fresh block head look back, in place. A mask must find the anchor and
+    the newest feature before it can guess better than by frequency, and random attention spreads
+    over the whole text: here head d starts by reading what stands d positions before, as far as
+    rotary positions tell it apart. Nothing is added to the network: it is one direction that all
+    keys share. feats: [N, F, D] of some text. embedded: [N, D] rows of the target's table."""
+    config, mask = net.config, F.normalize(net.mask, dim=0)
+    shared = F.normalize(torch.randn_like(mask), dim=0)
+    scaled = (feats / net.scale).flatten(1)
+    size = net.fc(scaled).norm(dim=-1).mean()
+    net.fc.weight += size * torch.outer(shared, reading(scaled.mean(0)))
+    c = net.fuse(feats)
+    share = float((c @ shared).mean() / c.shape[1] ** 0.5)
+    rows = F.rms_norm(embedded, (embedded.shape[1],))
+    heads, groups = config.num_attention_heads, int(config.num_key_value_heads or 1)
+    cos, sin = (t[1].double() for t in net.rope(2, torch.float64, net.mask.device))
+    turn = torch.atan2(sin, cos)[: len(cos) // 2]  # radians of a position, [h]
+    back = torch.arange(1, heads + 1, device=turn.device)
+    for layer in net.layers:
+        part: Any = layer
+        spread = float(part.k_proj.weight.std())
+        angle = torch.rand(groups, len(turn)).to(turn) * 2 * torch.pi
+        key = torch.polar((turn > SLOWEST).double() + 0 * angle, angle)
+        key = key / key.abs().square().mean().clamp(min=1e-9).sqrt() / 2**0.5
+        ahead = key.repeat_interleave(heads // groups, 0) * torch.exp(-1j * back[:, None] * turn)
+        wide, near = (
+            torch.cat([z.real, z.imag], -1).flatten().to(net.mask) * spread for z in (key, ahead)
+        )
+        part.k_proj.weight += torch.outer(wide, shared) / max(share, 0.1)
+        part.k_proj.weight += torch.outer(wide, reading(rows.mean(0))) * rows.shape[1] ** 0.5
+        part.k_proj.weight -= torch.outer(part.k_proj.weight @ mask, mask)
+        part.q_proj.weight += torch.outer(near - part.q_proj.weight @ mask, mask)
+        part.q_norm.weight.fill_(SHARP)
+
+
+def reading(mean: Tensor) -> Tensor:
+    """The weights [n] that read 1 off a vector [n]."""
+    return mean / mean.square().sum().clamp(min=1e-9)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,18 @@ from outrider.heads.losses import Taught, chunked_loss
 from outrider.heads.names import DraftSpec
 from outrider.heads.saved import Saved, differing
 from outrider.heads.small_lm.config import SmallLMConfig
-from outrider.heads.small_lm.cut import aliases, chosen_layers, cut, empty
-from outrider.heads.small_lm.net import bare, freeze, inject, load_base, merged, parameters
+from outrider.heads.small_lm.net import (
+    aliases,
+    bare,
+    chosen_layers,
+    cut,
+    empty,
+    freeze,
+    inject,
+    load_base,
+    merged,
+    parameters,
+)
 from outrider.heads.teacher import TeacherFn, target_distribution
 
 MODEL = "model.safetensors"
@@ -94,7 +104,6 @@ class SmallLM(Head):
 
     kind = "small_lm"
     Config, Saved = SmallLMConfig, SmallLMSaved
-    reads_features: ClassVar[bool] = False
 
     def __init__(
         self, cfg: SmallLMConfig, net: Any, target: Target, given: dict[str, Tensor] | None

@@ -5,7 +5,7 @@ against the target first.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter
@@ -31,7 +31,6 @@ class PlainModel(Head):
 
     kind = "small_lm"
     Config = SmallLMConfig
-    reads_features: ClassVar[bool] = False
 
     def __init__(self, draft: Target, path: str, shape: Shape) -> None:
         """shape: chain or tree, of the draft when nobody asks for one."""

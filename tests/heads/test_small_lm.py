@@ -26,8 +26,8 @@ from outrider.heads.drafters import resolve_drafter
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
 from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
-from outrider.heads.small_lm.cut import chosen_layers, cut
 from outrider.heads.small_lm.head import SmallLM
+from outrider.heads.small_lm.net import chosen_layers, cut
 from outrider.train.loop import fit
 from outrider.train.runs import DraftRun
 from tests.helpers.archs import build
