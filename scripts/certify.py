@@ -38,9 +38,10 @@ from outrider.decode.models import facts
 from outrider.decode.models.load import load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import head_folder, hub
+from outrider.heads import hub
 from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.drafters import drafter_folder, drafter_folders, resolve_drafter
+from outrider.heads.folders import head_folder
 from outrider.heads.names import parse
 from outrider.scripts.certificate import server_asked
 from outrider.scripts.certificate.config import CertifyConfig

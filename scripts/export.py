@@ -30,10 +30,10 @@ from outrider.conf.errors import UserError, resumable
 from outrider.conf.schema import entry
 from outrider.decode.models.load import DTYPES, load_target
 from outrider.decode.target import Target
-from outrider.heads import find_head, load_head, tuned
+from outrider.heads import tuned
 from outrider.heads.base import Head
-from outrider.heads.checkpoint import read_card, staged
-from outrider.heads.folders import is_plain
+from outrider.heads.checkpoint import load_head, read_card, staged
+from outrider.heads.folders import find_head, is_plain
 from outrider.heads.interop import ENGINE, MANIFEST, architecture, refusals
 from outrider.heads.names import NONE, DraftSpec
 from outrider.heads.small_lm.plain import plain_model

@@ -29,8 +29,8 @@ from outrider.conf.schema import entry
 from outrider.decode.models.identity import Identity
 from outrider.decode.models.load import load_target
 from outrider.decode.target import Target
-from outrider.heads import hub, save_head
-from outrider.heads.checkpoint import CARD
+from outrider.heads import hub
+from outrider.heads.checkpoint import CARD, save_head
 from outrider.heads.interop import Foreign, read_folder, read_head
 from outrider.heads.names import HUB
 from outrider.scripts.common import files

@@ -31,8 +31,8 @@ from outrider.conf.errors import UserError, resumable
 from outrider.conf.paths import REPOSITORY
 from outrider.conf.schema import entry
 from outrider.decode.models.identity import sha256_file
-from outrider.heads import find_head
 from outrider.heads.checkpoint import CARD, check_weights, read_card, signed
+from outrider.heads.folders import find_head
 from outrider.heads.hub import HEAD, LIBRARY, explained
 from outrider.heads.interop import MANIFEST, exported
 from outrider.heads.names import HUB

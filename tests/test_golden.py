@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from outrider.decode.target import Target
-from outrider.heads import find_head, head_class, kinds, load_head
-from outrider.heads.checkpoint import read_card
+from outrider.heads.checkpoint import load_head, read_card
+from outrider.heads.folders import find_head
+from outrider.heads.registry import head_class, kinds
 from outrider.train.loop import fit
 from tests.golden import cases
 from tests.golden.__main__ import config, losses

@@ -21,7 +21,7 @@ import pytest
 
 from outrider.decode.models.identity import cache_root
 from outrider.decode.models.packages import TARGETS, ensure
-from outrider.heads import head_class
+from outrider.heads.registry import head_class
 from outrider.scripts.common.files import ROOT
 from outrider.train.loop import fit
 from outrider.train.trackers import no_reports
@@ -224,7 +224,7 @@ def test_wandb_reports_nothing_of_itself_where_it_is_offline(
 
 TRAINED = """
 from tests.helpers.training import run_config
-from outrider.heads import head_class
+from outrider.heads.registry import head_class
 from outrider.train.loop import fit
 fit(run_config({data!r}, {out!r}, "wandb=offline"), head_class("medusa"))
 """

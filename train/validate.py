@@ -43,10 +43,10 @@ from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import head_class
 from outrider.heads.base import Batch, Head
 from outrider.heads.batch import hash_u63
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from outrider.train.accelerator import device_of
 from outrider.train.checkpoint import needed
 from outrider.train.config import TrainConfig

@@ -29,8 +29,8 @@ from outrider.decode.models.config import TargetConfig
 from outrider.decode.models.identity import Identity
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import head_class
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from outrider.scripts.common import files
 from outrider.scripts.machine.config import DoctorConfig
 from outrider.train.accelerator import start

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.decode.target import Target
-from outrider.heads import head_folder, load_head, save_head
+from outrider.heads.checkpoint import load_head, save_head
+from outrider.heads.folders import head_folder
 from outrider.heads.parity import Parity, check
 from outrider.scripts.common.progress import Steps, columns
 from outrider.scripts.common.prompts import Prompt, question_ids

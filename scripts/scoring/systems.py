@@ -13,9 +13,10 @@ from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import DecodedRun, Request, generate
 from outrider.decode.target import Target
-from outrider.heads import head_folder, hub
+from outrider.heads import hub
 from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.drafters import drafter_folders, resolve_drafter
+from outrider.heads.folders import head_folder
 from outrider.heads.names import NONE, DraftSpec, parse
 from outrider.scripts.common.names import ASSISTED, GENERATE, LOOKUP, SERVER, labels, wrong_drafter
 from outrider.scripts.scoring.assisted import DEFAULT_TOKENS, LOOKUP_TOKENS, Assisted

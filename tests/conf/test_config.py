@@ -18,7 +18,7 @@ import yaml
 from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.schema import CONF, check, compose, entry
 from outrider.conf.typed import default, docs, nested_schema
-from outrider.heads import head_class
+from outrider.heads.registry import head_class
 from outrider.scripts.cli import KEYS
 from outrider.train.runs import SCHEMAS
 

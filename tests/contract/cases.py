@@ -14,13 +14,13 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
-from outrider.heads import head_class
 from outrider.heads.base import Head, HeadConfig
 from outrider.heads.batch import Batch
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
+from outrider.heads.registry import head_class
 from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from tests.helpers.training import random_batch, tiny_target
 

@@ -19,10 +19,11 @@ from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree
 from outrider.decode.union import Union
-from outrider.heads import head_class, load_head, save_head
 from outrider.heads.base import Head
+from outrider.heads.checkpoint import load_head, save_head
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from outrider.heads.warm import Start
 from tests.contract.cases import Case, alone, drafted, features, fresh, moved, observe, rng
 from tests.helpers.decoding import texts

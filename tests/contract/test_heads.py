@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.heads import kinds
+from outrider.heads.registry import kinds
 from tests.contract import checks
 from tests.contract.__main__ import main
 from tests.contract.cases import CASES

@@ -18,8 +18,8 @@ from outrider.decode.models.memory import MemoryPlan
 from outrider.decode.probe import TOLERANCE, difference
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import head_class
 from outrider.heads.eagle.config import EagleConfig
+from outrider.heads.registry import head_class
 from outrider.heads.small_lm.head import SmallLMConfig
 from outrider.heads.small_lm.plain import plain_model
 from outrider.scripts.scoring.memory import own_elements

@@ -24,7 +24,7 @@ from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.union import Union, joined
 from outrider.decode.verify import Verdict, verify
-from outrider.heads import save_head
+from outrider.heads.checkpoint import save_head
 from outrider.heads.drafters import drafter_folders, resolve_drafter
 from outrider.heads.names import DraftSpec, parse
 from outrider.scripts.certificate.engine_distribution import (

@@ -20,12 +20,12 @@ from outrider.decode.rng import Rng, inverse_cdf
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
 from outrider.decode.verify import traversal
-from outrider.heads import head_class
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from outrider.scripts.certificate.enumerator import Branches
 from tests.helpers.training import tiny_target
 

@@ -22,7 +22,7 @@ import torch
 
 from outrider.conf.schema import compose
 from outrider.decode.models.tiny import byte_tokenizer, tiny_model
-from outrider.heads import head_class
+from outrider.heads.registry import head_class
 from outrider.train.loop import fit
 from outrider.train.runs import BlockRun, DraftRun, EagleRun, HydraHeadsRun, MedusaRun
 from tests.golden import cases

@@ -20,7 +20,7 @@ from outrider.decode.engine import Request, generate
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import load_head
+from outrider.heads.checkpoint import load_head
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.names import DraftSpec
 

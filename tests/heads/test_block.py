@@ -22,7 +22,7 @@ from outrider.decode.engine import Request, generate
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree, TreeShape
-from outrider.heads import head_class, vocab
+from outrider.heads import vocab
 from outrider.heads.batch import Batch
 from outrider.heads.block.anchors import Anchors, draw
 from outrider.heads.block.config import BlockConfig
@@ -30,6 +30,7 @@ from outrider.heads.block.drafter import BlockDrafter
 from outrider.heads.block.loss import SMOOTH, Slots, temperatures
 from outrider.heads.losses import LossWeights, Taught, chunked_loss
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from outrider.heads.teacher import Teacher
 from outrider.scripts.certificate.engine_distribution import engine_distribution, toy_model
 from tests.helpers.training import tiny_target

@@ -16,7 +16,7 @@ from outrider.decode.grow import Nodes
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import head_class, vocab
+from outrider.heads import vocab
 from outrider.heads.batch import Batch
 from outrider.heads.eagle import drafter as drafter_module
 from outrider.heads.eagle.config import EagleConfig
@@ -24,6 +24,7 @@ from outrider.heads.eagle.drafter import EagleDrafter
 from outrider.heads.eagle.head import EagleHead
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from tests.helpers.archs import VOCAB, build
 
 GREEDY = Sampling()

@@ -14,7 +14,6 @@ from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.stats import accepted_length
 from outrider.decode.target import Target
-from outrider.heads import head_class
 from outrider.heads.batch import Batch
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.head import Eagle3Head, feature_noise
@@ -22,6 +21,7 @@ from outrider.heads.layers.layer import RMSNorm
 from outrider.heads.layers.shape import LayerKeys, layer_config
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from outrider.heads.teacher import target_distribution
 from tests.heads.test_eagle import GREEDY, batch_of, head_of, target_of
 from tests.helpers.archs import VOCAB

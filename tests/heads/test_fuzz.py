@@ -15,7 +15,7 @@ import pytest
 from outrider.conf.errors import UserError
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
-from outrider.heads import load_head, save_head
+from outrider.heads.checkpoint import load_head, save_head
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.interop import LAYOUTS, read_folder, read_head
 from outrider.heads.names import DraftSpec

@@ -12,13 +12,14 @@ import torch
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request
 from outrider.decode.target import Target
-from outrider.heads import head_class, load_head, save_head
 from outrider.heads.block.config import BlockConfig
+from outrider.heads.checkpoint import load_head, save_head
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.losses import LossWeights
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from tests.helpers.archs import CHAIN, TREE, VOCAB, build
 from tests.helpers.decoding import texts
 from tests.helpers.training import random_batch

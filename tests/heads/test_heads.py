@@ -11,9 +11,9 @@ import torch
 from outrider.conf.errors import UserError
 from outrider.decode.drafters import NoDraft
 from outrider.decode.ngram import NGram
-from outrider.heads import find_head, load_head, save_head
-from outrider.heads.checkpoint import recover, staged
+from outrider.heads.checkpoint import load_head, recover, save_head, staged
 from outrider.heads.drafters import resolve_drafter
+from outrider.heads.folders import find_head
 from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 from outrider.heads.names import DraftSpec
 from tests.helpers.training import tiny_target

@@ -11,10 +11,10 @@ import torch
 from huggingface_hub import constants
 
 from outrider.conf.errors import UserError
-from outrider.heads import find_head, head_in, hub, load_head, save_head
-from outrider.heads.checkpoint import read_card
+from outrider.heads import hub
+from outrider.heads.checkpoint import load_head, read_card, save_head
 from outrider.heads.drafters import resolve_drafter
-from outrider.heads.folders import is_plain
+from outrider.heads.folders import find_head, head_in, is_plain
 from outrider.heads.names import parse
 from outrider.heads.warm import Start
 from tests.helpers.hub import FakeHub, fake_hub, forget, refusal

@@ -13,9 +13,9 @@ import torch
 from outrider.conf.errors import UserError
 from outrider.conf.typed import from_json
 from outrider.decode.target import Target
-from outrider.heads import head_class, load_head, save_head
 from outrider.heads.base import Head
-from outrider.heads.checkpoint import CARD, signed
+from outrider.heads.checkpoint import CARD, load_head, save_head, signed
+from outrider.heads.registry import head_class
 from outrider.heads.warm import Start
 from tests.helpers.archs import VOCAB, build
 from tests.helpers.training import random_batch

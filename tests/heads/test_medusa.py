@@ -51,7 +51,7 @@ def test_draft_vocabulary_counts_outside_tokens_as_misses(target) -> None:
 
 
 def test_how_trees_are_drawn_by_name(target, tmp_path) -> None:
-    from outrider.heads import save_head
+    from outrider.heads.checkpoint import save_head
     from outrider.heads.drafters import resolve_drafter
 
     save_head(trained_like(target), tmp_path / "m", target.identity)

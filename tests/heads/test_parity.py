@@ -21,15 +21,17 @@ from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import head_class, load_head, parity, save_head
+from outrider.heads import parity
 from outrider.heads.base import Head
 from outrider.heads.batch import Batch
+from outrider.heads.checkpoint import load_head, save_head
 from outrider.heads.eagle.drafter import EagleDrafter
 from outrider.heads.layers.drafter import DraftCache
 from outrider.heads.losses import LossWeights
 from outrider.heads.medusa.base import LastFeature
 from outrider.heads.medusa.head import MedusaConfig, MedusaDrafter, MedusaHead
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
+from outrider.heads.registry import head_class
 from outrider.train.loop import fit
 from outrider.train.runs import EagleRun
 from tests.heads.test_eagle import head_of, target_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import head_class
 from outrider.heads.batch import Batch, LossOut
+from outrider.heads.registry import head_class
 from outrider.heads.small_lm.config import LoraKeys
 from tests.helpers.training import random_batch, tiny_target
 

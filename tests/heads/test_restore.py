@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.conf.schema import compose
-from outrider.heads import head_class, kinds
+from outrider.heads.registry import head_class, kinds
 from outrider.train.loop import fit
 from outrider.train.runs import BlockRun, DraftRun, EagleRun, HydraHeadsRun, MedusaRun
 from tests.helpers.training import chats, overrides

@@ -13,11 +13,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from outrider.decode.checks import validate
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
-from outrider.heads import head_class
 from outrider.heads.losses import LossWeights
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from tests.helpers.training import random_batch, tiny_target
 
 CASES = {

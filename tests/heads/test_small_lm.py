@@ -21,10 +21,11 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
-from outrider.heads import head_class, load_head
+from outrider.heads.checkpoint import load_head
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from outrider.heads.small_lm.head import SmallLM
 from outrider.heads.small_lm.net import chosen_layers, cut

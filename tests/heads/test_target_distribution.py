@@ -16,12 +16,13 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
 from outrider.decode.verify import verify
-from outrider.heads import head_class, vocab
+from outrider.heads import vocab
 from outrider.heads.config import LossWeights, Mask
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.losses import Taught, chunked_loss
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
+from outrider.heads.registry import head_class
 from outrider.heads.teacher import target_distribution
 from outrider.scripts.certificate.enumerator import Case, enumerate_case
 from outrider.train.config import flat

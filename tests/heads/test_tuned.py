@@ -16,11 +16,12 @@ from outrider.conf.typed import from_json
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import head_class, save_head
+from outrider.heads.checkpoint import save_head
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
 from outrider.scripts.scoring.memory import own_elements
 from tests.helpers.training import tiny_target

@@ -14,12 +14,12 @@ from outrider.conf.errors import UserError
 from outrider.conf.jsonl import records
 from outrider.conf.schema import compose
 from outrider.decode.models.identity import sha256_state
-from outrider.heads import head_class, kinds, load_head, save_head
-from outrider.heads.checkpoint import read_card, trained_for
+from outrider.heads.checkpoint import load_head, read_card, save_head, trained_for
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.head import Eagle3Head
 from outrider.heads.medusa.head import MedusaConfig, MedusaHead
+from outrider.heads.registry import head_class, kinds
 from outrider.heads.warm import MEANING, Start, _spent
 from outrider.train.loop import fit
 from outrider.train.runs import MedusaRun

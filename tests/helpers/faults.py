@@ -26,8 +26,8 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from outrider.conf.schema import _guarded
-from outrider.heads import head_class
 from outrider.heads.batch import Batch, LossOut
+from outrider.heads.registry import head_class
 from outrider.train import loop
 from outrider.train.data.packing import Limits as Limits
 from outrider.train.loop import fit

@@ -14,13 +14,13 @@ import torch
 
 from outrider.decode.engine import Request, generate
 from outrider.decode.sampling import Sampling
-from outrider.heads import head_class, load_head, save_head
 from outrider.heads.block.config import BlockConfig
-from outrider.heads.checkpoint import CARD, signed, text_of
+from outrider.heads.checkpoint import CARD, load_head, save_head, signed, text_of
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from outrider.heads.small_lm.config import LoraKeys, SmallLMConfig
 from tests.helpers.training import tiny_target
 

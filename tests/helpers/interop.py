@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.decode.models.load import TargetConfig, load_target
-from outrider.heads import head_class
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.interop import LAYOUTS
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
+from outrider.heads.registry import head_class
 
 DEEP = {"layers": 8, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 260}
 MASK = 259  # no text has it

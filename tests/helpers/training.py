@@ -17,8 +17,8 @@ import torch
 
 from outrider.conf.schema import compose
 from outrider.decode.models.load import TargetConfig, load_target
-from outrider.heads import head_class
 from outrider.heads.batch import Batch
+from outrider.heads.registry import head_class
 from outrider.train.loop import fit
 from outrider.train.runs import MedusaRun
 from tests.helpers.chats import SENTENCE as SENTENCE

@@ -10,7 +10,8 @@ import pytest
 
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.target import Target
-from outrider.heads import head_class, save_head
+from outrider.heads.checkpoint import save_head
+from outrider.heads.registry import head_class
 from outrider.scripts import evaluate
 from outrider.scripts.reports import score_table
 from outrider.scripts.reports.table import interval

@@ -186,7 +186,8 @@ def test_nor_is_what_other_long_work_found(
 
 
 def test_a_head_that_was_trained_on_is_measured_anew(tmp_path: Path) -> None:
-    from outrider.heads import head_class, save_head
+    from outrider.heads.checkpoint import save_head
+    from outrider.heads.registry import head_class
     from outrider.scripts.scoring.systems import systems_of
     from tests.helpers.training import tiny_target
 

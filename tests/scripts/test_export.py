@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from outrider.heads import save_head
+from outrider.heads.checkpoint import save_head
 from outrider.scripts.export import main
 from outrider.scripts.exporting import write
 from tests.helpers.interop import DEEP, deep_target, random_head

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.heads import head_class, save_head
+from outrider.heads.checkpoint import save_head
 from outrider.heads.medusa.head import MedusaConfig
+from outrider.heads.registry import head_class
 from outrider.scripts.common.prompts import Prompt
 from outrider.scripts.scoring.parity import gates
 from outrider.scripts.scoring.systems import systems_of

@@ -15,7 +15,7 @@ import torch
 from outrider.conf.errors import UserError
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.packages import TARGETS
-from outrider.heads import save_head
+from outrider.heads.checkpoint import save_head
 from outrider.heads.interop import gguf_write
 from outrider.heads.interop.gguf_read import read_gguf
 from outrider.scripts.export import main

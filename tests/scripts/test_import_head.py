@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.conf.errors import UserError
-from outrider.heads import load_head
+from outrider.heads.checkpoint import load_head
 from outrider.heads.interop import read_folder, read_head
 from outrider.heads.names import DraftSpec
 from outrider.scripts.exporting import probe as acceptance_probe

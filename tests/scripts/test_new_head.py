@@ -15,7 +15,7 @@ import pytest
 
 from outrider.conf import packages
 from outrider.conf.schema import compose
-from outrider.heads import load_head
+from outrider.heads.checkpoint import load_head
 from outrider.scripts import cli
 from outrider.train.runs import HeadRun, MedusaRun, entry_of
 from tests.helpers.packages import CODE, KEYS, blocks, installed, point, write

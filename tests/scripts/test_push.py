@@ -15,9 +15,9 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 
-from outrider.heads import find_head, load_head, save_head
-from outrider.heads.checkpoint import read_card
+from outrider.heads.checkpoint import load_head, read_card, save_head
 from outrider.heads.drafters import resolve_drafter
+from outrider.heads.folders import find_head
 from outrider.scripts import push
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.evaluate import main as evaluate

@@ -16,10 +16,12 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import head_class, save_head, shapes
+from outrider.heads import shapes
+from outrider.heads.checkpoint import save_head
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
 from outrider.heads.small_lm.config import SmallLMConfig
 from outrider.heads.tuned import DraftSettings
 from outrider.scripts.common.progress import silent

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.conf.schema import compose
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.decode.target import Target
-from outrider.heads import head_class
 from outrider.heads.base import Head
 from outrider.heads.interop import architecture, formats, refusals
+from outrider.heads.registry import head_class
 from outrider.scripts.exporting.write import write_head
 from outrider.train.dry_run.models import Model, model_of
 from tests.helpers.interop import random_head

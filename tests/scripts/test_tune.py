@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from outrider.decode.target import Target
-from outrider.heads import head_class, save_head
+from outrider.heads.checkpoint import save_head
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.medusa.head import MedusaConfig
+from outrider.heads.registry import head_class
 from outrider.heads.tuned import DECODE
 from outrider.scripts import tune
 from outrider.scripts.tuning import run as tune_run

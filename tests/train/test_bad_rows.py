@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from outrider.conf.errors import Interrupted, UserError
-from outrider.heads import head_class
 from outrider.heads.base import Batch, LossOut
+from outrider.heads.registry import head_class
 from outrider.train import checkpoint as disk
 from outrider.train.loop import fit
 from tests.helpers.faults import digest, finish

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.conf.errors import Interrupted
-from outrider.heads import head_class
+from outrider.heads.registry import head_class
 from outrider.train.loop import fit
 from tests.helpers.training import chats, run_config, sigterm_at_update
 

@@ -21,8 +21,8 @@ import torch
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
 from outrider.decode.target import Target
-from outrider.heads import head_class
 from outrider.heads.checkpoint import read_card
+from outrider.heads.registry import head_class
 from outrider.scripts import cache_features
 from outrider.train.config import TrainConfig
 from outrider.train.data.batches import JoinedRows

@@ -13,7 +13,7 @@ import torch
 
 from outrider.conf.errors import Interrupted, UserError
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.heads import head_class
+from outrider.heads.registry import head_class
 from outrider.train import setup
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig

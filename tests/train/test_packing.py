@@ -12,7 +12,7 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.decode.target import Target
-from outrider.heads import head_class
+from outrider.heads.registry import head_class
 from outrider.train.data.batches import BatchPlan
 from outrider.train.data.load import load_rows
 from outrider.train.data.packing import Limits

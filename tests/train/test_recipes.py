@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from outrider.conf.schema import CONF, compose
 from outrider.decode.target import Target
-from outrider.heads import head_class, parity
+from outrider.heads import parity
+from outrider.heads.registry import head_class
 from outrider.train.config import TrainConfig
 from outrider.train.runs import DraftRun, EagleRun, HydraHeadsRun, MedusaRun
 from outrider.train.validate import ValidateConfig, head_config

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.heads import head_class
+from outrider.heads.registry import head_class
 from outrider.train import checkpoint as disk
 from outrider.train.loop import fit
 from tests.helpers.faults import ROOT, finish, free_port, outcome

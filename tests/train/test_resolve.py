@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.conf.schema import compose
-from outrider.heads import head_class
+from outrider.heads.registry import head_class
 from outrider.train.checkpoint import newest, read
 from outrider.train.config import TrainConfig
 from outrider.train.runs import entry_of

@@ -15,7 +15,7 @@ from accelerate import Accelerator, PartialState
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import compose
-from outrider.heads import head_class
+from outrider.heads.registry import head_class
 from outrider.scripts import cache_features
 from outrider.train import loop, setup
 from outrider.train.loop import fit

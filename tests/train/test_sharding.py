@@ -18,7 +18,7 @@ from outrider.conf.schema import compose
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.shards import Shards, layer_stacks
 from outrider.decode.models.tiny import byte_tokenizer
-from outrider.heads import head_class
+from outrider.heads.registry import head_class
 from outrider.train import evaluation, loop, sharding
 from outrider.train.runs import DraftRun, MedusaRun
 from tests.helpers.archs import build

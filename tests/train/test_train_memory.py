@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outrider.heads import head_class
 from outrider.heads.losses import LossWeights
+from outrider.heads.registry import head_class
 from tests.helpers.training import random_batch, tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]

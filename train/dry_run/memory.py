@@ -18,7 +18,6 @@ from outrider.conf.errors import UserError
 from outrider.decode.models import quantize
 from outrider.decode.models.facts import context_length
 from outrider.decode.models.load import torch_dtype
-from outrider.heads import head_class
 from outrider.heads.block.head import BlockHead
 from outrider.heads.eagle.head import EagleHead
 from outrider.heads.layers.head import LayeredHead
@@ -26,6 +25,7 @@ from outrider.heads.layers.shape import layer_config
 from outrider.heads.losses import CHUNK
 from outrider.heads.medusa.base import ParallelHead
 from outrider.heads.medusa.hydra_heads import HydraHeads
+from outrider.heads.registry import head_class
 from outrider.train.config import ValidateConfig
 from outrider.train.dry_run.models import Model, numbers
 

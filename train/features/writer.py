@@ -17,7 +17,7 @@ from outrider.conf import disk
 from outrider.conf.errors import UserError
 from outrider.decode.models.load import torch_dtype
 from outrider.decode.target import Target
-from outrider.heads import head_class
+from outrider.heads.registry import head_class
 from outrider.train.data.batches import JoinedRows
 from outrider.train.features.config import CacheConfig
 from outrider.train.features.store import MANIFEST, computed_in, identity_of, shard_path
