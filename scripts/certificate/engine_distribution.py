@@ -2,16 +2,14 @@
 drafting, verification, stopping.
 
 All branches of one round run as one batch of requests; a request's id is the number of its
-branch. Where a script does not say how a random choice went, the first possible outcome is
-taken and the others join the next round. The distribution that comes out is compared with
-the product of independent plain passes, one sequence at a time.
+branch. The distribution that comes out is compared with the product of independent plain passes,
+one sequence at a time.
 
-Shape letters: B live rows, V vocabulary, S outcomes of one choice.
+Shape letters: B live rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,64 +24,16 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.verify import verify
+from outrider.scripts.certificate import transforms
 from outrider.scripts.certificate.enumerator import (
-    Choices,
+    Branches,
     Drafted,
+    Script,
     largest_difference,
     naive_distribution,
 )
 
-Address = tuple[int, str, int, int]  # cycle, purpose, node, how often it was asked before
 CHUNK = 512  # branches in one batch
-
-
-class _Cycle(Choices):
-    """The coins of one cycle: choices have addresses, the same ones in any batch."""
-
-    def __init__(self, walk: _Walk, branches: list[int], cycles: list[int]) -> None:
-        self.walk, self.branches, self.cycles = walk, branches, cycles
-        self.requested: dict[tuple[int, str, int], int] = {}
-        # draft levels that matter, per row; deeper draws are padding
-        self.levels: list[int] | None = None
-
-    def choose(self, purpose: str, distribution: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        distribution = distribution.to(torch.float64)
-        distribution = distribution / distribution.sum(-1, keepdim=True)
-        out = []
-        for p, row, number in zip(distribution, rows.tolist(), node.tolist(), strict=True):
-            options = p.nonzero()[:, 0].tolist()
-            key = (row, purpose, number)
-            again = self.requested.get(key, 0)
-            self.requested[key] = again + 1
-            padding = purpose == "draft" and self.levels is not None and number >= self.levels[row]
-            if len(options) <= 1 or padding:
-                out.append(options[0] if options else 0)
-                continue
-            address = (self.cycles[row], purpose, number, again)
-            out.append(self.walk.choose(self.branches[row], address, p, options))
-        return torch.tensor(out, dtype=torch.int64)
-
-
-class _Walk:
-    """One round: a script of outcomes per branch, and the alternatives found on the way."""
-
-    def __init__(self, scripts: Sequence[dict[Address, int]]) -> None:
-        self.scripts = scripts
-        self.taken: list[dict[Address, int]] = [{} for _ in scripts]
-        self.weight = [1.0] * len(scripts)
-        self.new: list[dict[Address, int]] = []
-
-    def coins(self, seed: int, requests: Tensor, cycles: Tensor) -> Any:
-        return _Cycle(self, requests.tolist(), cycles.tolist())
-
-    def choose(self, branch: int, address: Address, p: Tensor, options: list[int]) -> int:
-        taken, pick = self.taken[branch], self.scripts[branch].get(address)
-        if pick is None:
-            pick = options[0]
-            self.new += [{**taken, address: other} for other in options[1:]]
-        taken[address] = pick
-        self.weight[branch] *= float(p[pick])
-        return pick
 
 
 class PaddingAwareDrafter(Wrapped):
@@ -183,19 +133,18 @@ def engine_distribution(
     """Exact distribution of `length` tokens against plain passes. shape: the tree when not a
     chain."""
     distribution: dict[tuple[int, ...], float] = {}
-    todo: list[dict[Address, int]] = [{}]
+    todo: list[Script] = [{}]
     branches = 0
     while todo:
         scripts, todo = todo[:CHUNK], todo[CHUNK:]
-        walk = _Walk(scripts)
+        walk = Branches(scripts)
         requests = [Request(prompt, length, id=i) for i in range(len(scripts))]
         how: dict[str, Any] = {"verify": rule, "guidance": guidance, "coins": walk.coins}
         counted = PaddingAwareDrafter(drafter, shape)
         run = generate(target, counted, requests, sampling, batch_size=len(scripts), **how)
         for out, weight in zip(run.generations, walk.weight, strict=True):
-            distribution[tuple(out.token_ids)] = (
-                distribution.get(tuple(out.token_ids), 0.0) + weight
-            )
+            key = tuple(out.token_ids)
+            distribution[key] = distribution.get(key, 0.0) + weight
         todo += walk.new
         branches += len(scripts)
     truth = plain_distribution(target, prompt, length, sampling, guidance)
@@ -224,10 +173,7 @@ def plain_distribution(
         if guidance is not None:
             free = _last(target, [prompt[-1], *prefix]).log_softmax(-1)
             logits = free + guidance * (logits.log_softmax(-1) - free)
-        for token in {*prompt, *prefix} if sampling.repetition_penalty != 1 else ():
-            penalty = sampling.repetition_penalty
-            own = float(logits[token])
-            logits[token] = own * penalty if own < 0 else own / penalty
+        logits = transforms.processed(logits[None], sampling, [[*prompt, *prefix]])[0]
         distribution = naive_distribution(logits, sampling).tolist()
         todo += [((*prefix, x), mass * p) for x, p in enumerate(distribution) if p]
     return done

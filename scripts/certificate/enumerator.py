@@ -1,19 +1,18 @@
 """Walk every branch of drafting and verification, many at once, and add up the exact
 distribution of what comes out.
 
-`Branches` stands in for decode.rng.Rng. A row replays a script of outcomes; where the script
-ends it takes the first possible outcome and notes the alternatives, which become rows of the
-next round. The code under test runs unchanged. The tests and scripts/certify.py use it;
-engine_distribution.py does the same for the whole decode loop.
+`Branches` stands in for decode.rng.Rng, and the code under test runs unchanged. The tests and
+scripts/certify.py use it; engine_distribution.py does the same for the whole decode loop.
 
 Shape letters: B rows (branches), N nodes, V vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +27,30 @@ from outrider.decode.verify import Verdict
 SCHEMES = ("top", "iid", "without", "hybrid")  # how siblings are drafted: see Case
 
 
-class Choices(ABC):
-    """Stands in for decode.rng.Rng: every random choice is one of finitely many outcomes."""
+Address = tuple[int, str, int, int]  # cycle, purpose, node, how often it was asked before
+Script = dict[Address, int]  # how random choices went
 
-    @abstractmethod
-    def choose(self, purpose: str, distribution: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        """Outcomes [K] of weights [K, S] whose sums need not be 1."""
+
+class Branches:
+    """One round of branches, in place of decode.rng.Rng: every random choice is one of finitely
+    many outcomes. scripts: how the choices of each branch go; where one does not say, the first
+    possible outcome is taken, and the others become scripts of the next round (`new`). weight:
+    the probability of each branch. levels: draft levels that matter, per row; deeper draws are
+    padding."""
+
+    def __init__(self, scripts: Sequence[Script]) -> None:
+        self.scripts, self.new = scripts, list[Script]()
+        self.taken: list[Script] = [{} for _ in scripts]
+        self.weight = [1.0] * len(scripts)
+        self.branches, self.cycles = list(range(len(scripts))), [0] * len(scripts)
+        self.asked = Counter[tuple[int, str, int]]()
+        self.levels: list[int] | None = None
+
+    def coins(self, seed: int, requests: Tensor, cycles: Tensor) -> Any:
+        """The same branches in one cycle of the decode loop, whose row b is branch requests[b]."""
+        here = copy.copy(self)
+        here.branches, here.cycles, here.asked = requests.tolist(), cycles.tolist(), Counter()
+        return here
 
     def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
         p = probability.to(torch.float64).clamp(0, 1)
@@ -41,47 +58,41 @@ class Choices(ABC):
         # Outcomes are noted as nodes: where nodes stand depends on the rows beside them.
         place = (node + 1).argsort(1)
         distribution = (p * before).gather(1, place)
-        chosen = self.choose("first", distribution, rows, torch.zeros_like(rows))
+        chosen = self._choose("first", distribution, rows, torch.zeros_like(rows))
         return place.gather(1, chosen[:, None])[:, 0]
 
     def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        return self.choose("draw", weights, rows, node)
+        return self._choose("draw", weights, rows, node)
 
     def draft(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        return self.choose("draft", weights, rows, node)
+        return self._choose("draft", weights, rows, node)
 
-
-class Branches(Choices):
-    """One round: `scripts` holds a list of outcomes per row."""
-
-    def __init__(self, scripts: list[list[int]]) -> None:
-        self.scripts = scripts
-        self.taken: list[list[int]] = [[] for _ in scripts]
-        self.weight = torch.ones(len(scripts), dtype=torch.float64)
-        self.new: list[list[int]] = []
-
-    def choose(self, purpose: str, distribution: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        distribution = distribution.to(torch.float64)
-        total = distribution.sum(-1, keepdim=True)
-        distribution = distribution / torch.where(total == 0, 1.0, total)
+    def _choose(self, purpose: str, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        """Outcomes [K] of weights [K, S] whose sums need not be 1."""
+        weights = weights.to(torch.float64)
+        total = weights.sum(-1, keepdim=True)
         out = []
-        for p, row in zip(distribution, rows.tolist(), strict=True):
-            done, script = self.taken[row], self.scripts[row]
-            options = p.nonzero()[:, 0].tolist()
-            # No choice, or a distribution that has run out of tokens: not noted, since a
-            # batch may ask a row that is already done.
-            if len(options) <= 1:
+        for p, row, number in zip(
+            weights / torch.where(total == 0, 1.0, total), rows.tolist(), node.tolist(), strict=True
+        ):
+            options, branch = p.nonzero()[:, 0].tolist(), self.branches[row]
+            again = self.asked[row, purpose, number]
+            self.asked[row, purpose, number] += 1
+            padding = purpose == "draft" and self.levels is not None and number >= self.levels[row]
+            # No choice, or a distribution that has run out of tokens: a batch may ask a row that
+            # is already done.
+            if len(options) <= 1 or padding:
                 out.append(options[0] if options else 0)
                 continue
-            if len(done) < len(script):
-                pick = script[len(done)]
-            else:
+            address, taken = (self.cycles[row], purpose, number, again), self.taken[branch]
+            pick = self.scripts[branch].get(address)
+            if pick is None:
                 pick = options[0]
-                self.new += [[*done, other] for other in options[1:]]
-            done.append(pick)
-            self.weight[row] *= p[pick]
+                self.new += [{**taken, address: other} for other in options[1:]]
+            taken[address] = pick
+            self.weight[branch] *= float(p[pick])
             out.append(pick)
-        return torch.tensor(out)
+        return torch.tensor(out, dtype=torch.int64)
 
 
 @dataclass
@@ -266,7 +277,7 @@ def enumerate_case(case: Case, verifier: Verifier, mangle: Mangle | None = None)
     length = case.shape.depth + 1
     distribution: dict[tuple[int, ...], float] = {}
     accepted, leaves = 0.0, 0
-    scripts: list[list[int]] = [[]]
+    scripts: list[Script] = [{}]
     while scripts:
         rng = Branches(scripts)
         rows = len(scripts)
@@ -278,11 +289,11 @@ def enumerate_case(case: Case, verifier: Verifier, mangle: Mangle | None = None)
         verdict = verifier(tree, Distribution(case.sampling, case.target[context], tree), rng)
         scripts = rng.new
         leaves += rows
-        accepted += float((rng.weight * verdict.length).sum())
         for b in range(rows):
             nodes = verdict.path[b][: verdict.length[b]]
             key = (*tree.tokens[b, nodes].tolist(), int(verdict.bonus[b]))
-            distribution[key] = distribution.get(key, 0.0) + float(rng.weight[b])
+            distribution[key] = distribution.get(key, 0.0) + rng.weight[b]
+            accepted += rng.weight[b] * len(nodes)
     return Outcome(_difference(case, distribution, length), accepted, leaves)
 
 

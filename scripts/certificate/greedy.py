@@ -1,8 +1,6 @@
 """The greedy layer of a certificate: token equality with Hugging Face `generate` at T = 0.
 
 Rounding is measured, not assumed (scripts/scoring/plain.py).
-
-Shape letters: K tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,11 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider.decode.drafters import Drafter
 from outrider.decode.engine import Request
-from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.certificate import transforms
 from outrider.scripts.certificate.recorder import recorded
@@ -86,30 +82,22 @@ def greedy_layer(setup: CertifySetup, drafter: Drafter, name: str = "greedy") ->
 def _written(
     target: Target, drafter: Drafter, plan: CertificatePlan, requests: list[Request]
 ) -> list[dict[str, Any]]:
-    """Of every answer its tokens, how many were drafted, and how many are not the best ones of
-    the logits that they were verified against."""
-    run, lines = recorded(
-        target, drafter, requests, plan, functools.partial(_is_best, plan.sampling)
-    )
+    """Of every answer its tokens, how many were drafted, and how many are not the best ones (lowest
+    id among equals, in the decoder's precision) of the logits that they were verified against."""
+    run, lines = recorded(target, drafter, requests, plan)
     rows = []
     for g, line in zip(run.generations, lines, strict=True):
-        good = sum(best and token == t for (token, best), t in zip(line, g.token_ids, strict=False))
-        tokens = g.token_ids
-        rows.append(
-            {"tokens": tokens, "drafted": sum(g.from_draft), "not_best": len(tokens) - good}
-        )
+        kept = torch.stack([logits for _, logits in line])
+        ends = range(len(g.prompt_ids), len(g.prompt_ids) + len(line))
+        past = [[*g.prompt_ids, *g.token_ids][:end] for end in ends]
+        scores = kept if kept.dtype == torch.float64 else kept.float()
+        scores = transforms.processed(scores, plan.sampling, past)
+        best = (scores == scores.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1).tolist()
+        triples = zip(g.token_ids, (token for token, _ in line), best, strict=False)
+        good = sum(own == token == top for own, token, top in triples)
+        bad = len(g.token_ids) - good
+        rows.append({"tokens": g.token_ids, "drafted": sum(g.from_draft), "not_best": bad})
     return rows
-
-
-def _is_best(
-    sampling: Sampling, logits: Tensor, tokens: Tensor, histories: list[list[int]]
-) -> list[bool]:
-    """Whether each token [K] is the best of its logits [K, V], in the decoder's precision."""
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    scores = transforms.processed(scores, sampling, histories)
-    best = (scores == scores.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
-    found: list[bool] = (best == tokens).tolist()
-    return found
 
 
 def divergence(

@@ -5,15 +5,13 @@ A recorder stands in the place of the rule, lets the rule decide and notes what 
 of the rule on these logits is free of rounding in the model: the distribution that was owed and the
 token that came out are those of one pass.
 
-Shape letters: K tokens of one verification, V vocabulary.
+Shape letter: V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from outrider.decode.drafters import Drafter
@@ -25,23 +23,16 @@ from outrider.decode.tree import DraftTree
 from outrider.decode.verify import Coins, Verdict
 from outrider.scripts.certificate.setup import CertificatePlan
 
-Keep = Callable[[Tensor, Tensor, list[list[int]]], Sequence[Any]]
-Recorded = list[tuple[int, Any]]  # the tokens of an answer, each with what is kept of its logits
+Recorded = list[tuple[int, Tensor]]  # the tokens of an answer, each with its logits [V]
 
 
 class Recorder:
-    """A rule that remembers. committed: by request, every token that verification chose.
+    """A rule that remembers. committed: by request, every token that verification chose, with its
+    logits [V] in the model's own dtype."""
 
-    keep(logits [K, V], tokens [K], histories) says what stays of each token; without it its logits
-    [V] do, in the model's own dtype. The histories (all ids before each token) come with `keep`
-    alone.
-    """
-
-    def __init__(self, rule: Rule, requests: Sequence[Request], keep: Keep | None = None) -> None:
-        self.rule, self.keep = rule, keep
-        self.texts = {r.id: list(r.prompt) for r in requests}
+    def __init__(self, rule: Rule, requests: Sequence[Request]) -> None:
+        self.rule, self.rows = rule, list[int]()
         self.committed: dict[int, Recorded] = {r.id: [] for r in requests}
-        self.rows: list[int] = []
 
     def coins(self, seed: int, requests: Tensor, cycles: Tensor) -> Rng:
         """The random numbers of the next verification, which tell whose rows they are."""
@@ -51,24 +42,11 @@ class Recorder:
     def __call__(self, tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
         verdict = self.rule(tree, distribution, rng)
         drafted, paths, bonus = tree.tokens.tolist(), verdict.path.tolist(), verdict.bonus.tolist()
-        rows, slots, tokens = list[int](), list[int](), list[int]()
-        histories: list[list[int]] = []
         for b, (request, length) in enumerate(zip(self.rows, verdict.length.tolist(), strict=True)):
-            path, text = paths[b][:length], self.texts[request]
-            chosen = [*(drafted[b][node] for node in path), bonus[b]]
-            if self.keep is not None:
-                histories += [[*text, *chosen[:i]] for i in range(len(chosen))]
-            text += chosen
-            rows += [b] * len(chosen)
-            slots += [0, *(node + 1 for node in path)]
-            tokens += chosen
-        logits = distribution.logits[rows, slots]
-        if self.keep is None:
-            kept: Sequence[Any] = list(logits)
-        else:
-            kept = self.keep(logits, torch.tensor(tokens, device=logits.device), histories)
-        for b, token, value in zip(rows, tokens, kept, strict=True):
-            self.committed[self.rows[b]].append((token, value))
+            path = paths[b][:length]
+            tokens = [*(drafted[b][node] for node in path), bonus[b]]
+            logits = distribution.logits[b, [0, *(node + 1 for node in path)]]
+            self.committed[request] += zip(tokens, logits, strict=True)
         return verdict
 
 
@@ -77,11 +55,10 @@ def recorded(
     drafter: Drafter,
     requests: list[Request],
     plan: CertificatePlan,
-    keep: Keep | None = None,
 ) -> tuple[DecodedRun, list[Recorded]]:
     """Decode; and the tokens of every generation as verification chose them, up to a stop token or
     the length limit."""
-    seen = Recorder(plan.rule, requests, keep)
+    seen = Recorder(plan.rule, requests)
     run = generate(
         target,
         drafter,

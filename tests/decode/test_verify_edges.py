@@ -26,7 +26,7 @@ from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
-from outrider.scripts.certificate.enumerator import Branches
+from outrider.scripts.certificate.enumerator import Branches, Script
 from tests.helpers.training import tiny_target
 
 
@@ -35,7 +35,7 @@ def output_distribution(tree: DraftTree, logits: Tensor) -> dict[tuple[int, ...]
     logits: [N + 1, V].
     """
     found: dict[tuple[int, ...], float] = {}
-    scripts: list[list[int]] = [[]]
+    scripts: list[Script] = [{}]
     while scripts:
         rng, rows = Branches(scripts), len(scripts)
         assert tree.proposal is not None and tree.sampled is not None
@@ -60,7 +60,7 @@ def output_distribution(tree: DraftTree, logits: Tensor) -> dict[tuple[int, ...]
                 *many.tokens[b, verdict.path[b][: verdict.length[b]]].tolist(),
                 int(verdict.bonus[b]),
             )
-            found[output] = found.get(output, 0.0) + float(rng.weight[b])
+            found[output] = found.get(output, 0.0) + rng.weight[b]
     return found
 
 
