@@ -40,12 +40,10 @@ from tests.helpers.training import chats, overrides, run_config
 
 PROMPTS = [[5, 9, 7], [11, 4], [20, 21, 22, 23, 24]]
 EAGLES = [
-    {"kind": "eagle3", "depth": 4},
     {"kind": "eagle1", "depth": 3},
     {"kind": "eagle3", "layers": 2, "norm_before_fc": True, "norm_output": True, "depth": 4},
 ]
 OTHERS = {
-    "medusa": MedusaConfig(heads=3, draft_vocab=40),
     "markov": MedusaConfig(heads=3, draft_vocab=40, markov_rank=4),
     "hydra_heads": HydraHeadsConfig(heads=3, blocks=2, draft_vocab=0, prefix_layers=1),
 }
@@ -74,13 +72,6 @@ def run(head: Head, target: Target, folder: Path, tokens: int = 12) -> parity.Pa
     )
 
 
-def test_answers_are_long_enough_for_the_draft(target: Target, tmp_path: Path) -> None:
-    """Cycles at the end of an answer are cut. Once a draft of seven passed eight tokens
-    unseen."""
-    found = run(other("medusa", target), target, tmp_path / "head", tokens=1)
-    sound(found)
-
-
 def test_a_gate_that_saw_nothing_says_so() -> None:
     found = parity.Parity(depth=7, prompts=3)
     assert "nothing was compared" in found.lines()[0] and len(found.lines()) == 1
@@ -98,7 +89,7 @@ def sound(found: parity.Parity) -> None:
     )
 
 
-@pytest.mark.parametrize("changes", EAGLES, ids=["eagle3", "eagle1", "eagle3.1-two-layers"])
+@pytest.mark.parametrize("changes", EAGLES, ids=["eagle1", "eagle3.1-two-layers"])
 def test_a_sound_eagle_head_agrees_exactly(changes: dict, target: Target, tmp_path: Path) -> None:
     found = run(head_of(target, steps=2, **changes), target, tmp_path / "head")
     sound(found)
@@ -112,9 +103,8 @@ def test_a_sound_parallel_head_agrees_exactly(name: str, tmp_path: Path) -> None
     sound(run(other(name, target), target, tmp_path / "head"))
 
 
-@pytest.mark.parametrize("arch", ["gemma3_text", "gpt2"])
-def test_other_architectures(arch: str, tmp_path: Path) -> None:
-    target = Target(build(arch))
+def test_another_architecture(tmp_path: Path) -> None:
+    target = Target(build("gemma3_text"))
     sound(run(head_of(target, steps=2, depth=3), target, tmp_path / "head"))
 
 
@@ -221,7 +211,7 @@ def test_a_broken_medusa_drafter_is_caught(
     mutate: Callable, target: Target, monkeypatch: Patch
 ) -> None:
     mutate(monkeypatch)
-    found = parity.check(other("medusa", target), target, PROMPTS, 16, batch_size=2)
+    found = parity.check(other("markov", target), target, PROMPTS, 16, batch_size=2)
     assert not found.passed and "at the first level" in found.problems[0], found.problems
 
 
@@ -256,29 +246,17 @@ def test_a_head_that_was_saved_wrongly_is_caught(
     assert (spoil is rounded) or any("saved and reloaded head draws" in p for p in found.problems)
 
 
-def test_without_a_training_pass_the_reload_is_judged(
-    target: Target, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(MedusaHead, "forced", Head.forced)
-    found = run(other("medusa", target), target, tmp_path / "head")
-    assert found.passed and set(found.lengths) == {"free_running", "reloaded"}
-
-
-@pytest.mark.parametrize("every", [3, 1000])
 def test_places_that_the_training_pass_has_lost_are_no_agreement(
-    every: int, target: Target, tmp_path: Path, monkeypatch: Patch
+    target: Target, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A busy GPU once handed out masks that were not copied yet; what they leave out
     agrees."""
     whole = Batch.supervised
-    monkeypatch.setattr(
-        Batch, "supervised", lambda self, past: whole(self, past)[every - 1 :: every]
-    )
-    found = run(head_of(target, **EAGLES[0]), target, tmp_path / "head")
+    monkeypatch.setattr(Batch, "supervised", lambda self, past: whole(self, past)[2::3])
+    found = run(head_of(target, kind="eagle3", depth=4), target, tmp_path / "head")
     assert not found.passed
     told = re.search(r"gave nothing for (\d+) cycles and (\d+) drafted", " ".join(found.problems))
     assert told and all(int(number) > 0 for number in told.groups()), found.problems
-    assert every == 3 or int(told[1]) >= found.cycles, "no cycle was looked at"
 
 
 @pytest.fixture
@@ -337,3 +315,11 @@ def test_a_head_that_has_learned_agrees_cycle_by_cycle(target: Target) -> None:
     found = parity.check(head, target, PROMPTS, 24)
     assert found.passed and found.lengths["free_running"].mean > 1.5, found.lines()
     assert found.lengths["free_running"] == found.lengths["teacher_forced"]
+
+
+def test_without_a_training_pass_the_reload_is_judged(
+    target: Target, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(MedusaHead, "forced", Head.forced)
+    found = run(other("markov", target), target, tmp_path / "head")
+    assert found.passed and set(found.lengths) == {"free_running", "reloaded"}

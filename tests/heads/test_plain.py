@@ -58,21 +58,9 @@ def test_its_tree_is_drawn_as_that_of_a_head(folder: Path, target: Target) -> No
     assert int(deepest.layout.depth.max()) == 4, "the chain of five is part of the tree"
 
 
-@pytest.mark.parametrize("nodes", [7, 256])
-def test_a_tree_has_as_many_nodes_as_are_requested_for(
-    nodes: int, folder: Path, target: Target
-) -> None:
+def test_a_tree_has_as_many_nodes_as_are_requested_for(folder: Path, target: Target) -> None:
     """Also more than its own width and the 64 of a measured tree hold."""
+    nodes = 256
     drafter = resolve_drafter(f"{folder}@tree:{nodes}", target)
     for temperature in (0.0, 1.0):
         assert draft_of(drafter, temperature).width == drafter.max_nodes == nodes
-
-
-def test_the_longest_existing_path_is_the_drafter(
-    folder: Path, target: Target, tmp_path: Path
-) -> None:
-    (tmp_path / "me@home").mkdir()
-    place = tmp_path / "me@home" / "v@2"
-    place.symlink_to(folder)
-    assert resolve_drafter(f"{place}@chain", target).max_nodes == 5
-    assert resolve_drafter(f"{place}@tree@adaptive", target).name == f"{place}@tree@adaptive"

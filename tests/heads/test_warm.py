@@ -57,12 +57,10 @@ def test_a_run_starts_from_a_run_and_resumes(tmp_path: Path) -> None:
     assert message["start_tokens_seen"] == 2 * spent[0]["tokens_seen"]
     assert message["start_cpu_seconds"] >= sum(one["cpu_seconds"] for one in spent) - 0.02
 
-    whole = run(data, tmp_path / "whole", f"start={first}")
     part = run(data, tmp_path / "part", f"start={first}", "steps=3", "save_every=3")
     moved = tmp_path / "moved"
     first.rename(moved)  # the same weights elsewhere
     run(data, part, f"start={moved}", "steps=3")
-    assert weights(whole / "head") != weights(second / "head")
     with pytest.raises(UserError, match="start_sha256: .* in the checkpoint, not set now"):
         run(data, part, "steps=3")
     with pytest.raises(UserError, match="^start: "):
@@ -109,13 +107,6 @@ def test_a_start_keeps_its_draft_vocabulary(
         starting(data, tmp_path / "asked", *still, "head.draft_vocab=19")
 
 
-def test_a_start_of_all_tokens_stays_one(tmp_path: Path) -> None:
-    data = chats(tmp_path / "data.jsonl")
-    first = run(data, tmp_path / "first", "steps=1")  # head.draft_vocab=0
-    second, _ = starting(data, tmp_path / "second", f"start={first}", "steps=1")
-    assert load_head(second / "head", tiny_target()).ids() is None
-
-
 def test_what_cannot_start_a_head_is_refused(tmp_path: Path) -> None:
     target, counts = tiny_target(layers=4), torch.arange(260) + 1
     save_head(medusa(target), tmp_path / "medusa", target.identity)
@@ -141,7 +132,6 @@ def test_what_cannot_start_a_head_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "old, new, fix",
     [
-        ({}, {"norm_output": True}, "head.norm_output=false"),
         ({"norm_before_fc": True, "norm_output": True}, {}, "=true head.norm_output=true"),
         ({"taps": [1, 2, 4]}, {}, "'head.taps=[1,2,4]'"),
     ],
@@ -161,18 +151,14 @@ def test_weights_are_not_read_with_another_meaning(tmp_path: Path, old, new, fix
     assert str(raised.value).endswith(fix)
 
 
-@pytest.mark.parametrize("key, value", [("rope", 500.0), ("rms_norm_eps", 0.1)])
-def test_layers_of_another_make_start_no_head(tmp_path: Path, key: str, value: Any) -> None:
+def test_layers_of_another_make_start_no_head(tmp_path: Path) -> None:
     """As an imported head may have them: equal shapes, other sums."""
     target, counts = tiny_target(layers=4), torch.arange(260) + 1
     old = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60), counts)
-    if key == "rope":
-        old.net.config.rope_parameters = {"rope_type": "default", "rope_theta": value}
-    else:
-        setattr(old.net.config, key, value)
+    old.net.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
     save_head(old, tmp_path, target.identity)
     new = Eagle3Head.for_target(target, EagleConfig(draft_vocab=60), counts)
-    with pytest.raises(UserError, match=f"^start: .* its layers have {key}.*; give another"):
+    with pytest.raises(UserError, match="^start: .* its layers have rope"):
         Start(str(tmp_path), "eagle3", target).give(new)
 
 
@@ -210,6 +196,9 @@ def test_a_head_drafts_for_a_relative_where_that_is_allowed(
     save_head(medusa(target), tmp_path, target.identity)
     with pytest.raises(UserError, match="target.allow_other=true"):
         resolve_drafter(str(tmp_path), other)
+    new = MedusaHead.for_target(other, MedusaConfig(heads=3, draft_vocab=0))
+    Start(str(tmp_path), "medusa", other).give(new)
+    assert new.proj.equal(medusa(target).proj), "it starts a head in any case"
     other.relatives = True
     resolve_drafter(str(tmp_path), other)
     assert "was trained for tiny-llama" in capsys.readouterr().err
@@ -219,20 +208,6 @@ def test_a_head_drafts_for_a_relative_where_that_is_allowed(
     other.identity = dataclasses.replace(other.identity, tokenizer_sha256="0" * 64)
     with pytest.raises(UserError, match="tokenizer_sha256"):
         resolve_drafter(str(tmp_path), other)
-
-
-def test_a_relatives_head_starts_a_head(tmp_path: Path) -> None:
-    target, other = tiny_target(), relative(tiny_target())
-    old = medusa(target)
-    save_head(old, tmp_path, target.identity)
-    new = MedusaHead.for_target(other, MedusaConfig(heads=3, draft_vocab=0))
-    Start(str(tmp_path), "medusa", other).give(new)
-    assert new.proj.equal(old.proj)
-
-
-def test_a_strangers_card_may_hold_any_number() -> None:
-    message = {"tokens_seen": 10**400, "cpu_seconds": float("inf"), "a": float("nan"), "b": "x"}
-    assert _spent({**message, "train_seconds": 3, "start_train_seconds": 2}) == {"train_seconds": 5}
 
 
 def test_a_run_stops_when_acceptance_no_longer_rises(tmp_path: Path) -> None:
@@ -262,3 +237,8 @@ def test_a_card_may_hold_keys_that_left_but_for_values_that_changed_the_head() -
         saved["config"][key] = wrong
         with pytest.raises(UserError, match=rf"^head\.config\.{key}: .* is the last that reads it"):
             type(head).from_json(saved, target)
+
+
+def test_a_strangers_card_may_hold_any_number() -> None:
+    message = {"tokens_seen": 10**400, "cpu_seconds": float("inf"), "a": float("nan"), "b": "x"}
+    assert _spent({**message, "train_seconds": 3, "start_train_seconds": 2}) == {"train_seconds": 5}

@@ -4,7 +4,7 @@
 
 Prints its port, then serves until it is killed. SCHEDULE: {"model": name, "others": [more
 names], "key": wanted key, "faults": {TEXT: [fault, ...]}, "always": fault, "models": fault of
-the list of models, "delay": seconds, "gather": N, "dies_after": N, "thinks": how}. The n-th request
+the list of models, "gather": N, "thinks": how}. The n-th request
 whose last user turn is TEXT gets the n-th fault, afterwards a good answer, which depends on the
 messages, max_tokens and seed alone. The first N requests are answered when all of them are there.
 thinks: before every answer, as Qwen3 does; "inside" leaves the reasoning in the text (no reasoning
@@ -26,7 +26,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-FAULTS = ("429", "429-wait", "500", "503-html", "cut", "slow", "reset", "no-http")  # that pass
+FAULTS = ("429-wait", "500", "503-html", "cut", "slow", "no-http")  # that pass
 SENTENCE = "the rider goes ahead of a slow horse and looks back along road"
 WORDS = SENTENCE.split()
 
@@ -76,7 +76,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.schedule, self.lock = schedule, threading.Lock()
         self.faults = {text: list(faults) for text, faults in schedule.get("faults", {}).items()}
-        self.now = self.peak = self.count = 0
+        self.now = self.peak = 0
         self.gather = threading.Barrier(schedule.get("gather", 1))
         self.waiting = schedule.get("gather", 0)
 
@@ -102,8 +102,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(200, str(self.server.peak).encode())
         if not self.knows_the_key():
             return None
-        dead = 0 < self.server.schedule.get("dies_after", 0) < self.server.count
-        if fault := self.server.schedule.get("models") or ("500" if dead else ""):
+        if fault := self.server.schedule.get("models"):
             return self.fail(fault)
         names = [self.server.schedule["model"], *self.server.schedule.get("others", [])]
         self.reply(
@@ -119,16 +118,12 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.now += 1
             self.server.peak = max(self.server.peak, self.server.now)
-            self.server.count += 1
             first, self.server.waiting = self.server.waiting > 0, self.server.waiting - 1
             faults = self.server.faults.get(body["messages"][-1]["content"], [])
             fault = faults.pop(0) if faults else self.server.schedule.get("always", "")
         try:
-            if 0 < self.server.schedule.get("dies_after", 0) < self.server.count:
-                fault = "500"
             if first:
                 self.server.gather.wait(timeout=60)
-            time.sleep(self.server.schedule.get("delay", 0.0))
             self.fail(fault, body) if fault else self.good(body)
         except (BrokenPipeError, ConnectionResetError):
             pass
@@ -162,8 +157,6 @@ class Handler(BaseHTTPRequestHandler):
     def fail(self, fault: str, body: dict[str, Any] | None = None) -> None:
         """Misbehave in one of FAULTS, or refuse for good with a status."""
         whole = self.completion(body) if body else b'{"data": []}'
-        if fault == "429":
-            return self.reply(429, b'{"error": {"message": "slow down"}}')
         if fault == "429-wait":
             return self.reply(429, b'{"error": "later"}', Retry_After="0.3")
         if fault == "503-html":
@@ -181,15 +174,12 @@ class Handler(BaseHTTPRequestHandler):
             return None
         if fault == "slow":
             return time.sleep(60)
-        if fault in ("reset", "no-http"):
-            if fault == "no-http":
-                self.wfile.write(b"hello, who is there?\r\n\r\n")
+        if fault == "no-http":
+            self.wfile.write(b"hello, who is there?\r\n\r\n")
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
             self.close_connection = True
             return None
-        if fault == "list":
-            return self.reply(200, b"[1, 2]")
         if fault in ("tool-call", "no-text", "control"):
             assert body
             message = {

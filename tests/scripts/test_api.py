@@ -7,7 +7,6 @@ import inspect
 import json
 import math
 import re
-import types
 import typing
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import torch
 
 import outrider.api
 from outrider.conf.errors import UserError
-from outrider.decode import live
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
@@ -91,24 +89,6 @@ def test_a_model_is_named_as_transformers_names_it(
         ("local", "", "./mine"),
         ("tiny", "", ""),
     ]
-
-
-def test_what_a_target_does_once_is_in_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that goes on by a second at every pass, and by 1000 where a cache is made."""
-    target, now = api.load_target("tiny", "float32", "cpu"), [0.0]
-
-    def slow(seconds: float, call: typing.Any) -> typing.Any:
-        def slowed(*given: typing.Any, **keys: typing.Any) -> typing.Any:
-            now[0] += seconds
-            return call(*given, **keys)
-
-        return slowed
-
-    monkeypatch.setattr(live, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(Target, "new_cache", slow(1000, Target.new_cache))
-    monkeypatch.setattr(live.LiveBatch, "_cycle", slow(1, live.LiveBatch._cycle))
-    answer = api.generate(target, [3, 4, 5], max_new_tokens=4)
-    assert answer.tokens_per_second == len(answer.token_ids) / len(answer._seat.generation.cycles)
 
 
 def test_a_draft_that_is_left_out_is_message() -> None:

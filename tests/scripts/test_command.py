@@ -19,6 +19,7 @@ from outrider.conf.schema import options_here
 from outrider.heads.interop import FORMATS
 from outrider.scripts import cli
 from outrider.scripts.common.files import ROOT
+from tests.helpers.chats import chats
 
 SAYS = (
     "import sys; sys.path.insert(0, {root!r}); sys.argv = ['outrider', *{words!r}]\n"
@@ -193,22 +194,12 @@ def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_two_processes_train_from_an_empty_folder(tmp_path: Path) -> None:
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"q{i}"},
-                {"role": "assistant", "content": f"a{i} b c d"},
-            ]
-        }
-        for i in range(24)
-    ]
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats(tmp_path / "d.jsonl", 24)
     keys = ["target=tiny", "data.path=d.jsonl", "out_dir=run", "steps=2", "batch_size=4"]
     keys += ["eval.every=0", "dtype=float32", "head.heads=2"]
     done = said(["train", "medusa", *keys, "--launch", "2"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "over 2 rank(s)" in done.stderr, done.stderr
     assert (tmp_path / "run/head").is_dir()
-    assert "over 2 rank(s)" in done.stderr
 
 
 def test_mistakes_are_one_line(
@@ -331,21 +322,6 @@ def test_the_examples_are_spelled_as_the_command_was(tmp_path: Path) -> None:
     assert shown.index("\n  out_dir  ") < shown.index("\n  steps=0  "), "required keys first"
     narrow = said(["train", "eagle3", "--help"], tmp_path, COLUMNS="60").stdout
     assert all(len(line) <= 60 for line in narrow.partition("Keys (")[2].splitlines()[1:])
-
-
-def test_ls_says_whole_sentences() -> None:
-    recipes = cli.options("experiment")
-    assert recipes["gemma3_12b_eagle3"].endswith("draft vocabulary pay most.")
-    assert "Cai et al. 2024" in recipes["mistral_7b_medusa"]
-    assert all(text.endswith(".") for name, text in recipes.items() if "smollm2" not in name)
-    cut = ("none in the", " a", " the", " of", " and", ",", ":", ";")
-    assert not [
-        n
-        for f, _ in cli.FOLDERS.values()
-        if f
-        for n, t in cli.options(f).items()
-        if t.endswith(cut)
-    ]
 
 
 def test_ls_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:

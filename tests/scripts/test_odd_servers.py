@@ -63,54 +63,30 @@ def test_a_server_that_stops_at_once(target: Target) -> None:
         run(ServedSystem(target, "x", server.url))
 
 
-def test_one_token_is_no_decoding(target: Target) -> None:
-    with odd(lambda body: vllm([5])) as server:
-        found = run(ServedSystem(target, "x", server.url), limit=1)
-        assert found.timing.decode_s == 0 and len(server.requested) == 2
-        assert run(ServedSystem(target, "x", server.url), limit=8).timing.decode_s == 0
+WRONG = [
+    (lambda body: vllm(None), "vllm", "without token ids"),
+    (lambda body: vllm([5, 260]), "vllm", "token 260"),
+    (lambda body: vllm([5] * 9), "vllm", "9 came back"),
+    (lambda body: llamacpp(body, [5, 6], temperature=0.8), "llamacpp", "temperature=0.8"),
+]
 
 
-WRONG = {
-    "text alone": (lambda body: vllm(None), "vllm", "without token ids"),
-    "another model": (lambda body: vllm([5, 260]), "vllm", "token 260, and the target has 260"),
-    "too many": (lambda body: vllm([5] * 9), "vllm", "tokens; 9 came back"),
-    "own settings": (
-        lambda body: llamacpp(body, [5, 6], temperature=0.8),
-        "llamacpp",
-        "otherwise than asked: temperature=0.8",
-    ),
-}
+def test_an_answer_that_cannot_stand_beside_ours_is_named(target: Target) -> None:
+    for answer, owner, said in WRONG:
+        with odd(answer, owner) as server, pytest.raises(UserError, match=said) as message:
+            run(ServedSystem(target, "x", server.url))
+        assert "drafters: x:" in str(message.value) and "\n" not in str(message.value)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_an_answer_that_cannot_stand_beside_ours_is_message(target: Target, name: str) -> None:
-    answer, owner, said = WRONG[name]
-    with odd(answer, owner) as server, pytest.raises(UserError, match=said) as message:
-        run(ServedSystem(target, "x", server.url))
-    assert "drafters: x:" in str(message.value) and "\n" not in str(message.value)
-
-
-@pytest.mark.parametrize("count", [-5, math.nan, "3", None, True])
-def test_counts_that_are_none_are_no_answer(count: Any) -> None:
+def test_counts_that_are_none_are_no_answer() -> None:
     """Fewer accepted than none would make cycles of no token."""
     body = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
     question = server_forms.answer(LLAMACPP, "m", [3], ServerRequest(4))
     read, reply = question.read, llamacpp(body, [5, 6])
     assert read(reply).accepted == 0
-    with pytest.raises(ValueError, match="ids"):
-        read({**reply, "timings": {"draft_n": 9, "draft_n_accepted": count}})
-
-
-def test_every_question_is_read_anew_and_seeds_fit(target: Target) -> None:
-    def answer(body: dict[str, Any]) -> Any:
-        time.sleep(0.002 * body["max_tokens"])
-        return vllm([5] * body["max_tokens"])
-
-    with odd(answer) as server:
-        run(ServedSystem(target, "x", server.url), sampling=Sampling(1.0), seed=1 << 60)
-    salts = [body["cache_salt"] for body in server.requested]
-    assert len(salts) == 2 and len(set(salts)) == 2
-    assert all(0 <= body["seed"] < 1 << 31 for body in server.requested)
+    for count in (-5, math.nan, "3", None):
+        with pytest.raises(ValueError, match="ids"):
+            read({**reply, "timings": {"draft_n": 9, "draft_n_accepted": count}})
 
 
 def test_chance_in_a_time_is_not_the_end() -> None:
@@ -164,19 +140,14 @@ def test_what_counters_rose_by() -> None:
         assert found.rose is None and found.why == ""
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "said"),
-    [
-        (counted(9, 40, 20), counted(10, 20, 21), "draft_tokens fell from 40 to 20"),
+def test_counters_that_fell_or_are_missing_are_named() -> None:
+    for before, after, said in (
+        (counted(9, 40, 20), counted(10, 20, 21), "draft_tokens fell"),
         (counted(9, 40, 20), page(drafts=12), "lack draft_tokens and accepted_tokens"),
         (counted(9, 40, 20), None, "are gone"),
-    ],
-)
-def test_counters_that_fell_or_are_missing_are_named(
-    before: str | None, after: str | None, said: str
-) -> None:
-    found = rise(before, after)
-    assert found.rose is None and said in found.why and "\n" not in found.why
+    ):
+        found = rise(before, after)
+        assert found.rose is None and said in found.why and "\n" not in found.why
 
 
 def test_pages_that_are_none_are_read_in_no_time() -> None:
@@ -211,3 +182,15 @@ def test_a_check_says_what_is_wrong_with_the_counters(target: Target, tmp_path, 
             check.main([f"url={server.url}", f"expected={tmp_path}"])
     said = capsys.readouterr().out
     assert stop.value.code == 1 and "fell from" in said and "2 of 2 as expected" in said
+
+
+def test_every_question_is_read_anew_and_seeds_fit(target: Target) -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        time.sleep(0.002 * body["max_tokens"])
+        return vllm([5] * body["max_tokens"])
+
+    with odd(answer) as server:
+        run(ServedSystem(target, "x", server.url), sampling=Sampling(1.0), seed=1 << 60)
+    salts = [body["cache_salt"] for body in server.requested]
+    assert len(salts) == 2 and len(set(salts)) == 2
+    assert all(0 <= body["seed"] < 1 << 31 for body in server.requested)

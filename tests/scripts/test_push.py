@@ -138,17 +138,14 @@ def test_no_text_names_a_folder_of_this_machine(
     assert b"9 rows of chats.jsonl" in server.held("me/x")["README.md"]
 
 
-@pytest.mark.parametrize(
-    "text, wanted",
-    [
+def test_paths_are_told_from_what_looks_like_one() -> None:
+    for text, wanted in (
         ("read from /tmp/a/b.jsonl, twice", "read from b.jsonl, twice"),
         ('{"model": "/tmp/run/export", "k": 1}', '{"model": "me/x", "k": 1}'),
         ("https://example.org/tmp/a and a/b/c", "https://example.org/tmp/a and a/b/c"),
         ("1/2/3 of /no-such-folder/x", "1/2/3 of /no-such-folder/x"),
-    ],
-)
-def test_paths_are_told_from_what_looks_like_one(text: str, wanted: str) -> None:
-    assert push.scrubbed(text, {"/tmp/run/export": "me/x", "": "nothing"}) == wanted
+    ):
+        assert push.scrubbed(text, {"/tmp/run/export": "me/x", "": "nothing"}) == wanted
 
 
 def test_the_card_says_what_was_measured_and_how(
@@ -203,22 +200,10 @@ def test_a_second_push_replaces_the_first_and_nothing_else(
     assert weights == read_card(place / "head")["weights"]["sha256"]
 
 
-def test_a_branch_and_a_private_repository_are_kept_to(
-    server: FakeHub, target: Any, tmp_path: Path
-) -> None:
-    save_head(random_head(target, "medusa"), tmp_path / "run/best", target.identity, {})
-    run(tmp_path / "run", "team/x", "private=true", "revision=v1")
-    assert server.repositories["team/x"].private and not set(server.held("team/x")) & OWN
-    assert resolve_drafter("hub:team/x@v1@chain", target).max_depth == 3
-
-
 REFUSED = {
     "no token": ["me/x", "token", "repository: no token is set"],
     "offline": ["me/x", "offline", "repository: HF_HUB_OFFLINE is set"],
     "no owner": ["x", "", "repository: x: is no name of a repository; write OWNER/x"],
-    "no run": ["me/x", "run=nowhere", "run: nowhere: neither none"],
-    "no report": ["me/x", "report=/nowhere", "report: /nowhere: "],
-    "no export": ["me/x", "export=/nowhere", "export: no such folder"],
     "another export": ["me/x", "export=head", "export: .* no export of this head"],
     "may not write": ["me/x", "403", "repository: me/x: the token may not do this"],
     "somebody was faster": ["me/x", "412", "repository: me/x: somebody else has pushed"],
@@ -244,9 +229,8 @@ def test_what_is_refused_is_one_line_and_leaves_nothing(
             raise refusal(int(what))
 
     server.refuse = refuse
-    folder = what.removeprefix("run=") if what.startswith("run=") else str(place)
-    words = [what.replace("=head", f"={place}/head")] if "=" in what and folder != "nowhere" else []
-    run(folder, repository, *words, code=2)
+    words = [what.replace("=head", f"={place}/head")] if "=" in what else []
+    run(place, repository, *words, code=2)
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert told.startswith("error: ") and re.search(said, told), told
     assert server.held("me/m") == before
@@ -266,3 +250,12 @@ def test_a_damaged_head_and_another_heads_report_do_not_go_up(
         run(place, "me/x", f"export={place}/export", code=2)
         assert path.name in capsys.readouterr().err
     assert not server.repositories
+
+
+def test_a_branch_and_a_private_repository_are_kept_to(
+    server: FakeHub, target: Any, tmp_path: Path
+) -> None:
+    save_head(random_head(target, "medusa"), tmp_path / "run/best", target.identity, {})
+    run(tmp_path / "run", "team/x", "private=true", "revision=v1")
+    assert server.repositories["team/x"].private and not set(server.held("team/x")) & OWN
+    assert resolve_drafter("hub:team/x@v1@chain", target).max_depth == 3

@@ -66,17 +66,14 @@ def test_rows_are_conversations(whole: bytes) -> None:
     assert any(len(r["messages"][1]["content"]) > 4 for r in rows)
 
 
-@pytest.mark.parametrize("stop_at", [40, 300, 600])
-def test_interrupted_run_continues_to_the_same_file(
-    tmp_path, monkeypatch, whole: bytes, stop_at: int
-) -> None:
+def test_interrupted_run_continues_to_the_same_file(tmp_path, monkeypatch, whole: bytes) -> None:
     path = tmp_path / "a.jsonl"
     real, calls = in_process.generate, []
 
     def interrupting(*args, **kwargs):
         def count(i, tokens, drafted):
             calls.append(i)
-            if len(calls) == stop_at:
+            if len(calls) == 300:
                 os.kill(os.getpid(), signal.SIGINT)
 
         return real(*args, on_tokens=count, **kwargs)
@@ -104,21 +101,17 @@ def test_larger_number_extends_and_smaller_is_refused(tmp_path) -> None:
         synthesize(config(path, num_conversations=6))
 
 
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        ({"seed": 3}, "seed 0, now 3"),
-        ({"target": TargetConfig(kind="tiny", vocab=260, seed=1)}, "target.weights_sha256"),
-    ],
-)
-def test_file_of_other_settings_is_refused(tmp_path, change, named: str) -> None:
+def test_file_of_other_settings_is_refused(tmp_path) -> None:
     path = tmp_path / "a.jsonl"
     synthesize(config(path, num_conversations=2))
     before = path.read_bytes()
-    cfg = replace(config(path, num_conversations=2), **change)
-    with pytest.raises(UserError, match=named) as e:
-        synthesize(cfg)
-    assert str(e.value).startswith("out: ") and path.read_bytes() == before
+    for change, named in (
+        ({"seed": 3}, "seed 0, now 3"),
+        ({"target": TargetConfig(kind="tiny", vocab=260, seed=1)}, "target.weights_sha256"),
+    ):
+        with pytest.raises(UserError, match=f"^out: .*{named}"):
+            synthesize(replace(config(path, num_conversations=2), **change))
+    assert path.read_bytes() == before
 
 
 def test_foreign_damaged_and_held_files(tmp_path) -> None:
@@ -151,29 +144,15 @@ def test_model_that_invents_nothing_is_refused(tmp_path) -> None:
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "text, why",
-    [
-        ("", "too short"),
+def test_junk() -> None:
+    for text, why in (
         ("Why?", "too short"),
         ("12 + 34 = ? 56 - 7", "no letters"),
         ("Tell me <|im_end|> something", "control tokens"),
-        ("Why is the sky blue?", ""),
         ("日本の首都はどこですか？", ""),
-    ],
-)
-def test_junk(text: str, why: str) -> None:
-    assert junk(text, ("<|im_end|>",)) == why
-
-
-def test_cut_questions_lose_their_unfinished_sentence() -> None:
-    assert clean_question("  Hello there. What is  ", True) == "Hello there. What is"
-    assert clean_question("Hello there. What is", False) == "Hello there."
-    assert (
-        clean_question("Costs 3.5 dollars, as far as I\ufffd", False)
-        == "Costs 3.5 dollars, as far as I"
-    )
-    assert clean_question("Hi. What is the capital of", False) == "Hi. What is the capital of"
+    ):
+        assert junk(text, ("<|im_end|>",)) == why
+    assert clean_question("Hello there. What is", False) == "Hello there.", "cut off"
 
 
 def test_duplicates_are_dropped_across_and_inside_blocks(tmp_path, monkeypatch) -> None:
@@ -204,17 +183,6 @@ def test_duplicates_are_dropped_across_and_inside_blocks(tmp_path, monkeypatch) 
     assert kept == ["One apple!", "Two pears", "Three figs"]
     assert writer.dropped["duplicate"] == 2
     assert writer.seen >= {"one apple", "old question"}
-
-
-def test_unusual_line_ends_inside_a_text_do_not_split_its_line(tmp_path) -> None:
-    made = Ledger(tmp_path / "a.jsonl", {})
-    turn = {"role": "user", "content": "What\u2028is\x85and\u2029that\x0b?\r\n1"}
-    row = {"line": 3, "messages": [turn], "complete": False}
-    made.append([row])
-    again = Ledger(tmp_path / "a.jsonl", {})
-    again.open()
-    assert again.numbers == {3} and again.tally["cut"] == 1 and records(again.path) == [row]
-    assert len(again.path.read_text().splitlines()) == 1
 
 
 # given questions
@@ -280,22 +248,21 @@ def test_own_questions_are_answered_here_in_their_order(tmp_path: Path, answers:
         assert target.tokenizer.decode(ids).strip() == last["content"]
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 75)])
 def test_answers_of_a_run_that_was_killed_go_on_to_the_same_file(
-    tmp_path: Path, answers: bytes, number: int, code: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, answers: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.jsonl"
     real = InProcess.decode
 
     def stopping(self: InProcess, *args: Any) -> list[Generation]:
         if self.ledger.numbers:
-            os.kill(os.getpid(), number)  # in its second block
+            os.kill(os.getpid(), signal.SIGKILL)  # in its second block
         return real(self, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(InProcess, "decode", stopping)
         child = faults.fork(lambda: synthesize(given(tmp_path)))
-        assert faults.wait(child) == code
+        assert faults.wait(child) == -signal.SIGKILL
     left = path.read_bytes()
     assert answers.startswith(left) and 0 < len(left.splitlines()) < 9
     synthesize(given(tmp_path, num_conversations=7))

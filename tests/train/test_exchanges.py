@@ -41,16 +41,13 @@ def test_the_answer_alone_is_supervised(turns: str) -> None:
     assert supervised(line(answer, stop_reason=None), turns) == ["answer<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    "request_, choice",
-    [
+def test_an_answer_that_was_cut_has_no_end() -> None:
+    for request, choice in (
         ({}, {"finish_reason": "length"}),
         ({"stop": ["."]}, {}),
         ({"stop": ["."]}, {"stop_reason": "."}),
-    ],
-)
-def test_an_answer_that_was_cut_has_no_end(request_: dict[str, Any], choice: Any) -> None:
-    assert supervised(line({"content": "answer"}, request_, **choice)) == ["answer"]
+    ):
+        assert supervised(line({"content": "answer"}, request, **choice)) == ["answer"]
 
 
 def test_calls_and_tools_are_kept() -> None:
@@ -61,23 +58,20 @@ def test_calls_and_tools_are_kept() -> None:
     assert row.chat[-1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
-@pytest.mark.parametrize(
-    "bad, reason",
-    [
-        ({"request": {"prompt": "x"}, "response": {"choices": []}}, "request has no messages"),
-        ({"request": {"messages": ASKED}, "response": {"error": "busy"}}, "no choices"),
-        (line("text"), "no choices"),
-        (line({"content": ""}), "content is empty"),
-        (line({"content": "x", "refusal": "no"}), "refusal"),
-    ],
-)
-def test_a_malformed_line_is_left_out_by_file_and_line(
-    tmp_path: Path, bad: dict[str, Any], reason: str
-) -> None:
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"request": {"prompt": "x"}, "response": {"choices": []}}, "request has no messages"),
+    ({"request": {"messages": ASKED}, "response": {"error": "busy"}}, "no choices"),
+    (line({"content": ""}), "content is empty"),
+    (line({"content": "x", "refusal": "no"}), "refusal"),
+]
+
+
+def test_malformed_lines_are_left_out_by_file_and_line(tmp_path: Path) -> None:
     path, good = tmp_path / "log.jsonl", line({"content": "answer"})
-    path.write_text("".join(json.dumps(row) + "\n" for row in (good, bad, good, good, good)))
+    rows = [*(bad for bad, _ in BAD), *[good] * 5]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = DataConfig(path=str(path), held_out=0.0, cache=False, max_bad_fraction=0.5)
-    rows = load_rows(cfg, byte_tokenizer(), frozenset({2}), 260, 1024)
-    (problem,) = rows.bad
-    assert problem.startswith(f"{path}:2: ") and reason in problem
-    assert len(rows.lines) == 4
+    found = load_rows(cfg, byte_tokenizer(), frozenset({2}), 260, 1024)
+    for number, (problem, (_, reason)) in enumerate(zip(found.bad, BAD, strict=True), 1):
+        assert problem.startswith(f"{path}:{number}: ") and reason in problem
+    assert len(found.lines) == 5

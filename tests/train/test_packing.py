@@ -101,9 +101,7 @@ def test_packed_loss_and_gradient_equal_padded(name: str, rows) -> None:
     assert max(float(g.abs().max()) for g in found[0][2].values()) > 0.01
 
 
-@pytest.mark.parametrize(
-    "arch", ["llama", "qwen3", "gpt2", "gpt_neox", "gemma2", "mistral", "mixtral", "opt", "bloom"]
-)
+@pytest.mark.parametrize("arch", ["gpt2", "gemma2", "mixtral", "opt", "bloom"])
 def test_a_target_takes_packed_documents_or_says_why_not(arch: str) -> None:
     target = Target(build(arch), None)
     reason = target.packs()

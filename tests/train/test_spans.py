@@ -12,73 +12,32 @@ from outrider.decode.models.tiny import CHATML, byte_tokenizer
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.data.rows import BadRow, Encoded, RowReading, encode, interpret
+from tests.train.test_templates import ASK, CALL, EOS, TOOLS, texts
+from tests.train.test_templates import TEMPLATES as FIELD
 
-EOS = frozenset({2})
 HEADER = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
-ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-END = "{{ '<|im_end|>\\n' }}"
-CALLS = (
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
-)
-# A think block in the last turn alone, empty where there is no reasoning; reasoning inside the
-# text is cut off in earlier turns; enable_thinking=false asks with an empty block.
-THINK_LAST = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
-    "{% for m in messages %}" + HEADER + "{% if m.role == 'assistant' %}"
-    "{% set text = m.content or '' %}{% set why = m.reasoning_content or '' %}"
-    "{% if '</think>' in text %}"
-    "{% set why = text.split('</think>')[0].split('<think>')[-1].strip() %}"
-    "{% set text = text.split('</think>')[-1].strip() %}{% endif %}"
-    "{% if loop.last %}{{ '<think>\\n' + why + '\\n</think>\\n\\n' }}{% endif %}"
-    "{{ text }}"
-    + CALLS
-    + "{% else %}{{ m.content }}{% endif %}"
-    + END
-    + "{% endfor %}"
-    + ASK
-    + (
-        "{% if add_generation_prompt and enable_thinking is false %}"
-        "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
-    )
-)
-SYSTEM_LAST = (  # the system's text stands in the last question, as in Mistral's
-    "{% set ns = namespace(system='', last=0) %}{% for m in messages %}"
-    "{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}"
-    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% if m.role == 'user' %}[INST] "
-    "{% if loop.index0 == ns.last and ns.system %}{{ ns.system + '\\n\\n' }}{% endif %}"
-    "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
-    "{{ ' ' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
-)
+TURN_END = "{{ '<|im_end|>\\n' }}"
+THINK_LAST = FIELD["block in the last turn alone"]
 TEMPLATES = {
     "plain": CHATML,
     "think block in the last turn": THINK_LAST,
-    "system text in the last question": SYSTEM_LAST,
+    "system text in the last question": FIELD["system in the last question"],
+    "generation tags": FIELD["as it is, marked"],
     "start of text inside, blanks cut": (
         "{% for m in messages %}{% if m.role == 'user' %}<|endoftext|>[ {{ m.content | trim }} ]"
         "{% elif m.role == 'assistant' %} {{ m.content | trim }} <|im_end|>{% endif %}{% endfor %}"
-    ),
-    "text behind the last turn": (
-        "{% for m in messages %}" + HEADER + "{{ m.content }}" + END + "{% endfor %}"
-        "{% if not add_generation_prompt %}the end of {{ messages | length }} turns{% endif %}"
-        + ASK
     ),
     "number of turns told first": (
         "{{ messages | length }} turns\\n{% for m in messages %}"
         + HEADER
         + "{{ m.content }}"
-        + END
+        + TURN_END
         + "{% endfor %}"
         + ASK
     ),
-    "generation tags": (
-        "{% for m in messages %}" + HEADER + "{% if m.role == 'assistant' %}{% generation %}"
-        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
-        "{% endif %}{{ '\\n' }}{% endfor %}" + ASK
-    ),
     "last turn named": (
         "{% for m in messages %}{{ '<|im_start|>' + ('final ' if loop.last else '') + m.role }}"
-        "{{ '\\n' + m.content }}" + END + "{% endfor %}" + ASK
+        "{{ '\\n' + m.content }}" + TURN_END + "{% endfor %}" + ASK
     ),
     "ended by the next role": (
         "{% for m in messages %}{{ '<|im_end|>' + m.role + ':' + m.content }}{% endfor %}"
@@ -102,17 +61,6 @@ def tokenize(turns: list[dict[str, Any]], template: str, **more: Any) -> tuple[E
     row = interpret({"messages": turns, "tools": more.pop("tools", None)}, "f:1")
     (found,) = encode(row, tokenizer, RowReading(4096, EOS, **more))
     return found, tokenizer
-
-
-def texts(found: Encoded, tokenizer: Any) -> list[str]:
-    """The supervised stretches of text."""
-    parts: list[list[int]] = []
-    for t, on in enumerate(found.loss):
-        if on and not (t and found.loss[t - 1]):
-            parts.append([])
-        if on:
-            parts[-1].append(found.ids[t])
-    return [tokenizer.decode(part) for part in parts]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -164,20 +112,7 @@ def test_a_block_before_every_turn_where_no_turn_is_a_prefix() -> None:
     ]
 
 
-def test_the_last_turn_alone_and_arguments_of_the_template() -> None:
-    turns = chat("one", "two")
-    found, tokenizer = tokenize(turns, THINK_LAST, last_turn_only=True)
-    assert texts(found, tokenizer) == ["two<|im_end|>"] and found.turns == (1, 1, 1)
-    notices = "{% if extra %}{{ extra }}{% endif %}" + CHATML
-    found, tokenizer = tokenize(turns, notices, kwargs={"extra": "told"})
-    assert tokenizer.decode(found.ids).startswith("told<|im_start|>system")
-
-
-CALL = {"type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-
-
-@pytest.mark.parametrize("content", [None, "", "I look."])
+@pytest.mark.parametrize("content", [None, "I look."])
 def test_tool_calls_reach_the_template_and_are_supervised(content: str | None) -> None:
     turns = [
         {"role": "user", "content": "what?"},
@@ -208,7 +143,7 @@ def test_what_a_template_passes_over_is_said() -> None:
     assert texts(*tokenize(turns, CHATML)) == ["one<|im_end|>"]
     known = "{% for m in messages if m.role in ('user', 'assistant') %}" + HEADER
     with pytest.raises(BadRow, match="does not show turn 0, role 'developer'"):
-        tokenize(turns, known + "{{ m.content }}" + END + "{% endfor %}" + ASK)
+        tokenize(turns, known + "{{ m.content }}" + TURN_END + "{% endfor %}" + ASK)
 
 
 def write(path: Path, rows: int = 12) -> Path:

@@ -178,18 +178,14 @@ def wanted(message: dict[str, Any], last: bool) -> list[str]:
     return [bare(part) for part in (*reasons, text, *called) if part]
 
 
-# Every template with two of the chats, every chat with four or five templates.
-PAIRS = [
-    (template, (*CHATS,)[(i + shift) % len(CHATS)], mode)
-    for i, template in enumerate(TEMPLATES)
-    for shift, mode in ((0, "chat"), (4, "rows"))
-]
+@pytest.mark.parametrize(("mode", "shift"), [("chat", 0), ("rows", 4)])
+def test_an_answer_is_supervised_as_a_whole_or_left_out_by_name(mode: str, shift: int) -> None:
+    """Every template with two of the chats, every chat with four or five templates."""
+    for i, template in enumerate(TEMPLATES):
+        check_answers(template, (*CHATS,)[(i + shift) % len(CHATS)], mode)
 
 
-@pytest.mark.parametrize(("template", "chat", "mode"), PAIRS)
-def test_an_answer_is_supervised_as_a_whole_or_left_out_by_name(
-    template: str, chat: str, mode: str
-) -> None:
+def check_answers(template: str, chat: str, mode: str) -> None:
     given, tools = CHATS[chat]
     tokenizer = byte_tokenizer(template=TEMPLATES[template])
     row = interpret({"messages": copy.deepcopy(given), "tools": tools}, "f:1")
@@ -230,22 +226,19 @@ def supervised(template: str, chat: list[dict[str, Any]], **more: Any) -> tuple[
 QUESTION = "<|im_start|>user\nquestion 0?<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize(
-    ("template", "prompt", "want"),
-    [
-        # As a server had it: the words that ask, and what the target wrote behind them.
-        ("reasoning cut off", "<think>\n", "why one\n</think>\n\nanswer one<|im_end|>"),
-        ("reasoning cut off, marked", "<think>\n", "why one\n</think>\n\nanswer one<|im_end|>"),
-        ("reasoning cut off, asked for outside", "", INSIDE.format("one") + END),
-        ("an empty block, then the text as it is", "", INSIDE.format("one") + END),
-        ("block of the key, then the text as it is", "", INSIDE.format("one") + END),
-        ("block in the last turn alone", "", INSIDE.format("one") + END),
-    ],
-)
-def test_reasoning_that_the_template_cuts_off_stands_as_the_server_had_it(
-    template: str, prompt: str, want: str
-) -> None:
-    assert supervised(template, turns(INSIDE.format("one"))) == (QUESTION + prompt, want)
+CUT_OFF = [
+    # As a server had it: the words that ask, and what the target wrote behind them.
+    ("reasoning cut off", "<think>\n", "why one\n</think>\n\nanswer one<|im_end|>"),
+    ("reasoning cut off, marked", "<think>\n", "why one\n</think>\n\nanswer one<|im_end|>"),
+    ("reasoning cut off, asked for outside", "", INSIDE.format("one") + END),
+    ("an empty block, then the text as it is", "", INSIDE.format("one") + END),
+    ("block in the last turn alone", "", INSIDE.format("one") + END),
+]
+
+
+def test_reasoning_that_the_template_cuts_off_stands_as_the_server_had_it() -> None:
+    for template, prompt, want in CUT_OFF:
+        assert supervised(template, turns(INSIDE.format("one"))) == (QUESTION + prompt, want)
 
 
 def test_reasoning_behind_words_that_close_its_block_is_left_out_or_the_server_was_requested_so() -> (
@@ -259,24 +252,22 @@ def test_reasoning_behind_words_that_close_its_block_is_left_out_or_the_server_w
 
 
 CUT = "<think>\nwell, the"
-OPEN = (
-    *("block in the last turn alone", "block in every turn, empty in earlier ones"),
-    *("an empty block, then the text as it is", "block of the key, then the text as it is"),
-)
 
 
-@pytest.mark.parametrize("template", OPEN)
-def test_an_answer_that_opens_a_block_and_never_closes_it_is_left_out(template: str) -> None:
-    with pytest.raises(BadRow, match="f:1: turn 1 opens a block of reasoning and does not close"):
-        supervised(template, turns(CUT))
+def test_an_answer_that_opens_a_block_and_never_closes_it_is_left_out() -> None:
+    for template in ("block in the last turn alone", "an empty block, then the text as it is"):
+        with pytest.raises(BadRow, match="f:1: turn 1 opens a block of reasoning and does not"):
+            supervised(template, turns(CUT))
 
 
-@pytest.mark.parametrize("template", [*TEMPLATES][::3])
 @pytest.mark.parametrize("form", ["inside", "apart"])
-def test_an_answer_cut_inside_its_reasoning_stands_behind_the_words_that_requested_for_it(
-    template: str, form: str
-) -> None:
+def test_an_answer_cut_inside_its_reasoning_stands_behind_the_words_that_asked(form: str) -> None:
     """No closing delimiter, no end of turn: nothing that the target has not written."""
+    for template in [*TEMPLATES][::3]:
+        check_cut(template, form)
+
+
+def check_cut(template: str, form: str) -> None:
     given = turns(CUT if form == "inside" else apart("\nwell, the", ""))
     try:
         prompt, said = supervised(template, given, complete=False)
