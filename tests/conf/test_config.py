@@ -18,7 +18,7 @@ import yaml
 from outrider.conf.errors import Interrupted, UserError
 from outrider.conf.schema import CONF, check, compose, entry
 from outrider.conf.typed import default, docs, nested_schema
-from outrider.heads.registry import head_class
+from outrider.heads.registry import head_class, kinds
 from outrider.scripts.cli import KEYS
 from outrider.train.runs import SCHEMAS
 
@@ -107,6 +107,16 @@ def test_every_key_has_a_doc_line() -> None:
         return missing
 
     assert [(name, m) for name, schema in ENTRIES.items() if (m := undocumented(schema))] == []
+
+
+def test_a_configuration_is_made_once_and_never_changed() -> None:
+    def loose(schema: Any) -> list[str]:
+        found = [] if schema.__dataclass_params__.frozen else [schema.__name__]
+        parts = filter(None, map(nested_schema, typing.get_type_hints(schema).values()))
+        return found + [name for part in parts for name in loose(part)]
+
+    schemas = [*ENTRIES.values(), *(head_class(kind).Config for kind in kinds())]
+    assert [name for schema in schemas for name in loose(schema)] == []
 
 
 def test_a_wrong_type_is_refused_for_every_key() -> None:
@@ -198,10 +208,6 @@ def test_a_wrong_value_names_its_key(toy: Path) -> None:
     assert "part.extra: no such key" in said(toy, "steps=1", "++part.extra=1")
 
 
-def test_a_list_sweep_needs_multirun(toy: Path) -> None:
-    assert "--multirun" in said(toy, "steps=1,2")
-
-
 @pytest.mark.parametrize(
     "raised, code, words",
     [
@@ -263,3 +269,4 @@ def test_hydra_flags_still_work_and_leave_nothing_behind(
     with pytest.raises(SystemExit) as stop:
         entry("toy", Toy, toy)(lambda cfg: seen.append(cfg.steps))(["-m", "steps=1,2"])
     assert seen == [1, 2] and stop.value.code == 0 and list(work.iterdir()) == []
+    assert "--multirun" in said(toy, "steps=1,2")

@@ -16,7 +16,6 @@ from outrider.conf.rules import (
     Device,
     FileName,
     Filled,
-    Inside,
     NotEmpty,
     OneOrMore,
     Seed,
@@ -75,11 +74,6 @@ def test_values_that_are_taken_or_refused() -> None:
     for hint, value, said in REFUSED:
         (line,) = read(hint, value)[1]
         assert line.startswith(f"key: {said}") and len(line) < 300 and "\n" not in line, hint
-
-
-def test_the_fix_names_what_is_usual() -> None:
-    assert read(Inside, 0, 0.95)[1] == ["key: 0 is not above 0; give more (0.95 is usual)"]
-    assert read(NotEmpty, "", "runs/x")[1] == ["key: is empty; set key=runs/x"]
 
 
 @dataclass

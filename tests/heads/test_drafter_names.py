@@ -38,7 +38,6 @@ ILLEGAL = {
     "@tree": "names no drafter",
     "none@tree": "write none",
     "ngram@4": "did you mean @chain:4?",
-    "ngram@fixed": "unknown shape 'fixed'",
     "runs/m+": "names no drafter on one side of a +",
     "none+ngram": "none drafts nothing to join; write ngram",
     "runs/m@star+ngram": "unknown shape 'star'",

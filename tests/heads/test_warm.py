@@ -170,14 +170,6 @@ def test_of_every_switch_it_is_known_what_it_does_to_old_weights() -> None:
         assert switches <= {*MEANING, *no_matter, "share_lm_head"}, kind.kind
 
 
-def test_a_relative_with_more_layers_has_its_last_feature_elsewhere(tmp_path: Path) -> None:
-    """Medusa reads the last one, wherever that is, and has no key to say so."""
-    old, deeper = tiny_target(layers=2), tiny_target(layers=3)
-    save_head(medusa(old), tmp_path, old.identity)
-    new = MedusaHead.for_target(deeper, MedusaConfig(heads=3, draft_vocab=0))
-    assert "starts from" in Start(str(tmp_path), "medusa", deeper).give(new)
-
-
 def relative(target: Any) -> Any:
     """The target after some fine-tuning: other weights under the same tokenizer."""
     torch.manual_seed(8)

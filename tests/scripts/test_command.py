@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import typing
@@ -66,56 +65,19 @@ print(json.dumps([texts, [name for name in {heavy!r} if name in sys.modules]]))
 """
 
 
-def test_the_help_of_every_verb_loads_no_framework_and_is_the_file_s_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+def test_the_help_of_every_verb_loads_no_framework(tmp_path: Path) -> None:
     requested = [[verb] for verb in cli.verbs()] + [["train", name] for name in cli.trainers()]
-    requested += [
-        ["train", "eagle3"],
-    ]
+    requested.append(["train", "eagle3"])
     code = HELPS.format(root=str(ROOT), requested=requested, heavy=HEAVY)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     texts, heavy = json.loads(done.stdout.splitlines()[-1])
-    assert not heavy
-    assert all("Keys (KEY=VALUE" in text for text in texts.values())
-    assert not [words for words, text in texts.items() if "type: ignore" in text]
-
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(os, "execv", lambda _, words: executed(words[1:]))
+    assert not heavy and all("Keys (KEY=VALUE" in text for text in texts.values())
     for words, text in texts.items():
-        verb, *more = words.split()
-        if verb == "train":
-            found = cli.trainer(more[0])
-            assert found is not None
-            file, more = found[0].file, found[1]
-        else:
-            file = cli.verbs()[verb].file
-        assert executed([str(file), *more, "--help"]) == 0
-        head = words.split()[1] if verb == "train" else ""
-        own = cli.as_typed(capsys.readouterr().out, head)
-        assert parted(own) == parted(text), words
+        assert "type: ignore" not in text, words
         assert not re.search(r"(python|accelerate launch) (scripts|train)/", text), words
-
-
-def parted(text: str) -> list[str]:
-    """The words of a help, wherever a line ends."""
-    return re.findall(r"[^\s\\]+", text)
-
-
-def executed(words: list[str]) -> int:
-    """The exit code of a file that is run here as `python FILE WORDS` would."""
-    argv, sys.argv = sys.argv, words
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    finally:
-        sys.argv = argv
-    return 0
 
 
 def test_the_verbs_are_the_files() -> None:
@@ -314,14 +276,6 @@ def test_a_sound_command_line_becomes_its_file_and_loads_nothing_before(tmp_path
 
 
 OURS = ("medusa", "eagle3", "dspark", "hydra_heads", "p_eagle")
-
-
-def test_the_examples_are_spelled_as_the_command_was(tmp_path: Path) -> None:
-    shown = said(["train", "eagle3", "--help"], tmp_path).stdout
-    assert "outrider train eagle3 target=smollm2" in shown and "head=eagle3 " not in shown
-    assert shown.index("\n  out_dir  ") < shown.index("\n  steps=0  "), "required keys first"
-    narrow = said(["train", "eagle3", "--help"], tmp_path, COLUMNS="60").stdout
-    assert all(len(line) <= 60 for line in narrow.partition("Keys (")[2].splitlines()[1:])
 
 
 def test_ls_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:

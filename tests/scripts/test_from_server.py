@@ -26,7 +26,7 @@ from outrider.scripts.data.config import SynthesizeConfig
 from outrider.scripts.data.from_server import Regenerator
 from outrider.scripts.data.questions import question_of
 from outrider.scripts.data.run import synthesize
-from outrider.scripts.data.server import AnswerRefused, GivenUp, ServerAnswer, read_answer
+from outrider.scripts.data.server import read_answer
 from outrider.train.data.rows import read_row
 from tests.helpers.unruly_server import FAULTS
 
@@ -261,29 +261,6 @@ def test_every_request_has_a_seed_of_its_own_that_the_run_decides(tmp_path: Path
             synthesize(config(tmp_path, url, out=str(out), seed=seed))
             answers.append([json.loads(x)["messages"][1]["content"] for x in out.open()])
     assert answers[0] == answers[1] and len({*answers[0], *answers[2]}) == 6
-
-
-def test_forms_of_answers() -> None:
-    def read(reason: Any = "stop", content: Any = " yes ", **more: Any) -> ServerAnswer:
-        message = {"content": content, **more.pop("message", {})}
-        found = {"message": message, "finish_reason": reason, **more.pop("choice", {})}
-        return read_answer({"choices": [found], **more})
-
-    assert read() == ServerAnswer(" yes ", True, -1, None)
-    assert not read("length").finished and not read(None).finished, "unknown is not finished"
-    assert read(usage={"completion_tokens": 5}).tokens == 5
-    assert read(usage={"completion_tokens": "5"}).tokens == -1
-    assert read(choice={"token_ids": [1, 2]}).token_ids == [1, 2]
-    assert read(choice={"token_ids": [1, 2.5]}).token_ids is None
-    for error, keys in (
-        (AnswerRefused, {"reason": "content_filter"}),
-        (AnswerRefused, {"message": {"tool_calls": [{}]}}),
-        (AnswerRefused, {"content": " \n"}),
-        (GivenUp, {"reason": "abort"}),
-        (GivenUp, {"content": ["yes"]}),
-    ):
-        with pytest.raises(error):
-            read(**keys)
 
 
 ROWS = {

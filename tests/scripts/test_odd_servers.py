@@ -23,7 +23,7 @@ from outrider.scripts import check
 from outrider.scripts.exporting import contract
 from outrider.scripts.scoring import server_forms
 from outrider.scripts.scoring.counters import read_counters, rise
-from outrider.scripts.scoring.served import ServedSystem, least, risen
+from outrider.scripts.scoring.served import ServedSystem, risen
 from outrider.scripts.scoring.servers import (
     LLAMACPP,
     OTHER,
@@ -87,17 +87,6 @@ def test_counts_that_are_none_are_no_answer() -> None:
     for count in (-5, math.nan, "3", None):
         with pytest.raises(ValueError, match="ids"):
             read({**reply, "timings": {"draft_n": 9, "draft_n_accepted": count}})
-
-
-def test_chance_in_a_time_is_not_the_end() -> None:
-    """Four tries in which the first tokens took longer than the whole answers: of both the least
-    time counts, and only where that is the wrong way round too nothing can be said."""
-    times = [(0.3, 0.2), (0.1, 0.09), (0.2, 0.15), (0.4, 0.11)]
-    for wrong, said in ((times, "0.09 s, their first tokens 0.1 s"), ([], "asked again")):
-        with pytest.raises(UserError, match=f"x: .*{said}"):
-            least(wrong, "x", last=True)
-        least(wrong, "x", last=False)
-    assert least([(0.3, 0.2), (0.1, 0.1), (0.08, 0.2)], "x", last=True) == (0.08, 0.1)
 
 
 def test_counters_that_tell_nothing_are_not_zero() -> None:

@@ -15,7 +15,7 @@ import pytest
 from outrider.decode.models.tiny import byte_tokenizer
 from outrider.scripts.data import run
 from outrider.scripts.data.run import synthesize
-from outrider.scripts.data.server import AnswerRefused, read_answer
+from outrider.scripts.data.server import AnswerRefused, GivenUp, ServerAnswer, read_answer
 from outrider.train.data.rows import BadRow, RowReading, encode, interpret
 from tests.scripts.test_from_server import config, one_context, serving
 
@@ -141,10 +141,20 @@ def test_rows_that_training_would_leave_out_are_message_at_once(
         supervised(rows(tmp_path)[0], byte_tokenizer())
 
 
-def test_what_an_answer_may_lack() -> None:
-    def read(reason: str | None, **message: Any) -> Any:
-        return read_answer({"choices": [{"message": message, "finish_reason": reason}]})
+def test_forms_of_answers() -> None:
+    def read(reason: str | None, usage: Any = None, ids: Any = None, **message: Any) -> Any:
+        choice = {"message": message, "finish_reason": reason, "token_ids": ids}
+        return read_answer({"choices": [choice], "usage": usage})
 
+    assert read("stop", content=" yes ") == ServerAnswer(" yes ", True, -1, None)
+    assert not read(None, content="a").finished, "unknown is not finished"
+    for count, wanted in ((5, 5), ("5", -1)):
+        assert read("stop", {"completion_tokens": count}, content="a").tokens == wanted
+    for ids, kept in (([1, 2], [1, 2]), ([1, 2.5], None)):
+        assert read("stop", ids=ids, content="a").token_ids == kept
+    for wrong in ({"reason": "abort", "content": "a"}, {"reason": "stop", "content": ["yes"]}):
+        with pytest.raises(GivenUp):
+            read(**wrong)
     cut = read("length", content=None, reasoning_content="why")
     assert (cut.text, cut.reasoning, cut.finished) == ("", "why", False)
     assert read("stop", content="a", reasoning=" why").reasoning == " why"
@@ -152,6 +162,8 @@ def test_what_an_answer_may_lack() -> None:
     call = {"function": {"name": "f", "arguments": "{}"}}
     assert read("tool_calls", tool_calls=[{**call, "index": 0}]).calls == [call]
     for reason, message in (
+        ("content_filter", {"content": "a"}),
+        ("stop", {"content": " \n"}),
         ("stop", {"content": "half \ud83d"}),
         ("stop", {"tool_calls": json.dumps([call])}),
         ("stop", {"content": None, "reasoning": "why"}),

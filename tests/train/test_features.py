@@ -8,11 +8,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,9 +30,9 @@ from outrider.train.features.config import CacheConfig
 from outrider.train.features.store import CachedTarget, FeatureStore, Freed, Source
 from outrider.train.features.writer import FeatureWriter
 from outrider.train.loop import fit
+from tests.helpers.faults import finish
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {**TINY, "layers": 4}
 
 
@@ -271,24 +268,6 @@ def test_a_manifest_that_was_changed_is_refused(data: Path, tmp_path: Path) -> N
             opened(writer)
 
 
-def test_shards_and_batches_keep_to_their_sizes() -> None:
-    torch.manual_seed(0)
-    lengths = torch.randint(1, 40, (200,))
-    offsets = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
-    rows: Any = SimpleNamespace(lengths=lengths, lines=lengths, offsets=offsets)
-    order = lengths.argsort(stable=True)
-    for limit in (1, 39, 100, 10**6):
-        bounds = feature_writer.bounds_of(rows, 8, 8 * limit)
-        parts = [[*range(a, b)] for a, b in zip(bounds, bounds[1:], strict=False)]
-        assert sum(parts, []) == [*range(200)]
-        assert all(len(p) == 1 or int(lengths[p].sum()) <= limit for p in parts)
-        writer = object.__new__(FeatureWriter)
-        writer.rows, writer.cfg = rows, SimpleNamespace(batch_tokens=limit)
-        parts = list(writer._batches(order))
-        assert sum(parts, []) == order.tolist()
-        assert all(len(p) == 1 or len(p) * int(lengths[p].max()) <= limit for p in parts)
-
-
 def cache(data: Path, out: Path, *more: str) -> int:
     with pytest.raises(SystemExit) as caught:
         cache_features.main(command(data, out, "shard_mb=1", *more))
@@ -340,28 +319,11 @@ def test_features_that_are_not_finite_name_their_row(
 
 @pytest.mark.slow
 def test_two_processes_write_the_same_files_as_one(data: Path, tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    for count in (1, 2):
-        launch = [
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            str(count),
-            "--master_port",
-            "29641",
-        ]
-        done = subprocess.run(
-            [
-                sys.executable,
-                *launch,
-                str(ROOT / "scripts/cache_features.py"),
-                *command(data, tmp_path / str(count), "batch_tokens=300"),
-            ],
-            env=env,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+    for world in (1, 2):
+
+        def action(out: Path = tmp_path / str(world)) -> int:
+            return cache(data, out, "batch_tokens=300")
+
+        assert finish(world, action, tmp_path / f"said{world}") == [0] * world
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("1", "2"))
     assert one == two and "manifest.json" in one

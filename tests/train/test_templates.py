@@ -49,10 +49,6 @@ TEMPLATES = {
     "as it is": CHATML,
     "as it is, marked": CHATML_WITH_SPANS,
     "calls beside the text": each("{{ m.content or '' }}" + CALLS),
-    "calls in place of the text": each(
-        "{% if m.tool_calls %}" + CALLS + "{% else %}{{ m.content }}{% endif %}"
-    ),
-    "blanks cut": each("{{ (m.content or '') | trim }}" + CALLS),
     "block in the last turn alone": each(
         SPLIT + "{% if loop.last %}" + BLOCK + "{% endif %}{{ text }}" + CALLS
     ),
@@ -73,13 +69,9 @@ TEMPLATES = {
     "reasoning cut off, empty block": each(
         SPLIT + "{{ '<think></think>' + text }}", ASK_EITHER, ""
     ),
-    "block of the key, then the text as it is": each(
-        "{{ '<think>' + (m.reasoning_content or '') + '</think>' + (m.content or '') }}" + CALLS
-    ),
     "an empty block, then the text as it is": each(
         "{{ '<think>\n\n</think>\n' + (m.content or '') }}", ASK, ""
     ),
-    "the text behind its first line cut": each("{{ m.content.split('\n')[0] }}", ASK, ""),
     "no "
     "system": "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     + CHATML,
@@ -104,7 +96,6 @@ TEMPLATES = {
         "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
     ),
-    "escaped": each("{{ (m.content or '') | e }}", ASK, ""),
 }
 CALL = {"type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
