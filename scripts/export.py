@@ -102,8 +102,8 @@ def main(cfg: ExportConfig) -> int:
         )
         files.write_json(stage / MANIFEST, manifest)
     print(
-        f"{out}: {cfg.format} export, the logits of {check.tokens} draft tokens are the head's; "
-        f"how to serve it: {out / 'README.md'}"
+        f"{out}: {cfg.format} export; read again, it drafts as the head does: {check.prompts} "
+        f"prompts, {check.tokens} drafted positions; how to serve it: {out / 'README.md'}"
     )
     return 0
 

@@ -50,16 +50,21 @@ class PaddingAwareDrafter(Wrapped):
         return self.inner.propose(budget, sampling, rng)
 
 
-class ProbabilityTable:
-    """A drafter without a model, below the last committed token of each row: `table` [V, V]
-    holds random logits of the next token given its parent. See decode.drafters.Drafter."""
+class TableDrafter:
+    """A drafter without a model: a static tree below the last committed token of each row, drawn
+    from a random table [V, V] of distributions of the next token given its parent. scheme: see
+    enumerator.Case. See decode.drafters.Drafter."""
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, vocab: int, seed: int = 0) -> None:
+    def __init__(self, shape: TreeShape, scheme: str, vocab: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.table = 1.5 * torch.randn(vocab, vocab, dtype=torch.float64, generator=generator)
+        table = 1.5 * torch.randn(vocab, vocab, dtype=torch.float64, generator=generator)
         self.last = torch.zeros(0, dtype=torch.int64)
+        self.tree, self.name = shape, f"table-{scheme}"
+        self.shape = "tree" if any(max(p) for p in shape.paths) else "chain"
+        self.max_nodes, self.max_depth = len(shape), shape.depth
+        self.drafted = Drafted(shape, scheme, table.softmax(-1), lambda above, token: token)
 
     def reset(self, rows: int, max_len: int) -> None:
         self.last = self.last[:0]
@@ -72,17 +77,6 @@ class ProbabilityTable:
 
     def select(self, rows: list[int]) -> None:
         self.last = self.last[rows]
-
-
-class TableDrafter(ProbabilityTable):
-    """A static tree drawn from the distributions of a table. scheme: see enumerator.Case."""
-
-    def __init__(self, shape: TreeShape, scheme: str, vocab: int, seed: int = 0) -> None:
-        super().__init__(vocab, seed)
-        self.tree, self.name = shape, f"table-{scheme}"
-        self.shape = "tree" if any(max(p) for p in shape.paths) else "chain"
-        self.max_nodes, self.max_depth = len(shape), shape.depth
-        self.drafted = Drafted(shape, scheme, self.table.softmax(-1), lambda above, token: token)
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         return self.drafted.tree(self.last, self.tree.size_at(budget), rng)[0]

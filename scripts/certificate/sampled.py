@@ -132,57 +132,47 @@ def sampling_layer(
     nor the budget selects. stop(sample so far) ends early: for controls that are known to fail
     already. name: of what is kept in `setup.memo`.
     """
-    rows, wanted = _known(setup, name), setup.plan.tokens
-    progress = named(setup.on_progress, name)
-    while (done := sum(row["size"] for row in rows)) < wanted and not (rows and stop(gather(rows))):
+    memo, wanted = setup.memo, setup.plan.tokens
+    rows, progress = memo.lines(name), named(setup.on_progress, name)
+    while (done := sum(row["tokens"] for row in rows)) < wanted:
+        if rows and stop(gather(rows, wanted)):
+            break
         progress(done, wanted)
-        rows.append(_chunk(setup, drafter, rows))
-        setup.memo.add(name, rows[-1])
+        rows.append(_chunk(setup, drafter, sum(row["requests"] for row in rows), done))
+        memo.add(name, rows[-1])
     progress(wanted, wanted)
-    return gather(rows)
+    return gather(rows, wanted)
 
 
-def gather(rows: Sequence[dict[str, Any]]) -> Sample:
-    """All chunks as one sample."""
+def gather(rows: Sequence[dict[str, Any]], most: int) -> Sample:
+    """The first `most` tokens of all chunks as one sample."""
     columns: dict[str, np.ndarray] = {}
     for name, width in COLUMNS.items():
         shape = (-1, width) if width > 1 else (-1,)
         found = [np.array(row["columns"][name], dtype=float).reshape(shape) for row in rows]
-        columns[name] = np.concatenate(found)
+        columns[name] = np.concatenate(found)[:most]
     return Sample(**columns, mismatches=sum(row["mismatches"] for row in rows))
 
 
-def _known(setup: CertifySetup, name: str) -> list[dict[str, Any]]:
-    """The chunks done so far, without one that an earlier run cut short."""
-    rows = list({row["number"]: row for row in setup.memo.lines(name)}.values())
-    short = sum(row["size"] for row in rows) < setup.plan.tokens
-    return rows[:-1] if rows and short and not rows[-1]["whole"] else rows
-
-
-def _chunk(setup: CertifySetup, drafter: Drafter, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The next requests: what is kept of their tokens, as many as are still wanted."""
+def _chunk(setup: CertifySetup, drafter: Drafter, number: int, done: int) -> dict[str, Any]:
+    """The requests from `number` on, behind `done` tokens: what is kept of their tokens."""
     plan, prompts = setup.plan, setup.prompts
-    number, done = (sum(row[key] for row in rows) for key in ("requests", "size"))
-    left = plan.tokens - done
     usual = max(1.0, done / number) if number else plan.max_new_tokens  # tokens of an answer
+    count = min(CHUNK * plan.batch_size, math.ceil((plan.tokens - done) / usual))
     requests = [
         Request(list(prompts[i % len(prompts)]), plan.max_new_tokens, id=i)
-        for i in range(number, number + min(CHUNK * plan.batch_size, math.ceil(left / usual)))
+        for i in range(number, number + count)
     ]
     run, lines = recorded(setup.target, drafter, requests, plan)
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-    coin, size = np.random.default_rng([plan.seed, COIN, number]), 0
     for request, g, line in zip(requests, run.generations, lines, strict=True):
-        line = line[: left - size]
+        coin = np.random.default_rng([plan.seed, COIN, request.id])
         for name, values in _columns(g, line, plan.sampling, coin).items():
             columns[name] += values
         columns["sequence"] += [request.id] * len(line)
-        size += len(line)
     return {
-        "number": number,
-        "requests": len(requests),
-        "size": size,
-        "whole": size == sum(map(len, lines)),
+        "requests": count,
+        "tokens": len(columns["sequence"]),
         "mismatches": mismatches(lines, run),
         "columns": columns,
     }

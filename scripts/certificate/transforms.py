@@ -24,7 +24,6 @@ from torch import Tensor
 from outrider.decode.sampling import Sampling
 
 ROWS = 128  # distributions at once
-FEW = 512  # best tokens that nearly every truncation's edge lies among
 # of a score, relative: what float32 loses between a logit and the edge of a truncation
 TOLERANCE = 1e-6
 
@@ -87,27 +86,15 @@ def _edge(scores: Tensor, sampling: Sampling, off: Tensor | float = 0.0) -> Tens
     edge = torch.full_like(scores[:, :1], -torch.inf)
     if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
         return edge
-    # a whole sort costs ten times as much
-    ordered = scores.topk(min(scores.shape[1], max(FEW, sampling.top_k)), -1).values
+    ordered = scores.sort(-1, descending=True).values
     if sampling.top_k:
         edge = ordered[:, sampling.top_k - 1 : sampling.top_k]
-    if sampling.top_p < 1:
-        total = scores.masked_fill(scores < edge, -torch.inf).logsumexp(-1, keepdim=True)
-        share = sampling.top_p + 2 * off + torch.zeros_like(total)
-        edge = torch.maximum(edge, _nucleus(scores, ordered, edge, total, share))
+    if sampling.top_p < 1:  # the fewest tokens that hold so much of what top-k leaves
+        mass = ordered.masked_fill(ordered < edge, -torch.inf).softmax(-1)
+        before = mass.cumsum(-1) - mass
+        share = sampling.top_p + 2 * off
+        count = (before < share).sum(-1, keepdim=True).clamp(min=1)
+        edge = torch.maximum(edge, ordered.gather(1, count - 1))
     if sampling.min_p:
         edge = torch.maximum(edge, ordered[:, :1] + math.log(sampling.min_p))
     return edge - off
-
-
-def _nucleus(scores: Tensor, ordered: Tensor, edge: Tensor, total: Tensor, share: Tensor) -> Tensor:
-    """The lowest score [R, 1] of the fewest tokens above `edge` with `share` of exp(total)."""
-    distribution = (ordered.masked_fill(ordered < edge, -torch.inf) - total).exp()
-    count = (distribution.cumsum(-1) - distribution < share).sum(-1, keepdim=True).clamp(min=1)
-    found = ordered.gather(1, count - 1)
-    # more tokens than were ordered
-    rows = (distribution.sum(-1, keepdim=True) < share)[:, 0].nonzero()[:, 0]
-    if rows.numel() and ordered.shape[1] < scores.shape[1]:
-        every = scores[rows].sort(-1, descending=True).values
-        found[rows] = _nucleus(every, every, edge[rows], total[rows], share[rows])
-    return found

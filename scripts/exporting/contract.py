@@ -188,21 +188,15 @@ def rates(cycles: Sequence[Sequence[Cycle]]) -> tuple[stats.Interval, list[stats
 
 @contextlib.contextmanager
 def in_bfloat16(model: torch.nn.Module) -> Iterator[None]:
-    """The model with bfloat16 weights while the block runs, then as it was, bit by bit. A
-    weight that bfloat16 holds exactly, as most published ones, needs no second copy
-    meanwhile."""
-    kept: list[tuple[torch.nn.Parameter, Tensor | None, torch.dtype]] = []
+    """The model with bfloat16 weights while the block runs, then as it was, bit by bit."""
+    kept = [(weight, weight.data) for weight in model.parameters()]
     try:
-        for weight in model.parameters():
-            whole = weight.data
-            if whole.dtype in (torch.float32, torch.float64):
-                weight.data = whole.to(torch.bfloat16)
-                exact = torch.equal(weight.data.to(whole.dtype), whole)
-                kept.append((weight, None if exact else whole, whole.dtype))
+        for weight, whole in kept:
+            weight.data = whole.to(torch.bfloat16)
         yield
     finally:
-        for weight, other, dtype in kept:
-            weight.data = weight.data.to(dtype) if other is None else other
+        for weight, whole in kept:
+            weight.data = whole
 
 
 def measured(

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from outrider.conf.disk import size
-from outrider.conf.errors import UserError
+from outrider.conf.disk import check_space, size
 from outrider.decode.models.load import torch_dtype
 from outrider.decode.target import Target
 from outrider.heads.base import Head
@@ -60,7 +59,8 @@ def write_head(
         return head, _write_plain(stage, head, prompts, kind)
     config, tensors = LAYOUTS[format, head.kind].write(head, target, name, kind)
     print(_weight(tensors, head, target, dtype), flush=True)
-    check_room(stage, sum(t.nbytes for t in tensors.values()), smaller(head, dtype))
+    fix = f"set {fewer}" if (fewer := smaller(head, dtype)) else "give another folder"
+    check_space("out", stage.parent, ROOM * sum(t.nbytes for t in tensors.values()), fix)
     files.write_json(stage / "config.json", config)
     save(tensors, stage / WEIGHTS)
     twin = rounded(head, lambda weight: weight.to(kind).float())
@@ -126,18 +126,6 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
     with full_disk(path):
         save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)
-
-
-def check_room(folder: Path, needed: int, fix: str) -> None:
-    """Raises UserError where the disk of `folder` has no room for so many bytes of weights.
-    fix: what makes them fewer, "" where nothing does."""
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if needed * ROOM > free:
-        raise UserError(
-            f"out: {size(needed)} are to be written to {folder.parent}, which has {size(free)} "
-            f"left; free some space{fix and f', set {fix},'} or give another folder"
-        )
 
 
 def smaller(head: Head, dtype: str) -> str:

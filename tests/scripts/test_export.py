@@ -181,7 +181,7 @@ def test_an_export_that_does_not_fit_on_the_disk(
     target, prompts, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     source, out = saved(tmp_path, target, "medusa", draft_vocab=64), tmp_path / "out"
-    little: Any = SimpleNamespace(f_bavail=10, f_frsize=1000)
+    little: Any = SimpleNamespace(f_bavail=10, f_blocks=10, f_bfree=10, f_frsize=1000)
     monkeypatch.setattr(os, "statvfs", lambda path: little)
     assert run(prompts, f"drafter={source}", "format=vllm", f"out={out}") == 2
     assert "set dtype=bfloat16 or heads=2 or fewer" in capsys.readouterr().err
