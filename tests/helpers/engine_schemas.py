@@ -26,6 +26,15 @@ def layer(prefix: str, wide: str) -> dict[str, str]:
     return {prefix + name: shape.replace("W", wide) for name, shape in LAYER.items()}
 
 
+EAGLE3 = {
+    "fc.weight": "D FD",
+    "midlayer.input_layernorm.weight": "D",
+    "midlayer.hidden_norm.weight": "D",
+    **layer("midlayer.", "2D"),
+    "norm.weight": "D",
+    "lm_head.weight": "N D",
+    "d2t": "N",
+}
 BLOCK = {  # of two layers
     "fc.weight": "D FD",
     "hidden_norm.weight": "D",
@@ -70,22 +79,12 @@ SCHEMAS: dict[str, dict] = {
         },
     },
     "sglang eagle3": {
-        "required": {
-            "fc.weight": "D FD",
-            "midlayer.input_layernorm.weight": "D",
-            "midlayer.hidden_norm.weight": "D",
-            **layer("midlayer.", "2D"),
-            "norm.weight": "D",
-            "lm_head.weight": "N D",
-            "d2t": "N",
-        },
+        "required": EAGLE3,
         "optional": {
             "embed_tokens.weight": "V D",
             "t2d": "V",
             "input_norm.weight": "FD",
-            "fc_norm.0.weight": "D",
-            "fc_norm.1.weight": "D",
-            "fc_norm.2.weight": "D",
+            **{f"fc_norm.{i}.weight": "D" for i in range(3)},
         },
         "config": {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -128,15 +127,7 @@ SCHEMAS: dict[str, dict] = {
         },
     },
     "tensorrt eagle3": {
-        "required": {
-            "fc.weight": "D FD",
-            "midlayer.input_layernorm.weight": "D",
-            "midlayer.hidden_norm.weight": "D",
-            **layer("midlayer.", "2D"),
-            "norm.weight": "D",
-            "lm_head.weight": "N D",
-            "d2t": "N",
-        },
+        "required": EAGLE3,
         "optional": {"t2d": "V"},
         "config": {
             "architectures": ["LlamaForCausalLM"],

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -145,21 +144,6 @@ def fork(action: Action, said: Path | None = None, **env: str) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def script(path: str, *words: str, said: Path, **env: str) -> int:
-    """Run `python PATH WORDS` in a child that has imported everything already; its process id.
-    said: what it prints."""
-
-    def action() -> int:
-        sys.argv = [path, *words]
-        try:
-            runpy.run_path(str(ROOT / path), run_name="__main__")
-        except SystemExit as end:
-            return int(end.code or 0)
-        return 0
-
-    return fork(action, said, **env)
 
 
 def ranks(world: int, action: Action, said: Path | None = None) -> list[int]:

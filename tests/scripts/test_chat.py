@@ -18,17 +18,13 @@ from outrider.scripts.common.talk import AnswerTally
 from tests.helpers.commands import code_of
 
 
-@pytest.mark.parametrize(
-    "text", ["plain", "naïve 🙂👩‍👧 日本語", " two  spaces \n", "cut \ufffd end"]
-)
-def test_stream_shows_the_whole_text_and_never_half_a_character(text: str) -> None:
+def test_stream_shows_the_whole_text_and_never_half_a_character() -> None:
     tokenizer = byte_tokenizer()
-    stream = Stream(tokenizer)
-    pieces = [stream.push(i) for i in tokenizer(text)["input_ids"]]
-    shown = "".join(pieces)
-    assert shown == text
-    if "\ufffd" not in text:
-        assert "\ufffd" not in shown and max(map(len, pieces)) <= 1
+    for text in ("naïve 🙂👩‍👧 日本語", " two  spaces \n", "cut \ufffd end"):
+        stream = Stream(tokenizer)
+        pieces = [stream.push(i) for i in tokenizer(text)["input_ids"]]
+        assert "".join(pieces) == text
+        assert "\ufffd" in text or max(map(len, pieces)) <= 1
 
 
 def test_stream_does_not_wait_forever_for_broken_bytes() -> None:
@@ -51,28 +47,16 @@ def test_tally_of_a_stopped_answer_agrees_with_the_engine() -> None:
             on_tokens=lambda _, t, d, tally=tally: tally.add(t, d),
         )
         (done,) = run.generations
-        assert tally.generation.token_ids == done.token_ids
-        assert tally.generation.from_draft == done.from_draft
-        assert [c.accepted for c in tally.generation.cycles] == [c.accepted for c in done.cycles]
-        assert [c.start for c in tally.generation.cycles] == [c.start for c in done.cycles]
+        for name in ("token_ids", "from_draft"):
+            assert getattr(tally.generation, name) == getattr(done, name)
+        ours, theirs = tally.generation.cycles, done.cycles
+        assert [(c.accepted, c.start) for c in ours] == [(c.accepted, c.start) for c in theirs]
         cycles = split(done)
         mean = accepted_length([cycles.clean + cycles.loop]).mean
         footer = tally.footer(done, "stopped")
         assert footer.startswith(f"accepted length {mean:.2f} · ") and footer.endswith(" · stopped")
-        assert (
-            f" · {len(done.token_ids)} tokens · {sum(done.from_draft)} from accepted drafts"
-            in footer
-        )
-        if isinstance(drafter, NoDraft):
-            assert mean == 1.0
-        else:
-            assert mean > 1.0
-
-
-def test_footer_of_an_answer_without_cycles() -> None:
-    tally = AnswerTally([3])
-    tally.add([5], [False])
-    assert tally.footer().startswith("accepted length - · - tokens/s · 1 tokens · 0 from")
+        assert f"{len(done.token_ids)} tokens · {sum(done.from_draft)} from accepted" in footer
+        assert (mean > 1.0) == isinstance(drafter, NGram)
 
 
 def talk(monkeypatch, capsys, lines: str, *keys: str) -> tuple[int, str, str]:
@@ -91,16 +75,6 @@ def test_piped_turns_are_answered_in_order_with_history(monkeypatch, capsys) -> 
     first, second = (half.rsplit("\n", 1)[-1] for half in reset.split("\naccepted length")[:2])
     assert first == second  # the same prompt again
     assert kept.split("\naccepted length")[1].rsplit("\n", 1)[-1] != first  # history changes it
-
-
-def test_drafter_does_not_change_greedy_answers(monkeypatch, capsys) -> None:
-    answers = []
-    for drafter in ("none", "ngram"):
-        _, out, _ = talk(
-            monkeypatch, capsys, "abcabcabcabc\n", "temperature=0", f"drafter={drafter}"
-        )
-        answers.append(out.split("\naccepted length")[0])
-    assert answers[0] == answers[1] != ""
 
 
 def test_message_longer_than_the_context(monkeypatch, capsys) -> None:

@@ -13,11 +13,8 @@ import torch
 import yaml
 
 from outrider.decode.models.config import TargetConfig
-from outrider.scripts.common.files import ROOT
 from outrider.scripts.machine import gpu, look
-from outrider.train.accelerator import refusals
 from outrider.train.dry_run.models import model_of
-from outrider.train.launch import asked
 from tests.helpers.commands import code_of
 
 doctor = importlib.import_module("outrider.scripts.doctor")
@@ -48,13 +45,13 @@ def test_a_sound_machine_has_no_problem(sound: Path, capsys: pytest.CaptureFixtu
     assert names[0] == "versions" and len(names) == 6
 
 
-@pytest.mark.parametrize("able", [True, False])
 def test_what_dtype_auto_is_on_a_cpu_is_said(
-    sound: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, able: bool
+    sound: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(look, "bfloat16_on_cpu", lambda: able)
-    code, said = summary(capsys, "device=cpu", f"out_dir={sound}")
-    assert code == 0 and ("dtype=auto is float32 here" in said) == (not able)
+    for able in (True, False):
+        monkeypatch.setattr(look, "bfloat16_on_cpu", lambda able=able: able)
+        code, said = summary(capsys, "device=cpu", f"out_dir={sound}")
+        assert code == 0 and ("dtype=auto is float32 here" in said) == (not able)
 
 
 def test_a_gpu_that_is_not_there_is_one_problem(
@@ -65,98 +62,47 @@ def test_a_gpu_that_is_not_there_is_one_problem(
     assert "device: cuda:7 asked for" in said and "1 problem(s)" in said
 
 
-CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "plain": ({"distributed_type": "NO", "num_processes": 1, "mixed_precision": "no"}, []),
-    "agrees": ({"mixed_precision": "bf16", "distributed_type": "NO"}, []),
-    "fsdp": ({"distributed_type": "FSDP", "fsdp_config": {}}, ["use_fsdp: "]),
-    "fp16": ({"mixed_precision": "fp16"}, ["mixed_precision: fp16"]),
-    "dynamo": ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["dynamo_backend: inductor"]),
-    "deepspeed": (
-        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
-        ["use_deepspeed: "],
-    ),
-    "no mapping of its own": (
-        {"distributed_type": "NO", "deepspeed_config": None, "dynamo_config": []},
-        [],
-    ),
-    "accelerate itself refuses it": ({"distributed_type": "NO", "strange": 1}, ["strange"]),
-}
+CONFIGS: list[tuple[str, str]] = [
+    ("mixed_precision: bf16", ""),
+    ("{distributed_type: FSDP, fsdp_config: {}}", "use_fsdp: "),
+    ("mixed_precision: fp16", "mixed_precision: fp16"),
+    ("dynamo_config: {dynamo_backend: INDUCTOR}", "dynamo_backend: inductor"),
+    ("{deepspeed_config: null, dynamo_config: []}", ""),
+    ("strange: 1", "strange"),
+    ("{", ""),
+]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
 def test_accelerates_config_is_read_as_a_run_reads_it(
-    sound: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    config, problems = (
-        {"distributed_type": "NO", "num_processes": 1, **CONFIGS[name][0]},
-        CONFIGS[name][1],
-    )
-    path = sound / "default_config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    monkeypatch.setattr(look, "_config_file", lambda: path)
-    part = look.accelerate_config("bfloat16")
-    assert len(part.problems) == len(problems), part.problems
-    for line, piece in zip(part.problems, problems, strict=True):
-        assert piece in line and str(path) in line and "\n" not in line
-
-
-@pytest.mark.parametrize("text", ["{", "- 1\n- 2", ""])
-def test_a_broken_config_is_one_problem(
-    sound: Path, monkeypatch: pytest.MonkeyPatch, text: str
+    sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = sound / "default_config.yaml"
-    path.write_text(text)
     monkeypatch.setattr(look, "_config_file", lambda: path)
-    assert len(look.accelerate_config("bfloat16").problems) == 1
+    for text, piece in CONFIGS:
+        given = {"distributed_type": "NO", "num_processes": 1}
+        path.write_text(text if text == "{" else yaml.safe_dump(given | yaml.safe_load(text)))
+        problems = look.accelerate_config("bfloat16").problems
+        assert len(problems) == bool(piece or text == "{"), (text, problems)
+        assert all(piece in one and str(path) in one and "\n" not in one for one in problems)
 
 
-@pytest.mark.parametrize(
-    ("kind", "gpus", "said"),
-    [
-        ("MULTI_GPU", 0, "with 8 process(es) of this machine, on the processors"),
-        ("MULTI_CPU", 0, "with 8 process(es) of this machine, on the processors"),
-        ("MULTI_GPU", 8, "with 8 process(es) of this machine, on 8 GPU(s)"),
-        ("NO", 8, "with 8 process(es) of this machine, on 8 GPU(s)"),
-        ("MULTI_GPU", 4, "num_processes: 8 processes, and 4 devices; give 4"),
-        ("NO", 1, "num_processes: 8 processes, and 1 devices; give 1"),
-    ],
-)
 def test_what_a_launch_makes_of_the_number_of_processes(
-    sound: Path, monkeypatch: pytest.MonkeyPatch, kind: str, gpus: int, said: str
+    sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of the same settings trains with so many ranks, or ends with this line."""
     path = sound / "default_config.yaml"
-    path.write_text(yaml.safe_dump({"distributed_type": kind, "num_processes": 8}))
     monkeypatch.setattr(look, "_config_file", lambda: path)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
-    part = look.accelerate_config("bfloat16")
-    lines = part.problems if "give" in said else part.facts
-    assert said in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("processes", "machines", "said"),
-    [
-        (2, 0, "with 2 process(es)"),
-        (-3, 1, "with 1 process(es)"),
-    ],
-)
-def test_a_launch_of_odd_numbers(
-    sound: Path, monkeypatch: pytest.MonkeyPatch, processes: int, machines: int, said: str
-) -> None:
-    path = sound / "default_config.yaml"
-    config = {"distributed_type": "MULTI_GPU", "num_processes": processes}
-    path.write_text(yaml.safe_dump({**config, "num_machines": machines}))
-    monkeypatch.setattr(look, "_config_file", lambda: path)
-    part = look.accelerate_config("bfloat16")
-    assert said in [*part.facts, *part.problems][-1]
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "launch").glob("*.yaml")))
-def test_the_shipped_launch_files_are_honoured(path: Path) -> None:
-    launch = asked(["--config_file", str(path), "train/head.py"])
-    assert not refusals(vars(launch), "bfloat16")
+    for kind, processes, gpus, said in (
+        ("MULTI_GPU", 8, 0, "with 8 process(es) of this machine, on the processors"),
+        ("NO", 8, 8, "with 8 process(es) of this machine, on 8 GPU(s)"),
+        ("MULTI_GPU", 8, 4, "num_processes: 8 processes, and 4 devices; give 4"),
+        ("MULTI_GPU", -3, 0, "with 1 process(es)"),
+    ):
+        path.write_text(yaml.safe_dump({"distributed_type": kind, "num_processes": processes}))
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda gpus=gpus: gpus > 0)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda gpus=gpus: gpus)
+        part = look.accelerate_config("bfloat16")
+        assert said in (part.problems if "give" in said else part.facts)[-1]
 
 
 def test_problems_of_disk_and_cache(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:

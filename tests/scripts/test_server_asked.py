@@ -69,10 +69,9 @@ def test_a_slow_server_is_judged_by_what_came_in_time(prompts, tmp_path) -> None
     assert found["tokens"] > 0 and any("were over" in note for note in found["notes"])
 
 
-@pytest.mark.parametrize("key", ["temperature=0", "drafter=ngram"])
-def test_keys_that_a_server_does_not_take(key: str, prompts, tmp_path, capsys) -> None:
-    code, _ = certify("http://127.0.0.1:9", tmp_path, prompts, key)
-    assert code == 2 and key.partition("=")[0] in capsys.readouterr().err
+def test_keys_that_a_server_does_not_take(prompts, tmp_path, capsys) -> None:
+    code, _ = certify("http://127.0.0.1:9", tmp_path, prompts, "drafter=ngram")
+    assert code == 2 and "drafter" in capsys.readouterr().err
 
 
 # --- servers that answer badly: one line and an exit code, and nothing passes that was not judged
@@ -129,14 +128,13 @@ BAD: dict[str, tuple[Twist, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_answer_costs_one_line(name: str, prompts, tmp_path, capsys) -> None:
-    twist, wanted, said = BAD[name]
-    with table_server.spoken("vllm", twist=twist) as url:
-        code, found = certify(url, tmp_path, prompts, "tokens=450")
-    printed = capsys.readouterr()
-    (line,) = (printed.out if found else printed.err).strip().splitlines()
-    assert code == wanted and said in line and bool(found) == (code == 3)
+def test_a_bad_answer_costs_one_line(prompts, tmp_path, capsys) -> None:
+    for name, (twist, wanted, said) in BAD.items():
+        with table_server.spoken("vllm", twist=twist) as url:
+            code, found = certify(url, tmp_path / name, prompts, "tokens=450")
+        printed = capsys.readouterr()
+        (line,) = (printed.out if found else printed.err).strip().splitlines()
+        assert code == wanted and said in line and bool(found) == (code == 3), name
 
 
 def test_a_server_that_names_tokens_by_text_alone(prompts, tmp_path, capsys) -> None:

@@ -47,14 +47,8 @@ def gemma3() -> Target:
     tower.
     """
     text = build("gemma3_text").config.to_dict()
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    vision = dict(zip(keys, (16, 16, 1, 2), strict=True), image_size=28, patch_size=14)
     config = AutoConfig.for_model(
         "gemma3",
         text_config=text,
@@ -68,27 +62,34 @@ def gemma3() -> Target:
     return Target(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
 
 
-def target_for(name: str) -> Target:
-    arch = ARCHITECTURES[name.split("_")[0]]
-    return gemma3() if arch == "gemma3" else Target(build(arch, num_hidden_layers=3))
+def drawn_up(name: str) -> tuple[str, type[TrainConfig]]:
+    """The script and the schema of a recipe."""
+    return next(run for word, run in RUNS.items() if f"_{word}" in name)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe(name: str) -> None:
-    """Its script and validate.py take it; its head learns and drafts what it has learned."""
-    script, schema = next(run for word, run in RUNS.items() if f"_{word}" in name)
-    given = [f"experiment={name}", "data.path=x", "out_dir=y"]
-    cfg = compose(script, schema, given)
-    again = compose("validate", ValidateConfig, given)
-    head = cfg.head
-    assert head_config(again.head) == head and again.steps == cfg.steps
-    on_gpus = not name.startswith("smollm2")
-    assert cfg.micro_batch <= cfg.batch_size and cfg.eval.every <= (cfg.steps or 2000)
-    assert (cfg.steps == 0 < cfg.epochs) if on_gpus else cfg.steps > 0 == cfg.epochs
+def test_every_recipe_is_taken_by_its_script_and_by_validate() -> None:
+    for name in RECIPES:
+        given = [f"experiment={name}", "data.path=x", "out_dir=y"]
+        cfg = compose(*drawn_up(name), given)
+        again = compose("validate", ValidateConfig, given)
+        assert head_config(again.head) == cfg.head and again.steps == cfg.steps, name
+        on_gpus = not name.startswith("smollm2")
+        assert cfg.micro_batch <= cfg.batch_size and cfg.eval.every <= (cfg.steps or 2000), name
+        assert (cfg.steps == 0 < cfg.epochs) if on_gpus else cfg.steps > 0 == cfg.epochs, name
+
+
+# one recipe for every architecture with every script
+PAIRS = {(ARCHITECTURES[name.split("_")[0]], drawn_up(name)[0]): name for name in RECIPES}
+
+
+@pytest.mark.parametrize(("arch", "script"), PAIRS)
+def test_what_a_recipe_trains_learns_and_drafts_what_it_learned(arch: str, script: str) -> None:
+    name = PAIRS[arch, script]
+    head = compose(*drawn_up(name), [f"experiment={name}", "data.path=x", "out_dir=y"]).head
     tiny = {"draft_vocab": 40, "nodes": 8, "width": 3, "from_target_layers": 2}
     tiny["sliding_window"] = 16
     head = replace(head, **{key: small for key, small in tiny.items() if getattr(head, key, 0)})
-    target = target_for(name)
+    target = gemma3() if arch == "gemma3" else Target(build(arch, num_hidden_layers=3))
     torch.manual_seed(0)
     draft = head_class(head.kind).for_target(target, head, torch.arange(VOCAB) + 1)
     out = draft(random_batch(vocab=VOCAB), target)

@@ -21,7 +21,6 @@ from outrider.train import checkpoint as disk
 from outrider.train import evaluation, loop
 from outrider.train.checkpoint import Snapshot
 from outrider.train.measure import is_no_memory
-from outrider.train.resuming import identity_of
 from outrider.train.run import Run
 from outrider.train.setup import no_memory
 from tests.helpers.faults import digest
@@ -188,25 +187,11 @@ def test_an_evaluation_without_memory_is_told_and_the_run_goes_on(
     assert (out / "head").exists() and disk.read(out / "checkpoints/step-6").evaluated == 3
 
 
-def test_a_tracker_knows_runs_by_folder_target_and_data(tmp_path: Path) -> None:
-    def name(out: str, **meaning: Any) -> str:
-        return identity_of(tmp_path / out, {"target.weights_sha256": "a", "seed": 0, **meaning})
-
-    same = name("run")
-    assert name("run", **{"optim.lr": 3, "steps": 9, "data.path": "moved"}) == same
-    others = [name("other"), name("run", **{"target.weights_sha256": "b"}), name("run", seed=1)]
-    assert len({same, *others, name("run", **{"data.sha256": "c"})}) == 5
-
-
 def test_no_memory_names_what_can_still_be_lowered(data: Path, tmp_path: Path) -> None:
     cfg = run_config(data, tmp_path / "run", "batch_size=8")
     assert no_memory(cfg, world=2).endswith("micro_batch=2")
     assert no_memory(replace(cfg, micro_batch=1)).startswith("data.max_length: ")
-    for error in (
-        torch.OutOfMemoryError("x"),
-        MemoryError(),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
-    ):
-        assert is_no_memory(error)
+    alloc = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+    assert all(map(is_no_memory, (torch.OutOfMemoryError("x"), MemoryError(), alloc)))
     assert not is_no_memory(RuntimeError("shape mismatch"))
     assert not is_no_memory(OSError("Cannot allocate memory"))

@@ -18,6 +18,7 @@ from outrider.conf.schema import compose
 from outrider.heads.registry import head_class
 from outrider.scripts import cache_features
 from outrider.train import loop, setup
+from outrider.train.accelerator import check_ranks
 from outrider.train.loop import fit
 from outrider.train.runs import BlockRun, EagleRun, MedusaRun
 from tests.helpers.faults import finish, ranks, wait
@@ -25,6 +26,8 @@ from tests.helpers.training import TINY
 
 SHAPE = {**TINY, "layers": 4}
 STEPS = 4
+COMMON = ["target=tiny", "data.held_out=0.1", "data.cache=false", "device=cpu"]
+COMMON += [f"target.{k}={v}" for k, v in SHAPE.items()]
 
 
 def configured(data: Path, out: Path, *more: str) -> Any:
@@ -32,26 +35,9 @@ def configured(data: Path, out: Path, *more: str) -> Any:
     is among the overrides, else of Medusa."""
     known = {"head=eagle3": ("eagle", EagleRun), "head=dspark": ("block", BlockRun)}
     name, schema = next((known[k] for k in more if k in known), ("medusa", MedusaRun))
-    args = [
-        "target=tiny",
-        *(f"target.{k}={v}" for k, v in SHAPE.items()),
-        f"data.path={data}",
-        f"out_dir={out}",
-        "data.held_out=0.1",
-        "data.cache=false",
-        f"steps={STEPS}",
-        "batch_size=8",
-        "dtype=float64",
-        "device=cpu",
-        "head.draft_vocab=0",
-        "eval.every=0",
-        "eval.parity=0",
-        "save_every=0",
-        "log_every=1",
-        "optim.clip=1.0",
-        "optim.lr=3e-3",
-        *more,
-    ]
+    keys = "dtype=float64 batch_size=8 save_every=0 log_every=1 optim.clip=1.0 optim.lr=3e-3"
+    args = [f"out_dir={out}", f"steps={STEPS}", *COMMON, *keys.split(), f"data.path={data}"]
+    args += ["head.draft_vocab=0", "eval.every=0", "eval.parity=0", *more]
     return compose(name, schema, args)
 
 
@@ -126,16 +112,7 @@ KEYS = {"eagle3": ["head.steps=2"], "dspark": ["head.block=3", "head.markov_rank
 
 def stored(data: Path, out: Path, *more: str) -> Path:
     """The features of a run of `configured`, on disk."""
-    args = [
-        "target=tiny",
-        *(f"target.{k}={v}" for k, v in SHAPE.items()),
-        f"data.path={data}",
-        f"out={out}",
-        "data.held_out=0.1",
-        "data.cache=false",
-        "device=cpu",
-        *more,
-    ]
+    args = [f"data.path={data}", f"out={out}", *COMMON, *more]
     with pytest.raises(SystemExit) as caught:
         cache_features.main(args)
     assert not caught.value.code
@@ -209,11 +186,8 @@ def test_groups_of_ranks_hold_copies_and_layers_ask_for_the_next(
     got = {int(k): v for k, v in json.loads((tmp_path / "losses.json").read_text()).items()}
     assert got.keys() == want.keys() and all(abs(got[k] - want[k]) < 1e-9 for k in want)
 
-    def refused() -> None:
-        losses(data, tmp_path / "no", *keys, "shard_target=true", "shard_group=3")
-
-    assert finish(2, refused, tmp_path / "told") == [2, 2]
-    assert "shard_group: 3 does not divide the 2 ranks" in (tmp_path / "told.0").read_text()
+    with pytest.raises(UserError, match="shard_group: 3"):
+        check_ranks(4, 3, 2)
 
 
 def test_one_process_cannot_shard(data: Path, tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ forward, one whole weight at a time in memory, and what needs whole layers says 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -82,25 +80,6 @@ def test_what_is_read_as_shards_is_what_is_read_whole(data: Path, tmp_path: Path
             assert torch.equal(found.features(ids, mask, taps), plain.features(ids, mask, taps))
 
     assert finish(2, action, tmp_path / "said") == [0, 0], (tmp_path / "said.0").read_text()
-
-
-def test_a_run_on_shards_has_the_losses_of_a_run_on_whole_weights(
-    data: Path, tmp_path: Path
-) -> None:
-    target = saved(tmp_path / "target", "llama", num_hidden_layers=3)
-    keys = ("dtype=float64", "steps=2", "log_every=1")
-
-    def losses(out: Path) -> list[float]:
-        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-        return [line["loss"] for line in lines if "loss" in line]
-
-    loop.fit(run_of(data, tmp_path / "whole", target.path, *keys), head_class("medusa"))
-    cfg = run_of(data, tmp_path / "parts", target.path, *keys, "shard_target=true")
-    said = tmp_path / "said"
-    assert finish(2, lambda: loop.fit(cfg, head_class("medusa")), said) == [0, 0]
-    assert "read as shards" in (tmp_path / "said.0").read_text()
-    want, got = losses(tmp_path / "whole"), losses(tmp_path / "parts")
-    assert len(want) == 2 and got == pytest.approx(want, abs=1e-9)
 
 
 def test_a_signal_at_one_rank_ends_the_evaluation_of_a_sharded_target(

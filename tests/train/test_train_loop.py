@@ -32,16 +32,8 @@ def weights(folder: Path) -> str:
 
 
 def test_a_run_leaves_what_it_promises_and_learns(data: Path, tmp_path: Path) -> None:
-    out = run(
-        data,
-        tmp_path / "run",
-        "steps=30",
-        "optim.lr=0.01",
-        "eval.every=15",
-        "eval.prompts=3",
-        "eval.max_new_tokens=8",
-        "save_every=10",
-    )
+    keys = "steps=30 optim.lr=0.01 eval.every=15 eval.prompts=3 eval.max_new_tokens=8 save_every=10"
+    out = run(data, tmp_path / "run", *keys.split())
     assert {"head", "best", "checkpoints", "metrics.jsonl"} <= {p.name for p in out.iterdir()}
     assert [p.name for p in disk.checkpoints(out)] == ["step-30", "step-20"]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -54,10 +46,10 @@ def test_a_run_leaves_what_it_promises_and_learns(data: Path, tmp_path: Path) ->
     assert read_card(out / "head")["head"]["calibration"]["positions"] > 0
 
 
-@pytest.mark.parametrize("stop", [1, 5])
 def test_resume_is_bitwise_exact(
-    data: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stop = 5
     whole = run(data, tmp_path / "whole")
     sigterm_at_update(monkeypatch, stop)
     with pytest.raises(Interrupted, match=f"stopped at step {stop}, saved") as caught:
@@ -89,12 +81,9 @@ def test_changed_meaning_is_refused_and_changed_logistics_are_named(
     for change, named in (
         ("steps=1", "steps: 2 in the checkpoint, 1 now"),
         ("seed=1", "seed: 0"),
-        ("optim.beta1=0.1", "optim.beta1"),
         ("head.heads=3", "head.heads"),
         ("target.seed=5", "target.weights_sha256"),
         ("data.max_length=40", "data.sha256"),
-        ("batch_size=8", "batch_size: 4"),
-        ("dtype=bfloat16", "dtype: float32"),
     ):
         with pytest.raises(UserError, match="out_dir: .*learns something else") as caught:
             run(moved, out, *([] if change.startswith("steps") else ["steps=2"]), change)
@@ -118,19 +107,18 @@ def test_newest_sound_checkpoint_wins_over_a_torn_one(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     whole = run(data, tmp_path / "whole")
-    for name in (disk.WEIGHTS, disk.OPTIMIZER, disk.STATE, "head.json"):
-        for how in ("cut", "gone"):
-            out = tmp_path / f"{name}-{how}"
-            shutil.copytree(whole, out)
-            shutil.rmtree(out / "head")
-            file = out / "checkpoints/step-6" / name
-            content = file.read_bytes()
+    for name, how in ((disk.WEIGHTS, "gone"), (disk.STATE, "gone"), (disk.OPTIMIZER, "cut")):
+        out = tmp_path / name
+        shutil.copytree(whole, out)
+        shutil.rmtree(out / "head")
+        file = out / "checkpoints/step-6" / name
+        content = file.read_bytes()
+        file.unlink()
+        if how == "cut":
             file.write_bytes(content[: len(content) // 2])
-            if how == "gone":
-                file.unlink()
-            found, problems = disk.newest(out)
-            assert found is not None and found.name == "step-4" and len(problems) == 1
-            assert "step-6/" in problems[0]
+        found, problems = disk.newest(out)
+        assert found is not None and found.name == "step-4" and len(problems) == 1
+        assert "step-6/" in problems[0]
     assert weights(run(data, out) / "head") == weights(whole / "head")
     assert "passed over: " in capsys.readouterr().err
 

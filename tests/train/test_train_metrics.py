@@ -40,12 +40,11 @@ def test_flops_of_a_pass_are_those_of_its_products() -> None:
     assert "mfu" not in found
 
 
-@pytest.mark.parametrize("kv_heads", [2, 1])
-def test_attention_on_a_cpu_counts_as_on_a_gpu(kv_heads: int) -> None:
+def test_attention_on_a_cpu_counts_as_on_a_gpu() -> None:
     """By query heads, whatever share of them reads one head of keys: torch 2.11 refuses that."""
     flops = Flops("float32", torch.device("cpu"))
     with flops.counted(torch.ones(8, dtype=torch.bool)):
-        heads = 2, kv_heads, kv_heads
+        heads = 2, 1, 1
         q, k, v = (torch.randn(1, count, 8, 4, requires_grad=True) for count in heads)
         torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=True
@@ -90,6 +89,4 @@ def test_a_window_of_steps_is_traced_and_changes_no_bit(data: Path, tmp_path: Pa
     events = json.loads(gzip.decompress((out / "profile" / "steps-2-3.json.gz").read_bytes()))
     assert any("mm" in e.get("name", "") for e in events["traceEvents"])
 
-
-def test_a_window_behind_the_end_of_the_run_ends_with_it(data: Path, tmp_path: Path) -> None:
     assert traced(run(data, tmp_path / "run", "steps=2", "profile=[2,50]")) == ["steps-2-2.json.gz"]

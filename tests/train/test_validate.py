@@ -13,7 +13,6 @@ import torch
 from outrider.heads.medusa.head import MedusaConfig, MedusaHead
 from outrider.train import validate
 from outrider.train.validate import main
-from tests.helpers import faults
 from tests.helpers.training import TINY, chats, random_batch, tiny_target
 
 SMALL = [
@@ -25,15 +24,7 @@ SMALL = [
     "device=cpu",
     "head.draft_vocab=0",
 ]
-KINDS = {
-    "medusa": ["head.heads=2", "head.markov_rank=4"],
-    "hydra_heads": ["head.heads=2"],
-    "eagle1": [],
-    "eagle3": ["head.steps=2"],
-    "dflash": ["head.block=4", "target.layers=2"],
-    "dspark": ["head.block=3", "target.layers=2"],
-    "small_lm": ["head.from_target_layers=1", "target.layers=2"],
-}
+MORE = {"medusa": ["head.heads=2", "head.markov_rank=4"], "eagle3": ["head.steps=2"]}
 MEDUSA = MedusaConfig(heads=2, draft_vocab=0)
 
 
@@ -56,22 +47,13 @@ def command(capsys, data: Path, *args: str) -> tuple[int, str, str]:
     return caught.value.code, out.out, out.err
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k == "medusa" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_sound_heads_pass_every_check(tmp_path: Path, capsys, kind: str) -> None:
     data = chats(tmp_path / "data.jsonl")
-    code, out, _ = command(capsys, data, f"head={kind}", *KINDS[kind])
+    code, out, _ = command(capsys, data, f"head={kind}", *MORE[kind])
     assert code == 0 and "all 4 checks passed" in out, out
     assert "[[the rider goes<|im_end|>]]" in out  # what is supervised, for a human eye
     assert "GFLOP per token" in out and "frozen" in out and "cycles of the engine" in out
-
-
-def test_the_command_is_the_script(tmp_path: Path) -> None:
-    words = "target=tiny", "data.path=none.jsonl", "steps=0"
-    said = tmp_path / "said"
-    assert faults.wait(faults.script("train/validate.py", *words, said=said)) == 2
-    assert "steps: is required" in said.read_text() and "Traceback" not in said.read_text()
 
 
 class ReadsOneLate(MedusaHead):
@@ -79,13 +61,6 @@ class ReadsOneLate(MedusaHead):
 
     def states(self, batch, target, feats, reads):
         return super().states(batch, target, feats, (reads + 1).clamp(max=len(feats) - 1))
-
-
-class ReadsOneEarly(MedusaHead):
-    """One position too far back."""
-
-    def states(self, batch, target, feats, reads):
-        return super().states(batch, target, feats, (reads - 1).clamp(min=0))
 
 
 def test_moving_target_and_idle_parameters_are_caught() -> None:
@@ -110,10 +85,7 @@ class DraftsNonsense(MedusaHead):
         return drafter
 
 
-WRONG = (ReadsOneLate, ReadsOneEarly, DraftsNonsense)
-
-
-@pytest.mark.parametrize("kind", [MedusaHead, *WRONG])
+@pytest.mark.parametrize("kind", [MedusaHead, ReadsOneLate, DraftsNonsense])
 def test_overfit_is_judged_by_the_engine(kind) -> None:
     check = validate.overfit(factory(kind, MEDUSA), [40, 41, 42], updates=120)
     assert check.passed == (kind is MedusaHead), check.lines
