@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -17,12 +16,10 @@ import torch
 
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
-from outrider.decode.live import LEFT, Fresh, LiveBatch, Seat
+from outrider.decode.live import LEFT, LiveBatch, Seat
 from outrider.decode.models.load import TargetConfig, load_target
-from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.decode.text import Stream
 from outrider.scripts import serve
 from outrider.scripts.common.prompts import chat_ids
 from tests.helpers.own_server import MODEL, Running, serving
@@ -271,41 +268,6 @@ def test_an_engine_that_fails_fails_its_requests_alone(
         assert server.quiet()
 
 
-# -- text
-
-
-def test_no_beginning_of_a_stop_is_shown(target: Target) -> None:
-    draw = random.Random(3)
-    for _ in range(300):
-        text = "".join(draw.choice("ab🙂é\n") for _ in range(draw.randrange(1, 30)))
-        stops = ["".join(draw.choice("ab🙂") for _ in range(draw.randrange(1, 4))) for _ in "12"]
-        ids = list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
-        ids = ids[: draw.randrange(1, len(ids) + 1)]  # a character may be cut
-        text, pieces = text_of(target, ids), list[serve.Piece]()
-        body = serve.CompletionBody(model=MODEL, prompt="", stop=stops)
-        job = serve.Job(
-            body,
-            Request(ids, 1),
-            Sampling(),
-            "none",
-            Stream(target.tokenizer),
-            {},
-            lambda new, pieces=pieces: pieces.extend(new or ()),  # type: ignore[misc]
-        )
-        left = list(ids)
-        while left and not job.stopped:
-            size = draw.randrange(1, 5)
-            part, left = left[:size], left[size:]
-            job.hear(Fresh(part, [False] * len(part), []))
-            assert not any(stop in "".join(p.text for p in pieces) for stop in stops)
-        job.end("length", 0.0)
-        cut = min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))
-        assert "".join(p.text for p in pieces) + job.rest == text[:cut]
-        assert job.stopped == (cut < len(text))
-        told = [p.token for p in pieces]
-        assert told == ids[: len(told)] and (job.stopped or told == ids)
-
-
 # -- the command, and who asks it
 
 
@@ -314,19 +276,3 @@ def test_a_taken_port_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
             serve.main(["target=tiny", f"port={other.getsockname()[1]}"])
     assert end.value.code == 2 and "cannot be listened on" in capsys.readouterr().err
-
-
-def test_the_check_of_an_export_passes_against_it(running: Running, target: Target) -> None:
-    from outrider.scripts.exporting import contract
-    from outrider.scripts.exporting.contract_check import checked
-    from outrider.scripts.scoring.servers import Address
-
-    prompts = [
-        chat_ids(target.tokenizer, [{"role": "user", "content": f"{w} " * 4}])
-        for w in ("ab", "cd", "xyz")
-    ]
-    made = contract.expected(target, NGram(), prompts, NGram().max_depth, 24)
-    found = checked(made, Address(running.url))
-    assert found["equal"] == 3 and found["served"], found
-    accepted = found["acceptance"]["accepted"]
-    assert accepted["server"] == accepted["expected"] > 0

@@ -21,7 +21,7 @@ from outrider.heads.registry import head_class
 from outrider.scripts.exporting.write import write_head
 from outrider.train.dry_run.models import Model, model_of
 from tests.helpers.interop import random_head
-from tests.train.test_recipes import RECIPES, RUNS
+from tests.train.test_recipes import PAIRS, drawn_up
 
 VOCAB = 260
 TINY = {
@@ -80,8 +80,7 @@ def tiny_like(model: Model) -> Target:
 
 def head_of(name: str) -> tuple[Head, Target, str]:
     """The head that a recipe trains, for a tiny target like its own, and the target's name."""
-    script, schema = next(run for word, run in RUNS.items() if f"_{word}" in name)
-    cfg: Any = compose(script, schema, [f"experiment={name}", "data.path=x", "out_dir=y"])
+    cfg: Any = compose(*drawn_up(name), [f"experiment={name}", "data.path=x", "out_dir=y"])
     model = model_of(cfg.target)
     small = {"draft_vocab": 40, "from_target_layers": 2, "sliding_window": 16}
     keys = replace(cfg.head, **{k: v for k, v in small.items() if getattr(cfg.head, k, 0)})
@@ -94,7 +93,7 @@ def head_of(name: str) -> tuple[Head, Target, str]:
 PROMPTS = [torch.arange(5, 15), torch.arange(40, 60)]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PAIRS.values())
 def test_a_recipe_trains_what_an_engine_loads(name: str, tmp_path: Path) -> None:
     """But for Hydra heads, which nobody serves."""
     head, target, repository = head_of(name)
