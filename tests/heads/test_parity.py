@@ -215,10 +215,6 @@ def test_a_broken_medusa_drafter_is_caught(
     assert not found.passed and "at the first level" in found.problems[0], found.problems
 
 
-def swapped(state: dict[str, Any]) -> None:
-    state["net.lm_head.weight"] = state["net.lm_head.weight"].roll(1, 0)
-
-
 def shifted_map(state: dict[str, Any]) -> None:
     state["d2t"] = state["d2t"] + 1
 
@@ -227,7 +223,7 @@ def rounded(state: dict[str, Any]) -> None:
     state["net.fc.weight"] = state["net.fc.weight"].bfloat16().float()
 
 
-@pytest.mark.parametrize("spoil", [swapped, shifted_map, rounded], ids=lambda v: v.__name__)
+@pytest.mark.parametrize("spoil", [shifted_map, rounded], ids=lambda v: v.__name__)
 def test_a_head_that_was_saved_wrongly_is_caught(
     spoil: Callable, target: Target, tmp_path: Path
 ) -> None:

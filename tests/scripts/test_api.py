@@ -64,14 +64,6 @@ def test_an_answer_is_the_engine_s_own() -> None:
             assert (answer.accepted_length > 1) == any(own.from_draft)
 
 
-def test_a_conversation_is_a_prompt() -> None:
-    target = api.load_target("tiny", "float32", "cpu")
-    turns = [{"role": "user", "content": "abc"}]
-    assert api.generate(target, turns, max_new_tokens=4, seed=1).token_ids == (
-        api.generate(target, "abc", max_new_tokens=4, seed=1).token_ids
-    )
-
-
 def test_a_model_is_named_as_transformers_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

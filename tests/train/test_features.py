@@ -189,15 +189,8 @@ def test_evaluation_keeps_the_layers_and_freed_ones_cannot_be_used(
 ) -> None:
     writer = written(data, tmp_path / "f")
     out = tmp_path / "run"
-    run(
-        data,
-        out,
-        f"data.features={tmp_path / 'f'}",
-        "steps=2",
-        "eval.every=2",
-        "eval.prompts=2",
-        "eval.max_new_tokens=4",
-    )
+    small = ("steps=2", "eval.every=2", "eval.prompts=2", "eval.max_new_tokens=4")
+    run(data, out, f"data.features={tmp_path / 'f'}", *small)
     assert read_card(out / "head")["head"]["calibration"]
     cfg = run_config(data, out, f"data.features={tmp_path / 'f'}")
     target = tiny_target(**SHAPE)
@@ -205,10 +198,9 @@ def test_evaluation_keeps_the_layers_and_freed_ones_cannot_be_used(
     source = Source(cfg, head, target, writer.rows)
     assert any(isinstance(m, Freed) for m in target.body.modules())
     assert source.store and sum(p.numel() for p in target.model.parameters()) == 2 * 260 * 32 + 32
+    ids = torch.ones(1, 4, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="freed"):
-        target.features(
-            torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.bool), (4,)
-        )
+        target.features(ids, ids.bool(), (4,))
 
 
 def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
@@ -221,17 +213,13 @@ def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
         rows = load_rows(cfg, writer.target.tokenizer, writer.target.eos_ids, 260, 1024)
         with pytest.raises(UserError, match=rf"{manifest}: .*data.tokens_sha256"):
             opened(writer, rows=rows)
-    with pytest.raises(
-        UserError, match=rf"{manifest}: holds the hidden states \[4\], the head reads \[1, 2, 4\]"
-    ):
+    with pytest.raises(UserError, match=rf"{manifest}: holds the hidden states \[4\]"):
         opened(writer, taps=[1, 2, 4])
-    identity = store.identity_of(writer.target, writer.rows, "bfloat16")
-    with pytest.raises(UserError, match="dtype float32 is not bfloat16 of this run"):
-        FeatureStore.open(writer.folder, identity, (4,), writer.rows)
     cfg = replace(writer.cfg, target=replace(writer.cfg.target, quantize="bnb-nf4"))
-    identity = store.identity_of(writer.target, writer.rows, store.computed_in(cfg))
-    with pytest.raises(UserError, match="dtype float32 is not float32, bnb-nf4 of this run"):
-        FeatureStore.open(writer.folder, identity, (4,), writer.rows)
+    for dtype in ("bfloat16", store.computed_in(cfg)):
+        identity = store.identity_of(writer.target, writer.rows, dtype)
+        with pytest.raises(UserError, match=f"dtype float32 is not {dtype}"):
+            FeatureStore.open(writer.folder, identity, (4,), writer.rows)
     other = load_rows(
         replace(writer.cfg.data, held_out=0.3),
         writer.target.tokenizer,

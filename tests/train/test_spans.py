@@ -176,3 +176,5 @@ def test_a_token_over_the_border_belongs_to_the_turn_with_a_space_alone(
     start = whole.index("hello")
     offsets = [(0, start - 1), (start - 1, start + 5), (start + 5, len(whole))]
     assert _inside([5, 6, 2], offsets, whole, (start, start + 5), EOS) == kept
+    apart = [(0, start - 1), (start - 1, start), (start, start + 5), (start + 5, len(whole))]
+    assert _inside([5, 9, 6, 2], apart, whole, (start, start + 5), EOS)[0] == 2, "a blank alone"
