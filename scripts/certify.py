@@ -54,9 +54,9 @@ from outrider.scripts.common.progress import Steps, by_name, columns
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
 from outrider.scripts.reports import certificate_page
 
-CODES = {"lossless": 0, "not lossless": 1, "undecided": 3}
+# exit codes of the verdicts, the last two of a server
+CODES = {"lossless": 0, "not lossless": 1, "undecided": 3, "passed": 0, "rejected": 1}
 TESTED = ("decode", "heads", "scripts/certificate")  # whose code a certificate is about
-URL_CODES = {"passed": 0, "rejected": 1, "undecided": 3}
 ELSEWHERE = ("target", "overwrite")  # of the keys; certificate.json names the target by hash
 MORE = ("tokens", "alpha", "detect")  # the same certificate, of more or fewer tokens
 # a run goes on under other values of these
@@ -192,7 +192,7 @@ def server_checked(cfg: CertifyConfig) -> int:
         about["settings"] = _without(cfg, (*ELSEWHERE, "dtype", "device"))
         Path(cfg.out).mkdir(parents=True, exist_ok=True)
         files.write_json(Path(cfg.out) / "certificate.json", about | found)
-    return URL_CODES[found["verdict"]]
+    return CODES[found["verdict"]]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Shape letters: B rows (branches), N nodes, V vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -156,7 +157,7 @@ class Case:
     draft_vocab: Tensor | None = None
     size: int | None = None
 
-    def child(self, context: Tensor, token: Tensor) -> Tensor:
+    def child(self, context: Any, token: Any) -> Any:
         return context * (self.vocab + 1) + token + 1
 
     @staticmethod
@@ -298,15 +299,10 @@ def enumerate_case(case: Case, verifier: Verifier, mangle: Mangle | None = None)
 
 
 def _difference(case: Case, distribution: dict[tuple[int, ...], float], length: int) -> float:
-    cache: dict[int, list[float]] = {}
-
-    def conditional(prefix: tuple[int, ...]) -> list[float]:
-        context = 0
-        for token in prefix:
-            context = context * (case.vocab + 1) + token + 1
-        if context not in cache:
-            cache[context] = naive_distribution(case.target[context], case.sampling).tolist()
-        return cache[context]
+    @functools.cache
+    def behind(context: int) -> list[float]:
+        found: list[float] = naive_distribution(case.target[context], case.sampling).tolist()
+        return found
 
     def spread(table: dict[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
         full: dict[tuple[int, ...], float] = {}
@@ -315,8 +311,9 @@ def _difference(case: Case, distribution: dict[tuple[int, ...], float], length: 
             prefix, mass = todo.pop()
             if len(prefix) == length:
                 full[prefix] = full.get(prefix, 0.0) + mass
-            else:
-                todo += [((*prefix, x), mass * p) for x, p in enumerate(conditional(prefix)) if p]
+                continue
+            after = behind(functools.reduce(case.child, prefix, 0))
+            todo += [((*prefix, x), mass * p) for x, p in enumerate(after) if p]
         return full
 
     ours, theirs = spread(distribution), spread({(): 1.0})

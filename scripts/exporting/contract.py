@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,6 +85,11 @@ class Row:
     accepted: list[Count]
     rivals: list[Annotated[Rivals, MinLen(1)]]
 
+    def __post_init__(self) -> None:
+        alike = len(self.proposed) == len(self.accepted) and len(self.tokens) == len(self.rivals)
+        if not alike or any(map(operator.gt, self.accepted, self.proposed)):
+            raise ValueError("its lists do not go together")
+
     def cycles(self, limit: int) -> list[Cycle]:
         """The cycles of the answer with at most `limit` tokens: the last token of a cycle is not
         drafted."""
@@ -123,7 +129,7 @@ def load(path: Path) -> Contract:
     """A contract. Raises UserError for a file that is none."""
     place = path / NAME if path.is_dir() else path
     try:
-        value = TypeAdapter(Contract).validate_json(place.read_bytes(), strict=True)
+        return TypeAdapter(Contract).validate_json(place.read_bytes(), strict=True)
     except OSError as error:
         raise UserError(
             f"expected: {place} cannot be read ({error.strerror}); give the folder of an export"
@@ -134,15 +140,6 @@ def load(path: Path) -> Contract:
         raise UserError(
             f"expected: {place}: {where or 'it'}: {first['msg']:.80}; export the head again"
         ) from None
-    for number, row in enumerate(value.prompts):
-        pairs = list(zip(row.proposed, row.accepted, strict=False))
-        alike = len(pairs) == len(row.proposed) == len(row.accepted)
-        if not alike or any(a > p for p, a in pairs) or len(row.rivals) != len(row.tokens):
-            raise UserError(
-                f"expected: {place}: prompts.{number}: its lists do not go together; export the "
-                "head again"
-            )
-    return value
 
 
 # -- writing

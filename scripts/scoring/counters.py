@@ -7,17 +7,17 @@ server was started anew. What it does not tell is None, and what is wrong with i
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-PER_POSITION = re.compile(
-    r'accepted_tokens_per_pos(?:_total)?\{[^}]*position="(\d{1,4})"[^}]*\} (\S+)'
+COUNTER = re.compile(
+    r"spec_decode_num_(drafts|draft_tokens|accepted_tokens(?:_per_pos)?)(?:_total)?"
+    r"(?:\{(.*)\})? (\S+)$"
 )
-TOTALS = re.compile(
-    r"spec_decode_num_(drafts|draft_tokens|accepted_tokens)(?:_total)?(?:\{.*\})? (\S+)$"
-)
+POSITION = re.compile(r'position="(\d{1,4})"')
 NAMES = ("drafts", "draft_tokens", "accepted_tokens")
 LINE = 2000  # characters of a page's line: a longer one is no counter
 
@@ -34,22 +34,19 @@ class Rise:
 def read_counters(text: str) -> dict[str, Any] | None:
     """Of a Prometheus page with speculation's counters, summed over a server's engines: those of
     NAMES that it has, and accepted_by_position; None without them."""
-    out: dict[str, Any] = {}
-    places: dict[int, int] = {}
+    totals, places = Counter[str](), Counter[int]()
     for line in text.splitlines():
-        if line.startswith("#") or len(line) > LINE:
+        found = None if line.startswith("#") or len(line) > LINE else COUNTER.search(line)
+        if found is None:
             continue
-        found = PER_POSITION.search(line)
-        if found:
-            place = int(found[1])
-            places[place] = places.get(place, 0) + _counted(found[2])
-            continue
-        total = TOTALS.search(line)
-        if total:
-            out[total[1]] = out.get(total[1], 0) + _counted(total[2])
-    if "drafts" not in out:
+        name, labels, count = found.groups()
+        if name in NAMES:
+            totals[name] += _counted(count)
+        elif place := POSITION.search(labels or ""):
+            places[int(place[1])] += _counted(count)
+    if "drafts" not in totals:
         return None
-    return {**out, "accepted_by_position": [places[k] for k in sorted(places)]}
+    return {**totals, "accepted_by_position": [places[k] for k in sorted(places)]}
 
 
 def _counted(text: str) -> int:
@@ -75,9 +72,6 @@ def rise(before: str | None, after: str | None, names: Collection[str] = NAMES) 
     # a position that nothing had reached before may have had no counter
     pages = (new["accepted_by_position"], old.get("accepted_by_position", []))
     places = [a - b for a, b in zip_longest(*pages, fillvalue=0)]
-    if fell := [name for name, count in rose.items() if count < 0]:
-        counts = f"{fell[0]} fell from {old[fell[0]]} to {new[fell[0]]}"
-        return Rise(None, f"the server's counter {counts}, as if it had been started anew")
-    if min(places, default=0) < 0:
-        return Rise(None, "the server's counters of accepted tokens by position fell")
+    if min(*rose.values(), *places) < 0:
+        return Rise(None, "the server's counters fell, as if it had been started anew")
     return Rise(rose | {"accepted_by_position": places})

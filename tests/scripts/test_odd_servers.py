@@ -131,7 +131,7 @@ def test_what_counters_rose_by() -> None:
 
 def test_counters_that_fell_or_are_missing_are_named() -> None:
     for before, after, said in (
-        (counted(9, 40, 20), counted(10, 20, 21), "draft_tokens fell"),
+        (counted(9, 40, 20), counted(10, 20, 21), "counters fell"),
         (counted(9, 40, 20), page(drafts=12), "lack draft_tokens and accepted_tokens"),
         (counted(9, 40, 20), None, "are gone"),
     ):
@@ -170,7 +170,7 @@ def test_a_check_says_what_is_wrong_with_the_counters(target: Target, tmp_path, 
         with pytest.raises(SystemExit) as stop:
             check.main([f"url={server.url}", f"expected={tmp_path}"])
     said = capsys.readouterr().out
-    assert stop.value.code == 1 and "fell from" in said and "2 of 2 as expected" in said
+    assert stop.value.code == 1 and "counters fell" in said and "2 of 2 as expected" in said
 
 
 def test_every_question_is_read_anew_and_seeds_fit(target: Target) -> None:
