@@ -118,11 +118,9 @@ class Contract:
     format: Literal[1] = 1
 
     def json(self) -> dict[str, Any]:
-        """The file; the rates in it are for people."""
-        length, positions = rates([row.cycles(self.max_new_tokens) for row in self.prompts])
-        about = {"accepted_length": length.json(), "acceptance_by_position": []}
-        about["acceptance_by_position"] = [rate.json() for rate in positions]
-        return {"temperature": 0, **about, **asdict(self)}
+        """The file; the accepted length in it is for people."""
+        length, _ = rates([row.cycles(self.max_new_tokens) for row in self.prompts])
+        return {"temperature": 0, "accepted_length": length.json(), **asdict(self)}
 
 
 def load(path: Path) -> Contract:

@@ -50,11 +50,6 @@ class ExportCheck:
         """Compare logits [K, V] behind a prompt. Raises UserError when they differ by more than
         rounding."""
         self.prompts += 1
-        if len(theirs) != len(mine):
-            raise UserError(
-                f"export: the export drafts {len(theirs)} tokens, the head {len(mine)}; nothing "
-                "was written"
-            )
         for depth, (row, wanted) in enumerate(zip(theirs, mine, strict=True), 1):
             error, largest = float((row - wanted).abs().max()), float(wanted.abs().max())
             room = TOLERANCE * max(1.0, largest)
@@ -87,8 +82,6 @@ def check_head(
     """Compare a file with `twin`, the head with the exported numbers, behind every prompt (1-D
     int64, two tokens or more) and as many of its own tokens as the head drafts. target: in
     float32. Raises UserError at the first difference."""
-    if target.dtype != torch.float32:
-        raise ValueError("check_head: load the target in float32")
     out, count, ids = ExportCheck(), twin.usual, twin.ids()
     for prompt in prompts:
         text = prompt.repeat(2 + count // len(prompt))[: len(prompt) + count].to(target.device)
