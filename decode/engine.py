@@ -9,7 +9,6 @@ Shape letters: B live rows, N tree nodes, D path length, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +36,6 @@ __all__ = ["Cycle", "DecodedRun", "Engine", "Generation", "Request", "Timing", "
 OnTokens = Callable[[int, list[int], list[bool]], None]
 Rule = Callable[[DraftTree, Distribution, Coins], Verdict]
 CoinSource = Callable[[int, Tensor, Tensor], Rng]
-Clock = Callable[[], float]
 Cache = TreeCache | Pairs
 P = ParamSpec("P")
 
@@ -63,8 +61,7 @@ class Engine:
     batch_size: rows that run at a time. verify: the accept rule (scripts/certify.py runs known
     wrong ones). on_tokens(request index, new token ids, from_draft) streams. eos_ids: the
     target's where None. coins(seed, request ids [B], cycles [B]) makes the random numbers of one
-    cycle; an enumerator in its place walks every branch. clock: seconds; one that waits for the
-    device makes the parts of the timing exact on a GPU, and the whole slower.
+    cycle; an enumerator in its place walks every branch.
 
     Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary,
     and, while it runs, for logits without a distribution.
@@ -81,7 +78,6 @@ class Engine:
     on_tokens: OnTokens | None = None
     eos_ids: Sequence[int] | None = None
     coins: CoinSource = Rng
-    clock: Clock = time.perf_counter
 
     def __post_init__(self) -> None:
         self.sampling.check_vocab(self.target.vocab_size)
@@ -102,7 +98,7 @@ class Engine:
     def run(self) -> DecodedRun:
         """Decode them all."""
         self.target.pack_weights()  # once, so no part of a run's time
-        start = self.clock()
+        start = time.perf_counter()
         if self.queue:
             longest = max(
                 max(len(r.request.prompt), len(r.request.uncond or ())) + r.limit
@@ -110,21 +106,19 @@ class Engine:
             )
             rows = min(self.batch_size, len(self.queue))
             cache = self.scorer.new_cache(rows, longest, self.drafter.max_nodes)
-            made = self.clock()
             self.drafter.reset(rows, longest)
-            self.timing.cache_s, self.timing.drafter_s = made - start, self.clock() - made
             while self.queue or self.rows:
                 self._admit(cache)
                 if self.rows:
                     self._cycle(cache)
-        self.timing.total_s = self.clock() - start
+        self.timing.total_s = time.perf_counter() - start
         return DecodedRun([row.out for row in self.all], self.timing)
 
     def _admit(self, cache: Cache) -> None:
         """Prefill waiting requests into free rows and draw their first token, which belongs
         to no cycle."""
         while self.queue and len(self.rows) < self.batch_size:
-            start = self.clock()
+            start = time.perf_counter()
             count = min(len(self.queue), self.batch_size - len(self.rows))
             new = [self.queue.popleft() for _ in range(count)]
             prompts = self._tensors(row.request.prompt for row in new)
@@ -146,7 +140,7 @@ class Engine:
                 row.cycle += 1  # this draw had a number as well: no random number serves twice
                 self._emit(row, [token], [False])
             self._retire(cache)
-            self.timing.prefill_s += self.clock() - start
+            self.timing.prefill_s += time.perf_counter() - start
 
     def _prefill(self, cache: Cache, prompts: list[Tensor], new: list[_Row]) -> Step:
         """One pass over the prompts of new rows, under guidance with their companions'."""
@@ -161,23 +155,19 @@ class Engine:
 
     def _cycle(self, cache: Cache) -> None:
         """One target pass for every live row."""
-        begin = self.clock()
+        begin = time.perf_counter()
         budget, rng = self._budget(), self._rng(self.rows)
-        with self.part("draft"):
+        with self.timing.phase("draft"):
             tree = self._propose(budget, rng)
-        with self.part("target"):
+        with self.timing.phase("target"):
             step = self._score(cache, tree)
-        with self.part("verify"):
+        with self.timing.phase("verify"):
             seen = self._verify(tree, step, rng)  # the one wait for the device
-        with self.part("commit"):
+        with self.timing.phase("commit"):
             self._commit(cache, step, seen, budget)
         self.timing.cycles += 1
-        self.timing.cycle_s.append(self.clock() - begin)
+        self.timing.cycle_s.append(time.perf_counter() - begin)
         self.timing.cycle_nodes.append(tree.width)
-
-    def part(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Seconds inside count as those of a part of `timing`."""
-        return self.timing.part(name, self.clock)
 
     def _budget(self) -> Tensor:
         """[B] levels that each row may draft, on the host: one less for the bonus token."""
@@ -187,8 +177,7 @@ class Engine:
     def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
         """Raises ValueError for a draft of the wrong form; its values are looked at when it is
         verified, where its parents are known to be right."""
-        with self.part("drafter"):
-            tree = self.drafter.propose(budget, self.sampling, rng)
+        tree = self.drafter.propose(budget, self.sampling, rng)
         checks.check_form(tree, self.drafter.max_nodes)
         if tree.static_layout is None:
             checks.validate(tree, self.target.vocab_size)
@@ -202,13 +191,10 @@ class Engine:
     def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> HostVerdict:
         """What the target takes of the draft, in the one round trip of a cycle. Raises what
         `checks.validate` and `distribution.check` do: nothing is committed yet."""
-        with self.part("distribution"):
-            distribution = self._distribution(step.logits, tree, self.rows)
+        distribution = self._distribution(step.logits, tree, self.rows)
         verdict = self.verify(tree, distribution, rng)
-        self.timing.distribution_s += distribution.seconds
-        with self.part("distribution"):
-            doubtful = distribution.doubtful() | checks.doubtful(tree, self.target.vocab_size)
-            seen = to_host(verdict, tree, doubtful)
+        doubtful = distribution.doubtful() | checks.doubtful(tree, self.target.vocab_size)
+        seen = to_host(verdict, tree, doubtful)
         if seen.doubtful:
             checks.validate(tree, self.target.vocab_size)
             distribution.check()
@@ -216,13 +202,10 @@ class Engine:
 
     def _commit(self, cache: Cache, step: Step, seen: HostVerdict, budget: Tensor) -> None:
         """Keep what was emitted: cache, drafter, generations; rows that are done leave."""
-        with self.part("cache"):
-            cache.commit(seen.path, seen.length)
-        with self.part("drafter"):
-            self._observe(step, seen)
+        cache.commit(seen.path, seen.length)
+        self._observe(step, seen)
         self._record(seen, budget)
-        with self.part("cache"):
-            self._retire(cache)
+        self._retire(cache)
 
     def _observe(self, step: Step, seen: HostVerdict) -> None:
         """Show the drafter what was committed."""
@@ -288,7 +271,7 @@ class Engine:
         history = None
         if self.sampling.uses_history:
             history = [[*row.request.prompt, *row.out.token_ids] for row in rows]
-        return Distribution(self.sampling, logits, tree, history, self.clock)
+        return Distribution(self.sampling, logits, tree, history)
 
 
 def _run_of(engine: Callable[P, Engine]) -> Callable[P, DecodedRun]:

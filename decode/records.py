@@ -5,10 +5,9 @@ they took.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-PARTS = ("target", "drafter", "distribution", "verify", "cache", "python")
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ class Timing:
 
     The phases of a cycle, one after the other: draft_s until the proposal is there, target_s
     until it is scored, verify_s until the path is chosen, commit_s until the next cycle may
-    begin. Within them: drafter_s proposing and observing, distribution_s from logits to
-    distributions (inside verify_s), cache_s keeping accepted rows of the K/V cache.
+    begin. On a GPU, whose passes run on their own time line, verify_s has the wait for them.
 
     cycle_s, cycle_nodes: of every cycle, how long it took and how many nodes of a row it drafted;
     empty where that is not known.
@@ -83,35 +81,20 @@ class Timing:
     commit_s: float = 0.0
     total_s: float = 0.0
     cycles: int = 0
-    drafter_s: float = 0.0
-    distribution_s: float = 0.0
-    cache_s: float = 0.0
     cycle_s: list[float] = field(default_factory=list)
     cycle_nodes: list[int] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def part(self, name: str, clock: Callable[[], float]) -> Iterator[None]:
-        """What happens inside is counted as `name`_s, by `clock` (seconds)."""
-        begin = clock()
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what happens inside as `name`_s."""
+        begin = time.perf_counter()
         yield
-        setattr(self, f"{name}_s", getattr(self, f"{name}_s") + clock() - begin)
+        spent = time.perf_counter() - begin
+        setattr(self, f"{name}_s", getattr(self, f"{name}_s") + spent)
 
     @property
     def decode_s(self) -> float:
         return self.total_s - self.prefill_s
-
-    def parts(self) -> dict[str, float]:
-        """decode_s by who spent it (PARTS); "python" is what remains of it, the loop itself.
-        Sums to decode_s.
-        """
-        known = {
-            "target": self.target_s,
-            "drafter": self.drafter_s,
-            "distribution": self.distribution_s,
-            "verify": self.verify_s - self.distribution_s,
-            "cache": self.cache_s,
-        }
-        return {**known, "python": self.decode_s - sum(known.values())}
 
 
 @dataclass

@@ -12,8 +12,7 @@ size.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -204,7 +203,7 @@ class Distribution:
     asks.
 
     logits: [B, N + 1, V]. history: [B] committed tokens of every row, prompt included, where
-    `sampling` looks at them. seconds: what was evaluated so far took, by `clock`.
+    `sampling` looks at them.
     """
 
     def __init__(
@@ -213,10 +212,9 @@ class Distribution:
         logits: Tensor,
         tree: DraftTree,
         history: Sequence[list[int]] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.sampling, self.logits, self.tree = sampling, logits, tree
-        self.vocab_size, self.seconds, self.clock = logits.shape[-1], 0.0, clock
+        self.vocab_size = logits.shape[-1]
         if sampling.uses_history:
             if history is None:
                 raise ValueError("this distribution needs the history of its rows")
@@ -239,16 +237,13 @@ class Distribution:
     def read(self, rows: Tensor, slots: Tensor) -> tuple[Support, Tensor]:
         """As `at`, for slots that may turn out to lead nowhere: which [R] bool have no distribution
         is told, not noted (`miss`)."""
-        begin = self.clock()
         scores = self.logits[rows, slots]
         if self.sampling.uses_history:
             scores = self._process(scores, rows, slots)
         # The maximum is NaN if any logit is, +inf if one is, -inf if all are masked: one test
         # for all three.
         undefined = ~scores.amax(-1).isfinite()
-        support = self.sampling.support(scores)
-        self.seconds += self.clock() - begin
-        return support, undefined
+        return self.sampling.support(scores), undefined
 
     def miss(self, rows: Tensor, slots: Tensor, bad: Tensor) -> None:
         """`slots` [R] of `rows` [R] are looked at and have no distribution where `bad` [R] bool."""

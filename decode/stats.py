@@ -173,16 +173,6 @@ def trimmed(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
         return (kept * shares).sum(-1) / shares.sum(-1)  # type: ignore[no-any-return]
 
 
-def trimmed_interval(
-    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0
-) -> Interval:
-    """The trimmed mean of numerators over denominators by unit, resampled by unit."""
-    top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratios = top / bottom
-    return _resampled(lambda pick: trimmed(ratios[pick], bottom[pick]), len(top), seed)
-
-
 def rate(work: Work, seed: int = 0) -> Interval:
     """Tokens per second: tokens per pass over the trimmed seconds of a pass, resampled by
     unit."""

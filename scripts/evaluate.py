@@ -46,7 +46,6 @@ from outrider.decode.models.memory import MemoryPlan
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.parity import Parity
-from outrider.heads.small_lm.net import parameters
 from outrider.scripts.common import files
 from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.names import wrong_drafter
@@ -112,9 +111,6 @@ def scored(cfg: EvaluateConfig, out: Path) -> int:
         about["settings"] |= {"num_prompts": len(prompts), "prompts": source}
         reports.append({**origin, **about, **result, **found})
         lines += [{"temperature": temperature, **line} for line in output_lines(measured)]
-    if target.device.type != "cpu":  # the host runs ahead: its timers tell no parts
-        for row in (row for report in reports for row in report["drafters"]):
-            row |= {"breakdown": None, "ms_per_token": {}}
     report = {**reports[0], "others": reports[1:]}
     write(report, lines, out)
     memo.clear()
@@ -198,7 +194,6 @@ def described(target: Target, sampling: Sampling) -> dict[str, Any]:
     return {
         **(asdict(identity) if identity else {"name": "unknown"}),
         "generation_config": facts.ignored(target.model, sampling),
-        "parameters": parameters(target.model),
         "packed": target.packs_weights and packed.takes(target.dtype, target.device),
     }
 

@@ -18,7 +18,6 @@ def page(report: dict[str, Any]) -> str:
     """The whole page as text."""
     head, sub = headline(report)
     rows, colors, found = report["drafters"], plots.color_of(report), best(report["drafters"])
-    timed = [row for row in rows if row.get("breakdown")]
     scores = score_table.table(
         report,
         best=None if found is None else rows.index(found),
@@ -36,10 +35,8 @@ def page(report: dict[str, Any]) -> str:
             (plots.svg(plots.panel(name, report), name), f"{title}, {axis}")
             for name, (_, title, axis) in plots.PANELS.items()
         ],
-        times=Table.of(score_table.TIMES, timed) if timed else None,
         others=[score_table.table(one) for one in report.get("others") or []],
         depths=depths(report),
-        costs=Table.of(score_table.COSTS, rows),
         pairs=pairs(report),
         same=score_table.SAME,
         facts=facts(report),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from outrider.scripts.reports.table import DOUBT, Columns, Table, interval, number, ratio
@@ -56,69 +55,10 @@ COLUMNS: Columns = [
 ]
 
 
-def millions(value: float | None) -> str:
-    """12.3M; a dash for nothing."""
-    return "–" if not value else f"{value / 1e6:.3g}M" if value < 1e9 else f"{value / 1e9:.3g}B"
-
-
-def trained(row: Row, key: str, unit: float = 1.0) -> float | None:
-    """What the training of a head took, in `unit`."""
-    found = (row.get("training") or {}).get(key)
-    return None if found is None else found / unit
-
-
 def even(limit: float | None) -> str:
     """An accepted length to break even at. No pass is shorter than a plain one: a figure
     below 1 is chance, and beyond chance a doubt."""
     return number(limit) if limit is None or limit > 1 else "1.00"
-
-
-# What a drafter costs: a table of its own.
-COSTS: Columns = [
-    ("drafter", lambda r: r["label"]),
-    ("parameters", lambda r: millions(r.get("parameters"))),
-    ("trained on, tokens", lambda r: millions(trained(r, "tokens_seen"))),
-    ("minutes", lambda r: number(trained(r, "train_seconds", 60), 0)),
-    ("peak memory, GiB", lambda r: number((r.get("peak_bytes") or 0) / 2**30 or None)),
-    ("draft ms", lambda r: "–" if unseen(r) else interval(r.get("draft_ms_interval"), 1)),
-    ("verify ms", lambda r: interval(r.get("verify_ms_interval"), 1)),
-    ("breaks even at", lambda r: even(r.get("break_even"))),
-    ("accepted length", lambda r: interval(r["accepted_length"])),
-]
-# Where the time of a decoded token goes, and what would be left to win.
-PARTS = {
-    "target": "target",
-    "drafter": "drafter",
-    "distribution": "distribution",
-    "verify": "verification",
-    "cache": "cache",
-    "python": "Python",
-}
-
-
-def part(name: str, row: Row) -> str:
-    """1.83 ms per token and its share of the decoding time."""
-    found = row["breakdown"]
-    if row["kind"] == "reference" and name in ("distribution", "verify", "cache"):
-        return "–"
-    return f"{found['ms_per_token'][name]:.2f} [{found['share'][name]:.0%}]"
-
-
-def without(name: str, row: Row) -> str:
-    """The speedup if a part took no time; a dash where nothing is drafted or seen."""
-    found = row["breakdown"].get("without", {}).get(name)
-    return "–" if row["shape"] == "none" or found is None else f"{found:.2f}×"
-
-
-# Of rows that have a breakdown.
-TIMES: Columns = [
-    ("drafter", lambda r: r["label"]),
-    ("ms per token", lambda r: number(sum(r["breakdown"]["ms_per_token"].values()))),
-    *((label, functools.partial(part, name)) for name, label in PARTS.items()),
-    ("speedup", speed),
-    ("with a free drafter", functools.partial(without, "drafter")),
-    ("target alone", functools.partial(without, "all_but_target")),
-]
 
 
 def distribution_of(temperature: float) -> str:
@@ -181,15 +121,10 @@ def notes(report: dict[str, Any]) -> list[str]:
             f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json."
         )
     for row in rows:
-        lines += _doubts(row, report["target"]) + shares(row)
+        lines += _doubts(row) + shares(row)
     once = [name for name, cell in rows[0]["by_category"].items() if cell["prompts"] == 1]
     if once:
         lines.append(f"Seen once, so without an interval: {', '.join(once)}.")
-    if (runs := len(report.get("sittings", []))) > 1:
-        lines.append(
-            f"The run was stopped and went on: measured in {runs} sittings. All drafters answered "
-            "a prompt in one of them, and speedups compare within prompts."
-        )
     if outgrown := len(report["skipped_turns"]):
         lines.append(f"{outgrown} later turns outgrew the context and were left out for all.")
     return lines + [f"skipped {one['name']}: {one['reason']}" for one in report["skipped"]]
@@ -223,7 +158,7 @@ def doubt(label: str, why: str) -> str:
     return f"IN DOUBT {DOUBT}: the speed of {label}: {why}."
 
 
-def _doubts(row: Row, target: dict[str, Any]) -> list[str]:
+def _doubts(row: Row) -> list[str]:
     """What speaks against a drafter."""
     label, limit, length = row["label"], row.get("break_even"), row["accepted_length"]["mean"]
     lines = [doubt(label, why) for why in row["doubts"]]
@@ -231,10 +166,5 @@ def _doubts(row: Row, target: dict[str, Any]) -> list[str]:
         lines.append(
             f"{label} is not faster here: its cycles take {limit:.2f} plain tokens' time and give "
             f"{length:.2f} tokens."
-        )
-    if (row.get("parameters") or 0) >= (target.get("parameters") or float("inf")):
-        lines.append(
-            f"{label} is no smaller than its target ({millions(row['parameters'])} parameters); "
-            f"it would have to reach an accepted length of {number(limit)}."
         )
     return lines

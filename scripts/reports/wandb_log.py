@@ -1,5 +1,5 @@
 """A report to wandb, only when asked for: a table of scores, figures, and numbers under the
-names train/, eval/ and speed/. `wandb=` means what it means to a training run
+names eval/ and speed/. `wandb=` means what it means to a training run
 (train/trackers.py)."""
 
 from __future__ import annotations
@@ -12,13 +12,8 @@ from typing import Any
 from outrider.conf.errors import first_line
 from outrider.train.trackers import no_reports
 
-# First parts of a row's keys. All others are of evaluation.
-TRAINING = ("training", "parameters", "bytes")
-SPEEDS = (
-    *("tokens_per_second", "speedup", "end_to_end", "break_even", "draft_ms", "draft_ms_interval"),
-    *("verify_ms", "verify_ms_interval", "target_passes", "ms_per_token", "breakdown"),
-    "peak_bytes",
-)
+# Keys of a row that tell its speed. All others are of evaluation.
+SPEEDS = ("tokens_per_second", "speedup", "end_to_end", "break_even", "draft_ms", "verify_ms")
 
 
 def to_wandb(report: dict[str, Any], out: Path, job: str, mode: str, project: str) -> None:
@@ -68,8 +63,7 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
     for row in report.get("drafters") or report.get("rows") or ():
         label, measured = row.get("label", row["name"]), row.get("measured", row)
         for key, value in flat(measured).items():
-            first = key.partition(".")[0]
-            group = "speed" if first in SPEEDS else "train" if first in TRAINING else "eval"
+            group = "speed" if key.partition(".")[0] in SPEEDS else "eval"
             found[f"{group}/{label}/{key}"] = value
         if "label" in row and row["shape"] != "none" and row["accepted_length"]["mean"] is not None:
             lengths.append((row["accepted_length"]["mean"], row["name"]))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -26,7 +25,6 @@ from outrider.scripts.common.names import clipped
 from outrider.scripts.common.progress import Steps, columns
 from outrider.scripts.common.prompts import Prompt, chat_ids, question_ids
 from outrider.scripts.scoring import pace
-from outrider.train.measure import peak_bytes, reset_peak
 
 WARM_UP_TOKENS = 8
 AGAIN = 2  # times that a chunk is asked again at most
@@ -80,14 +78,13 @@ class ScoredAnswer:
 @dataclass
 class TimedRun:
     """One timed call: a turn of the chunk of prompts `unit`. tokens: all; decoded: those
-    behind the prefill's. peak: bytes of memory at most."""
+    behind the prefill's."""
 
     drafter: str
     unit: pace.Unit
     timing: Timing
     tokens: int
     decoded: int
-    peak: int | None = None
 
 
 @dataclass
@@ -95,8 +92,7 @@ class Contest:
     """What was measured, of one chunk or of all. skipped_turns: {prompt_id, turn, tokens}
     of turns that no system could run. lost: {name, reason} of servers that failed on the
     way, of which nothing is kept. silent: servers that do not say what they accepted.
-    sittings: when the run began, and when it went on after it had been stopped. again:
-    chunks that were asked again, once for each time.
+    again: chunks that were asked again, once for each time.
     """
 
     answers: list[ScoredAnswer] = field(default_factory=list)
@@ -104,7 +100,6 @@ class Contest:
     skipped_turns: list[dict[str, Any]] = field(default_factory=list)
     lost: list[dict[str, str]] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
-    sittings: list[str] = field(default_factory=list)
     again: list[pace.Unit] = field(default_factory=list)
 
     @classmethod
@@ -117,7 +112,6 @@ class Contest:
             [skipped for part in parts for skipped in part.skipped_turns],
             list(lost.values()),
             list(dict.fromkeys(name for part in parts for name in part.silent)),
-            list(dict.fromkeys(sitting for part in parts for sitting in part.sittings)),
             [unit for part in parts for unit in part.again],
         )
 
@@ -136,14 +130,12 @@ class Contest:
             found[name] = {unit: [call.timing for call in calls] for unit, calls in units.items()}
         return pace.paces(found)
 
-    def note(
-        self, name: str, chunk: Sequence[Prompt], asked: Asked, run: DecodedRun, peak: int | None
-    ) -> None:
+    def note(self, name: str, chunk: Sequence[Prompt], asked: Asked, run: DecodedRun) -> None:
         """Take what a system answered to a turn of a chunk."""
         tokens = sum(len(g.token_ids) for g in run.generations)
         first = sum(g.cycles[0].start if g.cycles else len(g.token_ids) for g in run.generations)
         unit = tuple(p.id for p in chunk)
-        self.timed_runs.append(TimedRun(name, unit, run.timing, tokens, tokens - first, peak))
+        self.timed_runs.append(TimedRun(name, unit, run.timing, tokens, tokens - first))
         for p, generation in zip(asked.prompts, run.generations, strict=True):
             self.answers.append(ScoredAnswer(name, p.id, asked.turn, p.category, generation))
 
@@ -171,22 +163,20 @@ class Runner:
     numbers: dict[str, int]
     say: Callable[[int, System], None]
     lost: list[dict[str, str]]
-    began: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
 
     def measure(self, number: int, chunk: Sequence[Prompt]) -> Contest:
         """All turns of a chunk, asked of every system."""
-        part, device = Contest(sittings=[self.began]), self.target.device
+        part = Contest()
         history: dict[str, list[dict[str, str]]] = {p.id: [] for p in chunk}
         for turn in range(max(len(p.turns) for p in chunk)):
             asked = self._asked(chunk, turn, history, part.skipped_turns)
             for k in range(len(self.systems)):
                 system = self.systems[(k + number) % len(self.systems)]
                 self.say(number, system)
-                reset_peak(device)
                 run = self.run(system, asked.requests, self.settings)
                 if run is None:
                     continue
-                part.note(system.name, chunk, asked, run, peak_bytes(device))
+                part.note(system.name, chunk, asked, run)
                 if system.name == NONE:
                     self._remember(asked, run, history)
         part.lost = list(self.lost)

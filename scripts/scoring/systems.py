@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from outrider.heads.names import NONE, DraftSpec, parse
 from outrider.scripts.common.names import ASSISTED, GENERATE, LOOKUP, SERVER, labels, wrong_drafter
 from outrider.scripts.scoring.assisted import DEFAULT_TOKENS, LOOKUP_TOKENS, Assisted
 from outrider.scripts.scoring.interleaved import ContestSettings, System
-from outrider.scripts.scoring.memory import own_elements
 from outrider.scripts.scoring.reference import hf_generate
 from outrider.scripts.scoring.served import ServedSystem
 
@@ -74,7 +72,6 @@ def _systems(spec: str, target: Target) -> list[System]:
     system = drafting(spec, resolve_drafter(spec, target), target)
     system.draft, system.files = requested, _files(requested)
     known = {
-        "training": {} if requested.parts else training(cards[0]),
         "trained_for": ", ".join(other for c in cards if (other := trained_for(c, target))),
         "weights_sha256": [card["weights"]["sha256"] for card in cards if card is not None],
         "hub": hub.commits(spec),
@@ -112,7 +109,6 @@ def _with_assistant(spec: str, target: Target) -> list[System]:
 def drafting(spec: str, drafter: Drafter, target: Target) -> System:
     """The row of a drafter under the name `spec`."""
     nodes, depth = drafter.max_nodes, drafter.max_depth
-    elements, size = own_elements(drafter, target)
 
     def run(requests: Sequence[Request], s: ContestSettings) -> DecodedRun:
         size, seed = s.batch_size, s.seed
@@ -127,11 +123,7 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> System:
         nodes,
         run,
         target,
-        facts={
-            "parameters": elements,
-            "bytes": size,
-            "parts": [part.name for part in getattr(drafter, "parts", ())],
-        },
+        facts={"parts": [part.name for part in getattr(drafter, "parts", ())]},
     )
 
 
@@ -182,10 +174,3 @@ def _files(draft: DraftSpec) -> list[list[Any]]:
         if path.is_file()
     )
     return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-
-
-def training(card: dict[str, Any] | None) -> dict[str, float]:
-    """What the training of a head took, as its card says it in numbers."""
-    found = card["extra"].get("training") if card else None
-    numbers = found.items() if isinstance(found, dict) else ()
-    return {k: v for k, v in numbers if isinstance(v, int | float) and math.isfinite(v)}

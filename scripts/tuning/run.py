@@ -125,7 +125,7 @@ def measured(
     plan = ContestSettings(family.sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed)
     first = [Prompt(p.id, p.category, p.turns[:1]) for p in prompts]
     found = run_contest(target, first, systems, plan, quiet=cfg.quiet)
-    return Scores(found, systems, cfg.seed)
+    return Scores(found, systems)
 
 
 def confirmed(timed: Sequence[dict[str, Any]], count: int) -> list[DraftSettings]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,8 @@ from outrider.decode.models.memory import MemoryPlan
 from outrider.decode.probe import TOLERANCE, difference
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.registry import head_class
 from outrider.heads.small_lm.head import SmallLMConfig
-from outrider.heads.small_lm.plain import plain_model
-from outrider.scripts.scoring.memory import own_elements
 from tests.helpers.archs import TREE, build
 
 BF16 = torch.bfloat16
@@ -152,29 +150,13 @@ def test_the_key_is_checked() -> None:
     assert not load_target(TargetConfig(kind="tiny", pack="none"), "bfloat16").packs_weights
 
 
-def test_a_drafter_weighs_the_same_whether_targets_are_packed_or_not(tmp_path: Path) -> None:
+@kernels
+def test_a_separate_draft_is_packed_where_its_target_is() -> None:
     target = load_target(TargetConfig(kind="tiny"), "bfloat16", "cpu")
-    target.model.save_pretrained(tmp_path)
-    target.tokenizer.save_pretrained(tmp_path)
-    counts = torch.arange(target.vocab_size) + 1
-    heads = (
-        head_class("eagle1").for_target(target, EagleConfig(kind="eagle1", draft_vocab=0), counts),
-        head_class("eagle3").for_target(target, EagleConfig(draft_vocab=64), counts),
-        head_class("small_lm").for_target(target, SmallLMConfig(from_target_layers=1)),
-        plain_model(str(tmp_path), target),
-    )
-    for head in heads:
-        found = []
-        for packs in (True, False):
-            target.packs_weights = packs
-            target.unpack_weights()
-            target.pack_weights()
-            drafter = head.drafter(target)
-            generate(target, drafter, [Request([5, 6, 7], 6)], Sampling(0.0))
-            if packs and packed.available() and (draft := getattr(drafter, "draft", None)):
-                assert draft.packing.places, "a separate draft is packed where its target may be"
-            found.append(own_elements(drafter, target))
-        assert found[0] == found[1] and found[0][1] == 2 * found[0][0] > 0, head
+    head = head_class("small_lm").for_target(target, SmallLMConfig(from_target_layers=1))
+    drafter: Any = head.drafter(target)
+    generate(target, drafter, [Request([5, 6, 7], 6)], Sampling(0.0))
+    assert drafter.draft.packing.places
 
 
 @kernels

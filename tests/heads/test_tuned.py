@@ -18,12 +18,10 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.checkpoint import save_head
 from outrider.heads.drafters import resolve_drafter
-from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
 from outrider.heads.tuned import DECODE, DraftSettings, Tuned, card_sha256
-from outrider.scripts.scoring.memory import own_elements
 from tests.helpers.training import tiny_target
 
 TREE = DraftSettings("tree", depth=2, nodes=3, paths=((0,), (1,), (0, 0)))
@@ -80,19 +78,6 @@ def test_a_head_drafts_as_it_was_tuned(medusa: Path, target: Target) -> None:
     assert generate(target, tree, [Request([5, 6, 7], 12)], Sampling(), eos_ids=()).generations[
         0
     ].token_ids == (plain.generations[0].token_ids)
-
-
-def test_what_a_drafter_weighs_hangs_not_on_what_lies_around_it(
-    tmp_path: Path, target: Target
-) -> None:
-    cfg = EagleConfig(kind="eagle3", draft_vocab=0, depth=3, nodes=6, width=2)
-    save_head(head_class("eagle3").for_target(target, cfg), tmp_path / "head", target.identity)
-    run = str(tmp_path / "head")
-    leave(Path(run), best={"shape": "chain", "depth": 2}, tree=None)
-    alone = own_elements(resolve_drafter(run, target), target)
-    assert alone[0] > 1000
-    for spec in (f"{run}@adaptive", f"{run}+ngram", f"{run}@adaptive+ngram"):
-        assert own_elements(resolve_drafter(spec, target), target) == alone, spec
 
 
 def test_a_tree_has_no_more_ranks_than_the_draft_has_tokens(target: Target) -> None:

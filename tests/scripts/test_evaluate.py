@@ -71,9 +71,7 @@ def test_report_and_outputs(tmp_path: Path, capsys: Any) -> None:
         for row in one["drafters"]:
             assert set(row["accepted_length"]) == set(row["speedup"]) == {"mean", "low", "high"}
             assert set(row["by_category"]) == {"chat", "code"}
-            parts, wall = row["breakdown"]["seconds"], row["breakdown"]["wall_seconds"]
-            assert sum(parts.values()) == pytest.approx(wall)
-            assert 0 < parts["target"] < wall and parts["python"] > 0
+            assert row["verify_ms"] > 0
     assert all(r["lossless"]["equal"] == r["lossless"]["checked"] == 4 for r in report["drafters"])
     assert other["drafters"][0]["lossless"] is None
     first = report["drafters"][1]["acceptance_by_position"][0]

@@ -10,7 +10,6 @@ import pytest
 
 from outrider.decode import stats
 from outrider.decode.engine import Cycle, Generation, Timing
-from outrider.decode.records import PARTS
 from outrider.scripts.reports import page, plots, score_table
 from outrider.scripts.scoring.interleaved import Contest, ScoredAnswer, System, TimedRun
 from outrider.scripts.scoring.ranking import ranking
@@ -43,18 +42,8 @@ def answer(name: str, prompt: str, turn: int, found: list[Cycle], category: str)
 
 
 def timing(decode: float, prefill: float = 1.0, passes: int = 1) -> Timing:
-    return Timing(
-        prefill,
-        0.1 * decode,
-        0.6 * decode,
-        0.1 * decode,
-        0.1 * decode,
-        prefill + decode,
-        passes,
-        0.2 * decode,
-        0.04 * decode,
-        0.05 * decode,
-    )
+    phases = (0.1 * decode, 0.6 * decode, 0.1 * decode, 0.1 * decode)
+    return Timing(prefill, *phases, prefill + decode, passes)
 
 
 @pytest.fixture
@@ -98,28 +87,6 @@ def test_a_row_by_hand(contest: Contest) -> None:
     assert fast["end_to_end"]["speedup"]["mean"] == pytest.approx((12 / 5) / (12 / 10) / longer)
     assert fast["draft_ms"] == pytest.approx(1000 * 0.4 / 5)
     assert fast["verify_ms"] == pytest.approx(1000 * 3.2 / 5)
-    assert sum(fast["ms_per_token"].values()) == pytest.approx(1000 * 4 / 10)
-
-
-def test_parts_sum_to_the_measured_wall(contest: Contest) -> None:
-    """Of 10 s: 6 in the target, 2 drafting, 0.4 of 1 s of verification for distributions,
-    0.5 in the cache, the rest Python.
-    """
-    row = Scores(contest, [system("none", 0), system("fast", 2)]).row(system("fast", 2))
-    message = row["breakdown"]
-    assert set(message["seconds"]) == set(PARTS) == set(score_table.PARTS)
-    share = dict(zip(PARTS, (0.6, 0.2, 0.04, 0.06, 0.05, 0.05), strict=True))
-    assert message["share"] == pytest.approx(share) and message["wall_seconds"] == 4.0
-    assert sum(message["seconds"].values()) == pytest.approx(4.0)
-    assert (
-        message["ms_per_token"]
-        == pytest.approx({k: 400 * v for k, v in share.items()})
-        == row["ms_per_token"]
-    )
-    assert message["without"] == pytest.approx({"drafter": 2.5 / 0.8, "all_but_target": 2.5 / 0.6})
-    cells = [cell(row) for _, cell in score_table.TIMES]
-    assert cells[:4] == ["fast", "400.00", "240.00 [60%]", "80.00 [20%]"]
-    assert cells[-2:] == ["3.12×", "4.17×"]
 
 
 def test_a_category_seen_once_claims_no_interval(contest: Contest) -> None:
@@ -127,8 +94,6 @@ def test_a_category_seen_once_claims_no_interval(contest: Contest) -> None:
         "by_category"
     ]["chat"]
     assert row["accepted_length"]["mean"] == 2.0 and row["accepted_length"]["low"] is None
-    assert row["speedup"]["mean"] == pytest.approx(3.0) and row["speedup"]["high"] is None
-    assert "rests on 1 timed" in row["doubts"][0]
 
 
 DOUBTS: dict[str, list[str]] = {"none": [], "fast": [], "slow": []}
@@ -184,8 +149,8 @@ def test_turns_of_a_prompt_are_one_unit() -> None:
             run = TimedRun(name, ("a", "b"), timing(seconds), tokens, tokens - len(prompts))
             c.timed_runs.append(run)
     scores = Scores(c, [system("none", 0), system("fast", 2)])
-    assert scores.units() == [("a", "b")]
-    assert scores.work("none", scores.units()) == stats.Work([6.0], [2.0], [2.0])
+    assert scores.units == [("a", "b")]
+    assert scores.work("none") == stats.Work([6.0], [2.0], [2.0])
 
 
 @pytest.fixture
