@@ -40,13 +40,15 @@ CASES = {
     ),
 }
 
-FAST = ("llama", "gpt2", "gemma3_text")
+FAST = {"llama": [*CASES], "gpt2": ["markov", "hydra"], "gemma3_text": ["eagle1", "dspark"]}
+SLOW = [(a, ["eagle3", "hydra", "dspark"][i % 3]) for i, a in enumerate((*TREE, *CHAIN))]
+PAIRS = [
+    *((arch, name) for arch, names in FAST.items() for name in names),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW if pair[0] not in FAST),
+]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    "arch", [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in (*TREE, *CHAIN)]
-)
+@pytest.mark.parametrize("arch, name", PAIRS)
 def test_trains_saves_loads_and_decodes_losslessly(arch: str, name: str, tmp_path) -> None:
     torch.manual_seed(0)
     target, cfg = Target(build(arch)), dataclasses.replace(CASES[name])

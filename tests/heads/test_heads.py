@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from outrider.heads.checkpoint import load_head, recover, save_head, staged
 from outrider.heads.drafters import resolve_drafter
 from outrider.heads.folders import find_head
 from outrider.heads.medusa.head import MedusaConfig, MedusaHead
-from outrider.heads.names import DraftSpec
 from tests.helpers.training import tiny_target
 
 
@@ -46,63 +46,36 @@ def test_round_trip_keeps_weights_map_and_calibration(target, saved: Path) -> No
     assert isinstance(first, MedusaHead)
     for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True):
         assert a.equal(b)
-    assert first.cfg == MedusaConfig(heads=2, draft_vocab=64) and first.ids().equal(
-        torch.arange(64)
-    )
+    assert first.cfg == MedusaConfig(heads=2, draft_vocab=64)
+    assert first.ids().equal(torch.arange(64))
     assert first.tree(16, 2).paths == ((0,), (1,), (0, 0))
-    assert not first.training and {p.name for p in saved.iterdir()} == {
-        "head.json",
-        "head.safetensors",
-    }
+    assert not first.training
+    assert {p.name for p in saved.iterdir()} == {"head.json", "head.safetensors"}
 
 
-def test_a_shared_lm_head_is_not_stored_and_equals_it(target, tmp_path: Path) -> None:
-    head = MedusaHead.for_target(target, MedusaConfig(heads=2, draft_vocab=0, share_lm_head=True))
-    save_head(head, tmp_path / "h", target.identity)
-    assert (tmp_path / "h/head.safetensors").stat().st_size < 4 * target.lm_head_weight.numel()
-    drafter = load_head(tmp_path / "h", target).drafter(target, DraftSpec(shape="chain"))
-    drafter.feats = torch.randn(3, 32)
-    torch.testing.assert_close(drafter.logits(2)[1], drafter.feats @ target.lm_head_weight.T)
-
-
-@pytest.mark.parametrize(
-    "what, shape", [("weights_sha256", {"seed": 9}), ("tokenizer_sha256", {"vocab": 300})]
-)
-def test_a_head_of_another_target_is_refused_by_hash(saved: Path, what: str, shape: dict) -> None:
-    with pytest.raises(
-        UserError, match=rf"trained for another target .*{what} \w{{12}} .* is not \w{{12}}"
+def test_a_head_of_another_target_is_refused_by_hash(saved: Path) -> None:
+    other = tiny_target()
+    other.identity = dataclasses.replace(other.identity, template_sha256="0" * 64)
+    for what, made in (
+        ("weights_sha256", tiny_target(seed=9)),
+        ("tokenizer_sha256", tiny_target(vocab=300)),
+        ("template_sha256", other),
     ):
-        load_head(saved, tiny_target(**shape))
-
-
-def test_a_changed_chat_template_is_refused(target, saved: Path) -> None:
-    import dataclasses
-
-    other = dataclasses.replace(target.identity, template_sha256="0" * 64)
-    kept, target.identity = target.identity, other
-    try:
-        with pytest.raises(UserError, match="template_sha256"):
-            load_head(saved, target)
-    finally:
-        target.identity = kept
+        with pytest.raises(UserError, match=what):
+            load_head(saved, made)
 
 
 @pytest.mark.parametrize("file", ["head.safetensors", "head.json"])
 def test_every_damage_names_the_file(target, saved: Path, file: str) -> None:
     good = (saved / file).read_bytes()
     generator = torch.Generator().manual_seed(0)
-    places = torch.randint(len(good), (40,), generator=generator).tolist()
-    same = (
-        [good.replace(b" ", b"\t", 1), good.replace(b"e-", b"E-"), good + b"\n"]
-        if file == "head.json"
-        else []
-    )
+    places = torch.randint(len(good), (12,), generator=generator).tolist()
+    same = [good.replace(b" ", b"\t", 1), good + b"\n"] if file == "head.json" else []
     for bad in [
         b"",
-        good[:1],
         good[: len(good) // 2],
         good[:-1],
-        *(b for b in same if b != good),
+        *same,
         *(good[:p] + bytes([good[p] ^ 4]) + good[p + 1 :] for p in places),
     ]:
         (saved / file).write_bytes(bad)
@@ -117,10 +90,11 @@ def test_a_failed_save_leaves_the_old_head(
     target, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = (saved / "head.safetensors").read_bytes()
-    monkeypatch.setattr(
-        "outrider.heads.checkpoint.sync",
-        lambda path: (_ for _ in ()).throw(OSError(28, "No space left")),
-    )
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left")
+
+    monkeypatch.setattr("outrider.heads.checkpoint.sync", full)
     with pytest.raises(OSError):
         save_head(load_head(saved, target), saved, target.identity)
     assert (saved / "head.safetensors").read_bytes() == before
@@ -139,15 +113,9 @@ def test_recover_mends_the_instant_between_two_renames(tmp_path: Path) -> None:
 
 def test_drafters_by_name(target, saved: Path) -> None:
     run = saved.parent
-    assert isinstance(resolve_drafter("none", target), NoDraft) and isinstance(
-        resolve_drafter("ngram", target), NGram
-    )
-    for spec, shape in (
-        (str(run), "tree"),
-        (f"{run}@chain", "chain"),
-        (f"{saved}@tree", "tree"),
-        (f"{run}/", "tree"),
-    ):
+    assert isinstance(resolve_drafter("none", target), NoDraft)
+    assert isinstance(resolve_drafter("ngram", target), NGram)
+    for spec, shape in ((f"{run}@chain", "chain"), (f"{saved}@tree", "tree"), (f"{run}/", "tree")):
         drafter = resolve_drafter(spec, target)
         assert (drafter.name, drafter.shape) == (spec, shape)
     assert resolve_drafter(f"{run}@chain", target).max_nodes == 2
@@ -156,9 +124,7 @@ def test_drafters_by_name(target, saved: Path) -> None:
 @pytest.mark.parametrize(
     "spec, said",
     [
-        ("none@tree", "write none"),
-        ("nowhere", "neither none, ngram"),
-        ("ngarm", "neither none, ngram nor an existing folder; did you mean ngram?"),
+        ("ngarm", "did you mean ngram?"),
         ("RUN@star", "unknown shape 'star'"),
         ("EMPTY", "holds no head"),
     ],
@@ -167,16 +133,9 @@ def test_drafters_that_do_not_exist(
     target, saved: Path, tmp_path: Path, spec: str, said: str
 ) -> None:
     (tmp_path / "empty").mkdir()
+    spec = spec.replace("RUN", str(saved.parent)).replace("EMPTY", str(tmp_path / "empty"))
     with pytest.raises(UserError, match=re.escape(said)):
-        resolve_drafter(
-            spec.replace("RUN", str(saved.parent)).replace("EMPTY", str(tmp_path / "empty")), target
-        )
-
-
-@pytest.mark.parametrize("name", ["none", "ngram", "ngram@chain:3"])
-def test_what_has_no_weights_has_no_folder(name: str) -> None:
-    with pytest.raises(UserError, match=f"drafters: {name}: has no weights; give a run folder"):
-        find_head(name)
+        resolve_drafter(spec, target)
 
 
 def test_a_run_folder_means_its_final_head_then_its_best_then_its_newest_checkpoint(

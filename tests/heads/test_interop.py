@@ -26,10 +26,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("vllm", "eagle3", {"norm_before_fc": True, "norm_output": True, "taps": [1, 3, 6]}),
     ("sglang", "eagle3", {"norm_joined": True, "taps": [1, 3, 6]}),
     ("speculators", "eagle3", {"norm_before_residual": True, "sliding_window": 6}),
-    ("vllm", "eagle3", {"sliding_window": 6}),
-    ("vllm", "eagle3", MASKED),
     ("speculators", "eagle3", {**MASKED, "norm_before_fc": True}),
-    ("vllm", "dflash", {"depth": 3, "block": 6, "share_lm_head": True}),
     ("vllm", "dflash", {"layers": 1, "key_norm": True}),
     ("speculators", "dflash", SHARED),
     ("speculators", "dspark", {"confidence": 0.0}),
@@ -75,7 +72,7 @@ def test_an_export_is_read_back_and_drafts_what_the_head_drafts(
     assert wide or all(theirs[name].equal(mine[name]) for name in mine.keys() & theirs.keys())
 
 
-@pytest.mark.parametrize("kind, scaled", [("eagle3", False), ("medusa", False), ("dflash", True)])
+@pytest.mark.parametrize("kind, scaled", [("medusa", False), ("dflash", True)])
 def test_half_precision_is_compared_with_the_rounded_head(
     target, prompts, tmp_path: Path, kind: str, scaled: bool
 ) -> None:
@@ -93,10 +90,8 @@ def test_half_precision_is_compared_with_the_rounded_head(
     "kind, keys, name",
     [
         ("medusa", {}, "blocks.1.layers.0.bias"),
-        ("eagle1", {}, "o_proj"),
         ("eagle3", {"norm_before_fc": True}, "fc_norm"),
         ("eagle3", {}, "d2t"),
-        ("eagle3", {}, "input_layernorm"),
         ("dflash", {}, "k_norm"),
     ],
 )
@@ -208,28 +203,21 @@ def test_exports_meet_the_schemas_of_engines_that_do_not_run_here(
         ("vllm", "medusa", {"markov_rank": 2}, "head.markov_rank"),
         ("deepspec", "eagle3", {}, "format=vllm or speculators or sglang or gguf"),
         ("vllm", "eagle3", {"taps": [5, 2, 4]}, "head.taps"),
-        ("vllm", "eagle3", {"taps": [2, 4, 8]}, "head.taps"),
         ("vllm", "eagle3", {"layers": 2}, "head.layers"),
         ("transformers", "eagle3", {}, "plain transformers folders"),
         ("vllm", "dflash", {"mask_token": -1}, "head.mask_token"),
         ("vllm", "dflash", {"key_norm": True}, "head.key_norm"),
         ("vllm", "dflash", {"markov_rank": 4}, "head.markov_rank"),
         ("speculators", "dflash", {"confidence": 1.0}, "head.confidence"),
-        ("deepspec", "dspark", {"markov_rank": 0}, "head.markov_rank"),
-        ("vllm", "dflash", {"taps": [0, 3]}, "head.taps: 0"),
         ("vllm", "dspark", {}, "format=speculators or sglang or deepspec or gguf"),
         ("sglang", "dflash", {}, "head.share_lm_head"),
-        ("sglang", "dspark", {"share_lm_head": True}, "head.share_lm_head"),
         ("sglang", "eagle3", MASKED, "head.parallel"),
         ("sglang", "eagle3", {"taps": [0, 3, 5]}, "head.taps"),
         ("vllm", "eagle3", {**MASKED, "mask_token": -1}, "head.mask_token"),
         ("sglang", "eagle3", {"sliding_window": 9}, "head.sliding_window: 9"),
         ("vllm", "eagle1", {"sliding_window": 9}, "head.sliding_window: 9"),
         ("gguf", "eagle3", {"norm_before_fc": True}, "head.norm_before_fc"),
-        ("gguf", "eagle3", {"norm_output": True}, "head.norm_output"),
         ("gguf", "eagle3", {"taps": [2, 4]}, "head.taps"),
-        ("gguf", "eagle3", {"layers": 2}, "head.layers"),
-        ("gguf", "eagle3", MASKED, "head.parallel"),
         ("gguf", "medusa", {}, "format=gguf"),
         ("gguf", "dflash", {"taps": [0, 4]}, "head.taps: 0"),
         ("gguf", "dspark", {"markov_rank": 0}, "head.markov_rank"),

@@ -48,91 +48,51 @@ def test_the_plain_formula_by_hand() -> None:
     )
 
 
+# terms, whether all heads share the weight, whether there is a low-rank term
 MIXES = [
-    LossWeights(1),
-    LossWeights(0, 1),
-    LossWeights(0, 0, 1),
-    LossWeights(0, 0, 0, 1),
-    LossWeights(0.3, 0.7),
-    LossWeights(0.5, 2.0, 0.25, 0.125),
-    LossWeights(2.0),
+    (LossWeights(2.0), False, False),
+    (LossWeights(0, 1), True, False),
+    (LossWeights(0, 0, 1), False, False),
+    (LossWeights(0, 0, 0, 1), True, False),
+    (LossWeights(1), False, True),
+    (LossWeights(0.5, 2.0, 0.25, 0.125), False, False),
+    (LossWeights(0.5, 2.0, 0.25, 0.125), True, True),
 ]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("terms", MIXES, ids=str)
-def test_chunked_equals_naive(terms: LossWeights, shared: bool) -> None:
+@pytest.mark.parametrize("terms, shared, low_rank", MIXES, ids=str)
+def test_chunked_equals_naive(terms: LossWeights, shared: bool, low_rank: bool) -> None:
+    """Values and all gradients; with the term of the token before they are those of logits
+    h W^T + m U^T."""
     g = torch.Generator().manual_seed(1)
-    hidden = torch.randn(K, N, D, generator=g, dtype=torch.float64).requires_grad_()
-    weight = torch.randn(
-        *(() if shared else (K,)), V, D, generator=g, dtype=torch.float64
-    ).requires_grad_()
-    place = torch.randint(-1, V, (N,), generator=g)
-    valid = torch.rand(K, N, generator=g) > 0.2
-    distributions = torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1)
-    usable = torch.rand(N, generator=g) > 0.2
-    own = distributions * torch.rand(
-        N, 1, generator=g, dtype=torch.float64
-    )  # the rest lies outside
-    distribution = (
-        (lambda part: Teacher(distributions[part], own[part], usable[part]))
-        if terms.needs_distribution
-        else None
-    )
-    scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
-    want = naive(hidden, weight, place, valid, distribution, terms, scale)
-    grads = torch.autograd.grad(3 * want, (hidden, weight))
-    got, rows = chunked_loss(
-        hidden, weight, Taught(place, valid, terms, scale, distribution, chunk=7)
-    )
-    mine = torch.autograd.grad(3 * got, (hidden, weight))
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-    for a, b in zip(mine, grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
-    losses, hits = rows.sums()
-    assert torch.allclose((losses[:, 0] * scale).sum(), got)
-    best = torch.stack(
-        [(hidden[k] @ (weight if shared else weight[k]).T).argmax(-1) for k in range(K)]
-    )
-    assert hits[:, 0].tolist() == ((best == place) & valid).sum(1).tolist()
-    assert hits[:, 1].tolist() == valid.sum(1).tolist()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("terms", [MIXES[0], MIXES[5]], ids=str)
-def test_low_rank_term_equals_naive(terms: LossWeights, shared: bool) -> None:
-    """The term of the token before: values and all four gradients are those of logits h W^T +
-    m U^T.
-    """
-    g = torch.Generator().manual_seed(4)
-    made = [
-        torch.randn(*size, generator=g, dtype=torch.float64).requires_grad_()
-        for size in ((K, N, D), (V, D) if shared else (K, V, D), (N, 2), (V, 2))
-    ]
+    sizes = ((K, N, D), (V, D) if shared else (K, V, D), (N, 2), (V, 2))
+    made = [torch.randn(*s, generator=g, dtype=torch.float64).requires_grad_() for s in sizes]
     hidden, weight, near, far = made
     place, valid = torch.randint(-1, V, (N,), generator=g), torch.rand(K, N, generator=g) > 0.2
-    distributions, usable = (
-        torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1),
-        torch.rand(N, generator=g) > 0.2,
-    )
-    distribution = (
-        (lambda part: Teacher(distributions[part], distributions[part], usable[part]))
-        if terms.needs_distribution
-        else None
-    )
+    p = torch.randn(N, V, generator=g, dtype=torch.float64).softmax(-1)
+    usable = torch.rand(N, generator=g) > 0.2
+    own = p * torch.rand(N, 1, generator=g, dtype=torch.float64)  # the rest lies outside
+    distribution = None
+    if terms.needs_distribution:
+        distribution = lambda part: Teacher(p[part], own[part], usable[part])
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
-    wide = torch.cat([hidden, near.expand(K, N, 2)], -1)
-    both = torch.cat([weight, far if shared else far.expand(K, V, 2)], -1)
+    wide, both, pair = hidden, weight, None
+    if low_rank:
+        wide, pair = torch.cat([hidden, near.expand(K, N, 2)], -1), (near, far)
+        both = torch.cat([weight, far if shared else far.expand(K, V, 2)], -1)
     want = naive(wide, both, place, valid, distribution, terms, scale)
     taught = Taught(place, valid, terms, scale, distribution, chunk=7)
-    got, rows = chunked_loss(hidden, weight, taught, (near, far))
+    got, rows = chunked_loss(hidden, weight, taught, pair)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-    for a, b in zip(
-        torch.autograd.grad(2 * got, made), torch.autograd.grad(2 * want, made), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    learned = made if low_rank else made[:2]
+    grads = [torch.autograd.grad(3 * total, learned) for total in (got, want)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    losses, hits = rows.sums()
+    assert torch.allclose((losses[:, 0] * scale).sum(), got)
     best = torch.stack([(wide[k] @ (both if shared else both[k]).T).argmax(-1) for k in range(K)])
-    assert rows.sums()[1][:, 0].tolist() == ((best == place) & valid).sum(1).tolist()
+    assert hits[:, 0].tolist() == ((best == place) & valid).sum(1).tolist()
+    assert hits[:, 1].tolist() == valid.sum(1).tolist()
 
 
 def test_no_supervised_token_gives_zero_gradients() -> None:

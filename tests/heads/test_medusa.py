@@ -37,9 +37,8 @@ def test_draft_vocabulary_counts_outside_tokens_as_misses(target) -> None:
     head = MedusaHead.for_target(target, cfg, counts)
     ids = head.ids()
     assert ids.tolist() == list(range(3, 13)) + list(range(150, 240))
-    assert vocab.from_d2t(vocab.to_d2t(ids)).equal(ids) and vocab.to_t2d(ids, 260).nonzero()[
-        :, 0
-    ].equal(ids)
+    assert vocab.from_d2t(vocab.to_d2t(ids)).equal(ids)
+    assert vocab.to_t2d(ids, 260).nonzero()[:, 0].equal(ids)
     torch.testing.assert_close(head.proj[0], target.lm_head_weight[ids].float())
     assert head.coverage == pytest.approx(counts[ids].sum().item() / counts.sum().item())
     batch = random_batch()
@@ -69,16 +68,8 @@ def test_best_first_tree_from_measured_ranks() -> None:
     )
     found = shapes.measure(ranks.repeat(500, 1))
     assert found["acceptance"][0][:3] == [3 / 8, 3 / 8, 1 / 8]
-    assert found["paths"][:4] in (
-        [[0], [1], [1, 0], [0, 0]],
-        [[1], [0], [1, 0], [0, 0]],
-        [[0], [1], [0, 0], [1, 0]],
-    )
-    assert found["paths"][:3] == [
-        [0],
-        [1],
-        [1, 0],
-    ]  # whole-path hits: behind rank 1, rank 0 is always right
+    # whole-path hits: behind rank 1, rank 0 is always right
+    assert found["paths"][:3] == [[0], [1], [1, 0]]
     assert found["values"][2] == pytest.approx(3 / 8, abs=0.01)
     assert found["values"] == sorted(found["values"], reverse=True)
     for n in (1, 5, 16, 64):
