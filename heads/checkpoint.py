@@ -61,7 +61,6 @@ class Card:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule"."""
         texts = self.target.to_json() if self.target else {}
         return [f"target.{key}: holds {HALF}" for key, text in texts.items() if not is_whole(text)]
 

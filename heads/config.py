@@ -57,7 +57,6 @@ class LossWeights:
         return bool(self.soft or self.tv or self.lk)
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
         if self.hard or self.needs_distribution:
             return []
         return ["hard: all loss weights are 0; set one above 0"]

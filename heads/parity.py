@@ -256,17 +256,12 @@ class _Run:
     batch_size: int
     depth: int
 
-    def decode(
-        self, drafter: Drafter, requests: list[Request], sampling: Sampling
-    ) -> list[Generation]:
-        """Answer by the engine."""
-        run = generate(self.target, drafter, requests, sampling, batch_size=self.batch_size)
-        return run.generations
-
     def answers(self, head: Head) -> list[Generation]:
         """Answer greedily with the drafter of `head`."""
-        drafter = head.drafter(self.target, DraftSpec(shape="chain"))
-        return self.decode(drafter, self.requests, Sampling())
+        drafter, size = head.drafter(self.target, DraftSpec(shape="chain")), self.batch_size
+        return generate(
+            self.target, drafter, self.requests, Sampling(), batch_size=size
+        ).generations
 
     def compare(
         self, found: Parity, name: str, decoding: Head, generations: list[Generation]
@@ -324,8 +319,9 @@ class _Run:
             for i, r in enumerate(self.requests)
         ]
         rows, distributions = [], []
-        answers = self.decode(witness, short, Sampling(temperature=1.0))  # type: ignore[arg-type]
-        for answer, kept in zip(answers, witness.kept, strict=True):
+        warm, size = Sampling(temperature=1.0), self.batch_size
+        run = generate(target, witness, short, warm, batch_size=size)  # type: ignore[arg-type]
+        for answer, kept in zip(run.generations, witness.kept, strict=True):
             for cycle, tokens, distribution in kept:
                 before = [*answer.prompt_ids, *answer.token_ids[: answer.cycles[cycle].start]]
                 rows.append(([*before, *tokens], len(before)))

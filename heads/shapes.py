@@ -79,13 +79,14 @@ def measure(ranks: Tensor) -> dict[str, Any]:
             independent *= acceptance[k][rank]
         return (hits[path] + SMOOTHING * independent) / (total + SMOOTHING)
 
-    grown = grow(value, NODES, heads)
-    return {
-        "positions": total,
-        "acceptance": acceptance,
-        "paths": [list(p) for p, _ in grown],
-        "values": [v for _, v in grown],
-    }
+    return _as_json(total, acceptance, grow(value, NODES, heads))
+
+
+def _as_json(
+    positions: int, acceptance: list[list[float]], grown: list[tuple[Path, float]]
+) -> dict[str, Any]:
+    paths, values = [list(path) for path, _ in grown], [value for _, value in grown]
+    return {"positions": positions, "acceptance": acceptance, "paths": paths, "values": values}
 
 
 @dataclass
@@ -138,13 +139,7 @@ def assumed(depth: int, nodes: int = NODES, alike: bool = False) -> dict[str, An
     def value(path: Path) -> float:
         return math.prod(table[level][rank] for level, rank in enumerate(path))
 
-    grown = grow(value, nodes, depth)
-    return {
-        "positions": 0,
-        "acceptance": table,
-        "paths": [list(p) for p, _ in grown],
-        "values": [v for _, v in grown],
-    }
+    return _as_json(0, table, grow(value, nodes, depth))
 
 
 def least_width(nodes: int, depth: int) -> int:

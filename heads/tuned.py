@@ -41,7 +41,6 @@ class DraftSettings:
     paths: Annotated[tuple[Ranks, ...], MaxLen(MOST_NODES)] | None = None
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule"."""
         try:
             TreeShape.of(self.paths or ())
         except UserError as error:
@@ -80,7 +79,6 @@ class Tuned:
     format: Literal[1] = 1
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule"."""
         of_shape = (("chain", self.chain), ("tree", self.tree))
         return [f"{k}: holds settings of a {s.shape}" for k, s in of_shape if s and s.shape != k]
 

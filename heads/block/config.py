@@ -60,7 +60,6 @@ class BlockConfig(LayeredConfig):
         return int(self.kind == "dflash")
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
         found = []
         if self.least and not self.confidence:
             found.append("least: nothing tells a slot's chance; set confidence=1, or least=0")

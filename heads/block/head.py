@@ -104,7 +104,7 @@ class BlockHead(LayeredHead):
         feats = target.features(ids, torch.ones_like(ids, dtype=torch.bool), self.taps)
         net.scale.copy_(feats[0].float().abs().median(0).values.clamp(min=1e-3))
         if self.cfg.look_back:
-            look_back(net, feats[0].float(), self.embed(target, ids[0]).float())
+            look_back(net, feats[0].float(), vocab.table(target, ids[0]).float())
 
     # -- training
 
@@ -169,7 +169,7 @@ class BlockHead(LayeredHead):
         position = batch.depth().view(count, length)
         c = net.fuse(feats[:, :, : len(self.taps)])
         context = net.context(c, (cos[position], sin[position]))
-        embedded = self.embed(target, batch.ids).detach()
+        embedded = vocab.table(target, batch.ids).detach()
         behind = torch.arange(rows, device=c.device)
         for anchors in parts:
             first = embedded.gather(1, anchors.place[..., None].expand(-1, -1, c.shape[-1]))

@@ -56,7 +56,6 @@ class EagleConfig(LayeredConfig):
     depth: Levels = 5
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
         parallel, longest = self.parallel, max(self.steps, self.depth)
         only = EAGLE3_ONLY if self.kind == "eagle1" else ("fc_bias", "feature_loss")
         other = "eagle3" if self.kind == "eagle1" else "eagle1"

@@ -117,7 +117,7 @@ class EagleHead(LayeredHead):
         cfg, net, rows = self.cfg, self.net, plan.rows  # [R]
         reads = self.taps if self.final in self.taps else (*self.taps, self.final)
         feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
-        e = self.embed(target, batch.ids).detach()  # [B, T, D]; feats: [B, T, F, D]
+        e = vocab.table(target, batch.ids).detach()  # [B, T, D]; feats: [B, T, F, D]
         flat_e = e.flatten(0, 1)  # [B * T, D]
         cos, sin = net.rope(batch.ids.shape[1] + plan.steps, e.dtype, e.device)  # [T + S, hd]
 
@@ -198,7 +198,6 @@ class Eagle1Head(EagleHead):
 
     @classmethod
     def choose_taps(cls, target: Target, cfg: EagleConfig) -> tuple[int, ...]:
-        """Choose the output after the final norm, which the LM head reads."""
         return (target.num_layers,)
 
 
@@ -225,7 +224,6 @@ class Eagle3Head(EagleHead):
         )
 
     def start(self, target: Target, counts: Tensor | None) -> None:
-        """Start the output side as the target's."""
         self.start_output(target)
         if self.net.mask_embed is not None:
             self.start_mask(self.net.mask_embed, target)

@@ -74,7 +74,6 @@ class Eagle1Net(EagleNet):
         self.layers = self.stack(False, False)
 
     def start(self, feats: Tensor) -> Tensor:
-        """Return the target's output feature itself."""
         return feats[..., 0, :]
 
     def advance(

@@ -25,15 +25,13 @@ from outrider.heads import vocab
 from outrider.heads.base import Head
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.block.head import BlockHead, DFlashHead, DSparkHead
-from outrider.heads.interop import llama
+from outrider.heads.interop import layout
 from outrider.heads.interop.layout import (
     EMBEDDING,
     LM_HEAD,
     MASK,
     Layout,
-    check_draft_map,
-    check_same,
-    fitted,
+    fitted_draft,
     number,
     refuse,
     with_map,
@@ -108,7 +106,6 @@ class Block(Layout[BlockHead]):
     """Plain names; keys beside a Qwen3 config, of speculators around one."""
 
     def refusals(self, head: BlockHead, target: Target, name: str) -> list[str]:
-        """Also what no engine runs, and what this one reads otherwise."""
         found = super().refusals(head, target, name) + block_refusals(head, target)
         cfg = head.cfg
         if cfg.key_norm and cfg.layers > 1:
@@ -126,17 +123,15 @@ class Block(Layout[BlockHead]):
         return found
 
     def tensors(self, head: BlockHead, target: Target) -> dict[str, Tensor]:
-        """See block_tensors; DeepSpec carries the target's embedding."""
         found = block_tensors(head, target)
         if self.format == "deepspec":
             found[EMBEDDING] = target.embedding_weight
         return found
 
     def config(self, head: BlockHead, target: Target, name: str, dtype: str) -> dict[str, Any]:
-        """A Qwen3 config, of speculators in transformer_layer_config."""
         cfg, plain = head.cfg, self.kind == "dflash"
         layer = {
-            **llama.fields(head.config_json()["layer"], target, dtype),
+            **layout.layer_fields(head.config_json()["layer"], target, dtype),
             "model_type": "qwen3",
             "layer_types": ["full_attention"] * cfg.layers,
         }
@@ -155,7 +150,7 @@ class Block(Layout[BlockHead]):
         if self.format == "speculators":
             return {
                 "architectures": ["DFlashSpeculator" if plain else "DSparkSpeculator"],
-                **llama.speculators(self.kind, target, name, cfg.slots),
+                **layout.speculators(self.kind, target, name, cfg.slots),
                 "transformer_layer_config": layer,
                 **about,
                 "target_hidden_size": target.hidden_size,
@@ -242,8 +237,8 @@ def check_numbers(
 def read_block(foreign: Foreign, target: Target, kind: str) -> Head:
     """A head of ours. An LM head that the file lacks is the target's own. Raises UserError that
     lists all that does not fit."""
-    config, shape = foreign.config, llama.described(foreign, "qwen3")
-    layer, said = llama.layer(foreign, shape, target), numbers_in(foreign, kind)
+    config, shape = foreign.config, layout.described(foreign, "qwen3")
+    layer, said = layout.read_layer(foreign, shape, target), numbers_in(foreign, kind)
     tensors = {n.removeprefix("model."): t for n, t in foreign.tensors.items()}
     there, own = "d2t" in tensors, LM_HEAD in tensors
     size = tensors["d2t"].numel() if there else target.vocab_size
@@ -264,19 +259,13 @@ def read_block(foreign: Foreign, target: Target, kind: str) -> Head:
     )
     if wrong := faults(cfg):
         refuse(foreign, *wrong)
-    if depth := llama.depth_in(config, cfg.slots - 1):
+    if depth := layout.depth_in(config, cfg.slots - 1):
         cfg = replace(cfg, depth=depth)
     given = layer, tuple(cfg.taps), target.vocab_size, target.num_layers
     with torch.device("meta"):
         blank = FAMILY[kind](replace(cfg, key_norm=True), *given).state_dict()
     shapes = {theirs(n): value.shape for n, value in blank.items() if n not in FROM_TARGET}
-    if there:
-        shapes["t2d"] = (target.vocab_size,)
-    shapes[EMBEDDING] = tuple(target.embedding_weight.shape)
-    found = fitted(foreign, tensors, shapes, (EMBEDDING, "t2d"))
-    if there:
-        check_draft_map(foreign, tensors, target.vocab_size)
-    check_same(foreign, tensors, EMBEDDING, target.embedding_weight)
+    found = fitted_draft(foreign, tensors, shapes, target)
     head = FAMILY[kind](cfg, *given)
     state = {n: found[theirs(n)] for n in head.state_dict() if n not in FROM_TARGET}
     mask = torch.tensor([cfg.mask_token], device=target.device)

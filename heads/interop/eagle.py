@@ -34,15 +34,15 @@ from outrider.heads.base import Head
 from outrider.heads.config import MOST_DEPTH
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.head import Eagle1Head, Eagle3Head, EagleHead
-from outrider.heads.interop import engines, llama
+from outrider.heads.interop import engines, layout
 from outrider.heads.interop.layout import (
     EMBEDDING,
     LM_HEAD,
     MASK,
     Layout,
-    check_draft_map,
     check_same,
     fitted,
+    fitted_draft,
     refuse,
     with_map,
 )
@@ -144,7 +144,6 @@ class Eagle1(Layout[Eagle1Head]):
     """A LlamaConfig; vLLM's method "eagle", SGLang's EAGLE."""
 
     def refusals(self, head: Eagle1Head, target: Target, name: str) -> list[str]:
-        """Also a bias that vLLM would drop, and a window, which no engine's EAGLE-1 reads."""
         found = super().refusals(head, target, name) + layer_refusals(head, self.engine)
         if self.format == "vllm" and head.cfg.fc_bias and bool(head.net.fc.bias.any()):
             found.append(
@@ -154,7 +153,6 @@ class Eagle1(Layout[Eagle1Head]):
         return found
 
     def tensors(self, head: Eagle1Head, target: Target) -> dict[str, Tensor]:
-        """As ours; fc's bias for SGLang alone."""
         found = {
             name.removeprefix("net."): value
             for name, value in head.state_dict().items()
@@ -166,11 +164,10 @@ class Eagle1(Layout[Eagle1Head]):
         return found
 
     def config(self, head: Eagle1Head, target: Target, name: str, dtype: str) -> dict[str, Any]:
-        """A LlamaConfig."""
         sglang, scale = self.format == "sglang", float(target.head.scale)
         return {
             "architectures": ["LlamaForCausalLMEagle" if sglang else "LlamaForCausalLM"],
-            **llama.fields(head.config_json()["layer"], target, dtype),
+            **layout.layer_fields(head.config_json()["layer"], target, dtype),
             **({"bias": True} if sglang else {}),
             **({} if scale == 1 else {"logit_scale": scale}),
         }
@@ -180,7 +177,7 @@ def read_eagle1(foreign: Foreign, target: Target) -> Head:
     """A head of ours. A bias of zeros is dropped, another one kept (head.fc_bias). Raises
     UserError that lists all that does not fit."""
     config, tensors = foreign.config, plain_names(foreign.tensors)
-    layer = llama.layer(foreign, config, target)
+    layer = layout.read_layer(foreign, config, target)
     there = "fc.bias" in tensors
     if there and config.get("bias") is False:
         refuse(foreign, "fc.bias: a bias where none is expected: bias in config.json is false")
@@ -191,7 +188,7 @@ def read_eagle1(foreign: Foreign, target: Target) -> Head:
         step_decay=1.0,
         feature_loss=1.0,
         fc_bias=there and bool(tensors["fc.bias"].any()),
-        sliding_window=llama.window_in(foreign, config),
+        sliding_window=layout.window_in(foreign, config),
     )
     check_layer(foreign, layer, cfg)
     last, table = target.num_layers, tuple(target.embedding_weight.shape)
@@ -217,7 +214,6 @@ class Eagle3(Layout[Eagle3Head]):
     one."""
 
     def refusals(self, head: Eagle3Head, target: Target, name: str) -> list[str]:
-        """Also parts of the head that this engine does not have."""
         found = super().refusals(head, target, name) + eagle3_refusals(head, self.engine, target)
         if self.format == "sglang" and 0 in head.taps:
             found.append(
@@ -227,15 +223,13 @@ class Eagle3(Layout[Eagle3Head]):
         return found
 
     def tensors(self, head: Eagle3Head, target: Target) -> dict[str, Tensor]:
-        """See eagle3_tensors; speculators carries the target's embedding."""
         if self.format == "speculators":
             return {**eagle3_tensors(head, "layers.0"), EMBEDDING: target.embedding_weight}
         return eagle3_tensors(head, "midlayer")
 
     def config(self, head: Eagle3Head, target: Target, name: str, dtype: str) -> dict[str, Any]:
-        """A LlamaConfig, of speculators in transformer_layer_config."""
         cfg, taps = head.cfg, list(head.taps)
-        layer = llama.fields(head.config_json()["layer"], target, dtype)
+        layer = layout.layer_fields(head.config_json()["layer"], target, dtype)
         if cfg.sliding_window is not None:
             kinds = ["sliding_attention"] * cfg.layers
             layer |= {"sliding_window": cfg.sliding_window, "layer_types": kinds}
@@ -247,7 +241,7 @@ class Eagle3(Layout[Eagle3Head]):
         if self.format == "speculators":
             return {
                 "architectures": ["PEagleSpeculator" if cfg.parallel else "Eagle3Speculator"],
-                **llama.speculators(
+                **layout.speculators(
                     "peagle" if cfg.parallel else "eagle3", target, name, cfg.depth
                 ),
                 **({"mask_token_id": cfg.mask_token} if cfg.parallel else {}),
@@ -317,10 +311,10 @@ def taps_in(foreign: Foreign, target: Target) -> list[int]:
 def read_eagle3(foreign: Foreign, target: Target) -> Head:
     """A head of ours. An LM head that the file lacks is the target's own. Raises UserError
     that lists all that does not fit."""
-    config, shape = foreign.config, llama.described(foreign, "llama")
+    config, shape = foreign.config, layout.described(foreign, "llama")
     if config.get("architectures") == [AUTOMODEL] and not config.get("parallel_drafting"):
         shape = {**shape, "num_hidden_layers": 1}  # Automodel leaves the target's there
-    layer = llama.layer(foreign, shape, target)
+    layer = layout.read_layer(foreign, shape, target)
     tensors = {
         "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name: t
         for name, t in plain_names(foreign.tensors).items()
@@ -344,8 +338,8 @@ def read_eagle3(foreign: Foreign, target: Target) -> Head:
         draft_vocab=size if there else 0,
         parallel=parallel,
         mask_token=mask_token(foreign, target) if parallel else -1,
-        sliding_window=llama.window_in(foreign, shape),
-        depth=llama.depth_in(config, MOST_DEPTH) or EagleConfig.depth,
+        sliding_window=layout.window_in(foreign, shape),
+        depth=layout.depth_in(config, MOST_DEPTH) or EagleConfig.depth,
         **flags,
     )
     check_layer(foreign, layer, cfg)
@@ -355,13 +349,7 @@ def read_eagle3(foreign: Foreign, target: Target) -> Head:
     shapes = {theirs(name, "midlayer"): s for name, s in wanted.items() if name != "net.mask_embed"}
     if parallel:
         shapes["mask_hidden"] = (1, wanted["net.mask_feats"].numel())
-    if there:
-        shapes["t2d"] = (target.vocab_size,)
-    shapes[EMBEDDING] = tuple(target.embedding_weight.shape)
-    found = fitted(foreign, tensors, shapes, (EMBEDDING, "t2d"))
-    if there:
-        check_draft_map(foreign, tensors, target.vocab_size)
-    check_same(foreign, tensors, EMBEDDING, target.embedding_weight)
+    found = fitted_draft(foreign, tensors, shapes, target)
     if parallel:
         token = torch.tensor([cfg.mask_token], device=target.device)
         found["mask_embed"] = vocab.table(target, token).detach().float().cpu()

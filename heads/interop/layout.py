@@ -1,5 +1,6 @@
 """What a layout is: names of tensors, config.json and refusals of one kind of head in one
-engine's format; and the checks that every file goes through before a head is made of it.
+engine's format; the keys of draft layers in both directions; and the checks that every file goes
+through before a head is made of it.
 
 Shape letters: V vocabulary, Vd draft vocabulary, D width.
 """
@@ -7,18 +8,22 @@ Shape letters: V vocabulary, Vd draft vocabulary, D width.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
+from outrider.conf.typed import from_json
 from outrider.decode.target import Target
 from outrider.heads import vocab
 from outrider.heads.base import Head
 from outrider.heads.interop import engines
 from outrider.heads.interop.reading import Foreign
+from outrider.heads.layers.shape import LayerShape
 
+VERSION = "0.9.0"  # of the speculators package
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OTHERS = {"d2t": torch.int64, "t2d": torch.bool}
@@ -92,6 +97,51 @@ def with_map(head: Head, tensors: dict[str, Tensor], size: int) -> dict[str, Ten
     return tensors if ids is None else {**tensors, "t2d": vocab.to_t2d(ids, size)}
 
 
+# -- the keys of draft layers, as the EAGLE and block layouts share them
+
+
+def layer_fields(layer: dict[str, Any], target: Target, dtype: str) -> dict[str, Any]:
+    """Keys of a LlamaConfig for layers of the shape `layer` (heads.layers.shape.layer_config).
+    The rotary base stands there twice: old engines read rope_theta and rope_scaling."""
+    rope, eos = dict(layer["rope_parameters"]), list(target.eos_ids)
+    scaled = {k: v for k, v in rope.items() if k != "rope_theta"}
+    return {
+        "model_type": "llama",
+        **{k: v for k, v in layer.items() if k != "rope_parameters"},
+        "vocab_size": target.vocab_size,
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rope_parameters": rope,
+        "rope_scaling": None if rope.get("rope_type") in (None, "default") else scaled,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": getattr(target.config, "bos_token_id", None),
+        "eos_token_id": eos[0] if len(eos) == 1 else eos,
+        "torch_dtype": dtype,
+    }
+
+
+def speculators(algorithm: str, target: Target, name: str, depth: int) -> dict[str, Any]:
+    """Keys of every folder of speculators: what it holds, how many tokens to draft, for which
+    target."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": depth,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": name, "architectures": [architecture(target)]},
+        },
+    }
+
+
 # -- reading
 
 
@@ -148,6 +198,24 @@ def fitted(
     return {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}
 
 
+def fitted_draft(
+    foreign: Foreign,
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, Sequence[int]],
+    target: Target,
+) -> dict[str, Tensor]:
+    """As `fitted`, of a head that may have a draft vocabulary (d2t, t2d) and a copy of the target's
+    embedding, which are checked too."""
+    wanted = {**shapes, EMBEDDING: tuple(target.embedding_weight.shape)}
+    if "d2t" in tensors:
+        wanted["t2d"] = (target.vocab_size,)
+    found = fitted(foreign, tensors, wanted, (EMBEDDING, "t2d"))
+    if "d2t" in tensors:
+        check_draft_map(foreign, tensors, target.vocab_size)
+    check_same(foreign, tensors, EMBEDDING, target.embedding_weight)
+    return found
+
+
 def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) -> None:
     """d2t [Vd] must hold offsets: target id = i + d2t[i], ascending, below V = size; t2d [V]
     must mark the same tokens. Raises UserError, which says so where the file seems to hold the
@@ -177,3 +245,83 @@ def check_same(foreign: Foreign, tensors: Mapping[str, Tensor], name: str, ours:
             f"{name}: differs from the target's own (relative error {float(error):.3g}); this "
             "repository drafts with the target's: give the target that the head was trained for",
         )
+
+
+def described(foreign: Foreign, kind: str) -> dict[str, Any]:
+    """The keys that describe the layers: those of config.json, of a folder of speculators its
+    transformer_layer_config. Raises UserError where that is missing or not of `kind`."""
+    config, where = foreign.config, foreign.folder / "config.json"
+    if "speculators_model_type" not in config:
+        return config
+    found = config.get("transformer_layer_config")
+    if not isinstance(found, dict):
+        raise UserError(f"{where}: transformer_layer_config is missing; export the head again")
+    if found.get("model_type", kind) != kind:
+        raise UserError(
+            f"{where}: its layer is a {found['model_type']!r:.40} layer; {kind} layers are read"
+        )
+    return found
+
+
+def depth_in(config: dict[str, Any], most: int) -> int | None:
+    """How many tokens a folder of speculators is to draft, None where it does not tell or tells
+    more than `most`."""
+    try:
+        depth = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return depth if type(depth) is int and 0 < depth <= most else None
+
+
+def window_in(foreign: Foreign, config: dict[str, Any]) -> int | None:
+    """How many positions the layers look back over, None: over all. As in engines, layer_types
+    decides: `sliding_window` alone stands in many configs and means nothing.
+
+    Raises UserError for a window of no whole number above 0, and for layers that differ."""
+    where, kinds = foreign.folder / "config.json", config.get("layer_types")
+    if not isinstance(kinds, list) or "sliding_attention" not in kinds:
+        return None
+    if any(kind != "sliding_attention" for kind in kinds):
+        raise UserError(
+            f"{where}: layer_types: some layers slide and some do not; heads whose layers are "
+            "alike are read"
+        )
+    return number(foreign, config, "sliding_window")
+
+
+def read_layer(foreign: Foreign, config: dict[str, Any], target: Target) -> dict[str, Any]:
+    """The draft layers (heads.layers.shape.layer_config) that a LlamaConfig describes.
+
+    Raises UserError for a key that is missing or absurd, and for layers that this repository
+    cannot run with this target."""
+    where = foreign.folder / "config.json"
+    for key in ("attention_bias", "mlp_bias", "qkv_bias"):
+        if config.get(key):
+            raise UserError(f"{where}: {key} is true; draft layers with biases are not read")
+    width, heads = (number(foreign, config, key) for key in ("hidden_size", "num_attention_heads"))
+    said = foreign.config.get("target_hidden_size") or width
+    if not width == said == target.hidden_size:
+        raise UserError(
+            f"{where}: hidden_size: {width} (target_hidden_size {said!r:.40}); the target's is "
+            f"{target.hidden_size}: give the target that the head was trained for"
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(rope, dict):
+        rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **rope}
+        if "type" in rope:  # the key's older name
+            rope["rope_type"] = rope.pop("type")
+    usual = {
+        "num_hidden_layers": 1,
+        "num_key_value_heads": heads,
+        "head_dim": width // heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+    }
+    given = {k: config[k] for k in LayerShape.__dataclass_fields__ if config.get(k) is not None}
+    known, found = from_json({**usual, **given, "rope_parameters": rope}, LayerShape)
+    if found:
+        raise UserError(
+            f"{where}: {found[0].partition('; set ')[0]}; no draft layer can be made of it"
+        )
+    return asdict(known)

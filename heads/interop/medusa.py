@@ -33,7 +33,6 @@ class Medusa(Layout[MedusaHead]):
     word)."""
 
     def refusals(self, head: MedusaHead, target: Target, name: str) -> list[str]:
-        """Also a Markov term, which no engine knows."""
         found = super().refusals(head, target, name)
         if head.cfg.markov_rank:
             found.append(
@@ -43,7 +42,6 @@ class Medusa(Layout[MedusaHead]):
         return found
 
     def tensors(self, head: MedusaHead, target: Target) -> dict[str, Tensor]:
-        """Blocks and projections by head."""
         cfg, ids, found = head.cfg, head.ids(), dict[str, Tensor]()
         own = head.projection(target).detach().float()
         for k, rows in enumerate(own if own.dim() == 3 else own.expand(cfg.heads, *own.shape)):
@@ -55,7 +53,6 @@ class Medusa(Layout[MedusaHead]):
         return found
 
     def config(self, head: MedusaHead, target: Target, name: str, dtype: str) -> dict[str, Any]:
-        """vLLM's own."""
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",

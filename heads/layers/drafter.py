@@ -18,6 +18,7 @@ from outrider.decode import devices
 from outrider.decode.grow import Form
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+from outrider.heads import vocab
 from outrider.heads.base import Drafting
 from outrider.heads.layers.head import LayeredHead
 from outrider.heads.layers.layer import DraftNet, Rope
@@ -158,7 +159,7 @@ class LayeredDrafter(CachedNet, Drafting):
         self.net.lm_head = None  # a copy of what is read below
         self.proj = head.projection(target).detach().to(self.dtype)  # [Vd, D]
         self.width = min(form.width, self.proj.shape[0])
-        self.embed = functools.partial(head.embed, target)
+        self.embed = functools.partial(vocab.table, target)
         self.most_rows = 0  # that are read at once behind the committed ones, whatever is drafted
         self.reset(1, 1)
 
@@ -187,7 +188,6 @@ class LayeredDrafter(CachedNet, Drafting):
         self.h[have:need] = 0
 
     def select(self, rows: list[int]) -> None:
-        """Keep these live rows in this order."""
         super().select(rows)
         if rows != list(range(len(rows))):
             self.h[: len(rows)] = self.h[rows]

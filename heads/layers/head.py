@@ -75,11 +75,9 @@ class LayeredHead(Head):
     @classmethod
     def restored(cls, known: Any, target: Target) -> Self:
         taps = tuple(known.taps)
-        head = cls(known.config, asdict(known.layer), taps, known.vocab_size, known.final)
-        return head
+        return cls(known.config, asdict(known.layer), taps, known.vocab_size, known.final)
 
     def config_json(self) -> dict[str, Any]:
-        """Add the draft layer's shape and the taps with their convention."""
         config = self.net.config
         layer = {k: getattr(config, k) for k in LayerShape.__dataclass_fields__}
         return {
@@ -91,10 +89,6 @@ class LayeredHead(Head):
             "final": self.final,
             "reads_table": True,
         }
-
-    def embed(self, target: Target, ids: Tensor) -> Tensor:
-        """What the layers read of tokens `ids` [..]: [.., D]."""
-        return vocab.table(target, ids)
 
     def projection(self, target: Target) -> Tensor:
         """[Vd, D] the weight that turns what the network gives into draft logits: its own LM
@@ -148,7 +142,7 @@ class LayeredHead(Head):
         """`mask` [.., D] becomes the frozen embedding of the mask's token, if it has one."""
         if self.cfg.mask_token >= 0:
             token = torch.tensor([self.cfg.mask_token], device=target.device)
-            mask.copy_(self.embed(target, token).view_as(mask))
+            mask.copy_(vocab.table(target, token).view_as(mask))
             mask.requires_grad_(False)
 
     def distribution(

@@ -110,7 +110,6 @@ class LayerShape:
     rope_parameters: dict[str, Any]
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule"."""
         found = []
         if self.num_attention_heads % self.num_key_value_heads:
             found.append(

@@ -98,8 +98,6 @@ class ParallelHead(Head):
 
     @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
-        """Make fresh heads, equal to the target's LM head. Raises UserError when the draft
-        vocabulary is too large."""
         head = cls.build(target, cfg)
         if cfg.draft_vocab:
             ids = head.choose_vocabulary(counts, cfg.draft_vocab)
@@ -113,7 +111,6 @@ class ParallelHead(Head):
         return cls(known.config, known.width, known.vocab_size, known.taps[0])
 
     def config_json(self) -> dict[str, Any]:
-        """Add the tap with its convention."""
         return {
             **super().config_json(),
             "width": self.width,
@@ -216,7 +213,6 @@ class LastFeature(Drafting):
         self.last = torch.zeros(0, dtype=torch.int64, device=target.device)
 
     def reset(self, rows: int, max_len: int) -> None:
-        """Forget every row."""
         self.feats, self.last = self.feats[:0], self.last[:0]
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
@@ -244,7 +240,6 @@ class LastFeature(Drafting):
         self.feats[rows], self.last[rows] = newest, last
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows in this order."""
         self.feats, self.last = self.feats[rows], self.last[rows]
 
 

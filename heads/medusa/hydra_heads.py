@@ -142,8 +142,6 @@ class HydraDrafter(LastFeature):
         self.reset(1, 1)
 
     def reset(self, rows: int, max_len: int) -> None:
-        """Forget every row; the prefix layers make room for `rows` rows of `max_len`
-        tokens."""
         super().reset(rows, max_len)
         if self.prefix is not None:  # a padded observation may stick out
             self.prefix.room(rows, max_len + self.max_depth + 2)
@@ -164,7 +162,6 @@ class HydraDrafter(LastFeature):
         super().observe(tokens, last[:, None, None].expand(-1, tokens.shape[1], -1, -1), n, rows)
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows in this order."""
         super().select(rows)
         if self.prefix is not None:
             self.prefix.select(rows)
@@ -248,8 +245,6 @@ class HydraHeads(ParallelHead):
         return head
 
     def config_json(self) -> dict[str, Any]:
-        """Add the width of embeddings, what they are multiplied by, and the prefix layers'
-        shape."""
         return {
             **super().config_json(),
             "embed_width": self.embed_width,

@@ -33,7 +33,6 @@ class LoraKeys:
     targets: list[str] = field(default_factory=list)
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
         if not self.rank and (self.targets or self.dropout):
             return ["rank: 0 is no LoRA; give 1 or more, or leave targets and dropout out"]
         return []
@@ -76,7 +75,6 @@ class SmallLMConfig(HeadConfig):
     width: Width = 4
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
         found = []
         sources = sum(map(bool, (self.from_target_layers, self.path, self.name)))
         if sources != 1:

@@ -183,7 +183,6 @@ class SmallLM(Head):
             raise UserError("head.model: its pass gives NaN or infinity")
 
     def ids(self) -> Tensor | None:
-        """Return the tokens that the drafter proposes, None for all."""
         return self.chosen
 
     def train(self, mode: bool = True) -> Self:
@@ -199,7 +198,6 @@ class SmallLM(Head):
     # -- training
 
     def plan(self, batch: Batch, step: int) -> Tensor:
-        """Return flat places [n] of the supervised tokens that have a past."""
         return batch.supervised(1)
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
@@ -283,7 +281,6 @@ class SmallLM(Head):
 
     @property
     def levels(self) -> int:
-        """Return the levels that are measured."""
         return self.cfg.depth
 
     def measure(self, table: Tensor) -> dict[str, Any]:
@@ -300,7 +297,6 @@ class SmallLM(Head):
         return merged(self.net, self.outside, self.dtype)
 
     def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
-        """Draft with a copy of the model."""
         form, own = self.form(target, draft), Target(self.plain(), self.tokenizer)
         own.packs_weights = target.packs_weights
         name = f"{self.kind}@{form.shape}"
@@ -309,9 +305,6 @@ class SmallLM(Head):
     # -- on disk
 
     def config_json(self) -> dict[str, Any]:
-        """Add the model's own config, the layers it was cut from, the draft
-        vocabulary.
-        """
         return {
             **super().config_json(),
             "model": self.net.config.to_diff_dict(),

@@ -8,6 +8,7 @@ and every weight keeps its name but for the layer's number.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from typing import Any
 
@@ -34,9 +35,7 @@ def load_draft(
     try:
         draft = load_target(source, dtype, device)
     except UserError as error:
-        said = str(error).removeprefix("target: ")
-        for name in ("target.path: ", "target.name: "):
-            said = said.replace(name, "")
+        said = re.sub(r"target(\.path|\.name)?: ", "", str(error))
         raise UserError(f"{key}: {said}") from None
     both = target.tokenizer is not None and draft.tokenizer is not None
     if both and (apart := compare(target.tokenizer, draft.tokenizer, draft.vocab_size)):
