@@ -44,8 +44,7 @@ class Head(Stored):
     packs: whether its loss keeps packed documents apart.
     rate_narrows: whether its learning rate goes down with the width of the target.
     why: a draft may not be deeper than `deepest`, for the error about it.
-    step: of the run, 0-based.
-    """
+    step: of the run, 0-based."""
 
     kind: ClassVar[str] = ""
     Config: ClassVar[type[HeadConfig]] = HeadConfig
@@ -81,8 +80,7 @@ class Head(Stored):
 
         counts: [V] int64, how often each token is supervised in the training data; None when
         there is no data (then no draft vocabulary can be chosen). Raises UserError for a
-        configuration the target or the data cannot carry.
-        """
+        configuration the target or the data cannot carry."""
         raise TypeError(f"{cls.__name__} must define for_target")
 
     def plan(self, batch: Batch, step: int) -> Any:
@@ -177,8 +175,7 @@ class Head(Stored):
         """[size] int64 ascending: the tokens that are supervised most often; notes what they
         cover. counts: [V] int64.
 
-        Raises UserError without counts, and for more tokens than were seen.
-        """
+        Raises UserError without counts, and for more tokens than were seen."""
         if counts is None:
             raise UserError(
                 "head.draft_vocab: no token counts to choose from; set head.draft_vocab=0"
@@ -189,8 +186,7 @@ class Head(Stored):
 
     def target_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
         """The target's LM head over the draft vocabulary: weight [Vd, D] and bias [Vd] or
-        None; gathered once.
-        """
+        None; gathered once."""
         if (
             self._rows is None
             or self._rows[0].device != target.device

@@ -38,8 +38,7 @@ class Batch(Movable):
     position: [B, T] int64, packed: place of a token in its document; the padding counts from 0
         as one more. None: t.
     plan: what a head's `plan` found out about the batch, None: nobody has asked.
-    documents: what `spans` says, known to the host; None: not known yet.
-    """
+    documents: what `spans` says, known to the host; None: not known yet."""
 
     ids: Tensor
     mask: Tensor
@@ -88,8 +87,7 @@ class Batch(Movable):
 
 def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     """A tensor, or whatever holds tensors in dataclasses and tuples, with `move` applied to
-    each; everything else as it is.
-    """
+    each; everything else as it is."""
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -111,8 +109,7 @@ class LossOut:
 
     sum: scalar with gradient, summed over the supervised tokens. count: scalar, the supervised
     tokens, a number that depends on the data alone. stats: name -> [2] (sum, count), added up
-    over ranks and micro-batches, then divided.
-    """
+    over ranks and micro-batches, then divided."""
 
     sum: Tensor
     count: Tensor

@@ -74,8 +74,7 @@ def save_head(
     """Write `head` as a folder, replacing a head that is there. extra: JSON kept as it is
     (step, scores).
 
-    Raises OSError or SafetensorError when the disk refuses; then nothing has changed.
-    """
+    Raises OSError or SafetensorError when the disk refuses; then nothing has changed."""
     with staged(Path(folder)) as stage:
         name, saved = head.write(stage, finished=True)
         write_card(stage, name, head.kind, saved, identity, extra)
@@ -124,8 +123,7 @@ def staged(final: Path) -> Iterator[Path]:
     vanishes when it does not.
 
     Files and folders are synced before the rename. If `final` exists, it is set aside first;
-    `recover` mends the instant between the two renames.
-    """
+    `recover` mends the instant between the two renames."""
     final.parent.mkdir(parents=True, exist_ok=True)
     stage, old = final.with_name(f".tmp-{final.name}"), final.with_name(f".old-{final.name}")
     shutil.rmtree(stage, ignore_errors=True)
@@ -164,8 +162,7 @@ def read_card(folder: Path) -> dict[str, Any]:
     """Read the head.json of a folder, checked but for what is in `head` and `extra`.
 
     Raises UserError naming the file when it is missing or damaged, of another format, or holds
-    a wrong value.
-    """
+    a wrong value."""
     path = folder / CARD
     try:
         text = path.read_text()
@@ -192,11 +189,10 @@ def load_head(folder: Path | str, target: Target, relative: bool = False) -> Hea
     """Load the head in `folder` onto the target's device, in the dtype it was trained in.
     relative: it may have been trained for another target with the same tokenizer.
 
-    Raises UserError when a file is missing or damaged, a value of the card is wrong or does
-    not go with the weights, nobody brings such a kind, or the head was trained for another
-    target, tokenizer or chat template (named by hash). Nothing of the card's sizes is made
-    before they are those of the weights.
-    """
+    Raises UserError where a file is missing or damaged, a value of the card is wrong or
+    does not go with the weights, or the head was trained for another target, tokenizer or
+    chat template. Nothing of the card's sizes is made before they are those of the
+    weights."""
     folder = Path(folder)
     card = read_card(folder)
     kind = head_class(card["kind"], str(folder / CARD))

@@ -27,12 +27,9 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     first that is no n-gram draws, the others give their most probable tokens.
 
     Where scripts/tune.py has left its choice in the head's folder, that is how the head
-    drafts; "@chain:4" or "@tree:16" (levels, nodes) ask for something else. "@adaptive"
-    behind any of them but "none" chooses the depth of the draft at every step. The
-    drafter's name is `spec`. Raises UserError for anything else, for a tree on a target
-    that takes chains only, for a head of another target, and for a model with another
-    tokenizer.
-    """
+    drafts. The drafter's name is `spec`. Raises UserError for anything else, for a tree on
+    a target that takes chains only, for a head of another target, and for a model with
+    another tokenizer."""
     draft = names.parse(spec)
     if len(draft.each) > 1:
         if target.support != "tree":
@@ -71,8 +68,7 @@ def _single(draft: DraftSpec, name: str, target: Target) -> Drafter:
 def settled(draft: DraftSpec) -> DraftSpec:
     """Return `draft` of one source with what scripts/tune.py has left for it.
 
-    Raises UserError for a file of settings that is damaged or another head's.
-    """
+    Raises UserError for a file of settings that is damaged or another head's."""
     folder = settings_folder(draft)
     left = None if folder is None else tuned.read(folder)
     return draft if left is None else left.draft(draft)
@@ -82,8 +78,7 @@ def drafting_head(source: str, target: Target) -> Head:
     """Load what drafts at `source`: the trained head there, or an ordinary model behind a
     head's calls.
 
-    Raises UserError where there is neither, or where it is for another target.
-    """
+    Raises UserError where there is neither, or where it is for another target."""
     if is_plain(source):
         return plain_model(source, target)
     folder = find_head(source)

@@ -81,8 +81,7 @@ def head_folder(draft: DraftSpec) -> Path | None:
     """Find the folder of the head that `draft` asks for; None where it asks for no head: none,
     ngram, a plain model.
 
-    Raises UserError for a folder that holds none of these.
-    """
+    Raises UserError for a folder that holds none of these."""
     if draft.source in (NONE, NGRAM):
         return None
     return None if is_plain(draft.source) else find_head(draft.source)

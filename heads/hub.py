@@ -49,8 +49,7 @@ def split(name: str) -> tuple[str, str | None]:
 def head(name: str) -> Path:
     """Fetch the head at hub:OWNER/NAME[@REVISION], where it is not here yet; its folder.
 
-    Raises UserError where it cannot be fetched or holds no head in our own form.
-    """
+    Raises UserError where it cannot be fetched or holds no head in our own form."""
     place, held = _fetched(name, OWN, ["*/*/*"])
     for folder in (place / HEAD, place):
         if (folder / CARD).is_file():

@@ -3,9 +3,8 @@ the same without [B, T, K, V].
 
 The kernel walks over chunks of supervised tokens; in a chunk it computes the logits of every
 head, their softmax, the loss, and at once the gradients with respect to hidden states and
-weights. What it keeps is [K, n, D] and [K, Vd, D]. Matmuls run in the dtype of the hidden
-states (bfloat16 with float32 accumulation); the softmax runs in float32 inside its kernel and
-is stored in that dtype; all sums are float32 or better.
+weights: what it keeps is [K, n, D] and [K, Vd, D]. Matmuls run in the dtype of the hidden
+states; all sums are float32 or better.
 
 Shape letters: n supervised tokens, K heads, D width, Vd draft vocabulary, m tokens of a chunk,
 r low rank.
@@ -45,8 +44,7 @@ def plain_loss(
     `lk` is LK losses' (arXiv 2602.23881).
 
     logits: [n, Vd]. teacher: p, None where no term needs it. target: [n] int64, x in the draft
-    vocabulary, -1 outside.
-    """
+    vocabulary, -1 outside."""
     log_q, in_vocab = logits.log_softmax(-1), target >= 0
     target_logp = log_q.gather(-1, target.clamp(min=0)[:, None])[:, 0]
     loss = -weights.hard * target_logp * in_vocab
@@ -147,8 +145,7 @@ class Taught:
     tokens that are met at once. parts: the chunks where they may not begin anywhere. weigh:
     gives weights [m] to the tokens of a chunk by the log-probabilities [m] of the data's
     tokens, minus infinity outside the draft vocabulary; None: all are 1. rated: the overlap
-    of both distributions is wanted.
-    """
+    of both distributions is wanted."""
 
     place: Tensor
     valid: Tensor
@@ -204,8 +201,7 @@ def chunked_loss(
     term m W^T added to the logits of all heads; both are cast to hidden's dtype.
 
     Returns (scalar loss summed over tokens and heads, with gradient to hidden, weight and the
-    low-rank pair; what was found token by token).
-    """
+    low-rank pair; what was found token by token)."""
     near, far = (None, None) if low_rank is None else (low_rank[0].to(hidden.dtype), low_rank[1])
     args = (hidden, weight, near, far, taught)
     total, loss, hit, counted, rate = _ChunkedLoss.apply(*args)  # type: ignore[no-untyped-call]

@@ -37,8 +37,7 @@ class DraftSpec:
     "tree", "" = the drafter's own. depth: levels. nodes: nodes of a tree. width: nodes that a
     dynamic tree expands per level. paths: ranks of a static tree's nodes. None: as the drafter
     itself has it. parts: the drafters of a union, whose names joined are its source; () for a
-    single one.
-    """
+    single one."""
 
     source: str = ""
     shape: str = ""
@@ -89,8 +88,7 @@ def split(spec: str) -> tuple[str, list[str]]:
     raised.
 
     Where no part of the name exists, the known options at its end are options. So is one word
-    that is none, for the sake of the error about it, unless a "/" follows its "@".
-    """
+    that is none, for the sake of the error about it, unless a "/" follows its "@"."""
     words = spec.split("@")
     places = [n for n in range(len(words), 0, -1) if _exists("@".join(words[:n]))]
     if words[0] in (NONE, NGRAM):
@@ -112,8 +110,7 @@ def parse(spec: str) -> DraftSpec:
     """Read what `spec` asks for.
 
     Raises UserError, one line with the fix, for an option that is unknown, stands in another's
-    place or cannot be had of this source, and for a union of what cannot be joined.
-    """
+    place or cannot be had of this source, and for a union of what cannot be joined."""
     names = members(spec)
     if len(names) > 1:
         return _union(names, spec)

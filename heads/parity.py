@@ -1,25 +1,19 @@
 """The parity gate: does the drafter that decodes compute what the training pass computed, also
 after save and reload?
 
-"98 % in training, 10 % when served" has many causes: a rotary offset, a feature of the row
-before, a cache that keeps what it should forget, a wrong draft vocabulary, a head that was
-saved without a part. Each makes two computations differ that must agree, so both are run on
-the same text, the target's own greedy answers to some prompts:
+"98 % in training, 10 % when served" comes of a rotary offset, a feature of the row before,
+a cache that keeps what it should forget. So both are run on the target's own greedy answers
+to some prompts:
 
 - *free-running*: the real engine with a chain drafter, which goes on from its own outputs;
 - *teacher-forced*: the training pass over the finished answers (Head.forced: it reads the true
-  tokens in place of its own), for drafts of the same depth. What a chain accepts at T = 0 is a
-  function of the text before it, so stepping through the answer by what the training pass
-  accepts must give the engine's cycles;
+  tokens in place of its own). What a chain accepts at T = 0 is a function of the text before it,
+  so stepping through the answer by what the training pass accepts must give the engine's cycles;
 - *reloaded*: the engine with the head as it was saved and read back.
 
-Compared are the distributions that drafts are drawn from: at some cycles of a short run at
-T = 1 the training pass is given the drafted chain and must have the same distribution at
-every level. And what the greedy cycles accepted, one by one, except where the training pass
-prefers one token over another by no more than rounding. In float32 one difference fails the
-gate; in 16 bits the distributions may be DISTRIBUTION apart on average, a later level not
-much more than the first, and a small share of the cycles may differ. The accepted lengths
-may differ by no more than the paired interval over prompts, or SLACK.
+Compared are the distributions that drafts are drawn from, at some cycles of a short run at
+T = 1, and what the greedy cycles accepted, one by one, beyond rounding. In float32 one
+difference fails the gate; in 16 bits see the bounds below.
 
 Shape letters: B rows, T positions, S levels of a draft, Vd draft vocabulary.
 """
@@ -219,8 +213,7 @@ def check(
     drafts deep writes more. batch_size: prompts decoded at a time. room: of a training pass.
     reload: gives the head as it was saved and read back.
 
-    Raises UserError when the saved head cannot be read.
-    """
+    Raises UserError when the saved head cannot be read."""
     head.eval()
     depth = int(head.drafter(target, DraftSpec(shape="chain")).max_depth)
     # Cycles at the end of an answer are cut: of shorter ones none would be left to compare.

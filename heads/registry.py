@@ -32,8 +32,7 @@ def head_class(kind: str, where: str = "head.kind") -> type[Head]:
     """Import the class of a kind of head: one of ours, or what an installed package brings
     (conf/packages.py). where: what names the kind, for an error.
 
-    Raises UserError for a kind that nobody brings, and for a package that is no good.
-    """
+    Raises UserError for a kind that nobody brings, and for a package that is no good."""
     if kind in HEADS:
         module, _, name = HEADS[kind][0].partition(":")
         found: type[Head] = getattr(importlib.import_module(f"outrider.heads.{module}"), name)

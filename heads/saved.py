@@ -40,8 +40,7 @@ class Saved:
     """What a kind of head writes under "head" in head.json (config_json), as types.
 
     coverage: share of the supervised tokens in the draft vocabulary. calibration: what
-    heads.shapes.measure found, {} for a head that was never calibrated.
-    """
+    heads.shapes.measure found, {} for a head that was never calibrated."""
 
     config: Any
     coverage: float = 1.0
@@ -55,8 +54,7 @@ class Saved:
     def read(cls, saved: Any, target: Target, kind: str) -> Self:
         """Read parsed JSON of a head of `kind`, every value checked.
 
-        Raises UserError of one line that names the wrong keys.
-        """
+        Raises UserError of one line that names the wrong keys."""
         problems: list[str] = []
         if isinstance(saved, dict) and isinstance(saved.get("config"), dict):
             known = getattr(get_type_hints(cls)["config"], "__dataclass_fields__", {})
@@ -93,8 +91,7 @@ class Stored(nn.Module):
         """Make an empty head of the saved shape, ready for load_state_dict, on torch's default
         device. saved: what config_json wrote, or what a stranger wrote in its place.
 
-        Raises UserError, KeyError or TypeError for values that are no head of this kind.
-        """
+        Raises UserError, KeyError or TypeError for values that are no head of this kind."""
         known = cls.Saved.read(saved, target, cls.kind)
         head = cls.restored(known, target)
         head.coverage, head.calibration = known.coverage, known.calibration
@@ -129,8 +126,7 @@ class Stored(nn.Module):
     def restore_json(self, saved: dict[str, Any]) -> None:
         """Take over from config_json what is measured rather than configured, on resume.
 
-        Raises KeyError for a file that no head wrote.
-        """
+        Raises KeyError for a file that no head wrote."""
         self.coverage, self.calibration = saved["coverage"], saved["calibration"]
 
     def write(self, folder: Path, finished: bool) -> tuple[str, dict[str, Any]]:

@@ -39,8 +39,7 @@ def grow(
     """Grow best-first: up to `nodes` paths with their values; any prefix of the list is
     itself a whole tree.
 
-    A path enters the frontier after its parent and its elder sibling.
-    """
+    A path enters the frontier after its parent and its elder sibling."""
     frontier: list[tuple[float, Path]] = [(-value((0,)), (0,))] if depth else []
     grown: list[tuple[Path, float]] = []
     while frontier and len(grown) < nodes:
@@ -107,8 +106,7 @@ def problems(calibration: dict[str, Any], levels: int, vocabulary: int) -> list[
     """Say what is wrong with a calibration that a file holds, "key: what"; []. An empty one is
     sound.
 
-    levels: the most that a draft may have. vocabulary: tokens of the draft vocabulary.
-    """
+    levels: the most that a draft may have. vocabulary: tokens of the draft vocabulary."""
     ours = {k: v for k, v in calibration.items() if k in Calibration.__dataclass_fields__}
     known, found = from_json(ours, Calibration, "calibration.")
     if found:

@@ -46,13 +46,11 @@ def target_distribution(
 
     rows: weight [Vd, D] and bias [Vd] or None of the target's LM head over the draft
     vocabulary, or over all V tokens. feats: [N, D], output of the target after its final
-    norm. source: [n] int64, the row of feats that predicts token j, one before it. ids:
-    [Vd] int64 ascending draft vocabulary, None for all. place: [n] int64, where the token
-    of the data stands in it, -1 outside. mask: which tokens are taught, see
-    losses.LossWeights; the others have no distribution. "argmax" (of all rows) is EAGLE-3's
-    (Li et al. 2025); on text that the target wrote greedily "token" is the same, from Vd
-    rows. top_k: keep only so many most probable tokens of the distribution (HASS); 0 = all.
-    """
+    norm. source: [n] int64, the row of feats that predicts token j. ids: [Vd] int64
+    ascending draft vocabulary, None for all. place: [n] int64, where the token of the data
+    stands in it, -1 outside. mask: which tokens are taught, see losses.LossWeights
+    ("argmax", of all rows, is EAGLE-3's). top_k: keep only so many most probable tokens of
+    the distribution (HASS); 0 = all."""
     weight, bias = rows
     inside = None if ids is None else vocab.to_t2d(ids, target.vocab_size)
     less = bool(top_k) if ids is None else len(weight) > len(ids)

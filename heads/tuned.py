@@ -31,8 +31,7 @@ Ranks = Annotated[tuple[Rank, ...], MaxLen(MOST_DEPTH)]
 class DraftSettings:
     """The shape of a draft. shape: "chain" or "tree". depth: levels (a chain's K). nodes: of a
     tree. width: nodes that a dynamic tree expands per level. paths: ranks of a static tree's
-    nodes. None: as the head itself has it.
-    """
+    nodes. None: as the head itself has it."""
 
     shape: Literal["chain", "tree"]
     depth: Levels | None = None
@@ -67,8 +66,7 @@ class DraftSettings:
 class Tuned:
     """What tuning chose for one head. best: the fastest of all shapes. pays: whether it was
     faster than plain decoding when measured. evidence: where and how it was measured, for
-    people.
-    """
+    people."""
 
     card_sha256: str
     best: DraftSettings
@@ -112,8 +110,7 @@ def read(folder: Path) -> Tuned | None:
     """Read decode.json of a head folder, checked; None when there is none.
 
     Raises UserError naming the file when it is damaged, of another format, or tuned for
-    another head.
-    """
+    another head."""
     path = folder / DECODE
     fix = "run scripts/tune.py again, or delete the file to use the head's own settings"
     try:

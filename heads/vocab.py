@@ -24,8 +24,7 @@ def choose(counts: Tensor, size: int, key: str = "head.draft_vocab") -> Tensor:
     """The ids of the `size` most frequent tokens, ascending: [size] int64.
 
     counts: [V] int64, occurrences among supervised tokens. Ties go to the lower id. Raises
-    UserError when fewer than `size` different tokens were seen: the rest would be guesses.
-    """
+    UserError when fewer than `size` different tokens were seen: the rest would be guesses."""
     seen = int((counts > 0).sum())
     if size > seen:
         raise UserError(
@@ -39,16 +38,14 @@ def choose(counts: Tensor, size: int, key: str = "head.draft_vocab") -> Tensor:
 def problems(size: int, chosen: int, known: int) -> list[str]:
     """What is wrong with a saved vocabulary of `size` tokens, "key: what"; [].
 
-    chosen: how many of them are drafted, 0 for all. known: tokens of the target.
-    """
+    chosen: how many of them are drafted, 0 for all. known: tokens of the target."""
     found = [] if size == known else [f"vocab_size: {SHORT.repr(size)}, the target's is {known}"]
     return found if chosen <= known else [*found, f"config.draft_vocab: {chosen} of {known} tokens"]
 
 
 def ascends(ids: Tensor, size: int) -> bool:
     """Whether `ids` [Vd] are different tokens of a vocabulary of `size`, in order, and any at
-    all.
-    """
+    all."""
     if not ids.numel():
         return False
     return bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < size

@@ -1,11 +1,8 @@
 """A head that starts from another one's weights: a run of one's own, a checkpoint, or a
 published head that scripts/import_head.py has read.
 
-The old head may have been trained for a relative of the target (same tokenizer and widths,
-as after fine-tuning). It is of the same kind, its weights have the same shapes, and mean
-the same: a head that reads other layers of the target, norms at other places or has layers
-of another make would read its weights as something else. Its draft vocabulary is the new
-head's.
+The old head may have been trained for a relative of the target. It is of the same kind, and
+its weights have the same shapes and mean the same. Its draft vocabulary is the new head's.
 """
 
 from __future__ import annotations
@@ -53,8 +50,7 @@ class Start:
         """Load it. path: a head folder, or a run folder. kind: of the head that will start
         from it.
 
-        Raises UserError where there is none, or one of another kind, width or tokenizer.
-        """
+        Raises UserError where there is none, or one of another kind, width or tokenizer."""
         try:
             folder = head_in(path)
             if folder is None:

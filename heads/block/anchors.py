@@ -1,9 +1,8 @@
 """Where the blocks of a training pass begin, and what their rows predict.
 
-A block begins at an anchor, a token whose own feature does not exist yet when its successors
-are drafted. Anchors are drawn anew whenever a row comes up, from the run's seed, the step and
-the row's number alone: a row comes up once in an epoch, so the draw is a function of seed,
-epoch and row, the same on any number of ranks, packed or not, and after a resume.
+A block begins at an anchor, a token whose own feature does not exist yet when its
+successors are drafted. Anchors are drawn anew whenever a row comes up, a function of seed,
+step and row alone: the same on any number of ranks, packed or not, and after a resume.
 
 Shape letters: B rows, T positions, A anchors of a row, K slots.
 """

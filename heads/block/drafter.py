@@ -1,9 +1,8 @@
 """Drafting with a block head (decode.grow draws the draft).
 
-`observe` projects the features of newly committed tokens to keys and values and appends them;
-the cache holds exactly the committed positions but the anchor's, whose feature does not exist
-yet, and nothing is ever computed again. `open` runs one block at the anchor; its keys stand
-behind the committed ones, where the next `observe` overwrites them. All levels are known then,
+`observe` appends the keys and values of newly committed tokens; the cache holds exactly the
+committed positions but the anchor's, whose feature does not exist yet. `open` runs one
+block at the anchor, whose keys the next `observe` overwrites. All levels are known then,
 but for the Markov term: with one the children of a node come from its own token.
 
 Shape letters: B live rows, D width, F taps, R rows of a block, P nodes of a level, Vd draft

@@ -4,11 +4,8 @@ block.
 A block begins at an anchor x_t, the newest token, whose own feature does not exist yet; its
 rows read the target's features of positions below t and each other (heads/block/net.py). Slot
 k = 1 .. K predicts x_{t+k}: of DFlash row k, behind the anchor's own; of DSpark row k - 1.
-With a Markov term the logits of slot k get W1[x_{t+k-1}] W2 added: the distribution of a token
-is then conditional on the one before, the data's in training and the drafted one in drafting.
-
-A slot is supervised by the loss mask of the token that it predicts, and so are all slots
-before it in the block. Trained by train/block.py.
+With a Markov term the logits of slot k get W1[x_{t+k-1}] W2 added. A slot is supervised by the
+loss mask of the token that it predicts, and so are all slots before it in the block.
 
 Shape letters: B rows, T positions, A blocks of a row, R rows of a block, K slots, D width, F
 taps, Vd draft vocabulary, n supervised slots.

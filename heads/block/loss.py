@@ -71,8 +71,8 @@ class Slots:
         return reached.flip(1).cumsum(1).flip(1).flatten()[self.at]
 
     def weigh(self, decay: float | None, part: slice, own: Tensor) -> Tensor:
-        """Weights [m] of the slots of some whole blocks. decay: slots in which a weight falls to
-        1 / e, None: D-PACE, by `own` (see pace)."""
+        """Weights [m] of the slots of some whole blocks. decay: slots in which a weight
+        falls to 1 / e, None: D-PACE, by `own` (see pace)."""
         slots = self.part(part)
         if decay is None:
             return slots.pace(own)

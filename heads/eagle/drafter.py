@@ -3,8 +3,7 @@ without replacement.
 
 `observe` runs the newly committed rows, with the target's true features, through the layer and
 extends its cache; `propose` goes on from the last row with the drafter's own outputs, in slots
-behind the committed ones that the next `observe` overwrites. So nothing is rolled back, and
-the state after k observes is that of one observe of all.
+that the next `observe` overwrites. So nothing is rolled back.
 
 Shape letters: B live rows, D width, Vd draft vocabulary, W tokens read together, S slots.
 """
@@ -105,8 +104,7 @@ class EagleDrafter(LayeredDrafter):
 
     def _tree_mask(self, ancestors: Tensor, ends: Tensor, level: int) -> Tensor:
         """[B or 1, 1, W, S] bool: committed slots and the ancestors' (the node's own
-        included). ends: [B or 1, 1].
-        """
+        included). ends: [B or 1, 1]."""
         slot = self.cache.line[self.cache.low : self.cache.reach]
         near = slot < ends
         if self.window:

@@ -2,12 +2,11 @@
 tokens step by step.
 
 Row t reads (f_t, e_{t+1}) and predicts x_{t+2} (heads/eagle/net.py). With `steps` > 1 the
-training-time test of EAGLE-3 (for EAGLE-1: the harmonised context of HASS) runs the drafter on
-its own outputs: at step s row t reads its previous output and e_{t+1+s}, attends to the rows
-up to t of step 0 and to its own later keys, and predicts x_{t+2+s}; the loss of step s counts
-step_decay ** s. With `parallel` a row reads a trained mask there in place of its output and
-the token (P-EAGLE). A token is supervised by its own loss mask (the predicted token's, at t +
-2 + s). Trained by train/eagle.py; conf/head/eagle1.yaml and eagle3.yaml hold the keys.
+training-time test of EAGLE-3 (for EAGLE-1: the harmonised context of HASS) runs the drafter
+on its own outputs: at step s row t reads its previous output and e_{t+1+s}, attends to the
+rows up to t of step 0 and to its own later keys, and predicts x_{t+2+s}, supervised by that
+token's own mask. With `parallel` a row reads a trained mask in place of its output and the
+token (P-EAGLE).
 
 Shape letters: B rows, T positions, D width, S steps, Vd draft vocabulary, F taps, n supervised
 tokens, R packed rows.

@@ -5,12 +5,10 @@ Row t takes the target's features at t and the embedding of token t + 1, and pre
 2; its rotary position is t. Its output `h` is the next row's feature when the drafter goes on
 by itself.
 
-EAGLE-1 (Li et al. 2401.15077): x = fc(e, f); layers without an input norm at the first; h is
-the guess at f_{t+1}, read by the target's own frozen LM head. EAGLE-3 (Li et al. 2503.01840):
-g = fc(low, middle, high) for rows of the target only; the first layer's attention reads
-(norm(e), norm(g)) and adds to g itself; h is the next g; a final norm and an LM head of its
-own over a draft vocabulary. EAGLE-3.1: norm_before_fc norms each feature before fc;
-norm_output hands on the normed h.
+EAGLE-1 (Li et al. 2401.15077): x = fc(e, f); h is the guess at f_{t+1}, read by the
+target's own frozen LM head. EAGLE-3 (Li et al. 2503.01840): g = fc(low, middle, high) for
+rows of the target only; the first layer's attention reads (norm(e), norm(g)) and adds to g
+itself; h is the next g; a final norm and an LM head of its own over a draft vocabulary.
 
 Shape letters: D width, Vd draft vocabulary, F tapped features.
 """
@@ -52,8 +50,7 @@ class EagleNet(DraftNet):
         self, e: Tensor, g: Tensor, rope: Rope, keep: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """Embeddings and features [.., D] -> h [.., D], or [n, D] with `keep` (see
-        DraftLayer).
-        """
+        DraftLayer)."""
         raise TypeError("a subclass defines it")
 
     def feed(self, h: Tensor) -> Tensor:
@@ -92,8 +89,7 @@ class Eagle3Net(EagleNet):
 
     norm_joined: one norm over the features side by side before fc. norm_before_residual: the
     first layer adds to norm(g), not to g. Neither is trained here; both occur in published
-    heads.
-    """
+    heads."""
 
     def __init__(self, cfg: EagleConfig, shape: dict[str, Any], features: int, size: int) -> None:
         """size: of the target's vocabulary."""

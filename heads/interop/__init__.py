@@ -1,5 +1,5 @@
-"""Heads in other programs' formats: LAYOUTS says which kind of head goes into which format, and
-READERS which kind of folder becomes a head again.
+"""Heads in other programs' formats: LAYOUTS says which kind of head goes into which format,
+and READERS which kind of folder becomes a head again.
 
 config, tensors = LAYOUTS["vllm", "eagle3"].write(head, target, name, torch.float32)
 head, format = read_head(read_folder(folder), target)

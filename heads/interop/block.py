@@ -84,10 +84,7 @@ def block_refusals(head: BlockHead, target: Target) -> list[str]:
     if cfg.mask_token < 0:
         found.append(MASK)
     if 0 in head.taps:
-        found.append(
-            "head.taps: 0, the embeddings, would be layer -1; the nearest that is served: train "
-            "with taps from 1 on"
-        )
+        found.append("head.taps: 0, the embeddings, would be layer -1: train with taps from 1 on")
     if cfg.kind == "dflash":
         for key in ("markov_rank", "confidence"):
             if getattr(cfg, key):
@@ -110,15 +107,14 @@ class Block(Layout[BlockHead]):
         cfg = head.cfg
         if cfg.key_norm and cfg.layers > 1:
             found.append(
-                f"head.key_norm: {cfg.layers} layers, of whose norms vLLM's CPU build reads "
-                "the first for all; train with head.key_norm=false, or head.layers=1"
+                "head.key_norm: vLLM's CPU build reads the first layer's for all; train with "
+                "head.key_norm=false, or head.layers=1"
             )
         if self.format == "sglang" and not (cfg.share_lm_head and not cfg.draft_vocab):
             nearest = "vllm or speculators" if self.kind == "dflash" else "speculators"
             found.append(
                 f"head.share_lm_head: {self.engine.title} drafts through the target's LM head "
-                "alone, without a word on one in the file; train with head.share_lm_head=true "
-                f"head.draft_vocab=0, or export with format={nearest}"
+                f"alone; train with it and head.draft_vocab=0, or export with format={nearest}"
             )
         return found
 
@@ -178,8 +174,8 @@ class Block(Layout[BlockHead]):
 
 def numbers_in(foreign: Foreign, kind: str) -> dict[str, Any]:
     """What a config says of the mask, whether a row sees earlier ones alone, the taps as we
-    count them, and whether slots begin at the anchor. Without sliding_window_non_causal programs
-    disagree on a folder of speculators."""
+    count them, and whether slots begin at the anchor. Without sliding_window_non_causal
+    programs disagree on a folder of speculators."""
     config, nested = foreign.config, foreign.config.get("dflash_config")
     nested = nested if isinstance(nested, dict) else {}
     given, wide, native = {**config, **nested}, "sliding_window_non_causal", kind == "dspark"
@@ -235,8 +231,8 @@ def check_numbers(
 
 
 def read_block(foreign: Foreign, target: Target, kind: str) -> Head:
-    """A head of ours. An LM head that the file lacks is the target's own. Raises UserError that
-    lists all that does not fit."""
+    """A head of ours. An LM head that the file lacks is the target's own. Raises UserError
+    that lists all that does not fit."""
     config, shape = foreign.config, layout.described(foreign, "qwen3")
     layer, said = layout.read_layer(foreign, shape, target), numbers_in(foreign, kind)
     tensors = {n.removeprefix("model."): t for n, t in foreign.tensors.items()}

@@ -1,21 +1,16 @@
 """EAGLE-1 and EAGLE-3 heads (EAGLE-3.1 and P-EAGLE among them) for vLLM, for SGLang and in the
 format of the speculators package; folders of the original repository are read too.
 
-EAGLE-1: vLLM's loader drops fc.bias without a word; SGLang has one always, so it is written
-there as zeros. The LM head is the target's, over the whole vocabulary: a draft vocabulary is a
-matter of our engine and is not exported.
+EAGLE-1: vLLM's loader drops fc.bias without a word, SGLang always has one. The LM head is the
+target's; a draft vocabulary is a matter of our engine and is not exported.
 
-EAGLE-3: one file serves vLLM and SGLang. Names that differ in meaning: what this repository
-calls norm_before_fc (a norm for each tapped feature) is `fc_norm` there; their
-`norm_before_fc` is one norm over the features side by side (head.norm_joined here). Our tap k
-is hidden_states[k], the input of layer k: vLLM reads the top-level list as k and sorts it,
-SGLang reads the nested list and adds one, so that heads with other than the default taps name
-both. speculators lists them always, names the target and carries its embedding; vLLM takes
-norm_before_residual there as true when it is absent.
+EAGLE-3: our norm_before_fc (a norm for each tapped feature) is `fc_norm` there, their
+`norm_before_fc` our head.norm_joined. Our tap k is hidden_states[k]: vLLM reads the
+top-level list as k, SGLang the nested one and adds one, so that heads with unusual taps
+name both.
 
-Sliding window: vLLM's Llama layers take `sliding_window` where `layer_types` calls a layer
-sliding_attention, the row's own position among them, as here. SGLang's take it from
---speculative-draft-window-size alone, whatever a folder says.
+Sliding window: vLLM takes `sliding_window` where `layer_types` calls a layer
+sliding_attention; SGLang takes it from --speculative-draft-window-size alone.
 
 Shape letters: D width, V vocabulary, F tapped features, Vd draft vocabulary.
 """
@@ -73,19 +68,17 @@ def layer_refusals(head: EagleHead, engine: engines.Engine) -> list[str]:
         other = "format=vllm or speculators, or " if three else ""
         found.append(
             f"head.sliding_window: {head.cfg.sliding_window}; {engine.title} reads none from a "
-            "head's folder and would look back over the whole text; the nearest that is served: "
-            f"{other}train with head.sliding_window=null"
+            f"head's folder: {other}train with head.sliding_window=null"
         )
     if layer["num_hidden_layers"] != 1:
         found.append(
-            f"head.layers: {layer['num_hidden_layers']} layers; engines differ on further layers "
-            "(names and norms), and only one is checked here; the nearest that is served: train "
-            "with head.layers=1"
+            f"head.layers: {layer['num_hidden_layers']}; engines differ on further layers (names "
+            "and norms): train with head.layers=1"
         )
     if layer["hidden_act"] != "silu":
         found.append(
-            f"head.hidden_act: {layer['hidden_act']}; the engines' Llama layers know silu alone; "
-            "the nearest that is served: train with head.hidden_act=silu"
+            f"head.hidden_act: {layer['hidden_act']}; engines' Llama layers know silu alone: train "
+            "with head.hidden_act=silu"
         )
     return found
 
@@ -96,25 +89,25 @@ def eagle3_refusals(head: Eagle3Head, engine: engines.Engine, target: Target) ->
     for key, part in engines.NORMS.items():
         if getattr(cfg, key) and not engine.loads(part):
             found.append(
-                f"head.{key}: {engine.title} has no such norm; the nearest that is served: "
-                f"format=vllm, or train with head.{key}=false (recipe smollm2_eagle3_portable)"
+                f"head.{key}: {engine.title} has no such norm: format=vllm, or train with "
+                f"head.{key}=false (recipe smollm2_eagle3_portable)"
             )
     if cfg.parallel and not engine.loads("p_eagle"):
         found.append(
-            f"head.parallel: {engine.title} drafts with no masks; the nearest that is served: "
-            "format=vllm or speculators, or train with head.parallel=false"
+            f"head.parallel: {engine.title} drafts with no masks: format=vllm or speculators, or "
+            "train with head.parallel=false"
         )
     elif cfg.parallel and cfg.mask_token < 0:
         found.append(MASK)
     if list(head.taps) != sorted(set(head.taps)):
         found.append(
-            f"head.taps: {list(head.taps)} do not ascend, and engines sort them; the nearest that "
-            "is served: train with ascending taps"
+            f"head.taps: {list(head.taps)} do not ascend, and engines sort them: train with "
+            "ascending taps"
         )
     if target.num_layers in head.taps:
         found.append(
-            f"head.taps: {target.num_layers} is the output after the final norm here, and before "
-            f"it in engines; the nearest that is served: train with taps below {target.num_layers}"
+            f"head.taps: {target.num_layers} is the output after the final norm here, before it in "
+            f"engines: train with taps below {target.num_layers}"
         )
     return found
 
@@ -147,8 +140,8 @@ class Eagle1(Layout[Eagle1Head]):
         found = super().refusals(head, target, name) + layer_refusals(head, self.engine)
         if self.format == "vllm" and head.cfg.fc_bias and bool(head.net.fc.bias.any()):
             found.append(
-                "head.fc_bias: vLLM drops the bias of fc without a word, and this one is not zero; "
-                "the nearest that is served: format=sglang, or a head trained here (no bias)"
+                "head.fc_bias: vLLM drops the bias of fc without a word: format=sglang, or a head "
+                "trained here (no bias)"
             )
         return found
 
@@ -217,8 +210,8 @@ class Eagle3(Layout[Eagle3Head]):
         found = super().refusals(head, target, name) + eagle3_refusals(head, self.engine, target)
         if self.format == "sglang" and 0 in head.taps:
             found.append(
-                "head.taps: SGLang cannot name the embeddings (its number would be -1); the "
-                "nearest that is served: format=vllm, or train with taps from 1 on"
+                "head.taps: SGLang cannot name the embeddings (its number would be -1): "
+                "format=vllm, or train with taps from 1 on"
             )
         return found
 

@@ -36,8 +36,8 @@ class Support:
 class Engine:
     """One engine. newest: its newest release when the table was checked. drafters: what it
     loads, or once loaded. folder: the form of export that is meant, where it reads several.
-    targets: for a kind of head the classes of targets that carry one; a kind that is not there:
-    all."""
+    targets: for a kind of head the classes of targets that carry one; a kind that is not
+    there: all."""
 
     name: str
     drafters: Mapping[str, Support]

@@ -42,8 +42,7 @@ class _Bounded(gguf.GGUFReader):
 def read_gguf(path: Path, with_tensors: bool = True) -> GgufFile:
     """Keys, and tensors unless told otherwise.
 
-    Raises UserError in one line for a file that is missing, cut off or not sound.
-    """
+    Raises UserError in one line for a file that is missing, cut off or not sound."""
     try:
         reader = _Bounded(path)
         known = {k: v for k, v in reader.fields.items() if not k.startswith("GGUF.")}

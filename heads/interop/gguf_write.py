@@ -4,13 +4,9 @@ and Qwen2 classes (`llama`).
 
     write(path, head_model(head, target, tokenizer_keys(target, None)), "q8_0")
 
-What llama.cpp cannot run is refused by the key that would have to be different. Tensors are
-those of the other layouts, renamed by the gguf package's own table. The order of rotary
-rows is that of its loaders: of `llama` and `eagle3`, q and k rows are stored so that the
-two numbers a frequency turns stand side by side. `d2t` holds absolute target ids,
-`target_layers` numbers hidden_states as our taps do, a block head's mask is a token of the
-vocabulary; embeddings come from the target. A block head drafts as many rows as it is asked
-for: with rows that see each other ask for all (--spec-draft-n-max).
+Tensors are those of the other layouts, renamed by the gguf package's own table; of `llama` and
+`eagle3`, q and k rows are stored so that the two numbers a frequency turns stand side by side.
+`d2t` holds absolute target ids, `target_layers` numbers hidden_states as our taps do.
 
 A Qwen2 is written as a `llama` with biases, the same arithmetic: of its own `qwen2` that build
 hands out no layer's input, and a server with an EAGLE-3 or block head ends at its first token.
@@ -269,8 +265,7 @@ def rope_factors(layer: Mapping[str, Any]) -> dict[str, Tensor]:
     """{} for plain rotary positions, else rope_freqs [hd/2]: by what each frequency is
     divided.
 
-    Raises UserError for kinds that also scale attention or change with the length.
-    """
+    Raises UserError for kinds that also scale attention or change with the length."""
     rope = layer["rope_parameters"]
     kind = rope.get("rope_type", "default")
     if kind in (None, "default"):
@@ -293,8 +288,7 @@ def tokenizer_keys(target: Target, source: Path | None) -> dict[str, Any]:
     """Keys tokenizer.*: copied from a GGUF of the target, or made from its byte-level BPE.
 
     Raises UserError where the file's vocabulary is not the target's, and for a tokenizer that
-    needs such a file.
-    """
+    needs such a file."""
     if source is not None:
         return _copied(source, target.vocab_size)
     tokenizer: Any = target.tokenizer
@@ -387,8 +381,7 @@ def _kind(tensor: Tensor, dtype: str) -> GGMLQuantizationType:
 def write(path: Path, model: GgufModel, dtype: str) -> None:
     """One file. dtype: float32, bfloat16, float16 or q8_0.
 
-    Raises UserError for numbers that the type cannot hold.
-    """
+    Raises UserError for numbers that the type cannot hold."""
     writer = gguf.GGUFWriter(path, model.arch)
     kind = TYPES[dtype].name
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])

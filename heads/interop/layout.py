@@ -1,6 +1,6 @@
 """What a layout is: names of tensors, config.json and refusals of one kind of head in one
-engine's format; the keys of draft layers in both directions; and the checks that every file goes
-through before a head is made of it.
+engine's format; the keys of draft layers in both directions; and the checks that every file
+goes through before a head is made of it.
 
 Shape letters: V vocabulary, Vd draft vocabulary, D width.
 """
@@ -46,17 +46,14 @@ class Layout(Generic[H]):
         when it can. name: by which the engine loads the target, "" for one without files."""
         found, known = [], self.engine.targets.get(self.kind)
         if known is not None and architecture(target) not in known:
-            usual = ("Llama", "Qwen", "Mistral", "Gemma")
             found.append(
                 f"target: {self.engine.versions(self.kind)} serves no {self.kind} head on "
-                f"{architecture(target)}; it does on "
-                f"{', '.join(sorted(n for n in known if n.startswith(usual))[:6])} and others: "
-                "choose another format, or decode with this repository's own engine"
+                f"{architecture(target)}: choose another format, or decode here"
             )
         if self.format == "speculators" and not name:
             found.append(
-                "verifier: the folder must name its target, and this one has no files; the "
-                "nearest that works: verifier=FOLDER_OR_REPOSITORY, or format=vllm"
+                "verifier: the folder must name its target, which has no files; set "
+                "verifier=FOLDER_OR_REPOSITORY, or format=vllm"
             )
         return found
 
@@ -171,8 +168,9 @@ def fitted(
     shapes: Mapping[str, Sequence[int]],
     optional: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """The tensors, floats as float32. shapes: of every tensor that the file may hold; optional:
-    those that it may lack. Raises UserError that names every tensor that does not fit."""
+    """The tensors, floats as float32. shapes: of every tensor that the file may hold;
+    optional: those that it may lack. Raises UserError that names every tensor that does not
+    fit."""
     found = [
         f"{name}: missing; expected {list(shape)}"
         for name, shape in shapes.items()
@@ -204,8 +202,8 @@ def fitted_draft(
     shapes: Mapping[str, Sequence[int]],
     target: Target,
 ) -> dict[str, Tensor]:
-    """As `fitted`, of a head that may have a draft vocabulary (d2t, t2d) and a copy of the target's
-    embedding, which are checked too."""
+    """As `fitted`, of a head that may have a draft vocabulary (d2t, t2d) and a copy of the
+    target's embedding, which are checked too."""
     wanted = {**shapes, EMBEDDING: tuple(target.embedding_weight.shape)}
     if "d2t" in tensors:
         wanted["t2d"] = (target.vocab_size,)
@@ -234,8 +232,8 @@ def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) 
 
 
 def check_same(foreign: Foreign, tensors: Mapping[str, Tensor], name: str, ours: Tensor) -> None:
-    """Raises UserError where a file's copy of the target's tensor is not the target's, up to the
-    rounding of its dtype."""
+    """Raises UserError where a file's copy of the target's tensor is not the target's, up
+    to the rounding of its dtype."""
     if name not in tensors:
         return
     error = (tensors[name].float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-9)
@@ -264,8 +262,8 @@ def described(foreign: Foreign, kind: str) -> dict[str, Any]:
 
 
 def depth_in(config: dict[str, Any], most: int) -> int | None:
-    """How many tokens a folder of speculators is to draft, None where it does not tell or tells
-    more than `most`."""
+    """How many tokens a folder of speculators is to draft, None where it does not tell or
+    tells more than `most`."""
     try:
         depth = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     except (KeyError, IndexError, TypeError):

@@ -2,7 +2,8 @@
 
 Every head projects onto the whole vocabulary V. A head of ours with a draft vocabulary is
 widened: the rows of all other tokens are the mean of the head's rows, whose logit can never
-exceed the best one, so the best token stays the same. vLLM 0.33.0 removed Medusa (engines.yaml).
+exceed the best one, so the best token stays the same. vLLM 0.33.0 removed Medusa
+(engines.yaml).
 
 Shape letters: K heads, L blocks, D width, V vocabulary, Vd draft vocabulary.
 """
@@ -114,14 +115,14 @@ def read_medusa(foreign: Foreign, target: Target) -> Head:
 
 
 def counted(names: Iterable[str], pattern: str, group: int) -> int:
-    """One more than the largest number that `pattern` finds at the start of names; at least 1."""
+    """One more than the largest number that `pattern` finds at the start of names; at least
+    1."""
     found = (re.match(pattern, name) for name in names)
     return 1 + max((int(m[group]) for m in found if m), default=0)
 
 
 def widen(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
     """[Vd, D] -> [V, D]: the mean row where `ids` [Vd] names none. Its logit is the mean of
-    the head's logits.
-    """
+    the head's logits."""
     mean = rows.double().mean(0).to(rows.dtype)
     return mean.expand(vocab, -1).clone().index_copy_(0, ids.to(rows.device), rows)

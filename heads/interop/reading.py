@@ -30,8 +30,7 @@ PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "model.bin")
 @dataclass
 class Foreign:
     """config: its config.json ({} without one). files: the weight files read. manifest: ours,
-    when we exported it.
-    """
+    when we exported it."""
 
     folder: Path
     config: dict[str, Any]
@@ -52,8 +51,7 @@ class Foreign:
 
 def read_folder(folder: Path) -> Foreign:
     """Read config and weights. Raises UserError that names the missing, cut-off or damaged
-    file.
-    """
+    file."""
     if not folder.is_dir():
         raise UserError(
             f"from: {folder} is no folder; give the folder of a head (config.json and its weights)"
@@ -80,8 +78,7 @@ def read_folder(folder: Path) -> Foreign:
 
 def exported(folder: Path) -> dict[str, Any] | None:
     """The manifest of a folder that scripts/export.py wrote, None for any other. Raises
-    UserError for damaged JSON.
-    """
+    UserError for damaged JSON."""
     if not (folder / MANIFEST).is_file():
         return None
     value = _json(folder / MANIFEST)

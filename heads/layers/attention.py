@@ -1,16 +1,12 @@
 """Attention of training-time test (EAGLE-3, Li et al. 2025; HASS, Zhang et al. 2024), exact
 and without big masks.
 
-At step s a row attends to the step-0 keys up to itself and to *its own* keys of steps 1..s:
-what a drafter has in its cache after s drafted tokens. The first part is causal attention
-inside documents, by whatever the device has for it (`kernel_for`); the second is one number
-per row and step; both softmaxes are merged by their log-sum-exp, and the backward pass of
-the first part needs only the merged output and log-sum-exp.
-tests/heads/test_ttt_attention.py says the same in plain operations.
-
-With a sliding window (Beltagy et al. 2020) a row looks at so many positions at most, its
-own among them, as engines count them. At step s a row stands s positions behind the last
-key of step 0 that it sees, so s fewer of those keys are left to it.
+At step s a row attends to the step-0 keys up to itself and to *its own* keys of steps 1..s.
+The first part is causal attention inside documents, by whatever the device has for it
+(`kernel_for`); the second is one number per row and step; both softmaxes are merged by
+their log-sum-exp, and the backward pass of the first part needs only the merged output and
+log-sum-exp. With a sliding window (Beltagy et al. 2020) s fewer keys of step 0 are left to
+a row at step s. The same in plain operations: tests/heads/test_ttt_attention.py.
 
 Shape letters: B rows, T positions, n packed rows, H query heads, Hkv key heads, g = H /
 Hkv, hd head size.
@@ -43,8 +39,7 @@ class PassLayout:
     end; the padding may be one more. cuts: the same as int32 on the device. rows: [n] int64
     flat positions that later steps go on with, ascending; None: all. bounds: number of the
     first row of each document, and n. reaches: tokens of each document up to its last row.
-    window: how many keys of step 0 a row sees at most, up to its own place; 0 = all.
-    """
+    window: how many keys of step 0 a row sees at most, up to its own place; 0 = all."""
 
     shape: tuple[int, int]
     edges: list[int]

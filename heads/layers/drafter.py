@@ -28,8 +28,7 @@ class DraftCache:
     """Keys and values [layers, rows, Hkv, slots, hd] of the draft layers; slot = position,
     rows end where they end. low, reach: the slots that the rows of a pass may look at, from
     low on; window: how far back they look, 0 = to the beginning. line: numbers from 0 on.
-    ends: [b or 1, 1], where the rows of a pass end, however far ahead it writes.
-    """
+    ends: [b or 1, 1], where the rows of a pass end, however far ahead it writes."""
 
     window = 0
 
@@ -48,8 +47,7 @@ class DraftCache:
 
     def aim(self, rows: slice, lengths: list[int], ahead: int, new: int) -> Tensor:
         """The next pass writes `new` entries per row of `rows` from slot length + ahead on:
-        returns [b or 1, new].
-        """
+        returns [b or 1, new]."""
         self.rows, self.reach, self.start = rows, max(lengths) + ahead + new, lengths[0] + ahead
         self.low = max(0, min(lengths) + 1 - self.window) if self.window else 0
         even = len(lengths) == 1 or min(lengths) == max(lengths)
@@ -68,8 +66,7 @@ class DraftCache:
         self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """transformers' cache interface: write [b, Hkv, new, hd], return what the rows may
-        look at.
-        """
+        look at."""
         out = []
         for buffer, given in ((self.keys[layer], key), (self.values[layer], value)):
             new = torch.nan_to_num(given, 0.0, 0.0, 0.0)
@@ -150,8 +147,7 @@ class CachedNet:
 
 class LayeredDrafter(CachedNet, Drafting):
     """A chain or tree drafter over a copy of the head's weights in the target's dtype. What
-    draft layers share: their cache, and one state `h` per row.
-    """
+    draft layers share: their cache, and one state `h` per row."""
 
     def __init__(self, head: LayeredHead, target: Target, form: Form) -> None:
         CachedNet.__init__(self, head.net, target)
@@ -165,8 +161,7 @@ class LayeredDrafter(CachedNet, Drafting):
 
     def reset(self, rows: int, max_len: int) -> None:
         """Forget everything; room for `rows` rows of `max_len` committed tokens and a draft
-        behind them.
-        """
+        behind them."""
         scratch = self.max_depth
         if self.shape == "tree":
             scratch = max(self.max_nodes, self.max_depth * self.width)
@@ -179,8 +174,7 @@ class LayeredDrafter(CachedNet, Drafting):
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
         """Append rows; what they hold comes with observe. Makes room where reset was told of
-        less.
-        """
+        less."""
         have, need = len(self.lengths), len(self.lengths) + len(prompts)
         if need > self.h.shape[0]:
             raise ValueError(f"begin: {need} rows, but reset made room for {self.h.shape[0]}")

@@ -184,8 +184,7 @@ def reset_weights(net: Any, std: float) -> None:
 @torch.no_grad()
 def norm_weight(norm: Any, target: Target) -> Tensor:
     """The factor [D] by which a norm scales, whatever its convention (Gemma stores it minus
-    one): asked of it.
-    """
+    one): asked of it."""
     width = target.hidden_size
     x = torch.ones(width, dtype=target.dtype, device=target.device)
     x[1::2] = -1  # mean 0 and mean square 1: LayerNorm and RMSNorm leave it as it is

@@ -1,10 +1,8 @@
 """The decoder layer of EAGLE drafters, and what all draft layers are made of: linear layers
 and norms over float32 master weights, each in the dtype of its input, and rotary positions.
 
-Serving engines run a Llama-style layer whatever the target is, so that is what is trained,
-by transformers' own Llama classes: head count, head size, grouping, rotary base and scaling
-and norm epsilon are the target's, the MLP's width and activation keys of the head
-(heads/layers/shape.py); there is no bias.
+Serving engines run a Llama-style layer whatever the target is, so that is what is trained, by
+transformers' own Llama classes, of a shape that heads/layers/shape.py takes from the target.
 
 Shape letters: B rows, T positions, n rows of a packed pass, D width, H query heads, hd head
 size.

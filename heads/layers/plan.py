@@ -25,8 +25,7 @@ class Plan(Movable):
     valid: [S, n] bool, which of the rows that predict them exist. spot: [S, n] int64, these
     rows among the R that go on; without a row any of them. rows: [R] int64, flat positions
     of those. at: [R] int64, their positions in their documents. depth: [B, T] int64,
-    positions of all tokens. layout: of documents and rows.
-    """
+    positions of all tokens. layout: of documents and rows."""
 
     steps: int
     flat: Tensor

@@ -44,8 +44,7 @@ def as_made(keys: K, layer: dict[str, Any]) -> K:
 def layer_config(target: Target, layers: int, keys: LayerKeys) -> dict[str, Any]:
     """Keys of a LlamaConfig that describe a draft layer for `target`; plain JSON.
 
-    Raises UserError when the target's embeddings and hidden states differ in width.
-    """
+    Raises UserError when the target's embeddings and hidden states differ in width."""
     config, width = target.config, target.hidden_size
     get = functools.partial(_first, config)
     wide = target.embedding_weight.shape[1]
@@ -95,8 +94,7 @@ class LayerShape:
     """What layer_config gives, as a file tells it: the keys of a LlamaConfig that shape draft
     layers.
 
-    rope_parameters: as transformers names them, by rope_type.
-    """
+    rope_parameters: as transformers names them, by rope_type."""
 
     hidden_size: Count
     intermediate_size: Count

@@ -3,8 +3,7 @@ vocabulary, one loss, one tree.
 
 Head i (0-based) at position t predicts x_{t+i+2}; the target's own LM head predicts x_{t+1}
 from the same feature f_t, taken after its final norm. A subclass says how head i comes from
-f_t to its hidden state (`states`); from there on all is the same: a vocabulary projection that
-starts as the LM head's rows, the chunked loss, calibration on held-out rows.
+f_t to its hidden state (`states`); from there on all is the same.
 
 Shape letters: B rows, T positions, D width, K heads, Vd draft vocabulary, n supervised tokens,
 r low rank.

@@ -1,15 +1,11 @@
 """Medusa heads (Cai et al. 2024): K small heads on the target's last feature, each guessing
-one token further ahead.
-
-A head is L residual blocks x + SiLU(W x + b) on f_t and a vocabulary projection
-(heads/medusa/base.py). W = 0, b = 0 and a projection copied from the LM head make every
-fresh head equal the LM head.
+one token further ahead by L residual blocks x + SiLU(W x + b) and a vocabulary projection.
+W = 0, b = 0 and a projection copied from the LM head make every fresh head equal the LM
+head.
 
 Markov term (markov_rank = r > 0; the idea is DSpark's): every head's logits for token x_s get
 W1[x_{s-1}] W2 added, W1 [V, r], W2 [r, Vd], shared by the heads. Training reads the true
-previous token, drafting the drafted one, so a draft is made level by level. W2 starts at 0: a
-fresh head still equals the LM head. Trained by train/medusa.py; conf/head/medusa.yaml holds
-the keys.
+previous token, drafting the drafted one, level by level. W2 starts at 0.
 
 Shape letters: B rows, T positions, D width, K heads, L blocks, Vd draft vocabulary, n
 supervised tokens, r rank, P nodes of one level.

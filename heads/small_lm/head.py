@@ -1,12 +1,10 @@
 """A separate small language model as a drafter, distilled from the target (Leviathan et al.
 2022; DistillSpec 2023).
 
-It is cut from the target (its first layers, or evenly spaced ones, under the target's own
-embedding and LM head) or starts from any smaller causal language model with the same
-tokenizer. Unlike the other heads it reads no features: it is a whole language model, so the
-finished head is an ordinary transformers folder that works as `assistant_model=` elsewhere.
-With `lora.rank` only a LoRA learns, which is merged when the head is saved. Trained by
-train/draft.py; conf/head/small_lm.yaml holds the keys.
+It is cut from the target, under the target's own embedding and LM head, or starts from any
+smaller causal language model with the same tokenizer. It reads no features: the finished
+head is an ordinary transformers folder that works as `assistant_model=` elsewhere. With
+`lora.rank` only a LoRA learns, which is merged when the head is saved.
 
 Shape letters: B rows, T positions, D width, n supervised tokens, Vd draft vocabulary.
 """
@@ -99,8 +97,7 @@ class SmallLM(Head):
 
     Frozen weights of a draft cut from the target are the target's own tensors and not stored
     in checkpoints.
-    chosen: [Vd] int64 ascending tokens that the drafter proposes, None for all.
-    """
+    chosen: [Vd] int64 ascending tokens that the drafter proposes, None for all."""
 
     kind = "small_lm"
     Config, Saved = SmallLMConfig, SmallLMSaved
@@ -265,8 +262,7 @@ class SmallLM(Head):
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
         """Yield what a chain would draft. A separate model's distribution does not depend
-        on the level: the same logits serve all.
-        """
+        on the level: the same logits serve all."""
         out = self.net.get_output_embeddings()
         keep: Any = slice(0, self.vocab) if self.chosen is None else self.chosen
         weight, bias = out.weight[keep].to(self.dtype), getattr(out, "bias", None)
@@ -334,8 +330,7 @@ class SmallLM(Head):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Also from the names of a finished folder. Raises RuntimeError when names or shapes
-        do not fit.
-        """
+        do not fit."""
         finished = not any(name.startswith("net.") for name in state_dict)
         state = {f"net.{k}" if finished else k: v for k, v in state_dict.items()}
         if finished:  # the target's own are there

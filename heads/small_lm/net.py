@@ -1,5 +1,5 @@
-"""The model of a separate small draft (heads/small_lm/head.py): how it is cut out of the target
-or loaded, what of it learns, its LoRA.
+"""The model of a separate small draft (heads/small_lm/head.py): how it is cut out of the
+target or loaded, what of it learns, its LoRA.
 
 No architecture is known by name: the layers are the module list as long as the model is deep,
 and every weight keeps its name but for the layer's number.
@@ -30,8 +30,7 @@ def load_draft(
     """Load a smaller causal language model. key: that names it, for an error.
 
     Raises UserError when it cannot be loaded or does not share the target's tokenizer (the
-    first difference is named). One that is no smaller than the target is warned of.
-    """
+    first difference is named). One that is no smaller than the target is warned of."""
     try:
         draft = load_target(source, dtype, device)
     except UserError as error:
@@ -163,8 +162,7 @@ def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
     """Return (a float32 model of the target's class with these layers, the target's tensors
     by the new model's names).
 
-    Raises UserError for a model that is not built as a stack of layers.
-    """
+    Raises UserError for a model that is not built as a stack of layers."""
     whole, total = target.model, target.num_layers
     stacks = [
         n for n, m in whole.named_modules() if isinstance(m, nn.ModuleList) and len(m) == total
@@ -199,8 +197,7 @@ def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:
 
 def cut_config(target: Target, layers: list[int]) -> Any:
     """Return the target's config for these of its layers; lists with an entry per layer are
-    thinned alike.
-    """
+    thinned alike."""
     config = copy.deepcopy(target.config)
     for key, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == target.num_layers:

@@ -26,8 +26,7 @@ class PlainModel(Head):
 
     Where T > 0 its tree is drawn from its own distribution on a static shape, as a trained
     head's is; the shape assumes that every level is accepted alike (heads.shapes.assumed),
-    since nobody has measured the model.
-    """
+    since nobody has measured the model."""
 
     kind = "small_lm"
     Config = SmallLMConfig
@@ -61,8 +60,7 @@ def plain_folder(path: str) -> Path:
     """Return the folder with the files of an ordinary model: itself, or where the
     repository lies here.
 
-    Raises UserError when it cannot be fetched.
-    """
+    Raises UserError when it cannot be fetched."""
     return source_folder(_source(path))
 
 
