@@ -9,9 +9,8 @@ The contract is heads.base.Head:
     config_json() / from_json()      what rebuilds it (heads.saved)
 
 Vocabulary, calibration, disk and the target's distribution are the base's. `forced` and
-`drafter` must agree: parity.py compares them. To add a head: docs/new-head.md, a folder
-with a subclass of Head and a YAML, here or in a package of one's own, and a line in
-registry.py.
+`drafter` must agree: parity.py compares them. To add a head: docs/new-head.md, a folder with a
+subclass of Head and a YAML, here or in a package of one's own, and a line in registry.py.
 
 What goes where: names.py reads a drafter's name, folders.py and hub.py find its files,
 saved.py and checkpoint.py write and read them, tuned.py adds what scripts/tune.py left,

@@ -189,10 +189,9 @@ def load_head(folder: Path | str, target: Target, relative: bool = False) -> Hea
     """Load the head in `folder` onto the target's device, in the dtype it was trained in.
     relative: it may have been trained for another target with the same tokenizer.
 
-    Raises UserError where a file is missing or damaged, a value of the card is wrong or
-    does not go with the weights, or the head was trained for another target, tokenizer or
-    chat template. Nothing of the card's sizes is made before they are those of the
-    weights."""
+    Raises UserError where a file is missing or damaged, a value of the card is wrong or does
+    not go with the weights, or the head was trained for another target, tokenizer or chat
+    template. Nothing of the card's sizes is made before they are those of the weights."""
     folder = Path(folder)
     card = read_card(folder)
     kind = head_class(card["kind"], str(folder / CARD))

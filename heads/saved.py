@@ -108,9 +108,8 @@ class Stored(nn.Module):
     def misfits(
         cls, saved: dict[str, Any], target: Target, stored: dict[str, tuple[int, ...]]
     ) -> list[str]:
-        """Say what of a weights file (`stored`: name -> shape) is not as a head saved so
-        has it. Called under torch.device("meta"), before anything of those sizes is
-        made."""
+        """Say what of a weights file (`stored`: name -> shape) is not as a head saved so has
+        it. Called under torch.device("meta"), before anything of those sizes is made."""
         empty = cls.from_json(saved, target)
         return differing({k: tuple(v.shape) for k, v in empty.state_dict().items()}, stored)
 

@@ -125,10 +125,9 @@ def problems(calibration: dict[str, Any], levels: int, vocabulary: int) -> list[
 
 
 def assumed(depth: int, nodes: int = NODES, alike: bool = False) -> dict[str, Any]:
-    """Return what stands in for the calibration of a head that nobody has measured:
-    published acceptance, falling off geometrically over ranks. alike: every level is
-    accepted as the first, for a language model's distribution does not depend on the
-    level."""
+    """Return what stands in for the calibration of a head that nobody has measured: published
+    acceptance, falling off geometrically over ranks. alike: every level is accepted as the
+    first, for a language model's distribution does not depend on the level."""
     table = []
     for level in range(MOST_DEPTH):
         top1, top5 = PUBLISHED[0 if alike else min(level, len(PUBLISHED) - 1)]

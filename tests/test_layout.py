@@ -147,16 +147,16 @@ SHARED = (
     *("train/loop.py", "train/run.py"),
 )
 EAGLE = (
-    *(f"heads/layers/{name}.py" for name in ("head", "drafter", "layer", "plan")),
-    *(f"heads/eagle/{name}.py" for name in ("head", "config", "net", "drafter")),
+    *(f"heads/layers/{name}.py" for name in ("head", "drafter", "layer", "plan", "shape")),
+    *(f"heads/eagle/{name}.py" for name in ("config", "head", "net")),
 )
 READING = {
     "Medusa": (
-        4719,
+        4700,
         (*(f"heads/medusa/{name}.py" for name in ("config", "base", "head")),),
     ),
     "EAGLE": (
-        5503,
+        5480,
         EAGLE,
     ),
 }

@@ -64,8 +64,7 @@ class Slots:
 
     def pace(self, own: Tensor) -> Tensor:
         """[n] weights by how far a block is likely to be right (D-PACE, arXiv 2605.18810).
-        own: [n] log-probability of the tokens, minus infinity outside the draft
-        vocabulary."""
+        own: [n] log-probability of the tokens, minus infinity outside the draft vocabulary."""
         right = self.spread((1 - SMOOTH) * own.exp() + SMOOTH, fill=1.0)
         reached = right.cumprod(1) * self.spread(torch.ones_like(own))
         return reached.flip(1).cumsum(1).flip(1).flatten()[self.at]
@@ -94,11 +93,10 @@ def chance_error(said: Tensor, true: Tensor) -> float:
 
 
 def temperatures(logits: Tensor, rate: Tensor, on: Tensor) -> list[float]:
-    """Choose a temperature for every slot [K], from left to right so that the chance to get
-    so far is right on average at every height (sequential temperature scaling, as DSpark
-    has it). logits: [N, K] of the confidence head. rate: [N, K], with what chance the
-    target accepts each slot. on: [N, K] bool, the slots that there are, a prefix of each
-    block."""
+    """Choose a temperature for every slot [K], from left to right so that the chance to get so
+    far is right on average at every height (sequential temperature scaling, as DSpark has it).
+    logits: [N, K] of the confidence head. rate: [N, K], with what chance the target accepts
+    each slot. on: [N, K] bool, the slots that there are, a prefix of each block."""
     logits, rate = logits.double(), rate.double()
     said, true = (torch.ones(len(on), dtype=torch.float64, device=on.device) for _ in range(2))
     found = []

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -64,17 +64,6 @@ class EagleHead(LayeredHead):
     cfg: EagleConfig
     net: EagleNet
     why: ClassVar[str] = " inside head.sliding_window"
-
-    @classmethod
-    def for_target(cls, target: Target, cfg: EagleConfig, counts: Tensor | None = None) -> Self:
-        """Make a fresh head. Raises UserError as LayeredHead does, and for a window that is
-        longer than the target's context."""
-        if (cfg.sliding_window or 0) > target.context_length:
-            raise UserError(
-                f"head.sliding_window: {cfg.sliding_window}, but the target's context ends at "
-                f"{target.context_length}; give that or less, or null for all of it"
-            )
-        return super().for_target(target, cfg, counts)
 
     # -- training
 

@@ -5,9 +5,8 @@ EAGLE-1: vLLM's loader drops fc.bias without a word, SGLang always has one. The 
 target's; a draft vocabulary is a matter of our engine and is not exported.
 
 EAGLE-3: our norm_before_fc (a norm for each tapped feature) is `fc_norm` there, their
-`norm_before_fc` our head.norm_joined. Our tap k is hidden_states[k]: vLLM reads the
-top-level list as k, SGLang the nested one and adds one, so that heads with unusual taps
-name both.
+`norm_before_fc` our head.norm_joined. Our tap k is hidden_states[k]: vLLM reads the top-level
+list as k, SGLang the nested one and adds one, so that heads with unusual taps name both.
 
 Sliding window: vLLM takes `sliding_window` where `layer_types` calls a layer
 sliding_attention; SGLang takes it from --speculative-draft-window-size alone.

@@ -39,8 +39,8 @@ from outrider.heads.eagle.head import Eagle3Head
 from outrider.heads.interop import engines
 from outrider.heads.interop.block import block_refusals, block_tensors
 from outrider.heads.interop.eagle import eagle3_refusals, eagle3_tensors
-from outrider.heads.interop.gguf_read import read_gguf
 from outrider.heads.interop.layout import LM_HEAD, architecture
+from outrider.heads.interop.reading import read_gguf
 from outrider.heads.small_lm.head import SmallLM
 
 TYPES = {

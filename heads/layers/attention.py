@@ -273,9 +273,8 @@ def _cpu_forward(
 
 
 class _Block(NamedTuple):
-    """Some heads of the rows of a document. near: of [n, H, ..]. far: of [B, Hkv, T, ..],
-    the keys that any of them sees. hidden: [m, keys] bool, those that a row does not
-    see."""
+    """Some heads of the rows of a document. near: of [n, H, ..]. far: of [B, Hkv, T, ..], the
+    keys that any of them sees. hidden: [m, keys] bool, those that a row does not see."""
 
     near: tuple[slice, slice]
     far: tuple[int, slice, slice]

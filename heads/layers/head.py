@@ -104,9 +104,8 @@ class LayeredHead(Head):
 
     @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
-        """Make a fresh head. Raises UserError for taps that the target does not have, a
-        mask token that means something, or a draft vocabulary larger than the tokens
-        seen."""
+        """Make a fresh head. Raises UserError for taps that the target does not have, a mask
+        token that means something, or a draft vocabulary larger than the tokens seen."""
         taps = cls.choose_taps(target, cfg)
         if cfg.mask_token >= 0:
             vocab.check_reserved(cfg.mask_token, target, counts, "head.mask_token")

@@ -130,8 +130,7 @@ class ParallelHead(Head):
 
     def low_rank(self, batch: Batch, flat: Tensor) -> tuple[Tensor, Tensor] | None:
         """A term m W^T that all heads add to their logits at the supervised tokens `flat` [n]:
-        m [n, r] and W [Vd, r].
-        Default: none."""
+        m [n, r] and W [Vd, r]. Default: none."""
         return None
 
     def plan(self, batch: Batch, step: int) -> Plan:

@@ -1,7 +1,6 @@
 """Medusa heads (Cai et al. 2024): K small heads on the target's last feature, each guessing
-one token further ahead by L residual blocks x + SiLU(W x + b) and a vocabulary projection.
-W = 0, b = 0 and a projection copied from the LM head make every fresh head equal the LM
-head.
+one token further ahead by L residual blocks x + SiLU(W x + b) and a vocabulary projection. W =
+0, b = 0 and a projection copied from the LM head make every fresh head equal the LM head.
 
 Markov term (markov_rank = r > 0; the idea is DSpark's): every head's logits for token x_s get
 W1[x_{s-1}] W2 added, W1 [V, r], W2 [r, Vd], shared by the heads. Training reads the true

@@ -2,11 +2,10 @@
 drafted before them.
 
 Head i (0-based) reads c = (f_t, e_{t+1} .. e_{t+i+1}), the target's output feature and the
-embeddings of the tokens between it and the guess, and predicts x_{t+i+2}: a first block R c
-+ SiLU(W c + b), then L - 1 blocks x + SiLU(W x + b), then a vocabulary projection. R starts
-as the identity on the feature, W and b at 0 and the projection as the LM head's rows, so a
-fresh head equals the LM head. Embeddings are brought to unit mean square, the size of
-features.
+embeddings of the tokens between it and the guess, and predicts x_{t+i+2}: a first block R c +
+SiLU(W c + b), then L - 1 blocks x + SiLU(W x + b), then a vocabulary projection. R starts as
+the identity on the feature, W and b at 0 and the projection as the LM head's rows, so a fresh
+head equals the LM head. Embeddings are brought to unit mean square, the size of features.
 
 Hydra++: prefix_layers = 1 puts a Llama-style decoder layer over the target's features in
 front of all heads, which starts as the identity. (Hydra alone means the config library.)

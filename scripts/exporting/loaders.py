@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outrider.heads.interop.gguf_read import read_gguf
+from outrider.heads.interop.reading import read_gguf
 from outrider.scripts.exporting.reader import LAYER, EngineFile, Kind, LayerDims, Turn, rotary
 
 # llama.cpp's names of tensors -> plain ones; the longer ones first

@@ -179,8 +179,6 @@ def test_what_a_window_cannot_be_is_named() -> None:
         assert len(found) == 1 and f"sliding_window: {value}" in found[0]
     assert not faults(EagleConfig(steps=4, depth=4, sliding_window=5))
     target = target_of()
-    with pytest.raises(UserError, match="head.sliding_window: 9999"):
-        head_of(target, sliding_window=9999)
     head = head_of(target, steps=3, depth=3, sliding_window=6)
     assert head.form(target, DraftSpec(shape="chain", depth=5)).depth == 5 and head.usual == 3
     with pytest.raises(UserError, match="6 levels"):

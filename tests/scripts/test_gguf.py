@@ -17,7 +17,7 @@ from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.models.packages import TARGETS
 from outrider.heads.checkpoint import save_head
 from outrider.heads.interop import gguf_write
-from outrider.heads.interop.gguf_read import read_gguf
+from outrider.heads.interop.reading import read_gguf
 from outrider.scripts.export import main
 from outrider.scripts.exporting import write
 from outrider.scripts.exporting.loaders import gguf as read
