@@ -35,80 +35,39 @@ class Case:
     starts_as_lm_head: bool = False
 
 
+PARALLEL: dict[str, Any] = {"heads": 3, "draft_vocab": 60, "nodes": 7}
+WHOLE = {**PARALLEL, "draft_vocab": 0}
+LAYERED: dict[str, Any] = {"draft_vocab": 60, "depth": 3, "nodes": 7, "width": 3}
+DEEP = {**LAYERED, "depth": 4, "layers": 2}
+BLOCKS: dict[str, Any] = {"block": 4, "layers": 2, "draft_vocab": 60, "nodes": 7, "width": 3}
+CUT: dict[str, Any] = {"from_target_layers": 1, "depth": 3, "nodes": 7, "width": 3}
+MARKOV: dict[str, Any] = {"block": 3, "markov_rank": 4, "confidence": 1.0, "least": 0.1}
+ONE_LAYER = {**BLOCKS, "layers": 1}
 CASES = {
-    "medusa": Case(MedusaConfig(heads=3, draft_vocab=60, nodes=7), ("decay", 2.0), True),
-    "markov": Case(
-        MedusaConfig(heads=3, draft_vocab=60, nodes=7, markov_rank=4), ("markov_rank", -1), True
-    ),
-    "hydra": Case(HydraHeadsConfig(heads=3, draft_vocab=60, nodes=7), ("blocks", 0), True),
+    "medusa": Case(MedusaConfig(**PARALLEL), ("decay", 2.0), True),
+    "markov": Case(MedusaConfig(**PARALLEL, markov_rank=4), ("markov_rank", -1), True),
+    "hydra": Case(HydraHeadsConfig(**PARALLEL), ("blocks", 0), True),
     "hydra-one-block": Case(
-        HydraHeadsConfig(heads=3, blocks=1, draft_vocab=0, share_lm_head=True, nodes=7),
-        ("heads", 0),
-        True,
+        HydraHeadsConfig(**WHOLE, blocks=1, share_lm_head=True), ("heads", 0), True
     ),
     "hydra-prefix": Case(
-        HydraHeadsConfig(heads=3, blocks=3, prefix_layers=2, draft_vocab=0, nodes=7),
-        ("prefix_layers", -1),
-        True,
+        HydraHeadsConfig(**WHOLE, blocks=3, prefix_layers=2), ("prefix_layers", -1), True
     ),
-    "eagle1": Case(
-        EagleConfig(kind="eagle1", draft_vocab=60, depth=3, nodes=7, width=3, feature_loss=1.0),
-        ("steps", 0),
-    ),
-    "eagle3": Case(EagleConfig(draft_vocab=60, depth=3, nodes=7, width=3), ("steps", 0)),
+    "eagle1": Case(EagleConfig(**LAYERED, kind="eagle1", feature_loss=1.0), ("steps", 0)),
+    "eagle3": Case(EagleConfig(**LAYERED), ("steps", 0)),
     "eagle3.1-two-layers": Case(
-        EagleConfig(
-            layers=2,
-            norm_before_fc=True,
-            norm_output=True,
-            draft_vocab=60,
-            depth=4,
-            nodes=7,
-            width=3,
-        ),
-        ("width", 0),
+        EagleConfig(**DEEP, norm_before_fc=True, norm_output=True), ("width", 0)
     ),
-    "eagle3-window": Case(
-        EagleConfig(sliding_window=5, draft_vocab=60, depth=3, nodes=7, width=3),
-        ("sliding_window", 3),
-    ),
-    "dflash": Case(
-        BlockConfig(block=4, layers=2, draft_vocab=60, nodes=7, width=3), ("weights", "even")
-    ),
-    "dflash-dpace": Case(
-        BlockConfig(block=3, layers=1, weights="dpace", draft_vocab=60, nodes=7, width=3),
-        ("block", 1),
-    ),
+    "eagle3-window": Case(EagleConfig(**LAYERED, sliding_window=5), ("sliding_window", 3)),
+    "dflash": Case(BlockConfig(**BLOCKS), ("weights", "even")),
+    "dflash-dpace": Case(BlockConfig(**{**ONE_LAYER, "block": 3}, weights="dpace"), ("block", 1)),
     "dflash-frozen-head": Case(
-        BlockConfig(block=4, layers=1, share_lm_head=True, draft_vocab=0, nodes=7, width=3),
-        ("depth", 4),
+        BlockConfig(**{**ONE_LAYER, "draft_vocab": 0}, share_lm_head=True), ("depth", 4)
     ),
-    "dspark": Case(
-        BlockConfig(
-            kind="dspark",
-            block=3,
-            layers=2,
-            markov_rank=4,
-            confidence=1.0,
-            least=0.1,
-            draft_vocab=60,
-            nodes=7,
-            width=3,
-        ),
-        ("least", 1.5),
-    ),
-    "p-eagle": Case(
-        EagleConfig(layers=2, parallel=True, draft_vocab=60, depth=4, nodes=7, width=3),
-        ("steps", 1),
-    ),
-    "small_lm": Case(
-        SmallLMConfig(from_target_layers=1, draft_vocab=60, depth=3, nodes=7, width=3),
-        ("spacing", "wide"),
-    ),
-    "small_lm-lora": Case(
-        SmallLMConfig(from_target_layers=1, lora=LoraKeys(rank=2), depth=3, nodes=7, width=3),
-        ("embedding", "own"),
-    ),
+    "dspark": Case(BlockConfig(kind="dspark", **{**BLOCKS, **MARKOV}), ("least", 1.5)),
+    "p-eagle": Case(EagleConfig(**DEEP, parallel=True), ("steps", 1)),
+    "small_lm": Case(SmallLMConfig(**CUT, draft_vocab=60), ("spacing", "wide")),
+    "small_lm-lora": Case(SmallLMConfig(**CUT, lora=LoraKeys(rank=2)), ("embedding", "own")),
 }
 
 

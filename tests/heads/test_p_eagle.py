@@ -12,7 +12,6 @@ from outrider.decode.tree import TreeShape
 from outrider.heads import parity
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.head import Eagle3Head
-from outrider.heads.interop import refusals
 from outrider.heads.names import DraftSpec
 from outrider.scripts.certificate.engine_distribution import engine_distribution, toy_model
 from tests.helpers.training import tiny_target
@@ -51,9 +50,3 @@ def test_exact_distribution_of_the_decode_loop(shape: str) -> None:
         target, drafter, [1, 2], 3 if static else 4, Sampling(1.2), shape=static
     )
     assert found.error < 1e-12 and found.branches > 100
-
-
-def test_what_a_parallel_head_cannot_be_is_named() -> None:
-    target = tiny_target(layers=4)
-    head = made(target, layers=1)
-    assert any("head.mask_token" in line for line in refusals("vllm", head, target, "x"))
