@@ -310,14 +310,6 @@ def test_greedy_layer_sees_what_goes_wrong_in_a_batch_of_one(
     assert places[len(prompts) - 1] < 12, "the last one is alone from its first token on"
 
 
-def test_left_padding_of_the_reference_is_told_from_a_defect(small: Any) -> None:
-    """An answer unlike a batched reference is compared with the reference alone."""
-    setup, drafter = small
-    padded = [*setup.references[:2], [t + 1 for t in setup.references[2]], *setup.references[3:]]
-    found = greedy_layer(dataclasses.replace(of(setup), references=padded), drafter)
-    assert found["divergences"] == []
-
-
 def test_a_tie_within_rounding_is_no_defect() -> None:
     target = Target(tiny_model(vocab=40, hidden=32))
     plain, request, plan = Plain(target), Request([3, 4, 5], 12), CertificatePlan(ONE, 0, 0, 1)

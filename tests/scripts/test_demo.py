@@ -42,27 +42,13 @@ def scored(budget: demo.Budget, doubted: str = "", **speeds: float) -> dict[str,
     return {"drafters": rows}
 
 
-def test_the_demo_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the fastest trained row that can be believed."""
-    report = scored(demo.FULL, "Hydra heads", n=3.0, EAGLE=1.8, Hydra=1.7)
-    report["drafters"][2]["speedup"]["mean"] = 3.5
-    monkeypatch.setattr(demo.shutil, "which", lambda name: None)
-    assert demo.next_commands(demo.FULL, report) == [
-        "  .venv/bin/outrider chat target=smollm2 drafter=runs/demo/eagle3@chain:2",
-        "  .venv/bin/outrider serve target=smollm2 'drafters=[runs/demo/eagle3@chain:2]'",
-        "  .venv/bin/outrider export target=smollm2 drafter=runs/demo/eagle3 format=vllm "
-        "out=exports/demo",
-    ]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_processor_without_bfloat16_gets_half(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("outrider.decode.models.arithmetic.dtype_on", lambda _: dtype)
-    half = dtype == "float32"
-    assert demo.budget_here() == (demo.HALF if half else demo.FULL)
-    assert ("bfloat16" in capsys.readouterr().out) == half
+    for dtype, budget in (("bfloat16", demo.FULL), ("float32", demo.HALF)):
+        monkeypatch.setattr("outrider.decode.models.arithmetic.dtype_on", lambda _, d=dtype: d)
+        assert demo.budget_here() == budget
+        assert ("bfloat16" in capsys.readouterr().out) == (budget == demo.HALF)
 
 
 def test_its_last_screen(
