@@ -41,7 +41,7 @@ def judged(
 ) -> dict[str, Any]:
     """verdict ("passed", "rejected", "undecided"), line, and what they rest on, as JSON."""
     known = places(answers, best)
-    found = run_tests(answers, known, best, seed) if len(known.most) else []
+    found = run_tests(answers, known, seed) if len(known.most) else []
     heats, p = measured(known, found, alpha), together(found)
     levels = {
         int(n): overall([t for t in found if t.stratum == f"{n} at a time"])

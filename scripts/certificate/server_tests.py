@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.scripts.certificate.server_places import JudgedAnswer, Places, places, powered
+from outrider.scripts.certificate.server_places import JudgedAnswer, Places, powered
 from outrider.scripts.certificate.uniformity import (
     SMALLEST,
     Test,
@@ -43,12 +43,12 @@ EQUAL, AGAIN = 8, "tokens in common with an earlier answer"
 HOTTEST, COLDEST = 1 / 64, 64.0  # exponents b between which a temperature is looked for
 
 
-def run_tests(answers: Sequence[JudgedAnswer], known: Places, best: int, seed: int) -> list[Test]:
+def run_tests(answers: Sequence[JudgedAnswer], known: Places, seed: int) -> list[Test]:
     """All of them, the smallest p first."""
     masks = strata(known)
     levels = {f"{n:g} at a time": known.levels == n for n in np.unique(known.levels)}
     found = bets(known, masks) + beyond_bets(known.beyond, known.most, levels)
-    found += uniform_tests(known, masks, seed) + repeats(answers, best)
+    found += uniform_tests(known, masks, seed) + repeats(answers, known)
     return sorted(found, key=lambda test: test.p)
 
 
@@ -153,19 +153,19 @@ def uniform_tests(known: Places, masks: dict[str, np.ndarray], seed: int) -> lis
 # --- repeats
 
 
-def repeats(answers: Sequence[JudgedAnswer], best: int) -> list[Test]:
+def repeats(answers: Sequence[JudgedAnswer], known: Places) -> list[Test]:
     """Answers that begin as an earlier one to their prompt does, beside how many should: two free
     ones part soon, those of a cache that is read whatever the seed do not."""
     starts: dict[tuple[Any, ...], dict[tuple[int, ...], float]] = {}
-    again, expected = 0, 0.0
-    for answer in answers:
-        known = places([answer], best)
-        if known.place[:EQUAL].tolist() != list(range(EQUAL)):
+    again, expected, log_prob = 0, 0.0, known.log_prob
+    for number, answer in enumerate(answers):
+        mine = np.flatnonzero(known.answer == number)[:EQUAL]
+        if known.place[mine].tolist() != list(range(EQUAL)):
             continue  # shorter, or a token beyond the likeliest: nothing is known of it
         earlier = starts.setdefault((tuple(answer.prompt), answer.temperature), {})
         again += (start := tuple(answer.tokens[:EQUAL])) in earlier
         expected += sum(earlier.values())
-        earlier[start] = math.exp(known.log_prob[:EQUAL].sum())
+        earlier[start] = math.exp(log_prob[mine].sum())
     return [Test(AGAIN, "answers to one prompt", len(answers), again, poisson(again, expected))]
 
 

@@ -71,7 +71,7 @@ def checked(wanted: Contract, address: Address) -> dict[str, Any]:
     equal: answers as expected. near_ties: where others part at one. faults: where answers part
     otherwise, in words. odds: see Rounding. not_compared: expected tokens behind near ties.
     acceptance: see `acceptance`; None where the server tells none. longer: a cycle drafted more
-    than expected. served: no fault, and the acceptance is equal.
+    than expected, where the cycles are told. served: no fault, and the acceptance is equal.
 
     Raises UserError for a server that cannot be asked.
     """
@@ -86,14 +86,13 @@ def checked(wanted: Contract, address: Address) -> dict[str, Any]:
     whole = len(told) == len(ends) and any(count.drafted for count in told)
     found = acceptance(wanted, told) if whole else None
     depth = wanted.draft_tokens
-    pairs = zip(flat, counts, strict=True)
     return {
         "kind": kind,
         "counters": next((one.rose.why for one in flat if one.rose.why), unread),
         "draft_tokens": depth,
         **said,
         "acceptance": found,
-        "longer": any(count is not None and _longer(one, count, depth) for one, count in pairs),
+        "longer": any(c is not None and c.drafted > depth * (c.drafts or math.inf) for c in counts),
         "served": _answered(said) and found is not None and found["equal"],
     }
 
@@ -210,16 +209,6 @@ def _counts(wanted: Contract, one: Asked, by_page: bool) -> Counts | None:
     if reply.drafts is None:  # llama.cpp
         known = until_stop(known, one.row.tokens, wanted.stop)
     return Counts(known, reply.drafted, reply.accepted, reply.drafts, (), gaps)
-
-
-def _longer(one: Asked, counts: Counts, depth: int) -> bool:
-    """Whether a cycle is sure to have drafted more than `depth` tokens."""
-    if one.reply.tokens is None:
-        return False
-    cycles = counts.drafts
-    if cycles is None:  # each gives a token more than it accepted
-        cycles = len(one.reply.tokens) - counts.accepted
-    return counts.drafted > depth * cycles or any(counts.by_position[depth:])
 
 
 def acceptance(wanted: Contract, counts: Sequence[Counts]) -> dict[str, Any]:
