@@ -8,10 +8,9 @@ uses. A convention fits when it accepts more over the same positions by four sta
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,26 +118,13 @@ def answers(target: Target, prompts: Sequence[Sequence[int]], tokens: int) -> Ba
     return Batch(ids, mask, loss, torch.arange(len(rows))).to(target.device)
 
 
-@contextlib.contextmanager
-def remembered(target: Target, batch: Batch) -> Iterator[None]:
-    """Features of this batch from one pass over all layers, however many conventions ask for
-    them.
-    """
+def with_features(target: Target, batch: Batch) -> Any:
+    """The target, with the features of this batch from one pass over all layers, however many
+    conventions ask for them."""
     every = target.features(batch.ids, batch.mask, range(target.num_layers + 1))
-    plain = target.features
-
-    def features(
-        ids: Tensor, mask: Tensor, taps: Sequence[int], *more: Any, **kwargs: Any
-    ) -> Tensor:
-        if ids is not batch.ids:
-            return plain(ids, mask, taps, *more, **kwargs)
-        return torch.stack([every[:, :, tap] for tap in taps], 2)
-
-    target.features = features  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        del target.features  # type: ignore[method-assign]
+    twin: Any = copy.copy(target)
+    twin.features = lambda ids, mask, taps, **_: every[:, :, list(taps)]
+    return twin
 
 
 @torch.inference_mode()
@@ -168,15 +154,15 @@ def accepted(head: Head, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
 
 def probe(head: Head, batch: Batch, target: Target) -> list[Convention]:
     """As written first, then every other convention, best first."""
-    with remembered(target, batch):
-        base, distribution = accepted(head, batch, target)
-        others = []
-        for name, about in conventions(head).items():
-            mine, other = accepted(read_as(head, name), batch, target)
-            gain = other - distribution
-            error = float(gain.std()) / max(len(gain), 1) ** 0.5
-            better = float(gain.mean()) / max(error, 1e-9)
-            others.append(Convention(name, about, float(mine.mean()), float(other.mean()), better))
+    target = with_features(target, batch)
+    base, distribution = accepted(head, batch, target)
+    others = []
+    for name, about in conventions(head).items():
+        mine, other = accepted(read_as(head, name), batch, target)
+        gain = other - distribution
+        error = float(gain.std()) / max(len(gain), 1) ** 0.5
+        better = float(gain.mean()) / max(error, 1e-9)
+        others.append(Convention(name, about, float(mine.mean()), float(other.mean()), better))
     written = Convention(
         AS_WRITTEN, "as the files say", float(base.mean()), float(distribution.mean())
     )
