@@ -84,7 +84,7 @@ def opened(
 ) -> FeatureStore:
     rows = rows or writer.rows
     identity = store.identity_of(target or writer.target, rows, writer.cfg.dtype)
-    return FeatureStore.open(writer.folder, identity, taps or writer.taps, rows)
+    return FeatureStore(writer.folder, identity, taps or writer.taps, rows)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -219,7 +219,7 @@ def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
     for dtype in ("bfloat16", store.computed_in(cfg)):
         identity = store.identity_of(writer.target, writer.rows, dtype)
         with pytest.raises(UserError, match=f"dtype float32 is not {dtype}"):
-            FeatureStore.open(writer.folder, identity, (4,), writer.rows)
+            FeatureStore(writer.folder, identity, (4,), writer.rows)
     other = load_rows(
         replace(writer.cfg.data, held_out=0.3),
         writer.target.tokenizer,
@@ -229,7 +229,7 @@ def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
     )
     assert opened(writer, rows=other)  # which rows are held out does not change their features
     with pytest.raises(UserError, match=f"data.features: {tmp_path / 'none'} has no manifest.json"):
-        FeatureStore.open(tmp_path / "none", identity, (4,), writer.rows)
+        FeatureStore(tmp_path / "none", identity, (4,), writer.rows)
 
 
 def test_a_damaged_file_is_refused_and_can_be_written_again(data: Path, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def cut_inside(chat: Sequence[Message], template: Template) -> bool:
         return False
     if thought(last):
         return not content.strip()
-    if closes(content):
+    if any(word in content for word in CLOSING):
         return False
     return stays_open(content) or asks_inside(template.render(chat[:-1], True))
 
@@ -133,7 +133,7 @@ def check(chat: Sequence[Message], turn: int, template: Template, begin: str, te
         whole = begin + text
         if not whole.startswith(ask) or not whole[len(ask) :].lstrip().startswith(own):
             raise ValueError(f"turn {turn} opens a block of reasoning and does not close it")
-    elif opens(text) and ends_closed(begin):
+    elif text.lstrip().startswith(OPENING) and ends_closed(begin):
         raise Unshown(
             f"the chat template writes a block of reasoning of its own before that of turn {turn}",
             turn,
@@ -147,20 +147,10 @@ def thought(message: Message) -> str:
     return next((text for text in found if isinstance(text, str) and text.strip()), "")
 
 
-def opens(text: str) -> bool:
-    """Whether a text begins with a block."""
-    return text.lstrip().startswith(OPENING)
-
-
 def stays_open(text: str) -> bool:
     """Whether a text begins with a block that it does not close."""
     start = text.lstrip()
     return any(start.startswith(first) and last not in text for first, last in PAIRS)
-
-
-def closes(text: str) -> bool:
-    """Whether a block ends somewhere in a text."""
-    return any(word in text for word in CLOSING)
 
 
 def asks_inside(prompt: str) -> bool:

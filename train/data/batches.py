@@ -116,13 +116,11 @@ class JoinedRows:
         """Leave the list of the rows that were left out in a run folder; none where there are
         none. Best effort.
         """
+        text = "".join(line + "\n" for line in self.bad)
         with contextlib.suppress(OSError):
+            (folder / LEFT_OUT).unlink(missing_ok=True)
             if self.bad:
-                (folder / LEFT_OUT).write_text(
-                    "".join(line + "\n" for line in self.bad), errors="backslashreplace"
-                )
-            else:
-                (folder / LEFT_OUT).unlink(missing_ok=True)
+                (folder / LEFT_OUT).write_text(text, errors="backslashreplace")
 
     def batch(self, rows: Sequence[int], pack: int = 0) -> Batch:
         """Those rows, right-padded to the longest; pack: or packed end to end into sequences
@@ -144,11 +142,6 @@ class JoinedRows:
             position[b, start:] = torch.arange(width - start)
         numbers = torch.tensor([rows[i] for chosen in sequences for i in chosen])
         return Batch(ids, mask, loss, numbers, position if pack else None)
-
-    def computed(self, rows: Sequence[int], pack: int = 0) -> int:
-        """Positions of the batch of those rows, padding included."""
-        sequences, width = laid(self.lengths[list(rows)].tolist(), pack)
-        return len(sequences) * width
 
     def prompt(self, row: int) -> list[int]:
         """The tokens before the first supervised one; of a plain text at least
@@ -330,7 +323,8 @@ class BatchPlan:
             for share in self.shares(step, world, limits):
                 for rows in share:
                     real += int(self.rows.lengths[rows].sum())
-                    padded += self.rows.computed(rows, limits.pack)
+                    sequences, width = laid(self.rows.lengths[rows].tolist(), limits.pack)
+                    padded += len(sequences) * width
         return 1 - real / padded
 
 

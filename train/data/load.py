@@ -30,6 +30,7 @@ from outrider.train.data.rows import Item, RowReading, read_text
 from outrider.train.waiting import nothing
 
 VERSION = 5  # of the token cache: raise it when rows are encoded differently
+GIVE = "give a file with messages, conversations or text"
 ROW = (
     'write {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", '
     '"content": ".."}]}, ShareGPT\'s '
@@ -53,7 +54,12 @@ def load_rows(
     """
     parts = [_load(file, tokenizer, eos_ids, context, check_stop) for file in _files(cfg)]
     for part in parts:
-        _check_any(part)
+        total = part.lines.numel() + len(part.bad)
+        if not total:
+            raise UserError(f"data.path: {part.name} holds no rows; {GIVE}")
+        if len(part.bad) == total:
+            why = f"none of the {total} rows can be used ({part.reasons()}): {ROW}"
+            raise UserError(f"{part.bad[0]}; {why}")
     rows = joined(parts, cfg.weights)
     if cfg.held_out and not isinstance(cfg.held_out, str):
         rows = some_held_out(rows)
@@ -97,20 +103,6 @@ def _files(cfg: DataConfig) -> list[DataConfig]:
                 key, fix = "path", "give data.weights"
             raise UserError(f"data.{key}: {found[i].path} is named twice; {fix}")
     return found
-
-
-def _check_any(rows: JoinedRows) -> None:
-    """Raises UserError for a file without a row that can be used."""
-    total = rows.lines.numel() + len(rows.bad)
-    if not total:
-        raise UserError(
-            f"data.path: {rows.name} holds no rows; give a file with messages, conversations or "
-            "text"
-        )
-    if len(rows.bad) == total:
-        raise UserError(
-            f"{rows.bad[0]}; none of the {total} rows can be used ({rows.reasons()}): " + ROW
-        )
 
 
 def _load(

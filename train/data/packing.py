@@ -8,7 +8,7 @@ this. What comes out follows from the lengths of the rows alone: every rank find
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # A pass costs beside its positions as much as this share of the largest one's positions: its
@@ -150,29 +150,20 @@ def _enough(
     ranks have one (with limits.together as many each) and none has more positions than it
     may."""
 
-    def sized(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
-        for part in parts:
-            places, width = laid([rising[i] for i in part], limits.pack)
-            yield -len(places) * width, part
+    def sized(part: Part) -> tuple[int, Part]:
+        places, width = laid([rising[i] for i in part], limits.pack)
+        return -len(places) * width, part
 
-    waiting: list[tuple[int, Part]] = []
-    single: list[tuple[int, Part]] = []
-    for entry in sized(parts):
-        (waiting if len(entry[1]) > 1 else single).append(entry)
-    heapq.heapify(waiting)
-    while waiting:
-        count = len(waiting) + len(single)
-        lacking = count % ranks if limits.together else count < ranks
-        if not lacking and -waiting[0][0] <= limits.tokens:
+    found = [sized(part) for part in parts]
+    while several := [entry for entry in found if len(entry[1]) > 1]:
+        lacking = len(found) % ranks if limits.together else len(found) < ranks
+        largest = min(several)
+        if not lacking and -largest[0] <= limits.tokens:
             break
-        _, part = heapq.heappop(waiting)
-        middle = len(part) // 2
-        for entry in sized([part[:middle], part[middle:]]):
-            if len(entry[1]) > 1:
-                heapq.heappush(waiting, entry)
-            else:
-                single.append(entry)
-    return [(-size, part) for size, part in sorted([*waiting, *single])]
+        found.remove(largest)
+        middle = len(largest[1]) // 2
+        found += [sized(largest[1][:middle]), sized(largest[1][middle:])]
+    return [(-size, part) for size, part in sorted(found)]
 
 
 def _spread(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import multiprocessing
 import os
@@ -181,9 +180,11 @@ def gathered(
     parts: Iterable[TokenPart], name: str, folder: Path | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(ids, loss, offsets, lines and held of all rows, {bad, counted}). folder: where the
-    tokens go, so that they need not fit into memory; None keeps them there. name: of the
-    source, for the words of progress."""
-    ids, loss = ((io.BytesIO() if folder is None else _unnamed(folder)) for _ in range(2))
+    tokens go, so that they need not fit into memory; None: where the system has such files.
+    name: of the source, for the words of progress."""
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+    ids, loss = (tempfile.TemporaryFile(dir=folder) for _ in range(2))  # noqa: SIM115
     offsets, lines, held = array("q", [0]), array("q"), bytearray()
     bad: list[str] = []
     counted: Counter[str] = Counter()
@@ -210,11 +211,6 @@ def gathered(
     return tensors, {"bad": bad, "counted": dict(counted)}
 
 
-def _unnamed(folder: Path) -> Any:
-    folder.mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryFile(dir=folder, prefix=".tmp-")
-
-
 def _viewed(file: Any, dtype: Any) -> Tensor:
     """The content of a file as a tensor that must not be written to."""
     file.flush()
@@ -222,8 +218,6 @@ def _viewed(file: Any, dtype: Any) -> Tensor:
         return torch.from_numpy(np.empty(0, dtype))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the array is read-only: so it shall be
-        if isinstance(file, io.BytesIO):
-            return torch.from_numpy(np.frombuffer(file.getbuffer(), dtype))
         return torch.from_numpy(np.memmap(file, dtype, "r"))
 
 

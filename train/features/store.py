@@ -55,26 +55,18 @@ class FeatureStore:
     """Opened features. taps: stored hidden states. stored: their dtype. bounds: first row of
     every shard, and the number of rows. offsets: [R + 1] of the data's rows."""
 
-    def __init__(self, folder: Path, card: dict[str, Any], offsets: Tensor) -> None:
-        self.offsets, self.bounds = offsets, [int(row) for row in card["bounds"]]
-        self.taps: tuple[int, ...] = tuple(card["taps"])
-        self.stored, self.width = str(card["stored"]), int(card["width"])
-        if self.bounds[0] or self.bounds[-1] != offsets.numel() - 1:
-            raise ValueError("its shards do not cover the rows")
-        self._starts = torch.tensor(self.bounds[:-1])
-        self._files = [self._file(shard_path(folder, i), i) for i in range(len(self._starts))]
-
-    @classmethod
-    def open(
-        cls, folder: Path, identity: dict[str, Any], taps: Sequence[int], rows: JoinedRows
-    ) -> FeatureStore:
+    def __init__(
+        self, folder: Path, identity: dict[str, Any], taps: Sequence[int], rows: JoinedRows
+    ) -> None:
         """Check and open features. Raises UserError, naming the file: unfinished, damaged
         or foreign files, features of another target or of other data, taps that are not
         stored."""
-        path = folder / MANIFEST
+        path, self.offsets = folder / MANIFEST, rows.offsets
         try:
             card = json.loads(path.read_text())
-            theirs, stored = dict(card["identity"]), list(card["taps"])
+            theirs, self.bounds = dict(card["identity"]), [int(row) for row in card["bounds"]]
+            self.taps: tuple[int, ...] = tuple(card["taps"])
+            self.stored, self.width = str(card["stored"]), int(card["width"])
         except FileNotFoundError:
             raise UserError(
                 f"data.features: {folder} has no {MANIFEST}; scripts/cache_features.py writes one"
@@ -86,40 +78,34 @@ class FeatureStore:
             for key, value in identity.items()
             if theirs.get(key) != value
         ]
+        if not wrong and [*self.bounds[:1], *self.bounds[-1:]] != [0, rows.lines.numel()]:
+            wrong = ["its shards do not cover the rows"]
         if wrong:
             raise UserError(
                 f"{path}: holds features of something else ({'; '.join(wrong)}); {AGAIN}"
             )
-        if not {*taps} <= {*stored}:
+        if not {*taps} <= {*self.taps}:
             raise UserError(
-                f"{path}: holds the hidden states {stored}, the head reads {list(taps)}; "
+                f"{path}: holds the hidden states {[*self.taps]}, the head reads {list(taps)}; "
                 f"{AGAIN}, and with taps=[..] or heads=[..] of this head"
             )
-        try:
-            return cls(folder, card, rows.offsets)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise UserError(f"{path}: unreadable ({type(error).__name__}); {AGAIN}") from None
+        self._starts = torch.tensor(self.bounds[:-1])
+        self._files = [self._file(shard_path(folder, i), i) for i in range(len(self._starts))]
 
     def _file(self, path: Path, number: int) -> Any:
         """An opened shard; its tensors must be what the manifest says."""
         first, last = self.bounds[number : number + 2]
         wanted = (int(self.offsets[last] - self.offsets[first]), self.width)
+        shapes, why = set(), ""
         try:
             file = safe_open(path, "pt")
             shapes = {tuple(file.get_slice(f"tap.{t}").get_shape()) for t in self.taps}
-        except FileNotFoundError:
-            raise UserError(
-                f"{path}: is not there yet; start the command that writes the features again, it "
-                "continues"
-            ) from None
         except (OSError, SafetensorError) as error:
-            shapes, why = set(), f" ({error})"
-        else:
-            why = ""
+            why = f" ({error})"
         if shapes != {wanted}:
             raise UserError(
                 f"{path}: does not hold {wanted[0]} tokens of the states {list(self.taps)}{why}; "
-                "remove it and start the command that wrote it again"
+                "remove it and start the command that writes the features again, it continues"
             )
         return file
 
@@ -236,7 +222,7 @@ class Source:
             return
         folder = Path(cfg.data.features).expanduser()
         _ = target.head  # asks the layers how logits follow; later they may be gone
-        self.store = FeatureStore.open(
+        self.store = FeatureStore(
             folder, identity_of(target, rows, computed_in(cfg)), self.reads, rows
         )
         freed = 0 if cfg.eval.every or cfg.eval.parity else free_layers(target)
