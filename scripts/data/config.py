@@ -77,7 +77,8 @@ class SynthesizeConfig(AutoDtype):
     concurrency: OneOrMore = 256
     # openai: seconds that an answer may take
     timeout: AboveZero = 600.0
-    # openai: tries after the first one, for each request; the waits between them grow to 8 s
+    # openai: tries after the first one, for each request; the waits between them grow to 8 s. A
+    #     rate limit uses up none: it is waited for, as long as the server says
     retries: ZeroOrMore = 12
     # prompts: share of the questions that may stay without an answer (malformed, refused, all
     #     tries used up)

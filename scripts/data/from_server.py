@@ -8,11 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.conf.errors import UserError
-from outrider.scripts.data.answering import HINT, SURE, Answering, Turn
+from outrider.scripts.data.answering import SURE, Answering, Turn
 from outrider.scripts.data.server import AnswerRefused, GivenUp, OpenAIServer, read_answer
-
-IN_A_ROW = 8  # questions given up, one after the other, that stop the run
 
 
 @dataclass(kw_only=True)
@@ -21,7 +18,6 @@ class Regenerator(Answering):
 
     server: OpenAIServer
     model: str = ""
-    _in_a_row: int = 0
 
     async def run(self) -> None:
         """Have all of them answered, each row on file as soon as it is whole. Raises UserError
@@ -39,14 +35,7 @@ class Regenerator(Answering):
         for n in todo:
             try:
                 self.append([await self._row(n)])
-                self._in_a_row = 0
             except (AnswerRefused, GivenUp) as error:
-                self._in_a_row += 1
-                if self._in_a_row >= IN_A_ROW and (isinstance(error, GivenUp) or not self.answered):
-                    raise UserError(
-                        f"base_url: {self._in_a_row} questions in a row without an answer, the "
-                        f"last {self.where(n)} ({error}); look at the server, {HINT}"
-                    ) from None
                 self.fail(n, error)
             self.check_cut(SURE)
 

@@ -1,10 +1,12 @@
-"""A server of the OpenAI API, asked by the `openai` client, which tries again what may pass (a rate
-limit, 5xx, a lost connection). The key comes from an environment variable, goes to this server
-alone and is cut out of everything that is printed."""
+"""A server of the OpenAI API, asked by the `openai` client, which tries again what may pass (5xx, a
+lost connection). A rate limit is waited for and uses up no try. The key comes from an environment
+variable, goes to this server alone and is cut out of everything that is printed."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from outrider.train.data.spans import arguments
 CONNECT = 60.0  # seconds that a connection may take
 FIRST = 6.0  # seconds for a first page, as long as nothing was ever heard of the server
 MAX_BYTES = 16 << 20  # of a page
+PAUSE = 2.0  # seconds after a rate limit that does not say how long
 MOST_TOKENS = 1 << 31  # of an answer; a larger count is none
 ENDED = ("stop", "tool_calls", "function_call")  # reasons for which the model itself ends
 PASSING = (408, 409, 429)  # the client tries again, as after every 5xx
@@ -60,19 +63,28 @@ class OpenAIServer:
     mend: str = "mend base_url (it usually ends with /v1) or model"
 
     async def __aenter__(self) -> OpenAIServer:
+        import httpx
         import openai
 
         self.troubles: Counter[str] = Counter()  # replies that were asked for again, by status
         self.heard = False  # whether it has ever answered anything
 
-        async def hear(reply: Any) -> None:
-            self.heard = True
-            if reply.status_code in PASSING or reply.status_code >= 500:
-                self.troubles[f"status {reply.status_code}"] += 1
+        server = self
 
-        self._http = openai.DefaultAsyncHttpxClient(
-            event_hooks={"response": [hear]}, follow_redirects=False
-        )
+        class Http(openai.DefaultAsyncHttpxClient):
+            async def send(self, request: Any, **how: Any) -> Any:
+                while True:
+                    try:  # the client's own limit is of each wait for bytes
+                        async with asyncio.timeout(server.timeout):
+                            reply = await super().send(request, **how)
+                    except TimeoutError:
+                        raise httpx.ReadTimeout("too long", request=request) from None
+                    wait = server.hear(reply)
+                    if wait is None:
+                        return reply
+                    await asyncio.sleep(wait)
+
+        self._http = Http(follow_redirects=False)
         self._client = openai.AsyncOpenAI(
             api_key=self.key or "none",
             base_url=self.base_url,
@@ -84,6 +96,17 @@ class OpenAIServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.close()
+
+    def hear(self, reply: Any) -> float | None:
+        """Count a reply that is asked for again. Return the seconds to wait after a rate limit,
+        None for any other reply and where the account is used up."""
+        self.heard, status = True, reply.status_code
+        if status in PASSING or status >= 500:
+            self.troubles[f"status {status}"] += 1
+        if status != 429 or "insufficient_quota" in reply.text:
+            return None
+        said = reply.headers.get("retry-after", "")
+        return float(said) if re.fullmatch(r"\d+(\.\d+)?", said) else PAUSE
 
     async def model(self, wanted: str) -> str:
         """The name of the model to ask: `wanted` if the server has it, the only one if

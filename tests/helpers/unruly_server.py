@@ -15,6 +15,7 @@ requests under way at a time is served at /peak.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import socket
@@ -26,7 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-FAULTS = ("429-wait", "500", "503-html", "cut", "slow", "no-http")  # that pass
+FAULTS = ("429-wait", "500", "503-html", "cut", "slow", "drip", "no-http")  # that pass
 SENTENCE = "the rider goes ahead of a slow horse and looks back along road"
 WORDS = SENTENCE.split()
 
@@ -174,6 +175,14 @@ class Handler(BaseHTTPRequestHandler):
             return None
         if fault == "slow":
             return time.sleep(60)
+        if fault == "drip":  # an answer without an end
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while self.wfile.write(b" "):
+                    time.sleep(0.1)
+            self.close_connection = True
+            return None
         if fault == "no-http":
             self.wfile.write(b"hello, who is there?\r\n\r\n")
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
