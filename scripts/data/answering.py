@@ -22,8 +22,7 @@ from outrider.scripts.data.server import AnswerRefused, ServerAnswer
 from outrider.train.data.rows import BadRow, RowReading, encode, interpret
 
 HINT = "the same command goes on from here"
-SURE = 256  # answers after which a share of cut ones is believed
-EVERY = 16  # of the rows beyond that one in so many is read as training does
+SURE = 256  # answers after which a share of cut ones is believed; so many are read as training does
 UNLIKE = 0.5  # below this share of answers with the same tokens here, something is wrong
 
 
@@ -120,7 +119,7 @@ class Answering:
         row: dict[str, Any] = {"line": n, "messages": kept, "complete": complete}
         if tools:
             row["tools"] = tools
-        if answer is not None and (self.answered < SURE or n % EVERY == 0):
+        if answer is not None and self.answered < SURE:
             self._read(row, answer)
         self.answered += 1
         return row

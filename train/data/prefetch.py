@@ -7,7 +7,7 @@ makes the same ones.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -35,15 +35,11 @@ def ahead(
     def made(step: int, rows: list[int], last: bool) -> Made:
         return Made(*make(step, rows), rows, last)
 
-    def jobs() -> Iterator[tuple[int, list[int], bool]]:
-        for k in itertools.count(step):
-            *first, last = passes(k)
-            yield from ((k, rows, False) for rows in first)
-            yield k, last, True
-
     with ThreadPoolExecutor(1, "feed") as pool:
         coming: Future[Made] | None = None
-        for job in jobs():
-            due, coming = coming, pool.submit(made, *job)
-            if due is not None:
-                yield due.result()
+        for k in itertools.count(step):
+            parts = passes(k)
+            for left, rows in enumerate(parts, 1 - len(parts)):
+                due, coming = coming, pool.submit(made, k, rows, left == 0)
+                if due is not None:
+                    yield due.result()

@@ -330,8 +330,8 @@ def _encode(
         reason = f"the chat template refuses it ({first_line(error)})"
         raise BadRow(row.where, reason) from None
     said = 1 if last_only else sum(m["role"] == "assistant" for m in chat)
-    if not row.complete and masks:
-        masks[-1] = _without_end(ids, masks[-1], how.eos)
+    if not row.complete and masks and masks[-1] and ids[masks[-1][-1]] in how.eos:
+        masks[-1].pop()  # of an answer that was cut, where the end is the template's word
     shown = [mask for mask in masks if mask]
     if not shown:
         raise BadRow(row.where, "the chat template shows no assistant turn apart from the rest")
@@ -478,9 +478,3 @@ def _until_end(ids: list[int], tokens: list[int], eos: frozenset[int]) -> list[i
         if ids[t] in eos:
             return tokens[: n + 1]
     return tokens
-
-
-def _without_end(ids: list[int], tokens: list[int], eos: frozenset[int]) -> list[int]:
-    """An answer that was cut off has no end: there the token is the template's word, not the
-    target's."""
-    return tokens[:-1] if tokens and ids[tokens[-1]] in eos else tokens

@@ -138,7 +138,7 @@ class CachedTarget:
     def read_ahead(self, taps: Sequence[int]) -> None:
         """Read now what `features` will be asked for, in host memory from which a GPU copies
         without a wait."""
-        self._read = tuple(taps), self._gathered(taps)
+        self._read = tuple(taps), self._gathered(taps, self._shape)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -152,22 +152,13 @@ class CachedTarget:
     ) -> Tensor:
         """As Target.features: [B, T, F, D], zeros in the padding."""
         known, wanted = self._read, tuple(taps)
-        if known and known[0] == wanted:
-            out = known[1]
-        else:
-            self._shape = ids.shape
-            out = self._gathered(taps)
+        out = known[1] if known and known[0] == wanted else self._gathered(taps, ids.shape)
         return out.to(self._target.device, non_blocking=True)
 
-    def _gathered(self, taps: Sequence[int]) -> Tensor:
-        target = self._target
-        out = torch.zeros(
-            *self._shape,
-            len(taps),
-            self._store.width,
-            dtype=target.dtype,
-            pin_memory=target.device.type == "cuda",
-        )
+    def _gathered(self, taps: Sequence[int], shape: Sequence[int]) -> Tensor:
+        target, pinned = self._target, self._target.device.type == "cuda"
+        whole = *shape, len(taps), self._store.width
+        out = torch.zeros(whole, dtype=target.dtype, pin_memory=pinned)
         for row, (b, start, size) in self._places:
             out[b, start : start + size] = self._store.row(row, taps).to(out.dtype)
         return out
