@@ -181,17 +181,6 @@ def said(conf: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_values_are_converted(toy: Path) -> None:
-    cfg = compose(
-        "toy",
-        Toy,
-        ["steps=1e3", "rate=2", "names=[none,runs/m@tree,7]", "part.size=3", "limit=4"],
-        toy,
-    )
-    assert cfg == Toy(1000, 2.0, ["none", "runs/m@tree", "7"], 4, Part("a", 3))
-    assert type(cfg.steps) is int and type(cfg.rate) is float
-
-
 def test_all_mistakes_are_message_at_once(toy: Path) -> None:
     text = said(
         toy, "stepz=3", "+typo=1", "part=large", "m?k=5", "names={a: 4}", "part.sise=1", "limit=x"

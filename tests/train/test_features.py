@@ -30,7 +30,7 @@ from outrider.train.features.config import CacheConfig
 from outrider.train.features.store import CachedTarget, FeatureStore, Freed, Source
 from outrider.train.features.writer import FeatureWriter
 from outrider.train.loop import fit
-from tests.helpers.faults import finish
+from tests.helpers.faults import launcher, wait
 from tests.helpers.training import TINY, chats, run_config, tiny_target
 
 SHAPE = {**TINY, "layers": 4}
@@ -312,6 +312,6 @@ def test_two_processes_write_the_same_files_as_one(data: Path, tmp_path: Path) -
         def action(out: Path = tmp_path / str(world)) -> int:
             return cache(data, out, "batch_tokens=300")
 
-        assert finish(world, action, tmp_path / f"said{world}") == [0] * world
+        assert wait(launcher(action, 0, tmp_path / f"said{world}", world)) == 0
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("1", "2"))
     assert one == two and "manifest.json" in one

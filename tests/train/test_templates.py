@@ -84,10 +84,6 @@ TEMPLATES = {
         "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
         "{{ ' ' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
     ),
-    "channels": each(
-        "{% if m.reasoning_content and loop.last %}{{ 'why:' + m.reasoning_content + ';' }}"
-        "{% endif %}{{ 'says:' + (m.content or '') }}" + CALLS
-    ),
     "a longer end behind the last turn": each(
         "{{ m.content or '' }}" + CALLS, end="{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}"
     ),

@@ -235,8 +235,3 @@ def test_batch_k_is_a_function_of_seed_epoch_and_k(tmp_path: Path) -> None:
         parts = plan.shares(5, world, Limits(1))
         assert sorted(r for p in parts for m in p for r in m) == sorted(want[5])
         assert len({len(p) for p in parts}) == 1
-
-
-def test_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="batch_size: 99 rows"):
-        BatchPlan(load(chats(tmp_path / "d.jsonl", 10)), 99, 1, 0)
