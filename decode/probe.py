@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,92 +75,74 @@ def probe_head(target: Scorer) -> LMHead:
         raw = target.lm_head(hidden)
     except RuntimeError as error:
         return LMHead(reason=str(error))
-    numbers = {
-        k: float(v)
-        for k, v in vars(target.config).items()
-        if isinstance(v, (int, float)) and not isinstance(v, bool) and v
-    }
-    scales = [1.0] + [
-        s for k, v in numbers.items() if "scal" in k or "mult" in k for s in (v, 1 / v)
+    numbers = [
+        (name, float(value))
+        for name, value in vars(target.config).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value
     ]
-    caps = [None] + [v for k, v in numbers.items() if "softcap" in k and v > 0]
-    found = [LMHead(s, c) for s in scales for c in caps]
-    errors = [difference(h.finish(raw), wanted) for h in found]
-    best = min(range(len(found)), key=errors.__getitem__)
-    limit = TOLERANCE[target.dtype] / 10
-    return LMHead(
-        found[best].scale,
-        found[best].cap,
-        errors[best] <= limit,
-        "" if errors[best] <= limit else f"relative error {errors[best]:.2g}",
-    )
+    scales = [s for k, v in numbers if "scal" in k or "mult" in k for s in (v, 1 / v)]
+    caps = [v for k, v in numbers if "softcap" in k and v > 0]
+    found = [LMHead(s, c) for s in (1.0, *scales) for c in (None, *caps)]
+    errors = [difference(head.finish(raw), wanted) for head in found]
+    least = min(errors)
+    exact = least <= TOLERANCE[target.dtype] / 10
+    reason = "" if exact else f"relative error {least:.2g}"
+    return replace(found[errors.index(least)], exact=exact, reason=reason)
 
 
 def probe_target(target: Scorer) -> Probe:
-    """Raises UserError when neither trees nor chains can be scored, with the reason."""
-    shapes = _layer_shapes(target)
-    lengths = _prompt_lengths(target)
+    """Raises UserError when neither trees nor chains can be scored, with the reason.
+
+    Trees are tried with our attention and with the model's own, then chains with its own; the
+    model is left with the attention that was right, else with its own."""
+    shapes, lengths = _layer_shapes(target), _prompt_lengths(target)
     with _short_windows(target):
-        expected = _Expected(target, lengths)
-        tile, problems = _tree_tile(expected, shapes)
-        problem = "" if tile else _chain_problem(expected, shapes)
-    reasons = "; ".join(problems)
-    if tile:
-        return Probe("tree", shapes, _reaches(target.config), tile, tested=expected.longest)
-    if not problem:
-        return Probe("chain", shapes, reason=f"no trees: {reasons}", tested=expected.longest)
+        probe, problems = _tried(_Script(target, lengths), shapes)
+    if probe is not None:
+        trees = probe.support == "tree"
+        reaches = _reaches(target.config) if trees else probe.reaches  # at their full length
+        return replace(probe, reaches=reaches, reason="" if trees else f"no trees: {problems}")
     windows = ", ".join(f"{name}={length}" for name, length in _windows(target).items())
     where = f" once its window ({windows}) is full" if windows else ""
     raise UserError(
-        f"target: {type(target.model).__name__} can score neither trees nor chains from "
-        f"a cache{where} "
-        f"({reasons}; {problem}); choose a target with attention over a K/V cache"
+        f"target: {type(target.model).__name__} can score neither trees nor chains from a "
+        f"cache{where} ({problems}); choose a target with attention over a K/V cache"
     )
 
 
-def _tree_tile(expected: _Expected, shapes: list[LayerShape | None]) -> tuple[int, list[str]]:
-    """Mask rows per node with which trees are scored right (0: with none) and what was wrong
-    with others; the model is left with the attention that was right, else with its own."""
-    target, own = expected.target, expected.own
+def _tried(script: _Script, shapes: list[LayerShape | None]) -> tuple[Probe | None, str]:
+    """The first way that is right, with None where no way is, and what is wrong with others."""
+    target, own, problems = script.target, script.own, list[str]()
     heads = getattr(target.config, "num_attention_heads", 1)
-    kv_heads = max((s[0] for s in shapes if s), default=heads)
-    problems = []
-    for name in dict.fromkeys([attention.NAME, own]):
-        tile = max(1, heads // kv_heads) if name == attention.NAME else 1
-        try:
-            if name != own and not _switchable(target.model):
-                raise ValueError("the model's attention cannot be exchanged")
-            target.model.set_attn_implementation(name)
-            probe = Probe("tree", shapes, _reaches(target.config), tile)
-            error = expected.error(probe, chain=False)
-        except FAILURES as failure:
-            problems.append(f"{name}: {_line(failure)}")
-            continue
-        if error <= TOLERANCE[target.dtype]:
-            if dependence := _dependence(expected, probe, chain=False):
-                problems.append(f"{name}: {dependence}")
-                continue
-            return tile, problems
-        problems.append(
-            f"{name}: tree logits differ from plain passes by {error:.2g} of their spread"
-        )
-    target.model.set_attn_implementation(own)
-    return 0, problems
+    group = max(1, heads // max((s[0] for s in shapes if s), default=heads))
+    ours = Probe("tree", shapes, _reaches(target.config), group)
+    ways = [(attention.NAME, ours), (own, replace(ours, tile=1)), (own, Probe("chain", shapes))]
+    for name, probe in ways:
+        if not (problem := _problem(script, probe, name)):
+            return replace(probe, tested=script.longest), "; ".join(problems)
+        problems.append(f"{probe.support}s with {name}: {problem}")
+        target.model.set_attn_implementation(own)
+    return None, "; ".join(problems)
 
 
-def _chain_problem(expected: _Expected, shapes: list[LayerShape | None]) -> str:
-    """What is wrong with scoring chains; empty when nothing is."""
-    probe = Probe("chain", shapes)
+def _problem(script: _Script, probe: Probe, name: str) -> str:
+    """What is wrong with scoring as `probe` says and the attention `name`; "" for nothing."""
+    model, dtype = script.target.model, script.target.dtype
     try:
-        error = expected.error(probe, chain=True)
+        if name != script.own:
+            # Does the model look its attention up by name? Asked first: it would warn.
+            if not getattr(model, "_can_set_attn_implementation", lambda: True)():
+                return "the model's attention cannot be exchanged"
+            model.set_attn_implementation(name)
+        error = script.error(probe)
+        if error > TOLERANCE[dtype]:
+            return f"logits differ from plain passes by {error:.2g} of their spread"
+        return _dependence(script, probe)
     except FAILURES as failure:
         return _line(failure)
-    if error <= TOLERANCE[expected.target.dtype]:
-        return _dependence(expected, probe, chain=True)
-    return f"chain logits differ by {error:.2g} of their spread"
 
 
-def _dependence(expected: _Expected, probe: Probe, chain: bool) -> str:
+def _dependence(script: _Script, probe: Probe) -> str:
     """What is wrong where a token's logits hang on what is drafted behind it; empty when
     they do not.
 
@@ -168,24 +151,17 @@ def _dependence(expected: _Expected, probe: Probe, chain: bool) -> str:
     precision's rounding, or that a few numbers of a half precision fall to the other side.
     A mixture of experts groups rows by expert, so that other tokens make other shapes and
     round otherwise: there the tolerance is that of the third question."""
-    target = expected.target
+    target = script.target
     experts = any("expert" in name for name, _ in target.model.named_modules())
     eps = max(torch.finfo(torch.float32).eps, torch.finfo(target.dtype).eps / 16)
     limit = TOLERANCE[target.dtype] if experts else eps
-    found = expected.dependence(probe, chain)
+    found = script.dependence(probe)
     if found <= limit:
         return ""
     return (
         f"what is drafted behind a token changes its logits by {found:.2g} of their spread, "
         f"and {limit:.2g} is what {target.dtype} may"
     )
-
-
-def _switchable(model: Any) -> bool:
-    """Does the model look its attention function up by name? (Asking beforehand avoids a
-    warning.)
-    """
-    return getattr(model, "_can_set_attn_implementation", lambda: True)()
 
 
 def _line(error: Exception) -> str:
@@ -200,26 +176,21 @@ def _layer_shapes(target: Scorer) -> list[LayerShape | None]:
     name = type(target.model).__name__
     try:
         out = target.model(input_ids=_ids(target, 1, 2), use_cache=True, return_dict=True)
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except FAILURES as error:
         raise UserError(
             f"target: {name} cannot run with a cache ({_line(error)}); choose another model"
         ) from error
-    cache = getattr(out, "past_key_values", None)
-    layers = getattr(cache, "layers", None)
-    if layers is None:
+    layers = getattr(getattr(out, "past_key_values", None), "layers", None)
+    state = ("recurrent_states", "conv_states")
+    recurrent = [i for i, one in enumerate(layers or ()) if any(hasattr(one, s) for s in state)]
+    if layers is None or recurrent:
+        which = f"layer {recurrent[0]} is recurrent" if recurrent else "recurrent or other"
         raise UserError(
-            f"target: {name} keeps no K/V cache (recurrent state cannot be cut back to "
-            "an accepted path); "
-            "choose an attention model"
+            f"target: {name} keeps no K/V cache ({which} state, which cannot be cut back to an "
+            "accepted path); choose a model with full or sliding-window attention"
         )
     shapes: list[LayerShape | None] = []
-    for index, layer in enumerate(layers):
-        if hasattr(layer, "recurrent_states") or hasattr(layer, "conv_states"):
-            raise UserError(
-                f"target: {name}: layer {index} is recurrent or linear attention, whose "
-                "state cannot be cut "
-                "back to an accepted path; choose a model with full or sliding-window attention"
-            )
+    for layer in layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.dim() != 4:
             shapes.append(None)
@@ -232,18 +203,15 @@ def _reaches(config: Any) -> dict[str, Reach]:
     """Layer types and how far back they see, from `layer_types` or, for uniform models,
     `sliding_window`.
     """
-    window, chunk = (
-        getattr(config, "sliding_window", None),
-        getattr(config, "attention_chunk_size", None),
-    )
-    kinds = getattr(config, "layer_types", None) or [
-        "sliding_attention" if window else "full_attention"
-    ]
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    uniform = ["sliding_attention" if window else "full_attention"]
     known: dict[str, Reach] = {}
     if window:
         known["sliding_attention"] = ("window", window)
     if chunk:
         known["chunked_attention"] = ("chunk", chunk)
+    kinds = getattr(config, "layer_types", None) or uniform
     return {kind: known.get(kind, FULL) for kind in dict.fromkeys(kinds)}
 
 
@@ -253,9 +221,8 @@ def _reaches(config: Any) -> dict[str, Reach]:
 def _is_window(name: Any) -> bool:
     """Is a number of this name one of tokens beyond which attention changes? index_topk:
     tokens that a sparse layer keeps."""
-    if "window" in str(name):
-        return "pattern" not in name and "layers" not in name
-    return name in ("attention_chunk_size", "index_topk")
+    counted = "pattern" in str(name) or "layers" in str(name)
+    return name in ("attention_chunk_size", "index_topk") or "window" in str(name) and not counted
 
 
 def _spaces(config: Any) -> list[dict[str, Any]]:
@@ -313,21 +280,19 @@ def _prompt_lengths(target: Scorer) -> tuple[int, ...]:
     Raises UserError where that window is too long to be probed.
     """
     lengths, room = PROMPTS, target.context_length - DEEPEST
-    ids = _ids(target, 1, PROMPTS[0])
+    given = {"input_ids": _ids(target, 1, PROMPTS[0]), "use_cache": False, "return_dict": True}
     for name, length in _windows(target).items():
         if length <= WINDOW or length >= target.context_length:
             continue
-        as_loaded = target.model(input_ids=ids, use_cache=False, return_dict=True).logits
+        as_loaded = target.model(**given).logits
         with _short_windows(target, name):
-            if not torch.equal(
-                target.model(input_ids=ids, use_cache=False, return_dict=True).logits, as_loaded
-            ):
+            if not torch.equal(target.model(**given).logits, as_loaded):
                 continue
         if length > LONGEST_WINDOW:
             raise UserError(
-                f"target: {type(target.model).__name__} keeps {name}={length} of its "
-                "config in a form that cannot be "
-                f"probed; set {name}=null there if no layer uses it, else choose another target"
+                f"target: {type(target.model).__name__} keeps {name}={length} of its config in a "
+                f"form that cannot be probed; set {name}=null there if no layer uses it, else "
+                "choose another target"
             )
         lengths = max(lengths, (2 * length + 2, length + 2))
     return tuple(max(1, min(length, room)) for length in lengths)
@@ -339,16 +304,14 @@ def _short_windows(target: Scorer, only: str | None = None) -> Iterator[None]:
     name.
     """
     spaces = _spaces(target.config) + [vars(module) for module in target.model.modules()]
-    changed: list[tuple[dict[str, Any], str, Any]] = []
-    for space in spaces:
-        for name, value in list(space.items()):
-            if (
-                _is_window(name)
-                and only in (None, name)
-                and max(_lengths(value), default=0) > WINDOW
-            ):
-                changed.append((space, name, value))
-                space[name] = _shortened(value)
+    changed = [
+        (space, name, value)
+        for space in spaces
+        for name, value in space.items()
+        if _is_window(name) and only in (None, name) and max(_lengths(value), default=0) > WINDOW
+    ]
+    for space, name, value in changed:
+        space[name] = _shortened(value)
     try:
         yield
     finally:
@@ -356,13 +319,13 @@ def _short_windows(target: Scorer, only: str | None = None) -> Iterator[None]:
             space[name] = value
 
 
-class _Expected:
-    """The probe's script and what plain passes over each path say, computed with the model's
+class _Script:
+    """What the probe does, and what plain passes over each path say, computed with the model's
     own attention.
 
     Row 0: the longer prompt, then a branching tree of 5 nodes, of which [1, 4] is kept; row 1
     joins later with the shorter one and a chain of 2 nodes, of which [0] is kept. Then row 1
-    alone scores the empty tree.
+    alone scores the empty tree. Where only chains are tried, row 0's tree is one.
     longest: tokens of the longest text compared so far.
     """
 
@@ -372,16 +335,14 @@ class _Expected:
         # Three tokens over and over, as text repeats itself: sparse attention that ranks its
         # keys meets ties.
         self.prompts = list(_ids(target, 3).repeat(sum(lengths))[: sum(lengths)].split(lengths))
-        # chosen once for trees and chains; the tokens of row 1's padding nodes are never read
-        self.last, self.tokens, self.then = (
-            _ids(target, 2),
-            _ids(target, 2, 5).flip(1),
-            _ids(target, 1).flip(0),
-        )
+        # the tokens of row 1's padding nodes are never read
+        self.last, self.tokens = _ids(target, 2), _ids(target, 2, 5).flip(1)
+        self.then = _ids(target, 1).flip(0)
         self._plain: dict[tuple[int, ...], Tensor] = {}
 
-    def plain(self, ids: Tensor) -> Tensor:
-        """Logits [V] after `ids` [T], by a pass without a cache."""
+    def plain(self, *parts: Tensor) -> Tensor:
+        """Logits [V] after a text in parts [T], by a pass without a cache."""
+        ids = torch.cat(parts)
         key = tuple(ids.tolist())
         self.longest = max(self.longest, len(key))
         if key not in self._plain:
@@ -389,13 +350,15 @@ class _Expected:
             self._plain[key] = out.logits[0, -1]
         return self._plain[key]
 
-    def parents(self, chain: bool) -> Tensor:
-        """[2, 5] int64 of the script's draft trees."""
-        row = [-1, 0, 1, 2, 3] if chain else [-1, -1, 0, 0, 1]
-        return torch.tensor([row, [-1, 0, -1, -1, -1]], device=self.target.device)
+    def _tree(self, probe: Probe, tokens: Tensor, rows: int) -> DraftTree:
+        """The first `rows` trees of the script, with `tokens` [rows, 5]."""
+        first = [-1, 0, 1, 2, 3] if probe.support == "chain" else [-1, -1, 0, 0, 1]
+        both = torch.tensor([first, [-1, 0, -1, -1, -1]], device=self.target.device)
+        sizes = torch.tensor([5, 2], device=self.target.device)
+        return DraftTree(tokens, both[:rows], sizes[:rows])
 
     @torch.no_grad()
-    def dependence(self, probe: Probe, chain: bool) -> float:
+    def dependence(self, probe: Probe) -> float:
         """How much other tokens behind and beside the first node of a tree change the
         logits of its root and of that node, relative to their spread: one token over and
         over, which brings little of its own into a pass, against DRAFTS drafts of many."""
@@ -406,48 +369,41 @@ class _Expected:
         trial = target.assuming(probe)
         cache = trial.new_cache(1, len(prompt) + DEEPEST, 5)
         trial.prefill(cache, [prompt])
-        size, parents = torch.tensor([5], device=target.device), self.parents(chain)[:1]
         found = []
         for tokens in drafts.split(1):
-            step = trial.score(cache, self.last[:1], DraftTree(tokens, parents, size))
+            step = trial.score(cache, self.last[:1], self._tree(probe, tokens, 1))
             found.append(step.logits[0, :2].clone())
             cache.truncate([len(prompt)])
         return max(difference(one, found[0]) for one in found[1:])
 
     @torch.no_grad()
-    def error(self, probe: Probe, chain: bool) -> float:
+    def error(self, probe: Probe) -> float:
+        """Largest difference of the script's logits from plain passes over the same texts."""
         target, device = self.target, self.target.device
-        parents = self.parents(chain)
-        paths = [
-            [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
-            if chain
-            else [[], [0], [1], [0, 2], [0, 3], [1, 4]],
-            [[], [0], [0, 1]],
-        ]
-        kept = [[0, 1] if chain else [1, 4], [0, -1]]
-        tree = DraftTree(self.tokens, parents, torch.tensor([5, 2], device=device))
-        text = [torch.cat([p, self.last[b : b + 1]]) for b, p in enumerate(self.prompts)]
-        found, wanted = [], []
+        if probe.support == "chain":
+            paths, kept = [[*range(n)] for n in range(6)], [0, 1]
+        else:
+            paths, kept = [[], [0], [1], [0, 2], [0, 3], [1, 4]], [1, 4]
         trial = target.assuming(probe)
         cache = trial.new_cache(2, max(map(len, self.prompts)) + DEEPEST, 5)
-        firsts = [trial.prefill(cache, [p]).logits[0, 0] for p in self.prompts]
-        step = trial.score(cache, self.last, tree)
-        cache.commit(torch.tensor(kept, device=device), torch.tensor([2, 1], device=device))
+        found = [trial.prefill(cache, [p]).logits[0, 0] for p in self.prompts]
+        step = trial.score(cache, self.last, self._tree(probe, self.tokens, 2))
+        found += [*step.logits[0, : len(paths)], *step.logits[1, :3]]
+        keep = torch.tensor([kept, [0, -1]], device=device)
+        cache.commit(keep, torch.tensor([2, 1], device=device))
         cache.select([1])
-        after = trial.score(cache, self.then, DraftTree.empty(1, device)).logits[0, 0]
-        own = target.model.config._attn_implementation
+        found.append(trial.score(cache, self.then, DraftTree.empty(1, device)).logits[0, 0])
+        used = target.model.config._attn_implementation
         target.model.set_attn_implementation(self.own)
         try:
-            for b, prompt in enumerate(self.prompts):
-                found.append(firsts[b])
-                wanted.append(self.plain(prompt))
-                for slot, path in enumerate(paths[b]):
-                    found.append(step.logits[b, slot])
-                    wanted.append(self.plain(torch.cat([text[b], self.tokens[b, path]])))
-            found.append(after)
-            wanted.append(self.plain(torch.cat([text[1], self.tokens[1, :1], self.then])))
+            wanted = [self.plain(prompt) for prompt in self.prompts]
+            for b, each in enumerate((paths, [[], [0], [0, 1]])):
+                text = self.prompts[b], self.last[b : b + 1]
+                wanted += [self.plain(*text, self.tokens[b, path]) for path in each]
+            last = self.plain(*text, self.tokens[1, :1], self.then)  # of row 1, the last one
+            wanted.append(last)
         finally:
-            target.model.set_attn_implementation(own)
+            target.model.set_attn_implementation(used)
         return difference(torch.stack(found), torch.stack(wanted))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 import yaml
-from filelock import FileLock, Timeout
 from packaging.requirements import Requirement
 
 from outrider.conf.errors import UserError, first_line
@@ -53,7 +51,6 @@ def all_parts(device: str, dtype: str, out_dir: Path) -> Iterator[ReportPart]:
     yield attention(device, dtype)
     yield memory_and_disk(out_dir)
     yield accelerate_config(dtype)
-    yield caches()
 
 
 def versions() -> ReportPart:
@@ -89,15 +86,20 @@ def build(device: str, dtype: str) -> ReportPart:
     )
     count = gpus()
     for number in range(count):
-        _gpu(part, number, dtype)
+        about: Any = torch.cuda.get_device_properties(number)
+        free, total = (f"{size / GIB:.1f}" for size in torch.cuda.mem_get_info(number))
+        name = f"GPU {number}: {about.name}, {about.major}.{about.minor}"
+        part.facts.append(f"{name}, {free} of {total} GiB free")
+        if dtype == "bfloat16" and torch.version.cuda and about.major < 8:
+            part.problems.append(f"dtype: {name} has no bfloat16 of its own; set dtype=float32")
     if not count:
         part.facts.append("no GPU is seen")
-        if Path("/dev/nvidia0").exists():
-            part.problems.append(
-                "torch: there is a GPU that it does not see; install a build with CUDA, or "
-                "mend the driver or CUDA_VISIBLE_DEVICES"
-            )
-    if not there(device) and not part.problems:
+    if not count and Path("/dev/nvidia0").exists():
+        part.problems.append(
+            "torch: there is a GPU that it does not see; install a build with CUDA, or mend the "
+            "driver or CUDA_VISIBLE_DEVICES"
+        )
+    elif not there(device):
         part.problems.append(
             f"device: {device} asked for, and there are {count} GPUs; set device=cpu"
         )
@@ -106,48 +108,15 @@ def build(device: str, dtype: str) -> ReportPart:
     return part
 
 
-def _gpu(part: ReportPart, number: int, dtype: str) -> None:
-    about: Any = torch.cuda.get_device_properties(number)
-    free, total = torch.cuda.mem_get_info(number)
-    part.facts.append(
-        f"GPU {number}: {about.name}, {about.major}.{about.minor}, {free / GIB:.1f} of "
-        f"{total / GIB:.1f} GiB free"
-    )
-    arch = f"sm_{about.major}{about.minor}"
-    built = torch.cuda.get_arch_list()
-    newer = any(a.startswith("compute_") for a in built)
-    same = [a for a in built if a.startswith(f"sm_{about.major}")]
-    if torch.version.cuda and built and not same and not newer:
-        part.problems.append(
-            f"torch: built for {', '.join(built)}, GPU {number} is {arch}; take a newer one"
-        )
-    if dtype == "bfloat16" and torch.version.cuda and about.major < 8:
-        part.problems.append(
-            f"dtype: GPU {number} ({arch}) has no bfloat16 of its own; set dtype=float32"
-        )
-
-
 def attention(device: str, dtype: str) -> ReportPart:
-    """Attention kernels that this build has, and which the training of EAGLE heads takes."""
+    """Which attention kernel the training of EAGLE heads takes."""
     part = ReportPart("attention")
-    if device.startswith("cuda"):
-        cuda = torch.backends.cuda
-        there = {
-            "flash": cuda.is_flash_attention_available(),
-            "efficient": cuda.mem_efficient_sdp_enabled(),
-            "math": cuda.math_sdp_enabled(),
-        }
-        names = [f"{name} {'yes' if on else 'no'}" for name, on in there.items()]
-        part.facts.append(f"scaled_dot_product_attention: {', '.join(names)}")
-    elif not bfloat16_on_cpu():
+    if not device.startswith("cuda") and not bfloat16_on_cpu():
         part.facts.append("no instructions for bfloat16: dtype=auto is float32 here")
-    query = torch.empty(1, 2, 128, device=device, dtype=getattr(torch, dtype))
-    taken = ttt.kernel_for(query)
+    taken = ttt.kernel_for(torch.empty(1, 2, 128, device=device, dtype=getattr(torch, dtype)))
     known = {id(ttt.CPU): "the CPU's flash kernel", id(ttt.FLASH): "flash attention"}
-    part.facts.append(
-        f"training-time test: {known.get(id(taken), 'dense blocks, document by document')} in "
-        f"{dtype}"
-    )
+    name = known.get(id(taken), "dense blocks, document by document")
+    part.facts.append(f"training-time test: {name} in {dtype}")
     if device.startswith("cuda") and taken is not ttt.FLASH:
         part.facts.append("flash attention needs float16 or bfloat16 on a GPU from 8.0 on")
     return part
@@ -162,28 +131,23 @@ def memory_and_disk(out_dir: Path) -> ReportPart:
         part.problems.append("host memory: less than 2 GiB free; end something else first")
     hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     for name, place in (("runs", out_dir), ("cache", cache_root()), ("models", hub)):
-        there = _existing(place.expanduser().resolve())
-        room = shutil.disk_usage(there).free
+        place = place.expanduser().resolve()
+        near = next(p for p in (place, *place.parents) if p.exists())
+        room = shutil.disk_usage(near).free
         part.facts.append(f"{name}: {place}, {room / GIB:.1f} GiB free")
         if room < LEAST_DISK:
             part.problems.append(
                 f"{name}: {room / GIB:.1f} GiB free at {place}; free some, or change the folder"
             )
-        if not os.access(there, os.W_OK):
-            part.problems.append(f"{name}: {there} cannot be written; choose another folder")
+        if not near.is_dir() or not os.access(near, os.W_OK):
+            part.problems.append(f"{name}: {near} cannot be written; choose another folder")
     return part
-
-
-def _existing(path: Path) -> Path:
-    """The nearest folder above that is there."""
-    return next(p for p in (path, *path.parents) if p.exists())
 
 
 def accelerate_config(dtype: str) -> ReportPart:
     """What the user's accelerate config says, and what a run makes of it."""
     part = ReportPart("accelerate's config")
-    for line in refusals(launched(), dtype):
-        part.problems.append(f"environment: {line}")
+    part.problems += [f"environment: {line}" for line in refusals(launched(), dtype)]
     path = _config_file()
     if path is None:
         part.facts.append("none: `accelerate launch` takes one process for each GPU")
@@ -195,20 +159,19 @@ def accelerate_config(dtype: str) -> ReportPart:
             part.problems.append(f"{path}: use_cpu: there are GPUs here; set it to false")
         launch = asked(["--config_file", str(path), "train/head.py"])
         part.problems += [f"{path}: {line}" for line in refusals(vars(launch), dtype)]
-        if part.problems:
-            return part
-        count = here(launch)
-        taken = devices(count)
+        if not part.problems:
+            count = here(launch)
+            taken = devices(count)
+            place = f"{taken} GPU(s)" if taken else "the processors"
+            part.facts.append(
+                f"a launch trains with {count} process(es) of this machine, on {place}"
+            )
     except UserError as error:
         part.problems.append(f"{path}: {error}")
-        return part
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         part.problems.append(
             f"{path}: cannot be taken ({first_line(error)}); run `accelerate config` again"
         )
-        return part
-    place = f"{taken} GPU(s)" if taken else "the processors"
-    part.facts.append(f"a launch trains with {count} process(es) of this machine, on {place}")
     return part
 
 
@@ -220,33 +183,13 @@ def _config_file() -> Path | None:
     return path if path.is_file() else None
 
 
-def caches() -> ReportPart:
-    """Where caches lie, and whether processes can take turns there."""
-    part, root = ReportPart("caches"), cache_root()
-    named = "$OUTRIDER_CACHE" if os.environ.get("OUTRIDER_CACHE") else "set OUTRIDER_CACHE to move"
-    part.facts.append(f"tokens, targets, hashes: {root} ({named})")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root, prefix=".doctor-") as folder:
-            with FileLock(Path(folder) / "try.lock", timeout=5):
-                pass
-    except (OSError, Timeout, RuntimeError) as error:
-        part.problems.append(
-            f"cache: no file can be written and locked in {root} ({first_line(error)}); set "
-            "OUTRIDER_CACHE to a folder on another file system"
-        )
-    return part
-
-
 def report(parts: Iterator[ReportPart]) -> list[ReportPart]:
     """Say each part as soon as it is known."""
     found = []
     for part in parts:
         print(f"[{'PROBLEM' if part.problems else 'ok'}] {part.name}")
-        for line in part.facts:
+        for line in [*part.facts, *(f"PROBLEM: {problem}" for problem in part.problems)]:
             print(f"     {line}")
-        for line in part.problems:
-            print(f"     PROBLEM: {line}")
         found.append(part)
     return found
 

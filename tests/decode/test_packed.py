@@ -172,5 +172,5 @@ def test_the_memory_check_counts_the_lm_head_twice(
         ("none", MemoryPlan(tokens=9)),
         ("auto", MemoryPlan()),
     ):
-        load._fits(TargetConfig(kind="local", path="x", pack=pack), tmp_path, BF16, cpu, plan, 1)
+        load._fits(TargetConfig(kind="local", path="x", pack=pack), tmp_path, BF16, cpu, plan, None)
     assert needs[0] - needs[1] == 61 * 32 * 2 and needs[1] == needs[2]
