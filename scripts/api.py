@@ -228,16 +228,8 @@ def generate(
     answer is read. Raises UserError for settings out of range and for a prompt that is empty,
     too long or of another vocabulary.
     """
-    settings, problems = from_json(
-        {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "seed": seed,
-        },
-        _Settings,
-    )
+    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    settings, problems = from_json({"max_new_tokens": max_new_tokens, **given}, _Settings)
     raise_all(problems)
     ids = _ids(_a_target(target), prompt)
     made: Any = drafter
@@ -252,7 +244,6 @@ def generate(
         for token, drafted in zip(fresh.tokens, fresh.drafted, strict=True):
             pieces.append(Piece(token, stream.push(token), drafted))
 
-    request = Request(
-        ids, settings.max_new_tokens, id=secrets.randbits(63) if seed is None else seed
-    )
+    key = secrets.randbits(63) if seed is None else seed
+    request = Request(ids, settings.max_new_tokens, id=key)
     return Answer(batch, batch.join(request, watch), pieces)

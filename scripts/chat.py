@@ -10,7 +10,9 @@ input every line is a turn.
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +24,57 @@ if __name__ == "__main__":
 
 from outrider.conf.errors import UserError
 from outrider.conf.schema import entry
-from outrider.decode.engine import DecodedRun, Request, generate
+from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, generate
 from outrider.decode.models.load import load_target
+from outrider.decode.stats import accepted_length, split
 from outrider.decode.text import Stream
 from outrider.heads.drafters import resolve_drafter
 from outrider.scripts.common.config import ChatConfig
 from outrider.scripts.common.prompts import chat_ids
-from outrider.scripts.common.talk import AnswerTally
 
 DRAFTED = "bright_green"
+
+
+class AnswerTally:
+    """Counts one answer while it streams, so that a stopped answer has a footer too."""
+
+    def __init__(self, prompt: list[int]):
+        self.generation = Generation(list(prompt))
+        self.began = time.perf_counter()
+        self.first = 0.0  # seconds until the first token
+        self.last = 0.0
+
+    def add(self, tokens: list[int], drafted: list[bool]) -> None:
+        """One call of the engine's `on_tokens`: the first is the prefill's token, each later
+        one a cycle.
+        """
+        out = self.generation
+        self.last = time.perf_counter() - self.began
+        if not out.token_ids:
+            self.first = self.last
+        else:
+            accepted = sum(drafted)
+            out.cycles.append(Cycle(accepted, accepted, (), False, len(out.token_ids)))
+        out.token_ids += tokens
+        out.from_draft += drafted
+
+    def footer(self, finished: Generation | None = None, note: str = "") -> str:
+        """Accepted length (over complete cycles, bonus token counted), decoding speed, tokens
+        from drafts.
+        """
+        out = finished or self.generation
+        cycles = split(out)
+        mean = accepted_length([cycles.clean + cycles.loop]).mean
+        seconds = self.last - self.first
+        speed = f"{(len(out.token_ids) - 1) / seconds:.1f}" if seconds > 0 else "-"
+        length = "-" if math.isnan(mean) else f"{mean:.2f}"
+        parts = [
+            f"accepted length {length}",
+            f"{speed} tokens/s",
+            f"{len(out.token_ids)} tokens",
+            f"{sum(out.from_draft)} from accepted drafts",
+        ]
+        return " · ".join([*parts, note] if note else parts)
 
 
 class Conversation:
@@ -53,10 +97,8 @@ class Conversation:
 
     def _prompt(self) -> list[int]:
         """Ids of the conversation; the oldest turns leave when the context would be exceeded."""
-        tokenizer, room = (
-            self.target.tokenizer,
-            self.target.context_length - self.cfg.max_new_tokens,
-        )
+        tokenizer = self.target.tokenizer
+        room = self.target.context_length - self.cfg.max_new_tokens
         fixed = 1 if self.cfg.system else 0
         ids = chat_ids(tokenizer, self.messages)
         while len(ids) > room and len(self.messages) > fixed + 1:
@@ -65,8 +107,7 @@ class Conversation:
         if len(ids) >= self.target.context_length:
             raise UserError(
                 f"message: {len(ids)} tokens, the target's context holds "
-                f"{self.target.context_length}; "
-                "write a shorter one"
+                f"{self.target.context_length}; write a shorter one"
             )
         return ids
 
@@ -89,24 +130,16 @@ class Conversation:
         def show(_: int, tokens: list[int], drafted: list[bool]) -> None:
             tally.add(tokens, drafted)
             for token, was_draft in zip(tokens, drafted, strict=True):
-                piece = stream.push(token)
-                said.append(piece)
-                self.console.print(
-                    piece, style=DRAFTED if was_draft else None, end="", markup=False, emoji=False
-                )
+                said.append(stream.push(token))
+                style = DRAFTED if was_draft else None
+                self.console.print(said[-1], style=style, end="", markup=False, emoji=False)
 
         run: DecodedRun | None = None
         note = ""
         try:
             request = Request(prompt, self.cfg.max_new_tokens, id=self.number)
-            run = generate(
-                self.target,
-                self.drafter,
-                [request],
-                self.sampling,
-                seed=self.cfg.seed,
-                on_tokens=show,
-            )
+            how: Any = {"seed": self.cfg.seed, "on_tokens": show}
+            run = generate(self.target, self.drafter, [request], self.sampling, **how)
         except KeyboardInterrupt:
             if not self.console.is_terminal:
                 raise

@@ -12,9 +12,7 @@ from outrider.conf.errors import UserError
 from outrider.decode.models.config import MIN_VOCAB
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # ids 0, 1, 2
-FIRST_BYTE = (
-    3  # ids 3..258 are the 256 bytes; further ids up to the vocabulary size are reserved words
-)
+FIRST_BYTE = 3  # ids 3..258 are the 256 bytes; further ones are reserved words
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -44,7 +42,7 @@ def byte_tokenizer(vocab: int = MIN_VOCAB, template: str = CHATML) -> Any:
         raise UserError(
             f"target.vocab: {vocab} cannot hold 256 bytes and the special tokens; give {MIN_VOCAB}+"
         )
-    words = [END, START, STOP, *_byte_letters()]
+    words = [END, START, STOP, *byte_letters()]
     words += [f"<|reserved_{i}|>" for i in range(len(words), vocab)]
     core = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -61,20 +59,12 @@ def byte_tokenizer(vocab: int = MIN_VOCAB, template: str = CHATML) -> Any:
     )
 
 
-def _byte_letters() -> list[str]:
-    """The printable letter that byte-level BPE writes for each byte 0..255 (GPT-2's table:
-    printable Latin-1 bytes stand for themselves, the others for the letters from U+0100 on, in
-    order)."""
-    spans = [("!", "~"), ("¡", "¬"), ("®", "ÿ")]
-    printable = {byte for first, last in spans for byte in range(ord(first), ord(last) + 1)}
-    letters, shifted = [], 256
-    for byte in range(256):
-        if byte in printable:
-            letters.append(chr(byte))
-        else:
-            letters.append(chr(shifted))
-            shifted += 1
-    return letters
+def byte_letters() -> list[str]:
+    """The printable letter that byte-level BPE writes for each byte 0..255 (GPT-2's table)."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    return [letters[byte] for byte in range(256)]
 
 
 def tiny_model(

@@ -9,7 +9,7 @@ from annotated_types import Gt
 
 from outrider.conf.rules import AboveZero, AtATime, Inside, NotNegative, OneOrMore, Seed, ZeroOrMore
 from outrider.decode.models.config import TargetConfig
-from outrider.scripts.common.absent import no_drafters, no_prompts
+from outrider.scripts.common.names import no_drafters, no_prompts
 from outrider.scripts.common.sampling_keys import PenaltyKeys
 
 if TYPE_CHECKING:

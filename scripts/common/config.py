@@ -7,7 +7,7 @@ from typing import Annotated
 
 from outrider.conf.rules import NotNegative, OneOrMore, Seed, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
-from outrider.scripts.common.absent import no_drafters
+from outrider.scripts.common.names import no_drafters
 from outrider.scripts.common.sampling_keys import SamplingKeys
 
 

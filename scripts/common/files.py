@@ -130,10 +130,8 @@ def command() -> str:
     """The command line of this process as one would type it, relative to the repository."""
     import shlex
 
-    script = Path(sys.argv[0])
-    name = (
-        script.resolve().relative_to(ROOT) if script.resolve().is_relative_to(ROOT) else script.name
-    )
+    script = Path(sys.argv[0]).resolve()
+    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
     return shlex.join(["python", str(name), *sys.argv[1:]])
 
 

@@ -38,18 +38,16 @@ class Memo:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"out: {folder} is a file, and a folder is kept there; remove it")
         stamp = {name: sha256(value) for name, value in (key or {}).items()}
-        mark, there = folder / "key", any(folder.glob("*.jsonl"))
-        old = _stamp(mark)
-        self.resumed = there and old == stamp
-        if old == stamp:
+        there, known = any(folder.glob("*.jsonl")), _stamp(folder / "key")
+        self.resumed = there and known == stamp
+        if known == stamp:
             return
         if there:
-            known = old or {}
             apart = [n for n in {**known, **stamp} if known.get(n) != stamp.get(n)]
             apart = apart if known.keys() & stamp.keys() else ["version"]
             _note(f"{folder} was made with another {', '.join(apart)}; all is made anew")
         self.clear()
-        files.write_text(mark, json.dumps(stamp))
+        files.write_text(folder / "key", json.dumps(stamp))
 
     def lines(self, name: str) -> list[Any]:
         """What was added under `name` so far. A last line that a crash cut short is dropped."""
@@ -119,10 +117,9 @@ def _note(what: str) -> None:
     print(f"note: {what}", file=sys.stderr, flush=True)
 
 
-def _stamp(mark: Path) -> dict[str, Any] | None:
-    """The hashes of the key that a folder was written under; None where they cannot be read."""
+def _stamp(mark: Path) -> dict[str, Any]:
+    """The hashes of the key that a folder was written under; {} where they cannot be read."""
     try:
-        found = json.loads(mark.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+        return dict(json.loads(mark.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}

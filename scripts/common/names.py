@@ -1,21 +1,26 @@
-"""Drafters as the user wrote them, made short enough for a table, a legend and a headline."""
+"""What a command line names: drafters, made short enough for a table, a legend and a headline, and
+files and folders that are not there, told before torch is loaded in the words in which they would
+be told later."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
-from pathlib import PurePath
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePath
 from urllib.parse import urlsplit
 
 from outrider.conf.errors import UserError
+from outrider.conf.paths import no_file
 from outrider.heads.folders import head_folder
-from outrider.heads.names import JOIN, members, parse, split
+from outrider.heads.names import HUB, JOIN, members, parse, split
+from outrider.scripts.common.files import ROOT, here
 
 SERVER = re.compile(r"([\w.+-]+)@(https?://\S+)")  # a running one, by a name for it
 EXTRA = re.compile(r"(.*?)((?: \(\w+\)| #\d+)*)", re.S)  # (defaults), #2
 INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing about it
 LONGEST = 30
+DEMO = ROOT / "scripts" / "prompts" / "demo.jsonl"
 # outside references: transformers' own loops
 GENERATE, LOOKUP = "hf_generate", "hf_prompt_lookup"
 ASSISTED = "hf_assisted"  # stands before the name of a draft: transformers decodes with it
@@ -28,6 +33,18 @@ def labels(names: Sequence[str]) -> list[str]:
     return [
         name if found.count(short) > 1 else short for name, short in zip(names, found, strict=True)
     ]
+
+
+def no_prompts(path: str, key: str = "prompts") -> list[str]:
+    """A line where there is no file of prompts."""
+    fix = f"give a JSONL file, such as {DEMO}"
+    return [] if here(Path(path)).exists() else no_file(key, path, fix)
+
+
+def no_drafters(specs: Iterable[str], key: str = "drafter") -> list[str]:
+    """A line for each drafter that this disk does not have; the hub is not asked for heads."""
+    wrong = [wrong_drafter(spec) for spec in specs if HUB not in spec]
+    return [f"{key}: {line}" for line in wrong if line]
 
 
 def wrong_drafter(name: str) -> str:

@@ -66,18 +66,18 @@ class Steps(Progress):
         self.reported: set[TaskID] = set()
 
     def add_task(self, *args: Any, **kwargs: Any) -> TaskID:
-        """See rich."""
+        """As rich does; the clock of the task starts."""
         task = super().add_task(*args, **kwargs)
         self.began[task] = (self.now(), self._tasks[task].completed)
         return task
 
     def update(self, task_id: TaskID, **kwargs: Any) -> None:  # type: ignore[override]
-        """See rich."""
+        """As rich does, and say it where a line is due."""
         super().update(task_id, **kwargs)
         self._tell(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """See rich."""
+        """As rich does, and say it where a line is due."""
         super().advance(task_id, advance)
         self._tell(task_id)
 
@@ -86,12 +86,8 @@ class Steps(Progress):
         if not self.plain or not task.total:
             return
         finished = task.completed >= task.total
-        if (
-            finished
-            and task_id not in self.reported
-            or not finished
-            and now - self.last < self.every
-        ):
+        due = task_id in self.reported if finished else now - self.last >= self.every
+        if not due:
             return
         start, before = self.began[task_id]
         done, spent = task.completed - before, now - start

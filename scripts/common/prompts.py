@@ -13,8 +13,7 @@ from typing import Any
 from outrider.conf.errors import UserError
 from outrider.conf.jsonl import HALF, is_whole, parse_line, read_lines
 from outrider.scripts.common.files import here
-
-DEMO = Path(__file__).resolve().parents[1] / "prompts" / "demo.jsonl"
+from outrider.scripts.common.names import DEMO
 
 
 @dataclass(frozen=True)

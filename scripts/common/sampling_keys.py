@@ -49,7 +49,7 @@ class PenaltyKeys(SamplingKeys):
     repetition_penalty: AboveZero = 1.0
 
     def sampling(self) -> Sampling:
-        """See SamplingKeys."""
+        """The distribution. Raises UserError for keys that do not go together."""
         from outrider.decode.sampling import Sampling
 
         drawn = (self.temperature, self.top_k, self.top_p, self.min_p)

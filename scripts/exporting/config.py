@@ -12,7 +12,7 @@ from outrider.conf.rules import AboveZero, NotEmpty, OneOrMore, ZeroOrMore, one_
 from outrider.decode.models.config import DTYPES, TargetConfig
 from outrider.heads.names import HUB
 from outrider.heads.registry import FORMATS
-from outrider.scripts.common.absent import no_drafters, no_prompts
+from outrider.scripts.common.names import no_drafters, no_prompts
 
 AS_WRITTEN = "as_written"
 PUBLISHED = "give the folder of a published head (config.json and its weights)"

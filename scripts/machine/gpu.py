@@ -90,16 +90,12 @@ def measured(model: Model, keys: Sequence[str], steps: int) -> dict[str, Any]:
             *keys,
         ]
         cfg: Any = compose("eagle", EagleRun, [*own, f"out_dir={folder}/run"])
-        plan = _planned(model, [*own, "head=eagle3", f"supervised={SUPERVISED}"], cfg.head)
+        asked = ["dry_run=true", "gpus=1", *own, "head=eagle3", f"supervised={SUPERVISED}"]
+        plan = plan_of(compose("validate", ValidateConfig, asked), model, cfg.head)
         with _run(cfg, model) as run:
             training = _training(run, plan, steps)
             decoding = _decoding(run)
     return {"model": model.name, "keys": list(keys), "training": training, "decoding": decoding}
-
-
-def _planned(model: Model, keys: Sequence[str], typed: Any) -> Plan:
-    planned = compose("validate", ValidateConfig, ["dry_run=true", "gpus=1", *keys])
-    return plan_of(planned, model, typed)
 
 
 @contextlib.contextmanager
@@ -110,8 +106,7 @@ def _run(cfg: Any, model: Model) -> Iterator[Run]:
     rows = random_rows(4 * cfg.batch_size, cfg.data.max_length, target.vocab_size)
     with Stop() as stop, locked(Path(cfg.out_dir)):
         with _quiet():
-            given = target, rows
-            run = begin(cfg, head_class(cfg.head.kind), accelerator, stop, given)
+            run = begin(cfg, head_class(cfg.head.kind), accelerator, stop, (target, rows))
         try:
             yield run
         finally:

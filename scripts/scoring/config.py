@@ -7,8 +7,7 @@ from typing import Annotated
 
 from outrider.conf.rules import Filled, NotNegative, OneOrMore, Seed, Wandb, ZeroOrMore, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
-from outrider.scripts.common.absent import no_drafters, no_prompts
-from outrider.scripts.common.names import SERVER, wrong_address
+from outrider.scripts.common.names import SERVER, no_drafters, no_prompts, wrong_address
 from outrider.scripts.common.sampling_keys import PenaltyKeys
 from outrider.scripts.data.suites import SuiteConfig
 

@@ -10,7 +10,7 @@ from annotated_types import Interval
 
 from outrider.conf.rules import Filled, OneOrMore, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
-from outrider.scripts.common.absent import no_drafters
+from outrider.scripts.common.names import no_drafters
 
 
 @dataclass(frozen=True)

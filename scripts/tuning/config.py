@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from outrider.conf.rules import OneOrMore, Seed, Wandb, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
-from outrider.scripts.common.absent import no_drafters, no_prompts
+from outrider.scripts.common.names import no_drafters, no_prompts
 from outrider.scripts.common.sampling_keys import PenaltyKeys
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from outrider.decode.models.identity import sha256_weights
 from outrider.decode.models.packages.table import TARGETS, PackagedTarget, Wheels
-from outrider.decode.models.tiny import _byte_letters, tiny_model
+from outrider.decode.models.tiny import byte_letters, tiny_model
 
 PARTS, VOCAB, THETA = 3, 272, 1e6
 # What the file says of itself -> key of the config
@@ -47,7 +47,7 @@ def write_gguf(path: Path, model: Any) -> None:
         writer.add_uint32(f"qwen2.{name}", getattr(model.config, key))
     writer.add_float32("qwen2.rope.freq_base", THETA)
     writer.add_float32("qwen2.attention.layer_norm_rms_epsilon", model.config.rms_norm_eps)
-    words = [*_byte_letters(), "ab", *WORDS]
+    words = [*byte_letters(), "ab", *WORDS]
     pads = range(len(words), VOCAB)
     kinds = [NORMAL] * 257 + [CONTROL] * len(WORDS) + [UNUSED] * len(pads)
     writer.add_array("tokenizer.ggml.tokens", [*words, *(f"[PAD{i}]" for i in pads)])
@@ -125,5 +125,5 @@ def toy(folder: Path) -> PackagedTarget:
         tokenizer={**qwen.tokenizer, "special": special, "size": 261, "plain": [260]},
         ids={"<|endoftext|>": 257, "<|im_end|>": 259, "<fim>": 260},
         system="Be short.",
-        vectors=[("abba", [256, *(_byte_letters().index(c) for c in "ba")])],
+        vectors=[("abba", [256, *(byte_letters().index(c) for c in "ba")])],
     )

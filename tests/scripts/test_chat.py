@@ -14,7 +14,6 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.stats import accepted_length, split
 from outrider.decode.text import Stream
 from outrider.scripts import chat
-from outrider.scripts.common.talk import AnswerTally
 from tests.helpers.commands import code_of
 
 
@@ -37,7 +36,7 @@ def test_tally_of_a_stopped_answer_agrees_with_the_engine() -> None:
     target = load_target(TargetConfig(kind="tiny"))
     prompt = [3, 4, 5, 6, 3, 4, 5, 6, 3, 4]
     for drafter in (NoDraft(), NGram()):
-        tally = AnswerTally(prompt)
+        tally = chat.AnswerTally(prompt)
         request = Request(prompt, 60, id=1)
         run = generate(
             target,
