@@ -81,12 +81,10 @@ def config(kind: str, dtype: Any) -> Any:
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
         from transformers import TorchAoConfig
 
-        return TorchAoConfig(
-            Int8WeightOnlyConfig() if kind == "torchao-int8" else Int4WeightOnlyConfig()
-        )
+        fewer = Int8WeightOnlyConfig if kind == "torchao-int8" else Int4WeightOnlyConfig
+        return TorchAoConfig(fewer())
     except (ImportError, AttributeError, RuntimeError, ValueError) as error:
         raise UserError(
             f"target.quantize: {kind} does not work with this version of {library} "
-            f"({first_line(error)}); update it, "
-            "or set target.quantize=none"
+            f"({first_line(error)}); update it, or set target.quantize=none"
         ) from error

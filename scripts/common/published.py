@@ -69,8 +69,7 @@ def copies(which: Published, folder: Path) -> list[Path]:
 def _where(which: Published) -> dict[str, Any]:
     """Arguments of datasets.load_dataset."""
     if which.path:
-        place = _on_disk(which)
-        return _in_folder(which, place) if place.is_dir() else _in_file(place.parent, place.name)
+        return _on_disk(which)
     if not which.dataset:
         raise UserError(
             f"{which.word}: {which.name}: is on no hub; give {which.place}=FILE (the YAML that "
@@ -85,31 +84,11 @@ def _where(which: Published) -> dict[str, Any]:
     return {"path": which.dataset, "name": name, "revision": revision, "split": which.split}
 
 
-def _in_file(folder: Path, files: str) -> dict[str, Any]:
-    # By its folder: by the name of its form the library would report the use of it.
-    return {"path": str(folder), "data_files": files, "split": "train"}
-
-
-def _in_folder(which: Published, folder: Path) -> dict[str, Any]:
-    """Of a folder: the files that are named, else the part of that name or the only one."""
+def _on_disk(which: Published) -> dict[str, Any]:
+    """Of `path`, or of what bears the set's name in it: a file, or a folder's files that are
+    named, else its part of that name or the only one."""
     import datasets
 
-    if which.files and any(folder.glob(which.files)):
-        return _in_file(folder, which.files)
-    configs = datasets.get_dataset_config_names(str(folder))
-    config = which.config if which.config in configs else None
-    parts = datasets.get_dataset_split_names(str(folder), config)
-    if which.split not in parts and len(parts) != 1:
-        raise UserError(
-            f"{which.word}: {which.name}: {folder} has the parts {', '.join(parts)} and no "
-            f"{which.split}; give {which.place}=FILE"
-        )
-    split = which.split if which.split in parts else parts[0]
-    return {"path": str(folder), "name": config, "split": split}
-
-
-def _on_disk(which: Published) -> Path:
-    """The file or folder of a set: `path` itself, or what bears the set's name in it."""
     place = Path(which.path).expanduser().absolute()  # "." has no name, which the library wants
     if place.is_dir():
         place = next(iter(copies(which, place)), place)
@@ -117,4 +96,18 @@ def _on_disk(which: Published) -> Path:
         raise UserError(f"{which.place}: {which.path} is not there; give a file or a folder")
     if place.is_file() and place.suffix.lower() not in FORMS:
         raise UserError(f"{which.place}: {place} is none of {', '.join(FORMS)}; convert it")
-    return place
+    # Files by their folder: by the name of their form the library would report the use of it.
+    if place.is_file():
+        return {"path": str(place.parent), "data_files": place.name, "split": "train"}
+    if which.files and any(place.glob(which.files)):
+        return {"path": str(place), "data_files": which.files, "split": "train"}
+    configs = datasets.get_dataset_config_names(str(place))
+    config = which.config if which.config in configs else None
+    parts = datasets.get_dataset_split_names(str(place), config)
+    if which.split not in parts and len(parts) != 1:
+        raise UserError(
+            f"{which.word}: {which.name}: {place} has the parts {', '.join(parts)} and no "
+            f"{which.split}; give {which.place}=FILE"
+        )
+    split = which.split if which.split in parts else parts[0]
+    return {"path": str(place), "name": config, "split": split}
