@@ -43,7 +43,6 @@ class Head(Stored):
         embeddings, num_layers = output after the final norm.
     packs: whether its loss keeps packed documents apart.
     rate_narrows: whether its learning rate goes down with the width of the target.
-    why: a draft may not be deeper than `deepest`, for the error about it.
     step: of the run, 0-based."""
 
     kind: ClassVar[str] = ""
@@ -51,7 +50,6 @@ class Head(Stored):
     Drafts: ClassVar[type[Any]]
     packs: ClassVar[bool] = False
     rate_narrows: ClassVar[bool] = True
-    why: ClassVar[str] = ""
     taps: tuple[int, ...] = ()
     step = 0
     d2t: Tensor | None
@@ -118,8 +116,7 @@ class Head(Stored):
         longest = max(map(len, requested.paths)) if requested.paths else requested.depth or 0
         if most is not None and longest > most:
             raise UserError(
-                f"decode settings: {longest} levels, but the head guesses {most}{self.why}; give "
-                f"{most} or fewer"
+                f"decode settings: {longest} levels, but the head guesses {most}; give fewer"
             )
         shape = requested.shape or (cfg.shape if target.support == "tree" else "chain")
         depth = requested.depth or self.usual

@@ -250,7 +250,6 @@ class _Run:
     depth: int
 
     def answers(self, head: Head) -> list[Generation]:
-        """Answer greedily with the drafter of `head`."""
         drafter, size = head.drafter(self.target, DraftSpec(shape="chain")), self.batch_size
         return generate(
             self.target, drafter, self.requests, Sampling(), batch_size=size

@@ -56,7 +56,6 @@ class BlockHead(LayeredHead):
     Saved: ClassVar[type[BlockSaved]] = BlockSaved
     cfg: BlockConfig
     net: BlockNet
-    why = ", whose rows see each other"
     seed = 0
 
     # -- making one

@@ -63,7 +63,6 @@ class EagleHead(LayeredHead):
     Saved: ClassVar[type[EagleSaved]] = EagleSaved
     cfg: EagleConfig
     net: EagleNet
-    why: ClassVar[str] = " inside head.sliding_window"
 
     # -- training
 

@@ -162,13 +162,6 @@ class LayeredHead(Head):
 SPREAD = 1.5  # of a fresh head's logits
 
 
-def backbone(target: Target) -> Any:
-    """The target's layers with their final norm; of a model that also sees, the language
-    part."""
-    body = target.model.base_model
-    return getattr(body, "language_model", body)
-
-
 def reset_weights(net: Any, std: float) -> None:
     """Normal weights of spread `std`, norms at one, in place."""
     for name, weight in net.named_parameters():
@@ -193,9 +186,9 @@ def norm_weight(norm: Any, target: Target) -> Tensor:
 def final_norm(target: Target) -> Tensor | None:
     """The factor [D] of the target's last norm; None where no known name leads to it."""
     names = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-    norm = next(
-        (n for name in names if (n := getattr(backbone(target), name, None)) is not None), None
-    )
+    body = target.model.base_model
+    body = getattr(body, "language_model", body)  # of a model that also sees
+    norm = next((n for name in names if (n := getattr(body, name, None)) is not None), None)
     return norm_weight(norm, target) if isinstance(norm, nn.Module) else None
 
 
