@@ -1,5 +1,4 @@
-"""Attention masks of a tree pass: additive, built once per pass (static trees on even rows:
-once ever).
+"""Attention masks of a tree pass: additive, built once per pass.
 
 Shape letters: B rows, n = N + 1 slots of a tree pass, M scratch offset, S = M + n
 slots attended, G query heads per K/V head.
@@ -7,13 +6,11 @@ slots attended, G query heads per K/V head.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
 from torch import Tensor
 
 from outrider.decode import devices
-from outrider.decode.tree import DraftTree, TreeLayout
+from outrider.decode.tree import DraftTree
 
 # A layer type's reach: ("full", 0), ("window", W): W positions including its own, ("chunk",
 # C): positions of one chunk.
@@ -35,7 +32,6 @@ class TreeMasks:
         self, reaches: dict[str, Reach], tile: int, dtype: torch.dtype, device: torch.device
     ):
         self.reaches, self.tile, self.dtype, self.device = reaches, tile, dtype, device
-        self._strips: OrderedDict[int, tuple[TreeLayout, Tensor | None]] = OrderedDict()
 
     def __call__(self, lengths: list[int], tree: DraftTree) -> Masks:
         """Masks [B or 1, 1, G * n, S] of a tree pass. lengths: committed tokens per row."""
@@ -43,12 +39,7 @@ class TreeMasks:
         even, bound = min(lengths) == longest, self._bound(longest + n)
         if even and n == 1 and not bound:
             return None
-        made: dict[Reach, Tensor] = {}
-        if even and len(bound) < len(self.reaches) and tree.static_layout is not None:
-            strip = self._strip(tree.static_layout, longest)
-            if strip is not None:
-                made[FULL] = strip
-        return self._build(lengths, (tree.layout.mask, tree.layout.positions), bound, made)
+        return self._build(lengths, (tree.layout.mask, tree.layout.positions), bound)
 
     def drafted(
         self, lengths: list[int], seen: Tensor | None, levels: list[int], new: int
@@ -65,33 +56,29 @@ class TreeMasks:
         if seen is None:
             seen = torch.ones(1, new, len(levels), dtype=torch.bool, device=self.device)
         positions = devices.send([[level - 1 for level in levels]], self.device)
-        return self._build(lengths, (seen, positions), bound, {})
+        return self._build(lengths, (seen, positions), bound)
 
     def _bound(self, reach: int) -> dict[str, Reach]:
         """The layer types that do not see all of so many positions."""
         return {k: r for k, r in self.reaches.items() if r[0] != "full" and reach > r[1]}
 
     def _build(
-        self,
-        lengths: list[int],
-        behind: tuple[Tensor, Tensor],
-        bound: dict[str, Reach],
-        made: dict[Reach, Tensor],
+        self, lengths: list[int], behind: tuple[Tensor, Tensor], bound: dict[str, Reach]
     ) -> Masks:
-        """Complete `made`. behind: [B or 1, n, R] bool, which of the R slots behind the committed
-        ones the last n of them may look at, and [B or 1, R] their positions, from 0."""
-        if missing := {bound.get(kind, FULL) for kind in self.reaches} - made.keys():
-            block, positions = behind
-            rows, n = len(lengths), block.shape[1]
-            ends = devices.send(lengths, self.device)[:, None]
-            slots = torch.arange(max(lengths), device=self.device).expand(rows, -1)
-            committed = (slots < ends)[:, None].expand(-1, n, -1)
-            allowed = torch.cat([committed, block.expand(rows, -1, -1)], 2)
-            place = ends + positions
-            query, key = place[:, -n:, None], torch.cat([slots, place], 1)[:, None]
-            for reach in missing:
-                near = allowed if reach == FULL else allowed & within(reach, query, key)
-                made[reach] = self.additive(near)
+        """behind: [B or 1, n, R] bool, which of the R slots behind the committed ones the last n
+        of them may look at, and [B or 1, R] their positions, from 0."""
+        block, positions = behind
+        rows, n = len(lengths), block.shape[1]
+        ends = devices.send(lengths, self.device)[:, None]
+        slots = torch.arange(max(lengths), device=self.device).expand(rows, -1)
+        committed = (slots < ends)[:, None].expand(-1, n, -1)
+        allowed = torch.cat([committed, block.expand(rows, -1, -1)], 2)
+        place = ends + positions
+        query, key = place[:, -n:, None], torch.cat([slots, place], 1)[:, None]
+        made = {
+            reach: self.additive(allowed if reach == FULL else allowed & within(reach, query, key))
+            for reach in {bound.get(kind, FULL) for kind in self.reaches}
+        }
         masks = {kind: made[bound.get(kind, FULL)] for kind in self.reaches}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -101,31 +88,6 @@ class TreeMasks:
         mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
         mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)
         return mask.repeat(1, self.tile, 1)[:, None]
-
-    def _strip(self, layout: TreeLayout, longest: int) -> Tensor | None:
-        """Even rows see all committed slots: the tree's block behind zeros, a suffix of one
-        constant.
-
-        None for a layout of single rows, and for one that is met for the first time: those of
-        dynamic trees never come again, and a strip costs more than the mask of one pass.
-        """
-        n = layout.mask.shape[1]
-        if layout.mask.shape[0] > 1:
-            return None
-        known = self._strips.pop(id(layout), None)
-        strip = None if known is None else known[1]
-        if known is not None and (strip is None or strip.shape[3] < longest + n):
-            block = self.additive(layout.mask.to(self.device))
-            room = max(512, 2 * longest)
-            strip = torch.cat([block.new_zeros(*block.shape[:3], room), block], 3)
-        # The layout is kept alive, so its id stays its own.
-        self._strips[id(layout)] = (layout, strip)
-        if len(self._strips) > 16:
-            self._strips.popitem(last=False)
-        if strip is None:
-            return None
-        view = strip[..., strip.shape[3] - longest - n :]
-        return view if devices.on_cpu(view) else view.contiguous()  # kernels want aligned strides
 
 
 def within(reach: Reach, query: Tensor, key: Tensor) -> Tensor:
