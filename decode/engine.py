@@ -40,18 +40,20 @@ Cache = TreeCache | Pairs
 P = ParamSpec("P")
 
 
-@dataclass
-class _Row:
-    index: int
+@dataclass(eq=False)
+class Row:
+    """A request on its way, `number` of its run. limit: tokens that it may get."""
+
+    number: int
     request: Request
-    out: Generation
+    generation: Generation
     limit: int
     cycle: int = 0
     done: bool = False
 
     @property
     def remaining(self) -> int:
-        return self.limit - len(self.out.token_ids)
+        return self.limit - len(self.generation.token_ids)
 
 
 @dataclass
@@ -88,11 +90,11 @@ class Engine:
         self.eos = frozenset(self.target.eos_ids if self.eos_ids is None else self.eos_ids)
         self.timing = Timing()
         self.all = [
-            _Row(i, r, Generation(list(r.prompt)), checks.longest_answer(r, i, self.target))
+            Row(i, r, Generation(list(r.prompt)), checks.longest_answer(r, i, self.target))
             for i, r in enumerate(self.requests)
         ]
         self.queue = deque(row for row in self.all if row.limit > 0)
-        self.rows: list[_Row] = []
+        self.rows: list[Row] = []
 
     @torch.inference_mode()
     def run(self) -> DecodedRun:
@@ -112,7 +114,7 @@ class Engine:
                 if self.rows:
                     self._cycle(cache)
         self.timing.total_s = time.perf_counter() - start
-        return DecodedRun([row.out for row in self.all], self.timing)
+        return DecodedRun([row.generation for row in self.all], self.timing)
 
     def _admit(self, cache: Cache) -> None:
         """Prefill waiting requests into free rows and draw their first token, which belongs
@@ -142,7 +144,7 @@ class Engine:
             self._retire(cache)
             self.timing.prefill_s += time.perf_counter() - start
 
-    def _prefill(self, cache: Cache, prompts: list[Tensor], new: list[_Row]) -> Step:
+    def _prefill(self, cache: Cache, prompts: list[Tensor], new: list[Row]) -> Step:
         """One pass over the prompts of new rows, under guidance with their companions'."""
         if self.guidance is not None:
             others = self._tensors(row.request.companion for row in new)
@@ -184,7 +186,7 @@ class Engine:
         return tree
 
     def _score(self, cache: Cache, tree: DraftTree) -> Step:
-        last = devices.send([row.out.token_ids[-1] for row in self.rows], self.target.device)
+        last = devices.send([row.generation.token_ids[-1] for row in self.rows], self.target.device)
         step: Step = self.scorer.score(cache, last, tree, self.drafter.taps)
         return step
 
@@ -218,11 +220,11 @@ class Engine:
     def _record(self, seen: HostVerdict, budget: Tensor) -> None:
         most = budget.tolist()
         for b, (row, accepted) in enumerate(zip(self.rows, seen.length.tolist(), strict=True)):
-            before = len(row.out.token_ids)
+            before = len(row.generation.token_ids)
             row.cycle += 1
             emitted = self._emit(row, seen.emitted[b][: accepted + 1], [True] * accepted + [False])
             kept = min(accepted, emitted)
-            row.out.cycles.append(
+            row.generation.cycles.append(
                 Cycle(
                     proposed=seen.proposed[b],
                     accepted=kept,
@@ -233,19 +235,19 @@ class Engine:
                 )
             )
 
-    def _emit(self, row: _Row, tokens: list[int], drafted: list[bool]) -> int:
+    def _emit(self, row: Row, tokens: list[int], drafted: list[bool]) -> int:
         """Append up to the stop token or the limit; returns how many tokens went out."""
         stop = next((i + 1 for i, t in enumerate(tokens) if t in self.eos), len(tokens))
         count = min(stop, row.remaining)
         tokens, drafted = tokens[:count], drafted[:count]
-        row.out.token_ids += tokens
-        row.out.from_draft += drafted
+        row.generation.token_ids += tokens
+        row.generation.from_draft += drafted
         if tokens[-1] in self.eos:
-            row.done, row.out.finish = True, "eos"
+            row.done, row.generation.finish = True, "eos"
         elif row.remaining == 0:
             row.done = True
         if self.on_tokens:
-            self.on_tokens(row.index, tokens, drafted)
+            self.on_tokens(row.number, tokens, drafted)
         return count
 
     def _retire(self, cache: Cache) -> None:
@@ -260,17 +262,17 @@ class Engine:
             self.drafter.select(keep)
             self.rows = [self.rows[b] for b in keep]
 
-    def _rng(self, rows: list[_Row]) -> Rng:
+    def _rng(self, rows: list[Row]) -> Rng:
         requests = torch.tensor([row.request.id for row in rows])
         rng = self.coins(self.seed, requests, torch.tensor([row.cycle for row in rows]))
         if isinstance(rng, Rng):
             rng.reserve(self.drafter.max_nodes)
         return rng
 
-    def _distribution(self, logits: Tensor, tree: DraftTree, rows: list[_Row]) -> Distribution:
+    def _distribution(self, logits: Tensor, tree: DraftTree, rows: list[Row]) -> Distribution:
         history = None
         if self.sampling.uses_history:
-            history = [[*row.request.prompt, *row.out.token_ids] for row in rows]
+            history = [[*row.request.prompt, *row.generation.token_ids] for row in rows]
         return Distribution(self.sampling, logits, tree, history)
 
 

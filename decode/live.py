@@ -24,7 +24,7 @@ from torch import Tensor
 from outrider.conf.errors import UserError
 from outrider.decode import checks
 from outrider.decode.drafters import Drafter
-from outrider.decode.engine import Cache, Engine, Generation, Request, _Row
+from outrider.decode.engine import Cache, Engine, Generation, Request, Row
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.scorer import Step
@@ -66,13 +66,11 @@ class LiveLimits:
     longest: int
 
 
-@dataclass
-class Seat:
+@dataclass(eq=False, kw_only=True)
+class Seat(Row):
     """A request in the batch. top: tokens whose distribution is told beside the chosen one; None =
     no distributions. watch is called in the midst of a pass; it may call `leave`."""
 
-    number: int
-    generation: Generation
     watch: Watch
     top: int | None
 
@@ -110,8 +108,8 @@ class LiveBatch(Engine):
         self.room = room
         self._cache: Cache | None = None
         self._joined, self.seconds = 0, 0.0
-        self._seats: dict[int, tuple[Seat, _Row]] = {}
-        self._at: tuple[Tensor, list[_Row], Tensor | None] | None = None
+        self._seats: dict[int, Seat] = {}
+        self._at: tuple[Tensor, list[Row], Tensor | None] | None = None
         self._wild = torch.zeros((), dtype=torch.int64, device=target.device)
 
     def left_out(self) -> str:
@@ -141,50 +139,39 @@ class LiveBatch(Engine):
                 "its answer; shorten the prompt"
             )
         self._joined += 1
-        row = _Row(number, request, Generation(list(request.prompt)), limit)
-        if limit <= 0:
-            row.done = True
-        seat = Seat(row.index, row.out, watch, top)
-        self._seats[row.index] = seat, row
-        if not row.done:
-            self.queue.append(row)
+        generation = Generation(list(request.prompt))
+        seat = Seat(number, request, generation, limit, done=limit <= 0, watch=watch, top=top)
+        self._seats[number] = seat
+        if not seat.done:
+            self.queue.append(seat)
         return seat
 
     def leave(self, seat: Seat) -> None:
         """Take a request away: its row is free at the next step, and `step` names it then."""
-        found = self._seats.get(seat.number)
-        if found is None or found[1].done:
+        if seat.done:
             return
-        row = found[1]
-        row.done, row.out.finish = True, LEFT
-        if row in self.queue:
-            self.queue.remove(row)
+        seat.done, seat.generation.finish = True, LEFT
+        if seat in self.queue:
+            self.queue.remove(seat)
 
     @torch.inference_mode()
     def step(self) -> list[Seat]:
         """Free rows, read waiting prompts, run one cycle; the requests that ended with it."""
-        cache = self._cache or self._ready()
+        if self._cache is None:
+            size = self.room.rows, self.room.longest
+            self._cache = self.scorer.new_cache(*size, self.drafter.max_nodes)
+            self.drafter.reset(*size)
         begin = time.perf_counter()
-        self._retire(cache)
-        self._admit(cache)
+        self._retire(self._cache)
+        self._admit(self._cache)
         if self.rows:
-            self._cycle(cache)
+            self._cycle(self._cache)
         self._at = None
-        ended = self._ended()
+        ended = [seat for seat in self._seats.values() if seat.done]
+        for seat in ended:
+            del self._seats[seat.number]
         self.seconds += time.perf_counter() - begin
         return ended
-
-    def _ready(self) -> Cache:
-        """Make the cache, and ready what decodes with it."""
-        self._cache = self.scorer.new_cache(
-            self.room.rows, self.room.longest, self.drafter.max_nodes
-        )
-        self.drafter.reset(self.room.rows, self.room.longest)
-        return self._cache
-
-    def _ended(self) -> list[Seat]:
-        gone = [number for number, (_, row) in self._seats.items() if row.done]
-        return [self._seats.pop(number)[0] for number in gone]
 
     def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
         tree = super()._propose(budget, rng)
@@ -194,7 +181,7 @@ class LiveBatch(Engine):
 
     # -- what the engine hands over on its way
 
-    def _distribution(self, logits: Tensor, tree: DraftTree, rows: list[_Row]) -> Distribution:
+    def _distribution(self, logits: Tensor, tree: DraftTree, rows: list[Row]) -> Distribution:
         self._at = logits, rows, None
         return super()._distribution(logits, tree, rows)
 
@@ -204,15 +191,15 @@ class LiveBatch(Engine):
         super()._observe(step, seen)
 
     def _summary(self, number: int, tokens: list[int], drafted: list[bool]) -> None:
-        seat, row = self._seats[number]
-        distributions = [] if seat.top is None else self._distributions(row, tokens, seat.top)
+        seat = self._seats[number]
+        distributions = [] if seat.top is None else self._distributions(seat, tokens, seat.top)
         seat.watch(Fresh(tokens, drafted, distributions))
 
-    def _distributions(self, row: _Row, tokens: list[int], top: int) -> list[TokenDistribution]:
+    def _distributions(self, seat: Seat, tokens: list[int], top: int) -> list[TokenDistribution]:
         """The target's own distributions at the slots that the tokens came from."""
         assert self._at is not None
         logits, rows, slots = self._at
-        b = next(i for i, other in enumerate(rows) if other is row)
+        b = rows.index(seat)
         places = [0] if slots is None else slots[b, : len(tokens)].tolist()
         found = torch.log_softmax(logits[b, places].float(), -1).clamp(min=LEAST_LOGPROB)
         own = found.gather(1, torch.tensor(tokens, device=found.device)[:, None])[:, 0].tolist()
