@@ -13,7 +13,6 @@ from outrider.decode.models.quantize import config
 from outrider.decode.target import Target
 
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 260, "context": 256}
-DTYPES = ["float32", "bfloat16"]
 
 
 class Int8(nn.Module):
@@ -57,7 +56,7 @@ def between(target: Target) -> float:
     return float((short - long).abs().sum(-1).mean() / 2)
 
 
-@pytest.mark.parametrize("dtype, threshold", [("float32", 6), ("bfloat16", 6), ("bfloat16", 20)])
+@pytest.mark.parametrize("dtype, threshold", [("float32", 6), ("bfloat16", 20)])
 def test_rows_that_hang_on_one_another_are_refused(dtype: str, threshold: float) -> None:
     target = quantized(dtype, threshold)
     assert 0 < between(target) < 0.0144  # less than LLM.int8 was measured to do
@@ -65,9 +64,8 @@ def test_rows_that_hang_on_one_another_are_refused(dtype: str, threshold: float)
         target.probe()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_in_8_bits_of_their_own_are_taken(dtype: str) -> None:
-    target = quantized(dtype, float("inf"))
+def test_rows_in_8_bits_of_their_own_are_taken() -> None:
+    target = quantized("bfloat16", float("inf"))
     assert target.probe().support == "tree" and between(target) < 1e-3
 
 

@@ -54,8 +54,6 @@ def test_distribution_equals_transformers(
 @pytest.mark.parametrize(
     "s",
     [
-        Sampling(1.0, top_p=0.9),
-        Sampling(1.0, top_k=7),
         Sampling(1.0, min_p=0.01),
         Sampling(0.8, top_k=600, top_p=0.99),
     ],
@@ -75,8 +73,7 @@ def test_wide_supports_and_ties_fall_back_to_all_candidates(s: Sampling) -> None
         assert torch.allclose(ours, theirs, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("s", [Sampling(1.0), Sampling(0.7), Sampling(1.0, min_p=1e-12)])
-@pytest.mark.parametrize("tail", [1e-3, 1e-2, 5e-2, 0.5])
+@pytest.mark.parametrize("s, tail", [(Sampling(0.7), 5e-2), (Sampling(1.0, min_p=1e-12), 0.5)])
 def test_a_large_vocabulary_keeps_its_mass_in_float32(s: Sampling, tail: float) -> None:
     """One likely token and a flat tail, as a separate small model of Qwen's drafts it: torch's own
     softmax comes to between 0.999 and 1.001, and `DraftTree.validate` refuses that."""

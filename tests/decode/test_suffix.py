@@ -23,7 +23,7 @@ def longest(text: list[int]) -> int:
     return next((n for n in range(len(text) - 1, 0, -1) if ends_of(text, n)), 0)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(0, 40, 10))
 def test_it_finds_what_a_search_finds(seed: int) -> None:
     """After every token: how the latest earlier occurrence of the longest end went on, and every
     continuation with its share."""

