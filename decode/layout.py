@@ -154,13 +154,17 @@ class TreeLayout:
     @functools.cached_property
     def paths(self) -> Tensor:
         """[B, N + 1, levels] int64 nodes from the top to each slot, -1 padded."""
+        return self._along(torch.arange(self.parents.shape[1], device=self.parents.device), -1)
+
+    def _along(self, values: Tensor, beyond: int) -> Tensor:
+        """[B, N + 1, levels]: `values` [N] or [B, N] of the nodes from the top to each slot,
+        `beyond` behind it."""
         rows, n = self.parents.shape
-        device = self.parents.device
-        path = torch.full((rows, n + 1, self.levels + 1), -1, dtype=torch.int64, device=device)
+        path = values.new_full((rows, n + 1, self.levels + 1), beyond)
         above = self.mask[:, :, 1:]  # slots that are not above write behind the last level
-        node = torch.arange(n, device=device).expand_as(above)
         place = torch.where(above, self.depth[:, None], self.levels)
-        return path.scatter_(2, place, node)[..., : self.levels]
+        path.scatter_(2, place, values.expand(rows, n)[:, None].expand(rows, n + 1, n))
+        return path[..., : self.levels]
 
     @functools.cached_property
     def postorder(self) -> Tensor:
@@ -172,14 +176,9 @@ class TreeLayout:
         masked by their size.
         """
         rows, n = self.parents.shape
-        device = self.parents.device
-        levels, beyond = max(self.levels, 1), n + 1
-        path = torch.full((rows, n + 1, levels + 1), beyond, dtype=torch.int64, device=device)
-        above = self.mask[:, :, 1:]  # slots that are not above write behind the last level
-        place = torch.where(above, self.depth[:, None], levels)
-        path.scatter_(2, place, self.rank[:, None].expand(rows, n + 1, n))
-        order = torch.arange(n + 1, device=device).expand(rows, n + 1)
-        for level in reversed(range(levels)):  # stable sorts, least significant level first
+        path = self._along(self.rank, n + 1)
+        order = torch.arange(n + 1, device=path.device).expand(rows, n + 1)
+        for level in reversed(range(self.levels)):  # stable sorts, least significant level first
             order = order.gather(1, path[:, :, level].gather(1, order).argsort(dim=1, stable=True))
         return order
 
