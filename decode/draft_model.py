@@ -23,7 +23,6 @@ from torch import Tensor
 
 from outrider.conf.errors import UserError
 from outrider.decode import devices, grow
-from outrider.decode.cache import TreeCache
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
@@ -80,7 +79,6 @@ class DraftModel:
         keep: Any = slice(0, common) if ids is None else ids
         self.proj, self.bias = rows[keep].detach(), None if bias is None else bias[keep].detach()
         self._ids = ids
-        self.cache: TreeCache | None = None
         self.reset(1, 1)
 
     # -- the protocol
@@ -109,23 +107,19 @@ class DraftModel:
         counts = n.tolist()
         # A target's padded vocabulary may be longer.
         tokens = tokens.clamp(max=self.draft.vocab_size - 1)
-        live = self._cache.rows
+        live = self.cache.rows
         if rows.start >= live:
             self._begun(tokens, counts)
             return
-        if (rows.start, rows.stop) != (0, live):
-            raise ValueError(
-                f"observe: rows {rows.start} to {rows.stop} of {live}; give all of them"
-            )
         self.blind = [
             b or have + c > self.limit
-            for b, have, c in zip(self.blind, self._cache.lengths, counts, strict=True)
+            for b, have, c in zip(self.blind, self.cache.lengths, counts, strict=True)
         ]
         counts = [0 if blind else c for blind, c in zip(self.blind, counts, strict=True)]
         while max(counts):
             # Of another drafter in a union more may have been accepted than this one drafts, and
             # a row near the end of the context leaves no room for all of it in one pass.
-            room = self._cache.slots - max(self._cache.lengths)
+            room = self.cache.slots - max(self.cache.lengths)
             fits = [min(c, room) for c in counts]
             self._take(tokens[:, : max(fits)], fits)
             tokens = tokens[:, max(fits) :]
@@ -138,7 +132,7 @@ class DraftModel:
         self.first = []
         self.blind += [len(ids) > self.limit for ids in whole]
         step = self.draft.prefill(
-            self._cache, [ids[: self.limit] for ids in whole], (self.draft.num_layers,)
+            self.cache, [ids[: self.limit] for ids in whole], (self.draft.num_layers,)
         )
         assert step.feats is not None
         ends = (min(len(ids), self.limit) - 1 for ids in whole)
@@ -147,27 +141,27 @@ class DraftModel:
 
     def _take(self, fresh: Tensor, counts: list[int]) -> None:
         """Read and keep the next tokens of every live row, counts[b] of fresh [B, n_max]."""
-        live = self._cache.rows
+        live = self.cache.rows
         size = torch.tensor([max(c - 1, 0) for c in counts])
         hidden = self._read(fresh, size)
         state = hidden[torch.arange(live, device=self.device), size.to(self.device)]
-        self._cache.commit(torch.arange(fresh.shape[1] - 1).expand(live, -1), size)
+        self.cache.commit(torch.arange(fresh.shape[1] - 1).expand(live, -1), size)
         if min(counts) == 0:  # a row without news keeps its state
             news = devices.send(counts, self.device)[:, None] > 0
             state = torch.where(news, state, self.state)
-            have = zip(self._cache.lengths, counts, strict=True)
-            self._cache.truncate([length - (count == 0) for length, count in have])
+            have = zip(self.cache.lengths, counts, strict=True)
+            self.cache.truncate([length - (count == 0) for length, count in have])
         self.state = state
 
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        lengths = zip(self.blind, self._cache.lengths, strict=True)
+        lengths = zip(self.blind, self.cache.lengths, strict=True)
         room = [0 if blind else self.draft.context_length + 1 - have for blind, have in lengths]
         budget = torch.minimum(budget, torch.tensor(room))
         return grow.draft(self, self.form, budget, sampling, rng)
 
     def select(self, rows: list[int]) -> None:
-        self._cache.select(rows)
+        self.cache.select(rows)
         self.state = self.state[rows]
         self.blind = [self.blind[r] for r in rows]
 
@@ -191,7 +185,7 @@ class DraftModel:
         """Read drafted tokens [B, W] of one level: their states [B, W, D]."""
         start, new = len(self.levels_read), tokens.shape[1]
         self.levels_read += [level] * new
-        lengths, cache = self._cache.lengths, self._cache
+        lengths, cache = self.cache.lengths, self.cache
         if self.draft.support == "chain":
             ends = [length + start for length in lengths]
             most = self.draft.context_length  # others draft deeper
@@ -201,13 +195,13 @@ class DraftModel:
         positions = places.expand(-1, new).clamp(max=self.draft.context_length - 1)
         mask = self.masks.drafted(lengths, seen, self.levels_read, new)
         cache.open(0, len(lengths), offset, new)
-        return self._pass(tokens, positions, mask)
+        return self.draft.read(tokens, positions, mask, cache)
 
     def _read(self, tokens: Tensor, size: Tensor) -> Tensor:
         """States [B, W, D] of committed tokens [B, W]; row b has size[b] + 1 of them.
         cache.commit keeps them.
         """
-        lengths, cache, new = self._cache.lengths, self._cache, tokens.shape[1]
+        lengths, cache, new = self.cache.lengths, self.cache, tokens.shape[1]
         if self.draft.support == "chain":
             cache.pending, cache.in_place = new - 1, True
             return self._alone(tokens, lengths, (size + 1).tolist())
@@ -216,7 +210,8 @@ class DraftModel:
         positions = tree.layout.positions + devices.send(lengths, self.device)[:, None]
         cache.open(0, len(lengths), max(lengths), new)
         cache.pending, cache.in_place = new - 1, False
-        return self._pass(tokens, positions.clamp(max=self.draft.context_length - 1), mask)
+        positions = positions.clamp(max=self.draft.context_length - 1)
+        return self.draft.read(tokens, positions, mask, cache)
 
     def _alone(self, tokens: Tensor, ends: list[int], counts: list[int]) -> Tensor:
         """Row by row, without a mask and each at its own end: for drafts whose positions come
@@ -226,19 +221,11 @@ class DraftModel:
             if count == 0:
                 states.append(self.state.new_zeros(1, tokens.shape[1], self.state.shape[1]))
                 continue
-            self._cache.open(row, row + 1, end, count)
+            self.cache.open(row, row + 1, end, count)
             positions = torch.arange(end, end + count, device=self.device)[None]
-            state = self._pass(tokens[row : row + 1, :count], positions, None)
+            state = self.draft.read(tokens[row : row + 1, :count], positions, None, self.cache)
             states.append(F.pad(state, (0, 0, 0, tokens.shape[1] - count)))
         return torch.cat(states)
-
-    def _pass(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
-        return self.draft.read(tokens, positions, mask, self._cache)
-
-    @property
-    def _cache(self) -> TreeCache:
-        assert self.cache is not None, "reset() comes first"
-        return self.cache
 
 
 def _finite(update: Update, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ OnTokens = Callable[[int, list[int], list[bool]], None]
 Rule = Callable[[DraftTree, Distribution, Coins], Verdict]
 CoinSource = Callable[[int, Tensor, Tensor], Rng]
 Cache = TreeCache | Pairs
-P = ParamSpec("P")
 
 
 @dataclass(eq=False)
@@ -147,7 +146,7 @@ class Engine:
     def _prefill(self, cache: Cache, prompts: list[Tensor], new: list[Row]) -> Step:
         """One pass over the prompts of new rows, under guidance with their companions'."""
         if self.guidance is not None:
-            others = self._tensors(row.request.companion for row in new)
+            others = self._tensors(r.request.uncond or r.request.prompt[-1:] for r in new)
             prompts = [p for pair in zip(prompts, others, strict=True) for p in pair]
         step: Step = self.scorer.prefill(cache, prompts, self.drafter.taps)
         return step
@@ -276,15 +275,13 @@ class Engine:
         return Distribution(self.sampling, logits, tree, history)
 
 
-def _run_of(engine: Callable[P, Engine]) -> Callable[P, DecodedRun]:
-    """Return a function that takes what `engine` takes: its options stand in one place."""
-
-    def generate(*args: P.args, **kwargs: P.kwargs) -> DecodedRun:
-        """Decode every request: the run of an `Engine`, whose arguments it takes. Raises
-        UserError as it does."""
-        return engine(*args, **kwargs).run()
-
-    return generate
-
-
-generate = _run_of(Engine)
+def generate(
+    target: Target,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    **options: Any,
+) -> DecodedRun:
+    """Decode every request: the run of an `Engine`, whose `options` it takes. Raises UserError as
+    it does."""
+    return Engine(target, drafter, requests, sampling, **options).run()

@@ -46,9 +46,6 @@ class SuffixAutomaton:
         self._last = 0
         self.extend(tokens)
 
-    def __len__(self) -> int:
-        return len(self.text)
-
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
         for token in tokens:

@@ -24,11 +24,6 @@ class Request:
     uncond: Sequence[int] | None = None
     id: int = 0
 
-    @property
-    def companion(self) -> Sequence[int]:
-        """The unconditional prompt of guidance."""
-        return self.uncond or self.prompt[-1:]
-
 
 @dataclass(frozen=True)
 class Cycle:

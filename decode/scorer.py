@@ -155,15 +155,9 @@ class Scorer:
         exceeded, or the model takes chains only.
         """
         n = tree.width + 1
-        if not (len(last) == tree.tokens.shape[0] == cache.rows > 0):
-            raise ValueError(
-                f"score: {len(last)} last tokens, {tree.tokens.shape[0]} trees, "
-                f"{cache.rows} live rows"
-            )
         offset = cache.room(n)
         # Padding may hold anything.
         ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)
-        places = tree.layout.positions
         if offset + n > self.context_length:
             checks.check_depth(cache, tree, self.context_length)
         if self.support == "chain":
@@ -171,10 +165,7 @@ class Scorer:
         if self._masks is None:
             self._masks = self.new_masks()
         mask = self._masks(cache.lengths, tree)
-        if cache.rows == 1:
-            positions = places + offset
-        else:
-            positions = places + devices.send(cache.lengths, self.device)[:, None]
+        positions = tree.layout.positions + devices.send(cache.lengths, self.device)[:, None]
         if offset + n > self.context_length:  # padding nodes of a tree cut by its size stick out
             positions = positions.clamp(max=self.context_length - 1)
         cache.open(0, cache.rows, offset, n)

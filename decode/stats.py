@@ -68,18 +68,16 @@ class Position:
         return asdict(self)
 
 
-def loop_starts(
-    tokens: Sequence[int], gram: int = LOOP_GRAM, times: int = LOOP_TIMES
-) -> list[bool]:
-    """[n + 1] bool: have the `gram` tokens before place i been seen `times` times by then
+def loop_starts(tokens: Sequence[int]) -> list[bool]:
+    """[n + 1] bool: have the LOOP_GRAM tokens before place i been seen LOOP_TIMES times by then
     (this one included)?
     """
     seen: dict[tuple[int, ...], int] = {}
     out = [False] * (len(tokens) + 1)
-    for end in range(gram, len(tokens) + 1):
-        key = tuple(tokens[end - gram : end])
+    for end in range(LOOP_GRAM, len(tokens) + 1):
+        key = tuple(tokens[end - LOOP_GRAM : end])
         seen[key] = seen.get(key, 0) + 1
-        out[end] = seen[key] >= times
+        out[end] = seen[key] >= LOOP_TIMES
     return out
 
 

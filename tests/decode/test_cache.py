@@ -36,34 +36,6 @@ def fill(cache: TreeCache, lengths: list[int], nodes: int) -> None:
         buffer.copy_((100.0 * rows[:, None] + slots)[None, :, None, :, None].expand_as(buffer))
 
 
-def test_commit_moves_ragged_paths_to_the_end_of_each_row() -> None:
-    cache = small()
-    fill(cache, [5, 2], 3)
-    cache.commit(torch.tensor([[0, 2], [1, -1]]), torch.tensor([2, 1]))
-    assert cache.lengths == [8, 4]
-    for buffer in cache.buffers:
-        assert buffer[0, 0, 0, :8, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
-        assert buffer[0, 1, 0, :4, 0].tolist() == [100, 101, 105, 107]
-
-
-def test_commit_of_one_row_moves_overlapping_slots() -> None:
-    cache = small(1)
-    fill(cache, [4], 3)
-    cache.commit(torch.tensor([[1, 2]]), torch.tensor([2]))
-    assert cache.buffers[0][0, 0, 0, :7, 0].tolist() == [0, 1, 2, 3, 4, 6, 7]
-
-
-def test_select_keeps_live_rows_a_prefix() -> None:
-    cache = small(3)
-    fill(cache, [3, 5, 4], 1)
-    cache.select([2, 0])
-    assert cache.rows == 2 and cache.lengths == [4, 3]
-    assert cache.buffers[0][0, 0, 0, :4, 0].tolist() == [200, 201, 202, 203]
-    assert cache.buffers[0][0, 1, 0, :3, 0].tolist() == [0, 1, 2]
-    cache.select([])
-    assert cache.rows == 0
-
-
 def test_truncate_rolls_rows_back() -> None:
     cache = small()
     cache.lengths = [5, 6]

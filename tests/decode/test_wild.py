@@ -147,7 +147,6 @@ def test_a_separate_draft_remembers_nothing_that_is_not_finite() -> None:
         draft.model.get_input_embeddings().weight[ILL] = torch.nan
     drafter = DraftModel(draft, 3)
     assert len(alone(target, drafter, ILL, Sampling()).token_ids) == 12
-    assert drafter.cache is not None
     assert all(bool(buffer.isfinite().all()) for buffer in drafter.cache.buffers)
 
 
