@@ -12,7 +12,6 @@ of the cache, hd head size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -30,20 +29,19 @@ def tree_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    softcap: float | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """query [B, H, T, hd], key/value [B, Hkv, S, hd] -> [B, T, H, hd].
 
     attention_mask: bool or additive [B or 1, 1, T or G * T, S], None for causal (T = 1:
     everything). A mask already tiled to G * T rows is used as it is: `Target` tiles it once
-    per pass, not once per layer. Raises ValueError for biases it does not know (sinks,
-    position biases): the probe then falls back.
+    per pass, not once per layer. Raises ValueError for what it does not know (softcaps, sinks,
+    position biases): the probe then falls back to the model's own attention.
     """
-    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise ValueError("attention sinks and position biases are not supported")
+    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise ValueError("softcaps, attention sinks and position biases are not supported")
     # Without a mask a pass of several tokens is causal from slot 0, and one token sees all.
-    if softcap is None and attention_mask is None and query.shape[2] > 1:
+    if attention_mask is None and query.shape[2] > 1:
         return sdpa_attention_forward(
             module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -53,45 +51,10 @@ def tree_attention(
         query = query.reshape(rows, key.shape[1], groups * new, size)
         if attention_mask is not None and new > 1 and attention_mask.shape[2] == new:
             attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    if softcap is None:
-        out = scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-        )
-    else:
-        out = _capped(query, key, value, attention_mask, new, dropout, scaling, softcap)
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+    )
     return out.reshape(rows, heads, new, value.shape[-1]).transpose(1, 2).contiguous(), None
-
-
-def _capped(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    new: int,
-    dropout: float,
-    scaling: float | None,
-    softcap: float,
-) -> Tensor:
-    """Scores squashed to softcap * tanh(score / softcap) before the mask (Gemma 2); folded
-    shapes.
-    """
-    scores = (
-        query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    )
-    scores = torch.tanh(scores / softcap) * softcap
-    if (
-        mask is None and new > 1
-    ):  # transformers leaves out the mask of a pass that is causal from slot 0
-        causal = torch.ones(new, key.shape[2], dtype=torch.bool, device=key.device).tril()
-        mask = causal.repeat(scores.shape[2] // new, 1)
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None:
-        scores = scores + mask
-    attn = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
-        value.dtype
-    )
-    return nn.functional.dropout(attn, dropout) @ value
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, tree_attention)
