@@ -55,7 +55,7 @@ class Target(Scorer):
     def model(self) -> Any:
         """The transformers model with the layers that it was loaded with. Whoever decodes next
         packs them again."""
-        self.unpack_weights()
+        self.packing.undo()
         return self._model
 
     @contextlib.contextmanager
@@ -72,10 +72,6 @@ class Target(Scorer):
             yield self.model
         finally:
             self._model.set_attn_implementation(used)
-
-    def unpack_weights(self) -> None:
-        """Bring the layers back as they were loaded."""
-        self.packing.undo()
 
     def pack_weights(self) -> None:
         """Make the model ready for decoding: pack its linear layers where that is wanted and this
@@ -95,10 +91,10 @@ class Target(Scorer):
             same = difference(self._logits(), wanted) <= TOLERANCE[self.dtype]
             state.refused = not state.places or not same
         except BaseException:
-            self.unpack_weights()
+            self.packing.undo()
             raise
         if state.refused:
-            self.unpack_weights()
+            self.packing.undo()
 
     @torch.no_grad()
     def _logits(self) -> Tensor:
@@ -157,7 +153,7 @@ class Target(Scorer):
             torch._assert_async(~wrong, message)
         elif bool(wrong):
             raise ValueError(f"{message}; pad on the right")
-        self.unpack_weights()
+        self.packing.undo()
         kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": True}
         with torch.no_grad():
             if self.takes_positions:

@@ -134,7 +134,7 @@ def test_decoding_packs_and_features_do_not() -> None:
     runs = []
     for packs in (True, False):
         target.packs_weights = packs
-        target.unpack_weights()
+        target.packing.undo()
         runs.append(generate(target, NoDraft(), requests, Sampling(0.0), batch_size=2))
         assert (len(target.packing.places) > 0) == packs
     assert [a.token_ids for a in runs[0].generations] == [a.token_ids for a in runs[1].generations]
