@@ -120,6 +120,14 @@ def test_a_token_at_the_edge_is_told_from_an_impossible_one() -> None:
         assert found.mass[1] == pytest.approx(float(logits[0, :3].softmax(-1)[2]), abs=1e-6)
 
 
+def test_places_apply_the_repetition_penalty_to_the_history() -> None:
+    sampling = Sampling(1.0, repetition_penalty=2.0)
+    logits = torch.tensor([[2.0, -1.0, 0.5]])
+    found = transforms.places(logits, torch.tensor([0]), sampling, [[0, 1, 1]])
+    distribution = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64).softmax(-1)
+    assert found.mass[0] == pytest.approx(float(distribution[0]))
+
+
 def test_p_values_are_those_of_scipy() -> None:
     from scipy import stats
 
@@ -308,6 +316,14 @@ def test_greedy_layer_sees_what_goes_wrong_in_a_batch_of_one(
     found = greedy_layer(setup, tree)["divergences"]
     places = {d["prompt"]: d["position"] for d in found if d["kind"] == "defect"}
     assert places[len(prompts) - 1] < 12, "the last one is alone from its first token on"
+
+
+def test_left_padding_of_the_reference_is_told_from_a_defect(small: Any) -> None:
+    """An answer unlike a batched reference is compared with the reference alone."""
+    setup, drafter = small
+    padded = [*setup.references[:2], [t + 1 for t in setup.references[2]], *setup.references[3:]]
+    found = greedy_layer(dataclasses.replace(of(setup), references=padded), drafter)
+    assert found["divergences"] == []
 
 
 def test_a_tie_within_rounding_is_no_defect() -> None:

@@ -65,6 +65,17 @@ def test_mfu_where_the_peak_is_known(
         assert line["share_target"] > 0 and line["share_head"] > 0
 
 
+def test_a_formula_that_fails_costs_the_count_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> int:
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(measure.flop_registry, torch.ops.aten.mm, refused)
+    flops = Flops("bfloat16", torch.device("cpu"))
+    with flops.counted(torch.ones(4, dtype=torch.bool)):
+        assert (torch.ones(4, 5) @ torch.ones(5, 6)).sum() == 120
+    assert "tflops_per_device" not in flops.rates(1e9, world=1)
+
+
 def test_a_window_of_steps_is_traced_and_changes_no_bit(data: Path, tmp_path: Path) -> None:
     plain = run(data, tmp_path / "plain", "steps=4")
     out = run(data, tmp_path / "traced", "steps=4", "profile=[2,3]")
