@@ -315,6 +315,8 @@ def test_conventions_that_only_behaviour_shows_are_named(target) -> None:
             "fc_201": "fc_120",
         }
         names = acceptance_probe.conventions(head)
+        found = acceptance_probe.probe(head, batch, target)
+        assert found[0].logp == float(base.mean()) and {one.name for one in found[1:]} == set(names)
         for name in names:
             twin = acceptance_probe.read_as(head, name)
             back = acceptance_probe.read_as(twin, undo.get(name, name))
