@@ -64,15 +64,13 @@ class DraftSettings:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning chose for one head. best: the fastest of all shapes. pays: whether it was
-    faster than plain decoding when measured. evidence: where and how it was measured, for
-    people."""
+    """What tuning chose for one head. best: the fastest of all shapes, faster than plain
+    decoding when measured. evidence: where and how it was measured, for people."""
 
     card_sha256: str
     best: DraftSettings
     chain: DraftSettings | None = None
     tree: DraftSettings | None = None
-    pays: bool = True
     evidence: dict[str, Any] = field(default_factory=dict)
     format: Literal[1] = 1
 
@@ -114,7 +112,10 @@ def read(folder: Path) -> Tuned | None:
     path = folder / DECODE
     fix = "run scripts/tune.py again, or delete the file to use the head's own settings"
     try:
-        known, problems = from_json(json.loads(path.read_text()), Tuned)
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            found.pop("pays", None)  # of versions that also wrote what was not faster
+        known, problems = from_json(found, Tuned)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

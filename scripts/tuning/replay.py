@@ -61,10 +61,10 @@ class RecordedDraft:
 
 
 class Shadow:
-    """Lets several drafters of one head draft at every position, and proposes nothing to the
-    target itself.
+    """Lets several drafters of one head draft at every position of one answer, and proposes
+    nothing to the target itself.
 
-    drafts[name][request][t]: the draft behind t generated tokens (t >= 1).
+    drafts[name][t]: the draft behind t generated tokens (t >= 1).
     """
 
     name, shape = "shadow", "none"
@@ -75,53 +75,41 @@ class Shadow:
         taps = {tuple(d.taps) for d in inners.values()}
         assert len(taps) == 1, "drafters that read different features cannot share a run"
         self.taps = taps.pop()
-        self.drafts: dict[str, list[dict[int, RecordedDraft]]] = {name: [] for name in inners}
 
     def reset(self, rows: int, max_len: int) -> None:
-        self.device = torch.device("cpu")
-        self.live: list[int] = []  # request of every live row
-        self.length: list[int] = []  # its generated tokens
-        self.drafts = {name: [] for name in self.inners}
+        assert rows == 1, "a shadow follows one answer"
+        self.length = 0  # generated tokens
+        self.drafts: dict[str, dict[int, RecordedDraft]] = {name: {} for name in self.inners}
         for drafter in self.inners.values():
             drafter.reset(rows, max_len)
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
         self.device = prompts[0].device
-        for name, drafter in self.inners.items():
+        for drafter in self.inners.values():
             drafter.begin(prompts, sampling)
-            self.drafts[name] += [{} for _ in prompts]
-        known = len(self.drafts[name])
-        self.live += range(known - len(prompts), known)
-        self.length += [0] * len(prompts)
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
+        self.length += 1
         for drafter in self.inners.values():
             drafter.observe(tokens, feats, n, rows)
-        for b in range(rows.start, rows.stop):
-            self.length[b] += 1
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
         # The engine counts on no more nodes than this draft has, which is empty.
         rng.reserve(max(drafter.max_nodes for drafter in self.inners.values()))
         for name, drafter in self.inners.items():
             tree = drafter.propose(torch.full_like(budget, drafter.max_depth), sampling, rng)
-            for b, request in enumerate(self.live):
-                self.drafts[name][request][self.length[b]] = _draft(tree, b)
-        return DraftTree.empty(len(self.live), self.device)
+            self.drafts[name][self.length] = _draft(tree)
+        return DraftTree.empty(1, self.device)
 
     def select(self, rows: list[int]) -> None:
         for drafter in self.inners.values():
             drafter.select(rows)
-        self.live, self.length = [self.live[r] for r in rows], [self.length[r] for r in rows]
 
 
-def _draft(tree: DraftTree, row: int) -> RecordedDraft:
-    size = int(tree.size[row])
-    return RecordedDraft(
-        tree.tokens[row, :size].tolist(),
-        tree.parents[row, :size].tolist(),
-        None if tree.score is None else tree.score[row, :size].tolist(),
-    )
+def _draft(tree: DraftTree) -> RecordedDraft:
+    size = int(tree.size[0])
+    score = None if tree.score is None else tree.score[0, :size].tolist()
+    return RecordedDraft(tree.tokens[0, :size].tolist(), tree.parents[0, :size].tolist(), score)
 
 
 # -- what a draft would have had accepted

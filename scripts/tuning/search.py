@@ -165,7 +165,7 @@ class DrafterFamily:
             run = generate(self.target, shadow, [request], self.sampling, seed=seed)
             answer = run.generations[0].token_ids
             for name in recorders:
-                out[name].append(Text(answer, limit, shadow.drafts[name][0]))
+                out[name].append(Text(answer, limit, shadow.drafts[name]))
             on_progress(i + 1, len(prompts))
         return out
 

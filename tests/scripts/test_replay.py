@@ -50,9 +50,11 @@ REQUESTED = [Request([5 + i, 6, 7, 5 + i, 6], 24, id=i) for i in range(2)]
 
 
 def texts_of(target: Target, drafter: object) -> list[Text]:
-    shadow = Shadow({"it": drafter})  # type: ignore[dict-item]
-    run = generate(target, shadow, REQUESTED, Sampling(), batch_size=2, eos_ids=())
-    return [Text(g.token_ids, 24, shadow.drafts["it"][i]) for i, g in enumerate(run.generations)]
+    found, shadow = list[Text](), Shadow({"it": drafter})  # type: ignore[dict-item]
+    for request in REQUESTED:
+        (one,) = generate(target, shadow, [request], Sampling(), eos_ids=()).generations
+        found.append(Text(one.token_ids, 24, shadow.drafts["it"]))
+    return found
 
 
 def engine(target: Target, drafter: object) -> list[list[tuple[int, bool]]]:
