@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from outrider.conf.errors import UserError, first_line
@@ -148,9 +149,9 @@ def _load(
                 tokens.save(path, made, about)
         except OSError as error:
             raise UserError(
-                f"data.cache: the tokens do not go to {path and path.parent} "
-                f"({error.strerror or error}); free space there, set OUTRIDER_CACHE, or set "
-                "data.cache=false"
+                f"data.cache: the tokens do not go to {path.parent if path else gettempdir()} "
+                f"({error.strerror or error}); free space there, set OUTRIDER_CACHE (without a "
+                "cache TMPDIR), or set data.cache=false"
             ) from None
         found = (path and tokens.load(path)) or (made, about, tokens.totals(made))
     tensors, about, known = found
