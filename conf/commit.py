@@ -9,8 +9,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def commit(*paths: str, root: Path | None = None) -> str | None:
-    """The commit of the checkout `root`, else of that which this code lies in, "+" appended when
-    tracked files (those of `paths`, git pathspecs, or any) were changed; None outside git."""
+    """Return the commit of the checkout `root`, else of that which this code lies in, "+"
+    appended when tracked files (those of `paths`, git pathspecs, or any) were changed; None
+    outside git."""
     root = root or ROOT
     try:
         head = _git(root, "rev-parse", "--short=12", "HEAD")

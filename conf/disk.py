@@ -51,7 +51,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def size(count: float) -> str:
-    """Bytes for people: 12.3 MB."""
+    """Return bytes for people: 12.3 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.1f} {unit}".replace(".0 ", " ")
@@ -60,8 +60,8 @@ def size(count: float) -> str:
 
 
 def check_space(key: str, folder: Path, need: float, fix: str = "give another folder") -> None:
-    """Raises UserError where `need` bytes are not free on the disk of `folder`, which need not
-    be there yet. key: which names it. fix: what to do beside freeing space."""
+    """Raise UserError where `need` bytes are not free on the disk of `folder`, which need
+    not be there yet. key: which names it. fix: what to do beside freeing space."""
     near = folder.absolute()
     while not near.exists():
         near = near.parent

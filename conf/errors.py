@@ -43,13 +43,13 @@ class Interrupted(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line of at most 300 characters; its type where it says
-    nothing."""
+    """Return what an exception says, in one line of at most 300 characters; its type where
+    it says nothing."""
     return next(_filled(str(error)), type(error).__name__)
 
 
 def last_line(output: str) -> str:
-    """The last words of a process, in one line of at most 300 characters."""
+    """Return the last words of a process, in one line of at most 300 characters."""
     return ["no output", *_filled(output)][-1]
 
 

@@ -74,7 +74,7 @@ def _rows(schema: type, here: dict[str, Any], prefix: str = "") -> list[HelpRow]
 
 
 def _keys(group: Any) -> dict[str, Any]:
-    """The keys of a group, given as a mapping, as a dataclass or not at all."""
+    """Return the keys of a group, given as a mapping, as a dataclass or not at all."""
     return group if isinstance(group, dict) else getattr(group, "__dict__", {})
 
 

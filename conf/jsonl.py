@@ -22,8 +22,8 @@ HALF = "half of a surrogate pair (half an emoji, as in a text that was cut)"
 
 
 def inner(text: str) -> Any:
-    """What the JSON inside a value says. Raises ValueError for what is none, and for one that is
-    nested too deeply."""
+    """Return what the JSON inside a value says. Raises ValueError for what is none, and for
+    one that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -31,8 +31,8 @@ def inner(text: str) -> Any:
 
 
 def is_whole(text: str) -> bool:
-    """Whether a text can be written as UTF-8: JSON may name halves of surrogate pairs, which
-    are no characters."""
+    """Return whether a text can be written as UTF-8: JSON may name halves of surrogate
+    pairs, which are no characters."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -41,7 +41,7 @@ def is_whole(text: str) -> bool:
 
 
 def parse_line(line: bytes) -> Any:
-    """One JSON value. Raises ValueError in words for a user."""
+    """Return one JSON value. Raises ValueError in words for a user."""
     if len(line) > MAX_LINE:
         raise ValueError(f"line of {len(line)} bytes (limit {MAX_LINE})")
     try:
@@ -95,7 +95,7 @@ def read_places(path: Path, key: str, fix: str = GIVE) -> Iterator[tuple[int, in
 
 
 def _check_plain(path: Path, key: str, begin: bytes) -> None:
-    """Raises UserError for a file that begins as packed ones do."""
+    """Raise UserError for a file that begins as packed ones do."""
     kind = next((kind for start, kind in PACKED.items() if begin.startswith(start)), "")
     if kind:
         way = "unpack it, or write it as JSONL (datasets.Dataset.to_json)"
@@ -110,8 +110,8 @@ def read_lines(path: Path, key: str = "data.path", fix: str = GIVE) -> Iterator[
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """The objects in a log of our own, such as metrics.jsonl. A line that a kill cut short is
-    left out. Raises OSError."""
+    """Return the objects in a log of our own, such as metrics.jsonl. A line that a kill cut
+    short is left out. Raises OSError."""
     found = []
     for line in path.read_text(errors="replace").split("\n"):
         try:

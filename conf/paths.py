@@ -17,18 +17,18 @@ def model(name: str) -> tuple[str, str] | None:
 
 
 def no_file(key: str, path: str, fix: str) -> list[str]:
-    """A line about `key` where there is no file at `path`."""
+    """Return a line about `key` where there is no file at `path`."""
     found = Path(path).expanduser().is_file()
     return [] if found else [f"{key}: no such file {path}; {fix}"]
 
 
 def no_folder(key: str, path: str, fix: str) -> list[str]:
-    """A line about `key` where there is no folder at `path`."""
+    """Return a line about `key` where there is no folder at `path`."""
     found = Path(path).expanduser().is_dir()
     return [] if found else [f"{key}: no such folder {path}; {fix}"]
 
 
 def neither(key: str, path: str, fix: str) -> list[str]:
-    """A line about `key` where there is neither a file nor a folder at `path`."""
+    """Return a line about `key` where there is neither a file nor a folder at `path`."""
     found = Path(path).expanduser().exists()
     return [] if found else [f"{key}: no such file or folder {path}; {fix}"]

@@ -37,7 +37,8 @@ AtATime = Filled[Annotated[int, Interval(ge=1, le=64)]]  # requests, or tokens o
 
 
 def one_of(words: Iterable[str]) -> AfterValidator:
-    """The rule that a text is one of `words`, for choices that stand in a table elsewhere."""
+    """Return the rule that a text is one of `words`, for choices that stand in a table
+    elsewhere."""
     known = tuple(words)
 
     def check(value: Any) -> Any:

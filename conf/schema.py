@@ -253,15 +253,15 @@ def _run(
 
 
 def _own_key(text: str, schema: type | None) -> str:
-    """A message about a key of which this command takes one where others take several, such as
-    drafters, with the command's own."""
+    """Return a message about a key of which this command takes one where others take
+    several, such as drafters, with the command's own."""
     key, colon, rest = text.partition(":")
     known, one = set(keys(schema)) if schema else set(), key.removesuffix("s")
     return f"{one}{colon}{rest}" if key not in known and one in known else text
 
 
 def _guarded(action: Callable[[], int], schema: type | None = None) -> int:
-    """The exit code of an action; what the user should read goes to stderr."""
+    """Return the exit code of an action; what the user should read goes to stderr."""
     try:
         return int(action())
     except UserError as error:
@@ -323,7 +323,7 @@ def _compose(
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """The words, where those of a list that a space parted are one: [none, ngram]."""
+    """Return the words, where those of a list that a space parted are one: [none, ngram]."""
     found: list[str] = []
     for word in words:
         if found and found[-1].count("[") > found[-1].count("]") and "=" not in word:
@@ -341,7 +341,8 @@ def composed(conf_dir: Path, name: str, overrides: list[str]) -> DictConfig:
 
 
 def _composable(text: str, parsed: Override, schema: type, conf_dir: Path) -> str:
-    """A word as Hydra takes it. Raises UserError for an option or a key that there is not."""
+    """Return a word as Hydra takes it. Raises UserError for an option or a key that there
+    is not."""
     key = parsed.key_or_group
     options = group_options(conf_dir, key)
     if key.partition(".")[0].partition("/")[0] == "hydra":
@@ -360,7 +361,8 @@ def _composable(text: str, parsed: Override, schema: type, conf_dir: Path) -> st
 
 
 def _closest(name: str, schema: type, words: Sequence[str], conf_dir: Path) -> type:
-    """The schema that the chosen groups lead to (`exact`), by which a mistake is answered."""
+    """Return the schema that the chosen groups lead to (`exact`), by which a mistake is
+    answered."""
     if not hasattr(schema, "exact"):
         return schema
     chosen = [word for word in words if group_options(conf_dir, word.partition("=")[0])]
@@ -371,7 +373,8 @@ def _closest(name: str, schema: type, words: Sequence[str], conf_dir: Path) -> t
 
 
 def _named_model(text: str, conf_dir: Path) -> list[str]:
-    """The words for target=OWNER/NAME and target=FOLDER; of any other word the word itself."""
+    """Return the words for target=OWNER/NAME and target=FOLDER; of any other word the word
+    itself."""
     group, _, value = text.lstrip("+").partition("=")
     bare = value.strip("'\"")
     named = paths.model(bare) if group == "target" else None
@@ -383,9 +386,9 @@ def _named_model(text: str, conf_dir: Path) -> list[str]:
 
 
 def _one_or_several(text: str, parsed: Override, schema: type) -> str:
-    """The word with its key as this schema has it: drafter=X for drafters=X and the other way
-    round, [A,B] for A,B where a key takes several. Raises UserError for a key that there is
-    not, and for several values of one that takes one."""
+    """Return the word with its key as this schema has it: drafter=X for drafters=X and the
+    other way round, [A,B] for A,B where a key takes several. Raises UserError for a key
+    that there is not, and for several values of one that takes one."""
     key, _, given = text.partition("=")
     value = None if parsed.is_sweep_override() else parsed.value()
     several = parsed.is_sweep_override() or isinstance(value, list)
@@ -468,7 +471,7 @@ def _kind_fits(option: Path, nested: type) -> bool:
 
 
 def _choice(conf_dir: Path, schema: type, group: str, name: str) -> str:
-    """What is wrong with an option of a group, "" if nothing."""
+    """Return what is wrong with an option of a group, "" if nothing."""
     options, fitting = group_options(conf_dir, group), options_here(conf_dir, group, schema)
     if f"{group}={name}" in left.CHOICES:
         return left.line(f"{group}={name}", left.CHOICES[f"{group}={name}"])
@@ -488,7 +491,7 @@ def _choice(conf_dir: Path, schema: type, group: str, name: str) -> str:
 
 
 def _unreadable(text: str, schema: type, conf_dir: Path) -> str:
-    """What is said of a word that is no KEY=VALUE."""
+    """Return what is said of a word that is no KEY=VALUE."""
     if "=" in text:
         return f"{text}: cannot be read as KEY=VALUE; quote it: \"key='a value'\""
     if text in left.WORDS:
@@ -522,7 +525,7 @@ def dashed(args: Sequence[str], schema: type, conf_dir: Path = CONF) -> list[str
 
 
 def _readable(error: Exception, conf_dir: Path) -> str:
-    """The line about what Hydra cannot compose."""
+    """Return the line about what Hydra cannot compose."""
     text = str(error)
     group = re.search(r"Could not override '([^']+)'(?:\n|.)*No match in the defaults list", text)
     if not group:

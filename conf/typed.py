@@ -133,7 +133,7 @@ def takes_several(schema: type, key: str) -> bool:
 
 
 def _hint(schema: type, key: str) -> Any:
-    """The type of a dotted key; Any inside a dict or Any field, None for no key."""
+    """Return the type of a dotted key; Any inside a dict or Any field, None for no key."""
     hint: Any = schema
     for part in key.split("."):
         nested = nested_schema(hint)
@@ -177,7 +177,7 @@ def docs(schema: type) -> dict[str, str]:
 
 
 def _comment(lines: list[str], node: ast.AnnAssign) -> str:
-    """The comment behind a field, else the one above it."""
+    """Return the comment behind a field, else the one above it."""
     after = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :].strip()
     if after.startswith("#") and not TOOLS.match(after):
         return after.lstrip("# ")
@@ -270,7 +270,7 @@ def _completed(data: dict[str, Any], schema: type) -> dict[str, Any]:
 
 
 def _truths(data: dict[str, Any], made: Any) -> list[str]:
-    """Problems of true and false, which Python takes for the numbers 1 and 0."""
+    """Return problems of true and false, which Python takes for the numbers 1 and 0."""
     found = []
     for field in dataclasses.fields(made):
         raw, value = data.get(key_of(field.name)), getattr(made, field.name)
@@ -283,7 +283,7 @@ def _truths(data: dict[str, Any], made: Any) -> list[str]:
 
 
 def _rules(made: Any) -> list[str]:
-    """What the `validate` of a dataclass and of those in it say."""
+    """Return what the `validate` of a dataclass and of those in it say."""
     found = []
     for field in dataclasses.fields(made):
         if dataclasses.is_dataclass(part := getattr(made, field.name)):
@@ -364,7 +364,7 @@ def _wrong_type(error: ErrorDetails) -> bool:
 
 
 def _usual(schema: type, key: str) -> Any:
-    """The default of a dotted key, None where it has none."""
+    """Return the default of a dotted key, None where it has none."""
     *groups, name = key.split(".")
     for group in groups:
         schema = typing.cast(type, nested_schema(typing.get_type_hints(schema)[group]))

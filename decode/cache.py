@@ -55,7 +55,7 @@ class _Layer(CacheLayerMixin):
         return self.cache.slots
 
     def get_max_cache_shape(self) -> int:
-        """The name of get_max_length in older transformers."""
+        """Return the name of get_max_length in older transformers."""
         return self.cache.slots
 
 
@@ -134,9 +134,8 @@ class TreeCache(Cache):
         return self.offset + int(query_length), 0
 
     def room(self, new: int) -> int:
-        """The scratch offset M of a pass with `new` entries per row. UserError when they do
-        not fit.
-        """
+        """Return the scratch offset M of a pass with `new` entries per row. UserError when
+        they do not fit."""
         longest = max(self.lengths)
         if longest + new > self.slots:
             row = self.lengths.index(longest)

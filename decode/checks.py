@@ -34,8 +34,9 @@ class Room(Protocol):
 
 
 def unfit(target: Room, size: int, new: int) -> str:
-    """Why a prompt of `size` tokens cannot have an answer of `new`; empty when it can. An answer
-    may be ended by the context, but not by the end of LongRoPE's first range."""
+    """Return why a prompt of `size` tokens cannot have an answer of `new`; empty when it
+    can. An answer may be ended by the context, but not by the end of LongRoPE's first
+    range."""
     if size >= target.context_length:
         return f"has {size} tokens and the target's context holds {target.context_length}"
     if target.first_range and size + new > target.first_range:
@@ -47,8 +48,8 @@ def unfit(target: Room, size: int, new: int) -> str:
 
 
 def longest_answer(request: Request, index: int, target: Room) -> int:
-    """Tokens that request number `index` may get: those it asks for, as far as the target's
-    context goes.
+    """Return tokens that request number `index` may get: those it asks for, as far as the
+    target's context goes.
 
     Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary, and
     for a text that would cross LongRoPE's first range."""
@@ -203,7 +204,7 @@ def _drawn_from(proposal: Proposal, values: Tensor) -> Tensor:
 
 
 def _non_finite(tree: DraftTree) -> Iterator[Problem]:
-    """What a drafter whose numbers overflow makes of a tree."""
+    """Yield what a drafter whose numbers overflow makes of a tree."""
     if tree.score is not None and tree.width:
         yield _used(tree) & ~tree.score.isfinite(), tree.tokens, _SCORE
     if tree.sampled is not None and tree.proposal is not None and tree.width:
@@ -214,7 +215,7 @@ def _non_finite(tree: DraftTree) -> Iterator[Problem]:
 
 
 def _malformed(tree: DraftTree, vocab_size: int) -> Iterator[Problem]:
-    """What else can be wrong with the values."""
+    """Yield what else can be wrong with the values."""
     n, size, tokens, parents = tree.width, tree.size[:, None], tree.tokens, tree.parents
     yield (size < 0) | (size > n), size, f"size {{value}} outside 0..{n}"
     if n == 0:

@@ -51,9 +51,8 @@ class Drafter(Protocol):
         """
 
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """A draft for every live row, at most budget[b] levels deep (0 is allowed). budget:
-        [B] int64 on the host.
-        """
+        """Return a draft for every live row, at most budget[b] levels deep (0 is allowed).
+        budget: [B] int64 on the host."""
         ...
 
     def select(self, rows: list[int]) -> None:

@@ -144,7 +144,7 @@ class Engine:
             self.timing.prefill_s += time.perf_counter() - start
 
     def _prefill(self, cache: Cache, prompts: list[Tensor], new: list[Row]) -> Step:
-        """One pass over the prompts of new rows, under guidance with their companions'."""
+        """Return one pass over the prompts of new rows, under guidance with their companions'."""
         if self.guidance is not None:
             others = self._tensors(r.request.uncond or r.request.prompt[-1:] for r in new)
             prompts = [p for pair in zip(prompts, others, strict=True) for p in pair]
@@ -176,8 +176,8 @@ class Engine:
         return torch.tensor([min(row.remaining - 1, most) for row in self.rows])
 
     def _propose(self, budget: Tensor, rng: Rng) -> DraftTree:
-        """Raises ValueError for a draft of the wrong form; its values are looked at when it is
-        verified, where its parents are known to be right."""
+        """Raise ValueError for a draft of the wrong form; its values are looked at when it
+        is verified, where its parents are known to be right."""
         tree = self.drafter.propose(budget, self.sampling, rng)
         checks.check_form(tree, self.drafter.max_nodes)
         if tree.static_layout is None:
@@ -190,8 +190,8 @@ class Engine:
         return step
 
     def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> HostVerdict:
-        """What the target takes of the draft, in the one round trip of a cycle. Raises what
-        `checks.validate` and `distribution.check` do: nothing is committed yet."""
+        """Return what the target takes of the draft, in the one round trip of a cycle.
+        Raises what `checks.validate` and `distribution.check` do: nothing is committed yet."""
         distribution = self._distribution(step.logits, tree, self.rows)
         verdict = self.verify(tree, distribution, rng)
         doubtful = distribution.doubtful() | checks.doubtful(tree, self.target.vocab_size)

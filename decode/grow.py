@@ -45,12 +45,12 @@ class Form:
 
     @staticmethod
     def chain(depth: int) -> Form:
-        """A chain of `depth` levels."""
+        """Return a chain of `depth` levels."""
         return Form("chain", depth, depth, TreeShape.chain(depth))
 
     @staticmethod
     def tree(depth: int, nodes: int = 24, width: int = 4, static: TreeShape | None = None) -> Form:
-        """A dynamic tree; where T > 0 `static` in its place, drawn."""
+        """Return a dynamic tree; where T > 0 `static` in its place, drawn."""
         most = max(nodes, len(static or ()))
         return Form("tree", depth, most, static, width, static is not None)
 
@@ -72,7 +72,8 @@ class Nodes:
     seen: Tensor | None
 
     def of_parents(self, values: Tensor) -> Tensor:
-        """What the nodes of the call before had, [B, P', ..], at their children: [B, P, ..]."""
+        """Return what the nodes of the call before had, [B, P', ..], at their children: [B,
+        P, ..]."""
         if self.above is None:
             return values
         if self.above.dim() == 1:
@@ -96,15 +97,15 @@ class LevelSource(Protocol):
         ...
 
     def level(self, nodes: Nodes) -> Tensor:
-        """Logits [B, P, Vd] of the children of P nodes, or [B, 1, Vd] where they all have the
-        same."""
+        """Return logits [B, P, Vd] of the children of P nodes, or [B, 1, Vd] where they all
+        have the same."""
         ...
 
 
 def draft(
     source: LevelSource, form: Form, budget: Tensor, sampling: Sampling, rng: Rng
 ) -> DraftTree:
-    """A draft of `form` for every row, at most budget [B] levels deep (on the host)."""
+    """Return a draft of `form` for every row, at most budget [B] levels deep (on the host)."""
     levels = min(form.depth, int(budget.max())) if budget.numel() else 0
     drawn = not sampling.greedy and (form.drawn or form.shape == "chain")
     if levels <= 0:
@@ -224,10 +225,10 @@ def dynamic(source: LevelSource, levels: int, budget: Tensor, width: int, nodes:
 def rerank(
     score: Tensor, token: Tensor, origin: Tensor, level: Tensor, levels: int, nodes: int
 ) -> DraftTree:
-    """The `nodes` best of M candidates [B, M] that stand level by level (`level` [M], so many
-    `levels`). origin: number of the candidate above, -1 for the root; a candidate is never
-    better than its origin, and the sort is stable, so parents stay in and in front. Candidates
-    of score -inf are left out."""
+    """Return the `nodes` best of M candidates [B, M] that stand level by level (`level`
+    [M], so many `levels`). origin: number of the candidate above, -1 for the root; a
+    candidate is never better than its origin, and the sort is stable, so parents stay in
+    and in front. Candidates of score -inf are left out."""
     count, total = score.shape
     nodes = min(nodes, total)
     best = score.sort(dim=1, descending=True, stable=True)

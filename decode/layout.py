@@ -101,7 +101,7 @@ class TreeLayout:
         return TreeLayout(parents, depth, int(depth.max()) + 1 if n else 0)
 
     def to(self, device: torch.device) -> TreeLayout:
-        """The same on `device`, `inner` with it."""
+        """Return the same on `device`, `inner` with it."""
         inner = Inner(self.inner.slots.to(device), self.inner.kids.to(device), self.inner.spans)
         return TreeLayout(self.parents.to(device), self.depth.to(device), self.levels, inner)
 
@@ -234,7 +234,7 @@ class TreeShape:
         return max((len(p) for p in self.paths), default=0)
 
     def cut(self, depth: int) -> TreeShape:
-        """The nodes no deeper than `depth` levels."""
+        """Return the nodes no deeper than `depth` levels."""
         return self if depth >= self.depth else _cut(self, depth)
 
     def level(self, d: int) -> range:

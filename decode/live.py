@@ -113,8 +113,8 @@ class LiveBatch(Engine):
         self._wild = torch.zeros((), dtype=torch.int64, device=target.device)
 
     def left_out(self) -> str:
-        """What to say of the drafts so far that were cut short, "" if there were none; asks the
-        device."""
+        """Return what to say of the drafts so far that were cut short, "" if there were
+        none; asks the device."""
         count = int(self._wild)
         words = f"{count} drafts came to NaN or infinity and end there; {checks.NON_FINITE}"
         return words if count else ""
@@ -196,7 +196,7 @@ class LiveBatch(Engine):
         seat.watch(Fresh(tokens, drafted, distributions))
 
     def _distributions(self, seat: Seat, tokens: list[int], top: int) -> list[TokenDistribution]:
-        """The target's own distributions at the slots that the tokens came from."""
+        """Return the target's own distributions at the slots that the tokens came from."""
         assert self._at is not None
         logits, rows, slots = self._at
         b = rows.index(seat)

@@ -44,8 +44,8 @@ class TreeMasks:
     def drafted(
         self, lengths: list[int], seen: Tensor | None, levels: list[int], new: int
     ) -> Masks:
-        """Masks [B, 1, G * new, S] of a pass over `new` drafted tokens that stand, behind those
-        drafted before them, in slots from the longest row's end on.
+        """Return masks [B, 1, G * new, S] of a pass over `new` drafted tokens that stand,
+        behind those drafted before them, in slots from the longest row's end on.
 
         seen: [B or 1, new, R] bool, which of all R drafted tokens each may look at; None: all of
         them, `new` is 1. levels: of each of the R tokens, 1 = behind the last committed one."""
@@ -59,7 +59,7 @@ class TreeMasks:
         return self._build(lengths, (seen, positions), bound)
 
     def _bound(self, reach: int) -> dict[str, Reach]:
-        """The layer types that do not see all of so many positions."""
+        """Return the layer types that do not see all of so many positions."""
         return {k: r for k, r in self.reaches.items() if r[0] != "full" and reach > r[1]}
 
     def _build(
@@ -91,8 +91,8 @@ class TreeMasks:
 
 
 def within(reach: Reach, query: Tensor, key: Tensor) -> Tensor:
-    """Whether a layer of that reach lets the position `query` look at the position `key`, which
-    is not behind it."""
+    """Return whether a layer of that reach lets the position `query` look at the position
+    `key`, which is not behind it."""
     kind, size = reach
     if kind == "window":
         return query - key < size

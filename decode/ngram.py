@@ -73,7 +73,7 @@ class SuffixAutomaton:
         self.text.append(token)
 
     def _split(self, above: int, token: int) -> int:
-        """The state of what `above` stands for and `token` behind it, alone."""
+        """Return the state of what `above` stands for and `token` behind it, alone."""
         old = self._next[above][token]
         if self._length[old] == self._length[above] + 1:
             return old
@@ -102,8 +102,9 @@ class SuffixAutomaton:
         return self.text[self._end[state] : self._end[state] + length]
 
     def branches(self, nodes: int, depth: int, least: float) -> list[tuple[int, int]]:
-        """A tree of what followed the longest end of the text that occurred earlier: (token,
-        number of the node above or -1) of at most `nodes` nodes, the likeliest first.
+        """Return a tree of what followed the longest end of the text that occurred earlier:
+        (token, number of the node above or -1) of at most `nodes` nodes, the likeliest
+        first.
 
         A node counts as likely as the node above it, times how often a match of that length
         goes on as before, times its share of the occurrences. Nodes below `least`, and those
@@ -188,8 +189,8 @@ class NGram:
 
 
 def listed(rows: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> DraftTree:
-    """A deterministic tree per row from its nodes: (token, number of the node above or -1), a
-    node behind the one above it."""
+    """Return a deterministic tree per row from its nodes: (token, number of the node above
+    or -1), a node behind the one above it."""
     width = max(map(len, rows), default=0)
     if not width:
         return DraftTree.empty(len(rows), device)

@@ -47,9 +47,8 @@ FAILURES = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, Index
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
-    """Largest over tokens of rms(found - wanted) / rms(wanted - mean), both [..., V]. NaN is
-    infinite.
-    """
+    """Return largest over tokens of rms(found - wanted) / rms(wanted - mean), both [...,
+    V]. NaN is infinite."""
     wanted, found = wanted.double(), found.double()
     spread = (wanted - wanted.mean(-1, keepdim=True)).square().mean(-1).sqrt()
     error = (found - wanted).square().mean(-1).sqrt() / spread.clamp(min=1e-30)
@@ -91,7 +90,7 @@ def probe_head(target: Scorer) -> LMHead:
 
 
 def probe_target(target: Scorer) -> Probe:
-    """Raises UserError when neither trees nor chains can be scored, with the reason.
+    """Raise UserError when neither trees nor chains can be scored, with the reason.
 
     Trees are tried with our attention and with the model's own, then chains with its own; the
     model is left with the attention that was right, else with its own."""
@@ -111,7 +110,8 @@ def probe_target(target: Scorer) -> Probe:
 
 
 def _tried(script: _Script, shapes: list[LayerShape | None]) -> tuple[Probe | None, str]:
-    """The first way that is right, with None where no way is, and what is wrong with others."""
+    """Return the first way that is right, with None where no way is, and what is wrong with
+    others."""
     target, own, problems = script.target, script.own, list[str]()
     heads = getattr(target.config, "num_attention_heads", 1)
     group = max(1, heads // max((s[0] for s in shapes if s), default=heads))
@@ -126,7 +126,8 @@ def _tried(script: _Script, shapes: list[LayerShape | None]) -> tuple[Probe | No
 
 
 def _problem(script: _Script, probe: Probe, name: str) -> str:
-    """What is wrong with scoring as `probe` says and the attention `name`; "" for nothing."""
+    """Return what is wrong with scoring as `probe` says and the attention `name`; "" for
+    nothing."""
     model, dtype = script.target.model, script.target.dtype
     try:
         if name != script.own:
@@ -143,8 +144,8 @@ def _problem(script: _Script, probe: Probe, name: str) -> str:
 
 
 def _dependence(script: _Script, probe: Probe) -> str:
-    """What is wrong where a token's logits hang on what is drafted behind it; empty when
-    they do not.
+    """Return what is wrong where a token's logits hang on what is drafted behind it; empty
+    when they do not.
 
     Two passes of one shape through kernels that compute every row by itself give the same
     bits. What is left to sums that an accelerator takes in no fixed order is single
@@ -226,7 +227,7 @@ def _is_window(name: Any) -> bool:
 
 
 def _spaces(config: Any) -> list[dict[str, Any]]:
-    """The names and values of a config, and of the configs and mappings inside it."""
+    """Return the names and values of a config, and of the configs and mappings inside it."""
     found: list[dict[str, Any]] = []
     waiting = [config]
     while waiting:
@@ -242,8 +243,8 @@ def _spaces(config: Any) -> list[dict[str, Any]]:
 
 
 def _lengths(value: Any) -> list[int]:
-    """The numbers of tokens in a window's setting, which may be a list, one for every
-    layer."""
+    """Return the numbers of tokens in a window's setting, which may be a list, one for
+    every layer."""
     if isinstance(value, (list, tuple)):
         return [n for part in value for n in _lengths(part)]
     return [value] if isinstance(value, int) and not isinstance(value, bool) and value > 0 else []
@@ -256,9 +257,8 @@ def _shortened(value: Any) -> Any:
 
 
 def _windows(target: Scorer) -> dict[str, int]:
-    """Every window that the config names, unless it says that no layer uses it, and its length
-    in tokens.
-    """
+    """Return every window that the config names, unless it says that no layer uses it, and
+    its length in tokens."""
     found: dict[str, int] = {}
     for space in _spaces(target.config):
         for name, value in space.items():
@@ -274,8 +274,8 @@ def _windows(target: Scorer) -> dict[str, int]:
 
 @torch.no_grad()
 def _prompt_lengths(target: Scorer) -> tuple[int, ...]:
-    """Tokens of the two prompts: two windows and more where a window stays what it is while
-    the probe runs.
+    """Return tokens of the two prompts: two windows and more where a window stays what it
+    is while the probe runs.
 
     Raises UserError where that window is too long to be probed.
     """
@@ -341,7 +341,7 @@ class _Script:
         self._plain: dict[tuple[int, ...], Tensor] = {}
 
     def plain(self, *parts: Tensor) -> Tensor:
-        """Logits [V] after a text in parts [T], by a pass without a cache."""
+        """Return logits [V] after a text in parts [T], by a pass without a cache."""
         ids = torch.cat(parts)
         key = tuple(ids.tolist())
         self.longest = max(self.longest, len(key))
@@ -351,7 +351,7 @@ class _Script:
         return self._plain[key]
 
     def _tree(self, probe: Probe, tokens: Tensor, rows: int) -> DraftTree:
-        """The first `rows` trees of the script, with `tokens` [rows, 5]."""
+        """Return the first `rows` trees of the script, with `tokens` [rows, 5]."""
         first = [-1, 0, 1, 2, 3] if probe.support == "chain" else [-1, -1, 0, 0, 1]
         both = torch.tensor([first, [-1, 0, -1, -1, -1]], device=self.target.device)
         sizes = torch.tensor([5, 2], device=self.target.device)
@@ -359,9 +359,9 @@ class _Script:
 
     @torch.no_grad()
     def dependence(self, probe: Probe) -> float:
-        """How much other tokens behind and beside the first node of a tree change the
-        logits of its root and of that node, relative to their spread: one token over and
-        over, which brings little of its own into a pass, against DRAFTS drafts of many."""
+        """Return how much other tokens behind and beside the first node of a tree change
+        the logits of its root and of that node, relative to their spread: one token over
+        and over, which brings little of its own into a pass, against DRAFTS drafts of many."""
         target, prompt = self.target, self.prompts[0]
         drafts = _ids(target, DRAFTS + 1, 5)
         drafts[:, 0] = drafts[0, 0]
@@ -378,7 +378,8 @@ class _Script:
 
     @torch.no_grad()
     def error(self, probe: Probe) -> float:
-        """Largest difference of the script's logits from plain passes over the same texts."""
+        """Return largest difference of the script's logits from plain passes over the same
+        texts."""
         target, device = self.target, self.target.device
         if probe.support == "chain":
             paths, kept = [[*range(n)] for n in range(6)], [0, 1]
@@ -412,7 +413,8 @@ class _Script:
 
 
 def layer_stack(target: Scorer) -> list[nn.Module]:
-    """The one list of as many modules as the target has layers; [] where there is not one."""
+    """Return the one list of as many modules as the target has layers; [] where there is
+    not one."""
     stacks = [
         part
         for part in target.body.modules()
@@ -422,8 +424,8 @@ def layer_stack(target: Scorer) -> list[nn.Module]:
 
 
 def probe_layers(target: Scorer) -> list[nn.Module]:
-    """The layers whose inputs are the hidden states that transformers lists; [] where that
-    does not hold. Asked by one short pass each way."""
+    """Return the layers whose inputs are the hidden states that transformers lists; []
+    where that does not hold. Asked by one short pass each way."""
     stack = layer_stack(target)
     if not stack:
         return []
@@ -443,8 +445,8 @@ def probe_layers(target: Scorer) -> list[nn.Module]:
 def caught(
     scorer: Scorer, layers: Sequence[nn.Module], taps: Sequence[int], kwargs: dict[str, Any]
 ) -> Tensor:
-    """The hidden states `taps` [B, T, taps, D] of a pass with `kwargs`, and no other one held
-    meanwhile: what goes into the layers is read on the way."""
+    """Return the hidden states `taps` [B, T, taps, D] of a pass with `kwargs`, and no other
+    one held meanwhile: what goes into the layers is read on the way."""
     found: dict[int, Tensor] = {}
 
     def reader(tap: int) -> Any:
@@ -464,7 +466,8 @@ def caught(
 
 
 def packing_error(target: Scorer, features: Callable[..., Tensor]) -> float:
-    """Largest relative error of documents that stand packed in a row, against each alone.
+    """Return largest relative error of documents that stand packed in a row, against each
+    alone.
 
     features: Target.features.
     """

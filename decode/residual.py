@@ -71,8 +71,8 @@ def first_ratio(siblings: Siblings) -> Tensor:
 
 
 def level(siblings: Siblings, reach: Tensor, out: Tensor | None = None) -> LevelVerdict:
-    """The rule for slots that are reached with w = `reach` [..] float64. out: memory [.., S + 1]
-    for the residual."""
+    """Return the rule for slots that are reached with w = `reach` [..] float64. out: memory
+    [.., S + 1] for the residual."""
     p, q, column, scale, q_token = siblings
     size, ranks = p.shape[-1], column.shape[-1]
     residual = q.new_empty(*reach.shape, size + 1) if out is None else out

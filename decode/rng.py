@@ -104,9 +104,8 @@ class Rng:
         return (self.uniform(rows, node, ACCEPT) < probability).view(torch.uint8).argmax(1)
 
     def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        """Indices [R] into unnormalised `weights` [R, S], for the token emitted after `node`
-        [R]: never one of weight 0.
-        """
+        """Return indices [R] into unnormalised `weights` [R, S], for the token emitted
+        after `node` [R]: never one of weight 0."""
         if weights.shape[1] == 1:
             return torch.zeros_like(rows)
         index = inverse_cdf(weights, self.uniform(rows, node, RESIDUAL))
@@ -118,7 +117,8 @@ class Rng:
         return torch.where(mass > 0, index, weights.argmax(1))
 
     def draft(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        """Indices [R] into unnormalised `weights` [R, S], for draft token number `node` [R]."""
+        """Return indices [R] into unnormalised `weights` [R, S], for draft token number
+        `node` [R]."""
         return inverse_cdf(weights, self.uniform(rows, node, DRAFT))
 
 

@@ -36,7 +36,7 @@ class Support:
     probs: Tensor
 
     def token(self, index: Tensor) -> Tensor:
-        """Token ids [R] at support places `index` [R]."""
+        """Return token ids [R] at support places `index` [R]."""
         return index if self.ids is None else self.ids.gather(1, index[:, None])[:, 0]
 
     def dense(self, vocab_size: int) -> Tensor:
@@ -94,7 +94,7 @@ class Sampling:
         return self.repetition_penalty != 1
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raises UserError when top_k exceeds the vocabulary."""
+        """Raise UserError when top_k exceeds the vocabulary."""
         if self.top_k > vocab_size:
             raise UserError(
                 f"top_k={self.top_k}: above the vocabulary of {vocab_size} tokens; use "
@@ -102,8 +102,8 @@ class Sampling:
             )
 
     def support(self, scores: Tensor) -> Support:
-        """The distribution of processed `scores` [R, V]; float32, or float64 when the scores
-        are."""
+        """Return the distribution of processed `scores` [R, V]; float32, or float64 when
+        the scores are."""
         scores = scores if scores.dtype == torch.float64 else scores.float()
         if self.greedy:
             best = scores.argmax(-1, keepdim=True)  # lowest id among equals
@@ -117,8 +117,8 @@ class Sampling:
         return _truncate(scores, self.top_k, self.top_p, self.min_p)
 
     def draft_probs(self, logits: Tensor) -> Tensor:
-        """The same warpers applied to a drafter's `logits` [R, Vd]: a dense distribution [R, Vd] to
-        draw from.
+        """Return the same warpers applied to a drafter's `logits` [R, Vd]: a dense
+        distribution [R, Vd] to draw from.
 
         Any draft distribution is lossless; warping it like the target's only raises acceptance.
         History is not applied.
@@ -227,9 +227,8 @@ class Distribution:
         self._undefined, self._refused = none, none.clone()
 
     def at(self, rows: Tensor, slots: Tensor) -> Support:
-        """The distributions [R] of (rows, slots); slot 0 follows the last committed token, slot i +
-        1 follows node i.
-        """
+        """Return the distributions [R] of (rows, slots); slot 0 follows the last committed
+        token, slot i + 1 follows node i."""
         support, undefined = self.read(rows, slots)
         self.miss(rows, slots, undefined)
         return support

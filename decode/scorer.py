@@ -89,13 +89,13 @@ class Scorer:
         return self.probe().support
 
     def probe(self) -> Probe:
-        """What the model can do. Raises ValueError where nobody has found out."""
+        """Return what the model can do. Raises ValueError where nobody has found out."""
         if self._probe is None:
             raise ValueError("this model was not probed")
         return self._probe
 
     def assuming(self, probe: Probe) -> Self:
-        """The same model, taken to be able to do what `probe` says."""
+        """Return the same model, taken to be able to do what `probe` says."""
         other = copy.copy(self)
         other._probe, other._masks = probe, None
         return other
@@ -108,8 +108,8 @@ class Scorer:
         return self._head
 
     def new_cache(self, max_rows: int, max_len: int, max_nodes: int) -> TreeCache:
-        """A cache for `max_rows` requests of at most `max_len` committed tokens, trees of at
-        most `max_nodes` nodes.
+        """Return a cache for `max_rows` requests of at most `max_len` committed tokens,
+        trees of at most `max_nodes` nodes.
 
         Raises UserError when max_len exceeds the context by more than a tree, or a count is
         not positive.
@@ -147,8 +147,8 @@ class Scorer:
     def score(
         self, cache: TreeCache, last: Tensor, tree: DraftTree, taps: Sequence[int] = ()
     ) -> Step:
-        """One pass over the last committed token [B] (not yet in the cache) and the tree's
-        nodes.
+        """Return one pass over the last committed token [B] (not yet in the cache) and the
+        tree's nodes.
 
         Nothing counts as committed until `cache.commit`. Learned positions end at the context:
         the engine caps depth. Raises UserError when the cache is full, the context would be
@@ -199,7 +199,7 @@ class Scorer:
     def _inputs(
         self, ids: Tensor, positions: Tensor, mask: Any, cache: TreeCache
     ) -> dict[str, Any]:
-        """What the model is called with."""
+        """Return what the model is called with."""
         kwargs: dict[str, Any] = {
             "input_ids": ids,
             "attention_mask": mask,
@@ -220,8 +220,8 @@ class Scorer:
         taps: Sequence[int],
         last: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of every token [B, T, V], or only at `last` [B] when given ([B, 1, V]), and
-        hidden states [B, T, taps, D], None without taps."""
+        """Return logits of every token [B, T, V], or only at `last` [B] when given ([B, 1,
+        V]), and hidden states [B, T, taps, D], None without taps."""
         every = self._wants_all(taps)
         short = self.head.exact and (last is not None or (bool(taps) and not every))
         every |= bool(taps) and not short
@@ -240,7 +240,7 @@ class Scorer:
         return out.last_hidden_state  # type: ignore[no-any-return]
 
     def new_masks(self) -> TreeMasks:
-        """Masks for this model."""
+        """Return masks for this model."""
         found = self.probe()
         return TreeMasks(found.reaches, found.tile, self.dtype, self.device)
 
@@ -275,8 +275,8 @@ class Scorer:
         return self._model.get_input_embeddings()(ids)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of final hidden states [..., D] (tap num_layers), final scale and
-        softcap included.
+        """Return logits [..., V] of final hidden states [..., D] (tap num_layers), final
+        scale and softcap included.
 
         Raises UserError when the probe found no such rule for this model.
         """

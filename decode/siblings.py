@@ -48,13 +48,14 @@ class SiblingGroup:
     vocab: Tensor | None
 
     def part(self, start: int, stop: int, ranks: int) -> Siblings:
-        """The slots [start:stop], who have at most `ranks` children."""
+        """Return the slots [start:stop], who have at most `ranks` children."""
         p, q, *of_child = self.siblings
         return Siblings(p[start:stop], q[start:stop], *(t[start:stop, :ranks] for t in of_child))
 
     def left(self, residual: Tensor, at: Tensor) -> Support:
-        """What is left of the distributions of the slots `at` [R'] when all their children failed,
-        up to a factor; the distribution itself where nothing is. residual: [R, S]."""
+        """Return what is left of the distributions of the slots `at` [R'] when all their
+        children failed, up to a factor; the distribution itself where nothing is. residual:
+        [R, S]."""
         residual = residual[at]
         ids, probs = self.support.ids, self.support.probs[at].to(torch.float64)
         left = residual if ids is None else residual[:, :-1]

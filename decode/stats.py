@@ -124,8 +124,8 @@ def accepted_length(per_prompt: Iterable[Sequence[Cycle]], seed: int = 0) -> Int
 def paired_difference(
     a: Sequence[Sequence[Cycle]], b: Sequence[Sequence[Cycle]], seed: int = 0
 ) -> Interval:
-    """Accepted length of `a` minus that of `b`, both [prompt][cycle] over the same prompts,
-    resampled together.
+    """Return accepted length of `a` minus that of `b`, both [prompt][cycle] over the same
+    prompts, resampled together.
 
     Raises ValueError when the two do not cover the same number of prompts.
     """
@@ -172,21 +172,21 @@ def trimmed(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def rate(work: Work, seed: int = 0) -> Interval:
-    """Tokens per second: tokens per pass over the trimmed seconds of a pass, resampled by
-    unit."""
+    """Return tokens per second: tokens per pass over the trimmed seconds of a pass,
+    resampled by unit."""
     return speedup(work, Work(work.passes, work.passes, [1.0] * len(work.passes)), seed)
 
 
 def pass_ratio(work: Work, base: Work, seed: int = 0) -> Interval:
-    """How long a pass of `work` takes in those of `base`: the trimmed mean of the ratios of
-    paired units."""
+    """Return how long a pass of `work` takes in those of `base`: the trimmed mean of the
+    ratios of paired units."""
     return _resampled(_pass_ratio(work, base), len(work.tokens), seed)
 
 
 def speedup(work: Work, base: Work, seed: int = 0) -> Interval:
-    """Tokens per second of `work` over those of `base`, over paired units: the ratio of
-    tokens per pass, which no machine disturbs, over the trimmed mean of the units' ratios
-    of seconds per pass."""
+    """Return tokens per second of `work` over those of `base`, over paired units: the ratio
+    of tokens per pass, which no machine disturbs, over the trimmed mean of the units'
+    ratios of seconds per pass."""
     tokens, passes, base_tokens, base_passes = (
         np.asarray(x, float) for x in (work.tokens, work.passes, base.tokens, base.passes)
     )
@@ -224,7 +224,7 @@ def _resampled(statistic: Callable[[np.ndarray], np.ndarray], count: int, seed: 
 
 
 def acceptance_by_position(cycles: Iterable[Cycle]) -> list[Position]:
-    """Acceptance at every level that some cycle proposed."""
+    """Return acceptance at every level that some cycle proposed."""
     known = list(cycles)
     out = []
     for d in range(1, max((c.proposed for c in known), default=0) + 1):

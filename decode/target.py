@@ -98,7 +98,7 @@ class Target(Scorer):
 
     @torch.no_grad()
     def _logits(self) -> Tensor:
-        """Of a short text, by a plain pass."""
+        """Return that of a short text, by a plain pass."""
         ids = torch.arange(3, 11, device=self.device).remainder(self.vocab_size)[None]
         out = self._model(input_ids=ids, use_cache=False, return_dict=True)
         return out.logits  # type: ignore[no-any-return]
@@ -115,9 +115,8 @@ class Target(Scorer):
         return other
 
     def probe(self) -> Probe:
-        """What the model can do; runs a few tiny passes the first time. Raises UserError for
-        an unusable model.
-        """
+        """Return what the model can do; runs a few tiny passes the first time. Raises
+        UserError for an unusable model."""
         if self._probe is None:
             self._probe = probe_target(self)
         return self._probe
@@ -138,9 +137,9 @@ class Target(Scorer):
         taps: Sequence[int],
         position: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, T, taps, D] of right-padded `ids` [B, T]; `mask` [B, T] bool marks
-        real tokens. position: [B, T] int64 where several documents stand in a row, each
-        counted from 0: none sees another (see packs).
+        """Return hidden states [B, T, taps, D] of right-padded `ids` [B, T]; `mask` [B, T]
+        bool marks real tokens. position: [B, T] int64 where several documents stand in a
+        row, each counted from 0: none sees another (see packs).
 
         No cache, no gradient and no [B, T, V]. Raises ValueError for padding on the left (on a
         GPU the device asserts it): only right padding is invisible to a causal pass.
@@ -172,9 +171,9 @@ class Target(Scorer):
         return probe_layers(self)
 
     def packs(self) -> str:
-        """Why this target cannot take packed documents; empty when it can. Asked of the model
-        itself: without a cache transformers keeps documents apart by their positions, where
-        the architecture supports it."""
+        """Return why this target cannot take packed documents; empty when it can. Asked of
+        the model itself: without a cache transformers keeps documents apart by their
+        positions, where the architecture supports it."""
         if self._packs is None:
             error = packing_error(self, self.features)
             self._packs = ""

@@ -18,7 +18,7 @@ class Stream:
         self.shown = 0  # ids whose text has been returned
 
     def push(self, token: int) -> str:
-        """The text that `token` adds; "" while a character is incomplete."""
+        """Return the text that `token` adds; "" while a character is incomplete."""
         self.ids.append(token)
         before = self._text(self.ids[self.context : self.shown])
         after = self._text(self.ids[self.context :])
@@ -28,7 +28,7 @@ class Stream:
         return after[len(before) :]
 
     def rest(self) -> str:
-        """The text of an unfinished character at the end of an answer."""
+        """Return the text of an unfinished character at the end of an answer."""
         before = self._text(self.ids[self.context : self.shown])
         after = self._text(self.ids[self.context :])
         self.context = self.shown = len(self.ids)

@@ -53,9 +53,8 @@ class Proposal:
         return torch.where(inside, probs.gather(1, place), probs.new_zeros(()))
 
     def place(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where target `ids` stand in the draft vocabulary (clamped), and whether they are in
-        it.
-        """
+        """Return where target `ids` stand in the draft vocabulary (clamped), and whether
+        they are in it."""
         if self.vocab is None:
             return ids, torch.ones_like(ids, dtype=torch.bool)
         place = torch.searchsorted(self.vocab, ids.contiguous()).clamp_(max=self.vocab.numel() - 1)
@@ -125,7 +124,7 @@ class DraftTree:
         sampled: Tensor | None = None,
         proposal: Proposal | None = None,
     ) -> DraftTree:
-        """A chain of `tokens` [B, N]; size [B] defaults to N."""
+        """Return a chain of `tokens` [B, N]; size [B] defaults to N."""
         return DraftTree.static(TreeShape.chain(tokens.shape[1]), tokens, size, sampled, proposal)
 
     @staticmethod

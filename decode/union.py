@@ -71,10 +71,10 @@ class Union:
 
 
 def joined(trees: Sequence[DraftTree]) -> DraftTree:
-    """One tree of the nodes of all. Those of the first keep their numbers, their order among
-    siblings and their distributions; the others, which must be deterministic, follow, each path
-    that is there already being left where it is. `drafters` of the outcome says who proposed a
-    node."""
+    """Return one tree of the nodes of all. Those of the first keep their numbers, their
+    order among siblings and their distributions; the others, which must be deterministic,
+    follow, each path that is there already being left where it is. `drafters` of the
+    outcome says who proposed a node."""
     tree = _joined(trees)
     bad = [non_finite(part).any(1) for part in trees if part.score is not None and part.width]
     if not bad or not bool((ill := torch.stack(bad).any(0)).any()):

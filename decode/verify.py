@@ -54,7 +54,7 @@ class Verdict:
 
 
 def verify(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdict:
-    """Accepted path and bonus token of every row.
+    """Return accepted path and bonus token of every row.
 
     Ask `distribution.check()` before anything is committed: it raises where a distribution, a
     chance or a residual was not finite.
@@ -108,8 +108,8 @@ def _bonus(
     rng: Coins,
     end: Tensor,
 ) -> Tensor:
-    """The token [B] after slot `end` [B]: from what is left [R, S] where its children failed, from
-    the distribution itself at a leaf."""
+    """Return the token [B] after slot `end` [B]: from what is left [R, S] where its
+    children failed, from the distribution itself at a leaf."""
     every = torch.arange(len(end), device=end.device)
     if devices.on_cpu(end):
         bonus, leaf = torch.empty_like(end), torch.ones_like(end, dtype=torch.bool)

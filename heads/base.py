@@ -74,7 +74,7 @@ class Head(Stored):
 
     @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
-        """A fresh head in float32 on the target's device.
+        """Return a fresh head in float32 on the target's device.
 
         counts: [V] int64, how often each token is supervised in the training data; None when
         there is no data (then no draft vocabulary can be chosen). Raises UserError for a
@@ -82,13 +82,14 @@ class Head(Stored):
         raise TypeError(f"{cls.__name__} must define for_target")
 
     def plan(self, batch: Batch, step: int) -> Any:
-        """What `forward` wants to know of a batch on the CPU before it goes to a device, for
-        `batch.plan`: everything that decides on shapes, so that the pass need not wait for the
-        device. step: of the run, 0-based. Default: nothing."""
+        """Return what `forward` wants to know of a batch on the CPU before it goes to a
+        device, for `batch.plan`: everything that decides on shapes, so that the pass need
+        not wait for the device. step: of the run, 0-based. Default: nothing."""
         return None
 
     def planned(self, batch: Batch) -> Any:
-        """What `plan` has said of `batch`; of one that nobody asked about it says it now."""
+        """Return what `plan` has said of `batch`; of one that nobody asked about it says it
+        now."""
         return self.plan_now(batch, self.step) if batch.plan is None else batch.plan
 
     def plan_now(self, batch: Batch, step: int) -> Any:
@@ -97,19 +98,20 @@ class Head(Stored):
         return moved(self.plan(here, step), lambda t: t.to(device))
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
-        """The training loss of one micro-batch."""
+        """Return the training loss of one micro-batch."""
         raise TypeError(f"{type(self).__name__} must define forward")
 
     def drafter(self, target: Target, draft: DraftSpec | None = None) -> Drafter:
-        """A drafter over a copy of these weights in the target's dtype. draft: what is asked
-        of it (`form`), None: nothing. Raises UserError as `form` does. Default: a `Drafts`."""
+        """Return a drafter over a copy of these weights in the target's dtype. draft: what
+        is asked of it (`form`), None: nothing. Raises UserError as `form` does. Default: a
+        `Drafts`."""
         return self.Drafts(self, target, self.form(target, draft))  # type: ignore[no-any-return]
 
     def form(self, target: Target, draft: DraftSpec | None = None) -> Form:
-        """What a drafter drafts: what is asked for, and this head's own keys where that leaves
-        them open. A head without the key `width` has dynamic trees only where a width is asked
-        for; one of so many nodes is made wide enough to have them. A rank that the draft
-        vocabulary has no token for is left out.
+        """Return what a drafter drafts: what is asked for, and this head's own keys where
+        that leaves them open. A head without the key `width` has dynamic trees only where a
+        width is asked for; one of so many nodes is made wide enough to have them. A rank
+        that the draft vocabulary has no token for is left out.
 
         Raises UserError for more levels than the head guesses."""
         requested, cfg, most = draft or DraftSpec(), self.cfg, self.deepest
@@ -150,18 +152,18 @@ class Head(Stored):
         return self.deepest or int(self.cfg.depth)
 
     def tree(self, nodes: int, depth: int) -> TreeShape:
-        """The static tree of `nodes` nodes and `depth` levels: measured if calibrated, else a
-        generic one."""
+        """Return the static tree of `nodes` nodes and `depth` levels: measured if
+        calibrated, else a generic one."""
         return shapes.tree(self.calibration, nodes, depth)
 
     def forced(
         self, batch: Batch, target: Target, levels: int
     ) -> Iterator[tuple[Tensor, int, Tensor]]:
-        """What a draft of `levels` would be if every token before were the text's: (flat [m],
-        level, logits [m, Vd]), the head's logits for the supervised tokens at
-        batch.ids.reshape(-1)[flat] as the level-th (0-based) of a draft. Together all levels
-        of all supervised tokens that the head can see; in any order. Default: nothing is
-        known."""
+        """Return what a draft of `levels` would be if every token before were the text's:
+        (flat [m], level, logits [m, Vd]), the head's logits for the supervised tokens at
+        batch.ids.reshape(-1)[flat] as the level-th (0-based) of a draft. Together all
+        levels of all supervised tokens that the head can see; in any order. Default:
+        nothing is known."""
         return iter(())
 
     def ids(self) -> Tensor | None:
@@ -182,8 +184,8 @@ class Head(Stored):
         return chosen
 
     def target_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
-        """The target's LM head over the draft vocabulary: weight [Vd, D] and bias [Vd] or
-        None; gathered once."""
+        """Return the target's LM head over the draft vocabulary: weight [Vd, D] and bias
+        [Vd] or None; gathered once."""
         if (
             self._rows is None
             or self._rows[0].device != target.device
@@ -205,7 +207,7 @@ class Head(Stored):
         return rows if scale == 1 else rows * scale
 
     def probs_rows(self, target: Target) -> tuple[Tensor, Tensor | None]:
-        """The rows of the target's LM head that its distribution is computed from
+        """Return the rows of the target's LM head that its distribution is computed from
         (teacher.target_distribution)."""
         terms, rated = self.cfg.loss, getattr(self.cfg, "confidence", 0)
         if terms.mask == "argmax" or terms.tv or terms.lk or rated:
@@ -266,7 +268,7 @@ class Drafting:
 
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """A draft no deeper than budget [B]."""
+        """Return a draft no deeper than budget [B]."""
         return grow.draft(self, self.form, budget, sampling, rng)
 
     def draft_ids(self) -> Tensor | None:

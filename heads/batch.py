@@ -19,7 +19,7 @@ class Movable:
     """A dataclass that holds tensors and goes to a device as a whole."""
 
     def to(self, device: torch.device) -> Self:
-        """The same on `device`. A copy to the host is waited for: torch gives it out
+        """Return the same on `device`. A copy to the host is waited for: torch gives it out
         unfilled."""
         ahead = device.type != "cpu"
         return moved(self, lambda t: t.to(device, non_blocking=ahead))  # type: ignore[no-any-return]
@@ -49,13 +49,13 @@ class Batch(Movable):
     documents: list[tuple[int, int, int]] | None = None
 
     def to(self, device: torch.device) -> Self:
-        """The same batch on `device`."""
+        """Return the same batch on `device`."""
         known = self.documents if device.type == self.ids.device.type else self.spans()
         there = super().to(device)
         return dataclasses.replace(there, sample_ids=self.sample_ids, documents=known)
 
     def pinned(self) -> Batch:
-        """The same batch in memory from which a GPU copies without making the host wait."""
+        """Return the same batch in memory from which a GPU copies without making the host wait."""
         return moved(self, Tensor.pin_memory)
 
     def depth(self) -> Tensor:
@@ -86,8 +86,8 @@ class Batch(Movable):
 
 
 def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """A tensor, or whatever holds tensors in dataclasses and tuples, with `move` applied to
-    each; everything else as it is."""
+    """Return a tensor, or whatever holds tensors in dataclasses and tuples, with `move`
+    applied to each; everything else as it is."""
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -99,7 +99,7 @@ def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
 
 
 def hash_u63(*values: int | str) -> int:
-    """A seed for torch.Generator from any address."""
+    """Return a seed for torch.Generator from any address."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8]) >> 1
 
 

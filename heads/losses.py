@@ -121,17 +121,17 @@ def _less_one(q: Tensor, spot: Tensor) -> Tensor:
 
 
 def wide_of(x: Tensor) -> torch.dtype:
-    """The dtype of sums over numbers such as `x`."""
+    """Return the dtype of sums over numbers such as `x`."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def chunk_of(requested: int | None, device: torch.device) -> int:
-    """The key `chunk`, by device where it is left open."""
+    """Return the key `chunk`, by device where it is left open."""
     return requested or CHUNKS.get(device.type, CHUNK)
 
 
 def pieces(count: int, size: int) -> Iterable[slice]:
-    """The tokens, out of `count`, that are met at once."""
+    """Return the tokens, out of `count`, that are met at once."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
@@ -158,7 +158,7 @@ class Taught:
     rated: bool = False
 
     def chunks(self) -> Iterable[slice]:
-        """The tokens that are met at once."""
+        """Return the tokens that are met at once."""
         return pieces(self.place.numel(), self.chunk) if self.parts is None else self.parts
 
 
@@ -194,7 +194,8 @@ def by_level(losses: Tensor, hits: Tensor) -> dict[str, Tensor]:
 def chunked_loss(
     hidden: Tensor, weight: Tensor, taught: Taught, low_rank: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, TokenStats]:
-    """The sum of `plain_loss` over the tokens of K parallel heads with one draft vocabulary.
+    """Return the sum of `plain_loss` over the tokens of K parallel heads with one draft
+    vocabulary.
 
     hidden: [K, n, D], head k's hidden state for predicted token j. weight: [K, Vd, D], or [Vd,
     D] shared by all heads; cast to hidden's dtype once. low_rank: m [n, r] and W [Vd, r] of a
@@ -256,7 +257,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The stored gradients times the incoming one, in place: one backward per forward."""
+        """Return the stored gradients times the incoming one, in place: one backward per
+        forward."""
         scale, saved = grads[0], list(ctx.saved_tensors)
         found = [saved.pop(0).mul_(scale) if has else None for has in ctx.has]
         return *found, None

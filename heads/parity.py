@@ -79,8 +79,8 @@ class Forced:
 
 @torch.no_grad()
 def judge(head: Head, batch: Batch, target: Target, levels: int) -> Forced:
-    """Where the supervised text of `batch` is what a chain of `levels` would draft. A tie goes
-    to the token that argmax takes, and is not sure."""
+    """Return where the supervised text of `batch` is what a chain of `levels` would draft.
+    A tie goes to the token that argmax takes, and is not sure."""
     tokens, ids, size = batch.ids.reshape(-1), head.ids(), batch.ids.numel()
     hit, sure, seen = torch.zeros(3, size, levels, dtype=torch.bool, device=tokens.device)
     for flat, level, z in head.forced(batch, target, levels):

@@ -41,8 +41,8 @@ def target_distribution(
     mask: str,
     top_k: int = 0,
 ) -> TeacherFn:
-    """The target's distribution p(x_s | x_<s) at n predicted tokens over a draft vocabulary,
-    renormalised and (of all rows) as it is.
+    """Return the target's distribution p(x_s | x_<s) at n predicted tokens over a draft
+    vocabulary, renormalised and (of all rows) as it is.
 
     rows: weight [Vd, D] and bias [Vd] or None of the target's LM head over the draft
     vocabulary, or over all V tokens. feats: [N, D], output of the target after its final

@@ -21,7 +21,7 @@ from outrider.decode.target import Target
 
 
 def choose(counts: Tensor, size: int, key: str = "head.draft_vocab") -> Tensor:
-    """The ids of the `size` most frequent tokens, ascending: [size] int64.
+    """Return the ids of the `size` most frequent tokens, ascending: [size] int64.
 
     counts: [V] int64, occurrences among supervised tokens. Ties go to the lower id. Raises
     UserError when fewer than `size` different tokens were seen: the rest would be guesses."""
@@ -36,7 +36,7 @@ def choose(counts: Tensor, size: int, key: str = "head.draft_vocab") -> Tensor:
 
 
 def problems(size: int, chosen: int, known: int) -> list[str]:
-    """What is wrong with a saved vocabulary of `size` tokens, "key: what"; [].
+    """Return what is wrong with a saved vocabulary of `size` tokens, "key: what"; [].
 
     chosen: how many of them are drafted, 0 for all. known: tokens of the target."""
     found = [] if size == known else [f"vocab_size: {SHORT.repr(size)}, the target's is {known}"]
@@ -44,8 +44,8 @@ def problems(size: int, chosen: int, known: int) -> list[str]:
 
 
 def ascends(ids: Tensor, size: int) -> bool:
-    """Whether `ids` [Vd] are different tokens of a vocabulary of `size`, in order, and any at
-    all."""
+    """Return whether `ids` [Vd] are different tokens of a vocabulary of `size`, in order,
+    and any at all."""
     if not ids.numel():
         return False
     return bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < size
@@ -81,20 +81,20 @@ def places(ids: Tensor | None, tokens: Tensor) -> Tensor:
 
 
 def table(target: Target, ids: Tensor) -> Tensor:
-    """Rows [.., D] of the target's embedding table for tokens `ids` [..], as engines hand
-    them to a draft layer: what the embedding module makes of them (Gemma's multiplies) is
-    left out."""
+    """Return rows [.., D] of the target's embedding table for tokens `ids` [..], as engines
+    hand them to a draft layer: what the embedding module makes of them (Gemma's multiplies)
+    is left out."""
     return embedding(ids, target.embedding_weight)
 
 
 def scales(target: Target) -> bool:
-    """Whether the target's embedding module multiplies the rows of its table."""
+    """Return whether the target's embedding module multiplies the rows of its table."""
     some = torch.arange(min(8, target.vocab_size), device=target.device)
     return not target.embed(some).equal(table(target, some))
 
 
 def check_reserved(token: int, target: Target, counts: Tensor | None, key: str) -> None:
-    """Raises UserError unless a token of `target` stands in no text: a special one without a
+    """Raise UserError unless a token of `target` stands in no text: a special one without a
     role, a word that is never written, or one that the tokenizer does not have. counts: [V]
     int64 of the data, or None."""
     tokenizer: Any = target.tokenizer

@@ -135,8 +135,8 @@ def _layers(head: Head) -> dict[str, Any]:
 
 
 def _spent(training: Any) -> dict[str, float]:
-    """All that a head's card tells of its training, earlier stages included; {} for one that
-    tells nothing."""
+    """Return all that a head's card tells of its training, earlier stages included; {} for
+    one that tells nothing."""
     found: dict[str, float] = {}
     for name, amount in training.items() if isinstance(training, dict) else ():
         # Compared, not asked by isfinite: a card may hold a number that is no float any more.

@@ -49,8 +49,8 @@ __all__ = ["Answer", "Piece", "UserError", "generate", "load_drafter", "load_tar
 def load_target(
     name: str = "smollm2", dtype: str = AUTO, device: str | None = None, **keys: Any
 ) -> Target:
-    """The frozen target of conf/target/NAME.yaml, a repository of the Hugging Face hub such as
-    "Qwen/Qwen3-8B", or a folder of save_pretrained. keys: of that file, such as
+    """Return the frozen target of conf/target/NAME.yaml, a repository of the Hugging Face
+    hub such as "Qwen/Qwen3-8B", or a folder of save_pretrained. keys: of that file, such as
     load_target("Qwen/Qwen3-8B", revision="main") or load_target("tiny", layers=1).
 
     dtype: float32, bfloat16 or float16; auto: bfloat16, but float32 on a CPU without
@@ -73,8 +73,9 @@ def load_target(
 
 
 def load_drafter(name: str, target: Target) -> Drafter:
-    """A drafter by name: "none", "ngram", a run folder, a head folder or a smaller model, with
-    @chain, @tree and the like behind it. Raises UserError as heads.resolve_drafter does."""
+    """Return a drafter by name: "none", "ngram", a run folder, a head folder or a smaller
+    model, with @chain, @tree and the like behind it. Raises UserError as
+    heads.resolve_drafter does."""
     if not isinstance(name, str):
         raise UserError(f"drafter: a {type(name).__name__}; give a drafter's name")
     return resolve_drafter(name, _a_target(target))
@@ -193,7 +194,7 @@ def _a_target(given: object) -> Target:
 
 
 def _ids(target: Target, prompt: Any) -> list[int]:
-    """Token ids of a prompt in one of its three forms. Raises UserError for another one."""
+    """Return token ids of a prompt in one of its three forms. Raises UserError for another one."""
     if isinstance(prompt, str):
         return question_ids(target.tokenizer, prompt)
     several = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
@@ -219,7 +220,7 @@ def generate(
     top_k: int = 0,
     seed: int | None = None,
 ) -> Answer:
-    """The target's answer, the same distribution whatever drafts.
+    """Return the target's answer, the same distribution whatever drafts.
 
     prompt: a user's message or a conversation, [{"role": "user", "content": ..}], put through
     the chat template, or token ids as they are. drafter:

@@ -76,8 +76,8 @@ def main(cfg: CertifyConfig) -> int:
 
 
 def fitting(path: str, known: list[Prompt], target: Target) -> list[list[int]]:
-    """Token ids of the first turns that leave room in the target's context. Raises UserError for
-    none."""
+    """Return token ids of the first turns that leave room in the target's context. Raises
+    UserError for none."""
     found = [question_ids(target.tokenizer, p.turns[0]) for p in known]
     found = [p for p in found if len(p) < target.context_length]
     if not found:
@@ -149,8 +149,8 @@ def _without(cfg: CertifyConfig, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def about_target(target: Target, sampling: Sampling) -> dict[str, Any]:
-    """What certificate.json says of it. probed_tokens: of the longest text that the target's probe
-    compared with a plain pass."""
+    """Return what certificate.json says of it. probed_tokens: of the longest text that the
+    target's probe compared with a plain pass."""
     return {
         **(asdict(target.identity) if target.identity else {}),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -160,8 +160,8 @@ def about_target(target: Target, sampling: Sampling) -> dict[str, Any]:
 
 
 def about_drafter(spec: str) -> dict[str, Any]:
-    """The name as given and, for a trained head or a model, the hash of every file it is
-    loaded from.
+    """Return the name as given and, for a trained head or a model, the hash of every file
+    it is loaded from.
 
     Raises UserError where there is no such drafter.
     """

@@ -59,9 +59,8 @@ class AnswerTally:
         out.from_draft += drafted
 
     def footer(self, finished: Generation | None = None, note: str = "") -> str:
-        """Accepted length (over complete cycles, bonus token counted), decoding speed, tokens
-        from drafts.
-        """
+        """Return accepted length (over complete cycles, bonus token counted), decoding
+        speed, tokens from drafts."""
         out = finished or self.generation
         cycles = split(out)
         mean = accepted_length([cycles.clean + cycles.loop]).mean
@@ -96,7 +95,8 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
 
     def _prompt(self) -> list[int]:
-        """Ids of the conversation; the oldest turns leave when the context would be exceeded."""
+        """Return ids of the conversation; the oldest turns leave when the context would be
+        exceeded."""
         tokenizer = self.target.tokenizer
         room = self.target.context_length - self.cfg.max_new_tokens
         fixed = 1 if self.cfg.system else 0

@@ -133,7 +133,7 @@ def options(group: str) -> dict[str, str]:
 
 
 def _sentence(lines: Sequence[str]) -> str:
-    """The first comment for people, to the end of its first sentence."""
+    """Return the first comment for people, to the end of its first sentence."""
     said: list[str] = []
     for line in lines:
         if line.startswith("#") and not line[1:].strip().startswith(MARKS):
@@ -279,7 +279,7 @@ def ls(words: list[str]) -> None:
 
 
 def _two_columns(rows: dict[str, str], indent: str) -> Iterator[str]:
-    """Names and words, wrapped where a person reads; for a program a name is a line."""
+    """Yield names and words, wrapped where a person reads; for a program a name is a line."""
     wide = max(map(len, rows), default=0)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for name, about in rows.items():

@@ -91,10 +91,10 @@ class Budget:
         return Path("reports") / self.name
 
     def rows(self) -> dict[str, tuple[str, str]]:
-        """Drafters of the tables: (what they are to a reader, kind of head), by their
-        names. Short drafts: a drafted token costs 6 to 12 % of a plain pass, a seventh on a
-        processor without bfloat16. scripts/tune.py finds the best size for a head and a
-        machine."""
+        """Return drafters of the tables: (what they are to a reader, kind of head), by
+        their names. Short drafts: a drafted token costs 6 to 12 % of a plain pass, a
+        seventh on a processor without bfloat16. scripts/tune.py finds the best size for a
+        head and a machine."""
         hydra = f"{self.runs}/hydra_heads@chain:2"
         return {
             NGRAM: ("n-grams, untrained", "ngram"),
@@ -182,7 +182,7 @@ def main(cfg: DemoConfig) -> int:
 
 
 def budget_here() -> Budget:
-    """The budget of this machine, whose minutes are few in either case."""
+    """Return the budget of this machine, whose minutes are few in either case."""
     from outrider.decode.models.arithmetic import dtype_on  # slow to import
 
     if dtype_on(None) == "bfloat16":
@@ -233,8 +233,8 @@ def run(todo: list[Step]) -> None:
 
 
 def what_it_brought(budget: Budget, like: dict[str, Any], unlike: dict[str, Any]) -> Table:
-    """The last screen, from the reports on questions like the data and unlike them: n-grams,
-    which learned nothing, and the trained heads, alone and with them."""
+    """Return the last screen, from the reports on questions like the data and unlike them:
+    n-grams, which learned nothing, and the trained heads, alone and with them."""
     from outrider.heads.interop.engines import LLAMACPP, SGLANG, VLLM  # slow to import
 
     settings = {"T = 0": like, "T = 1": like["others"][0], "unlike its data, T = 0": unlike}
@@ -262,9 +262,9 @@ def what_it_brought(budget: Budget, like: dict[str, Any], unlike: dict[str, Any]
 
 
 def next_commands(budget: Budget, report: dict[str, Any]) -> list[str]:
-    """Chat, page and export, as one types them: the first two with the fastest row of `report`
-    that has a head of ours and whose speed can be believed, the last with the head that other
-    engines load."""
+    """Return chat, page and export, as one types them: the first two with the fastest row
+    of `report` that has a head of ours and whose speed can be believed, the last with the
+    head that other engines load."""
     trained = [
         row["name"] for row in believable(report["drafters"]) if row["name"].startswith("runs/")
     ]

@@ -140,8 +140,8 @@ def requested(
 
 
 def planned(cfg: EvaluateConfig, prompts: list[Prompt]) -> MemoryPlan:
-    """What memory must hold: a token is two letters or more; later turns hold the earlier ones
-    and their answers."""
+    """Return what memory must hold: a token is two letters or more; later turns hold the
+    earlier ones and their answers."""
     longest = max(sum(len(t) // 2 + cfg.max_new_tokens for t in p.turns) for p in prompts)
     return MemoryPlan(cfg.batch_size, longest, PLANNED_NODES)
 
@@ -149,7 +149,8 @@ def planned(cfg: EvaluateConfig, prompts: list[Prompt]) -> MemoryPlan:
 def fitting(
     prompts: list[Prompt], target: Target, new: int, bad: list[dict[str, str]]
 ) -> list[Prompt]:
-    """The prompts whose first turn fits the target's context. new: tokens of an answer.
+    """Return the prompts whose first turn fits the target's context. new: tokens of an
+    answer.
 
     bad: takes {name, reason} of the others. Raises UserError when none fits.
     """
@@ -169,8 +170,8 @@ def fitting(
 def kept_in(
     place: Path, cfg: EvaluateConfig, target: Target, prompts: list[Prompt], systems: list[System]
 ) -> Memo:
-    """What was measured of this very evaluation before it was stopped. Says on stderr that it
-    goes on."""
+    """Return what was measured of this very evaluation before it was stopped. Says on
+    stderr that it goes on."""
     environment = files.environment(str(target.device))
     del environment["commit"]  # the code itself is compared
     key = {
@@ -189,7 +190,7 @@ def kept_in(
 
 
 def described(target: Target, sampling: Sampling) -> dict[str, Any]:
-    """What the report says of the target."""
+    """Return what the report says of the target."""
     identity = target.identity
     return {
         **(asdict(identity) if identity else {"name": "unknown"}),
@@ -199,7 +200,7 @@ def described(target: Target, sampling: Sampling) -> dict[str, Any]:
 
 
 def settings_of(cfg: EvaluateConfig) -> dict[str, Any]:
-    """The keys of a report's `settings`."""
+    """Return the keys of a report's `settings`."""
     left_out = ("prompts", "suite", "quiet", "out", "overwrite")
     return {key: value for key, value in asdict(cfg).items() if key not in left_out}
 

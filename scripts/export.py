@@ -109,8 +109,8 @@ def main(cfg: ExportConfig) -> int:
 
 
 def whole_model(cfg: ExportConfig, out: Path, tokenizer_from: Path | None) -> int:
-    """The target itself (drafter=none), or an ordinary model as its separate draft, as one
-    GGUF file."""
+    """Return the target itself (drafter=none), or an ordinary model as its separate draft,
+    as one GGUF file."""
     target, dtype = load_target(cfg.target, "float32", cfg.device), cfg.dtype or "float32"
     whole = cfg.drafter == NONE
     model = target.model if whole else plain_model(cfg.drafter, target).draft.model
@@ -133,22 +133,22 @@ def whole_model(cfg: ExportConfig, out: Path, tokenizer_from: Path | None) -> in
 
 
 def target_name(cfg: ExportConfig, target: Target) -> str:
-    """What an engine loads the target by: its repository, else its folder; "" where there
-    is none (target=tiny)."""
+    """Return what an engine loads the target by: its repository, else its folder; "" where
+    there is none (target=tiny)."""
     if cfg.target.kind == "hub":
         return cfg.target.name
     return target.identity.path if target.identity is not None else ""
 
 
 def check_prompts(cfg: ExportConfig, target: Target) -> list[torch.Tensor]:
-    """Token ids of the prompts, the ends of long ones, spread over the file."""
+    """Return token ids of the prompts, the ends of long ones, spread over the file."""
     some = thinned(load_prompts(cfg.prompts), cfg.num_prompts)
     room = min(PROMPT_TOKENS, target.context_length // 2)
     return [torch.tensor(question_ids(target.tokenizer, p.turns[0])[-room:]) for p in some]
 
 
 def first_heads(head: Head, count: int | None) -> Head:
-    """A copy of a Medusa head with its first `count` heads."""
+    """Return a copy of a Medusa head with its first `count` heads."""
     if count is None:
         return head
     if head.kind != "medusa":

@@ -112,7 +112,7 @@ class CompletionBody(Body):
 
 
 def parsed(raw: bytes, schema: type[Body]) -> Any:
-    """A request's body; null means not given. Raises HTTPException in one line."""
+    """Return a request's body; null means not given. Raises HTTPException in one line."""
     try:
         given = dict(parse_line(raw))
         return schema.model_validate({k: v for k, v in given.items() if v is not None})
@@ -181,7 +181,8 @@ class Job:
         self.tell(None)
 
     def _release(self, whole: bool = False) -> str:
-        """The text before any stop string and, while more may come, before one's beginning."""
+        """Return the text before any stop string and, while more may come, before one's
+        beginning."""
         stops = [self.body.stop] if isinstance(self.body.stop, str) else self.body.stop
         places = [at for stop in stops if stop and (at := self.held.find(stop)) >= 0]
         self.stopped, end = bool(places), min(places, default=len(self.held))
@@ -192,7 +193,7 @@ class Job:
         return out
 
     async def events(self, coming: AsyncIterator[Piece]) -> AsyncIterator[str]:
-        """The answer as server-sent events, one a token; the last one tells the usage."""
+        """Yield the answer as server-sent events, one a token; the last one tells the usage."""
         async with contextlib.aclosing(coming):  # type: ignore[type-var]
             async for piece in coming:
                 yield _sent({**self.head, "choices": [self._choice(piece.text, [piece])]})
@@ -203,7 +204,7 @@ class Job:
             yield "data: [DONE]\n\n"
 
     def last(self, text: str, pieces: list[Piece]) -> dict[str, Any]:
-        """The end of the answer, with as much of it as was not told yet."""
+        """Return the end of the answer, with as much of it as was not told yet."""
         asked, told = len(self.request.prompt), len(self.pieces)
         cycles = self.seat.generation.cycles if self.seat else []
         speculation = {
@@ -341,7 +342,7 @@ class App:
         self.tokenizer: Any = copy.deepcopy(decoder.target.tokenizer)
 
     def application(self, hosts: list[str]) -> Starlette:
-        """The ASGI application. hosts: names that it may be called by."""
+        """Return the ASGI application. hosts: names that it may be called by."""
         return Starlette(
             routes=[
                 Route("/", self.page),
@@ -355,7 +356,7 @@ class App:
         )
 
     async def page(self, _: HttpRequest) -> Response:
-        """The page, one file."""
+        """Return the page, one file."""
         return FileResponse(PAGE)
 
     async def health(self, _: HttpRequest) -> Response:
@@ -363,7 +364,7 @@ class App:
         return JSONResponse({}, 200 if self.decoder.is_alive() else 503)
 
     async def models(self, _: HttpRequest) -> Response:
-        """The one model, with its drafters."""
+        """Return the one model, with its drafters."""
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "outrider"}
         model |= {"max_model_len": self.longest, "drafters": list(self.decoder.drafters)}
         return JSONResponse({"object": "list", "data": [model]})
@@ -393,7 +394,7 @@ class App:
         return JSONResponse(job.last(whole, job.pieces))
 
     def job(self, body: Any, tell: Callable[[list[Piece] | None], None]) -> Job:
-        """A request as a job. Raises HTTPException."""
+        """Return a request as a job. Raises HTTPException."""
         if body.model != self.model:
             raise HTTPException(404, f"model: not served here; the model is {self.model}")
         known = list(self.decoder.drafters)
@@ -421,7 +422,7 @@ class App:
         return Job(body, request, sampling, body.drafter or known[0], text, head, tell)
 
     def _ids(self, body: Any) -> list[int]:
-        """The prompt's token ids. Raises UserError."""
+        """Return the prompt's token ids. Raises UserError."""
         if isinstance(body, ChatBody):
             return chat_ids(self.tokenizer, [turn.model_dump() for turn in body.messages])
         if isinstance(body.prompt, str) and not is_whole(body.prompt):
@@ -436,7 +437,7 @@ class App:
 async def _pieces(
     request: HttpRequest, job: Job, told: asyncio.Queue[list[Piece] | None]
 ) -> AsyncIterator[Piece]:
-    """What comes, until the answer ends or the client is gone; then its row is free."""
+    """Yield what comes, until the answer ends or the client is gone; then its row is free."""
     pieces: list[Piece] | None = []
     try:
         while pieces is not None and not await request.is_disconnected():

@@ -47,8 +47,9 @@ REFUSED = {
 
 
 def start(batch_size: int, dtype: str, device: str, shard_group: int = 0) -> Accelerator:
-    """The Accelerator of a run. Raises UserError for a setting that it would not honour, ranks
-    that do not fit, and a device that is not there. All as the keys of these names."""
+    """Return the Accelerator of a run. Raises UserError for a setting that it would not
+    honour, ranks that do not fit, and a device that is not there. All as the keys of these
+    names."""
     if found := refusals(launched(), dtype):
         raise UserError(f"accelerate's settings: {'; '.join(found)}")
     # Before the ranks meet: one that is still connecting would see those leave that know.
@@ -73,11 +74,12 @@ def start(batch_size: int, dtype: str, device: str, shard_group: int = 0) -> Acc
 
 
 def meeting_place() -> str | None:
-    """Where the workers meet that torchrun started again on one node; None, Accelerate's
-    own way, for all others. torchrun keeps one store over all restarts, and a rank that
-    reads the keys of those that died waits for a peer that is gone (pytorch issue 135712);
-    so each restart gets a prefix. On several nodes the agents may count differently: there
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment makes a new store."""
+    """Yield where the workers meet that torchrun started again on one node; None,
+    Accelerate's own way, for all others. torchrun keeps one store over all restarts, and a
+    rank that reads the keys of those that died waits for a peer that is gone (pytorch issue
+    135712); so each restart gets a prefix. On several nodes the agents may count
+    differently: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment makes
+    a new store."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
     if again == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not one_node:
@@ -93,8 +95,7 @@ def meeting_place() -> str | None:
 
 
 def check_ranks(batch_size: int, shard_group: int, world: int) -> None:
-    """Raises UserError when `world` ranks cannot share a batch, or copies of the target,
-    evenly."""
+    """Raise UserError when `world` ranks cannot share a batch, or copies of the target, evenly."""
     if batch_size % world:
         raise UserError(
             f"batch_size: {batch_size} is no multiple of the {world} ranks; give one that is"
@@ -107,8 +108,9 @@ def check_ranks(batch_size: int, shard_group: int, world: int) -> None:
 
 
 def on_processors(device: str) -> bool:
-    """Whether Accelerate is told to leave GPUs alone: by device=cpu, and for several processes
-    where torch sees none, since each would be alone. device: as the key of that name."""
+    """Return whether Accelerate is told to leave GPUs alone: by device=cpu, and for several
+    processes where torch sees none, since each would be alone. device: as the key of that
+    name."""
     several = get_cpu_distributed_information().world_size > 1
     return device == "cpu" or (several and not torch.accelerator.is_available())
 
@@ -133,13 +135,13 @@ def ending(accelerator: Accelerator, stop: Stop) -> Iterator[None]:
 
 
 def launched() -> dict[str, Any]:
-    """What the launcher has set by environment variables, by the names of a config file."""
+    """Return what the launcher has set by environment variables, by the names of a config file."""
     return {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in REFUSED}
 
 
 def refusals(settings: Mapping[str, Any], dtype: str) -> list[str]:
-    """What a run in `dtype` refuses of accelerate's settings: "name: value: what to do
-    instead" each. settings: as `launched` or the command line of `accelerate launch`
+    """Return what a run in `dtype` refuses of accelerate's settings: "name: value: what to
+    do instead" each. settings: as `launched` or the command line of `accelerate launch`
     (launch.asked)."""
     same = [("gradient_accumulation_steps", "1")]  # as the run does it
     same += [("mixed_precision", "bf16")] if dtype == "bfloat16" else []
@@ -152,8 +154,9 @@ def refusals(settings: Mapping[str, Any], dtype: str) -> list[str]:
 
 
 def device_of(device: str) -> str:
-    """The one GPU that the key `device` names, such as "cuda:3"; "" where it names none.
-    Raises UserError for a GPU that is not there, and for one GPU of several processes."""
+    """Return the one GPU that the key `device` names, such as "cuda:3"; "" where it names
+    none. Raises UserError for a GPU that is not there, and for one GPU of several
+    processes."""
     kind, _, number = device.partition(":")
     if kind != "cuda":
         return ""

@@ -180,7 +180,7 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         identity: Identity | None,
     ) -> Snapshot:
-        """All that a checkpoint holds; a copy, where it is written beside the training."""
+        """Return all that a checkpoint holds; a copy, where it is written beside the training."""
         moments = {
             f"{i}.{k}": v
             for i, entry in optimizer.state_dict()["state"].items()
@@ -195,7 +195,7 @@ class Saver:
 
 
 def _agree(state: State, head: Head, accelerator: Accelerator, out: Path) -> None:
-    """Raises UserError unless all ranks are at the same step with the same weights, bit for
+    """Raise UserError unless all ranks are at the same step with the same weights, bit for
     bit, and every weight is finite."""
     mine = [p.detach() for p in head.parameters() if p.requires_grad]
     finite = torch.stack([p.isfinite().all() for p in mine]).all()
@@ -258,7 +258,7 @@ def needed(out: Path, save_every: int, keep: int, left: int, head: Head) -> int:
 
 
 def check_space(out: Path, need: int, accelerator: Accelerator) -> None:
-    """Raises UserError on every rank where the run folder's disk has not `need` bytes."""
+    """Raise UserError on every rank where the run folder's disk has not `need` bytes."""
     problem = ""
     if accelerator.is_main_process:
         try:
@@ -371,7 +371,7 @@ def restore(checkpoint: Path, head: Head, optimizer: torch.optim.Optimizer) -> N
 
 
 def is_final(folder: Path, step: int) -> bool:
-    """Whether a head folder already holds the weights of `step`."""
+    """Return whether a head folder already holds the weights of `step`."""
     try:
         return read_card(folder)["extra"].get("step") == step
     except UserError:

@@ -50,7 +50,7 @@ TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
 def _summed(value: str) -> str:
-    """The rule of a dtype in which losses are sums."""
+    """Return the rule of a dtype in which losses are sums."""
     if ALSO.get(value, value) == "float16":
         why = f"{value} overflows, since losses are sums and nothing scales them; choose bfloat16"
         raise PydanticCustomError("value_error", "", {"error": why})
@@ -176,7 +176,7 @@ class TrainConfig(AutoDtype):
     wandb_project: str = "outrider"
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
+        """Return problems as "key: value; rule; fix"."""
         found = []
         if not (self.steps or self.epochs or self.minutes):
             found.append("steps: is required; set steps=N, or epochs=E, or minutes=M")
@@ -191,7 +191,7 @@ class TrainConfig(AutoDtype):
         return found
 
     def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
+        """Return what is named and not there, as "key: value; fix"."""
         found = [f"data.{line}" for line in self.data.absent()]
         return found + [f"start: {line}" for line in no_head(self.start)]
 

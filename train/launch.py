@@ -54,8 +54,9 @@ def set_memory() -> None:
 
 
 def trainer(name: str, module: str) -> Any:
-    """The command that trains with the keys of train/NAME.py. module: that file's __name__,
-    whose docstring is its help. A mistake in a key is told before torch is loaded."""
+    """Return the command that trains with the keys of train/NAME.py. module: that file's
+    __name__, whose docstring is its help. A mistake in a key is told before torch is
+    loaded."""
     set_memory()
     from outrider.conf.schema import entry
     from outrider.train.runs import SCHEMAS
@@ -101,7 +102,7 @@ def refuse(name: str, schema: type) -> None:
 
 
 def helped() -> bool:
-    """Whether the command is asked what it does."""
+    """Return whether the command is asked what it does."""
     return bool({"-h", "--help"} & {*sys.argv})
 
 
@@ -134,8 +135,8 @@ def spread(command: Any) -> None:
 
 
 def asked(words: Sequence[str]) -> Namespace:
-    """What `accelerate launch WORDS` is asked for, its config file included, as accelerate
-    itself understands it. Raises what accelerate raises, such as ValueError."""
+    """Return what `accelerate launch WORDS` is asked for, its config file included, as
+    accelerate itself understands it. Raises what accelerate raises, such as ValueError."""
     from accelerate.commands import launch
 
     args = launch.launch_command_parser().parse_args([*words])
@@ -147,14 +148,14 @@ def asked(words: Sequence[str]) -> Namespace:
 
 
 def here(args: Namespace) -> int:
-    """How many processes this machine runs, of what `asked` tells."""
+    """Return how many processes this machine runs, of what `asked` tells."""
     return max(int(args.num_processes // max(args.num_machines, 1)), 1)
 
 
 def devices(count: int, cpu: bool = False, key: str = "num_processes") -> int:
-    """How many accelerators `count` processes of this machine take, one each; 0: they run
-    on its processors, as they are told to (cpu), or because torch sees no accelerator.
-    Raises UserError, which names `key`, for more processes than accelerators."""
+    """Return how many accelerators `count` processes of this machine take, one each; 0:
+    they run on its processors, as they are told to (cpu), or because torch sees no
+    accelerator. Raises UserError, which names `key`, for more processes than accelerators."""
     import torch
 
     found = 0 if cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()

@@ -94,9 +94,8 @@ def _save(run: Run, wait: bool) -> None:
 
 
 def train_step(run: Run) -> int:
-    """One update: the passes of this rank, one exchange with the others, AdamW. Returns the
-    signal that some rank was asked to stop by, 0 if none.
-    """
+    """Return one update: the passes of this rank, one exchange with the others, AdamW.
+    Returns the signal that some rank was asked to stop by, 0 if none."""
     before = _begin_step(run)
     sums = Sums()
     for micro in _micro_batches(run):
@@ -165,7 +164,7 @@ def _scale_gradients(run: Run, shared: Shared) -> float:
 
 
 def _set_learning_rate(run: Run, shared: Shared) -> float:
-    """The learning rate of the step, given to the optimizer."""
+    """Return the learning rate of the step, given to the optimizer."""
     cfg, step = run.cfg, run.state.step
     run.state.spent = shared.seconds
     steps = planned_steps(step, shared.seconds, cfg.steps, cfg.minutes)

@@ -152,7 +152,8 @@ def reset_peak(device: torch.device) -> None:
 
 
 def is_no_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out, in whichever words a library says so."""
+    """Return whether an exception means that memory ran out, in whichever words a library
+    says so."""
     said = (
         *("not enough memory", "can't allocate memory", "out of memory"),
         *("ALLOC_FAILED", "Cannot allocate memory"),

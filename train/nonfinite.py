@@ -45,7 +45,7 @@ def redo_without_bad_rows(run: Run, sums: Sums) -> Shared:
 
 
 def _everywhere(run: Run, mine: list[Any]) -> list[Any]:
-    """The lists of all ranks, one behind the other."""
+    """Return the lists of all ranks, one behind the other."""
     return gather_object(mine) if run.world > 1 else mine
 
 
@@ -77,7 +77,7 @@ class _SoundRows:
         return bad
 
     def _pass(self, rows: list[int]) -> tuple[Batch, LossOut]:
-        """A pass whose gradients are there alone."""
+        """Return a pass whose gradients are there alone."""
         self.run.optimizer.zero_grad(set_to_none=True)
         batch, target = self.run.make(self.run.state.step, rows)
         with self.run.clock.part("head"):
@@ -99,7 +99,7 @@ class _SoundRows:
 
 
 def _sound_weights(run: Run) -> bool:
-    """Whether every weight of every rank is finite."""
+    """Return whether every weight of every rank is finite."""
     bad = torch.stack([~p.detach().isfinite().all() for p in run.trained]).any().double()
     return not bool(run.accelerator.reduce(bad, "sum") if run.world > 1 else bad)
 
@@ -123,8 +123,8 @@ def _tell(run: Run, sound: int, skipped: list[int]) -> None:
 
 
 def _blamed(run: Run, passes: list[list[int]], finite: list[Tensor]) -> list[str]:
-    """Where the rows are from whose loss was not finite; all rows of the step where every loss
-    was."""
+    """Return where the rows are from whose loss was not finite; all rows of the step where
+    every loss was."""
     guilty = [row for rows, good in zip(passes, finite, strict=True) if not good for row in rows]
     found = _everywhere(run, [run.rows.where(row) for row in guilty])
     return found or _everywhere(run, [run.rows.where(row) for rows in passes for row in rows])

@@ -45,7 +45,7 @@ OF_LAYERS = ("head.intermediate_size", "head.hidden_act")  # runs of 0.1 had the
 
 
 def is_logistics(key: str) -> bool:
-    """Whether a dotted key may change between a run and its resumption."""
+    """Return whether a dotted key may change between a run and its resumption."""
     return any(key == known or key.startswith(known + ".") for known in LOGISTICS)
 
 
@@ -118,7 +118,7 @@ def _is_gone(key: str, value: Any) -> bool:
 
 
 def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether a run may go on with another value of this key."""
+    """Return whether a run may go on with another value of this key."""
     if key == "steps" and not now.get("minutes"):
         epochs = now.get("epochs")  # then fewer rows, such as those of data.skip, make fewer steps
         same = bool(epochs) and epochs == saved.get("epochs")

@@ -62,14 +62,14 @@ class Run:
         return ahead(self.make, self.passes, self.state.step)
 
     def passes(self, step: int) -> list[list[int]]:
-        """The rows of this rank's passes of a step."""
+        """Return the rows of this rank's passes of a step."""
         cfg = self.cfg
         limits = Limits(cfg.micro_batch, cfg.micro_tokens, self.source.pack, cfg.shard_target)
         return self.plan.shares(step, self.world, limits)[self.rank]
 
     def make(self, step: int, rows: Sequence[int]) -> tuple[Batch, Any]:
-        """What a pass over some rows needs of the host, where a GPU copies it without a
-        wait."""
+        """Return what a pass over some rows needs of the host, where a GPU copies it
+        without a wait."""
         batch = self.rows.batch(rows, self.source.pack)
         batch = dataclasses.replace(batch, plan=self.head.plan(batch, step))
         target = self.source(batch)
@@ -141,7 +141,7 @@ class Run:
         return [p.grad for p in self.trained if p.grad is not None]
 
     def due(self, every: int) -> bool:
-        """Whether this step is a multiple of `every` (0 = never), or the last."""
+        """Return whether this step is a multiple of `every` (0 = never), or the last."""
         return self.last or bool(every and self.state.step % every == 0)
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ class BlockRun(TrainConfig):
     head: BlockConfig = field(default_factory=BlockConfig)
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
+        """Return problems as "key: value; rule; fix"."""
         found, most = super().validate(), self.data.max_length
         if self.head.anchors > most:
             found.append(
@@ -71,8 +71,8 @@ class HeadRun(TrainConfig):
 
     @classmethod
     def exact(cls, cfg: DictConfig) -> type[TrainConfig]:
-        """The schema with the keys of the kind that `cfg` names. Raises UserError where it
-        names none that there is."""
+        """Return the schema with the keys of the kind that `cfg` names. Raises UserError
+        where it names none that there is."""
         if not cfg.get("head"):
             return cls  # the key is missing
         if (kind := OmegaConf.select(cfg, "head.kind")) is None:
@@ -102,8 +102,8 @@ SCHEMAS: dict[str, type[TrainConfig]] = {
 
 
 def entry_of(kind: str) -> tuple[str, type[TrainConfig]]:
-    """The script that trains any kind of head, and the schema of its keys. Raises UserError
-    for a kind that nobody brings."""
+    """Return the script that trains any kind of head, and the schema of its keys. Raises
+    UserError for a kind that nobody brings."""
     if kind in ENTRIES:
         return ENTRIES[kind], SCHEMAS[ENTRIES[kind]]
     from outrider.heads.registry import head_class

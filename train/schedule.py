@@ -32,8 +32,8 @@ def planned_steps(done: int, seconds: float, steps: int, minutes: float) -> int:
 
 
 def over(done: int, seconds: float, minutes: float) -> bool:
-    """Whether `minutes` hold no step beside the first `done`, which took `seconds`, and the
-    one behind them."""
+    """Return whether `minutes` hold no step beside the first `done`, which took `seconds`,
+    and the one behind them."""
     return bool(minutes and done > 0) and seconds * (done + 2) / done > 60 * minutes
 
 

@@ -120,13 +120,13 @@ def _target(cfg: TrainConfig, device: torch.device) -> tuple[Target, str]:
 
 
 def _check(stop: Stop) -> None:
-    """Raises Interrupted where the run was asked to stop before its first step."""
+    """Raise Interrupted where the run was asked to stop before its first step."""
     if stop.requested:
         raise interruption(stop.requested, 0)
 
 
 def _log(cfg: TrainConfig, main: bool, state: disk.State) -> Log:
-    """The log of a run, its trackers open."""
+    """Return the log of a run, its trackers open."""
     out = Path(cfg.out_dir)
     log = Log(out, main, state, cfg.log_every)
     if main:
@@ -163,7 +163,7 @@ def prepared(cfg: TrainConfig) -> tuple[Target, BatchPlan]:
 
 
 def _called(accelerator: Accelerator, head: Head) -> nn.Module:
-    """The head as it is called: in DDP on several ranks."""
+    """Return the head as it is called: in DDP on several ranks."""
     if accelerator.num_processes == 1:
         return head
     model: nn.Module = accelerator.prepare(head)
@@ -179,8 +179,8 @@ def _rows(cfg: TrainConfig, target: Target, check_stop: CheckStop = nothing) -> 
 
 
 def _texts(cfg: TrainConfig, target: Target, main: bool, check_stop: CheckStop) -> JoinedRows:
-    """The rows of tokens; on rank 0 (main) those left out are listed in the run folder.
-    check_stop: raises where the run was asked to stop."""
+    """Return the rows of tokens; on rank 0 (main) those left out are listed in the run
+    folder. check_stop: raises where the run was asked to stop."""
     wait = cfg.data.wait, check_stop
     with main_first("rows", *wait) if cfg.data.cache else nullcontext():
         rows = _rows(cfg, target, check_stop)
@@ -338,7 +338,7 @@ def facts_of(
 
 
 def self_check(rows: JoinedRows, plan: BatchPlan, tokenizer: Any) -> str:
-    """The supervised text of one row, decoded: what the run will learn, for a human eye."""
+    """Return the supervised text of one row, decoded: what the run will learn, for a human eye."""
     row = int(plan.train[0])
     part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
     text = tokenizer.decode(rows.ids[part][rows.loss[part]].tolist())
@@ -351,7 +351,7 @@ def self_check(rows: JoinedRows, plan: BatchPlan, tokenizer: Any) -> str:
 
 
 def no_memory(cfg: TrainConfig, world: int = 1) -> str:
-    """What to do when a pass does not fit."""
+    """Return what to do when a pass does not fit."""
     rows = cfg.micro_batch or cfg.batch_size // world
     if cfg.micro_tokens > cfg.data.max_length:
         return (
@@ -367,16 +367,16 @@ def no_memory(cfg: TrainConfig, world: int = 1) -> str:
 
 
 def is_peer_gone(error: BaseException) -> bool:
-    """Whether another process of the run no longer answers, in the words of gloo and of
-    NCCL."""
+    """Return whether another process of the run no longer answers, in the words of gloo and
+    of NCCL."""
     gloo = r"gloo.*(Connection reset by peer|Connection closed by peer|Broken pipe)"
     said = re.search(f"ncclRemoteError|{gloo}", str(error), re.S)
     return isinstance(error, RuntimeError) and said is not None
 
 
 def explained(error: Exception, cfg: TrainConfig, world: int) -> UserError | Interrupted | None:
-    """An error of a library that is no bug here, in words for the user; None for any other.
-    world: number of processes."""
+    """Return an error of a library that is no bug here, in words for the user; None for any
+    other. world: number of processes."""
     if is_no_memory(error):
         return UserError(no_memory(cfg, world))
     if "Duplicate GPU detected" in str(error):  # in NCCL's words

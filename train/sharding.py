@@ -53,7 +53,7 @@ def loaded(
 
 
 def _needs_whole(keys: TargetConfig, copied: bool) -> str:
-    """Why every rank must read the weights whole; "" where it need not."""
+    """Return why every rank must read the weights whole; "" where it need not."""
     if keys.kind == "tiny":
         return "target=tiny has no files"
     if keys.quantize != quantize.NONE:

@@ -95,7 +95,7 @@ def waiting_launcher() -> int:
 
 
 def launch_words(process: int) -> list[str] | None:
-    """The words behind `accelerate launch` where that is a process's command; else None."""
+    """Return the words behind `accelerate launch` where that is a process's command; else None."""
     try:
         words = os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()).split("\0")[:-1]
     except OSError:

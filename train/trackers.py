@@ -26,7 +26,7 @@ NAMED = {"low": "accepted_length_low", "high": "accepted_length_high", "tokens":
 
 
 def check_installed(names: list[str]) -> None:
-    """Raises UserError for a tracker whose package is not there. `wandb=` is no such
+    """Raise UserError for a tracker whose package is not there. `wandb=` is no such
     tracker: a run that asks for it so goes on without."""
     there = [str(name) for name in get_available_trackers()]
     if missing := [name for name in names if name not in there]:

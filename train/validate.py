@@ -75,9 +75,8 @@ class Check:
 
 
 def mask(rows: JoinedRows, plan: BatchPlan, tokenizer: Any, shown: int = 2) -> Check:
-    """The text of some rows, what is supervised in double brackets, for a human eye; and what
-    a machine can see.
-    """
+    """Return the text of some rows, what is supervised in double brackets, for a human eye;
+    and what a machine can see."""
     check = Check("loss mask")
     share = rows.totals.supervised / max(rows.loss.numel(), 1)
     check.say(
@@ -240,7 +239,7 @@ def cost(cfg: TrainConfig, target: Target, head: Head, rows: JoinedRows, plan: B
 
 
 def head_config(given: dict[str, Any]) -> Any:
-    """The typed head keys. Raises UserError with every problem."""
+    """Return the typed head keys. Raises UserError with every problem."""
     kind = head_class(str(given.get("kind")))
     value, problems = convert(OmegaConf.create(given), kind.Config)
     raise_all([f"head.{line}" for line in problems])
@@ -271,7 +270,7 @@ def main(cfg: ValidateConfig) -> int:
         print(f"     {note}", flush=True)
 
     def fresh(counts: Tensor | None = None, **changes: Any) -> tuple[Target, Head]:
-        """The target and a fresh head."""
+        """Return the target and a fresh head."""
         torch.manual_seed(hash_u63(cfg.seed, "head"))
         keys = settled.head
         known = {f.name for f in dataclasses.fields(keys)}

@@ -8,8 +8,9 @@ import torch
 
 
 def bfloat16_on_cpu() -> bool:
-    """Whether this processor has instructions for bfloat16 and this build of torch uses them.
-    Without them a bfloat16 product takes torch two to eight times as long as a float32 one."""
+    """Return whether this processor has instructions for bfloat16 and this build of torch
+    uses them. Without them a bfloat16 product takes torch two to eight times as long as a
+    float32 one."""
     library = torch.ops.mkldnn
     return (
         torch.backends.mkldnn.is_available()
@@ -19,8 +20,9 @@ def bfloat16_on_cpu() -> bool:
 
 
 def dtype_on(device: str | None) -> str:
-    """What `dtype=auto` is on a device: bfloat16, but float32 on a CPU without instructions for
-    it. device: as the key of that name; nothing: the GPU when there is one, else the CPU."""
+    """Return what `dtype=auto` is on a device: bfloat16, but float32 on a CPU without
+    instructions for it. device: as the key of that name; nothing: the GPU when there is
+    one, else the CPU."""
     if not device:
         cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"

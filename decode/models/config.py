@@ -19,7 +19,7 @@ class AutoDtype:
     """Keys of which one is `dtype`, with a default of "auto"."""
 
     def auto(self) -> dict[str, str]:
-        """What the keys that say "auto" are on this machine."""
+        """Return what the keys that say "auto" are on this machine."""
         from outrider.decode.models.arithmetic import dtype_on
 
         return {"dtype": dtype_on(getattr(self, "device", None))}
@@ -74,7 +74,7 @@ class TargetConfig:
     seed: Seed = 0
 
     def validate(self) -> list[str]:
-        """Every problem with the values, as "key: what; fix"; [] when sound."""
+        """Return every problem with the values, as "key: what; fix"; [] when sound."""
         problems = []
         if self.kind == "hub" and not self.name:
             problems.append(

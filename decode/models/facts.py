@@ -32,9 +32,8 @@ ORIGINAL = "original_max_position_embeddings"  # where the first range of longro
 
 
 def body(model: Any) -> Any:
-    """The model without its LM head: what its prefix names, else the child that holds the
-    embeddings.
-    """
+    """Return the model without its LM head: what its prefix names, else the child that
+    holds the embeddings."""
     if model.base_model is not model:
         return model.base_model
     embedding = model.get_input_embeddings()
@@ -47,23 +46,24 @@ def body(model: Any) -> Any:
 
 
 def context_length(config: Any) -> int:
-    """Most tokens of a text, prompt and answer: as many as the model has positions, and not beyond
-    the length where its rotary frequencies change (`_first_range`)."""
+    """Return most tokens of a text, prompt and answer: as many as the model has positions,
+    and not beyond the length where its rotary frequencies change (`_first_range`)."""
     return min(positions(config), _first_range(config) or UNBOUNDED)
 
 
 def positions(config: Any) -> int:
-    """Tokens that a model's config has room for; UNBOUNDED where it names no number."""
+    """Return tokens that a model's config has room for; UNBOUNDED where it names no number."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     given = [getattr(config, name, None) for name in names]
     return next((n for n in given if isinstance(n, int) and n > 0), UNBOUNDED)
 
 
 def _first_range(config: Any) -> int | None:
-    """Longest text, in tokens, that is rotated by the first set of frequencies; None: there is
-    but one set. transformers chooses the set of `longrope` and of `dynamic` by the largest
-    position of a whole pass, and keys in a cache that were rotated by one set do not fit the
-    other. So no text leaves the first range (decode/checks.py refuses it)."""
+    """Return longest text, in tokens, that is rotated by the first set of frequencies;
+    None: there is but one set. transformers chooses the set of `longrope` and of `dynamic`
+    by the largest position of a whole pass, and keys in a cache that were rotated by one
+    set do not fit the other. So no text leaves the first range (decode/checks.py refuses
+    it)."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     given = given if isinstance(given, dict) else {}
     longest, lengths = getattr(config, "max_position_embeddings", None), []
@@ -77,9 +77,8 @@ def _first_range(config: Any) -> int | None:
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The end-of-turn ids generation stops at: the generation config's, else the config's,
-    else the tokenizer's.
-    """
+    """Return the end-of-turn ids generation stops at: the generation config's, else the
+    config's, else the tokenizer's."""
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         value = getattr(holder, "eos_token_id", None)
         if value is not None:
@@ -88,7 +87,7 @@ def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def ignored(model: Any, sampling: Any) -> dict[str, Any]:
-    """What the model's generation_config asks for and a run under `sampling`
+    """Return what the model's generation_config asks for and a run under `sampling`
     (decode.sampling.Sampling) does not apply.
 
     Name -> value, fit for JSON; our own keys first. Without do_sample its temperature and
@@ -117,7 +116,7 @@ class LoadedTarget(Protocol):
 
 
 def notes(target: LoadedTarget, sampling: Any) -> list[str]:
-    """What a run under `sampling` does with this target that its files would not
+    """Return what a run under `sampling` does with this target that its files would not
     lead one to expect: a line each."""
     lines = []
     requested = ignored(target.model, sampling)

@@ -30,8 +30,8 @@ class Identity:
     template_sha256: str
 
     def differences(self, other: Identity) -> list[str]:
-        """One line for each hash in which `self` and `other` differ (name and path do not
-        count); [] when same."""
+        """Return one line for each hash in which `self` and `other` differ (name and path
+        do not count); [] when same."""
         each = [(key, getattr(self, key), getattr(other, key)) for key in HASHES]
         return [
             f"{key} {mine[:12]} ({self.name}) is not {theirs[:12]} ({other.name})"
@@ -40,14 +40,13 @@ class Identity:
         ]
 
     def to_json(self) -> dict[str, str]:
-        """The five fields as a JSON object."""
+        """Return the five fields as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Identity:
-        """The inverse of `to_json`; further keys are ignored. Raises KeyError when a field is
-        missing.
-        """
+        """Return the inverse of `to_json`; further keys are ignored. Raises KeyError when a
+        field is missing."""
         return cls(**{key: str(data[key]) for key in cls.__dataclass_fields__})
 
 
@@ -84,7 +83,7 @@ def sha256_remembered(files: Sequence[Path]) -> list[str]:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """The object of a JSON file, {} where there is none."""
+    """Return the object of a JSON file, {} where there is none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -97,9 +96,10 @@ WHOLE = "model.safetensors"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers reads of a model's folder, in name order: the one
-    that holds all, else those that the index names, else all. Mistral's repositories hold the same
-    weights once more, under names of their own (consolidated.safetensors)."""
+    """Return the safetensors files that transformers reads of a model's folder, in name
+    order: the one that holds all, else those that the index names, else all. Mistral's
+    repositories hold the same weights once more, under names of their own
+    (consolidated.safetensors)."""
     every = sorted(folder.glob("*.safetensors"))
     listed = _mapping(folder / INDEX).get("weight_map")
     named = {*map(str, listed.values())} if isinstance(listed, dict) else set()

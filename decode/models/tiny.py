@@ -30,8 +30,8 @@ CHATML_WITH_SPANS = (
 
 
 def byte_tokenizer(vocab: int = MIN_VOCAB, template: str = CHATML) -> Any:
-    """A real PreTrainedTokenizerFast with one token for each byte: lossless on any text, no
-    BOS, ChatML template.
+    """Return a real PreTrainedTokenizerFast with one token for each byte: lossless on any
+    text, no BOS, ChatML template.
 
     Ids: 0 end of text (and padding), 1 start of turn, 2 end of turn (EOS), 3 + b = byte b,
     from 259 on reserved words that no text encodes to. Raises UserError when `vocab` < 260."""
@@ -60,7 +60,8 @@ def byte_tokenizer(vocab: int = MIN_VOCAB, template: str = CHATML) -> Any:
 
 
 def byte_letters() -> list[str]:
-    """The printable letter that byte-level BPE writes for each byte 0..255 (GPT-2's table)."""
+    """Return the printable letter that byte-level BPE writes for each byte 0..255 (GPT-2's
+    table)."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
@@ -79,8 +80,8 @@ def tiny_model(
     seed: int = 0,
     **overrides: Any,
 ) -> Any:
-    """A random causal LM of a stock transformers architecture, float32, eval mode, the same
-    for the same arguments.
+    """Return a random causal LM of a stock transformers architecture, float32, eval mode,
+    the same for the same arguments.
 
     `init_std` 0.2 at hidden 64 gives logits of spread about 1.6: a distribution with clear
     preferences and few near-ties, where the usual 0.02 would make every token about equally likely.

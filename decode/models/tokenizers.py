@@ -74,8 +74,9 @@ PLACEHOLDER = re.compile(r"reserved|unused|extra|\bpad|dummy|placeholder|<0x", r
 
 
 def compare(target: Tokenizer, draft: Tokenizer, draft_rows: int | None = None) -> str:
-    """The first difference between the tokenizers of a target and a draft, "" where ids mean the
-    same: token-to-id mapping, encodings and decodings of hard strings, special tokens in a text.
+    """Return the first difference between the tokenizers of a target and a draft, "" where
+    ids mean the same: token-to-id mapping, encodings and decodings of hard strings, special
+    tokens in a text.
 
     draft_rows: rows of the draft's embeddings, which may exceed its tokens but not fall short."""
     return _vocabulary(target, draft) or _rows(draft, draft_rows) or _texts(target, draft)
@@ -98,7 +99,7 @@ def _vocabulary(target: Tokenizer, draft: Tokenizer) -> str:
 
 
 def _idle(token: str) -> bool:
-    """Whether a token looks like one that only fills up the vocabulary."""
+    """Return whether a token looks like one that only fills up the vocabulary."""
     return bool(PLACEHOLDER.search(token))
 
 

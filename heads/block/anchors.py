@@ -30,7 +30,7 @@ class Anchors:
 
     @classmethod
     def of(cls, chosen: list[list[int]], device: torch.device) -> Anchors:
-        """Rows of places, filled up to the longest one, at least one."""
+        """Return rows of places, filled up to the longest one, at least one."""
         width = max(1, *map(len, chosen)) if chosen else 1
         place = torch.zeros(len(chosen), width, dtype=torch.int64)
         size = torch.tensor([len(row) for row in chosen])[:, None]
@@ -73,8 +73,8 @@ class Blocks(Movable):
 
     @classmethod
     def draw(cls, batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Blocks:
-        """Of a batch on the CPU; see `draw`. A slot is supervised by the loss mask of its
-        token, and so are all before it in its block."""
+        """Return that of a batch on the CPU; see `draw`. A slot is supervised by the loss
+        mask of its token, and so are all before it in its block."""
         anchors = draw(batch, count, slots, seed)
         flat, there = anchors.labels(batch, slots)
         on = there & batch.loss_mask.reshape(-1)[flat]
@@ -99,7 +99,7 @@ def draw(batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Anchors
 
 
 def every(batch: Batch, most: int) -> list[Anchors]:
-    """All anchors that there can be, at most so many of every row at a time."""
+    """Return all anchors that there can be, at most so many of every row at a time."""
     chosen: list[list[int]] = [[] for _ in range(batch.ids.shape[0])]
     for b, start, size in batch.spans():
         chosen[b] += range(start + 1, start + size - 1)

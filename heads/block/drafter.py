@@ -82,9 +82,9 @@ class BlockDrafter(LayeredDrafter):
 
     @torch.inference_mode()
     def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """A draft no deeper than budget [B]. A chain ends where the confidence head says
-        that less than `least` of all chains get so far: of a slot it sees the token before,
-        never its own."""
+        """Return a draft no deeper than budget [B]. A chain ends where the confidence head
+        says that less than `least` of all chains get so far: of a slot it sees the token
+        before, never its own."""
         tree = super().propose(budget, sampling, rng)
         if not self.least or not tree.width:
             return tree
@@ -97,6 +97,6 @@ class BlockDrafter(LayeredDrafter):
         return replace(tree, size=tree.size.minimum((~rare).long().cumprod(1).sum(1)))
 
     def _after(self, tokens: Tensor, level: int) -> Tensor:
-        """Logits behind `tokens` [B, P] of one level: [B, P, Vd], [B, 1, Vd] without a Markov
-        term."""
+        """Return logits behind `tokens` [B, P] of one level: [B, P, Vd], [B, 1, Vd] without
+        a Markov term."""
         return self.net.after(self.known[:, level, None], self.net.before(tokens, self.dtype))

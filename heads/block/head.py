@@ -69,8 +69,8 @@ class BlockHead(LayeredHead):
 
     @classmethod
     def choose_taps(cls, target: Target, cfg: BlockConfig) -> tuple[int, ...]:
-        """The configured taps, else three that are evenly spread over the outputs of layers 1
-        to deep - 3 (of shallow targets those that there are)."""
+        """Return the configured taps, else three that are evenly spread over the outputs of
+        layers 1 to deep - 3 (of shallow targets those that there are)."""
         deep = target.num_layers
         for tap in cfg.taps:
             if not 0 <= tap < deep:
@@ -105,8 +105,8 @@ class BlockHead(LayeredHead):
     # -- training
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
-        """The loss summed over the supervised slots of the drawn blocks, which are the
-        count."""
+        """Return the loss summed over the supervised slots of the drawn blocks, which are
+        the count."""
         slots, chances, total, rows = self._judged(batch, target)
         count = slots.sums(torch.ones_like(rows.loss[0]))
         found = (torch.stack([slots.sums(t[0]), count], 1) for t in (rows.loss, rows.hit))
@@ -125,8 +125,9 @@ class BlockHead(LayeredHead):
     def _judged(
         self, batch: Batch, target: Target
     ) -> tuple[Slots, Tensor | None, Tensor, TokenStats]:
-        """Of the drawn blocks: which slots are supervised, the confidence head's logits [n]
-        there, None without such a head, the loss of the tokens and what was found."""
+        """Return that of the drawn blocks: which slots are supervised, the confidence
+        head's logits [n] there, None without such a head, the loss of the tokens and what
+        was found."""
         cfg, needs_distribution = (
             self.cfg,
             self.cfg.loss.needs_distribution or bool(self.cfg.confidence),
@@ -156,9 +157,9 @@ class BlockHead(LayeredHead):
     def _unroll(
         self, batch: Batch, target: Target, feats: Tensor, parts: list[Anchors], slots: int
     ) -> Iterator[Tensor]:
-        """What the LM head reads at every slot of the blocks, [B, A, K, D], for one part of
-        the anchors after the other. feats: [B, T, F or more, D]. A block has all the rows
-        that it was trained with: they see each other."""
+        """Yield what the LM head reads at every slot of the blocks, [B, A, K, D], for one
+        part of the anchors after the other. feats: [B, T, F or more, D]. A block has all
+        the rows that it was trained with: they see each other."""
         net, (count, length) = self.net, batch.ids.shape
         rows = self.cfg.block
         cos, sin = net.rope(length + rows, feats.dtype, feats.device)

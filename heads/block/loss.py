@@ -46,13 +46,13 @@ class Slots:
         return whole.index_add(0, self.number, values.double())
 
     def parts(self, chunk: int) -> list[slice]:
-        """The slots of whole blocks, about `chunk` of them at a time."""
+        """Return the slots of whole blocks, about `chunk` of them at a time."""
         step = max(1, chunk // self.size)
         ends = [*self.ends[:-1:step], self.ends[-1]]
         return [slice(a, b) for a, b in pairwise(ends) if b > a]
 
     def part(self, some: slice) -> Slots:
-        """The slots of some whole blocks."""
+        """Return the slots of some whole blocks."""
         first, last = bisect_right(self.ends, some.start) - 1, bisect_left(self.ends, some.stop)
         ends = [end - some.start for end in self.ends[first : last + 1]]
         return Slots(self.at[some] - first * self.size, self.number[some], ends, self.size)
@@ -70,8 +70,8 @@ class Slots:
         return reached.flip(1).cumsum(1).flip(1).flatten()[self.at]
 
     def weigh(self, decay: float | None, part: slice, own: Tensor) -> Tensor:
-        """Weights [m] of the slots of some whole blocks. decay: slots in which a weight
-        falls to 1 / e, None: D-PACE, by `own` (see pace)."""
+        """Return weights [m] of the slots of some whole blocks. decay: slots in which a
+        weight falls to 1 / e, None: D-PACE, by `own` (see pace)."""
         slots = self.part(part)
         if decay is None:
             return slots.pace(own)
@@ -112,7 +112,7 @@ def temperatures(logits: Tensor, rate: Tensor, on: Tensor) -> list[float]:
 
 
 def problems(calibration: dict[str, Any]) -> list[str]:
-    """What is wrong with the temperatures that a file holds, "key: what"; []."""
+    """Return what is wrong with the temperatures that a file holds, "key: what"; []."""
     given = calibration.get("confidence", [])
     sound = isinstance(given, list) and all(
         isinstance(t, int | float) and not isinstance(t, bool) and 0.01 <= t <= 100 for t in given

@@ -59,8 +59,8 @@ class BlockLayer(nn.Module):
         return turned(key, rope), self._heads(self.v_proj(x))
 
     def forward(self, x: Tensor, rope: Rope, attend: Callable[[Tensor, Keys], Tensor]) -> Tensor:
-        """Rows [B, n, D] -> [B, n, D]. attend: (queries [B, H, n, hd], own keys) -> the same
-        shape as the queries."""
+        """Return rows [B, n, D] -> [B, n, D]. attend: (queries [B, H, n, hd], own keys) ->
+        the same shape as the queries."""
         normed = self.input_layernorm(x)
         query = turned(self.q_norm(self._heads(self.q_proj(normed))), rope)
         found = attend(query, self.keys(normed, rope))
@@ -111,17 +111,18 @@ class BlockNet(DraftNet):
         return torch.cat([anchors[..., None, :], mask], -2)
 
     def run(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """Rows [B, n, D] -> what the LM head reads, [B, n, D]."""
+        """Return rows [B, n, D] -> what the LM head reads, [B, n, D]."""
         for i, layer in enumerate(self.layers):
             x = layer(x, rope, lambda query, own, i=i: attend(i, query, own))
         return self.norm(x)
 
     def before(self, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The side of the tokens of the Markov term [.., r]; None without one."""
+        """Return the side of the tokens of the Markov term [.., r]; None without one."""
         return None if self.markov_in is None else F.embedding(tokens, self.markov_in).to(dtype)
 
     def after(self, logits: Tensor, before: Tensor | None) -> Tensor:
-        """Logits [.., Vd] with the Markov term of the tokens before (their side, [.., r])."""
+        """Return logits [.., Vd] with the Markov term of the tokens before (their side,
+        [.., r])."""
         if before is None or self.markov_out is None:
             return logits
         return logits + F.linear(before, self.markov_out.to(logits.dtype))
@@ -194,5 +195,5 @@ def look_back(net: BlockNet, feats: Tensor, embedded: Tensor) -> None:
 
 
 def reading(mean: Tensor) -> Tensor:
-    """The weights [n] that read 1 off a vector [n]."""
+    """Return the weights [n] that read 1 off a vector [n]."""
     return mean / mean.square().sum().clamp(min=1e-9)

@@ -37,7 +37,7 @@ class EagleNet(DraftNet):
         self.config._attn_implementation = NAME  # as transformers' registry has it
 
     def stack(self, wide: bool, norm: bool) -> nn.ModuleList:
-        """The layers; wide, norm: of the first one, see DraftLayer."""
+        """Return the layers; wide, norm: of the first one, see DraftLayer."""
         count = self.config.num_hidden_layers
         layers = (DraftLayer(self.config, i, wide and not i, norm or i > 0) for i in range(count))
         return nn.ModuleList(layers)

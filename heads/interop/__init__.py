@@ -76,13 +76,13 @@ SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspa
 
 
 def formats(kind: str) -> list[str]:
-    """The formats that have a place for heads of a kind."""
+    """Return the formats that have a place for heads of a kind."""
     return [f for f in FORMATS if (f, kind) in LAYOUTS or kind in WHOLE.get(f, ())]
 
 
 def refusals(format: str, head: Head, target: Target, name: str) -> list[str]:
-    """Why `head` cannot go into a format for this target, each with its key and the nearest
-    thing that works; [] where it can. name: by which the engine loads the target."""
+    """Return why `head` cannot go into a format for this target, each with its key and the
+    nearest thing that works; [] where it can. name: by which the engine loads the target."""
     if layout := LAYOUTS.get((format, head.kind)):
         return layout.refusals(head, target, name)
     if format in WHOLE and head.kind in WHOLE[format]:
@@ -104,7 +104,7 @@ def refusals(format: str, head: Head, target: Target, name: str) -> list[str]:
 
 
 def read_head(foreign: Foreign, target: Target) -> tuple[Head, str]:
-    """A folder's head and its format. Raises UserError that lists all that does not fit."""
+    """Return a folder's head and its format. Raises UserError that lists all that does not fit."""
     kind, format = detect(foreign)
     return READERS[kind](foreign, target), format
 

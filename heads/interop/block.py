@@ -50,14 +50,14 @@ FROM_TARGET = ("net.mask", "net.scale")  # of ours, and in no file
 
 
 def theirs(name: str) -> str:
-    """An engine's name for a tensor of ours."""
+    """Return an engine's name for a tensor of ours."""
     name = name.removeprefix("net.")
     return NAMES.get(name) or re.sub(r"^(layers\.\d+\.)([qkvo]_)", r"\1self_attn.\2", name)
 
 
 @torch.no_grad()
 def folded(head: Head) -> Any:
-    """A copy of any head; of a block head one whose features' divisors are in its fc."""
+    """Return a copy of any head; of a block head one whose features' divisors are in its fc."""
     twin: Any = copy.deepcopy(head)
     if isinstance(head, BlockHead):
         twin.net.fc.weight.div_(twin.net.scale.flatten())
@@ -66,8 +66,8 @@ def folded(head: Head) -> Any:
 
 
 def block_tensors(head: BlockHead, target: Target) -> dict[str, Tensor]:
-    """A file's tensors: fc with the features' divisors, the keys' norms, and an LM head over a
-    draft vocabulary."""
+    """Return a file's tensors: fc with the features' divisors, the keys' norms, and an LM
+    head over a draft vocabulary."""
     found = {theirs(n): v for n, v in head.state_dict().items() if n not in FROM_TARGET}
     found["fc.weight"] = found["fc.weight"] / head.net.scale.flatten()
     for layer in range(head.cfg.layers):
@@ -79,7 +79,7 @@ def block_tensors(head: BlockHead, target: Target) -> dict[str, Tensor]:
 
 
 def block_refusals(head: BlockHead, target: Target) -> list[str]:
-    """Why no engine's layout holds this head."""
+    """Return why no engine's layout holds this head."""
     cfg, found = head.cfg, []
     if cfg.mask_token < 0:
         found.append(MASK)
@@ -173,9 +173,9 @@ class Block(Layout[BlockHead]):
 
 
 def numbers_in(foreign: Foreign, kind: str) -> dict[str, Any]:
-    """What a config says of the mask, whether a row sees earlier ones alone, the taps as we
-    count them, and whether slots begin at the anchor. Without sliding_window_non_causal
-    programs disagree on a folder of speculators."""
+    """Return what a config says of the mask, whether a row sees earlier ones alone, the
+    taps as we count them, and whether slots begin at the anchor. Without
+    sliding_window_non_causal programs disagree on a folder of speculators."""
     config, nested = foreign.config, foreign.config.get("dflash_config")
     nested = nested if isinstance(nested, dict) else {}
     given, wide, native = {**config, **nested}, "sliding_window_non_causal", kind == "dspark"
@@ -202,8 +202,8 @@ def numbers_in(foreign: Foreign, kind: str) -> dict[str, Any]:
 def check_numbers(
     foreign: Foreign, target: Target, shape: Mapping[str, Any], said: dict[str, Any], kind: str
 ) -> None:
-    """Raises UserError for what this repository does not run. said: see numbers_in; shape: the
-    keys of the layers."""
+    """Raise UserError for what this repository does not run. said: see numbers_in; shape:
+    the keys of the layers."""
     found, deep, config = [], target.num_layers, foreign.config
     mask, taps, first = said["mask_token_id"], said["taps"], said["sample_from_anchor"]
     if type(mask) is not int or not 0 <= mask < target.vocab_size:
@@ -231,8 +231,8 @@ def check_numbers(
 
 
 def read_block(foreign: Foreign, target: Target, kind: str) -> Head:
-    """A head of ours. An LM head that the file lacks is the target's own. Raises UserError
-    that lists all that does not fit."""
+    """Return a head of ours. An LM head that the file lacks is the target's own. Raises
+    UserError that lists all that does not fit."""
     config, shape = foreign.config, layout.described(foreign, "qwen3")
     layer, said = layout.read_layer(foreign, shape, target), numbers_in(foreign, kind)
     tensors = {n.removeprefix("model."): t for n, t in foreign.tensors.items()}

@@ -60,7 +60,7 @@ TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
 def layer_refusals(head: EagleHead, engine: engines.Engine) -> list[str]:
-    """Why an engine cannot run this draft layer."""
+    """Return why an engine cannot run this draft layer."""
     found, layer = [], head.config_json()["layer"]
     three = head.kind == "eagle3"
     if head.cfg.sliding_window is not None and not (three and engine.loads("sliding_window")):
@@ -83,7 +83,7 @@ def layer_refusals(head: EagleHead, engine: engines.Engine) -> list[str]:
 
 
 def eagle3_refusals(head: Eagle3Head, engine: engines.Engine, target: Target) -> list[str]:
-    """Why an engine cannot run an EAGLE-3 head."""
+    """Return why an engine cannot run an EAGLE-3 head."""
     found, cfg = layer_refusals(head, engine), head.cfg
     for key, part in engines.NORMS.items():
         if getattr(cfg, key) and not engine.loads(part):
@@ -112,7 +112,7 @@ def eagle3_refusals(head: Eagle3Head, engine: engines.Engine, target: Target) ->
 
 
 def check_layer(foreign: Foreign, config: Mapping[str, Any], cfg: EagleConfig) -> None:
-    """Raises UserError for more than one layer, and for a window that a usual draft fills."""
+    """Raise UserError for more than one layer, and for a window that a usual draft fills."""
     count = config.get("num_hidden_layers", 1)
     if count != 1:
         refuse(foreign, f"num_hidden_layers: {count!r:.40}; draft heads of one layer are read")
@@ -121,7 +121,7 @@ def check_layer(foreign: Foreign, config: Mapping[str, Any], cfg: EagleConfig) -
 
 
 def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A file's tensors without the prefix and the tables that some programs save."""
+    """Return a file's tensors without the prefix and the tables that some programs save."""
     return {
         name.removeprefix("model."): tensor
         for name, tensor in tensors.items()
@@ -166,8 +166,8 @@ class Eagle1(Layout[Eagle1Head]):
 
 
 def read_eagle1(foreign: Foreign, target: Target) -> Head:
-    """A head of ours. A bias of zeros is dropped, another one kept (head.fc_bias). Raises
-    UserError that lists all that does not fit."""
+    """Return a head of ours. A bias of zeros is dropped, another one kept (head.fc_bias).
+    Raises UserError that lists all that does not fit."""
     config, tensors = foreign.config, plain_names(foreign.tensors)
     layer = layout.read_layer(foreign, config, target)
     there = "fc.bias" in tensors
@@ -257,7 +257,7 @@ class Eagle3(Layout[Eagle3Head]):
 
 
 def eagle3_tensors(head: Eagle3Head, prefix: str) -> dict[str, Tensor]:
-    """A file's tensors; the mask's features lie side by side. prefix: of the layer."""
+    """Return a file's tensors; the mask's features lie side by side. prefix: of the layer."""
     found = {
         theirs(name, prefix): value.reshape(1, -1) if name == "net.mask_feats" else value
         for name, value in head.state_dict().items()
@@ -267,7 +267,7 @@ def eagle3_tensors(head: Eagle3Head, prefix: str) -> dict[str, Tensor]:
 
 
 def theirs(name: str, prefix: str) -> str:
-    """An engine's name for a tensor of ours. prefix: of the layer."""
+    """Return an engine's name for a tensor of ours. prefix: of the layer."""
     name = name.removeprefix("net.").replace("mask_feats", "mask_hidden")
     for ours, other in NAMES.items():
         if name.startswith(ours):
@@ -276,13 +276,13 @@ def theirs(name: str, prefix: str) -> str:
 
 
 def usual_taps(layers: int) -> list[int]:
-    """The inner layers that engines and the original code read when a config names none."""
+    """Return the inner layers that engines and the original code read when a config names none."""
     return [2, layers // 2, layers - 3]
 
 
 def taps_in(foreign: Foreign, target: Target) -> list[int]:
-    """The taps that a config means: vLLM's list, else the nested one as vLLM reads it, else
-    the default. Raises UserError for layers that the target does not have."""
+    """Return the taps that a config means: vLLM's list, else the nested one as vLLM reads
+    it, else the default. Raises UserError for layers that the target does not have."""
     nested, deep = foreign.config.get("eagle_config"), target.num_layers
     given = foreign.config.get(TAPS)
     if not given and isinstance(nested, dict):
@@ -301,8 +301,8 @@ def taps_in(foreign: Foreign, target: Target) -> list[int]:
 
 
 def read_eagle3(foreign: Foreign, target: Target) -> Head:
-    """A head of ours. An LM head that the file lacks is the target's own. Raises UserError
-    that lists all that does not fit."""
+    """Return a head of ours. An LM head that the file lacks is the target's own. Raises
+    UserError that lists all that does not fit."""
     config, shape = foreign.config, layout.described(foreign, "llama")
     if config.get("architectures") == [AUTOMODEL] and not config.get("parallel_drafting"):
         shape = {**shape, "num_hidden_layers": 1}  # Automodel leaves the target's there
@@ -352,7 +352,7 @@ def read_eagle3(foreign: Foreign, target: Target) -> Head:
 
 
 def mask_token(foreign: Foreign, target: Target) -> int:
-    """The token whose embedding is the mask's. Raises UserError where there is none."""
+    """Return the token whose embedding is the mask's. Raises UserError where there is none."""
     token = foreign.config.get("pard_token", foreign.config.get("mask_token_id"))
     if type(token) is not int or not 0 <= token < target.vocab_size:
         refuse(foreign, f"pard_token: {token!r:.40}; expected a token of the target's vocabulary")

@@ -51,7 +51,7 @@ class Engine:
         return f"{self.name} {self.newest}"
 
     def loads(self, *parts: str) -> bool:
-        """Whether its newest version loads a drafter that has all these parts."""
+        """Return whether its newest version loads a drafter that has all these parts."""
         return all(part in self.drafters and not self.drafters[part].until for part in parts)
 
     def versions(self, *parts: str) -> str:
@@ -78,7 +78,7 @@ class Engine:
 
 
 def required(kind: str, cfg: Any) -> tuple[str, ...]:
-    """What a head wants of an engine: its kind, and the parts of it that not every
+    """Return what a head wants of an engine: its kind, and the parts of it that not every
     version knows. cfg: the head's configuration."""
     parts = {part for key, part in NORMS.items() if getattr(cfg, key, False)}
     if getattr(cfg, "sliding_window", None) is not None:
@@ -87,7 +87,8 @@ def required(kind: str, cfg: Any) -> tuple[str, ...]:
 
 
 def order(version: str) -> tuple[int, ...]:
-    """The numbers of a version, by which versions are ordered: 0.5.9 comes before 0.5.10."""
+    """Return the numbers of a version, by which versions are ordered: 0.5.9 comes before
+    0.5.10."""
     return tuple(map(int, "".join(c if c.isdigit() else " " for c in version).split()))
 
 

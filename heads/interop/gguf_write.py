@@ -96,7 +96,7 @@ class GgufModel:
 
 
 def refusals(head: Head, target: Target) -> list[str]:
-    """Why llama.cpp cannot run a head, each with its key; [] when it can."""
+    """Return why llama.cpp cannot run a head, each with its key; [] when it can."""
     engine = engines.LLAMACPP
     if isinstance(head, SmallLM):
         found = model_refusals(head.net, target.vocab_size, "head")
@@ -132,8 +132,8 @@ def refusals(head: Head, target: Target) -> list[str]:
 
 
 def model_refusals(model: Any, vocab: int, what: str) -> list[str]:
-    """Why a whole transformers model is no `llama` of llama.cpp for a target of `vocab`
-    tokens; [] when it is. what: it is, target or head."""
+    """Return why a whole transformers model is no `llama` of llama.cpp for a target of
+    `vocab` tokens; [] when it is. what: it is, target or head."""
     config, found = model.config, []
     if type(model).__name__ not in TARGETS:
         found.append(
@@ -160,8 +160,8 @@ def model_refusals(model: Any, vocab: int, what: str) -> list[str]:
 
 
 def head_model(head: Head, target: Target, words: dict[str, Any]) -> GgufModel:
-    """An EAGLE-3 or block head. words: see tokenizer_keys. Raises UserError with every reason
-    why llama.cpp cannot run it."""
+    """Return an EAGLE-3 or block head. words: see tokenizer_keys. Raises UserError with
+    every reason why llama.cpp cannot run it."""
     if refused := refusals(head, target):
         raise UserError("format=gguf: " + "; ".join(refused))
     made: Any = head
@@ -197,8 +197,8 @@ def head_model(head: Head, target: Target, words: dict[str, Any]) -> GgufModel:
 
 
 def whole_model(model: Any, vocab: int, words: dict[str, Any]) -> GgufModel:
-    """A whole transformers model of TARGETS as llama.cpp's `llama`. vocab: the target's
-    tokens.
+    """Return a whole transformers model of TARGETS as llama.cpp's `llama`. vocab: the
+    target's tokens.
 
     Raises UserError for a model of another architecture or with parts that it does not have.
     """
@@ -224,7 +224,7 @@ def _named(name: str) -> str:
 
 
 def _paired(tensors: Mapping[str, Tensor], layer: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors with the rows of queries and keys as `llama` has them."""
+    """Return the tensors with the rows of queries and keys as `llama` has them."""
     counts = {
         "attn_q": layer["num_attention_heads"],
         "attn_k": layer["num_key_value_heads"],
@@ -244,7 +244,7 @@ def paired(rows: Tensor, heads: int) -> Tensor:
 
 
 def _layer_keys(layer: Mapping[str, Any], vocab: int) -> dict[str, Any]:
-    """Keys that describe the layers, by their names behind the architecture's."""
+    """Return keys that describe the layers, by their names behind the architecture's."""
     return {
         "context_length": layer["max_position_embeddings"],
         "embedding_length": layer["hidden_size"],
@@ -285,7 +285,8 @@ def rope_factors(layer: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def tokenizer_keys(target: Target, source: Path | None) -> dict[str, Any]:
-    """Keys tokenizer.*: copied from a GGUF of the target, or made from its byte-level BPE.
+    """Return keys tokenizer.*: copied from a GGUF of the target, or made from its
+    byte-level BPE.
 
     Raises UserError where the file's vocabulary is not the target's, and for a tokenizer that
     needs such a file."""
@@ -363,7 +364,7 @@ def _copied(source: Path, vocab: int) -> dict[str, Any]:
 
 
 def rounded(tensor: Tensor, dtype: str) -> Tensor:
-    """What a file of this type keeps of a float tensor."""
+    """Return what a file of this type keeps of a float tensor."""
     kind = _kind(tensor, dtype)
     kept = gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), kind), kind)
     return torch.from_numpy(np.array(kept)).view(tensor.shape)

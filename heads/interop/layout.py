@@ -42,8 +42,9 @@ class Layout(Generic[H]):
         self.format, self.kind, self.engine = format, kind, engine
 
     def refusals(self, head: H, target: Target, name: str) -> list[str]:
-        """Why this head cannot go into this layout, each with the nearest thing that works; []
-        when it can. name: by which the engine loads the target, "" for one without files."""
+        """Return why this head cannot go into this layout, each with the nearest thing that
+        works; [] when it can. name: by which the engine loads the target, "" for one
+        without files."""
         found, known = [], self.engine.targets.get(self.kind)
         if known is not None and architecture(target) not in known:
             found.append(
@@ -58,7 +59,7 @@ class Layout(Generic[H]):
         return found
 
     def tensors(self, head: H, target: Target) -> dict[str, Tensor]:
-        """The tensors of the file by its names."""
+        """Return the tensors of the file by its names."""
         raise TypeError("a subclass defines it")
 
     def config(self, head: H, target: Target, name: str, dtype: str) -> dict[str, Any]:
@@ -83,13 +84,13 @@ class Layout(Generic[H]):
 
 
 def architecture(target: Target) -> str:
-    """The transformers class of a target, as its config.json names it."""
+    """Return the transformers class of a target, as its config.json names it."""
     given = getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
     return str(given[0])
 
 
 def with_map(head: Head, tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    """The tensors, and where the head has a draft vocabulary its mask t2d. size: V."""
+    """Return the tensors, and where the head has a draft vocabulary its mask t2d. size: V."""
     ids = head.ids()
     return tensors if ids is None else {**tensors, "t2d": vocab.to_t2d(ids, size)}
 
@@ -98,8 +99,9 @@ def with_map(head: Head, tensors: dict[str, Tensor], size: int) -> dict[str, Ten
 
 
 def layer_fields(layer: dict[str, Any], target: Target, dtype: str) -> dict[str, Any]:
-    """Keys of a LlamaConfig for layers of the shape `layer` (heads.layers.shape.layer_config).
-    The rotary base stands there twice: old engines read rope_theta and rope_scaling."""
+    """Return keys of a LlamaConfig for layers of the shape `layer`
+    (heads.layers.shape.layer_config). The rotary base stands there twice: old engines read
+    rope_theta and rope_scaling."""
     rope, eos = dict(layer["rope_parameters"]), list(target.eos_ids)
     scaled = {k: v for k, v in rope.items() if k != "rope_theta"}
     return {
@@ -119,8 +121,8 @@ def layer_fields(layer: dict[str, Any], target: Target, dtype: str) -> dict[str,
 
 
 def speculators(algorithm: str, target: Target, name: str, depth: int) -> dict[str, Any]:
-    """Keys of every folder of speculators: what it holds, how many tokens to draft, for which
-    target."""
+    """Return keys of every folder of speculators: what it holds, how many tokens to draft,
+    for which target."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": depth,
@@ -143,7 +145,7 @@ def speculators(algorithm: str, target: Target, name: str, depth: int) -> dict[s
 
 
 def refuse(foreign: Foreign, *found: str) -> NoReturn:
-    """Raises the UserError of a folder that does not fit: every problem, one line each."""
+    """Raise the UserError of a folder that does not fit: every problem, one line each."""
     if len(found) == 1:
         raise UserError(f"{foreign.folder}: {found[0]}")
     shown = [*found[:20]] + ([f"and {len(found) - 20} more"] if len(found) > 20 else [])
@@ -153,7 +155,7 @@ def refuse(foreign: Foreign, *found: str) -> NoReturn:
 
 
 def number(foreign: Foreign, config: Mapping[str, Any], key: str) -> int:
-    """A whole number of a config. Raises UserError when it is missing or absurd."""
+    """Return a whole number of a config. Raises UserError when it is missing or absurd."""
     value = config.get(key)
     if type(value) is not int or not 0 < value < 1 << 31:
         raise UserError(
@@ -168,9 +170,9 @@ def fitted(
     shapes: Mapping[str, Sequence[int]],
     optional: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """The tensors, floats as float32. shapes: of every tensor that the file may hold;
-    optional: those that it may lack. Raises UserError that names every tensor that does not
-    fit."""
+    """Return the tensors, floats as float32. shapes: of every tensor that the file may
+    hold; optional: those that it may lack. Raises UserError that names every tensor that
+    does not fit."""
     found = [
         f"{name}: missing; expected {list(shape)}"
         for name, shape in shapes.items()
@@ -232,8 +234,8 @@ def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) 
 
 
 def check_same(foreign: Foreign, tensors: Mapping[str, Tensor], name: str, ours: Tensor) -> None:
-    """Raises UserError where a file's copy of the target's tensor is not the target's, up
-    to the rounding of its dtype."""
+    """Raise UserError where a file's copy of the target's tensor is not the target's, up to
+    the rounding of its dtype."""
     if name not in tensors:
         return
     error = (tensors[name].float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-9)
@@ -246,8 +248,9 @@ def check_same(foreign: Foreign, tensors: Mapping[str, Tensor], name: str, ours:
 
 
 def described(foreign: Foreign, kind: str) -> dict[str, Any]:
-    """The keys that describe the layers: those of config.json, of a folder of speculators its
-    transformer_layer_config. Raises UserError where that is missing or not of `kind`."""
+    """Return the keys that describe the layers: those of config.json, of a folder of
+    speculators its transformer_layer_config. Raises UserError where that is missing or not
+    of `kind`."""
     config, where = foreign.config, foreign.folder / "config.json"
     if "speculators_model_type" not in config:
         return config
@@ -262,8 +265,8 @@ def described(foreign: Foreign, kind: str) -> dict[str, Any]:
 
 
 def depth_in(config: dict[str, Any], most: int) -> int | None:
-    """How many tokens a folder of speculators is to draft, None where it does not tell or
-    tells more than `most`."""
+    """Return how many tokens a folder of speculators is to draft, None where it does not
+    tell or tells more than `most`."""
     try:
         depth = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     except (KeyError, IndexError, TypeError):
@@ -272,8 +275,8 @@ def depth_in(config: dict[str, Any], most: int) -> int | None:
 
 
 def window_in(foreign: Foreign, config: dict[str, Any]) -> int | None:
-    """How many positions the layers look back over, None: over all. As in engines, layer_types
-    decides: `sliding_window` alone stands in many configs and means nothing.
+    """Return how many positions the layers look back over, None: over all. As in engines,
+    layer_types decides: `sliding_window` alone stands in many configs and means nothing.
 
     Raises UserError for a window of no whole number above 0, and for layers that differ."""
     where, kinds = foreign.folder / "config.json", config.get("layer_types")
@@ -288,7 +291,8 @@ def window_in(foreign: Foreign, config: dict[str, Any]) -> int | None:
 
 
 def read_layer(foreign: Foreign, config: dict[str, Any], target: Target) -> dict[str, Any]:
-    """The draft layers (heads.layers.shape.layer_config) that a LlamaConfig describes.
+    """Return the draft layers (heads.layers.shape.layer_config) that a LlamaConfig
+    describes.
 
     Raises UserError for a key that is missing or absurd, and for layers that this repository
     cannot run with this target."""

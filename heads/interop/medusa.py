@@ -67,7 +67,7 @@ class Medusa(Layout[MedusaHead]):
 
 
 def read_medusa(foreign: Foreign, target: Target) -> Head:
-    """A head of ours. Raises UserError that lists all that does not fit."""
+    """Return a head of ours. Raises UserError that lists all that does not fit."""
     config, size = foreign.config, target.vocab_size
     tensors = {
         name.removeprefix("medusa_heads."): tensor
@@ -115,8 +115,8 @@ def read_medusa(foreign: Foreign, target: Target) -> Head:
 
 
 def counted(names: Iterable[str], pattern: str, group: int) -> int:
-    """One more than the largest number that `pattern` finds at the start of names; at least
-    1."""
+    """Return one more than the largest number that `pattern` finds at the start of names;
+    at least 1."""
     found = (re.match(pattern, name) for name in names)
     return 1 + max((int(m[group]) for m in found if m), default=0)
 

@@ -80,8 +80,8 @@ def read_folder(folder: Path) -> Foreign:
 
 
 def exported(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder that scripts/export.py wrote, None for any other. Raises
-    UserError for damaged JSON."""
+    """Return the manifest of a folder that scripts/export.py wrote, None for any other.
+    Raises UserError for damaged JSON."""
     if not (folder / MANIFEST).is_file():
         return None
     value = _json(folder / MANIFEST)
@@ -104,7 +104,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """The weight files of a folder, the first kind that is there."""
+    """Return the weight files of a folder, the first kind that is there."""
     for name in (*SAFE, *INDEX, *PICKLES):
         if (folder / name).is_file():
             return _shards(folder, name) if name in INDEX else [name]
@@ -128,7 +128,7 @@ def _shards(folder: Path, index: str) -> list[str]:
 
 
 def _check_named(folder: Path, name: str, by: str) -> None:
-    """Raises UserError unless a file that `by` names lies in the folder itself."""
+    """Raise UserError unless a file that `by` names lies in the folder itself."""
     if Path(name).name != name or name.startswith("."):
         raise UserError(
             f"{folder / by}: names {name!r}, a file outside the folder; do not trust this head"
@@ -210,7 +210,7 @@ class _Bounded(gguf.GGUFReader):
 
 
 def read_gguf(path: Path, with_tensors: bool = True) -> GgufFile:
-    """Keys, and tensors unless told otherwise.
+    """Return keys, and tensors unless told otherwise.
 
     Raises UserError in one line for a file that is missing, cut off or not sound."""
     try:

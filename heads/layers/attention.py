@@ -51,8 +51,8 @@ class PassLayout:
 
     @classmethod
     def of(cls, shape: tuple[int, int], rows: Tensor, position: Tensor | None = None) -> PassLayout:
-        """Of tensors on the CPU. position: [B, T] int64 places of packed tokens in their
-        documents, None: rows are documents."""
+        """Return that of tensors on the CPU. position: [B, T] int64 places of packed tokens
+        in their documents, None: rows are documents."""
         total = shape[0] * shape[1]
         starts = torch.arange(0, total, shape[1])
         if position is not None:
@@ -64,12 +64,12 @@ class PassLayout:
         return cls(shape, edges.tolist(), edges.int(), rows, bounds.tolist(), reaches)
 
     def whole(self) -> PassLayout:
-        """The same with all positions as rows, as step 0 has it."""
+        """Return the same with all positions as rows, as step 0 has it."""
         sizes = [end - start for start, end in pairwise(self.edges)]
         return replace(self, rows=None, bounds=self.edges, reaches=sizes)
 
     def seen(self, window: int) -> PassLayout:
-        """The same with that window; one that no document fills is none."""
+        """Return the same with that window; one that no document fills is none."""
         return replace(self, window=window if 0 < window < self.longest else 0)
 
     @property
@@ -101,8 +101,8 @@ class Memory:
         self.later: dict[int, list[Tensor]] = {}
 
     def at(self, step: int) -> Memory:
-        """A memory for `step` that adds nothing to this one: what a step finds can then be
-        told to it again."""
+        """Return a memory for `step` that adds nothing to this one: what a step finds can
+        then be told to it again."""
         found = copy.copy(self)
         found.step, found.first = step, dict(self.first)
         found.layout = self.given if step else self.given.whole()
@@ -233,8 +233,9 @@ class Kernel(NamedTuple):
 
 
 def kernel_for(query: Tensor) -> Kernel:
-    """What computes the causal part for such tensors: flash attention of CUDA; the CPU's flash
-    kernel forward, whose own backward is slower than the dense blocks'; else dense blocks."""
+    """Return what computes the causal part for such tensors: flash attention of CUDA; the
+    CPU's flash kernel forward, whose own backward is slower than the dense blocks'; else
+    dense blocks."""
     if query.device.type == "cpu":
         return CPU
     short = query.dtype in (torch.float16, torch.bfloat16)
@@ -244,7 +245,7 @@ def kernel_for(query: Tensor) -> Kernel:
 
 @functools.cache
 def _has_flash(device: torch.device) -> bool:
-    """Whether this GPU runs flash attention."""
+    """Return whether this GPU runs flash attention."""
     modern = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
     return modern and torch.backends.cuda.is_flash_attention_available()
 
@@ -349,8 +350,8 @@ def _side_by_side(x: Tensor) -> Tensor:
 
 
 def _flash_settings(layout: PassLayout, scale: float) -> dict[str, Any]:
-    """What both passes of flash attention are told by name; of a window the positions
-    before and behind a row's own."""
+    """Return what both passes of flash attention are told by name; of a window the
+    positions before and behind a row's own."""
     window = {"window_size_left": layout.window - 1, "window_size_right": 0}
     return {"scale": scale, **(window if layout.window else {})}
 

@@ -46,8 +46,8 @@ class DraftCache:
         self.ends, self._ended = self.line[None, :1], [0]
 
     def aim(self, rows: slice, lengths: list[int], ahead: int, new: int) -> Tensor:
-        """The next pass writes `new` entries per row of `rows` from slot length + ahead on:
-        returns [b or 1, new]."""
+        """Return the next pass writes `new` entries per row of `rows` from slot length +
+        ahead on: returns [b or 1, new]."""
         self.rows, self.reach, self.start = rows, max(lengths) + ahead + new, lengths[0] + ahead
         self.low = max(0, min(lengths) + 1 - self.window) if self.window else 0
         even = len(lengths) == 1 or min(lengths) == max(lengths)
@@ -85,9 +85,9 @@ class DraftCache:
         return seen & (slot > places[..., None] - self.window) if self.window else seen
 
     def masked(self, places: Tensor) -> bool:
-        """Whether tokens at `places` [b or 1, new] that stand in a line need a mask: several
-        behind others, single ones of rows that have several lengths, and where the window ends
-        behind the first slot."""
+        """Return whether tokens at `places` [b or 1, new] that stand in a line need a mask:
+        several behind others, single ones of rows that have several lengths, and where the
+        window ends behind the first slot."""
         rows, new = places.shape
         cut = 0 < self.window < self.reach - self.low
         return cut or (self.reach > new if new > 1 else rows > 1)
@@ -124,8 +124,8 @@ class CachedNet:
         return found[..., 0, :], found[..., 1, :]
 
     def commit(self, rows: slice, counts: list[int]) -> Tensor:
-        """The next pass reads committed tokens, so many of each row: their places [b or 1,
-        new]."""
+        """Return the next pass reads committed tokens, so many of each row: their places [b
+        or 1, new]."""
         lengths = self.lengths[rows]
         places = self.cache.aim(rows, lengths, 0, max(counts))
         self.lengths[rows] = [a + b for a, b in zip(lengths, counts, strict=True)]
@@ -169,7 +169,7 @@ class LayeredDrafter(CachedNet, Drafting):
         self.h = self.blank(rows)
 
     def blank(self, rows: int) -> Tensor:
-        """The state of so many rows, empty."""
+        """Return the state of so many rows, empty."""
         raise TypeError("a subclass defines it")
 
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:

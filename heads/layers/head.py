@@ -120,8 +120,8 @@ class LayeredHead(Head):
 
     @classmethod
     def choose_taps(cls, target: Target, cfg: Any) -> tuple[int, ...]:
-        """The taps of a fresh head. Raises UserError for some that the target does not
-        have."""
+        """Return the taps of a fresh head. Raises UserError for some that the target does
+        not have."""
         raise TypeError("a subclass defines it")
 
     def start(self, target: Target, counts: Tensor | None) -> None:
@@ -147,8 +147,8 @@ class LayeredHead(Head):
     def distribution(
         self, target: Target, last: Tensor, source: Tensor, place: Tensor
     ) -> TeacherFn:
-        """The target's distribution of n tokens, from its last features `last` [T, D].
-        source: [n] int64, the row before each token. place: [n] int64, the token in the
+        """Return the target's distribution of n tokens, from its last features `last` [T,
+        D]. source: [n] int64, the row before each token. place: [n] int64, the token in the
         draft vocabulary, -1 outside."""
         mask, ids = self.cfg.loss.mask, self.ids()
         top_k = getattr(self.cfg, "top_k", 0)
@@ -175,8 +175,8 @@ def reset_weights(net: Any, std: float) -> None:
 
 @torch.no_grad()
 def norm_weight(norm: Any, target: Target) -> Tensor:
-    """The factor [D] by which a norm scales, whatever its convention (Gemma stores it minus
-    one): asked of it."""
+    """Return the factor [D] by which a norm scales, whatever its convention (Gemma stores
+    it minus one): asked of it."""
     width = target.hidden_size
     x = torch.ones(width, dtype=target.dtype, device=target.device)
     x[1::2] = -1  # mean 0 and mean square 1: LayerNorm and RMSNorm leave it as it is
@@ -184,7 +184,7 @@ def norm_weight(norm: Any, target: Target) -> Tensor:
 
 
 def final_norm(target: Target) -> Tensor | None:
-    """The factor [D] of the target's last norm; None where no known name leads to it."""
+    """Return the factor [D] of the target's last norm; None where no known name leads to it."""
     names = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
     body = target.model.base_model
     body = getattr(body, "language_model", body)  # of a model that also sees

@@ -42,7 +42,7 @@ def as_made(keys: K, layer: dict[str, Any]) -> K:
 
 
 def layer_config(target: Target, layers: int, keys: LayerKeys) -> dict[str, Any]:
-    """Keys of a LlamaConfig that describe a draft layer for `target`; plain JSON.
+    """Return keys of a LlamaConfig that describe a draft layer for `target`; plain JSON.
 
     Raises UserError when the target's embeddings and hidden states differ in width."""
     config, width = target.config, target.hidden_size
@@ -85,7 +85,7 @@ def _inner(config: Any, width: int) -> int:
 
 
 def _first(config: Any, *names: str, default: Any) -> Any:
-    """The first of a config's keys that is there."""
+    """Return the first of a config's keys that is there."""
     return next((v for n in names if (v := getattr(config, n, None)) is not None), default)
 
 
@@ -123,8 +123,8 @@ class LayerShape:
         return found or self._turns()
 
     def _turns(self) -> list[str]:
-        """What is wrong with the rotary positions: transformers has a rule for every type, so
-        they are tried."""
+        """Return what is wrong with the rotary positions: transformers has a rule for every
+        type, so they are tried."""
         kind = self.rope_parameters.get("rope_type", "default")
         if not isinstance(kind, str) or kind not in ("default", *ROPE_INIT_FUNCTIONS):
             return [
@@ -143,7 +143,7 @@ class LayerShape:
         return [] if sound else ["rope_parameters: make no rotary positions of this head_dim"]
 
     def fits(self, target: Target, layers: int, key: str) -> list[str]:
-        """Why a stack of `layers` of them cannot read `target`, "key.name: what"; []."""
+        """Return why a stack of `layers` of them cannot read `target`, "key.name: what"; []."""
         found = []
         if self.hidden_size != target.hidden_size:
             found.append(

@@ -129,8 +129,8 @@ class ParallelHead(Head):
         raise TypeError(f"{type(self).__name__} must define states")
 
     def low_rank(self, batch: Batch, flat: Tensor) -> tuple[Tensor, Tensor] | None:
-        """A term m W^T that all heads add to their logits at the supervised tokens `flat` [n]:
-        m [n, r] and W [Vd, r]. Default: none."""
+        """Return a term m W^T that all heads add to their logits at the supervised tokens
+        `flat` [n]: m [n, r] and W [Vd, r]. Default: none."""
         return None
 
     def plan(self, batch: Batch, step: int) -> Plan:

@@ -89,7 +89,7 @@ class Prefix(DraftNet):
                 nn.init.normal_(weight, 0.0, 0.02)
 
     def forward(self, x: Tensor, rope: Rope, keep: Tensor, **kwargs: Any) -> Tensor:
-        """Features [B, T, D] -> [n, D] at the flat rows `keep` [n], distinct."""
+        """Return features [B, T, D] -> [n, D] at the flat rows `keep` [n], distinct."""
         normed = self.layers[0].input_layernorm(x)  # type: ignore[operator]
         return run_layers(self.layers, x, normed, rope, keep, **kwargs)
 
@@ -170,7 +170,7 @@ class HydraDrafter(LastFeature):
         return self._logits(nodes.level)
 
     def _logits(self, d: int) -> Tensor:
-        """What head d guesses behind each path: [B, P, Vd]."""
+        """Return what head d guesses behind each path: [B, P, Vd]."""
         e = (self.embed(self.path).to(self.feats.dtype) * self.scale).flatten(2)
         x = self.feats[:, None].expand(-1, e.shape[1], -1)  # [B, P, D]; e: [B, P, (d + 1) E]
         x = first_block(x, e, self.enter[d], self.enter_bias[d])

@@ -81,11 +81,11 @@ class CertifyConfig(PenaltyKeys):
     quiet: bool = False
 
     def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
+        """Return what is named and not there, as "key: value; fix"."""
         return no_drafters(filter(None, [self.drafter])) + no_prompts(self.prompts)
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
+        """Return problems as "key: value; rule; fix"."""
         found = super().validate()
         if self.url and self.drafter:
             found.append("drafter: says nothing with url; leave it out")
@@ -95,7 +95,7 @@ class CertifyConfig(PenaltyKeys):
         return found + [f"{key}: is required; set {key}=..." for key in missing]
 
     def plan(self) -> CertificatePlan:
-        """What the layers do."""
+        """Return what the layers do."""
         from outrider.scripts.certificate import sampled, uniformity
         from outrider.scripts.certificate.setup import CertificatePlan
 
@@ -114,7 +114,7 @@ class CertifyConfig(PenaltyKeys):
         )
 
     def server_plan(self, prompts: list[str]) -> ServerPlan:
-        """What a server is asked and how it is judged."""
+        """Return what a server is asked and how it is judged."""
         from outrider.scripts.certificate.server_asked import ServerPlan
         from outrider.scripts.scoring.servers import Address
 

@@ -33,7 +33,7 @@ DRAFTED = 3  # tokens of a draft
 
 
 def run_controls(setup: CertifySetup) -> list[dict[str, Any]]:
-    """What came of each, as certificate.json holds it; at T = 0 nothing is sampled."""
+    """Return what came of each, as certificate.json holds it; at T = 0 nothing is sampled."""
     plan, memo = setup.plan, setup.memo
     setup = replace(setup, memo=Memo(None))
     found = [memo.once("control-exact", lambda: _exact(plan.rule))]

@@ -85,7 +85,8 @@ class TableDrafter:
 def toy_model(
     vocab: int = 8, seed: int = 0, hidden: int = 16, layers: int = 2, **changes: Any
 ) -> Target:
-    """A two-layer float64 llama with `vocab` tokens and no tokenizer; token 0 ends a sequence."""
+    """Return a two-layer float64 llama with `vocab` tokens and no tokenizer; token 0 ends a
+    sequence."""
     from outrider.decode.models.tiny import tiny_model
 
     model = tiny_model(
@@ -153,9 +154,9 @@ def plain_distribution(
     sampling: Sampling,
     guidance: float | None = None,
 ) -> dict[tuple[int, ...], float]:
-    """The target's own distribution of up to `length` tokens (a stop token ends them), by one
-    plain pass per prefix, two with guidance: the second one sees the prompt's last token and
-    what follows it."""
+    """Return the target's own distribution of up to `length` tokens (a stop token ends
+    them), by one plain pass per prefix, two with guidance: the second one sees the prompt's
+    last token and what follows it."""
     done: dict[tuple[int, ...], float] = {}
     todo: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while todo:
@@ -174,6 +175,6 @@ def plain_distribution(
 
 
 def _last(target: Target, ids: list[int]) -> Tensor:
-    """Logits [V] behind a text, of a pass of its own."""
+    """Return logits [V] behind a text, of a pass of its own."""
     logits: Tensor = target.model(torch.tensor([ids]), use_cache=False).logits[0, -1]
     return logits

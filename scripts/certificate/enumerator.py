@@ -48,7 +48,8 @@ class Branches:
         self.levels: list[int] | None = None
 
     def coins(self, seed: int, requests: Tensor, cycles: Tensor) -> Any:
-        """The same branches in one cycle of the decode loop, whose row b is branch requests[b]."""
+        """Return the same branches in one cycle of the decode loop, whose row b is branch
+        requests[b]."""
         here = copy.copy(self)
         here.branches, here.cycles, here.asked = requests.tolist(), cycles.tolist(), Counter()
         return here
@@ -108,8 +109,8 @@ class Drafted:
     ids: Tensor | None = None
 
     def tree(self, begin: Tensor, size: Tensor | None, rng: Any) -> tuple[DraftTree, Tensor]:
-        """The tree of every row, whose drafts begin in these contexts [B], and the context
-        [B, N + 1] of every slot."""
+        """Return the tree of every row, whose drafts begin in these contexts [B], and the
+        context [B, N + 1] of every slot."""
         rows, n = len(begin), len(self.shape)
         parents = self.shape.parents(torch.device("cpu"))[0].tolist() if n else []
         every = torch.arange(rows)
@@ -212,7 +213,7 @@ class Case:
         return Case(vocab, shape, scheme, sampling, target, draft, ids, size)
 
     def propose(self, rng: Branches, rows: int) -> tuple[DraftTree, Tensor]:
-        """The tree of every row and the context [B, N + 1] of every slot."""
+        """Return the tree of every row and the context [B, N + 1] of every slot."""
         size = None if self.size is None else torch.full((rows,), self.size)
         begin = torch.zeros(rows, dtype=torch.int64)
         distributions = self.draft.softmax(-1)
@@ -220,7 +221,8 @@ class Case:
         return drafted.tree(begin, size, rng)
 
     def contexts(self, tree: DraftTree) -> Tensor:
-        """The context [B, N + 1] of every slot of `tree`, read from its tokens and parents."""
+        """Return the context [B, N + 1] of every slot of `tree`, read from its tokens and
+        parents."""
         rows, n = tree.tokens.shape
         context = torch.zeros(rows, n + 1, dtype=torch.int64)
         for i in range(n):
@@ -230,7 +232,7 @@ class Case:
 
 
 def naive_distribution(logits: Tensor, s: Sampling) -> Tensor:
-    """The documented distribution written with sets and sums, one row at a time."""
+    """Return the documented distribution written with sets and sums, one row at a time."""
     values = logits.tolist()
     if s.temperature == 0:
         best = max(range(len(values)), key=lambda i: (values[i], -i))
@@ -323,7 +325,7 @@ def _difference(case: Case, distribution: dict[tuple[int, ...], float], length: 
 def largest_difference(
     ours: dict[tuple[int, ...], float], theirs: dict[tuple[int, ...], float]
 ) -> float:
-    """Of two distributions over sequences; infinite where either holds NaN, which `max`
-    passes over."""
+    """Return that of two distributions over sequences; infinite where either holds NaN,
+    which `max` passes over."""
     off = [abs(ours.get(k, 0.0) - theirs.get(k, 0.0)) for k in ours.keys() | theirs.keys()]
     return math.inf if any(map(math.isnan, off)) else max(off)

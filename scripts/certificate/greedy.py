@@ -32,8 +32,8 @@ SHOWN = 50  # divergences in certificate.json
 
 
 def greedy_layer(setup: CertifySetup, drafter: Drafter, name: str = "greedy") -> dict[str, Any]:
-    """Token equality with the reference, every first divergence classified, as certificate.json
-    holds it.
+    """Return token equality with the reference, every first divergence classified, as
+    certificate.json holds it.
 
     A divergence is a rounding tie when a plain pass puts the two tokens and the best one within
     `setup.tie` of each other; anything else is a defect. An answer that differs from the
@@ -82,8 +82,9 @@ def greedy_layer(setup: CertifySetup, drafter: Drafter, name: str = "greedy") ->
 def _written(
     target: Target, drafter: Drafter, plan: CertificatePlan, requests: list[Request]
 ) -> list[dict[str, Any]]:
-    """Of every answer its tokens, how many were drafted, and how many are not the best ones (lowest
-    id among equals, in the decoder's precision) of the logits that they were verified against."""
+    """Return that of every answer its tokens, how many were drafted, and how many are not
+    the best ones (lowest id among equals, in the decoder's precision) of the logits that
+    they were verified against."""
     run, lines = recorded(target, drafter, requests, plan)
     rows = []
     for g, line in zip(run.generations, lines, strict=True):
@@ -108,8 +109,8 @@ def divergence(
     plan: CertificatePlan,
     tie: float,
 ) -> dict[str, Any]:
-    """The first place where two answers differ, {prompt, position, ours, theirs, margin, kind}:
-    "rounding tie" within a distance of `tie`, else "defect"."""
+    """Return the first place where two answers differ, {prompt, position, ours, theirs,
+    margin, kind}: "rounding tie" within a distance of `tie`, else "defect"."""
     pairs = list(zip(ours, theirs, strict=False))
     at = next((k for k, (a, b) in enumerate(pairs) if a != b), len(pairs))
     a, b, margin = None, None, None

@@ -38,7 +38,7 @@ FEWEST_DRAFTS = 100  # cycles with a draft below which a sample says little abou
 
 
 def run_layers(setup: CertifySetup, drafter: Drafter) -> list[dict[str, Any]]:
-    """The layers of this drafter and these settings, as certificate.json holds them."""
+    """Return the layers of this drafter and these settings, as certificate.json holds them."""
     plan = setup.plan
     found = [setup.memo.once("exact", lambda: exact_layer(plan, setup.on_progress))]
     found.append(greedy_layer(setup, drafter))
@@ -74,8 +74,8 @@ def exact_layer(plan: CertificatePlan, on_progress: OnProgress) -> dict[str, Any
 
 
 def loop_error(plan: CertificatePlan) -> float:
-    """The largest error of the whole loop's distribution under the user's settings: of a draft
-    model, and of trees of every scheme."""
+    """Return the largest error of the whole loop's distribution under the user's settings:
+    of a draft model, and of trees of every scheme."""
     tree = TreeShape.of([(0,), (1,), (0, 0)])
     toys: list[tuple[Any, TreeShape | None]] = [(DraftModel(toy_model(seed=5, layers=1), 2), None)]
     toys += [(TableDrafter(tree, scheme, 8), tree) for scheme in SCHEMES]
@@ -90,13 +90,13 @@ def loop_error(plan: CertificatePlan) -> float:
 
 
 def _toy_settings(s: Sampling, vocab: int) -> Sampling:
-    """The user's settings for a toy vocabulary, without the repetition penalty."""
+    """Return the user's settings for a toy vocabulary, without the repetition penalty."""
     return Sampling(s.temperature, min(s.top_k, vocab), s.top_p, s.min_p)
 
 
 def bound(layers: Sequence[dict[str, Any]], alpha: float, detect: float) -> dict[str, Any]:
-    """What the sample is sure to see, and whether that is enough: all of `detect` and beyond.
-    tokens 0 where none was drawn."""
+    """Return what the sample is sure to see, and whether that is enough: all of `detect`
+    and beyond. tokens 0 where none was drawn."""
     sample = next((layer for layer in layers if layer["name"] == "sampling"), None)
     if sample is None:
         said = "T = 0 has no distribution to sample"
@@ -119,10 +119,10 @@ def verdict(
     bound: dict[str, Any],
     drafts: bool = True,
 ) -> tuple[str, list[str]]:
-    """The three-valued verdict and its reasons, from what certificate.json holds: "not lossless"
-    when a layer fails; "undecided" when none does but a control got through, or the sample could
-    have missed a shift of `detect`, or hardly met a draft; "lossless" otherwise. drafts: the
-    drafter drafts at all."""
+    """Return the three-valued verdict and its reasons, from what certificate.json holds:
+    "not lossless" when a layer fails; "undecided" when none does but a control got through,
+    or the sample could have missed a shift of `detect`, or hardly met a draft; "lossless"
+    otherwise. drafts: the drafter drafts at all."""
     failed = [f"layer {layer['name']}: {layer['why']}" for layer in layers if not layer["passed"]]
     if failed:
         return "not lossless", failed

@@ -35,7 +35,7 @@ class Recorder:
         self.committed: dict[int, Recorded] = {r.id: [] for r in requests}
 
     def coins(self, seed: int, requests: Tensor, cycles: Tensor) -> Rng:
-        """The random numbers of the next verification, which tell whose rows they are."""
+        """Return the random numbers of the next verification, which tell whose rows they are."""
         self.rows = requests.tolist()
         return Rng(seed, requests, cycles)
 

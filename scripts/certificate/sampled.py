@@ -65,7 +65,7 @@ class Sample:
     mismatches: int
 
     def tests(self) -> list[Test]:
-        """Every test of the sample.
+        """Return every test of the sample.
 
         The strata are known before the token: that a cycle got as far as place d says nothing
         about the token there, given those before it (docs/lossless.md). Whether the token
@@ -87,13 +87,14 @@ class Sample:
         return found + _pairs(self.u[ranked], alike, "two answers at one place")
 
     def p(self) -> float:
-        """The p-value of all tests together; 0 where a token has no business being there."""
+        """Return the p-value of all tests together; 0 where a token has no business being
+        there."""
         if self.outside.any() or self.mismatches:
             return 0.0
         return uniformity.overall(self.tests())
 
     def json(self, alpha: float) -> dict[str, Any]:
-        """The layer in certificate.json."""
+        """Return the layer in certificate.json."""
         tests, outside = sorted(self.tests(), key=lambda t: t.p), int(self.outside.sum())
         if self.mismatches:
             why = f"{self.mismatches} answers hold other tokens than verification chose"
@@ -145,7 +146,7 @@ def sampling_layer(
 
 
 def gather(rows: Sequence[dict[str, Any]], most: int) -> Sample:
-    """The first `most` tokens of all chunks as one sample."""
+    """Return the first `most` tokens of all chunks as one sample."""
     columns: dict[str, np.ndarray] = {}
     for name, width in COLUMNS.items():
         shape = (-1, width) if width > 1 else (-1,)
@@ -155,7 +156,7 @@ def gather(rows: Sequence[dict[str, Any]], most: int) -> Sample:
 
 
 def _chunk(setup: CertifySetup, drafter: Drafter, number: int, done: int) -> dict[str, Any]:
-    """The requests from `number` on, behind `done` tokens: what is kept of their tokens."""
+    """Return the requests from `number` on, behind `done` tokens: what is kept of their tokens."""
     plan, prompts = setup.plan, setup.prompts
     usual = max(1.0, done / number) if number else plan.max_new_tokens  # tokens of an answer
     count = min(CHUNK * plan.batch_size, math.ceil((plan.tokens - done) / usual))
@@ -181,8 +182,8 @@ def _chunk(setup: CertifySetup, drafter: Drafter, number: int, done: int) -> dic
 def _columns(
     g: Generation, line: Recorded, sampling: Sampling, coin: np.random.Generator
 ) -> dict[str, list[Any]]:
-    """What is kept of the tokens `line`, which begin the generation `g`; placed in blocks of
-    transforms.ROWS."""
+    """Return what is kept of the tokens `line`, which begin the generation `g`; placed in
+    blocks of transforms.ROWS."""
     depth, cycle = depths(g)[: len(line)], cycles(g)[: len(line)]
     starts = {c.start for c in g.cycles if c.proposed > 0}
     columns: dict[str, list[Any]] = {
@@ -210,7 +211,8 @@ def _columns(
 
 
 def _pairs(u: np.ndarray, joined: np.ndarray, name: str) -> list[Test]:
-    """Whether neighbours are independent in every order; joined: see uniformity.independence."""
+    """Return whether neighbours are independent in every order; joined: see
+    uniformity.independence."""
     every = enumerate(ORDERS)
     return [t for i, o in every for t in uniformity.independence(u[:, i], joined, name, o)]
 

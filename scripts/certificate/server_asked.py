@@ -124,7 +124,7 @@ async def _ask(
 
 
 def _clock(moment: float) -> float:
-    """A moment of time.monotonic in the running loop's own time."""
+    """Return a moment of time.monotonic in the running loop's own time."""
     return asyncio.get_running_loop().time() + moment - time.monotonic()
 
 
@@ -178,8 +178,8 @@ async def _waves(
 
 
 def _stop(server: Endpoint, kind: _Kind, collected: _Collected) -> tuple[int, ...]:
-    """The commonest token so far, where answers without any truncation are to end at it: of vLLM
-    alone it is known that the token stands in the answer."""
+    """Return the commonest token so far, where answers without any truncation are to end at
+    it: of vLLM alone it is known that the token stands in the answer."""
     if server.kind != VLLM or kind.top_k or kind.top_p < 1:
         return ()
     seen = Counter(token for answer in collected.answers for token in answer.tokens)
@@ -189,7 +189,8 @@ def _stop(server: Endpoint, kind: _Kind, collected: _Collected) -> tuple[int, ..
 def _tokens(
     server: Endpoint, reply: Reply, limit: int, stop: tuple[int, ...], collected: _Collected
 ) -> list[int]:
-    """Of an answer. Raises UserError where it holds text alone, or more than `limit`."""
+    """Return that of an answer. Raises UserError where it holds text alone, or more than
+    `limit`."""
     if reply.tokens is None:
         raise UserError(
             f"url: {server.root}: asked return_token_ids; the answer holds text alone, which more "
@@ -208,13 +209,13 @@ def _tokens(
 
 
 def _likeliest(row: dict[int, float], token: int) -> dict[int, float]:
-    """Of a place, and the answer's own token: a server may send thousands."""
+    """Return that of a place, and the answer's own token: a server may send thousands."""
     best = heapq.nsmallest(BEST, row, key=lambda t: (-row[t], t))
     return {t: row[t] for t in (*best, token) if t in row}
 
 
 def _untested(collected: _Collected, about: dict[str, Any]) -> list[str]:
-    """What a short run and a server's own words do not show."""
+    """Return what a short run and a server's own words do not show."""
     out = [
         f"tokens beyond the {BEST} likeliest of a place, but for how often they come",
         "weights, template and tokenizer: the server's own log-probabilities stand for the model",

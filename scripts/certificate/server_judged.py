@@ -71,7 +71,7 @@ def judged(
 
 
 def measured(known: Places, found: Sequence[Test], alpha: float) -> list[Measured]:
-    """Every temperature that was asked for."""
+    """Return every temperature that was asked for."""
     out = []
     heats = list(dict.fromkeys(known.temperature.tolist()))  # as they were asked for
     needed = math.sqrt(2 * math.log(9 * max(len(found), 1) / alpha)) + 2.33
@@ -93,7 +93,7 @@ def _line(
     p: float,
     apart: dict[int, float],
 ) -> str:
-    """The verdict in words. apart: p by requests at a time, where it depends on these."""
+    """Return the verdict in words. apart: p by requests at a time, where it depends on these."""
     requested = " and ".join(f"{heat.requested:g}" for heat in heats) or "nothing"
     levels = ", ".join(f"{n:g}" for n in np.unique(known.level)) or "none"
     lead = f"{len(known.most):,} tokens at temperature {requested}, {levels} at a time"

@@ -96,8 +96,8 @@ class _Place(NamedTuple):
 
 
 def places(answers: Sequence[JudgedAnswer], best: int) -> Places:
-    """Where every token stands. best: how many likeliest tokens every row holds at least; a row may
-    hold the text's own token besides."""
+    """Return where every token stands. best: how many likeliest tokens every row holds at
+    least; a row may hold the text's own token besides."""
     fewest = min((answer.level for answer in answers), default=1)
     read = [[_place(a, i, best) for i in range(len(a.tokens))] for a in answers]
     ignored = frozenset(
@@ -146,7 +146,7 @@ def places(answers: Sequence[JudgedAnswer], best: int) -> Places:
 
 
 def _place(answer: JudgedAnswer, place: int, best: int) -> _Place:
-    """One token. A nucleus may end a little earlier or later than the numbers say."""
+    """Return one token. A nucleus may end a little earlier or later than the numbers say."""
     token, row = answer.tokens[place], answer.rows[place]
     ranked = sorted(row.items(), key=lambda pair: (-pair[1], pair[0]))
     kept = many = ranked[: min(best, answer.top_k or best)]
@@ -164,10 +164,10 @@ def _place(answer: JudgedAnswer, place: int, best: int) -> _Place:
 
 
 def beyond_at_most(kept: Ranked, temperature: float) -> float:
-    """The most that all tokens beyond these may hold at a temperature. With b = 1 /
+    """Return the most that all tokens beyond these may hold at a temperature. With b = 1 /
     temperature and what they hold at 1, r: none is likelier than the last of these, so the
-    sum of their p^b is r p_last^(b - 1) at most for b > 1; for b < 1 it is largest where all
-    are alike."""
+    sum of their p^b is r p_last^(b - 1) at most for b > 1; for b < 1 it is largest where
+    all are alike."""
     logs = np.array([value for _, value in kept])
     b, rest = 1 / temperature, max(1 - math.fsum(np.exp(logs)), 1e-6)
     if b >= 1:

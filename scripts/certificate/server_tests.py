@@ -44,7 +44,7 @@ HOTTEST, COLDEST = 1 / 64, 64.0  # exponents b between which a temperature is lo
 
 
 def run_tests(answers: Sequence[JudgedAnswer], known: Places, seed: int) -> list[Test]:
-    """All of them, the smallest p first."""
+    """Return all of them, the smallest p first."""
     masks = strata(known)
     levels = {f"{n:g} at a time": known.levels == n for n in np.unique(known.levels)}
     found = bets(known, masks) + beyond_bets(known.beyond, known.most, levels)
@@ -53,8 +53,8 @@ def run_tests(answers: Sequence[JudgedAnswer], known: Places, seed: int) -> list
 
 
 def together(found: Sequence[Test]) -> float:
-    """The p-value of all tests. The alternatives for all tokens have half of the false alarms,
-    everything else the other half."""
+    """Return the p-value of all tests. The alternatives for all tokens have half of the
+    false alarms, everything else the other half."""
     named = [t for t in found if t.stratum == "all tokens" and t.name in (*ALTERNATIVES, BEYOND)]
     others = [t for t in found if t not in named]
     return min(1.0, 2 * overall(named), 2 * overall(others))
@@ -100,15 +100,15 @@ def alternatives(known: Places) -> dict[str, np.ndarray]:
 
 
 def bets(known: Places, masks: dict[str, np.ndarray]) -> list[Test]:
-    """Every alternative in every stratum: the mean of what its bets have become."""
+    """Return every alternative in every stratum: the mean of what its bets have become."""
     found = alternatives(known).items()
     return [_won(name, s, ratios[:, mask]) for name, ratios in found for s, mask in masks.items()]
 
 
 def beyond_bets(beyond: np.ndarray, most: np.ndarray, masks: dict[str, np.ndarray]) -> list[Test]:
-    """Tokens that are not among the likeliest ([N] bool) too often, in all and in strata.
-    Where they hold b at most (`most`, [N]), the bet of a share s on each grows to 1 - s + s /
-    b by one that is beyond, shrinks to 1 - s else: a mean of 1 at most."""
+    """Return tokens that are not among the likeliest ([N] bool) too often, in all and in
+    strata. Where they hold b at most (`most`, [N]), the bet of a share s on each grows to 1
+    - s + s / b by one that is beyond, shrinks to 1 - s else: a mean of 1 at most."""
     shares = np.array(SHARES)[:, None]
     ratios = np.log1p(shares * (beyond / np.maximum(most, 1e-9) - 1))
     every = {"all tokens": np.ones(len(most), dtype=bool), **masks}
@@ -116,7 +116,8 @@ def beyond_bets(beyond: np.ndarray, most: np.ndarray, masks: dict[str, np.ndarra
 
 
 def _won(name: str, stratum: str, ratios: np.ndarray) -> Test:
-    """The mean of what bets have become, by the logarithms of what each token did to each."""
+    """Return the mean of what bets have become, by the logarithms of what each token did to
+    each."""
     total = float(np.logaddexp.reduce(ratios.sum(1))) - math.log(len(ratios))
     return Test(name, stratum, ratios.shape[1], total, math.exp(-min(max(total, 0.0), 700)))
 
@@ -125,7 +126,8 @@ def _won(name: str, stratum: str, ratios: np.ndarray) -> Test:
 
 
 def uniform_tests(known: Places, masks: dict[str, np.ndarray], seed: int) -> list[Test]:
-    """Of single tokens in every stratum, of neighbours in an answer, of answers at once."""
+    """Return that of single tokens in every stratum, of neighbours in an answer, of answers
+    at once."""
     rows, p = np.arange(len(known.own)), np.exp(known.logs)
     token = known.ids[rows, known.own]
     below = {
@@ -154,8 +156,8 @@ def uniform_tests(known: Places, masks: dict[str, np.ndarray], seed: int) -> lis
 
 
 def repeats(answers: Sequence[JudgedAnswer], known: Places) -> list[Test]:
-    """Answers that begin as an earlier one to their prompt does, beside how many should: two free
-    ones part soon, those of a cache that is read whatever the seed do not."""
+    """Return answers that begin as an earlier one to their prompt does, beside how many
+    should: two free ones part soon, those of a cache that is read whatever the seed do not."""
     starts: dict[tuple[Any, ...], dict[tuple[int, ...], float]] = {}
     again, expected, log_prob = 0, 0.0, known.log_prob
     for number, answer in enumerate(answers):
@@ -185,9 +187,9 @@ def moments(log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def exponent(log_probs: np.ndarray, own: np.ndarray) -> tuple[float, float]:
-    """The b for which tokens at index own [n] of log_probs [n, K] are most likely draws from p^b,
-    inf where every token is a best one; and how much they tell of it, the variance of the score at
-    b = 1."""
+    """Return the b for which tokens at index own [n] of log_probs [n, K] are most likely
+    draws from p^b, inf where every token is a best one; and how much they tell of it, the
+    variance of the score at b = 1."""
     logs, rows = np.where(np.isneginf(log_probs), 0.0, log_probs), np.arange(len(own))
     spread = float(moments(log_probs)[1].sum())
     if not len(own) or (log_probs[rows, own] >= log_probs.max(1)).all():

@@ -91,7 +91,7 @@ def open_setup(
 
 
 def reference(plain: Plain, requests: list[Request], plan: CertificatePlan) -> list[list[int]]:
-    """What Hugging Face `generate` writes for these prompts, in one batch, at T = 0."""
+    """Return what Hugging Face `generate` writes for these prompts, in one batch, at T = 0."""
     size = len(requests)
     with plain.target.as_loaded():
         run = hf_generate(
@@ -101,5 +101,5 @@ def reference(plain: Plain, requests: list[Request], plan: CertificatePlan) -> l
 
 
 def chunks(requests: list[Request], size: int) -> list[list[Request]]:
-    """The requests by `size`."""
+    """Return the requests by `size`."""
     return [requests[i : i + size] for i in range(0, len(requests), size)]

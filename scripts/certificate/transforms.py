@@ -43,8 +43,8 @@ class TokenPlaces:
 def places(
     logits: Tensor, tokens: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]] = ()
 ) -> TokenPlaces:
-    """Places of `tokens` [R] in the distributions of `logits` [R, V]. histories: R id lists,
-    for what depends on them.
+    """Return places of `tokens` [R] in the distributions of `logits` [R, V]. histories: R
+    id lists, for what depends on them.
 
     The decoder cuts its distribution in float32 and this in float64, so a token may fall in there
     and out here. A token that falls out within the tolerance is placed in the distribution that

@@ -36,7 +36,8 @@ class Test:
 
 
 def gamma_tail(shape: float, x: float, above: bool = True) -> float:
-    """The probability that a gamma variable of this shape and scale 1 is above x, or at most x."""
+    """Return the probability that a gamma variable of this shape and scale 1 is above x, or
+    at most x."""
     tail = torch.special.gammaincc if above else torch.special.gammainc
     return float(tail(*torch.tensor([shape, max(x, 0.0)], dtype=torch.float64)))
 
@@ -102,8 +103,8 @@ def independence(
 
 
 def objection(tests: Sequence[Test], alpha: float) -> str:
-    """What the tests together hold against a sample, "" where they find nothing at `alpha`.
-    tests: the smallest p first."""
+    """Return what the tests together hold against a sample, "" where they find nothing at
+    `alpha`. tests: the smallest p first."""
     p = overall(tests)
     if p >= alpha:
         return ""
@@ -115,8 +116,8 @@ def objection(tests: Sequence[Test], alpha: float) -> str:
 
 
 def overall(tests: Sequence[Test]) -> float:
-    """The p-value of all tests together (Bonferroni: they may depend on one another); 1 of
-    none."""
+    """Return the p-value of all tests together (Bonferroni: they may depend on one
+    another); 1 of none."""
     return min(1.0, max(len(tests), 1) * min((t.p for t in tests), default=1.0))
 
 
@@ -124,24 +125,25 @@ def overall(tests: Sequence[Test]) -> float:
 
 
 def _reach(alpha: float, tests: int) -> float:
-    """A shift times the root of the tokens that show it. tests: among how many alpha is divided."""
+    """Return a shift times the root of the tokens that show it. tests: among how many alpha
+    is divided."""
     return math.sqrt(math.log(2 * tests / alpha) / 2) + DEVIATIONS / 2
 
 
 def detectable(n: int, alpha: float, tests: int) -> float | None:
-    """The total variation from which on n tokens show a shift with probability SURE; None where
-    they show none."""
+    """Return the total variation from which on n tokens show a shift with probability SURE;
+    None where they show none."""
     shift = _reach(alpha, tests) / math.sqrt(max(n, 1))
     return shift if shift < 1 else None
 
 
 def tokens_for(shift: float, alpha: float, tests: int) -> int:
-    """The fewest tokens that show a shift with probability SURE."""
+    """Return the fewest tokens that show a shift with probability SURE."""
     return math.ceil((_reach(alpha, tests) / shift) ** 2)
 
 
 def said(n: int, shift: float | None) -> str:
-    """The bound in a line."""
+    """Return the bound in a line."""
     if shift is None:
         return f"with {n:,} tokens no shift is sure to be seen"
     return (

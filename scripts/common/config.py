@@ -32,7 +32,7 @@ class ChatConfig(SamplingKeys, AutoDtype):
     system: str = ""
 
     def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
+        """Return what is named and not there, as "key: value; fix"."""
         return no_drafters([self.drafter])
 
 

@@ -43,15 +43,15 @@ BESIDE = ("out", "quiet", "overwrite", "wandb", "wandb_project")
 
 
 def asked(cfg: Any, beside: Iterable[str] = ()) -> dict[str, Any]:
-    """What a command was asked for, as its report keeps it: its keys, some left out."""
+    """Return what a command was asked for, as its report keeps it: its keys, some left out."""
     left_out = {*BESIDE, *beside}
     found = {key: value for key, value in asdict(cfg).items() if key not in left_out}
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]
 
 
 def unclaimed(report: Path, wanted: dict[str, Any], overwrite: bool) -> None:
-    """Raises UserError where `report` is there and not of what is `wanted` (`asked`), unless it
-    may be replaced: the same command writes its own report anew."""
+    """Raise UserError where `report` is there and not of what is `wanted` (`asked`), unless
+    it may be replaced: the same command writes its own report anew."""
     if overwrite or not report.exists():
         return
     try:
@@ -75,7 +75,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def in_clone() -> bool:
-    """Whether this code lies in a clone of the repository, not in an installed package."""
+    """Return whether this code lies in a clone of the repository, not in an installed package."""
     return (ROOT / "pyproject.toml").is_file()
 
 
@@ -87,13 +87,13 @@ def here(path: Path) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's bytes; it is looked for as `here` does."""
+    """Return that of a file's bytes; it is looked for as `here` does."""
     with open(here(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """Versions, processor or GPU, threads, commit: what a measured figure depends on."""
+    """Return versions, processor or GPU, threads, commit: what a measured figure depends on."""
     import torch
 
     versions = {package: installed(package) or "absent" for package in PACKAGES}
@@ -110,7 +110,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 
 
 def origin(device: str = "cpu") -> dict[str, Any]:
-    """Where the figures of a file come from: created, command and environment."""
+    """Return where the figures of a file come from: created, command and environment."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(),
@@ -119,7 +119,7 @@ def origin(device: str = "cpu") -> dict[str, Any]:
 
 
 def installed(package: str) -> str:
-    """The version of a package; "" where there is none."""
+    """Return the version of a package; "" where there is none."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -127,7 +127,7 @@ def installed(package: str) -> str:
 
 
 def command() -> str:
-    """The command line of this process as one would type it, relative to the repository."""
+    """Return the command line of this process as one would type it, relative to the repository."""
     import shlex
 
     script = Path(sys.argv[0]).resolve()
@@ -149,7 +149,7 @@ def commit(*paths: str) -> str:
 
 
 def processor() -> str:
-    """The name of this machine's processor."""
+    """Return the name of this machine's processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -50,7 +50,8 @@ class Memo:
         files.write_text(folder / "key", json.dumps(stamp))
 
     def lines(self, name: str) -> list[Any]:
-        """What was added under `name` so far. A last line that a crash cut short is dropped."""
+        """Return what was added under `name` so far. A last line that a crash cut short is
+        dropped."""
         if self.folder is None:
             return list(self.memory.get(name, []))
         path = self.folder / f"{name}.jsonl"
@@ -82,8 +83,8 @@ class Memo:
         make: Callable[[Item], Any],
         on_progress: OnProgress = silent,
     ) -> list[Any]:
-        """What `make` gives for every item, those that `name` lacks made now; each is kept as
-        soon as it is there."""
+        """Return what `make` gives for every item, those that `name` lacks made now; each
+        is kept as soon as it is there."""
         found = self.lines(name)
         for item in items[len(found) :]:
             on_progress(len(found), len(items))
@@ -93,7 +94,7 @@ class Memo:
         return found
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """The value of `name`, made now unless it is there already."""
+        """Return the value of `name`, made now unless it is there already."""
         if not self.lines(name):
             self.add(name, make())
         return self.lines(name)[0]
@@ -109,7 +110,7 @@ class Memo:
 
 
 def sha256(value: Any) -> str:
-    """Of what a value looks like as JSON; paths and the like as text."""
+    """Return that of what a value looks like as JSON; paths and the like as text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -118,7 +119,8 @@ def _note(what: str) -> None:
 
 
 def _stamp(mark: Path) -> dict[str, Any]:
-    """The hashes of the key that a folder was written under; {} where they cannot be read."""
+    """Return the hashes of the key that a folder was written under; {} where they cannot be
+    read."""
     try:
         return dict(json.loads(mark.read_bytes()))
     except (OSError, ValueError, TypeError):

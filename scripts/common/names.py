@@ -36,20 +36,21 @@ def labels(names: Sequence[str]) -> list[str]:
 
 
 def no_prompts(path: str, key: str = "prompts") -> list[str]:
-    """A line where there is no file of prompts."""
+    """Return a line where there is no file of prompts."""
     fix = f"give a JSONL file, such as {DEMO}"
     return [] if here(Path(path)).exists() else no_file(key, path, fix)
 
 
 def no_drafters(specs: Iterable[str], key: str = "drafter") -> list[str]:
-    """A line for each drafter that this disk does not have; the hub is not asked for heads."""
+    """Return a line for each drafter that this disk does not have; the hub is not asked for
+    heads."""
     wrong = [wrong_drafter(spec) for spec in specs if HUB not in spec]
     return [f"{key}: {line}" for line in wrong if line]
 
 
 def wrong_drafter(name: str) -> str:
-    """What is wrong with the name of a drafter, as far as it shows without loading anything;
-    "" for one that may be loaded."""
+    """Return what is wrong with the name of a drafter, as far as it shows without loading
+    anything; "" for one that may be loaded."""
     if name in (GENERATE, LOOKUP) or SERVER.fullmatch(name):
         return wrong_address(name)
     if name == ASSISTED:
@@ -66,8 +67,8 @@ def wrong_drafter(name: str) -> str:
 
 
 def wrong_address(name: str) -> str:
-    """What is wrong with the address of a running server, "" for a sound one and for any other
-    name. What may be a password is not told, for it would be printed."""
+    """Return what is wrong with the address of a running server, "" for a sound one and for
+    any other name. What may be a password is not told, for it would be printed."""
     server = SERVER.fullmatch(name)
     if server is None:
         return ""
@@ -84,7 +85,7 @@ def wrong_address(name: str) -> str:
 
 
 def label(name: str) -> str:
-    """The short label of a name that stands alone."""
+    """Return the short label of a name that stands alone."""
     if (server := SERVER.fullmatch(name)) is not None:
         return server[1]
     whole, extra = EXTRA.fullmatch(name).groups()  # type: ignore[union-attr]

@@ -26,7 +26,7 @@ EVERY = 30.0  # seconds
 
 
 def columns(width: int) -> tuple[ProgressColumn, ...]:
-    """What a bar shows: name, bar, done of all, time spent, time left."""
+    """Return what a bar shows: name, bar, done of all, time spent, time left."""
     return (
         TextColumn(f"[bold]{{task.description:<{width}}}"),
         BarColumn(),
@@ -113,7 +113,7 @@ def silent(done: int, total: int, name: str = "", /) -> None:
 
 
 def named(on_progress: OnProgress, name: str) -> OnProgress:
-    """The same for a part of the work, which does not know its own name."""
+    """Return the same for a part of the work, which does not know its own name."""
     return lambda done, total, _="", /: on_progress(done, total, name)
 
 

@@ -27,9 +27,9 @@ class Prompt:
 
 
 def load_prompts(path: str | Path, bad: list[dict[str, str]] | None = None) -> list[Prompt]:
-    """Every prompt of a JSONL file, in order. Assistant and system messages of chat rows are
-    left out: the history is always the target's own. Blank lines are skipped; rows without an
-    id take their line number.
+    """Return every prompt of a JSONL file, in order. Assistant and system messages of chat
+    rows are left out: the history is always the target's own. Blank lines are skipped; rows
+    without an id take their line number.
 
     bad: takes {name, reason} of rows that cannot be asked (no user turn, malformed), which are
     then left out. Raises UserError with file:line: no such file, malformed JSON, no turns, no
@@ -61,7 +61,7 @@ def load_prompts(path: str | Path, bad: list[dict[str, str]] | None = None) -> l
 
 
 def _prompt(line: bytes, number: int) -> Prompt:
-    """Raises ValueError in a user's words."""
+    """Raise ValueError in a user's words."""
     try:
         row = parse_line(line)
     except ValueError as error:
@@ -76,8 +76,8 @@ def _prompt(line: bytes, number: int) -> Prompt:
 
 
 def spoken(row: Any) -> tuple[str, list[tuple[Any, Any]]]:
-    """The key of a row that holds its turns, and their (role, content), whatever the form:
-    turns, messages, ShareGPT's conversations (whose human is a user here), prompt.
+    """Return the key of a row that holds its turns, and their (role, content), whatever the
+    form: turns, messages, ShareGPT's conversations (whose human is a user here), prompt.
 
     Raises ValueError in a user's words."""
     if not isinstance(row, dict):
@@ -104,8 +104,8 @@ def spoken(row: Any) -> tuple[str, list[tuple[Any, Any]]]:
 def requested(
     key: str, turns: list[tuple[Any, Any]], roles: tuple[str, ...] = ("user",)
 ) -> list[dict[str, str]]:
-    """Those turns of `spoken` that have one of `roles`, as messages. Raises ValueError in a
-    user's words: no user turn, one of them empty or no text."""
+    """Return those turns of `spoken` that have one of `roles`, as messages. Raises
+    ValueError in a user's words: no user turn, one of them empty or no text."""
     kept = [{"role": role, "content": text} for role, text in turns if role in roles]
     for message in kept:
         if not isinstance(message["content"], str):
@@ -124,8 +124,8 @@ def _whole(key: str, text: str) -> None:
 
 
 def chat_ids(tokenizer: Any, messages: list[dict[str, str]], **template: Any) -> list[int]:
-    """Token ids of a conversation up to and including the header of the assistant's turn, by
-    the chat template. template: further arguments of it.
+    """Return token ids of a conversation up to and including the header of the assistant's
+    turn, by the chat template. template: further arguments of it.
 
     Raises UserError when the tokenizer has no chat template, the template refuses the
     messages, or one of them holds half a character."""
@@ -149,7 +149,8 @@ def chat_ids(tokenizer: Any, messages: list[dict[str, str]], **template: Any) ->
 
 
 def question_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a conversation that begins with this question, as `chat_ids` makes them."""
+    """Return token ids of a conversation that begins with this question, as `chat_ids`
+    makes them."""
     return chat_ids(tokenizer, [{"role": "user", "content": text}])
 
 

@@ -45,7 +45,8 @@ class Published:
 
 
 def rows_of(which: Published) -> Any:
-    """The rows of a set, a datasets.Dataset. Raises UserError for a set that cannot be had."""
+    """Return the rows of a set, a datasets.Dataset. Raises UserError for a set that cannot
+    be had."""
     import datasets
 
     try:
@@ -61,7 +62,7 @@ def rows_of(which: Published) -> Any:
 
 
 def copies(which: Published, folder: Path) -> list[Path]:
-    """What bears the set's name in a folder."""
+    """Return what bears the set's name in a folder."""
     named = [folder / f"{which.name}{ending}" for ending in FORMS] + [folder / which.name]
     return [path for path in named if path.exists()]
 
@@ -85,8 +86,8 @@ def _where(which: Published) -> dict[str, Any]:
 
 
 def _on_disk(which: Published) -> dict[str, Any]:
-    """Of `path`, or of what bears the set's name in it: a file, or a folder's files that are
-    named, else its part of that name or the only one."""
+    """Return that of `path`, or of what bears the set's name in it: a file, or a folder's
+    files that are named, else its part of that name or the only one."""
     import datasets
 
     place = Path(which.path).expanduser().absolute()  # "." has no name, which the library wants

@@ -15,7 +15,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @functools.cache
 def environment() -> Environment:
-    """Where templates are found, and how they are read."""
+    """Return where templates are found, and how they are read."""
     return Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=select_autoescape(("html",)),
@@ -27,5 +27,5 @@ def environment() -> Environment:
 
 
 def render(name: str, **values: Any) -> str:
-    """A template's page as text. Raises jinja2.UndefinedError for a value that it lacks."""
+    """Return a template's page as text. Raises jinja2.UndefinedError for a value that it lacks."""
     return environment().get_template(name).render(**values)

@@ -29,13 +29,13 @@ class SamplingKeys:
     min_p: BelowOne = 0.0
 
     def sampling(self) -> Sampling:
-        """The distribution. Raises UserError for keys that do not go together."""
+        """Return the distribution. Raises UserError for keys that do not go together."""
         from outrider.decode.sampling import Sampling
 
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
+        """Return problems as "key: value; rule; fix"."""
         if 0 < self.temperature < COLDEST:
             return [f"temperature={self.temperature}: must be 0 (greedy) or at least {COLDEST}"]
         return []
@@ -49,7 +49,7 @@ class PenaltyKeys(SamplingKeys):
     repetition_penalty: AboveZero = 1.0
 
     def sampling(self) -> Sampling:
-        """The distribution. Raises UserError for keys that do not go together."""
+        """Return the distribution. Raises UserError for keys that do not go together."""
         from outrider.decode.sampling import Sampling
 
         drawn = (self.temperature, self.top_k, self.top_p, self.min_p)

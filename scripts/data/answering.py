@@ -67,7 +67,7 @@ class Answering:
         return [n for n in range(self.total) if n not in done and n not in self.failed]
 
     def where(self, n: int) -> str:
-        """The file and line of a question."""
+        """Return the file and line of a question."""
         return f"{self.questions.path}:{self.questions.lines[n]}"
 
     def fail(self, n: int, error: Exception) -> None:
@@ -81,12 +81,12 @@ class Answering:
             ) from None
 
     def cut(self) -> str:
-        """How many answers were cut, of all that were given."""
+        """Return how many answers were cut, of all that were given."""
         cut, answers = self.ledger.tally["cut"], self.ledger.tally["answers"]
         return f"{cut} of {answers} answers were cut at max_new_tokens={self.cfg.longest}"
 
     def check_cut(self, least: int = 1) -> None:
-        """Raises UserError where there are `least` answers and too many of them were cut."""
+        """Raise UserError where there are `least` answers and too many of them were cut."""
         answers = self.ledger.tally["answers"]
         if answers < least or self.ledger.tally["cut"] <= self.cfg.max_cut * answers:
             return
@@ -130,7 +130,7 @@ class Answering:
         self.on_rows(len(self.ledger.numbers))
 
     def _message(self, answer: ServerAnswer) -> dict[str, Any]:
-        """An answer as a turn of a row."""
+        """Return an answer as a turn of a row."""
         text, thought = answer.text.strip(), answer.reasoning.strip()
         said = f"{text}{thought}{json.dumps(answer.calls, ensure_ascii=False)}"
         if any(s in said for s in self.specials):

@@ -98,7 +98,7 @@ class SynthesizeConfig(AutoDtype):
         return self.max_new_tokens or (LONGEST if self.prompts else INVENTED)
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
+        """Return problems as "key: value; rule; fix"."""
         if self.backend == "local":
             given = [key for key in ("base_url", "model") if getattr(self, key)]
             given += [f"extra_body.{key}" for key in self.extra_body if key not in HERE]

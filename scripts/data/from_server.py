@@ -40,7 +40,7 @@ class Regenerator(Answering):
             self.check_cut(SURE)
 
     async def _row(self, n: int) -> dict[str, Any]:
-        """The row of question n."""
+        """Return the row of question n."""
         talk, answer = self.converse(n), None
         try:
             while True:
@@ -51,7 +51,7 @@ class Regenerator(Answering):
             return dict(end.value)
 
     def _body(self, n: int, turn: Turn) -> dict[str, Any]:
-        """A request; its seed is its own."""
+        """Return a request; its seed is its own."""
         digest = hashlib.sha256(repr((self.cfg.seed, n, turn.turn)).encode()).digest()
         return {
             "model": self.model,

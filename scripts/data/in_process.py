@@ -32,12 +32,13 @@ class InProcess(Answering):
             self.append(self._block(numbers))
 
     def blocks(self) -> Iterator[Sequence[int]]:
-        """The numbers of the questions of each block; it begins at a multiple of the batch."""
+        """Yield the numbers of the questions of each block; it begins at a multiple of the
+        batch."""
         for _, block in groupby(self.missing, lambda n: n // self.cfg.batch):
             yield [*block]
 
     def _block(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """The rows of questions, but of those that have no answer."""
+        """Return the rows of questions, but of those that have no answer."""
         talks = {n: self.converse(n) for n in numbers}
         heard: dict[int, Any] = dict.fromkeys(numbers)
         found: dict[int, dict[str, Any]] = {}
@@ -72,7 +73,8 @@ class InProcess(Answering):
         seed: int,
         stop: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """Whatever follows the requests. stop: tokens that end it, in place of the target's."""
+        """Return whatever follows the requests. stop: tokens that end it, in place of the
+        target's."""
         run = generate(
             self.target,
             NoDraft(),
@@ -92,6 +94,7 @@ class InProcess(Answering):
         return ServerAnswer(text, out.finish == "eos", len(ids), list(ids))
 
     def text(self, out: Generation) -> str:
-        """What was decoded, without its end-of-turn token; other special tokens are shown."""
+        """Return what was decoded, without its end-of-turn token; other special tokens are
+        shown."""
         ids = out.token_ids[:-1] if out.finish == "eos" else out.token_ids
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))

@@ -24,8 +24,8 @@ ROUNDS = 12  # attempts to fill a block before giving up on a model that invents
 
 
 def clean_question(text: str, complete: bool) -> str:
-    """The question without white space around it; one that was cut loses its unfinished last
-    sentence, if it has a finished one before."""
+    """Return the question without white space around it; one that was cut loses its
+    unfinished last sentence, if it has a finished one before."""
     text = text.strip().rstrip("\ufffd").rstrip()
     if not complete:
         ends = [m.end() for m in re.finditer(r"[.?!](?=\s|$)|\n", text)]
@@ -35,8 +35,8 @@ def clean_question(text: str, complete: bool) -> str:
 
 
 def junk(text: str, specials: tuple[str, ...] = ()) -> str:
-    """Why `text` is no usable question, in a word or two; "" when it is one. specials: token
-    texts that would change the chat's structure."""
+    """Return why `text` is no usable question, in a word or two; "" when it is one.
+    specials: token texts that would change the chat's structure."""
     if len(text) < MIN_CHARS:
         return "too short"
     dense = re.sub(r"\s", "", text)

@@ -101,13 +101,14 @@ def say(text: str) -> None:
 
 
 def json_line(row: dict[str, Any]) -> str:
-    """One JSON line; letters stay readable, what some readers take for a line end does not."""
+    """Return one JSON line; letters stay readable, what some readers take for a line end
+    does not."""
     text = json.dumps(row, ensure_ascii=False)
     return re.sub("[\x85\u2028\u2029]", lambda m: f"\\u{ord(m[0]):04x}", text) + "\n"
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:
-    """Every leaf in which two settings differ, as "key old, now new"."""
+    """Return every leaf in which two settings differ, as "key old, now new"."""
     if isinstance(old, dict) and isinstance(new, dict):
         found = []
         for name in [*old, *(k for k in new if k not in old)]:

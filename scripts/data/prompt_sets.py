@@ -63,19 +63,19 @@ class PromptSet(Published):
 
 
 def known() -> dict[str, Path]:
-    """The descriptions that are here, by name."""
+    """Return the descriptions that are here, by name."""
     return dict(sorted(packages.options(CONF, GROUP).items()))
 
 
 def is_file(prompts: str) -> bool:
-    """Whether `prompts` is meant as a file of prompts rather than as a set's name."""
+    """Return whether `prompts` is meant as a file of prompts rather than as a set's name."""
     path = Path(prompts).expanduser()
     return path.suffix != ".yaml" and (path.is_file() or path.name != prompts or "." in prompts)
 
 
 def prompt_set(prompts: str) -> PromptSet:
-    """The set of that name, or that a YAML file describes. Raises UserError: neither, or a
-    description that is none."""
+    """Return the set of that name, or that a YAML file describes. Raises UserError:
+    neither, or a description that is none."""
     path = known().get(prompts, Path(prompts).expanduser())
     if path.suffix != ".yaml":
         raise UserError(
@@ -91,7 +91,7 @@ def prompt_set(prompts: str) -> PromptSet:
 
 
 def prompts_of(which: PromptSet, out: Path, unseen: Sequence[str]) -> Path:
-    """The file with the prompts of a set; made where it is not there yet.
+    """Return the file with the prompts of a set; made where it is not there yet.
 
     out: the data that it is for. unseen: names of suites and files whose prompts are left
     out, beside those that come with this project. Raises UserError for a set, a suite or a
@@ -167,7 +167,7 @@ def _unseen(which: PromptSet, names: Sequence[str]) -> tuple[dict[int, str], lis
 
 
 def _beside(suite: SuiteConfig, path: str) -> SuiteConfig:
-    """A suite where the set of prompts is. Raises UserError where it is not."""
+    """Return a suite where the set of prompts is. Raises UserError where it is not."""
     if not path:
         return suite
     place = Path(path).expanduser()
@@ -179,13 +179,13 @@ def _beside(suite: SuiteConfig, path: str) -> SuiteConfig:
 
 
 def _key(turns: Sequence[str]) -> int:
-    """What equal questions share, and where one stands in the file."""
+    """Return what equal questions share, and where one stands in the file."""
     text = "\0".join(map(fingerprint, turns)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
 def _rows(which: PromptSet) -> Any:
-    """The rows with the columns that are needed. Raises UserError where one is missing."""
+    """Return the rows with the columns that are needed. Raises UserError where one is missing."""
     rows = rows_of(which)
     wanted = list(dict.fromkeys([which.column, *filter(None, [which.more]), *which.keep]))
     if lacking := [column for column in wanted if column not in rows.column_names]:

@@ -76,14 +76,15 @@ class Invented:
 
 
 def question_of(line: bytes) -> tuple[list[dict[str, str]], list[Any] | None]:
-    """The system turn, if any, and the user turns of a row; the tools that it offers. Raises
-    ValueError in a user's words."""
+    """Return the system turn, if any, and the user turns of a row; the tools that it
+    offers. Raises ValueError in a user's words."""
     row = parse_line(line)
     return asked_of(*spoken(row)), tools_of(row.get("tools"))
 
 
 def asked_of(key: str, turns: list[tuple[Any, Any]]) -> list[dict[str, str]]:
-    """What is asked of the turns that `spoken` found. Raises ValueError in a user's words."""
+    """Return what is asked of the turns that `spoken` found. Raises ValueError in a user's
+    words."""
     if any(role in ("tool", "function") for role, _ in turns):
         raise ValueError("holds tool turns, whose results cannot be asked for again")
     kept = requested(key, turns, ("system", "user"))
@@ -93,6 +94,6 @@ def asked_of(key: str, turns: list[tuple[Any, Any]]) -> list[dict[str, str]]:
 
 
 def fingerprint(text: str) -> str:
-    """What two questions share when they are the same question: case, punctuation and spacing
-    do not count."""
+    """Return what two questions share when they are the same question: case, punctuation
+    and spacing do not count."""
     return " ".join(re.findall(r"\w+", text.casefold()))

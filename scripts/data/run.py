@@ -49,7 +49,7 @@ def synthesize(cfg: SynthesizeConfig) -> None:
 
 
 def _questions(cfg: SynthesizeConfig, path: Path) -> tuple[Questions | Invented, int]:
-    """What is asked, and how many of it."""
+    """Return what is asked, and how many of it."""
     if not cfg.prompts:
         return Invented(path), cfg.num_conversations or USUAL
     file, usual = Path(cfg.prompts).expanduser(), 0
@@ -139,8 +139,8 @@ def _under_way(work: Answering) -> Iterator[None]:
 def _settings(
     cfg: SynthesizeConfig, questions: Questions | Invented, tokenizer: Any, more: dict[str, Any]
 ) -> dict[str, Any]:
-    """What decides the rows. A server's address is no part of it: another one of the same model
-    may continue."""
+    """Return what decides the rows. A server's address is no part of it: another one of the
+    same model may continue."""
     keys = ("backend", "seed", "answer_temperature", "answer_top_p", "extra_body")
     found = {"format": FORMAT, **{key: getattr(cfg, key) for key in keys}}
     found["max_new_tokens"] = cfg.longest

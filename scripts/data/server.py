@@ -109,8 +109,8 @@ class OpenAIServer:
         return float(said) if re.fullmatch(r"\d+(\.\d+)?", said) else PAUSE
 
     async def model(self, wanted: str) -> str:
-        """The name of the model to ask: `wanted` if the server has it, the only one if
-        `wanted` is empty.
+        """Return the name of the model to ask: `wanted` if the server has it, the only one
+        if `wanted` is empty.
 
         Raises UserError: no server, another model, several to choose from."""
         try:
@@ -160,8 +160,8 @@ class OpenAIServer:
         return read(reply)
 
     async def page(self, path: str) -> str | None:
-        """The text of a page, asked for once; None where there is none. Raises GivenUp for one
-        that cannot be read."""
+        """Return the text of a page, asked for once; None where there is none. Raises
+        GivenUp for one that cannot be read."""
         content = bytearray()
         try:
             async with self._http.stream("GET", self.base_url + path) as reply:
@@ -176,7 +176,7 @@ class OpenAIServer:
         return content.decode(errors="replace") if reply.status_code == 200 else None
 
     def _meaning(self, error: Any, path: str) -> Exception:
-        """What a status is to whoever asked."""
+        """Return what a status is to whoever asked."""
         status, url, body = error.status_code, self.base_url + path, error.body
         if isinstance(body, dict):
             body = body.get("message", body.get("detail", ""))
@@ -197,13 +197,13 @@ class OpenAIServer:
         return AnswerRefused(said)
 
     def _safe(self, text: str) -> str:
-        """One short printable line without the key."""
+        """Return one short printable line without the key."""
         text = " ".join(text.split()).replace(self.key or "\0", "***")
         return "".join(filter(str.isprintable, text))[:200]
 
 
 def read_answer(reply: Any) -> ServerAnswer:
-    """The first choice of a chat completion. Raises GivenUp for a form that is none,
+    """Return the first choice of a chat completion. Raises GivenUp for a form that is none,
     AnswerRefused for an empty answer, one that ended within nothing but reasoning, half a
     character, and a tool call that is cut or cannot be read."""
     try:
@@ -233,7 +233,7 @@ def read_answer(reply: Any) -> ServerAnswer:
 
 
 def _reasoning(message: dict[str, Any]) -> str:
-    """What a reasoning parser kept apart, under its old name or vLLM's newer one."""
+    """Return what a reasoning parser kept apart, under its old name or vLLM's newer one."""
     found = (message.get(key) for key in ("reasoning_content", "reasoning"))
     return next((text for text in found if isinstance(text, str) and text.strip()), "")
 

@@ -58,7 +58,7 @@ class LoadedSuite:
 
 
 def every_suite() -> list[SuiteConfig]:
-    """All of conf/suite, by name."""
+    """Return all of conf/suite, by name."""
     found = []
     for path in sorted((CONF / "suite").glob("*.yaml")):
         suite, problems = from_json(OmegaConf.to_container(OmegaConf.load(path)), SuiteConfig)
@@ -68,8 +68,8 @@ def every_suite() -> list[SuiteConfig]:
 
 
 def load_suite(suite: SuiteConfig) -> LoadedSuite:
-    """Every prompt of a suite. Raises UserError for a set that cannot be had, for a missing
-    column, and for a row without text."""
+    """Return every prompt of a suite. Raises UserError for a set that cannot be had, for a
+    missing column, and for a row without text."""
     prompts, seen = [], set()
     for number, row in enumerate(rows_of(suite), 1):
         prompt = _prompt(suite, row, number)
@@ -90,7 +90,7 @@ def load_suite(suite: SuiteConfig) -> LoadedSuite:
 
 
 def notes(loaded: LoadedSuite) -> list[str]:
-    """What whoever reads the figures should know."""
+    """Return what whoever reads the figures should know."""
     described, out = loaded.described, []
     if "expected" in described:
         out.append(

@@ -119,7 +119,7 @@ def page(about: About) -> str:
 
 
 def acceptance(extra: dict[str, Any], calibration: dict[str, Any]) -> list[str]:
-    """What was measured in training; "not measured" where it was not."""
+    """Return what was measured in training; "not measured" where it was not."""
     lines = []
     best = extra.get("best")
     if isinstance(best, dict) and isinstance(best.get("accepted_length"), int | float):
@@ -137,9 +137,8 @@ def acceptance(extra: dict[str, Any], calibration: dict[str, Any]) -> list[str]:
 
 
 def run_record(source: Path) -> dict[str, Any]:
-    """What metrics.jsonl of the head's run folder says of its start (data, batches, commit);
-    {} without one.
-    """
+    """Return what metrics.jsonl of the head's run folder says of its start (data, batches,
+    commit); {} without one."""
     for folder in source.parents[:3]:
         try:
             first = records(folder / "metrics.jsonl")[:1]
@@ -151,7 +150,7 @@ def run_record(source: Path) -> dict[str, Any]:
 
 
 def head_facts(about: About) -> dict[str, Any]:
-    """What the manifest says of a head."""
+    """Return what the manifest says of a head."""
     ids = about.head.ids()
     return {
         "source": {

@@ -55,11 +55,11 @@ class ExportConfig:
     device: str | None = None
 
     def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
+        """Return what is named and not there, as "key: value; fix"."""
         return no_drafters([self.drafter]) + no_prompts(self.prompts)
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
+        """Return problems as "key: value; rule; fix"."""
         found: list[str] = []
         known = (*DTYPES, *(["q8_0"] if self.format == "gguf" else []))
         if self.dtype is not None and self.dtype not in known:
@@ -90,7 +90,7 @@ class CheckConfig:
     out: str = ""
 
     def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
+        """Return what is named and not there, as "key: value; fix"."""
         return neither("expected", self.expected, "give the exported folder, or its expected.json")
 
 
@@ -122,7 +122,7 @@ class ImportConfig:
     overwrite: bool = False
 
     def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
+        """Return what is named and not there, as "key: value; fix"."""
         return [
             *([] if self.from_.startswith(HUB) else no_folder("from", self.from_, PUBLISHED)),
             *no_prompts(self.prompts),
@@ -158,14 +158,14 @@ class PushConfig:
     overwrite: bool = False
 
     def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
+        """Return what is named and not there, as "key: value; fix"."""
         fix = "give the folder of an export"
         return no_drafters([self.run], "run") + (
             no_folder("export", self.export, fix) if self.export else []
         )
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
+        """Return problems as "key: value; rule; fix"."""
         found = []
         for key, value in (("repository", self.repository), ("base_model", self.base_model)):
             if value and not REPOSITORY.fullmatch(value):
@@ -175,7 +175,7 @@ class PushConfig:
 
 
 def keyed(words: Sequence[str]) -> list[str]:
-    """The words of a command line, the first two without a key as those of `run` and
+    """Return the words of a command line, the first two without a key as those of `run` and
     `repository`."""
     found = list(words)
     bare = [word for word in words if "=" not in word and not word.startswith("-")][:2]

@@ -57,8 +57,8 @@ class Rounding:
     places: Some
 
     def turned(self, gap: float, times: float = 1.0) -> float:
-        """The probability that such a gap is turned round by normal noise of `times` the usual
-        size; never less than what so few places can show."""
+        """Return the probability that such a gap is turned round by normal noise of `times`
+        the usual size; never less than what so few places can show."""
         noise = max(times * self.usual, 1e-9)
         return max(math.erfc(gap / noise / math.sqrt(2)), 1 / self.places) / 2
 
@@ -91,8 +91,8 @@ class Row:
             raise ValueError("its lists do not go together")
 
     def cycles(self, limit: int) -> list[Cycle]:
-        """The cycles of the answer with at most `limit` tokens: the last token of a cycle is not
-        drafted."""
+        """Return the cycles of the answer with at most `limit` tokens: the last token of a
+        cycle is not drafted."""
         cycles, start = [], 1  # the pass over the prompt gave a token
         for proposed, accepted in zip(self.proposed, self.accepted, strict=True):
             room = limit - start - 1 if limit < len(self.tokens) else proposed
@@ -102,7 +102,7 @@ class Row:
         return cycles
 
     def gaps(self, count: int) -> list[float]:
-        """Of the two best logits at the first tokens of the answer."""
+        """Return that of the two best logits at the first tokens of the answer."""
         return [rivals[0][1] for rivals in self.rivals[:count]]
 
 
@@ -118,13 +118,13 @@ class Contract:
     format: Literal[1] = 1
 
     def json(self) -> dict[str, Any]:
-        """The file; the accepted length in it is for people."""
+        """Return the file; the accepted length in it is for people."""
         length, _ = rates([row.cycles(self.max_new_tokens) for row in self.prompts])
         return {"temperature": 0, "accepted_length": length.json(), **asdict(self)}
 
 
 def load(path: Path) -> Contract:
-    """A contract. Raises UserError for a file that is none."""
+    """Return a contract. Raises UserError for a file that is none."""
     place = path / NAME if path.is_dir() else path
     try:
         return TypeAdapter(Contract).validate_json(place.read_bytes(), strict=True)
@@ -146,7 +146,8 @@ def load(path: Path) -> Contract:
 def expected(
     target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], depth: int, limit: int
 ) -> Contract:
-    """The contract of a chain of `depth` over greedy answers of at most `limit` tokens.
+    """Return the contract of a chain of `depth` over greedy answers of at most `limit`
+    tokens.
 
     drafter: a chain drafter with the exported numbers. prompts: token ids, one or more each.
     target: in float32.
@@ -171,8 +172,8 @@ def expected(
 
 
 def rates(cycles: Sequence[Sequence[Cycle]]) -> tuple[stats.Interval, list[stats.Interval]]:
-    """Accepted length and unconditional acceptance by position with 95 % intervals, over the
-    cycles that drafted: engines count no others."""
+    """Return accepted length and unconditional acceptance by position with 95 % intervals,
+    over the cycles that drafted: engines count no others."""
     drafted = [[c for c in row if c.proposed] for row in cycles]
     by_position = [whole for _, whole in stats.position_intervals(drafted)]
     return stats.accepted_length(drafted), by_position
@@ -197,9 +198,9 @@ def in_bfloat16(model: torch.nn.Module) -> Iterator[None]:
 def measured(
     target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> tuple[Rounding, list[list[Rivals]]]:
-    """Of (prompt, answer) token ids: what 16 bits do to this target, and for every token of
-    every answer its rivals, the nearest first: those within `most` of it, and the nearest in
-    any case. target: in float32; it is back in it afterwards."""
+    """Return that of (prompt, answer) token ids: what 16 bits do to this target, and for
+    every token of every answer its rivals, the nearest first: those within `most` of it,
+    and the nearest in any case. target: in float32; it is back in it afterwards."""
     plain = Plain(target)
     rows = [([*prompt, *answer], len(prompt)) for prompt, answer in texts]
     whole = [plain.logits(*row).float() for row in rows]
@@ -222,7 +223,7 @@ def _gaps(logits: Tensor, of: Tensor) -> Tensor:
 
 
 def _rivals(logits: Tensor, token: int, most: float) -> Rivals:
-    """Of one place [V]; at most BEST."""
+    """Return that of one place [V]; at most BEST."""
     best = logits.topk(min(BEST + 1, len(logits)))
     gaps = (logits[token] - best.values).clamp(min=0).tolist()
     pairs = zip(best.indices.tolist(), (round(gap, 4) for gap in gaps), strict=True)

@@ -65,8 +65,8 @@ class Counts:
 
 
 def checked(wanted: Contract, address: Address) -> dict[str, Any]:
-    """What a server did against a contract, with its kind; counters: what is wrong with its
-    counters.
+    """Return what a server did against a contract, with its kind; counters: what is wrong
+    with its counters.
 
     equal: answers as expected. near_ties: where others part at one. faults: where answers part
     otherwise, in words. odds: see Rounding. not_compared: expected tokens behind near ties.
@@ -119,8 +119,8 @@ async def _asked(wanted: Contract, address: Address) -> tuple[str, str, list[lis
 
 
 def parting(wanted: Contract, row: Row, answer: Reply, limit: int) -> Parting | None:
-    """Where the answer behind a prompt, of at most `limit` tokens, leaves the expected one; None
-    where it does not."""
+    """Return where the answer behind a prompt, of at most `limit` tokens, leaves the
+    expected one; None where it does not."""
     if answer.tokens is None:
         mine, theirs = row.text, answer.text
         at = first_apart(mine, theirs)
@@ -145,13 +145,13 @@ def parting(wanted: Contract, row: Row, answer: Reply, limit: int) -> Parting | 
 
 
 def first_apart(mine: Sequence[Any], theirs: Sequence[Any]) -> int:
-    """The first place where they differ."""
+    """Return the first place where they differ."""
     pairs = enumerate(zip(mine, theirs, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
 
 
 def _answers(wanted: Contract, every: list[list[Asked]]) -> dict[str, Any]:
-    """What came of the answers, each of which may have been asked in parts."""
+    """Return what came of the answers, each of which may have been asked in parts."""
     ties, faults, behind = list[dict[str, Any]](), list[str](), 0
     seen = list[tuple[float, bool]]()
     for number, (row, asked) in enumerate(zip(wanted.prompts, every, strict=True), 1):
@@ -175,7 +175,7 @@ def _answers(wanted: Contract, every: list[list[Asked]]) -> dict[str, Any]:
 
 
 def _answered(said: dict[str, Any]) -> bool:
-    """Whether nothing but rounding parts the answers."""
+    """Return whether nothing but rounding parts the answers."""
     return not said["faults"] and said["odds"] < MANY
 
 
@@ -185,8 +185,8 @@ def _answered(said: dict[str, Any]) -> bool:
 def until_stop(
     cycles: Sequence[Cycle], tokens: Sequence[int], stop: Collection[int]
 ) -> list[Cycle]:
-    """The cycles of an answer `tokens` as an engine counts them for which an accepted token
-    that ends the text is none."""
+    """Return the cycles of an answer `tokens` as an engine counts them for which an
+    accepted token that ends the text is none."""
     out = []
     for cycle in cycles:
         drafted = tokens[cycle.start : cycle.start + cycle.accepted]
@@ -196,8 +196,8 @@ def until_stop(
 
 
 def _counts(wanted: Contract, one: Asked, by_page: bool) -> Counts | None:
-    """What the server counted, on its page or with the answer (SGLang, llama.cpp, our own);
-    None where it tells nothing."""
+    """Return what the server counted, on its page or with the answer (SGLang, llama.cpp,
+    our own); None where it tells nothing."""
     known, gaps = one.row.cycles(one.limit), one.row.gaps(one.limit)
     if by_page:
         rose = one.rose.rose or {}
@@ -233,7 +233,7 @@ def acceptance(wanted: Contract, counts: Sequence[Counts]) -> dict[str, Any]:
     alone = edge + max((c.proposed for c in flat), default=0) / cycles
 
     def inside(value: float, rate: stats.Interval) -> bool:
-        """One prompt has no interval: there a cycle's draft may be counted otherwise."""
+        """Return one prompt has no interval: there a cycle's draft may be counted otherwise."""
         if rate.low is None or rate.high is None:
             return abs(value - rate.mean) <= alone
         return rate.low - edge <= value <= rate.high + edge
@@ -256,15 +256,15 @@ def acceptance(wanted: Contract, counts: Sequence[Counts]) -> dict[str, Any]:
 
 
 def _turned(rounding: Rounding, counts: Sequence[Counts], cycles: int) -> float:
-    """The most by which 16 bits move a rate over so many cycles, when they turn draft tokens
-    as often as the target's own: three standard deviations above the mean."""
+    """Return the most by which 16 bits move a rate over so many cycles, when they turn
+    draft tokens as often as the target's own: three standard deviations above the mean."""
     every = [rounding.turned(gap) for count in counts for gap in count.gaps]
     mean = sum(every) / max(len(every), 1)
     return mean + 3 * math.sqrt(mean / cycles)
 
 
 def summary(found: dict[str, Any]) -> list[str]:
-    """The verdict for people."""
+    """Return the verdict for people."""
     ties, faults, said = found["near_ties"], found["faults"], found["acceptance"]
     line = f"answers: {found['equal']} of {found['answers']} as expected"
     if ties:

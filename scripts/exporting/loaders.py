@@ -41,8 +41,8 @@ TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
 def folder(path: Path, format: str, embed: Tensor, lm_head: Tensor, layers: int) -> EngineFile:
-    """An exported folder as `format`'s engine sees it. embed, lm_head: the target's [V, D];
-    layers: its layers."""
+    """Return an exported folder as `format`'s engine sees it. embed, lm_head: the target's
+    [V, D]; layers: its layers."""
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
     raw = {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
     tensors = {
@@ -88,7 +88,7 @@ def folder(path: Path, format: str, embed: Tensor, lm_head: Tensor, layers: int)
 
 
 def _stack(config: dict[str, Any], tensors: dict[str, Tensor], head: int) -> tuple[Any, Tensor]:
-    """The blocks and the projection of one Medusa head."""
+    """Return the blocks and the projection of one Medusa head."""
     biased = bool(config.get("medusa_fc_bias"))
     names = [f"blocks.{head}.layers.{number}" for number in range(config["num_hidden_layers"])]
     blocks = [(tensors[f"{n}.weight"], tensors[f"{n}.bias"] if biased else None) for n in names]
@@ -96,7 +96,7 @@ def _stack(config: dict[str, Any], tensors: dict[str, Tensor], head: int) -> tup
 
 
 def taps_of(config: dict[str, Any], format: str, layers: int) -> tuple[int, ...]:
-    """Which inner layers the engine hands to EAGLE-3, in ascending order, counted as
+    """Return which inner layers the engine hands to EAGLE-3, in ascending order, counted as
     hidden_states[k]."""
     nested = (config.get("eagle_config") or {}).get(TAPS)
     default = (2, layers // 2, layers - 3)
@@ -106,8 +106,8 @@ def taps_of(config: dict[str, Any], format: str, layers: int) -> tuple[int, ...]
 
 
 def _block(config: dict[str, Any]) -> dict[str, Any]:
-    """What a block head's config says. Whether the rows of a block see each other goes by the
-    rules of vLLM's loaders."""
+    """Return what a block head's config says. Whether the rows of a block see each other
+    goes by the rules of vLLM's loaders."""
     if config.get("speculators_model_type") is not None:
         shape = config["transformer_layer_config"]
         causal = not config.get("sliding_window_non_causal", False)
@@ -131,7 +131,7 @@ def _block(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape_of(config: dict[str, Any], layers: int = 1) -> LayerDims:
-    """The shape of a transformers config's layers."""
+    """Return the shape of a transformers config's layers."""
     sliding = "sliding_attention" in (config.get("layer_types") or ())
     return LayerDims(
         int(config["num_attention_heads"]),
@@ -144,7 +144,7 @@ def shape_of(config: dict[str, Any], layers: int = 1) -> LayerDims:
 
 
 def turn_of(config: dict[str, Any]) -> Turn:
-    """The rotary positions of a transformers config."""
+    """Return the rotary positions of a transformers config."""
     scaled = config.get("rope_scaling")
     if not scaled:
         return rotary(frequencies(float(config["rope_theta"]), int(config["head_dim"])))
@@ -162,9 +162,9 @@ def frequencies(base: float, size: int) -> Tensor:
 
 
 def gguf(path: Path, embed: Tensor) -> EngineFile:
-    """A GGUF file as llama.cpp sees it: a `llama`, `eagle3` or `dflash` file. embed: the target's
-    [V, D], for files without one. Rotary positions of the first two turn neighbouring numbers,
-    those of the third the halves of a head, and d2t holds target ids."""
+    """Return a GGUF file as llama.cpp sees it: a `llama`, `eagle3` or `dflash` file. embed:
+    the target's [V, D], for files without one. Rotary positions of the first two turn
+    neighbouring numbers, those of the third the halves of a head, and d2t holds target ids."""
     file = read_gguf(path)
     arch = str(file.fields["general.architecture"])
     lead = f"{arch}."
@@ -200,7 +200,7 @@ def gguf(path: Path, embed: Tensor) -> EngineFile:
 
 
 def _plain(name: str, arch: str) -> str:
-    """The plain name of a tensor of llama.cpp's."""
+    """Return the plain name of a tensor of llama.cpp's."""
     inner = "hidden_norm" if arch == "dflash" else "input_norm"
     name = name.replace("enc.output_norm", inner)
     for theirs, plain in NAMES.items():

@@ -45,7 +45,7 @@ class Convention:
 
 
 def conventions(head: Head) -> dict[str, str]:
-    """Every other convention that this kind of head occurs in, and what it means."""
+    """Return every other convention that this kind of head occurs in, and what it means."""
     found = {}
     if isinstance(head, Eagle3Head):
         for step, name in ((1, "taps_plus_1"), (-1, "taps_minus_1")):
@@ -72,7 +72,7 @@ def conventions(head: Head) -> dict[str, str]:
 
 
 def read_as(head: Head, convention: str) -> Any:
-    """A copy of the head read under one of its `conventions`."""
+    """Return a copy of the head read under one of its `conventions`."""
     twin: Any = copy.deepcopy(head)
     twin._rows = None
     what, _, how = convention.partition("_")
@@ -104,7 +104,7 @@ def _reorder(linear: Any, order: Sequence[int]) -> None:
 
 @torch.inference_mode()
 def answers(target: Target, prompts: Sequence[Sequence[int]], tokens: int) -> Batch:
-    """The target's own greedy answers as a batch; their tokens are supervised."""
+    """Return the target's own greedy answers as a batch; their tokens are supervised."""
     requests = [Request(list(p), tokens, id=i) for i, p in enumerate(prompts)]
     run = generate(target, NoDraft(), requests, Sampling(), batch_size=min(8, len(requests)))
     rows = [(g.prompt_ids, g.token_ids) for g in run.generations]
@@ -119,8 +119,8 @@ def answers(target: Target, prompts: Sequence[Sequence[int]], tokens: int) -> Ba
 
 
 def with_features(target: Target, batch: Batch) -> Any:
-    """The target, with the features of this batch from one pass over all layers, however many
-    conventions ask for them."""
+    """Return the target, with the features of this batch from one pass over all layers,
+    however many conventions ask for them."""
     every = target.features(batch.ids, batch.mask, range(target.num_layers + 1))
     twin: Any = copy.copy(target)
     twin.features = lambda ids, mask, taps, **_: every[:, :, list(taps)]
@@ -170,8 +170,8 @@ def probe(head: Head, batch: Batch, target: Target) -> list[Convention]:
 
 
 def fitting(readings: Sequence[Convention]) -> Convention:
-    """The convention that fits: the one as written, unless another is clearly better. Where
-    none drafts, their order is noise and nothing can be told."""
+    """Return the convention that fits: the one as written, unless another is clearly
+    better. Where none drafts, their order is noise and nothing can be told."""
     written = readings[0]
     if max(r.accepted for r in readings) < LOW:
         return written

@@ -115,7 +115,7 @@ class EngineFile:
         return torch.stack(rows)
 
     def _fused(self, x: Tensor) -> Tensor:
-        """Features side by side [n, F D] -> [n, D]."""
+        """Return features side by side [n, F D] -> [n, D]."""
         if self.norm_before_fc:
             x = self._norm(x, "input_norm")
         if self.fc_norm:
@@ -157,7 +157,7 @@ class EngineFile:
         return self._spread((self.head @ h) * self.scale, -torch.inf)
 
     def _spread(self, own: Tensor, rest: float) -> Tensor:
-        """Rows of the draft vocabulary at their target ids; `rest` elsewhere."""
+        """Return rows of the draft vocabulary at their target ids; `rest` elsewhere."""
         if self.ids is None:
             return own
         out = torch.full((self.embed.shape[0], *own.shape[1:]), rest)
@@ -168,8 +168,8 @@ class EngineFile:
         return F.rms_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], self.shape.eps)
 
     def _layer(self, name: str, base: Tensor, read: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
-        """One layer over base [R, D]. read: [R, ..], what queries come from, the last of keys
-        [T, ..]. hidden: [R, T] bool, keys that a row does not see."""
+        """Return one layer over base [R, D]. read: [R, ..], what queries come from, the
+        last of keys [T, ..]. hidden: [R, T] bool, keys that a row does not see."""
         y = base + self._attention(name, read, keys, hidden)
         z = self._norm(y, f"{name}post_attention_layernorm")
         parts = ("gate", "up", "down")
@@ -199,8 +199,8 @@ def earlier(length: int, window: int = 0) -> Tensor:
 
 
 def rotary(frequency: Tensor, factor: float = 1.0, neighbours: bool = False) -> Turn:
-    """Positions by [S / 2] frequencies: each turns the two halves of a head, or (neighbours) two
-    numbers side by side."""
+    """Return positions by [S / 2] frequencies: each turns the two halves of a head, or
+    (neighbours) two numbers side by side."""
 
     def turn(x: Tensor, places: Tensor) -> Tensor:
         angle = places.float()[:, None] * frequency

@@ -64,8 +64,8 @@ class ExportCheck:
 
 
 def rounded(head: Head, keep: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of the head as an engine has it: with what `keep` leaves of the weights that its
-    file holds, EAGLE-1 over the whole vocabulary."""
+    """Return a copy of the head as an engine has it: with what `keep` leaves of the weights
+    that its file holds, EAGLE-1 over the whole vocabulary."""
     twin = folded(head)
     for name, weight in twin.named_parameters():
         if name not in FROM_TARGET:

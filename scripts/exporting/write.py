@@ -96,7 +96,7 @@ def write_model(
 def _write_plain(
     stage: Path, head: SmallLM, prompts: Sequence[Tensor], dtype: torch.dtype
 ) -> ExportCheck:
-    """A separate draft as an ordinary transformers folder."""
+    """Return a separate draft as an ordinary transformers folder."""
     head.dtype, kept = dtype, head.dtype
     with full_disk(stage / WEIGHTS):
         head.write(stage, finished=True)
@@ -129,7 +129,7 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def smaller(head: Head, dtype: str) -> str:
-    """Keys that make the export of a head smaller, with "or" between them."""
+    """Return keys that make the export of a head smaller, with "or" between them."""
     keys = ["dtype=bfloat16"] if dtype == "float32" else []
     if head.kind == "medusa" and head.cfg.heads > 1:
         keys.append(f"heads={head.cfg.heads - 1} or fewer")
@@ -137,8 +137,8 @@ def smaller(head: Head, dtype: str) -> str:
 
 
 def _weight(tensors: dict[str, Tensor], head: Head, target: Target, dtype: str) -> str:
-    """What a file weighs, beside the target: every Medusa head projects onto the whole
-    vocabulary, also one that was trained on a part of it."""
+    """Return what a file weighs, beside the target: every Medusa head projects onto the
+    whole vocabulary, also one that was trained on a part of it."""
     whole = sum(tensor.nbytes for tensor in tensors.values())
     numbers = sum(tensor.numel() for tensor in tensors.values())
     share = numbers / sum(p.numel() for p in target.model.parameters())

@@ -77,8 +77,8 @@ def main(cfg: DoctorConfig, device: str) -> int:
 
 
 def measured(model: Model, keys: Sequence[str], steps: int) -> dict[str, Any]:
-    """Both shapes on a target of random weights. keys: of the training run, its device among
-    them."""
+    """Return both shapes on a target of random weights. keys: of the training run, its
+    device among them."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "none.jsonl").touch()
         own = [
@@ -132,7 +132,7 @@ class _NoText:
 
 
 def random_target(model: Model, dtype: str, device: torch.device) -> Target:
-    """A target of this shape, made where it runs."""
+    """Return a target of this shape, made where it runs."""
     torch.manual_seed(0)
     with torch.device(device):
         made: Any = AutoModelForCausalLM.from_config(
@@ -153,7 +153,7 @@ def random_rows(count: int, length: int, vocab: int) -> JoinedRows:
 
 
 def _training(run: Run, plan: Plan, steps: int) -> dict[str, Any]:
-    """Tokens/s of some steps by the clock on the wall, and the peak of memory."""
+    """Return tokens/s of some steps by the clock on the wall, and the peak of memory."""
     device, dtype = run.device, run.target.dtype
     with _quiet():
         for _ in range(WARM):
@@ -194,8 +194,8 @@ def product_flops(model: Model, dtype: torch.dtype, device: torch.device) -> flo
 
 
 def _decoding(run: Run) -> dict[str, Any]:
-    """Answers of one row: plain, and with a chain that random weights nearly never have
-    right, so that a cycle's cost is seen and no gain."""
+    """Return answers of one row: plain, and with a chain that random weights nearly never
+    have right, so that a cycle's cost is seen and no gain."""
     run.head.eval()
     target, draft = run.target, DraftSpec(shape="chain", depth=DEPTH)
     asked = [Request(run.rows.ids[:PROMPT].tolist(), ANSWER)]
@@ -217,7 +217,7 @@ def _decoding(run: Run) -> dict[str, Any]:
 
 
 def _seconds(way: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, the device waited for at both ends."""
+    """Return that of one call, the device waited for at both ends."""
     _wait(device)
     begun = time.perf_counter()
     way()
@@ -226,7 +226,7 @@ def _seconds(way: Callable[[], Any], device: torch.device) -> float:
 
 
 def _median(way: Callable[[], Any], device: torch.device, rounds: int = 9) -> float:
-    """Seconds of a call, after one that is not counted."""
+    """Return seconds of a call, after one that is not counted."""
     _seconds(way, device)
     return statistics.median(_seconds(way, device) for _ in range(rounds))
 
@@ -237,7 +237,7 @@ def _wait(device: torch.device) -> None:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """The figures for people."""
+    """Yield the figures for people."""
     made, told = found["training"], found["decoding"]
     yield f"{found['model']}, random; EAGLE-3 with {made['draft_vocab']:,} draft tokens"
     rate = f"training: {made['tokens_per_second']:,.0f} tokens/s"

@@ -109,7 +109,7 @@ def build(device: str, dtype: str) -> ReportPart:
 
 
 def attention(device: str, dtype: str) -> ReportPart:
-    """Which attention kernel the training of EAGLE heads takes."""
+    """Return which attention kernel the training of EAGLE heads takes."""
     part = ReportPart("attention")
     if not device.startswith("cuda") and not bfloat16_on_cpu():
         part.facts.append("no instructions for bfloat16: dtype=auto is float32 here")
@@ -145,7 +145,7 @@ def memory_and_disk(out_dir: Path) -> ReportPart:
 
 
 def accelerate_config(dtype: str) -> ReportPart:
-    """What the user's accelerate config says, and what a run makes of it."""
+    """Return what the user's accelerate config says, and what a run makes of it."""
     part = ReportPart("accelerate's config")
     part.problems += [f"environment: {line}" for line in refusals(launched(), dtype)]
     path = _config_file()
@@ -176,7 +176,7 @@ def accelerate_config(dtype: str) -> ReportPart:
 
 
 def _config_file() -> Path | None:
-    """The file that `accelerate launch` reads by itself; None where there is none."""
+    """Return the file that `accelerate launch` reads by itself; None where there is none."""
     from accelerate.commands.config.config_args import default_config_file
 
     path = Path(default_config_file)
@@ -195,12 +195,12 @@ def report(parts: Iterator[ReportPart]) -> list[ReportPart]:
 
 
 def gpus() -> int:
-    """How many GPUs torch sees."""
+    """Return how many GPUs torch sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def there(device: str) -> bool:
-    """Whether torch sees this device: "cpu", "cuda" or "cuda:N"."""
+    """Return whether torch sees this device: "cpu", "cuda" or "cuda:N"."""
     kind, _, number = device.partition(":")
     return kind != "cuda" or int(number or 0) < gpus()
 

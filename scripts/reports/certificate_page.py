@@ -23,7 +23,7 @@ EVIDENCE = {
 
 
 def table(certificate: dict[str, Any]) -> Table:
-    """The layers and the controls, the verdict above, its reasons and the bound below."""
+    """Return the layers and the controls, the verdict above, its reasons and the bound below."""
     layers, controls = _layers(certificate), certificate["negative_controls"]
     caught = f"{sum(c['rejected'] for c in controls)} of {len(controls)} rejected"
     rows = [*layers.rows, ["controls", "", caught]]
@@ -33,7 +33,7 @@ def table(certificate: dict[str, Any]) -> Table:
 
 
 def page(certificate: dict[str, Any]) -> str:
-    """The whole page as text; no network, no scripts."""
+    """Return the whole page as text; no network, no scripts."""
     drafter = label(certificate["identities"]["drafter"]["name"])
     return render(
         "certificate.html",
@@ -50,7 +50,7 @@ def page(certificate: dict[str, Any]) -> str:
 
 
 def _about(certificate: dict[str, Any]) -> str:
-    """The target and how it was asked."""
+    """Return the target and how it was asked."""
     s, target = certificate["settings"], certificate["identities"]["target"]
     words = [target.get("name", "target"), f"T = {s['temperature']:g}"]
     words += [f"{key} = {s[key]:g}" for key, off in OFF.items() if s[key] != off]

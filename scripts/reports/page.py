@@ -15,7 +15,7 @@ MOST = 6  # depths in the table of acceptance
 
 
 def page(report: dict[str, Any]) -> str:
-    """The whole page as text."""
+    """Return the whole page as text."""
     head, sub = headline(report)
     rows, colors, found = report["drafters"], plots.color_of(report), best(report["drafters"])
     scores = score_table.table(
@@ -77,7 +77,7 @@ def cards(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def depths(report: dict[str, Any]) -> Table | None:
-    """Acceptance at every depth of the draft, given that the depth before was accepted."""
+    """Return acceptance at every depth of the draft, given that the depth before was accepted."""
     rows = [r for r in report["drafters"] if r["acceptance_by_position"]]
 
     def cell(row: dict[str, Any], depth: int) -> str:
@@ -104,8 +104,8 @@ def pairs(report: dict[str, Any]) -> Table | None:
 
 
 def facts(report: dict[str, Any]) -> list[Table]:
-    """The target (its hashes shortened, without a folder of this machine), how everything was
-    decoded, and the machine."""
+    """Return the target (its hashes shortened, without a folder of this machine), how
+    everything was decoded, and the machine."""
     target = {
         key: value[:16] if key.endswith("sha256") else value
         for key, value in report["target"].items()

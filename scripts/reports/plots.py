@@ -54,7 +54,7 @@ def color_of(report: dict[str, Any]) -> dict[str, str]:
 
 
 def drafting(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that draft, transformers' own among them not."""
+    """Return the rows that draft, transformers' own among them not."""
     return [d for d in report["drafters"] if d["shape"] != "none"]
 
 
@@ -149,7 +149,7 @@ PANELS: dict[str, tuple[Callable[[Axes, dict[str, Any]], None], str, str]] = {
 
 
 def panel(name: str, report: dict[str, Any]) -> Figure:
-    """One panel as a figure of its own, as tall as it has rows."""
+    """Return one panel as a figure of its own, as tall as it has rows."""
     draw, title, axis = PANELS[name]
     tall = 1.7 + 0.36 * max(5, len(report["drafters"]))
     if draw is by_category:

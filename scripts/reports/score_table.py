@@ -17,7 +17,8 @@ SPARE = ("end to end", "draft ms", "verify ms")
 
 
 def speed(row: Row) -> str:
-    """Of a report's row: its speed in plain decoding's; marked where that is in doubt."""
+    """Return that of a report's row: its speed in plain decoding's; marked where that is in
+    doubt."""
     return ratio(row["speedup"], row["doubts"])
 
 
@@ -28,7 +29,7 @@ def positions(row: Row, most: int = 4) -> str:
 
 
 def equality(row: Row) -> str:
-    """Answers that equal those of `none` token by token, and the others; see SAME."""
+    """Return answers that equal those of `none` token by token, and the others; see SAME."""
     found = row.get("lossless")
     if not found:
         return "–"
@@ -38,7 +39,7 @@ def equality(row: Row) -> str:
 
 
 def unseen(row: Row) -> bool:
-    """Whether a reference drafts where we cannot time it."""
+    """Return whether a reference drafts where we cannot time it."""
     return row["kind"] == "reference" and not row["draft_ms"]
 
 
@@ -56,8 +57,8 @@ COLUMNS: Columns = [
 
 
 def even(limit: float | None) -> str:
-    """An accepted length to break even at. No pass is shorter than a plain one: a figure
-    below 1 is chance, and beyond chance a doubt."""
+    """Return an accepted length to break even at. No pass is shorter than a plain one: a
+    figure below 1 is chance, and beyond chance a doubt."""
     return number(limit) if limit is None or limit > 1 else "1.00"
 
 
@@ -66,7 +67,7 @@ def distribution_of(temperature: float) -> str:
 
 
 def requested(s: dict[str, Any]) -> str:
-    """How a report's prompts were answered, from its settings."""
+    """Return how a report's prompts were answered, from its settings."""
     return f"{s['dtype']} · batch {s['batch_size']} · {s['num_prompts']} prompts"
 
 
@@ -79,7 +80,8 @@ def title(report: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any], **more: Any) -> Table:
-    """The drafters of a report, with what its reader must know. more: fields of the table."""
+    """Return the drafters of a report, with what its reader must know. more: fields of the
+    table."""
     more = {"title": title(report), "notes": notes(report), "spare": SPARE} | more
     same = report["settings"]["temperature"] == 0
     columns = [column for column in COLUMNS if same or column[0] != "same tokens"]
@@ -87,7 +89,8 @@ def table(report: dict[str, Any], **more: Any) -> Table:
 
 
 def ranking(report: dict[str, Any]) -> Table:
-    """The order of the rows that draft, ranks shared where the intervals cannot part them."""
+    """Return the order of the rows that draft, ranks shared where the intervals cannot part
+    them."""
     label = {r["name"]: r["label"] for r in report["drafters"]}
     tied = "statistically tied with"
     columns: Columns = [
@@ -104,7 +107,7 @@ def ranking(report: dict[str, Any]) -> Table:
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """What a reader of the table must know."""
+    """Return what a reader of the table must know."""
     rows, chunks = report["drafters"], report["settings"]["batch_size"] > 1
     lines = [
         "accepted length counts the bonus token, over cycles that no stop token or limit cut and "
@@ -131,7 +134,7 @@ def notes(report: dict[str, Any]) -> list[str]:
 
 
 def shares(row: Row) -> list[str]:
-    """Of a union: who proposed its accepted draft tokens."""
+    """Return that of a union: who proposed its accepted draft tokens."""
     parts = [
         f"{p['accepted']} by {p['name']} ({p['alone']} by it alone)"
         for p in row.get("by_drafter", ())
@@ -140,7 +143,7 @@ def shares(row: Row) -> list[str]:
 
 
 def stalls(found: dict[str, Any]) -> list[str]:
-    """What a run's stalls of the machine cost, of a report's `stalls`, a note each."""
+    """Return what a run's stalls of the machine cost, of a report's `stalls`, a note each."""
     stall = f"met a stall of the machine (over {FAR:g} times the usual time of a pass) and"
     lines = []
     if again := found["timed_again"]:
@@ -159,7 +162,7 @@ def doubt(label: str, why: str) -> str:
 
 
 def _doubts(row: Row) -> list[str]:
-    """What speaks against a drafter."""
+    """Return what speaks against a drafter."""
     label, limit, length = row["label"], row.get("break_even"), row["accepted_length"]["mean"]
     lines = [doubt(label, why) for why in row["doubts"]]
     if not lines and limit is not None and length is not None and length < limit:

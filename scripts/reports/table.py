@@ -48,13 +48,13 @@ class Table:
 
     @classmethod
     def of(cls, columns: Columns, rows: Iterable[dict[str, Any]], **more: Any) -> Table:
-        """Of named columns, each a function row -> text."""
+        """Return that of named columns, each a function row -> text."""
         cells = [[cell(row) for _, cell in columns] for row in rows]
         return cls([name for name, _ in columns], cells, **more)
 
     @classmethod
     def listed(cls, values: dict[str, Any]) -> Table:
-        """Names and values, without those that say nothing."""
+        """Return names and values, without those that say nothing."""
         known = {name: value for name, value in values.items() if value not in (None, [], "")}
         rows = [[n, v if isinstance(v, str) else json.dumps(v)] for n, v in known.items()]
         return cls((), rows)

@@ -18,7 +18,7 @@ COLUMNS: Columns = (
 
 
 def table(report: dict[str, Any]) -> Table:
-    """The measured settings in the order of their speed, the chosen one marked."""
+    """Return the measured settings in the order of their speed, the chosen one marked."""
     s, where = report["settings"], f"{report['drafter']} on {report['target']['name']}"
     rows = sorted(report["rows"], key=lambda r: -(r["measured"]["tokens_per_second"] or 0))
     return Table.of(
@@ -31,7 +31,7 @@ def table(report: dict[str, Any]) -> Table:
 
 
 def sentences(report: dict[str, Any]) -> list[str]:
-    """What a reader of the table must know."""
+    """Return what a reader of the table must know."""
     chosen = report["chosen"]
     doubts = {row["name"]: row["measured"]["doubts"] for row in report["rows"]}
     nothing = "Nothing was faster than plain decoding here"

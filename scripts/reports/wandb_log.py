@@ -42,7 +42,7 @@ def to_wandb(report: dict[str, Any], out: Path, job: str, mode: str, project: st
 
 
 def _scores(row: dict[str, Any]) -> dict[str, Any]:
-    """A line of the table."""
+    """Return a line of the table."""
     length = row["accepted_length"]
     return {
         "drafter": row["label"],
@@ -56,8 +56,8 @@ def _scores(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """Every number of the rows by GROUP/DRAFTER/KEY, no speed that is in doubt among them,
-    and who accepted most."""
+    """Return every number of the rows by GROUP/DRAFTER/KEY, no speed that is in doubt among
+    them, and who accepted most."""
     found: dict[str, Any] = {}
     lengths = []
     for row in report.get("drafters") or report.get("rows") or ():
@@ -73,7 +73,7 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(value: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers of nested mappings under dotted names, without speeds that are in doubt."""
+    """Return numbers of nested mappings under dotted names, without speeds that are in doubt."""
     out: dict[str, float] = {}
     left_out = SPEEDS if value.get("doubts") else ()
     for key, item in value.items():

@@ -92,8 +92,9 @@ class Assisted:
     def _cycles(
         self, passes: list[Pass], prompt: int, total: int, limit: int, stop: str
     ) -> list[Cycle]:
-        """One cycle for every pass after the first, which belongs to the prefill. A pass reads
-        the last token and the candidates; the next one starts where it has stopped accepting."""
+        """Return one cycle for every pass after the first, which belongs to the prefill. A
+        pass reads the last token and the candidates; the next one starts where it has
+        stopped accepting."""
         # Tokens generated when each pass begins, and at the end.
         ends = [*(p.start + 1 - prompt for p in passes[1:]), total]
         cycles = []

@@ -58,14 +58,14 @@ class EvaluateConfig(PenaltyKeys, AutoDtype):
     quiet: bool = False
 
     def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
+        """Return what is named and not there, as "key: value; fix"."""
         return [
             *no_drafters(self.drafters, "drafters"),
             *([] if self.suite else no_prompts(self.prompts)),
         ]
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix", at every temperature."""
+        """Return problems as "key: value; rule; fix", at every temperature."""
         every = {self.temperature, *self.temperatures}
         found = [line for t in every for line in PenaltyKeys.validate(replace(self, temperature=t))]
         wrong = (wrong_address(name) for name in self.drafters)

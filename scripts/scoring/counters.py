@@ -32,8 +32,8 @@ class Rise:
 
 
 def read_counters(text: str) -> dict[str, Any] | None:
-    """Of a Prometheus page with speculation's counters, summed over a server's engines: those of
-    NAMES that it has, and accepted_by_position; None without them."""
+    """Return that of a Prometheus page with speculation's counters, summed over a server's
+    engines: those of NAMES that it has, and accepted_by_position; None without them."""
     totals, places = Counter[str](), Counter[int]()
     for line in text.splitlines():
         found = None if line.startswith("#") or len(line) > LINE else COUNTER.search(line)
@@ -50,7 +50,8 @@ def read_counters(text: str) -> dict[str, Any] | None:
 
 
 def _counted(text: str) -> int:
-    """A counter of a Prometheus page; 0 for NaN, infinity, less than 0 and what is no number."""
+    """Return a counter of a Prometheus page; 0 for NaN, infinity, less than 0 and what is
+    no number."""
     try:
         return max(0, int(float(text)))
     except (ValueError, OverflowError):
@@ -58,8 +59,8 @@ def _counted(text: str) -> int:
 
 
 def rise(before: str | None, after: str | None, names: Collection[str] = NAMES) -> Rise:
-    """What the counters rose by between two looks at the page (None: it could not be read).
-    names: the ones that are needed."""
+    """Return what the counters rose by between two looks at the page (None: it could not be
+    read). names: the ones that are needed."""
     old, new = (None if page is None else read_counters(page) for page in (before, after))
     if new is None:
         return Rise(None, "the server's counters are gone" if old else "")

@@ -104,7 +104,7 @@ class Contest:
 
     @classmethod
     def joined(cls, parts: Sequence[Contest]) -> Contest:
-        """All chunks together."""
+        """Return all chunks together."""
         lost = {one["name"]: one for part in parts for one in part.lost}
         return cls(
             [a for part in parts for a in part.answers if a.drafter not in lost],
@@ -165,7 +165,7 @@ class Runner:
     lost: list[dict[str, str]]
 
     def measure(self, number: int, chunk: Sequence[Prompt]) -> Contest:
-        """All turns of a chunk, asked of every system."""
+        """Return all turns of a chunk, asked of every system."""
         part = Contest()
         history: dict[str, list[dict[str, str]]] = {p.id: [] for p in chunk}
         for turn in range(max(len(p.turns) for p in chunk)):
@@ -186,9 +186,9 @@ class Runner:
     def run(
         self, system: System, requests: Sequence[Request], settings: ContestSettings
     ) -> DecodedRun | None:
-        """What a system answers; None where nothing is asked, and for one that is lost. A
-        server is beyond our power: its failure costs its own row alone, that of any other
-        system is raised."""
+        """Return what a system answers; None where nothing is asked, and for one that is
+        lost. A server is beyond our power: its failure costs its own row alone, that of any
+        other system is raised."""
         if not requests or any(one["name"] == system.name for one in self.lost):
             return None
         try:
@@ -214,7 +214,8 @@ class Runner:
         history: dict[str, list[dict[str, str]]],
         skipped: list[dict[str, Any]],
     ) -> Asked:
-        """The turn as it is asked; prompts that have outgrown the context go to `skipped`."""
+        """Return the turn as it is asked; prompts that have outgrown the context go to
+        `skipped`."""
         asked, limit = Asked(turn), self.settings.max_new_tokens
         for p in chunk:
             held = history[p.id]
@@ -284,8 +285,8 @@ def run_contest(
 
 
 def _stalled(parts: dict[int, Contest], systems: Sequence[System]) -> int | None:
-    """The number of a chunk that is to be asked again; None where there is none, or too
-    many."""
+    """Return the number of a chunk that is to be asked again; None where there is none, or
+    too many."""
     found = Contest.joined(list(parts.values()))
     lost = {one["name"] for one in found.lost}
     units = {*pace.stalled(found.paces([s.name for s in systems if s.name not in lost]))}
@@ -296,7 +297,7 @@ def _stalled(parts: dict[int, Contest], systems: Sequence[System]) -> int | None
 
 
 def request_id(prompt: int, turn: int) -> int:
-    """The id of a turn's request: different for all turns of 2**34 prompts.
+    """Return the id of a turn's request: different for all turns of 2**34 prompts.
 
     The first 64 turns count up from 64 * prompt, as they always did; later ones go far above
     those.

@@ -59,7 +59,7 @@ def paces(timings: Timings) -> dict[str, dict[Unit, Pace]]:
 
 
 def stalled(found: Mapping[str, Mapping[Unit, Pace]]) -> list[Unit]:
-    """The units of which a row has no pass that can be trusted."""
+    """Return the units of which a row has no pass that can be trusted."""
     units = next(iter(found.values()), {})
     return [u for u in units if any(r[u].stalled and not r[u].passes for r in found.values())]
 
@@ -93,7 +93,7 @@ def _slower(times: Sequence[float]) -> float:
 
 
 def _middle(calls: Sequence[Timing]) -> float:
-    """Seconds of a usual pass of these calls; NaN for none."""
+    """Return seconds of a usual pass of these calls; NaN for none."""
     times = [second for _, second in _passes(calls)]
     passes = sum(timing.cycles for timing in calls)
     if times:
@@ -102,8 +102,8 @@ def _middle(calls: Sequence[Timing]) -> float:
 
 
 def _pace(calls: Sequence[Timing], limits: Mapping[int, float]) -> Pace:
-    """The pace of one row's calls on a unit. limits: kind -> seconds above which a pass met a
-    stall."""
+    """Return the pace of one row's calls on a unit. limits: kind -> seconds above which a
+    pass met a stall."""
     known = [(second, limits.get(kind, limits[ANY])) for kind, second in _passes(calls)]
     far = [second for second, limit in known if second > limit]
     passes = sum(timing.cycles for timing in calls)

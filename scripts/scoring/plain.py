@@ -26,7 +26,7 @@ class Plain:
 
     @torch.no_grad()
     def logits(self, ids: list[int], start: int, guidance: float | None = None) -> Tensor:
-        """Logits [len(ids) - start, V] that predict ids[start:], in one pass.
+        """Return logits [len(ids) - start, V] that predict ids[start:], in one pass.
 
         guidance: classifier-free guidance as in transformers (Sanchez et al. 2306.17806):
         log-probabilities moved away from those of an unconditional pass, which sees the
@@ -45,7 +45,8 @@ class Plain:
 
     @torch.no_grad()
     def _steps(self, ids: list[int], count: int) -> Tensor:
-        """Logits [count, V] behind `ids` and the best tokens that follow, by a cached step each."""
+        """Return logits [count, V] behind `ids` and the best tokens that follow, by a
+        cached step each."""
         found: list[Tensor] = []
         new, past = list(ids), None
         with self.target.as_loaded() as model:
@@ -57,9 +58,9 @@ class Plain:
         return torch.stack(found)
 
     def rounding(self, prompts: Sequence[Sequence[int]], steps: int = 16) -> float:
-        """What rounding does in this model and dtype, the engine left out: the most that two plain
-        ways to compute the same logits differ by, one pass over the whole text and one cached step
-        per token; see `moved`."""
+        """Return what rounding does in this model and dtype, the engine left out: the most
+        that two plain ways to compute the same logits differ by, one pass over the whole
+        text and one cached step per token; see `moved`."""
         gap = 0.0
         for prompt in prompts:
             ids = list(prompt)
@@ -70,8 +71,9 @@ class Plain:
 
 
 def moved(a: Tensor, b: Tensor) -> float:
-    """Of two ways to compute the same logits [n, V], the largest difference of the distance to the
-    best logit, over the BEST tokens of either: what can turn a greedy choice."""
+    """Return that of two ways to compute the same logits [n, V], the largest difference of
+    the distance to the best logit, over the BEST tokens of either: what can turn a greedy
+    choice."""
     a, b = a.double(), b.double()
     near = torch.zeros_like(a, dtype=torch.bool)
     for x in (a, b):

@@ -12,7 +12,8 @@ from outrider.heads.names import NONE
 
 
 def believable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of ours, `none` among them, whose speed can be believed, the fastest first."""
+    """Return the rows of ours, `none` among them, whose speed can be believed, the fastest
+    first."""
     known = [
         row
         for row in rows
@@ -22,17 +23,18 @@ def believable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def best(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The fastest row that drafts and whose speed can be believed; None where there is
-    none."""
+    """Return the fastest row that drafts and whose speed can be believed; None where there
+    is none."""
     return next((row for row in believable(rows) if row["name"] != NONE), None)
 
 
 def ranking(
     rows: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Rows of a report that can be ranked, the fastest first: {name, label, rank, speedup,
-    tied_with}. rank: 1 + how many rows are clearly faster, and never below that of a row above.
-    tied_with: rows that are neither clearly faster nor slower. pairs: of the same report."""
+    """Return rows of a report that can be ranked, the fastest first: {name, label, rank,
+    speedup, tied_with}. rank: 1 + how many rows are clearly faster, and never below that of
+    a row above. tied_with: rows that are neither clearly faster nor slower. pairs: of the
+    same report."""
     faster = set()  # (a, b): a is clearly faster than b
     for pair in pairs:
         low, high = pair["speed_ratio"]["low"], pair["speed_ratio"]["high"]

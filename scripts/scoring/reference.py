@@ -69,10 +69,10 @@ def generated(
     timing: Timing,
     helper: Any = None,
 ) -> tuple[list[list[int]], list[Pass]]:
-    """The tokens that model.generate writes behind `ids` [B, T], and its passes. how: see
-    `settings`. helper: an assistant. timing: takes what was spent; `cycles` counts passes after
-    the prefill, which ends with the first token. Random numbers come from torch's global
-    generator, seeded here and restored."""
+    """Return the tokens that model.generate writes behind `ids` [B, T], and its passes.
+    how: see `settings`. helper: an assistant. timing: takes what was spent; `cycles` counts
+    passes after the prefill, which ends with the first token. Random numbers come from
+    torch's global generator, seeded here and restored."""
     first: list[float] = []
 
     def never(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -116,9 +116,8 @@ def without_wishes(model: Any, **fields: Any) -> Iterator[None]:
 
 
 def room(target: Target, request: Request) -> int:
-    """Most tokens the engine would write for this request: its limit or the end of the
-    context.
-    """
+    """Return most tokens the engine would write for this request: its limit or the end of
+    the context."""
     return min(request.max_new_tokens, target.context_length - len(request.prompt))
 
 

@@ -30,10 +30,9 @@ SAFETY = 2  # a largest value over so few is no bound
 
 
 def lossless(contest: Contest, systems: list[System], target: Target) -> dict[str, dict[str, Any]]:
-    """Per drafter: {checked, equal, within_rounding, beyond_rounding, differences: [...]}
-    against `none`.
-    measured_rounding: the distance that counts as rounding, where it had to be measured, else
-        None."""
+    """Return per drafter: {checked, equal, within_rounding, beyond_rounding, differences:
+    [...]} against `none`. measured_rounding: the distance that counts as rounding, where it
+    had to be measured, else None."""
     found: dict[str, dict[str, Any]] = {}
     measured: dict[int, float] = {}
     answers: dict[str, dict[tuple[str, int], ScoredAnswer]] = {s.name: {} for s in systems}

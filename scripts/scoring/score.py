@@ -48,7 +48,7 @@ class Scores:
         self.prompts = list(self.answers[names[0]])
 
     def report(self, lossless: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """What report.json says of the drafters. lossless: of `same_tokens`, by drafter."""
+        """Return what report.json says of the drafters. lossless: of `same_tokens`, by drafter."""
         rows = [{**self.row(s), "lossless": lossless.get(s.name)} for s in self.systems]
         pairs = self.pairs({row["name"]: row["doubts"] for row in rows})
         return {
@@ -69,8 +69,8 @@ class Scores:
         return [[c for a in answers[p] for c in stats.split(a.generation).clean] for p in prompts]
 
     def work(self, name: str, whole: bool = False) -> stats.Work:
-        """What a row did by unit: decoding alone (the prefill's token is not its work), or end
-        to end."""
+        """Return what a row did by unit: decoding alone (the prefill's token is not its
+        work), or end to end."""
         tokens, passes, pass_s = [], [], []
         for unit in self.units:
             calls = self.timed_runs[name][unit]
@@ -84,7 +84,7 @@ class Scores:
         return stats.Work(tokens, passes, pass_s)
 
     def speedup(self, a: str, b: str, whole: bool = False) -> dict[str, Any]:
-        """Tokens per second of `a` over those of `b`, paired by unit."""
+        """Return tokens per second of `a` over those of `b`, paired by unit."""
         work, base = (self.work(name, whole) for name in (a, b))
         return plain(stats.speedup(work, base).json())  # type: ignore[no-any-return]
 
@@ -100,9 +100,8 @@ class Scores:
         return 1000 * float(stats.trimmed(spent[known] / passes[known], passes[known]))
 
     def break_even(self, system: System) -> stats.Interval | None:
-        """Accepted length at which the drafter's cycles, as long as they were, would be as
-        fast as plain decoding.
-        """
+        """Return accepted length at which the drafter's cycles, as long as they were, would
+        be as fast as plain decoding."""
         mine, base = self.work(system.name), self.work(NONE)
         passes, plain_passes, plain_tokens = map(sum, (mine.passes, base.passes, base.tokens))
         if not system.nodes or not passes or not plain_passes or not plain_tokens:
@@ -113,8 +112,8 @@ class Scores:
         return stats.pass_ratio(mine, base).times(plain_tokens / plain_passes / rows)
 
     def ratio_doubts(self, ratio: dict[str, Any], names: Sequence[str]) -> list[str]:
-        """Why a ratio of speeds of two rows cannot be believed, whatever they draft; [] where
-        it can."""
+        """Return why a ratio of speeds of two rows cannot be believed, whatever they draft;
+        [] where it can."""
         mean, low, high = (ratio[key] for key in ("mean", "low", "high"))
         both = np.array([self.work(name).pass_s for name in names])
         timed = int(np.isfinite(both).all(0).sum())
@@ -126,7 +125,7 @@ class Scores:
         return found
 
     def doubts(self, system: System, speed: dict[str, Any]) -> list[str]:
-        """Why the speed of a row cannot be believed, a sentence each; [] where it can."""
+        """Return why the speed of a row cannot be believed, a sentence each; [] where it can."""
         if speed["mean"] is None or system.name == NONE:
             return []
         found, limit = self.ratio_doubts(speed, (system.name, NONE)), self.break_even(system)
@@ -135,8 +134,8 @@ class Scores:
         return found
 
     def stalls(self) -> dict[str, Any]:
-        """What the machine's stalls cost: of how many timed units those that were timed
-        again and those that are left out of all times; passes left out, by row."""
+        """Return what the machine's stalls cost: of how many timed units those that were
+        timed again and those that are left out of all times; passes left out, by row."""
         passes = {name: sum(p.stalled for p in of.values()) for name, of in self.paces.items()}
         return {
             "units": len(self.units),
@@ -146,7 +145,7 @@ class Scores:
         }
 
     def row(self, system: System) -> dict[str, Any]:
-        """One entry of report.json's `drafters`."""
+        """Return one entry of report.json's `drafters`."""
         about = {
             "name": system.name,
             "kind": system.kind,
@@ -159,7 +158,7 @@ class Scores:
         return plain({**about, **self._accepted(system), **self._speed(system), **known})  # type: ignore[no-any-return]
 
     def _accepted(self, system: System) -> dict[str, Any]:
-        """What was written and accepted."""
+        """Return what was written and accepted."""
         name, clean = system.name, self.clean(system.name, self.prompts)
         answers, flat = self.answers[name], [c for cycles in clean for c in cycles]
         known = [] if name in self.contest.silent else [a for p in answers for a in answers[p]]
@@ -196,7 +195,7 @@ class Scores:
         return {"prompts": len(prompts), "cycles": sum(map(len, clean)), "accepted_length": length}
 
     def _speed(self, system: System) -> dict[str, Any]:
-        """Tokens per second, against plain decoding, and what a cycle takes."""
+        """Return tokens per second, against plain decoding, and what a cycle takes."""
         name, limit = system.name, self.break_even(system)
         alone, whole = (stats.rate(self.work(name, end)).mean for end in (False, True))
         speed, outside = self.speedup(name, NONE), system.facts.get("totals_alone", False)
@@ -234,7 +233,7 @@ class Scores:
 
 
 def positions(clean: Sequence[Sequence[Cycle]]) -> list[dict[str, Any]]:
-    """Acceptance at every depth that some cycle of `clean` [prompt][cycle] proposed."""
+    """Return acceptance at every depth that some cycle of `clean` [prompt][cycle] proposed."""
     flat = [c for cycles in clean for c in cycles]
     return [
         {**p.json(), "conditional_interval": c.json(), "unconditional_interval": u.json()}
@@ -245,10 +244,9 @@ def positions(clean: Sequence[Sequence[Cycle]]) -> list[dict[str, Any]]:
 
 
 def output_lines(contest: Contest) -> list[dict[str, Any]]:
-    """The lines of outputs.jsonl. drafted: accepted draft tokens, the first ones of what
-    each of `cycles` committed. by: of a union, who proposed each of them, bit k for its
-    k-th drafter. cut, loop: places in `cycles` of those that are counted apart.
-    """
+    """Return the lines of outputs.jsonl. drafted: accepted draft tokens, the first ones of
+    what each of `cycles` committed. by: of a union, who proposed each of them, bit k for
+    its k-th drafter. cut, loop: places in `cycles` of those that are counted apart."""
     lines = []
     for a in contest.answers:
         g = a.generation

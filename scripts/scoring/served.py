@@ -39,12 +39,12 @@ SEEDS = 1 << 31  # llama.cpp takes no larger seeds
 
 
 def address_of(name: str, url: str) -> Address:
-    """How the server of a row is asked."""
+    """Return how the server of a row is asked."""
     return Address(url, PATIENCE, setting=f"drafters: {name}", key_setting="")
 
 
 def dead(drafters: Sequence[str]) -> list[str]:
-    """A line for each server among the names of drafters that does not answer."""
+    """Return a line for each server among the names of drafters that does not answer."""
     found = []
     for server in filter(None, map(SERVER.fullmatch, drafters)):
         try:
@@ -117,8 +117,8 @@ class ServedSystem:
         return DecodedRun(found, timing)
 
     def _tokens(self, prompt: Sequence[int], reply: Reply, limit: int) -> list[int]:
-        """The answer as ours are: with its stop token, which llama.cpp does not send. Raises
-        UserError for one that cannot stand beside ours."""
+        """Return the answer as ours are: with its stop token, which llama.cpp does not
+        send. Raises UserError for one that cannot stand beside ours."""
         tokens, target = reply.tokens, self.target
         eos, most = target.eos_ids, target.vocab_size
         if tokens is None or (not tokens and not (reply.stopped and eos)):
@@ -144,15 +144,15 @@ class ServedSystem:
 
     @torch.inference_mode()
     def _stop(self, ids: Sequence[int]) -> int:
-        """The stop token behind these: of several the one that the target likes best."""
+        """Return the stop token behind these: of several the one that the target likes best."""
         row = torch.tensor([list(ids)], device=self.target.device)
         logits = self.target.model(row).logits[0, -1]
         return max(self.target.eos_ids, key=lambda token: float(logits[token]))
 
 
 def least(times: Sequence[tuple[float, float]], where: str, last: bool) -> tuple[float, float]:
-    """The least time of first tokens and of whole answers over all tries: chance only ever adds to
-    a time. Raises UserError where these make no sense at the last try."""
+    """Return the least time of first tokens and of whole answers over all tries: chance
+    only ever adds to a time. Raises UserError where these make no sense at the last try."""
     first, whole = (min(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0)
     if not last or whole > first:
         return first, whole
@@ -194,8 +194,8 @@ def risen(kind: str, before: str | None, after: str | None) -> int | None:
 def accepted(
     replies: Sequence[Reply], rose: int | None, answers: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Accepted draft tokens of every answer. rose: of all together, by the server's counters:
-    shared out by length where the answers do not tell their own."""
+    """Return accepted draft tokens of every answer. rose: of all together, by the server's
+    counters: shared out by length where the answers do not tell their own."""
     own = [reply.accepted for reply in replies]
     if all(count is not None for count in own):
         return [count or 0 for count in own]

@@ -71,7 +71,7 @@ class Question:
 
 
 def ids_of(value: Any) -> list[int]:
-    """A list of token ids, or of counts. Raises ValueError for anything else."""
+    """Return a list of token ids, or of counts. Raises ValueError for anything else."""
     if not isinstance(value, list) or not all(type(i) is int and 0 <= i < MOST_IDS for i in value):
         raise ValueError("no list of ids")
     return value
@@ -84,7 +84,7 @@ def _text_of(value: Any) -> str:
 
 
 def _counts_of(values: list[Any]) -> dict[str, Any]:
-    """The numbers of COUNTS; {} where one is none."""
+    """Return the numbers of COUNTS; {} where one is none."""
     try:
         return dict(zip(COUNTS, ids_of(values), strict=True))
     except ValueError:
@@ -95,7 +95,7 @@ def _counts_of(values: list[Any]) -> dict[str, Any]:
 
 
 def answer(kind: str, model: str, ids: list[int], ask: ServerRequest) -> Question:
-    """One answer behind a prompt, as a Reply."""
+    """Return one answer behind a prompt, as a Reply."""
     about = f"{len(ids)} token ids, {ask.limit} more"
     if kind == LLAMACPP:
         return Question("/completion", _llamacpp(ids, ask), _read_llamacpp(ask), about)
@@ -120,7 +120,7 @@ def answer(kind: str, model: str, ids: list[int], ask: ServerRequest) -> Questio
 
 
 def _llamacpp(ids: list[int], ask: ServerRequest) -> dict[str, Any]:
-    """The samplers are named, so that nothing else is applied."""
+    """Return the samplers are named, so that nothing else is applied."""
     return {
         "prompt": ids,
         "n_predict": ask.limit,
@@ -184,8 +184,8 @@ def _read_completion(reply: Any) -> Reply:
 
 
 def scores(kind: str, model: str, ids: list[int], start: int, top: int) -> Question | None:
-    """Those of the `top` best tokens, and of the text's own, at every place from `start` on; None
-    of a server that tells one place at a time alone."""
+    """Return those of the `top` best tokens, and of the text's own, at every place from
+    `start` on; None of a server that tells one place at a time alone."""
     if kind == SGLANG:
         body = {
             "input_ids": ids,
@@ -207,7 +207,8 @@ def scores(kind: str, model: str, ids: list[int], start: int, top: int) -> Quest
 
 
 def next_scores(kind: str, model: str, ids: list[int], top: int) -> Question:
-    """Those of the place behind a text, by an answer of one token, which no draft touches."""
+    """Return those of the place behind a text, by an answer of one token, which no draft
+    touches."""
     if kind == LLAMACPP:
         body: dict[str, Any] = {
             "prompt": ids,
@@ -281,7 +282,7 @@ def sound(distribution: dict[int, float]) -> dict[int, float]:
 
 
 def tokenize(kind: str, model: str, text: str) -> Question:
-    """The ids that a text becomes as a prompt."""
+    """Return the ids that a text becomes as a prompt."""
     about, lacking = (
         f"the ids of {len(text)} characters",
         "the ids of the prompt are not in the answer",

@@ -87,7 +87,7 @@ class Endpoint:
         await self._server.__aexit__()
 
     def _wrong(self, requested: str, error: Exception) -> UserError:
-        """What was asked, what came of it, and what to do."""
+        """Return what was asked, what came of it, and what to do."""
         if isinstance(error, AnswerRefused):
             fix = f"{SERVE}, with room for the prompts"
         elif self._server.heard:
@@ -97,7 +97,7 @@ class Endpoint:
         return UserError(f"{self.address.setting}: {self.root}: asked {requested}; {error}; {fix}")
 
     async def _ask(self, question: Question) -> Any:
-        """Raises UserError that names address, question, answer."""
+        """Raise UserError that names address, question, answer."""
 
         def read(reply: Any) -> Any:
             try:
@@ -113,7 +113,7 @@ class Endpoint:
             raise self._wrong(f"POST {question.path} ({question.about})", error) from None
 
     async def answer(self, ids: list[int], ask: ServerRequest) -> Reply:
-        """One answer behind a prompt. Raises UserError."""
+        """Return one answer behind a prompt. Raises UserError."""
         reply: Reply = await self._ask(server_forms.answer(self.kind, self.model, ids, ask))
         return reply
 
@@ -133,7 +133,8 @@ class Endpoint:
         return [await self._ask(one) for one in ones]
 
     async def tokenized(self, text: str) -> list[int]:
-        """The ids that a text becomes as a prompt. Raises UserError where it does not tell."""
+        """Return the ids that a text becomes as a prompt. Raises UserError where it does
+        not tell."""
         return list(await self._ask(server_forms.tokenize(self.kind, self.model, text)))
 
     async def metrics(self) -> str | None:
@@ -159,7 +160,7 @@ class Endpoint:
 
 
 def reached(address: Address) -> None:
-    """Raises UserError where no server answers, before anything slow is begun for its sake."""
+    """Raise UserError where no server answers, before anything slow is begun for its sake."""
 
     async def recognised() -> None:
         async with Endpoint(replace(address, retries=min(address.retries, 1))):

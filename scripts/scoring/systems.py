@@ -27,8 +27,8 @@ Run = Callable[[Sequence[Request], ContestSettings], DecodedRun]
 
 
 def systems_of(specs: Sequence[str], target: Target) -> list[System]:
-    """The rows of the table. `none` is put in front when it is not listed. Raises UserError that
-    names every one that cannot be loaded."""
+    """Return the rows of the table. `none` is put in front when it is not listed. Raises
+    UserError that names every one that cannot be loaded."""
     systems: list[System] = []
     problems: list[str] = []
     for spec in [*([] if NONE in specs else [NONE]), *specs]:
@@ -107,7 +107,7 @@ def _with_assistant(spec: str, target: Target) -> list[System]:
 
 
 def drafting(spec: str, drafter: Drafter, target: Target) -> System:
-    """The row of a drafter under the name `spec`."""
+    """Return the row of a drafter under the name `spec`."""
     nodes, depth = drafter.max_nodes, drafter.max_depth
 
     def run(requests: Sequence[Request], s: ContestSettings) -> DecodedRun:
@@ -128,7 +128,8 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> System:
 
 
 def _assisted(spec: str, target: Target, helper: Target | None, k: int, usual: int) -> list[System]:
-    """The two rows of a loop of transformers: with K = `k` as ours, and with its defaults."""
+    """Return the two rows of a loop of transformers: with K = `k` as ours, and with its
+    defaults."""
     fair, free = (Assisted(target, helper, tokens) for tokens in (k, None))
     return [
         _reference(spec, lambda requests, s: fair(requests, s.sampling, s.seed), k),
@@ -144,7 +145,7 @@ def _reference(name: str, run: Run, k: int = 0) -> System:
 
 
 def _server(spec: str, served: ServedSystem) -> System:
-    """The row of a running server. Raises UserError where none answers."""
+    """Return the row of a running server. Raises UserError where none answers."""
     served.check()
 
     def run(requests: Sequence[Request], s: ContestSettings) -> DecodedRun:
@@ -158,9 +159,8 @@ def _server(spec: str, served: ServedSystem) -> System:
 
 
 def _card(draft: DraftSpec) -> dict[str, Any] | None:
-    """The card of the head that `draft` asks for; None where it asks for no head. Raises
-    UserError when damaged.
-    """
+    """Return the card of the head that `draft` asks for; None where it asks for no head.
+    Raises UserError when damaged."""
     folder = head_folder(draft)
     return None if folder is None else read_card(folder)
 

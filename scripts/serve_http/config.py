@@ -40,7 +40,7 @@ class ServeConfig(AutoDtype):
     device: str | None = None
 
     def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
+        """Return what is named and not there, as "key: value; fix"."""
         return no_drafters(self.drafters, "drafters")
 
     @property

@@ -58,5 +58,5 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     quiet: bool = False
 
     def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
+        """Return what is named and not there, as "key: value; fix"."""
         return no_drafters([self.drafter]) + no_prompts(self.prompts)

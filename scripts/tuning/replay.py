@@ -48,7 +48,7 @@ class RecordedDraft:
         return out
 
     def agreed(self, follows: Sequence[int]) -> list[int]:
-        """Nodes of the longest path that agrees with the tokens that followed."""
+        """Return nodes of the longest path that agrees with the tokens that followed."""
         node_of = {
             (p, t): i for i, (p, t) in enumerate(zip(self.parents, self.tokens, strict=True))
         }
@@ -137,13 +137,13 @@ class Text:
 
 
 def chain_of(texts: Sequence[Text], k: int) -> list[Kept]:
-    """Per text: what a chain of the first k best-ranked tokens gives, from longer chains or from
-    trees."""
+    """Return per text: what a chain of the first k best-ranked tokens gives, from longer
+    chains or from trees."""
     return static_of(texts, [(0,) * (depth + 1) for depth in range(k)])
 
 
 def static_of(texts: Sequence[Text], tree: Sequence[Path]) -> list[Kept]:
-    """Per text: what a static tree gives, from a larger one."""
+    """Return per text: what a static tree gives, from a larger one."""
     have = {(), *tree}
 
     def depth(path: Path) -> int:
@@ -153,8 +153,8 @@ def static_of(texts: Sequence[Text], tree: Sequence[Path]) -> list[Kept]:
 
 
 def dynamic_of(texts: Sequence[Text], depth: int, nodes: int) -> list[Kept]:
-    """Per text: what a dynamic tree of at most so many levels and nodes gives, from a larger one of
-    the same width."""
+    """Return per text: what a dynamic tree of at most so many levels and nodes gives, from
+    a larger one of the same width."""
 
     def accepted(draft: RecordedDraft, agreed: Sequence[int]) -> int:
         assert draft.score is not None, "a dynamic tree comes with its scores"
@@ -169,8 +169,8 @@ def dynamic_of(texts: Sequence[Text], depth: int, nodes: int) -> list[Kept]:
 
 
 def walk(text: Text, kept: Kept, depth: int) -> list[tuple[int, bool]]:
-    """The cycles of one text, as the engine would make them with a draft of at most `depth`
-    levels: (accepted, clean). clean: neither a stop token nor the limit cut it."""
+    """Return the cycles of one text, as the engine would make them with a draft of at most
+    `depth` levels: (accepted, clean). clean: neither a stop token nor the limit cut it."""
     cycles, t = [], 1
     while t < len(text.tokens):
         budget = min(text.limit - t - 1, depth)
@@ -182,7 +182,7 @@ def walk(text: Text, kept: Kept, depth: int) -> list[tuple[int, bool]]:
 
 
 def accepted_length(texts: Sequence[Text], kept: Sequence[Kept], depth: int) -> float:
-    """Tokens per clean cycle of all texts, the bonus token counted."""
+    """Return tokens per clean cycle of all texts, the bonus token counted."""
     cycles = [one for pair in zip(texts, kept, strict=True) for one in walk(*pair, depth)]
     clean = [accepted + 1 for accepted, clean in cycles if clean]
     return sum(clean) / len(clean) if clean else 1.0

@@ -95,7 +95,7 @@ def run(cfg: TuneConfig, target: Target, console: Console) -> dict[str, Any]:
 def _timed(
     one: Candidate, family: DrafterFamily, ids: Sequence[list[int]], cfg: TuneConfig
 ) -> dict[str, Any]:
-    """What a candidate costs, in the decode loop itself, and brings."""
+    """Return what a candidate costs, in the decode loop itself, and brings."""
     drafter, size = family.drafter(one.settings), cfg.batch_size
     prompts = list(itertools.islice(itertools.cycle(ids), max(size, 2)))
     for tokens in (3, min(TIMED_TOKENS, cfg.max_new_tokens)):  # the first run warms up
@@ -118,7 +118,7 @@ def measured(
     prompts: Sequence[Prompt],
     cfg: TuneConfig,
 ) -> Scores:
-    """What interleaved decoding of first turns gives, plain decoding among the rows."""
+    """Return what interleaved decoding of first turns gives, plain decoding among the rows."""
     target = family.target
     systems = systems_of([NONE], target)
     systems += [drafting(name, family.drafter(one), target) for name, one in settings.items()]
@@ -129,8 +129,8 @@ def measured(
 
 
 def confirmed(timed: Sequence[dict[str, Any]], count: int) -> list[DraftSettings]:
-    """The settings of the `count` fastest rows of `timed`, the fastest of every shape among
-    them."""
+    """Return the settings of the `count` fastest rows of `timed`, the fastest of every
+    shape among them."""
     shapes = {row["settings"]["shape"]: row for row in reversed(timed)}
     first = sorted(shapes.values(), key=timed.index)
     rows = [*first, *(row for row in timed if row not in first)][: max(count, len(first))]
@@ -138,7 +138,7 @@ def confirmed(timed: Sequence[dict[str, Any]], count: int) -> list[DraftSettings
 
 
 def _made_with(cfg: TuneConfig, family: DrafterFamily, prompts: int) -> dict[str, Any]:
-    """What the report rests on: command, drafter, target, settings, machine."""
+    """Return what the report rests on: command, drafter, target, settings, machine."""
     target, head = family.target, family.head
     left_out = ("quiet", "overwrite", "wandb", "wandb_project")
     return {
@@ -158,7 +158,7 @@ def _made_with(cfg: TuneConfig, family: DrafterFamily, prompts: int) -> dict[str
 
 
 def tuned_from(report: dict[str, Any], folder: Path) -> Tuned:
-    """What is written beside the head."""
+    """Return what is written beside the head."""
     chosen, shapes, s = report["chosen"], report["per_shape"], report["settings"]
     keys = ("temperature", "dtype", "batch_size", "max_new_tokens", "num_prompts")
     evidence = {

@@ -69,7 +69,7 @@ class DrafterFamily:
     def of(
         cls, spec: str, target: Target, sampling: Sampling, depth: int, nodes: int
     ) -> DrafterFamily:
-        """Raises UserError for `none`, an unknown drafter, or a shape that it does not have."""
+        """Raise UserError for `none`, an unknown drafter, or a shape that it does not have."""
         draft = parse(spec)
         path, shape = draft.source, draft.shape
         if path == NONE or draft != DraftSpec(path, shape) or (path == NGRAM and shape):
@@ -124,23 +124,23 @@ class DrafterFamily:
         return out
 
     def default(self) -> DraftSettings:
-        """What the drafter does untuned."""
+        """Return what the drafter does untuned."""
         shape: Any = self.head.cfg.shape if self.head else "chain"
         return DraftSettings(shape if shape in self.kinds else "chain")
 
     def drafter(self, settings: DraftSettings) -> Drafter:
-        """A fresh drafter with these settings."""
+        """Return a fresh drafter with these settings."""
         if self.head is None:
             return NGram(depth=settings.depth or NGram().max_depth)
         return self.head.drafter(self.target, settings.draft())
 
     def dynamic(self, depth: int, nodes: int) -> DraftSettings:
-        """A dynamic tree, as wide as the head has it."""
+        """Return a dynamic tree, as wide as the head has it."""
         assert self.head is not None, "n-grams have no trees"
         return DraftSettings("tree", depth, nodes, self.head.cfg.width)
 
     def recorders(self) -> dict[str, Drafter]:
-        """Drafters whose drafts hold those of every setting, by shape."""
+        """Return drafters whose drafts hold those of every setting, by shape."""
         kinds = [kind for kind in self.kinds if kind not in self.drawn_kinds]
         made = {"chain": DraftSettings("chain", depth=self.depth)}
         if self.parallel and kinds:
@@ -156,7 +156,7 @@ class DrafterFamily:
     def record(
         self, prompts: Sequence[list[int]], tokens: int, seed: int, on_progress: OnProgress
     ) -> Texts:
-        """What `recorders` draft at every position of the target's plain answers."""
+        """Return what `recorders` draft at every position of the target's plain answers."""
         recorders = self.recorders()
         out: Texts = {name: [] for name in recorders}
         for i, ids in enumerate(prompts if recorders else ()):
@@ -170,7 +170,7 @@ class DrafterFamily:
         return out
 
     def candidates(self, texts: Texts) -> list[Candidate]:
-        """Settings within the bounds, each with its accepted length."""
+        """Return settings within the bounds, each with its accepted length."""
         out = list[Candidate]()
 
         def add(settings: DraftSettings, kept: list[replay.Kept], found: list[Text]) -> None:
@@ -198,12 +198,13 @@ class DrafterFamily:
 
 
 def within(values: Sequence[int], most: int) -> list[int]:
-    """Those below `most`, and `most`."""
+    """Return those below `most`, and `most`."""
     return [value for value in values if value < most] + [most]
 
 
 def value_of(texts: Sequence[Text], calibration: dict[str, Any]) -> Callable[[Path], float]:
-    """The chance that a path is right: recorded hits, smoothed by the head's calibration."""
+    """Return the chance that a path is right: recorded hits, smoothed by the head's
+    calibration."""
     found = [path for text in texts for path in text.paths.values()]
     hits = Counter(path[:d] for path in found for d in range(1, len(path) + 1))
     known = dict(zip(map(tuple, calibration["paths"]), calibration["values"], strict=True))
@@ -211,15 +212,15 @@ def value_of(texts: Sequence[Text], calibration: dict[str, Any]) -> Callable[[Pa
 
 
 def static_settings(value: Callable[[Path], float], nodes: int, depth: int) -> DraftSettings:
-    """What asks for the best static tree of so many nodes and levels."""
+    """Return what asks for the best static tree of so many nodes and levels."""
     tree = [path for path, _ in shapes.grow(value, nodes, depth)]
     paths = tuple(sorted(tree, key=lambda p: (len(p), p)))
     return DraftSettings("tree", depth=max(map(len, paths)), nodes=len(paths), paths=paths)
 
 
 def worth_timing(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those of which no other one of the same shape accepts as much with no more levels and no
-    more nodes."""
+    """Return those of which no other one of the same shape accepts as much with no more
+    levels and no more nodes."""
     return [
         one
         for one in candidates

@@ -66,9 +66,9 @@ class ServedTemplate(Template):
 
 
 def cut_inside(chat: Sequence[Message], template: Template) -> bool:
-    """Whether the last answer, which was cut, has not ended its reasoning: no template can
-    show that. An answer that names no delimiter is inside where the words that ask open the
-    block."""
+    """Return whether the last answer, which was cut, has not ended its reasoning: no
+    template can show that. An answer that names no delimiter is inside where the words that
+    ask open the block."""
     last = chat[-1]
     content = last.get("content") or ""
     if last["role"] != "assistant" or last.get("tool_calls"):
@@ -83,8 +83,8 @@ def cut_inside(chat: Sequence[Message], template: Template) -> bool:
 def served(
     chat: Sequence[Message], template: Template, complete: bool
 ) -> tuple[list[Message], ServedTemplate]:
-    """The chat with its last answer as the target wrote it, and the template that shows that.
-    Raises ValueError where it cannot stand behind the words that ask for it."""
+    """Return the chat with its last answer as the target wrote it, and the template that
+    shows that. Raises ValueError where it cannot stand behind the words that ask for it."""
     *before, last = chat
     turn, word = len(before), unused(template.render(chat))
     ask, text = template.render(before, True), last.get("content") or ""
@@ -111,8 +111,9 @@ def served(
 
 
 def check(chat: Sequence[Message], turn: int, template: Template, begin: str, text: str) -> int:
-    """Whether `text`, the rendering of a supervised turn, shows all that the target wrote in
-    it, whatever the blanks; of an earlier turn's reasoning alone, how much is cut off: 1 or 0.
+    """Return whether `text`, the rendering of a supervised turn, shows all that the target
+    wrote in it, whatever the blanks; of an earlier turn's reasoning alone, how much is cut
+    off: 1 or 0.
 
     begin: the rendering before `text`. Raises Unshown, or ValueError for an answer that no
     rendering can mend.
@@ -142,30 +143,31 @@ def check(chat: Sequence[Message], turn: int, template: Template, begin: str, te
 
 
 def thought(message: Message) -> str:
-    """The reasoning that a turn keeps apart from its text, "" for none."""
+    """Return the reasoning that a turn keeps apart from its text, "" for none."""
     found = (message.get(key) for key in REASONING)
     return next((text for text in found if isinstance(text, str) and text.strip()), "")
 
 
 def stays_open(text: str) -> bool:
-    """Whether a text begins with a block that it does not close."""
+    """Return whether a text begins with a block that it does not close."""
     start = text.lstrip()
     return any(start.startswith(first) and last not in text for first, last in PAIRS)
 
 
 def asks_inside(prompt: str) -> bool:
-    """Whether the words that ask for an answer open a block: the answer begins inside it."""
+    """Return whether the words that ask for an answer open a block: the answer begins
+    inside it."""
     return prompt.rstrip().endswith(OPENING)
 
 
 def ends_closed(text: str) -> bool:
-    """Whether a block ends where a text does."""
+    """Return whether a block ends where a text does."""
     return text.rstrip().endswith(CLOSING)
 
 
 def behind(prompt: str, answer: str) -> str:
-    """An answer as it stands behind the words that asked for it: without the opening that is
-    theirs already."""
+    """Return an answer as it stands behind the words that asked for it: without the opening
+    that is theirs already."""
     text = answer.lstrip()
     first = next((word for word in OPENING if text.startswith(word)), "")
     if not first or not prompt.rstrip().endswith(first):
@@ -175,6 +177,6 @@ def behind(prompt: str, answer: str) -> str:
 
 
 def pieces(text: str) -> list[str]:
-    """The parts of a text between delimiters, blanks taken out; the last one is what stands
-    behind all reasoning, "" where nothing does."""
+    """Return the parts of a text between delimiters, blanks taken out; the last one is what
+    stands behind all reasoning, "" where nothing does."""
     return ["".join(part.split()) for part in DELIMITERS.split(text)]

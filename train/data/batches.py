@@ -91,7 +91,7 @@ class JoinedRows:
         return found
 
     def reasons(self, most: int = 4) -> str:
-        """Why rows were left out, in how many cases each."""
+        """Return why rows were left out, in how many cases each."""
         bare = (re.sub(r"^.*?:\d+: | \(.*", "", problem).strip() for problem in self.bad)
         kinds = Counter(
             re.sub(r"'[^']*'", "'..'", re.sub(r"\d+", "N", problem)) for problem in bare
@@ -100,8 +100,8 @@ class JoinedRows:
         return shown + (f", {len(kinds) - most} more kinds" if len(kinds) > most else "")
 
     def supervision(self) -> str:
-        """How many assistant turns are supervised, and why others are not; "" without
-        chats."""
+        """Return how many assistant turns are supervised, and why others are not; ""
+        without chats."""
         turns, shown, kept = (self.counted.get(name, 0) for name in TURNS)
         reasons = [
             f"{turns - shown:,} not shown apart by the chat template" if shown < turns else "",
@@ -123,9 +123,9 @@ class JoinedRows:
                 (folder / LEFT_OUT).write_text(text, errors="backslashreplace")
 
     def batch(self, rows: Sequence[int], pack: int = 0) -> Batch:
-        """Those rows, right-padded to the longest; pack: or packed end to end into sequences
-        of so many tokens (or of the longest row, if that is more). How many positions a
-        sequence has, `laid` decides."""
+        """Return those rows, right-padded to the longest; pack: or packed end to end into
+        sequences of so many tokens (or of the longest row, if that is more). How many
+        positions a sequence has, `laid` decides."""
         starts, sizes = (t[list(rows)].tolist() for t in (self.offsets, self.lengths))
         sequences, width = laid(sizes, pack)
         ids = torch.zeros(len(sequences), width, dtype=torch.int64)
@@ -144,9 +144,8 @@ class JoinedRows:
         return Batch(ids, mask, loss, numbers, position if pack else None)
 
     def prompt(self, row: int) -> list[int]:
-        """The tokens before the first supervised one; of a plain text at least
-        MIN_TEXT_PROMPT.
-        """
+        """Return the tokens before the first supervised one; of a plain text at least
+        MIN_TEXT_PROMPT."""
         start, end = int(self.offsets[row]), int(self.offsets[row + 1])
         first = int(self.loss[start:end].to(torch.uint8).argmax())
         return self.ids[
@@ -161,8 +160,8 @@ class JoinedRows:
 
 
 def joined(parts: Sequence[JoinedRows], weights: Sequence[float] = ()) -> JoinedRows:
-    """The rows of several files, one file after the other; nothing is copied, counted or
-    hashed that a file's cache knows. One file alone is what it is."""
+    """Return the rows of several files, one file after the other; nothing is copied,
+    counted or hashed that a file's cache knows. One file alone is what it is."""
     if len(parts) == 1:
         return parts[0]
     firsts = torch.tensor([0, *(p.lines.numel() for p in parts)]).cumsum(0).tolist()
@@ -198,9 +197,10 @@ def joined(parts: Sequence[JoinedRows], weights: Sequence[float] = ()) -> Joined
 
 
 def some_held_out(rows: JoinedRows) -> JoinedRows:
-    """The same rows, LEAST of them held out where there are ENOUGH and data.held_out's share
-    meant fewer: by a hash of their prompts, so that equal ones and all rows of a chat fall on
-    one side whatever their order. A prompt of more than LEAST rows stays."""
+    """Return the same rows, LEAST of them held out where there are ENOUGH and
+    data.held_out's share meant fewer: by a hash of their prompts, so that equal ones and
+    all rows of a chat fall on one side whatever their order. A prompt of more than LEAST
+    rows stays."""
     missing = LEAST - int(rows.held.sum())
     if missing <= 0 or rows.held.numel() < ENOUGH:
         return rows
@@ -279,7 +279,7 @@ class BatchPlan:
         return found
 
     def mixture(self) -> str:
-        """What an epoch has of each file; "" of a single one."""
+        """Return what an epoch has of each file; "" of a single one."""
         message = [
             f"{file.name} {count:,} rows an epoch of {rows.numel():,} "
             f"({count / rows.numel():.3g} times each)"
@@ -289,7 +289,7 @@ class BatchPlan:
         return "; ".join(message or plain)
 
     def batch(self, step: int) -> list[int]:
-        """Rows of the global batch of optimizer step `step`, sorted by length."""
+        """Return rows of the global batch of optimizer step `step`, sorted by length."""
         epoch, k = divmod(step, self.per_epoch)
         return self._epoch(epoch)[k].tolist()
 
@@ -310,7 +310,7 @@ class BatchPlan:
         return torch.cat(batches)
 
     def shares(self, step: int, world: int, limits: Limits) -> list[list[list[int]]]:
-        """The rows of every rank at one step, cut into micro-batches. world divides
+        """Return the rows of every rank at one step, cut into micro-batches. world divides
         batch_size; which rows a step has does not depend on it."""
         batch = self.batch(step)
         found = shared(self.rows.lengths[batch].tolist(), world, limits)

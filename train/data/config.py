@@ -83,7 +83,7 @@ class DataConfig(RowsConfig):
     features: str = ""
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
+        """Return problems as "key: value; rule; fix"."""
         found = []
         if self.kind in ("jsonl", "text") and not all(self.paths):
             found.append("path: is empty; set data.path=FILE")
@@ -113,7 +113,7 @@ class DataConfig(RowsConfig):
         return found
 
     def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
+        """Return what is named and not there, as "key: value; fix"."""
         found = []
         if self.kind != "hub":
             fix = f"give a {'JSONL' if self.kind == 'jsonl' else 'text'} file"

@@ -85,8 +85,8 @@ def load_rows(
 
 
 def _files(cfg: DataConfig) -> list[DataConfig]:
-    """A configuration for each file: those of data.path, and data.held_out if it names one,
-    last. Raises UserError for a file that is named twice."""
+    """Return a configuration for each file: those of data.path, and data.held_out if it
+    names one, last. Raises UserError for a file that is named twice."""
     held = cfg.held_out
     if not isinstance(held, str):
         found = [replace(cfg, path=path) for path in cfg.paths]
@@ -113,7 +113,7 @@ def _load(
     context: int,
     check_stop: Callable[[], None],
 ) -> JoinedRows:
-    """The rows of one file or data set."""
+    """Return the rows of one file or data set."""
     how = RowReading(
         min(cfg.max_length, context),
         frozenset(eos_ids),
@@ -197,8 +197,8 @@ def _source(cfg: DataConfig) -> tuple[Iterable[Item], str, str]:
 
 
 def _unbroken(rows: Iterable[Any], name: str) -> Iterator[Item]:
-    """Rows with their numbers, counted from 0. Raises UserError for a connection or a file
-    that fails on the way."""
+    """Yield rows with their numbers, counted from 0. Raises UserError for a connection or a
+    file that fails on the way."""
     count = 0
     try:
         for row in rows:

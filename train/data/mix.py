@@ -32,7 +32,7 @@ class Joined:
         self.starts = torch.tensor([0, *(part.numel() for part in parts)]).cumsum(0).tolist()
 
     def numel(self) -> int:
-        """How many values there are."""
+        """Return how many values there are."""
         return self.starts[-1]
 
     def __getitem__(self, places: slice) -> Tensor:
@@ -47,8 +47,8 @@ class Joined:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """How many of `total` rows each weight stands for; they add up to it. What rounding leaves
-    goes to the largest remainders, the first of equal ones."""
+    """Return how many of `total` rows each weight stands for; they add up to it. What
+    rounding leaves goes to the largest remainders, the first of equal ones."""
     whole = sum(weights)
     if whole == math.inf:  # of numbers that are finite each
         weights = [weight / max(weights) for weight in weights]

@@ -40,10 +40,10 @@ class Limits:
 
 
 def laid(lengths: Sequence[int], pack: int) -> tuple[list[Part], int]:
-    """A pass over rows of these lengths: (which of them are in each sequence, positions of
-    every sequence). pack: 0 = a row is a sequence, padded to the longest row; otherwise rows
-    are packed end to end into sequences of at most so many tokens (or of the longest row, if
-    that is more), such that these are alike."""
+    """Return a pass over rows of these lengths: (which of them are in each sequence,
+    positions of every sequence). pack: 0 = a row is a sequence, padded to the longest row;
+    otherwise rows are packed end to end into sequences of at most so many tokens (or of the
+    longest row, if that is more), such that these are alike."""
     longest, total = max(lengths), sum(lengths)
     if not pack:
         return [[i] for i in range(len(lengths))], longest
@@ -82,10 +82,9 @@ def balanced(sizes: Sequence[int], count: int, most: int = 0) -> list[Part]:
 
 
 def shared(lengths: Sequence[int], ranks: int, limits: Limits) -> list[Share]:
-    """The passes of every rank over rows of these lengths, a multiple of `ranks` in number;
-    every rank has a pass. With limits.together all have equally many, and the largest of
-    each come first.
-    """
+    """Return the passes of every rank over rows of these lengths, a multiple of `ranks` in
+    number; every rank has a pass. With limits.together all have equally many, and the
+    largest of each come first."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     rising = [lengths[i] for i in order]
     found = _by_tokens(rising, ranks, limits) if limits.tokens else _by_rows(rising, ranks, limits)
@@ -101,7 +100,7 @@ def _by_rows(rising: list[int], ranks: int, limits: Limits) -> list[Share]:
 
 
 def _by_tokens(rising: list[int], ranks: int, limits: Limits) -> list[Share]:
-    """The best of what comes of several bounds for a pass."""
+    """Return the best of what comes of several bounds for a pass."""
     price = max(LEAST, int(limits.tokens * (GATHERING if limits.together else LAUNCHES)))
     tried = []
     for most in _bounds(rising, ranks, limits):
@@ -112,7 +111,7 @@ def _by_tokens(rising: list[int], ranks: int, limits: Limits) -> list[Share]:
 
 
 def _bounds(rising: list[int], ranks: int, limits: Limits) -> list[int]:
-    """Positions of a pass at most, to be tried."""
+    """Return positions of a pass at most, to be tried."""
     if ranks == 1:
         return [limits.tokens]
     whole = limits.tokens if limits.together else sum(rising) / ranks
@@ -179,7 +178,8 @@ def _spread(
 def _in_step(
     sized: list[tuple[int, Part]], ranks: int, price: int
 ) -> tuple[tuple[int, int], list[Share]]:
-    """The same where the ranks wait for the largest in every pass: alike ones go together."""
+    """Return the same where the ranks wait for the largest in every pass: alike ones go
+    together."""
     waited = sum(size + price for size, _ in sized[::ranks])
     shares = [[part for _, part in sized[rank::ranks]] for rank in range(ranks)]
     return (waited, sum(size for size, _ in sized)), shares

@@ -29,8 +29,9 @@ class Made(NamedTuple):
 def ahead(
     make: Make, passes: Callable[[int], list[list[int]]], step: int
 ) -> Generator[Made, None, None]:
-    """Every pass from a step on, in order; while one is worked on, the next one is made. passes:
-    step -> the rows of each pass. Raises what making a batch raises; close it in the end."""
+    """Yield every pass from a step on, in order; while one is worked on, the next one is
+    made. passes: step -> the rows of each pass. Raises what making a batch raises; close it
+    in the end."""
 
     def made(step: int, rows: list[int], last: bool) -> Made:
         return Made(*make(step, rows), rows, last)

@@ -109,7 +109,7 @@ class Encoded(NamedTuple):
 
 
 def read_row(content: Any, where: str) -> ChatRow:
-    """The row in a line of a JSONL file (bytes), or in a record. Raises BadRow."""
+    """Return the row in a line of a JSONL file (bytes), or in a record. Raises BadRow."""
     try:
         return interpret(parse_line(content) if isinstance(content, bytes) else content, where)
     except ValueError as error:
@@ -138,9 +138,8 @@ def read_text(path: Path) -> Iterator[Item]:
 
 
 def interpret(record: Any, where: str) -> ChatRow:
-    """The Row in a record with `messages`, ShareGPT `conversations`, `request` and
-    `response` of the OpenAI API, or `text`. Raises ValueError in a user's words.
-    """
+    """Return the Row in a record with `messages`, ShareGPT `conversations`, `request` and
+    `response` of the OpenAI API, or `text`. Raises ValueError in a user's words."""
     if not isinstance(record, dict):
         raise ValueError("is not an object {..}")
     logged = {"request", "response"} <= record.keys() and not CHATS & record.keys()
@@ -185,9 +184,9 @@ def interpret(record: Any, where: str) -> ChatRow:
 
 
 def exchange(request: Any, response: Any) -> dict[str, Any]:
-    """The row of a request and its answer, as servers of the OpenAI API log them. An answer
-    that a length or a stop string ended is not complete. Raises ValueError in a user's
-    words."""
+    """Return the row of a request and its answer, as servers of the OpenAI API log them. An
+    answer that a length or a stop string ended is not complete. Raises ValueError in a
+    user's words."""
     messages = request.get("messages") if isinstance(request, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError("its request has no messages")
@@ -212,15 +211,15 @@ def exchange(request: Any, response: Any) -> dict[str, Any]:
 
 
 def _greetings(body: Sequence[Message]) -> int:
-    """How many turns stand before the first question though they answer none, as in ShareGPT's
-    parts of longer chats; 0 where nothing that can be trained on would be left."""
+    """Return how many turns stand before the first question though they answer none, as in
+    ShareGPT's parts of longer chats; 0 where nothing that can be trained on would be left."""
     roles = [message["role"] for message in body]
     first = roles.index("user") if "user" in roles else 0
     return first if "assistant" in roles[first:] and {*roles[:first]} <= {"assistant"} else 0
 
 
 def tools_of(given: Any) -> list[Any] | None:
-    """The functions of a row; data sets keep them as a list or as its JSON text."""
+    """Return the functions of a row; data sets keep them as a list or as its JSON text."""
     if given is None or given == "":
         return None
     if isinstance(given, str):
@@ -234,8 +233,8 @@ def tools_of(given: Any) -> list[Any] | None:
 
 
 def _message(turn: Any, i: int) -> Message:
-    """A turn as the template gets it: its role as transformers calls it, its content as text,
-    and every further key that it has."""
+    """Return a turn as the template gets it: its role as transformers calls it, its content
+    as text, and every further key that it has."""
     if not isinstance(turn, dict):
         raise ValueError(f"turn {i} is not an object")
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
@@ -262,7 +261,7 @@ def _message(turn: Any, i: int) -> Message:
 
 
 def _joined(parts: list[Any] | tuple[Any, ...], i: int) -> str:
-    """The text of a list of parts, {"type": "text", "text": ".."} each."""
+    """Return the text of a list of parts, {"type": "text", "text": ".."} each."""
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
         if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
@@ -281,8 +280,8 @@ def _clean(text: str, what: str) -> str:
 
 
 def encode(row: ChatRow, tokenizer: Any, how: RowReading) -> list[Encoded]:
-    """Token ids and loss mask of a row. A plain text may give several windows of max_length, a
-    chat with turns=rows one row for each assistant turn.
+    """Return token ids and loss mask of a row. A plain text may give several windows of
+    max_length, a chat with turns=rows one row for each assistant turn.
 
     Raises BadRow when nothing, or everything, of a chat is supervised or the template shows
     less than the row holds, and UserError without a chat template.
@@ -318,7 +317,7 @@ def encode(row: ChatRow, tokenizer: Any, how: RowReading) -> list[Encoded]:
 def _encode(
     row: ChatRow, chat: Sequence[Message], template: Template, how: RowReading, last_only: bool
 ) -> Encoded:
-    """One row of tokens. last_only: the last assistant turn alone is supervised."""
+    """Return one row of tokens. last_only: the last assistant turn alone is supervised."""
     try:
         chat = settled(chat, template)
         if not row.complete and cut_inside(chat, template):
@@ -355,9 +354,9 @@ def _read(
     last_only: bool,
     complete: bool,
 ) -> tuple[list[int], list[list[int]], int]:
-    """Token ids of a chat, the supervised tokens of its assistant turns (last_only: of the
-    last one), and how many of those lack their reasoning. Raises ValueError where less is
-    shown than there is."""
+    """Return token ids of a chat, the supervised tokens of its assistant turns (last_only:
+    of the last one), and how many of those lack their reasoning. Raises ValueError where
+    less is shown than there is."""
     whole = template.render(chat)
     if passed_over := unread(chat, template, whole):
         raise ValueError(f"the chat template does not show {passed_over}")
@@ -394,7 +393,7 @@ class Turn(NamedTuple):
 def _turns(
     chat: Sequence[Message], template: Template, whole: str, eos: frozenset[int]
 ) -> tuple[list[int], list[Turn]]:
-    """Token ids of a chat, and its assistant turns in order."""
+    """Return token ids of a chat, and its assistant turns in order."""
     if template.tagged:
         ids, mask = template.tags(chat)
         runs: list[list[int]] = []
@@ -420,7 +419,7 @@ def _turns(
 
 
 def _turn(whole: str, span: Span | None, tokens: list[int]) -> Turn:
-    """The turn at a span of the rendering."""
+    """Return the turn at a span of the rendering."""
     return Turn(tokens, *(whole[slice(*span)], whole[: span[0]]) if span else ())
 
 
@@ -431,8 +430,9 @@ def _inside(
     span: Span | None,
     eos: frozenset[int],
 ) -> list[int]:
-    """The tokens of a span of characters and the end-of-turn token behind it. A token that
-    begins with the space before the span, or ends with the blank behind it, belongs to it."""
+    """Return the tokens of a span of characters and the end-of-turn token behind it. A
+    token that begins with the space before the span, or ends with the blank behind it,
+    belongs to it."""
     if span is None:
         return []
     start, end = span
@@ -473,7 +473,7 @@ def _counted(
 
 
 def _until_end(ids: list[int], tokens: list[int], eos: frozenset[int]) -> list[int]:
-    """A turn ends with its first end-of-turn token."""
+    """Return a turn ends with its first end-of-turn token."""
     for n, t in enumerate(tokens):
         if ids[t] in eos:
             return tokens[: n + 1]

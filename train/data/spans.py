@@ -43,7 +43,7 @@ class Template:
         return "{% generation" in text or "{%- generation" in text
 
     def render(self, chat: Sequence[Message], ask: bool = False) -> str:
-        """The chat as text. ask: with the words that ask for an answer behind it."""
+        """Return the chat as text. ask: with the words that ask for an answer behind it."""
         return str(
             self.tokenizer.apply_chat_template(
                 list(chat),
@@ -55,7 +55,7 @@ class Template:
         )
 
     def tags(self, chat: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Token ids, and which of them the template's own tags mark."""
+        """Return token ids, and which of them the template's own tags mark."""
         out = self.tokenizer.apply_chat_template(
             list(chat),
             tools=self.tools,
@@ -103,8 +103,8 @@ def _span(
 
 
 def _behind_asking(chat: Sequence[Message], i: int, template: Template, word: str) -> int:
-    """How many characters the template writes between the words that ask for turn i and a turn
-    of text alone; more than there are where it cannot be told."""
+    """Return how many characters the template writes between the words that ask for turn i
+    and a turn of text alone; more than there are where it cannot be told."""
     nowhere = 1 << 62
     if not i:
         return nowhere
@@ -121,7 +121,7 @@ def _behind_asking(chat: Sequence[Message], i: int, template: Template, word: st
 
 
 def _prefix_span(chat: Sequence[Message], i: int, template: Template, whole: str) -> Span | None:
-    """The span of a turn up to which the chat is a prefix of the whole."""
+    """Return the span of a turn up to which the chat is a prefix of the whole."""
     try:
         before, after = template.render(chat[:i], True), template.render(chat[: i + 1])
     except Exception:
@@ -132,9 +132,9 @@ def _prefix_span(chat: Sequence[Message], i: int, template: Template, whole: str
 
 
 def unread(chat: Sequence[Message], template: Template, whole: str) -> str:
-    """What of a chat its rendering does not show though it must, "" if nothing: a template
-    passes over what it does not know, and the target would be trained on a text that it never
-    writes.
+    """Return what of a chat its rendering does not show though it must, "" if nothing: a
+    template passes over what it does not know, and the target would be trained on a text
+    that it never writes.
 
     Looked at: tools, tool calls, the reasoning of the last turn, and turns of the roles that
     not every template knows.
@@ -163,14 +163,13 @@ def unread(chat: Sequence[Message], template: Template, whole: str) -> str:
 
 
 def unused(text: str) -> str:
-    """A word that does not occur in a text."""
+    """Return a word that does not occur in a text."""
     return f"other{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:24]}"
 
 
 def settled(chat: Sequence[Message], template: Template) -> list[Message]:
-    """The chat with `content: null` as the template wants it: left as it is, or the empty text
-    where the template would print the word None.
-    """
+    """Return the chat with `content: null` as the template wants it: left as it is, or the
+    empty text where the template would print the word None."""
     found = [copy.copy(message) for message in chat]
     for message in found:
         if message.get("content") is None:
@@ -184,7 +183,7 @@ def settled(chat: Sequence[Message], template: Template) -> list[Message]:
 
 
 def _printed(chat: Sequence[Message], template: Template) -> str | None:
-    """The rendering, None where the template refuses the chat."""
+    """Return the rendering, None where the template refuses the chat."""
     try:
         return template.render(chat)
     except Exception:  # jinja errors of many kinds

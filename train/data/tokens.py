@@ -111,8 +111,8 @@ class Work:
 
 
 def share(row: ChatRow) -> float:
-    """A number in [0, 1) from what the row asks: the same question falls on the same side,
-    whatever the file."""
+    """Return a number in [0, 1) from what the row asks: the same question falls on the same
+    side, whatever the file."""
     requested = (
         row.text
         if row.chat is None
@@ -124,7 +124,7 @@ def share(row: ChatRow) -> float:
 def encoded(
     source: Iterable[Item], work: Work, workers: int, check_stop: Callable[[], None]
 ) -> Iterator[TokenPart]:
-    """The tokens of a source in its order: by this process alone for SECONDS, then by
+    """Yield the tokens of a source in its order: by this process alone for SECONDS, then by
     `workers` fresh ones (a fork of a process with threads and a GPU may hang), which
     changes nothing.
 
@@ -212,7 +212,7 @@ def gathered(
 
 
 def _viewed(file: Any, dtype: Any) -> Tensor:
-    """The content of a file as a tensor that must not be written to."""
+    """Return the content of a file as a tensor that must not be written to."""
     file.flush()
     if not file.tell():
         return torch.from_numpy(np.empty(0, dtype))
@@ -222,7 +222,7 @@ def _viewed(file: Any, dtype: Any) -> Tensor:
 
 
 def totals(tensors: Mapping[str, Tensor]) -> Totals:
-    """What follows from the tokens of rows, read through once, a part at a time."""
+    """Return what follows from the tokens of rows, read through once, a part at a time."""
     ids, loss, offsets, held = (tensors[name] for name in ("ids", "loss", "offsets", "held"))
     whole = hashlib.sha256(ids.numpy().data)
     tokens = whole.copy()
@@ -243,7 +243,7 @@ def totals(tensors: Mapping[str, Tensor]) -> Totals:
 
 
 def max_of(ids: Tensor) -> int:
-    """The largest token id, -1 without tokens."""
+    """Return the largest token id, -1 without tokens."""
     return int(ids.max()) if ids.numel() else -1
 
 
@@ -259,7 +259,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) ->
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], Totals] | None:
-    """The rows of a file of `save`, mapped; None where there is none, or no whole one."""
+    """Return the rows of a file of `save`, mapped; None where there is none, or no whole one."""
     try:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()["rows"])

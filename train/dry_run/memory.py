@@ -155,7 +155,7 @@ def _eagle(plan: Plan) -> Kept:
 
 
 def _parallel(plan: Plan) -> Kept:
-    """The gathered feature, and of every block what SiLU reads and what comes out."""
+    """Return the gathered feature, and of every block what SiLU reads and what comes out."""
     cfg, d, weights = plan.typed, plan.model.text.hidden_size, numbers(plan.head) - plan.lm_head
     kept = cfg.heads * plan.taught * d * (1 + 2 * cfg.blocks)
     kept += weights * (cfg.blocks - 1) / cfg.blocks  # the first block's inputs need no gradient
@@ -179,7 +179,7 @@ def _blocks(plan: Plan) -> Kept:
 
 
 def parts(plan: Plan) -> dict[str, int]:
-    """Bytes by part at the peak of training on one GPU; their sum is the peak."""
+    """Return bytes by part at the peak of training on one GPU; their sum is the peak."""
     width, typed, text, terms = plan.width, plan.typed, plan.model.text, plan.typed.loss
     found, master, d = kept_by(plan), max(4, width), text.hidden_size
     vocab, own = typed.draft_vocab or text.vocab_size, master * numbers(plan.head)
@@ -208,10 +208,10 @@ def parts(plan: Plan) -> dict[str, int]:
 
 
 def target_bytes(plan: Plan) -> tuple[float, float, float]:
-    """Of the target's weights: all, on one GPU, and on a host while its ranks load them.
-    Sharded by FSDP2 a GPU holds three layers beside its shards, the one that computes, as it
-    arrived and unpacked, and the next one; a rank that loads what stays whole, and one weight
-    at a time."""
+    """Return that of the target's weights: all, on one GPU, and on a host while its ranks
+    load them. Sharded by FSDP2 a GPU holds three layers beside its shards, the one that
+    computes, as it arrived and unpacked, and the next one; a rank that loads what stays
+    whole, and one weight at a time."""
     cfg, layers, ranks = plan.cfg, numbers(plan.model.layers), min(plan.cfg.gpus, NODE)
     rest = numbers(plan.model.built) - layers
     bits = quantize.bits(cfg.target.quantize) or 8 * plan.width

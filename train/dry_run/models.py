@@ -57,7 +57,7 @@ class Model:
 
 
 def numbers(module: torch.nn.Module) -> int:
-    """How many parameters a module has."""
+    """Return how many parameters a module has."""
     return sum(p.numel() for p in module.parameters())
 
 
@@ -79,7 +79,7 @@ def shipped() -> dict[str, Model]:
 
 
 def model_of(cfg: TargetConfig) -> Model:
-    """The target that `cfg` names. Raises UserError where its config is not there."""
+    """Return the target that `cfg` names. Raises UserError where its config is not there."""
     if cfg.kind in TARGETS:
         return Model(TARGETS[cfg.kind].name, TARGETS[cfg.kind].config)
     if cfg.kind == "tiny":

@@ -105,7 +105,7 @@ def hours(plan: Plan) -> str:
 
 
 def change(plan: Plan, room: float) -> str:
-    """The first keys, one on top of the other, with which the run fits; or that none do."""
+    """Return the first keys, one on top of the other, with which the run fits; or that none do."""
     halves = [plan.rows >> i for i in range(1, plan.rows.bit_length())]
     tried: list[tuple[str, Any]] = [("micro_tokens", rows * plan.length) for rows in halves]
     tried += [("head.activation_checkpointing", True), ("head.chunk", 512)]

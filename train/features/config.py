@@ -38,11 +38,11 @@ class CacheConfig(AutoDtype):
     device: str = ""
 
     def absent(self) -> list[str]:
-        """What is named and not there, as "key: value; fix"."""
+        """Return what is named and not there, as "key: value; fix"."""
         return [f"data.{line}" for line in self.data.absent()]
 
     def validate(self) -> list[str]:
-        """Problems as "key: value; rule; fix"."""
+        """Return problems as "key: value; rule; fix"."""
         known = sorted({*ENTRIES, *(one.kind for one in packages.packaged())})
         return [
             f"heads: {name!r} is none of {', '.join(known)}; choose one"

@@ -32,18 +32,18 @@ AGAIN = "write the features again: scripts/cache_features.py with this run's tar
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """The file of a shard."""
+    """Return the file of a shard."""
     return folder / f"shard-{number:05d}.safetensors"
 
 
 def computed_in(cfg: Any) -> str:
-    """How the target of a run computes: its dtype, and the quantisation of its weights."""
+    """Return how the target of a run computes: its dtype, and the quantisation of its weights."""
     kind = cfg.target.quantize
     return str(cfg.dtype) if kind == "none" else f"{cfg.dtype}, {kind}"
 
 
 def identity_of(target: Target, rows: JoinedRows, dtype: str) -> dict[str, Any]:
-    """What features must have in common with the run that reads them. dtype: see
+    """Return what features must have in common with the run that reads them. dtype: see
     computed_in."""
     hashes = target.identity.to_json() if target.identity else {}
     found = {f"target.{k}": v for k, v in hashes.items() if k.endswith("sha256")}
@@ -93,7 +93,7 @@ class FeatureStore:
         self._files = [self._file(shard_path(folder, i), i) for i in range(len(self._starts))]
 
     def _file(self, path: Path, number: int) -> Any:
-        """An opened shard; its tensors must be what the manifest says."""
+        """Return an opened shard; its tensors must be what the manifest says."""
         first, last = self.bounds[number : number + 2]
         wanted = (int(self.offsets[last] - self.offsets[first]), self.width)
         shapes, why = set(), ""
@@ -110,7 +110,7 @@ class FeatureStore:
         return file
 
     def bytes_per_token(self, taps: Sequence[int]) -> int:
-        """Bytes that a head with these taps reads for a token."""
+        """Return bytes that a head with these taps reads for a token."""
         size = getattr(torch, self.stored).itemsize
         return len({*taps, max(self.taps)}) * self.width * size
 
@@ -168,9 +168,8 @@ class Freed(nn.Module):
     """Stands where a layer was."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises RuntimeError: without its layers the target has no features but the stored
-        ones.
-        """
+        """Raise RuntimeError: without its layers the target has no features but the stored
+        ones."""
         raise RuntimeError("the target's layers were freed because data.features was given")
 
 

@@ -24,8 +24,8 @@ from outrider.train.features.store import MANIFEST, computed_in, identity_of, sh
 
 
 def taps_of(cfg: CacheConfig, target: Target) -> tuple[int, ...]:
-    """Every tap that the heads of `cfg` read, and the output of the final norm, from which all
-    logits follow."""
+    """Return every tap that the heads of `cfg` read, and the output of the final norm, from
+    which all logits follow."""
     wanted = {target.num_layers, *cfg.taps}
     for name in cfg.heads:
         kind: Any = head_class(name, "heads")
@@ -76,7 +76,7 @@ class FeatureWriter:
         return [i for i in range(count) if not shard_path(self.folder, i).is_file()]
 
     def tokens(self, number: int) -> int:
-        """Tokens of a shard."""
+        """Return tokens of a shard."""
         first, last = self.rows.offsets[self.bounds[number : number + 2]].tolist()
         return int(last - first)
 
@@ -155,7 +155,7 @@ class FeatureWriter:
             ) from None
 
     def _batches(self, order: Tensor) -> Iterator[list[int]]:
-        """Rows sorted by length, as many as batch_tokens hold with their padding."""
+        """Yield rows sorted by length, as many as batch_tokens hold with their padding."""
         part: list[int] = []
         for row in order.tolist():
             if part and int(self.rows.lengths[row]) * (len(part) + 1) > self.cfg.batch_tokens:

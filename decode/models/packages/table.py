@@ -80,7 +80,7 @@ class PackagedTarget:
 
 
 def read(path: Path) -> PackagedTarget:
-    """The target of a JSON file."""
+    """Return the target of a JSON file."""
     said = json.loads(path.read_text(encoding="utf-8"))
     vectors = [(str(text), list(ids)) for text, ids in said.pop("vectors")]
     return PackagedTarget(
