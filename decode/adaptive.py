@@ -1,4 +1,4 @@
-"""Drafters around another one: the base of them, and one that adapts the draft's length to what was
+"""Wrappers around a drafter: their base, and one that adapts the draft's length to what was
 accepted.
 
 Shape letters: B live rows, D deepest level.
@@ -19,7 +19,7 @@ from outrider.decode.tree import DraftTree
 
 
 class Wrapped:
-    """Does and has what `inner` does and has; a subclass says what it does otherwise."""
+    """Delegate to `inner`; a subclass says what it does otherwise."""
 
     name: str
     shape: str

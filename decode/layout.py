@@ -129,7 +129,7 @@ class TreeLayout:
 
     @functools.cached_property
     def inner(self) -> Inner:
-        """The slots with children; asks the device where it is not `known`."""
+        """The slots with children; reads from the device where it is not `known`."""
         if self.known is not None:
             return self.known
         (rows, n), above = self.parents.shape, self.parents + 1

@@ -1,5 +1,6 @@
-"""A batch that requests join and leave while it runs: the loop of decode/engine.py, one cycle at
-a time, for whoever hands out answers as they come (scripts/serve.py, scripts/api.py).
+"""A batch that requests join and leave while it runs: the loop of decode/engine.py, one
+cycle at a time, for whoever hands out answers as they come (scripts/serve.py,
+scripts/api.py).
 
     batch = LiveBatch(target, drafter, Sampling(), LiveLimits(rows=8, longest=2048))
     seat = batch.join(Request(ids, 64, id=seed), watch)
@@ -38,7 +39,7 @@ LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON has no word for
 
 @dataclass(frozen=True)
 class TokenDistribution:
-    """What the target alone said of a token: its log-probability at temperature 1 without any
+    """Log-probability of a token under the target alone at temperature 1 without any
     truncation, and the likeliest tokens with theirs, best first."""
 
     logprob: float
@@ -47,8 +48,8 @@ class TokenDistribution:
 
 @dataclass(frozen=True)
 class Fresh:
-    """What one pass gave a row. drafted: per token, was it an accepted draft token. distributions:
-    per token where they were asked for, else empty."""
+    """What one pass gave a row. drafted: per token, was it an accepted draft token.
+    distributions: per token where they were asked for, else empty."""
 
     tokens: list[int]
     drafted: list[bool]
@@ -68,24 +69,24 @@ class LiveLimits:
 
 @dataclass(eq=False, kw_only=True)
 class Seat(Row):
-    """A request in the batch. top: tokens whose distribution is told beside the chosen one; None =
-    no distributions. watch is called in the midst of a pass; it may call `leave`."""
+    """A request in the batch. top: tokens whose distribution is told beside the chosen one;
+    None = no distributions. watch is called during a step; it may call `leave`."""
 
     watch: Watch
     top: int | None
 
 
 class LiveBatch(Engine):
-    """An engine without a list of requests. All rows share one distribution (`sampling`) and one
-    rule.
+    """An engine without a list of requests. All rows share one distribution (`sampling`)
+    and one rule.
 
-    A draft that comes to NaN or infinity ends there, and no other row learns of it; `left_out` says
-    how many there were.
+    A draft that comes to NaN or infinity ends there, and other rows are unaffected;
+    `left_out` says how many there were.
 
     After an exception of `step` the batch is broken: throw it away.
 
-    seconds: of all steps so far, without what happens once before the first: the cache is made,
-    and the target probed and packed.
+    seconds: of all steps so far, without what happens once before the first: the cache is
+    made, and the target probed and packed.
     """
 
     def __init__(
@@ -114,14 +115,14 @@ class LiveBatch(Engine):
 
     def left_out(self) -> str:
         """Return what to say of the drafts so far that were cut short, "" if there were
-        none; asks the device."""
+        none; reads from the device."""
         count = int(self._wild)
         words = f"{count} drafts came to NaN or infinity and end there; {checks.NON_FINITE}"
         return words if count else ""
 
     @property
     def busy(self) -> bool:
-        """Whether anything runs or devices."""
+        """True while any request is running or waiting."""
         return bool(self._seats)
 
     def join(self, request: Request, watch: Watch, top: int | None = None) -> Seat:

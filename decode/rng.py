@@ -1,5 +1,5 @@
-"""Addressed random numbers: every draw has a name, so nothing depends on what was drawn before
-it.
+"""Counter-based random numbers, keyed by (seed, request, cycle, node, purpose), so nothing
+depends on what was drawn before it.
 
 u(seed, request, cycle, node, purpose) is a counter-based hash (the SplitMix64 finaliser,
 Steele et al. 2014, chained over the address), so the same seed gives the same tokens in any
@@ -71,9 +71,9 @@ class Rng:
         self._tables: Tensor | None = None
 
     def reserve(self, nodes: int) -> None:
-        """Nothing but the nodes of drafts of at most so many will be asked for: all numbers are
-        made together, where the requests are (on the host), and sent to the device in one
-        piece."""
+        """Nothing but the nodes of drafts of at most so many will be asked for: all numbers
+        are made together, where the requests are (on the host), and sent to the device in
+        one piece."""
         self._span, self._tables = 2 * nodes + 1, None
 
     @functools.cached_property
@@ -99,8 +99,8 @@ class Rng:
         return self._tables[purpose - 1][rows, node]
 
     def first(self, probability: Tensor, rows: Tensor, node: Tensor) -> Tensor:
-        """Index [R] of the first of M independent tests [R, M] to succeed (u < probability); the
-        last must have probability 1."""
+        """Index [R] of the first of M independent tests [R, M] to succeed (u <
+        probability); the last must have probability 1."""
         return (self.uniform(rows, node, ACCEPT) < probability).view(torch.uint8).argmax(1)
 
     def draw(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
@@ -150,8 +150,8 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, goal: Tensor) -> Tensor:
-    """[R, 1] first index with cumulative > goal. A uniform is at most _BELOW_ONE, so its product
-    with a total rounds to less than the total, and there is one; the last index where the total
-    is 0 or NaN."""
+    """[R, 1] first index with cumulative > goal. A uniform is at most _BELOW_ONE, so its
+    product with a total rounds to less than the total, and there is one; the last index
+    where the total is 0 or NaN."""
     index = torch.searchsorted(cumulative, goal, right=True)
     return index.clamp_(max=cumulative.shape[1] - 1)

@@ -235,7 +235,7 @@ class Distribution:
 
     def read(self, rows: Tensor, slots: Tensor) -> tuple[Support, Tensor]:
         """As `at`, for slots that may turn out to lead nowhere: which [R] bool have no distribution
-        is told, not noted (`miss`)."""
+        is returned, not recorded (`miss`)."""
         scores = self.logits[rows, slots]
         if self.sampling.uses_history:
             scores = self._process(scores, rows, slots)

@@ -1,6 +1,6 @@
 """Scoring: passes of a causal language model over prompts and draft trees, with a cache, once
 it is known what the model can do. decode/probe.py tries what that is; decode/target.py is a
-scorer that has passed.
+scorer whose capabilities were probed.
 
 Shape letters: B live rows, T tokens, N tree nodes, V vocabulary, D hidden size.
 Tap k is `hidden_states[k]` of transformers: 0 = embeddings, k = input of layer k, num_layers =

@@ -1,12 +1,13 @@
-"""What the accept rule reads of a tree: every slot that has children, the target's distribution
-there, and what the children were drawn from, as decode/residual.py takes them.
+"""What the accept rule reads of a tree: every slot that has children, the target's
+distribution there, and what the children were drawn from, as decode/residual.py takes them.
 
-The arithmetic runs on as few columns as it can: all tokens; those of a truncated distribution and
-an empty column; or, where the drafter has a draft vocabulary, its tokens, the siblings that lie
-outside, and all other tokens as one column, for these only ever keep their ratios.
+The arithmetic runs on as few columns as it can: all tokens; those of a truncated
+distribution and an empty column; or, where the drafter has a draft vocabulary, its tokens,
+the siblings that lie outside, and all other tokens as one column, for these only ever keep
+their ratios.
 
-Shape letters: B rows, N nodes, R slots that are read together, C siblings, V vocabulary, Vd draft
-vocabulary, S columns.
+Shape letters: B rows, N nodes, R slots that are read together, C siblings, V vocabulary, Vd
+draft vocabulary, S columns.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ TOGETHER = 200_000
 class SiblingGroup:
     """Slots that have children, R of them.
 
-    valid: [R, C] bool, which of the children are there; a slot whose eldest is not is nobody's
-    parent, and nothing of it counts. tokens: [R, C] int64 theirs. runs: as of `layout.runs`.
-    support, undefined: the target's distributions, and where its logits make none. vocab: [Vd],
-    where the columns are those of a draft vocabulary.
+    valid: [R, C] bool, which of the children are there; a slot whose first is not is
+    nobody's parent, and nothing of it counts. tokens: [R, C] int64 theirs. runs: as of
+    `layout.runs`. support, undefined: the target's distributions, and where its logits make
+    none. vocab: [Vd], where the columns are those of a draft vocabulary.
     """
 
     places: Places
@@ -78,10 +79,10 @@ class SiblingGroup:
 
 
 def groups(tree: DraftTree, distribution: Distribution, chance: Tensor) -> Iterator[SiblingGroup]:
-    """Read all slots of `tree` that have children: in one go, which asks the device for nothing.
+    """Read all slots of `tree` that have children: in one go, without a host read.
 
-    On a CPU only those for which the caller has found a chance [B, N + 2] to be reached, level by
-    level where a level is large, or a distribution costs much."""
+    On a CPU only those for which the caller has found a chance [B, N + 2] to be reached,
+    level by level where a level is large, or a distribution costs much."""
     inner, (count, n) = tree.layout.inner, tree.tokens.shape
     pieces, most = [inner.spans], 0
     if devices.on_cpu(chance):
@@ -117,7 +118,7 @@ def _read(
     assert proposal is not None and tree.sampled is not None
     support, undefined = distribution.read(found.rows, found.slots)
     # What a draft holds may be anything where it is padding, and where it is refused later. A child
-    # that is not there stands where its eldest sibling has left nothing.
+    # that is not there stands where its first sibling has left nothing.
     tokens = tree.tokens.take(found.nodes).clamp_(0, distribution.vocab_size - 1)
     if ranks > 1:
         tokens = torch.where(valid, tokens, tokens[:, :1])
@@ -140,15 +141,15 @@ def _read(
 
 
 def _drawn(q: Tensor, place: Tensor, sampled: Tensor, replacement: bool) -> tuple[Tensor, Tensor]:
-    """Return scale and q_token [R, C] of residual.Siblings, whose tokens stand at `place` [R, C] in
-    q.
+    """Return scale and q_token [R, C] of residual.Siblings, whose tokens stand at `place`
+    [R, C] in q.
 
     A distribution that has run out of tokens counts for nothing: its siblings are judged as
-    deterministic from there on, which is right for any candidate, also one that was drawn from what
-    is next to nothing."""
+    deterministic from there on, which is right for any candidate, also one that was drawn
+    from what is next to nothing."""
     mass = q.sum(-1, keepdim=True)
     if not replacement and place.shape[1] > 1:
-        # A later draw had the tokens of its elder siblings removed from its distribution.
+        # A later draw had the tokens of its earlier siblings removed from its distribution.
         left, masses = q.clone(), [mass]
         for j in range(place.shape[1] - 1):
             left.scatter_(-1, place[..., j, None], 0.0)
@@ -168,8 +169,8 @@ def _on_columns(
     place: Tensor,
     outside: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return p, q [R, S] and column [R, C] of residual.Siblings. outside: [R, C] bool, siblings
-    whose token is not in the draft vocabulary."""
+    """Return p, q [R, S] and column [R, C] of residual.Siblings. outside: [R, C] bool,
+    siblings whose token is not in the draft vocabulary."""
     probs, ids, vocab = support.probs, support.ids, proposal.vocab
     if ids is not None:
         same = ids[:, None] == tokens[..., None]

@@ -1,9 +1,9 @@
-"""Draft trees: which tokens a drafter proposes, who hangs below whom, and what each token was
+"""Draft trees: which tokens a drafter proposes, the parent of each, and what each token was
 drawn from.
 
 Shape letters: B rows (sequences), N nodes per row, C most children of one node, D deepest
-level, P proposal distributions per row, Vd draft vocabulary. Slot 0 is the last committed token,
-slot i + 1 is node i.
+level, P proposal distributions per row, Vd draft vocabulary. Slot 0 is the last committed
+token, slot i + 1 is node i.
 
 A chain is a tree of width one; the empty tree (N = 0) is autoregressive decoding.
 """
@@ -100,9 +100,9 @@ class DraftTree:
 
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu", drawn: bool = False) -> DraftTree:
-        """No draft at all for `rows` rows. drawn: of a drafter that draws. What a union adds to
-        it is then verified as beside rows of which something was drawn: a row's random numbers,
-        and so its tokens, do not depend on its neighbours."""
+        """No draft at all for `rows` rows. drawn: of a drafter that draws. What a union
+        adds to it is then verified as beside rows of which something was drawn: a row's
+        random numbers, and so its tokens, do not depend on its neighbours."""
         none = torch.empty(rows, 0, dtype=torch.int64, device=device)
         sampled = proposal = None
         if drawn:

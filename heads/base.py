@@ -36,8 +36,8 @@ TAPS = "hidden_states[k] of transformers; num_layers = output after the final no
 
 
 class Head(Stored):
-    """A draft head. Subclasses set `kind`, `Config` and `Drafts`, the class of its
-    drafters, and define for_target and forward.
+    """A draft head. Subclasses set `kind`, `Config`, `Saved` (what head.json says) and
+    `Drafts`, the class of its drafters, and define for_target, restored and forward.
 
     taps: which target features it reads; tap k means hidden_states[k] of transformers: 0 =
         embeddings, num_layers = output after the final norm.

@@ -1,12 +1,14 @@
-"""Tests that numbers are independent and uniform, as the transforms of a sound decoder's tokens are
-(transforms.py); what several tests say together; and what so many tokens are sure to see.
+"""Tests that numbers are independent and uniform, as the transforms of a sound decoder's
+tokens are (transforms.py); what several tests say together; and what so many tokens are
+sure to see.
 
-A decoder that leans moves mass along an order of the tokens: towards the likelier ones, the rarer
-ones, the lower ids. Where it moves a mass d past one point of the order, the total variation is d,
-and the transforms up to that point are as many as a binomial variable of probability x + d says,
-where x is right. The Kolmogorov-Smirnov test rejects as soon as their share lies further from x
-than sqrt(ln(2 / alpha) / 2n), the first term of its p-value, and the share's standard deviation is
-1 / sqrt(4n) at most: so d is seen with probability SURE from n = (`_reach` / d)^2 on.
+A biased decoder moves mass along an order of the tokens: towards the likelier ones, the
+rarer ones, the lower ids. Where it moves a mass d past one point of the order, the total
+variation is d, and the transforms up to that point are as many as a binomial variable of
+probability x + d says, where x is right. The Kolmogorov-Smirnov test rejects as soon as
+their share lies further from x than sqrt(ln(2 / alpha) / 2n), the first term of its
+p-value, and the share's standard deviation is 1 / sqrt(4n) at most: so d is seen with
+probability SURE from n = (`_reach` / d)^2 on.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ DEVIATIONS = 1.645  # its quantile of the normal distribution
 
 @dataclass(frozen=True)
 class Test:
-    """One test of one stratum. p: probability of a value as extreme when every U is uniform."""
+    """One test of one stratum. p: probability of a value as extreme when every U is
+    uniform."""
 
     name: str
     stratum: str

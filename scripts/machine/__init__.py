@@ -1,1 +1,1 @@
-"""What a machine has for training, and whether it does on it what was predicted."""
+"""Checks of a machine for training, and a benchmark of its GPU against the dry run."""
