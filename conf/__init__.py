@@ -2,7 +2,7 @@
 the errors.
 
 The contract: every key is a field of a dataclass with a comment above it, which `--help`
-prints. A YAML file sets keys, it never adds one. Every problem of a command line is told at
+prints. A YAML file sets keys, it never adds one. Every problem of a command line is reported at
 once, as "key: value; rule; fix", before anything is loaded. No file here imports torch, so
 that a mistake costs no seconds.
 

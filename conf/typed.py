@@ -326,7 +326,7 @@ WORDS = {
     "value_error": ("{error}", ""),  # of a class that checks itself
     "dataclass_type": ("{shown} is not a mapping {{..}}", "{{KEY: VALUE}}"),
 }
-# What other tools call a dtype. Where a key takes none of what is meant, its default is told.
+# What other tools call a dtype. Where a key takes none of what is meant, its default is named.
 ALSO = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 ALSO |= {"float": "float32", "fp64": "float64", "double": "float64"}
 

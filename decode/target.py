@@ -1,7 +1,7 @@
-"""Target: any Hugging Face causal language model, frozen, behind a few methods. It asks for no
-name: `decode/probe.py` finds out what the model can do when the first cache is made. While it
-decodes on a CPU its linear layers may be packed (decode/models/packed.py); whoever takes the model
-has it as it was loaded.
+"""Target: any Hugging Face causal language model, frozen, behind a few methods. It asks for
+no name: `decode/probe.py` finds out what the model can do when the first cache is made.
+While it decodes on a CPU its linear layers may be packed (decode/models/packed.py); whoever
+takes the model has it as it was loaded.
 
 Shape letters: B rows, T tokens, D hidden size. Taps: see decode/scorer.py.
 """
@@ -74,9 +74,9 @@ class Target(Scorer):
             self._model.set_attn_implementation(used)
 
     def pack_weights(self) -> None:
-        """Make the model ready for decoding: pack its linear layers where that is wanted and this
-        device has kernels for it. The model's own logits must stay what they are; else nothing is
-        packed."""
+        """Make the model ready for decoding: pack its linear layers where that is wanted
+        and this device has kernels for it. The model's own logits must stay what they are;
+        else nothing is packed."""
         state = self.packing
         if state.places or state.refused or not self.packs_weights or self.sharded:
             return
@@ -98,7 +98,7 @@ class Target(Scorer):
 
     @torch.no_grad()
     def _logits(self) -> Tensor:
-        """Return that of a short text, by a plain pass."""
+        """Return the logits of a short text, by a plain pass."""
         ids = torch.arange(3, 11, device=self.device).remainder(self.vocab_size)[None]
         out = self._model(input_ids=ids, use_cache=False, return_dict=True)
         return out.logits  # type: ignore[no-any-return]

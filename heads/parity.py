@@ -284,8 +284,8 @@ class _Run:
             )
 
     def _tables(self, generations: list[Generation]) -> list[Forced] | None:
-        """Return per answer the tables [n, S], row k: the draft that follows after k generated
-        tokens; None when the head has no teacher-forced pass."""
+        """Return for each answer the tables [n, S], row k: the draft that follows after k
+        generated tokens; None when the head has no teacher-forced pass."""
         if type(self.head).forced is Head.forced:
             return None
         out: list[Forced] = []
@@ -299,10 +299,10 @@ class _Run:
 
     @torch.no_grad()
     def _distance(self, decoding: Head) -> tuple[list[list[float]], int]:
-        """Return per level [mean, largest] total variation between the distributions that the
-        drafter of `decoding` draws from at T = 1 and those of the training pass over the
-        drawn tokens, [] when the drafter states none; and how many of these the training
-        pass did not give."""
+        """Return for each level [mean, largest] total variation between the distributions
+        that the drafter of `decoding` draws from at T = 1 and those of the training pass
+        over the drawn tokens, [] when the drafter states none; and how many of these the
+        training pass did not give."""
         head, target, depth = self.head, self.target, self.depth
         witness = _Witness(decoding.drafter(target, DraftSpec(shape="chain")))
         # Some rows leave earlier, so that the state of the others is moved.

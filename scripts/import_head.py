@@ -10,7 +10,7 @@ and ill-shaped tensors are named, all of them.
 
 What files cannot show (layer numbers off by one, fc in another order, a square matrix
 transposed) shows in behaviour: on a few prompts the head drafts as written and under every
-other known convention. Where another one fits, nothing is written and its name is told: import
+other known convention. Where another one fits, nothing is written and its name is printed: import
 again with convention=NAME.
 """
 

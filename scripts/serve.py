@@ -249,7 +249,7 @@ class Lane:
 
 
 class Decoder(threading.Thread):
-    """Decodes what waits in its queue until it is closed. Every job is told its end."""
+    """Decode the requests of a queue until it is closed. Every job gets its end."""
 
     def __init__(self, target: Target, drafters: list[str], room: LiveLimits):
         super().__init__(name="decoding", daemon=True)

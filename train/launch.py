@@ -55,7 +55,7 @@ def set_memory() -> None:
 
 def trainer(name: str, module: str) -> Any:
     """Return the command that trains with the keys of train/NAME.py. module: that file's
-    __name__, whose docstring is its help. A mistake in a key is told before torch is
+    __name__, whose docstring is its help. A mistake in a key is reported before torch is
     loaded."""
     set_memory()
     from outrider.conf.schema import entry
@@ -93,7 +93,7 @@ def last_word() -> Iterator[None]:
 
 def refuse(name: str, schema: type) -> None:
     """End the process with code 2 and the command's own line where its words have a mistake.
-    Called by a file before its imports load torch. name, schema: as for conf.schema.entry."""
+    name, schema: as for conf.schema.entry."""
     from outrider.conf.schema import refused
 
     with last_word():
@@ -113,7 +113,7 @@ def spread(command: Any) -> None:
     # Accelerate sets it for several; who trains alone does not pay for reading its words again.
     if not parent or "MASTER_ADDR" not in os.environ or helped():
         return
-    refuse(command.config_name, command.schema)  # a mistake is told once
+    refuse(command.config_name, command.schema)  # a mistake is reported once
     args = asked(launch_words(parent) or ())
     if max(args.num_processes, args.num_machines) < 2:
         return

@@ -73,8 +73,8 @@ class Blocks(Movable):
 
     @classmethod
     def draw(cls, batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Blocks:
-        """Return that of a batch on the CPU; see `draw`. A slot is supervised by the loss
-        mask of its token, and so are all before it in its block."""
+        """Return the blocks of a batch on the CPU, drawn by `draw`. A slot is supervised by
+        the loss mask of its token, and so are all before it in its block."""
         anchors = draw(batch, count, slots, seed)
         flat, there = anchors.labels(batch, slots)
         on = there & batch.loss_mask.reshape(-1)[flat]

@@ -125,7 +125,7 @@ class BlockHead(LayeredHead):
     def _judged(
         self, batch: Batch, target: Target
     ) -> tuple[Slots, Tensor | None, Tensor, TokenStats]:
-        """Return that of the drawn blocks: which slots are supervised, the confidence
+        """Judge the drawn blocks; return which slots are supervised, the confidence
         head's logits [n] there, None without such a head, the loss of the tokens and what
         was found."""
         cfg, needs_distribution = (

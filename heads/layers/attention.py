@@ -51,8 +51,8 @@ class PassLayout:
 
     @classmethod
     def of(cls, shape: tuple[int, int], rows: Tensor, position: Tensor | None = None) -> PassLayout:
-        """Return that of tensors on the CPU. position: [B, T] int64 places of packed tokens
-        in their documents, None: rows are documents."""
+        """Return the layout for tensors on the CPU. position: [B, T] int64 places of packed
+        tokens in their documents, None: rows are documents."""
         total = shape[0] * shape[1]
         starts = torch.arange(0, total, shape[1])
         if position is not None:
@@ -97,7 +97,7 @@ class Memory:
         self.given, self.window = layout, window
         self.layout, self.step = layout, 0
         self.first: dict[int, tuple[Tensor, Tensor]] = {}  # of a layer: [B, Hkv, T, hd] each
-        # of a layer and later steps: keys and values in turns, [n, Hkv, hd]
+        # of a layer and later steps: keys and values interleaved, [n, Hkv, hd]
         self.later: dict[int, list[Tensor]] = {}
 
     def at(self, step: int) -> Memory:
@@ -145,7 +145,7 @@ def attend(
     query: Tensor, layout: PassLayout, scale: float, first: tuple[Tensor, Tensor], own: list[Tensor]
 ) -> Tensor:
     """query: [n, H, hd] of the layout's rows. first: keys and values of step 0, [B, Hkv, T,
-    hd]. own: the rows' later keys and values in turns, [n, Hkv, hd] -> [n, H, hd]."""
+    hd]. own: the rows' later keys and values interleaved, [n, Hkv, hd] -> [n, H, hd]."""
     with torch.autocast(query.device.type, enabled=False):  # scores are float32 where they are
         return _Attend.apply(query, layout, scale, *first, *own)  # type: ignore[no-any-return]
 

@@ -50,7 +50,7 @@ class HydraHeadsConfig(LayerKeys, ParallelConfig):
     """Keys of Hydra heads; those of layers are the prefix layers'."""
 
     kind: Literal["hydra_heads"] = "hydra_heads"
-    # L: blocks of each head, the first of which reads the tokens (the paper: 4)
+    # L: blocks of each head, the first of which reads the tokens (Ankner et al.: 4)
     blocks: Layers = 2
     # decoder layers over the target's features in front of all heads; 0 = none, 1 = Hydra++
     prefix_layers: SomeLayers = 0

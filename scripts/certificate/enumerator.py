@@ -33,11 +33,11 @@ Script = dict[Address, int]  # how random choices went
 
 
 class Branches:
-    """One round of branches, in place of decode.rng.Rng: every random choice is one of finitely
-    many outcomes. scripts: how the choices of each branch go; where one does not say, the first
-    possible outcome is taken, and the others become scripts of the next round (`new`). weight:
-    the probability of each branch. levels: draft levels that matter, per row; deeper draws are
-    padding."""
+    """One round of branches, in place of decode.rng.Rng: every random choice is one of
+    finitely many outcomes. scripts: how the choices of each branch go; where one does not
+    say, the first possible outcome is taken, and the others become scripts of the next
+    round (`new`). weight: the probability of each branch. levels: draft levels that matter,
+    per row; deeper draws are padding."""
 
     def __init__(self, scripts: Sequence[Script]) -> None:
         self.scripts, self.new = scripts, list[Script]()
@@ -325,7 +325,7 @@ def _difference(case: Case, distribution: dict[tuple[int, ...], float], length: 
 def largest_difference(
     ours: dict[tuple[int, ...], float], theirs: dict[tuple[int, ...], float]
 ) -> float:
-    """Return that of two distributions over sequences; infinite where either holds NaN,
-    which `max` passes over."""
+    """Return the largest difference of two distributions over sequences; infinite where
+    either holds NaN, which `max` passes over."""
     off = [abs(ours.get(k, 0.0) - theirs.get(k, 0.0)) for k in ours.keys() | theirs.keys()]
     return math.inf if any(map(math.isnan, off)) else max(off)

@@ -35,12 +35,13 @@ def greedy_layer(setup: CertifySetup, drafter: Drafter, name: str = "greedy") ->
     """Return token equality with the reference, every first divergence classified, as
     certificate.json holds it.
 
-    A divergence is a rounding tie when a plain pass puts the two tokens and the best one within
-    `setup.tie` of each other; anything else is a defect. An answer that differs from the
-    reference's is generated again by itself first, since left padding moves the last bits of a
-    batch. Besides, and whatever rounding does, every emitted token must be the best one (lowest id
-    among equals) of the logits it was verified against. The last answers, one of ALONE, are written
-    in a batch of one. name: of what is kept in `setup.memo`.
+    A divergence is a rounding tie when a plain pass puts the two tokens and the best one
+    within `setup.tie` of each other; anything else is a defect. An answer that differs from
+    the reference's is generated again by itself first, since left padding moves the last
+    bits of a batch. Besides, and whatever rounding does, every emitted token must be the
+    best one (lowest id among equals) of the logits it was verified against. The last
+    answers, one of ALONE, are written in a batch of one. name: of what is kept in
+    `setup.memo`.
     """
     plan = replace(setup.plan, sampling=setup.plan.greedy)
     together = len(setup.requests) - math.ceil(len(setup.requests) / ALONE)
@@ -82,7 +83,7 @@ def greedy_layer(setup: CertifySetup, drafter: Drafter, name: str = "greedy") ->
 def _written(
     target: Target, drafter: Drafter, plan: CertificatePlan, requests: list[Request]
 ) -> list[dict[str, Any]]:
-    """Return that of every answer its tokens, how many were drafted, and how many are not
+    """Return for every answer its tokens, how many were drafted, and how many are not
     the best ones (lowest id among equals, in the decoder's precision) of the logits that
     they were verified against."""
     run, lines = recorded(target, drafter, requests, plan)

@@ -1,9 +1,11 @@
-"""Two minutes with a running server: is its temperature the one that was asked for, are its answers
-the model's, do they depend on how many are asked for together? (server_tests.py has the tests.)
+"""Two minutes with a running server: is its temperature the one that was asked for, are its
+answers the model's, do they depend on how many are asked for together? (server_tests.py has
+the tests.)
 
-Short answers are asked for, one and several at a time, at two temperatures. Then every answer goes
-back as a prompt, one at a time, and the server tells the model's likeliest tokens at every place:
-nothing is drafted there, and nothing of this repository's stands in for the model.
+Short answers are asked for, one and several at a time, at two temperatures. Then every
+answer goes back as a prompt, one at a time, and the server tells the model's likeliest
+tokens at every place: nothing is drafted there, and nothing of this repository's stands in
+for the model.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ class _Kind:
 
 @dataclass
 class _Collected:
-    """What came back so far. drafted: draft tokens that the answers themselves tell. ended: the
-    model itself ended an answer."""
+    """What came back so far. drafted: draft tokens that the answers themselves tell. ended:
+    the model itself ended an answer."""
 
     answers: list[JudgedAnswer] = field(default_factory=list)
     drafted: int = 0
@@ -134,8 +136,8 @@ async def _waves(
     """Wave by wave, that which lacks most first; each is scored before the next one, so that
     what there is when time is over is spread evenly.
 
-    A third of the tokens at the temperature among the CUT likeliest, a third in a nucleus, a third
-    cooler and without any truncation, as most requests are."""
+    A third of the tokens at the temperature among the CUT likeliest, a third in a nucleus,
+    a third cooler and without any truncation, as most requests are."""
     texts = [plan.prompts[i % len(plan.prompts)] for i in range(PROMPTS)]
     prompts = await asyncio.gather(*map(server.tokenized, texts))
     hows = ((1.0, CUT, 1.0), (1.0, 0, NUCLEUS), (COOLER, 0, 1.0))
@@ -189,8 +191,8 @@ def _stop(server: Endpoint, kind: _Kind, collected: _Collected) -> tuple[int, ..
 def _tokens(
     server: Endpoint, reply: Reply, limit: int, stop: tuple[int, ...], collected: _Collected
 ) -> list[int]:
-    """Return that of an answer. Raises UserError where it holds text alone, or more than
-    `limit`."""
+    """Return the token ids of an answer. Raises UserError where it holds text alone, or
+    more than `limit`."""
     if reply.tokens is None:
         raise UserError(
             f"url: {server.root}: asked return_token_ids; the answer holds text alone, which more "
@@ -209,7 +211,8 @@ def _tokens(
 
 
 def _likeliest(row: dict[int, float], token: int) -> dict[int, float]:
-    """Return that of a place, and the answer's own token: a server may send thousands."""
+    """Return the likeliest tokens of a place, and the answer's own: a server may send
+    thousands."""
     best = heapq.nsmallest(BEST, row, key=lambda t: (-row[t], t))
     return {t: row[t] for t in (*best, token) if t in row}
 

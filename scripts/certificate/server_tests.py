@@ -1,5 +1,5 @@
-"""Tests of a server's tokens by the likeliest ones of their places (server_places.py), every one
-for all tokens and for strata of them.
+"""Tests of a server's tokens by the likeliest ones of their places (server_places.py),
+every one for all tokens and for strata of them.
 
 Bets on alternatives: what may be wrong with a decoder, each as a distribution r that is known
 before the token is. Where tokens come from p, the product of r(x) / p(x) reaches 1 / a with
@@ -44,7 +44,7 @@ HOTTEST, COLDEST = 1 / 64, 64.0  # exponents b between which a temperature is lo
 
 
 def run_tests(answers: Sequence[JudgedAnswer], known: Places, seed: int) -> list[Test]:
-    """Return all of them, the smallest p first."""
+    """Return all tests, the smallest p first."""
     masks = strata(known)
     levels = {f"{n:g} at a time": known.levels == n for n in np.unique(known.levels)}
     found = bets(known, masks) + beyond_bets(known.beyond, known.most, levels)
@@ -81,8 +81,8 @@ def alternatives(known: Places) -> dict[str, np.ndarray]:
     entropy, before = moments(known.logs)[0], p.cumsum(1) - p
 
     def within(keep: np.ndarray, *shares: float) -> list[np.ndarray]:
-        """p within the tokens to keep [n, K], the best one always among them, at a share of the
-        places."""
+        """p within the tokens to keep [n, K], the best one always among them, at a share of
+        the places."""
         kept = p * (keep | (np.arange(p.shape[1]) == 0))
         other = (kept / kept.sum(1, keepdims=True))[rows, known.own] / own
         return [np.log((1 - share) + share * other) for share in shares]
@@ -126,8 +126,8 @@ def _won(name: str, stratum: str, ratios: np.ndarray) -> Test:
 
 
 def uniform_tests(known: Places, masks: dict[str, np.ndarray], seed: int) -> list[Test]:
-    """Return that of single tokens in every stratum, of neighbours in an answer, of answers
-    at once."""
+    """Return the tests of single tokens in every stratum, of neighbours in an answer, of
+    answers at once."""
     rows, p = np.arange(len(known.own)), np.exp(known.logs)
     token = known.ids[rows, known.own]
     below = {

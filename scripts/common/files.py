@@ -75,25 +75,27 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def in_clone() -> bool:
-    """Return whether this code lies in a clone of the repository, not in an installed package."""
+    """Return whether this code lies in a clone of the repository, not in an installed
+    package."""
     return (ROOT / "pyproject.toml").is_file()
 
 
 def here(path: Path) -> Path:
-    """`path`, ~ being the home folder; where it is relative and not found, the repository's file
-    of that name, so that the prompts that come with it are found from any folder."""
+    """`path`, ~ being the home folder; where it is relative and not found, the repository's
+    file of that name, so that the prompts that come with it are found from any folder."""
     path = path.expanduser()
     return path if path.exists() or not (ROOT / path).is_file() else ROOT / path
 
 
 def sha256(path: Path) -> str:
-    """Return that of a file's bytes; it is looked for as `here` does."""
+    """Return the sha256 of a file's bytes; it is looked for as `here` does."""
     with open(here(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """Return versions, processor or GPU, threads, commit: what a measured figure depends on."""
+    """Return versions, processor or GPU, threads, commit: what a measured figure depends
+    on."""
     import torch
 
     versions = {package: installed(package) or "absent" for package in PACKAGES}
@@ -127,7 +129,8 @@ def installed(package: str) -> str:
 
 
 def command() -> str:
-    """Return the command line of this process as one would type it, relative to the repository."""
+    """Return the command line of this process as one would type it, relative to the
+    repository."""
     import shlex
 
     script = Path(sys.argv[0]).resolve()

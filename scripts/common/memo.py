@@ -1,5 +1,5 @@
-"""What long work has found so far, kept until the work is through: the same command again goes on
-where it was stopped.
+"""What long work has found so far, kept until the work is through: the same command again
+goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class Memo:
     """JSON values by name in `folder` (None: in memory alone), for as long as `key` stays.
 
     key: what the values depend on (settings, hashes), by name. Under another one than the
-        folder was written with, it is emptied, and a line on stderr names what differs; so for a
-        file that is damaged or not ours. resumed: there are values under this very key.
+        folder was written with, it is emptied, and a line on stderr names what differs; so
+        for a file that is damaged or not ours. resumed: there are values under this very
+        key.
 
-    One process at a time: who opens one holds the folder around it (`files.sole_folder`). Raises
-    UserError where `folder` is a file.
+    One process at a time: who opens one holds the folder around it (`files.sole_folder`).
+    Raises UserError where `folder` is a file.
     """
 
     def __init__(self, folder: Path | None, key: dict[str, Any] | None = None) -> None:
@@ -110,7 +111,7 @@ class Memo:
 
 
 def sha256(value: Any) -> str:
-    """Return that of what a value looks like as JSON; paths and the like as text."""
+    """Return the sha256 of a value as JSON; paths and the like as text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 

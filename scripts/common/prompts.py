@@ -155,7 +155,7 @@ def question_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def thinned(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
-    """At most `count` prompts (None: all) in their order, taken in turns from every category."""
+    """At most `count` prompts (None: all) in their order, one category after the other."""
     place, seen = [], Counter[str]()
     for i, p in enumerate(prompts):
         place.append((seen[p.category], i))

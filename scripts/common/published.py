@@ -86,7 +86,7 @@ def _where(which: Published) -> dict[str, Any]:
 
 
 def _on_disk(which: Published) -> dict[str, Any]:
-    """Return that of `path`, or of what bears the set's name in it: a file, or a folder's
+    """Return the files of `path`, or what bears the set's name in it: a file, or a folder's
     files that are named, else its part of that name or the only one."""
     import datasets
 

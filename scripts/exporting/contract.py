@@ -50,7 +50,8 @@ Rivals = list[tuple[Count, Gap]]  # tokens, by how much their logit is below the
 @dataclass(frozen=True)
 class Rounding:
     """What 16 bits do to the gap of the two best logits. most: the distance that counts as
-    rounding. usual: root mean square of what the gap changes by. places: that were measured."""
+    rounding. usual: root mean square of what the gap changes by. places: that were
+    measured."""
 
     most: Gap
     usual: Gap
@@ -102,7 +103,7 @@ class Row:
         return cycles
 
     def gaps(self, count: int) -> list[float]:
-        """Return that of the two best logits at the first tokens of the answer."""
+        """Return the gaps between the two best logits at the first tokens of the answer."""
         return [rivals[0][1] for rivals in self.rivals[:count]]
 
 
@@ -198,7 +199,7 @@ def in_bfloat16(model: torch.nn.Module) -> Iterator[None]:
 def measured(
     target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> tuple[Rounding, list[list[Rivals]]]:
-    """Return that of (prompt, answer) token ids: what 16 bits do to this target, and for
+    """Measure (prompt, answer) token ids: what 16 bits do to this target, and for
     every token of every answer its rivals, the nearest first: those within `most` of it,
     and the nearest in any case. target: in float32; it is back in it afterwards."""
     plain = Plain(target)
@@ -223,7 +224,7 @@ def _gaps(logits: Tensor, of: Tensor) -> Tensor:
 
 
 def _rivals(logits: Tensor, token: int, most: float) -> Rivals:
-    """Return that of one place [V]; at most BEST."""
+    """Return the rivals at one place [V]; at most BEST."""
     best = logits.topk(min(BEST + 1, len(logits)))
     gaps = (logits[token] - best.values).clamp(min=0).tolist()
     pairs = zip(best.indices.tolist(), (round(gap, 4) for gap in gaps), strict=True)

@@ -217,7 +217,7 @@ def _decoding(run: Run) -> dict[str, Any]:
 
 
 def _seconds(way: Callable[[], Any], device: torch.device) -> float:
-    """Return that of one call, the device waited for at both ends."""
+    """Return the seconds of one call, the device waited for at both ends."""
     _wait(device)
     begun = time.perf_counter()
     way()

@@ -17,7 +17,7 @@ SPARE = ("end to end", "draft ms", "verify ms")
 
 
 def speed(row: Row) -> str:
-    """Return that of a report's row: its speed in plain decoding's; marked where that is in
+    """Return the speed of a report's row over plain decoding; marked where that is in
     doubt."""
     return ratio(row["speedup"], row["doubts"])
 
@@ -134,7 +134,7 @@ def notes(report: dict[str, Any]) -> list[str]:
 
 
 def shares(row: Row) -> list[str]:
-    """Return that of a union: who proposed its accepted draft tokens."""
+    """Return who proposed the accepted draft tokens of a union."""
     parts = [
         f"{p['accepted']} by {p['name']} ({p['alone']} by it alone)"
         for p in row.get("by_drafter", ())

@@ -48,7 +48,7 @@ class Table:
 
     @classmethod
     def of(cls, columns: Columns, rows: Iterable[dict[str, Any]], **more: Any) -> Table:
-        """Return that of named columns, each a function row -> text."""
+        """Make a table of named columns, each a function row -> text."""
         cells = [[cell(row) for _, cell in columns] for row in rows]
         return cls([name for name, _ in columns], cells, **more)
 

@@ -41,7 +41,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
         if chosen["pays"]
         else f"{nothing}. The nearest is {chosen['name']}.",
         f"{report['replayed']} settings were replayed along the target's own answers, "
-        f"{len(report['timed'])} of them timed, these measured in turns; brackets: 95 % bootstrap "
+        f"{len(report['timed'])} of them timed, these interleaved; brackets: 95 % bootstrap "
         "over prompts.",
         *stalls(report["stalls"]),
     ]

@@ -1,7 +1,8 @@
 """What a running server counts of its speculation, from two looks at its Prometheus page.
 
-The page is another program's: it may be cut, hold no numbers, or count from 0 again because the
-server was started anew. What it does not tell is None, and what is wrong with it is said.
+The page is another program's: it may be cut, hold no numbers, or count from 0 again because
+the server was started anew. What it does not tell is None, and what is wrong with it is
+said.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ LINE = 2000  # characters of a page's line: a longer one is no counter
 
 @dataclass(frozen=True)
 class Rise:
-    """rose: what the counters rose by, as in `read_counters`; None where that is not told. why:
-    what is wrong with them, "" where there are none or nothing is."""
+    """rose: what the counters rose by, as in `read_counters`; None where that is not told.
+    why: what is wrong with them, "" where there are none or nothing is."""
 
     rose: dict[str, Any] | None
     why: str = ""
 
 
 def read_counters(text: str) -> dict[str, Any] | None:
-    """Return that of a Prometheus page with speculation's counters, summed over a server's
+    """Return the counters of speculation on a Prometheus page, summed over a server's
     engines: those of NAMES that it has, and accepted_by_position; None without them."""
     totals, places = Counter[str](), Counter[int]()
     for line in text.splitlines():

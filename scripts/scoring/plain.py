@@ -71,7 +71,7 @@ class Plain:
 
 
 def moved(a: Tensor, b: Tensor) -> float:
-    """Return that of two ways to compute the same logits [n, V], the largest difference of
+    """Return, for two ways to compute the same logits [n, V], the largest difference of
     the distance to the best logit, over the BEST tokens of either: what can turn a greedy
     choice."""
     a, b = a.double(), b.double()

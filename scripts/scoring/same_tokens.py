@@ -30,7 +30,7 @@ SAFETY = 2  # a largest value over so few is no bound
 
 
 def lossless(contest: Contest, systems: list[System], target: Target) -> dict[str, dict[str, Any]]:
-    """Return per drafter: {checked, equal, within_rounding, beyond_rounding, differences:
+    """Return for each drafter {checked, equal, within_rounding, beyond_rounding, differences:
     [...]} against `none`. measured_rounding: the distance that counts as rounding, where it
     had to be measured, else None."""
     found: dict[str, dict[str, Any]] = {}

@@ -1,5 +1,5 @@
 """Outside reference: a running server (vLLM, llama.cpp, any that takes and gives token ids) as
-a row of the table, `NAME@http://HOST:PORT`, on the same prompts and in turns with ours.
+a row of the table, `NAME@http://HOST:PORT`, on the same prompts, interleaved with ours.
 
 Every prompt is asked for its first token alone and then for the whole answer: the first is the
 prefill, what the second takes longer is decoding. A server tells how much it accepted in all

@@ -1,5 +1,6 @@
-"""What is sent to a server and read from its answers, in the form of each engine: llama.cpp's own
-API, SGLang's /generate, vLLM's completions with token ids, and the bare ones of anything else.
+"""What is sent to a server and read from its answers, in the form of each engine:
+llama.cpp's own API, SGLang's /generate, vLLM's completions with token ids, and the bare
+ones of anything else.
 
 A reader takes what it needs and lets KeyError, TypeError and the like tell that an answer has
 another form: scripts/scoring/servers.py turns these into words.
@@ -28,9 +29,9 @@ SGLANG_COUNTS = ("spec_verify_ct", "spec_draft_token_num", "spec_accept_token_nu
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """One answer. limit: most tokens. temperature 0 = greedy; top_k 0 and top_p 1 = off. salt:
-    the prompt shares nothing with what vLLM has kept of prompts with another salt. stop: tokens
-    that end the answer, of vLLM, which tells them."""
+    """One answer. limit: most tokens. temperature 0 = greedy; top_k 0 and top_p 1 = off.
+    salt: the prompt shares nothing with what vLLM has kept of prompts with another salt.
+    stop: tokens that end the answer, of vLLM, which tells them."""
 
     limit: int
     temperature: float = 0.0
@@ -44,10 +45,10 @@ class ServerRequest:
 
 @dataclass(frozen=True)
 class Reply:
-    """tokens: generated ids, the stop token included where the server sends it; None where it
-    sends none. drafted, accepted: draft tokens of this answer, where the server tells them, drafts:
-    in how many passes they were verified, where that is told too (SGLang, scripts/serve.py).
-    ignored: settings that it says it took otherwise than asked."""
+    """tokens: generated ids, the stop token included where the server sends it; None where
+    it sends none. drafted, accepted: draft tokens of this answer, where the server tells
+    them, drafts: in how many passes they were verified, where that is told too (SGLang,
+    scripts/serve.py). ignored: settings that it says it took otherwise than asked."""
 
     tokens: list[int] | None
     text: str
@@ -184,7 +185,7 @@ def _read_completion(reply: Any) -> Reply:
 
 
 def scores(kind: str, model: str, ids: list[int], start: int, top: int) -> Question | None:
-    """Return those of the `top` best tokens, and of the text's own, at every place from
+    """Return the scores of the `top` best tokens, and of the text's own, at every place from
     `start` on; None of a server that tells one place at a time alone."""
     if kind == SGLANG:
         body = {
@@ -207,7 +208,7 @@ def scores(kind: str, model: str, ids: list[int], start: int, top: int) -> Quest
 
 
 def next_scores(kind: str, model: str, ids: list[int], top: int) -> Question:
-    """Return those of the place behind a text, by an answer of one token, which no draft
+    """Return the scores of the place behind a text, by an answer of one token, which no draft
     touches."""
     if kind == LLAMACPP:
         body: dict[str, Any] = {

@@ -28,7 +28,7 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     target: TargetConfig = field(default_factory=TargetConfig)
     # prompts like those that will be asked: acceptance depends on them
     prompts: str = "scripts/prompts/demo.jsonl"
-    # how many of them, in turns from its categories
+    # how many of them, from its categories one after the other
     num_prompts: Annotated[int, Ge(2)] = 16
     # longest answer, tokens
     max_new_tokens: Annotated[int, Ge(8)] = 64

@@ -137,13 +137,13 @@ class Text:
 
 
 def chain_of(texts: Sequence[Text], k: int) -> list[Kept]:
-    """Return per text: what a chain of the first k best-ranked tokens gives, from longer
+    """Return for each text what a chain of the first k best-ranked tokens gives, from longer
     chains or from trees."""
     return static_of(texts, [(0,) * (depth + 1) for depth in range(k)])
 
 
 def static_of(texts: Sequence[Text], tree: Sequence[Path]) -> list[Kept]:
-    """Return per text: what a static tree gives, from a larger one."""
+    """Return for each text what a static tree gives, from a larger one."""
     have = {(), *tree}
 
     def depth(path: Path) -> int:
@@ -153,7 +153,7 @@ def static_of(texts: Sequence[Text], tree: Sequence[Path]) -> list[Kept]:
 
 
 def dynamic_of(texts: Sequence[Text], depth: int, nodes: int) -> list[Kept]:
-    """Return per text: what a dynamic tree of at most so many levels and nodes gives, from
+    """Return for each text what a dynamic tree of at most so many levels and nodes gives, from
     a larger one of the same width."""
 
     def accepted(draft: RecordedDraft, agreed: Sequence[int]) -> int:

@@ -1,9 +1,9 @@
 """What can be set about a drafter, and which settings are worth timing.
 
-Chains and n-grams have K; parallel heads a static tree over the ranks of their heads; drafters
-that go on from their own tokens (EAGLE, a separate model) a chain or a dynamic tree of some depth
-and size. Static trees are grown best-first by the value of a node, the chance that its whole path
-is right (heads/shapes.py).
+Chains and n-grams have K; parallel heads a static tree over the ranks of their heads;
+drafters that go on from their own tokens (EAGLE, a separate model) a chain or a dynamic
+tree of some depth and size. Static trees are grown best-first by the value of a node, the
+chance that its whole path is right (heads/shapes.py).
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class Candidate:
 
 @dataclass
 class DrafterFamily:
-    """One drafter and what can be set about it. depth, nodes: the most of a draft. kinds: among
-    "chain" and "tree". head: None for n-grams. notes: what the search leaves out, and why.
+    """One drafter and what can be set about it. depth, nodes: the most of a draft. kinds:
+    among "chain" and "tree". head: None for n-grams. notes: what the search leaves out, and
+    why.
     """
 
     target: Target
@@ -105,8 +106,8 @@ class DrafterFamily:
 
     @property
     def drawn_kinds(self) -> list[str]:
-        """Those whose candidates are drawn from the drafter's distribution, so that replay cannot
-        say what would be accepted."""
+        """Those whose candidates are drawn from the drafter's distribution, so that replay
+        cannot say what would be accepted."""
         if self.head is None or self.sampling.greedy:
             return []
         trees = getattr(self.head.cfg, "tree_draw", "fixed") == "sampled"
@@ -198,7 +199,7 @@ class DrafterFamily:
 
 
 def within(values: Sequence[int], most: int) -> list[int]:
-    """Return those below `most`, and `most`."""
+    """Return the sizes below `most`, and `most`."""
     return [value for value in values if value < most] + [most]
 
 
@@ -219,7 +220,7 @@ def static_settings(value: Callable[[Path], float], nodes: int, depth: int) -> D
 
 
 def worth_timing(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return those of which no other one of the same shape accepts as much with no more
+    """Return the settings of which no other of the same shape accepts as much with no more
     levels and no more nodes."""
     return [
         one

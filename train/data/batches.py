@@ -123,7 +123,7 @@ class JoinedRows:
                 (folder / LEFT_OUT).write_text(text, errors="backslashreplace")
 
     def batch(self, rows: Sequence[int], pack: int = 0) -> Batch:
-        """Return those rows, right-padded to the longest; pack: or packed end to end into
+        """Return the given rows, right-padded to the longest; pack: or packed end to end into
         sequences of so many tokens (or of the longest row, if that is more). How many
         positions a sequence has, `laid` decides."""
         starts, sizes = (t[list(rows)].tolist() for t in (self.offsets, self.lengths))

@@ -1,2 +1,2 @@
-"""A training run on paper (`validate dry_run=true`): its memory by part and its hours, from
+"""A training run by formula (`validate dry_run=true`): its memory by part and its hours, from
 the configs of target and head alone. Nothing is loaded, read or run."""

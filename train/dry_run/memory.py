@@ -36,7 +36,7 @@ FRAGMENTS = 0.05  # of what a pass allocates: gaps between the allocator's block
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on paper. typed: the head's keys. head: on the meta device. layer: keys of its
+    """A planned run. typed: the head's keys. head: on the meta device. layer: keys of its
     draft layers, {} without any. rows, length, tokens, taught: of the largest pass of a rank,
     its supervised tokens. width: bytes of a number that is computed with."""
 
@@ -208,7 +208,7 @@ def parts(plan: Plan) -> dict[str, int]:
 
 
 def target_bytes(plan: Plan) -> tuple[float, float, float]:
-    """Return that of the target's weights: all, on one GPU, and on a host while its ranks
+    """Return the bytes of the target's weights: all, on one GPU, and on a host while its ranks
     load them. Sharded by FSDP2 a GPU holds three layers beside its shards, the one that
     computes, as it arrived and unpacked, and the next one; a rank that loads what stays
     whole, and one weight at a time."""
