@@ -81,7 +81,6 @@ class TreeCache(Cache):
         self.offset = 0  # scratch offset of the pass under way
         # Nodes of the tree that was scored last and not yet committed.
         self.pending: int | None = None
-        self.in_place = False  # chain mode: row b's nodes lie at len_b already
         # Two tensors per layer (K, V), grouped by shape into one buffer [n, max_rows, Hkv, L, hd]
         # each.
         self._place: list[tuple[tuple[int, int], tuple[int, int]] | None] = []
@@ -171,8 +170,7 @@ class TreeCache(Cache):
                     f"{self.pending} nodes"
                 )
             moves = moves or nodes[:count] != list(range(count))
-        moves = not self.in_place and (moves or min(self.lengths) < self.offset)
-        if moves:
+        if moves or min(self.lengths) < self.offset:
             deepest = max(t[0] for t in table)
             self._compact([nodes[:deepest] for _, *nodes in table], deepest)
         self.lengths = [have + 1 + row[0] for have, row in zip(self.lengths, table, strict=True)]

@@ -121,17 +121,6 @@ def check_depth(cache: TreeCache, tree: DraftTree, context: int) -> None:
             )
 
 
-def check_chain(tree: DraftTree, reason: str) -> None:
-    """Raise UserError for a tree that is no chain. reason: why the target takes no others."""
-    node = torch.arange(tree.width, device=tree.size.device)
-    wrong = ((tree.parents != node - 1) & _used(tree)).any(1)
-    if bool(wrong.any()):
-        raise UserError(
-            f"tree: row {int(wrong.nonzero()[0])} is no chain, and this target takes chains only "
-            f"({reason}); use a chain drafter"
-        )
-
-
 def check_form(tree: DraftTree, max_nodes: int | None = None) -> None:
     """Raise ValueError for wrong shapes or dtypes, or for more than `max_nodes` nodes."""
     shapes = tree.tokens.shape, tree.parents.shape, tree.size.shape

@@ -57,14 +57,8 @@ class DraftModel:
         """form: what it drafts; a number: a chain of so many levels. ids: [Vd] ascending tokens
         it may propose, None for all. vocab_size: the target's, None: the draft's own.
 
-        Raises UserError for a tree with a draft that takes chains only, or whose LM head
-        cannot be read apart."""
+        Raises UserError for a draft whose LM head cannot be read apart."""
         form = Form.chain(form) if isinstance(form, int) else form
-        if form.shape == "tree" and draft.support != "tree":
-            raise UserError(
-                f"drafters: {name}: the draft takes chains only "
-                f"({draft.probe().reason}); use its chain"
-            )
         if not draft.head.exact:
             raise UserError(
                 f"drafters: {name}: the draft's logits do not follow from its last hidden state"
@@ -186,10 +180,6 @@ class DraftModel:
         start, new = len(self.levels_read), tokens.shape[1]
         self.levels_read += [level] * new
         lengths, cache = self.cache.lengths, self.cache
-        if self.draft.support == "chain":
-            ends = [length + start for length in lengths]
-            most = self.draft.context_length  # others draft deeper
-            return self._alone(tokens, ends, [int(end < most) for end in ends])
         offset = max(lengths) + start
         places = devices.send(lengths, self.device)[:, None] + (level - 1)
         positions = places.expand(-1, new).clamp(max=self.draft.context_length - 1)
@@ -202,30 +192,13 @@ class DraftModel:
         cache.commit keeps them.
         """
         lengths, cache, new = self.cache.lengths, self.cache, tokens.shape[1]
-        if self.draft.support == "chain":
-            cache.pending, cache.in_place = new - 1, True
-            return self._alone(tokens, lengths, (size + 1).tolist())
         tree = DraftTree.chain(tokens[:, 1:], size)
         mask = self.masks(lengths, tree)
         positions = tree.layout.positions + devices.send(lengths, self.device)[:, None]
         cache.open(0, len(lengths), max(lengths), new)
-        cache.pending, cache.in_place = new - 1, False
+        cache.pending = new - 1
         positions = positions.clamp(max=self.draft.context_length - 1)
         return self.draft.read(tokens, positions, mask, cache)
-
-    def _alone(self, tokens: Tensor, ends: list[int], counts: list[int]) -> Tensor:
-        """Row by row, without a mask and each at its own end: for drafts whose positions come
-        from the slots. A row without a token to read gets zeros."""
-        states = []
-        for row, (end, count) in enumerate(zip(ends, counts, strict=True)):
-            if count == 0:
-                states.append(self.state.new_zeros(1, tokens.shape[1], self.state.shape[1]))
-                continue
-            self.cache.open(row, row + 1, end, count)
-            positions = torch.arange(end, end + count, device=self.device)[None]
-            state = self.draft.read(tokens[row : row + 1, :count], positions, None, self.cache)
-            states.append(F.pad(state, (0, 0, 0, tokens.shape[1] - count)))
-        return torch.cat(states)
 
 
 def _finite(update: Update, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:

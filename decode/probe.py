@@ -5,13 +5,13 @@ names.
    (recurrent, linear attention) means refusal.
 2. Do logits follow from the last hidden state through the LM head, a scale and a softcap?
 3. Does scoring a tree through `TreeCache` give each path the logits of a plain pass over that
-   path, over ragged, appended, committed and selected rows? If not, do chains?
+   path, over ragged, appended, committed and selected rows? Where positions follow from the
+   cache's slots (ALiBi) it does not.
 4. Do a token's logits hang on what is drafted behind it? Then the output distribution would hang
    on the drafter, by less than the third question can see.
 
 What depends on the length of a text must show in a short probe: windows are made four
-tokens wide meanwhile, so that one row lies beyond two windows and one does not. A window
-that cannot be changed after loading is probed as it is, with longer texts.
+tokens wide meanwhile, so that one row lies beyond two windows and one does not.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from outrider.conf.errors import UserError
 from outrider.decode import attention
 from outrider.decode.cache import LayerShape
 from outrider.decode.masks import FULL, Reach
-from outrider.decode.probed import LMHead, Probe
-from outrider.decode.scorer import Scorer
+from outrider.decode.scorer import LMHead, Probe, Scorer
 from outrider.decode.tree import DraftTree
 
 # Largest accepted difference of one token's logits, relative to their spread (root mean
@@ -40,8 +39,6 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch
 WINDOW, PROMPTS = 4, (10, 6)
 DEEPEST = 6  # tokens that the script adds to a prompt: the last token and a chain of five
 DRAFTS = 6  # that are put behind one context
-LONGEST_WINDOW = 1024  # tokens; the longest one that is probed at its own length
-
 
 FAILURES = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
 
@@ -90,39 +87,30 @@ def probe_head(target: Scorer) -> LMHead:
 
 
 def probe_target(target: Scorer) -> Probe:
-    """Raise UserError when neither trees nor chains can be scored, with the reason.
-
-    Trees are tried with our attention and with the model's own, then chains with its own; the
-    model is left with the attention that was right, else with its own."""
-    shapes, lengths = _layer_shapes(target), _prompt_lengths(target)
+    """Try our attention, then the model's own, and leave the model with the one that was right,
+    else with its own. Raises UserError with the reason when trees cannot be scored."""
+    shapes = _layer_shapes(target)
+    _check_windows(target)
+    heads = getattr(target.config, "num_attention_heads", 1)
+    group = max(1, heads // max((s[0] for s in shapes if s), default=heads))
+    problems = []
     with _short_windows(target):
-        probe, problems = _tried(_Script(target, lengths), shapes)
-    if probe is not None:
-        trees = probe.support == "tree"
-        reaches = _reaches(target.config) if trees else probe.reaches  # at their full length
-        return replace(probe, reaches=reaches, reason="" if trees else f"no trees: {problems}")
+        script = _Script(target)
+        for name, tile in ((attention.NAME, group), (script.own, 1)):
+            probe = Probe(shapes, _reaches(target.config), tile)
+            if not (problem := _problem(script, probe, name)):
+                break
+            problems.append(f"with {name}: {problem}")
+            target.model.set_attn_implementation(script.own)
+    if not problem:  # its reaches at their full length
+        return replace(probe, reaches=_reaches(target.config), tested=script.longest)
     windows = ", ".join(f"{name}={length}" for name, length in _windows(target).items())
     where = f" once its window ({windows}) is full" if windows else ""
     raise UserError(
-        f"target: {type(target.model).__name__} can score neither trees nor chains from a "
-        f"cache{where} ({problems}); choose a target with attention over a K/V cache"
+        f"target: {type(target.model).__name__} cannot score draft trees from a K/V cache{where} "
+        f"({'; '.join(problems)}); choose a target with attention over a K/V cache, whose "
+        "positions are given"
     )
-
-
-def _tried(script: _Script, shapes: list[LayerShape | None]) -> tuple[Probe | None, str]:
-    """Return the first way that is right, with None where no way is, and what is wrong with
-    others."""
-    target, own, problems = script.target, script.own, list[str]()
-    heads = getattr(target.config, "num_attention_heads", 1)
-    group = max(1, heads // max((s[0] for s in shapes if s), default=heads))
-    ours = Probe("tree", shapes, _reaches(target.config), group)
-    ways = [(attention.NAME, ours), (own, replace(ours, tile=1)), (own, Probe("chain", shapes))]
-    for name, probe in ways:
-        if not (problem := _problem(script, probe, name)):
-            return replace(probe, tested=script.longest), "; ".join(problems)
-        problems.append(f"{probe.support}s with {name}: {problem}")
-        target.model.set_attn_implementation(own)
-    return None, "; ".join(problems)
 
 
 def _problem(script: _Script, probe: Probe, name: str) -> str:
@@ -273,13 +261,8 @@ def _windows(target: Scorer) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _prompt_lengths(target: Scorer) -> tuple[int, ...]:
-    """Return tokens of the two prompts: two windows and more where a window stays what it
-    is while the probe runs.
-
-    Raises UserError where that window is too long to be probed.
-    """
-    lengths, room = PROMPTS, target.context_length - DEEPEST
+def _check_windows(target: Scorer) -> None:
+    """Raise UserError where a window stays what it is while the probe runs."""
     given = {"input_ids": _ids(target, 1, PROMPTS[0]), "use_cache": False, "return_dict": True}
     for name, length in _windows(target).items():
         if length <= WINDOW or length >= target.context_length:
@@ -288,14 +271,11 @@ def _prompt_lengths(target: Scorer) -> tuple[int, ...]:
         with _short_windows(target, name):
             if not torch.equal(target.model(**given).logits, as_loaded):
                 continue
-        if length > LONGEST_WINDOW:
-            raise UserError(
-                f"target: {type(target.model).__name__} keeps {name}={length} of its config in a "
-                f"form that cannot be probed; set {name}=null there if no layer uses it, else "
-                "choose another target"
-            )
-        lengths = max(lengths, (2 * length + 2, length + 2))
-    return tuple(max(1, min(length, room)) for length in lengths)
+        raise UserError(
+            f"target: {type(target.model).__name__} keeps {name}={length} of its config in a "
+            f"form that cannot be probed; set {name}=null there if no layer uses it, else "
+            "choose another target"
+        )
 
 
 @contextlib.contextmanager
@@ -325,13 +305,15 @@ class _Script:
 
     Row 0: the longer prompt, then a branching tree of 5 nodes, of which [1, 4] is kept; row 1
     joins later with the shorter one and a chain of 2 nodes, of which [0] is kept. Then row 1
-    alone scores the empty tree. Where only chains are tried, row 0's tree is one.
+    alone scores the empty tree.
     longest: tokens of the longest text compared so far.
     """
 
-    def __init__(self, target: Scorer, lengths: tuple[int, ...]):
+    def __init__(self, target: Scorer):
         self.target, self.longest = target, 0
         self.own = target.model.config._attn_implementation
+        room = target.context_length - DEEPEST
+        lengths = [max(1, min(length, room)) for length in PROMPTS]
         # Three tokens over and over, as text repeats itself: sparse attention that ranks its
         # keys meets ties.
         self.prompts = list(_ids(target, 3).repeat(sum(lengths))[: sum(lengths)].split(lengths))
@@ -350,12 +332,11 @@ class _Script:
             self._plain[key] = out.logits[0, -1]
         return self._plain[key]
 
-    def _tree(self, probe: Probe, tokens: Tensor, rows: int) -> DraftTree:
-        """Return the first `rows` trees of the script, with `tokens` [rows, 5]."""
-        first = [-1, 0, 1, 2, 3] if probe.support == "chain" else [-1, -1, 0, 0, 1]
-        both = torch.tensor([first, [-1, 0, -1, -1, -1]], device=self.target.device)
-        sizes = torch.tensor([5, 2], device=self.target.device)
-        return DraftTree(tokens, both[:rows], sizes[:rows])
+    def _tree(self, tokens: Tensor) -> DraftTree:
+        """Return the first trees of the script, as many as `tokens` [rows, 5] has rows."""
+        parents = [[-1, -1, 0, 0, 1], [-1, 0, -1, -1, -1]][: len(tokens)]
+        sizes = torch.tensor([5, 2][: len(tokens)], device=self.target.device)
+        return DraftTree(tokens, torch.tensor(parents, device=self.target.device), sizes)
 
     @torch.no_grad()
     def dependence(self, probe: Probe) -> float:
@@ -371,7 +352,7 @@ class _Script:
         trial.prefill(cache, [prompt])
         found = []
         for tokens in drafts.split(1):
-            step = trial.score(cache, self.last[:1], self._tree(probe, tokens, 1))
+            step = trial.score(cache, self.last[:1], self._tree(tokens))
             found.append(step.logits[0, :2].clone())
             cache.truncate([len(prompt)])
         return max(difference(one, found[0]) for one in found[1:])
@@ -381,14 +362,11 @@ class _Script:
         """Return largest difference of the script's logits from plain passes over the same
         texts."""
         target, device = self.target, self.target.device
-        if probe.support == "chain":
-            paths, kept = [[*range(n)] for n in range(6)], [0, 1]
-        else:
-            paths, kept = [[], [0], [1], [0, 2], [0, 3], [1, 4]], [1, 4]
+        paths, kept = [[], [0], [1], [0, 2], [0, 3], [1, 4]], [1, 4]
         trial = target.assuming(probe)
         cache = trial.new_cache(2, max(map(len, self.prompts)) + DEEPEST, 5)
         found = [trial.prefill(cache, [p]).logits[0, 0] for p in self.prompts]
-        step = trial.score(cache, self.last, self._tree(probe, self.tokens, 2))
+        step = trial.score(cache, self.last, self._tree(self.tokens))
         found += [*step.logits[0, : len(paths)], *step.logits[1, :3]]
         keep = torch.tensor([kept, [0, -1]], device=device)
         cache.commit(keep, torch.tensor([2, 1], device=device))

@@ -18,15 +18,43 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from outrider.conf.errors import UserError
 from outrider.decode import checks, devices
-from outrider.decode.cache import TreeCache
-from outrider.decode.masks import TreeMasks
+from outrider.decode.cache import LayerShape, TreeCache
+from outrider.decode.masks import Reach, TreeMasks
 from outrider.decode.models import facts
-from outrider.decode.probed import LMHead, Probe
 from outrider.decode.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """logits = cap * tanh(scale * lm_head(h) / cap), cap None: no cap. exact: the model's
+    logits agree.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+    exact: bool = False
+    reason: str = ""
+
+    def finish(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a model can do: K/V shapes per layer, reach per layer type, mask rows per node.
+
+    tested: tokens of the longest text whose logits were compared with a plain pass's.
+    """
+
+    shapes: list[LayerShape | None]
+    reaches: dict[str, Reach]
+    tile: int = 1
+    tested: int = 0
 
 
 @dataclass
@@ -49,7 +77,7 @@ class Scorer:
     draft trees.
 
     vocab_size, hidden_size, num_layers, context_length (tokens; 2**31 - 1 where the model has
-    no limit), eos_ids (ascending), dtype, device. support: "tree" or "chain".
+    no limit), eos_ids (ascending), dtype, device.
 
     first_range: longest text before the rotary frequencies of LongRoPE change, where that comes
     before the model's last position; None elsewhere.
@@ -83,10 +111,6 @@ class Scorer:
     @property
     def device(self) -> torch.device:
         return self.embedding_weight.device
-
-    @property
-    def support(self) -> str:
-        return self.probe().support
 
     def probe(self) -> Probe:
         """Return what the model can do. Raises ValueError where nobody has found out."""
@@ -151,8 +175,8 @@ class Scorer:
         tree's nodes.
 
         Nothing counts as committed until `cache.commit`. Learned positions end at the context:
-        the engine caps depth. Raises UserError when the cache is full, the context would be
-        exceeded, or the model takes chains only.
+        the engine caps depth. Raises UserError when the cache is full or the context would be
+        exceeded.
         """
         n = tree.width + 1
         offset = cache.room(n)
@@ -160,8 +184,6 @@ class Scorer:
         ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)
         if offset + n > self.context_length:
             checks.check_depth(cache, tree, self.context_length)
-        if self.support == "chain":
-            return self._score_chain(cache, ids, tree, taps)
         if self._masks is None:
             self._masks = self.new_masks()
         mask = self._masks(cache.lengths, tree)
@@ -170,31 +192,8 @@ class Scorer:
             positions = positions.clamp(max=self.context_length - 1)
         cache.open(0, cache.rows, offset, n)
         logits, feats = self._forward(ids, positions, mask, cache, taps, None)
-        cache.pending, cache.in_place = tree.width, False
+        cache.pending = tree.width
         return Step(logits, feats)
-
-    def _score_chain(
-        self, cache: TreeCache, ids: Tensor, tree: DraftTree, taps: Sequence[int]
-    ) -> Step:
-        """Row by row, each at its own end and without a mask: right for models whose positions
-        come from the slots.
-        """
-        checks.check_chain(tree, self.probe().reason)
-        logits: list[Tensor] = []
-        feats: list[Tensor] = []
-        counts = [size + 1 for size in tree.size.tolist()]
-        for row, (end, count) in enumerate(zip(cache.lengths, counts, strict=True)):
-            cache.open(row, row + 1, end, count)
-            positions = torch.arange(end, end + count, device=self.device)[None]
-            one, seen = self._forward(
-                ids[row : row + 1, :count], positions, None, cache, taps, None
-            )
-            # Padding is not run: it could stand behind the last position.
-            behind = ids.shape[1] - count
-            logits.append(pad(one, (0, 0, 0, behind)))
-            feats += [] if seen is None else [pad(seen, (0, 0, 0, 0, 0, behind))]
-        cache.pending, cache.in_place = tree.width, True
-        return Step(torch.cat(logits), torch.cat(feats) if taps else None)
 
     def _inputs(
         self, ids: Tensor, positions: Tensor, mask: Any, cache: TreeCache

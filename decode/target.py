@@ -28,8 +28,7 @@ from outrider.decode.probe import (
     probe_layers,
     probe_target,
 )
-from outrider.decode.probed import LMHead, Probe
-from outrider.decode.scorer import Scorer
+from outrider.decode.scorer import LMHead, Probe, Scorer
 
 
 class Target(Scorer):

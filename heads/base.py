@@ -120,7 +120,7 @@ class Head(Stored):
             raise UserError(
                 f"decode settings: {longest} levels, but the head guesses {most}; give fewer"
             )
-        shape = requested.shape or (cfg.shape if target.support == "tree" else "chain")
+        shape = requested.shape or cfg.shape
         depth = requested.depth or self.usual
         if shape == "chain":
             return Form.chain(depth)

@@ -27,16 +27,10 @@ def resolve_drafter(spec: str, target: Target) -> Drafter:
     first that is no n-gram draws, the others give their most probable tokens.
 
     Where scripts/tune.py has left its choice in the head's folder, that is how the head
-    drafts. The drafter's name is `spec`. Raises UserError for anything else, for a tree on
-    a target that takes chains only, for a head of another target, and for a model with
-    another tokenizer."""
+    drafts. The drafter's name is `spec`. Raises UserError for anything else, for a head of
+    another target, and for a model with another tokenizer."""
     draft = names.parse(spec)
     if len(draft.each) > 1:
-        if target.support != "tree":
-            raise UserError(
-                f"drafters: {spec}: this target takes chains only, and a union is a tree; write "
-                "one of its drafters alone"
-            )
         drafter_folders(draft)  # that none is named twice
         # N-grams last: they draw nothing and cost nothing.
         ordered = sorted(draft.parts, key=lambda part: part.source == names.NGRAM)
@@ -53,9 +47,6 @@ def _single(draft: DraftSpec, name: str, target: Target) -> Drafter:
     """Make the drafter of one source, with what scripts/tune.py has left for it."""
     if draft.source == names.NONE:
         return NoDraft()
-    if draft.shape == "tree" and target.support != "tree":
-        chain = f"{draft.source}@chain"
-        raise UserError(f"drafters: {name}: this target takes chains only; write {chain}")
     if draft.source == names.NGRAM:
         nodes = (draft.nodes or DEPTH) if draft.shape == "tree" else 0
         drafter: Drafter = NGram(draft.depth or DEPTH, nodes)

@@ -14,7 +14,6 @@ from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
 from outrider.heads import shapes
 from outrider.heads.base import Head
-from outrider.heads.config import Shape
 from outrider.heads.names import DraftSpec
 from outrider.heads.small_lm.config import SmallLMConfig
 from outrider.heads.small_lm.net import load_draft
@@ -31,9 +30,8 @@ class PlainModel(Head):
     kind = "small_lm"
     Config = SmallLMConfig
 
-    def __init__(self, draft: Target, path: str, shape: Shape) -> None:
-        """shape: chain or tree, of the draft when nobody asks for one."""
-        super().__init__(SmallLMConfig(path=path, shape=shape))
+    def __init__(self, draft: Target, path: str) -> None:
+        super().__init__(SmallLMConfig(path=path, shape="tree"))
         self.cfg: SmallLMConfig = self.cfg
         self.draft = draft
         self.calibration: dict[str, Any] = shapes.assumed(self.cfg.depth, alike=True)
@@ -53,7 +51,7 @@ def plain_model(path: str, target: Target) -> PlainModel:
     """Load the causal language model in a folder or repository, in the target's dtype on its
     device. Raises UserError as load_draft does."""
     draft = load_draft(_source(path), target, target.dtype, target.device, f"drafters: {path}")
-    return PlainModel(draft, path, "tree" if draft.support == target.support == "tree" else "chain")
+    return PlainModel(draft, path)
 
 
 def plain_folder(path: str) -> Path:

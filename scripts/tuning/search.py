@@ -81,10 +81,7 @@ class DrafterFamily:
         if path == NGRAM:
             return cls(target, sampling, depth, nodes, ["chain"])
         head = drafting_head(path, target)
-        trees = ["tree"] if target.support == "tree" else []
-        kinds = [kind for kind in ("chain", *trees) if shape in ("", kind)]
-        if not kinds:
-            raise UserError(f"drafter: {spec}: this target takes chains only; write {path}@chain")
+        kinds = [kind for kind in ("chain", "tree") if shape in ("", kind)]
         made = cls(target, sampling, min(depth, head.deepest or depth), nodes, kinds, head)
         if made.drawn_kinds:
             made.notes.append(

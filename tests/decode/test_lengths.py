@@ -32,10 +32,6 @@ def phi() -> Any:
     return build("phi3", DOUBLE, **LONGROPE)
 
 
-def gpt_neo(**changes: Any) -> Any:
-    return build("gpt_neo", DOUBLE, **changes)
-
-
 def doge(**changes: Any) -> Any:
     """Its mask depends on a learned number for every head, which starts as zero: then all
     tokens would tie.
@@ -79,8 +75,7 @@ def decoded(
 
 
 def drafters(target: Target, make: Callable[[], Any]) -> list[Drafter]:
-    found: list[Drafter] = [NoDraft(), NGram(), DraftModel(Target(make()), 4)]
-    return [*found, small_tree()] if target.support == "tree" else found
+    return [NoDraft(), NGram(), DraftModel(Target(make()), 4), small_tree()]
 
 
 # -- rotary frequencies that change at a length
@@ -98,7 +93,7 @@ def test_texts_within_the_first_range_of_longrope(arch: str) -> None:
     requested = prompts((SWITCH - new, 5, 9))
     want = written(make(), requested, new)
     target = Target(make())
-    assert target.support == "tree" and target.context_length == SWITCH == target.first_range
+    assert target.context_length == SWITCH == target.first_range
     assert facts.notes(target, Sampling()) == [
         f"target: texts of more than {SWITCH} tokens are refused, of 128 that it has positions "
         "for: beyond, its rotary embedding changes (LongRoPE)"
@@ -151,20 +146,9 @@ def test_texts_end_where_dynamic_frequencies_change() -> None:
 # -- windows of any name
 
 
-def test_a_window_in_a_buffer_is_probed_at_its_own_length() -> None:
-    """GPT-Neo cuts by slots, so trees and ragged rows at one common offset are wrong from two
-    windows on.
-    """
-    requested = prompts((40, 27, 5))
-    want = written(gpt_neo(), requested, NEW)
-    target = Target(gpt_neo())
-    assert target.support == "chain" and target.probe().tested > 2 * 12
-    for drafter in drafters(target, gpt_neo):
-        for batch_size in (1, 3):
-            assert decoded(target, drafter, requested, batch_size) == want, (
-                drafter.name,
-                batch_size,
-            )
+def test_a_window_in_a_buffer_is_refused() -> None:
+    with pytest.raises(UserError, match="keeps window_size=12 .* cannot be probed"):
+        Target(build("gpt_neo", DOUBLE)).probe()
 
 
 def test_a_window_that_keeps_the_best_tokens_is_refused() -> None:
@@ -173,26 +157,3 @@ def test_a_window_that_keeps_the_best_tokens_is_refused() -> None:
     """
     with pytest.raises(UserError, match=r"once its window \(keep_window_size=12\) is full"):
         Target(doge()).probe()
-
-
-# -- the end of the context
-
-
-@pytest.mark.parametrize("arch", ["mpt", "gpt_neo"])
-def test_chains_end_at_a_table_of_positions(arch: str) -> None:
-    """A row near its end beside one that drafts more: padding is not run behind the last
-    position.
-    """
-    key = "max_seq_len" if arch == "mpt" else "max_position_embeddings"
-
-    def make() -> Any:
-        return build(arch, DOUBLE, **{key: 32})
-
-    requested = [[7, 8, 9] * 9, [7, 8, 9] * 3]
-    model = make()
-    want = [written(model, [p], min(NEW, 32 - len(p)))[0] for p in requested]
-    target = Target(model)
-    assert target.support == "chain"
-    for drafter in (NGram(), DraftModel(Target(make()), 4)):
-        for batch_size in (1, 2):
-            assert decoded(target, drafter, requested, batch_size) == want, drafter.name

@@ -11,7 +11,7 @@ from outrider.conf.errors import UserError
 from outrider.decode import attention
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
-from tests.helpers.archs import CHAIN, REFUSED, TREE, build
+from tests.helpers.archs import REFUSED, TREE, build
 from tests.helpers.mirror import Mirror
 
 BUSHY = [-1, -1, 0, 0, 1, 4, 4]
@@ -35,10 +35,9 @@ def test_tree_equals_plain_passes(arch: str) -> None:
     after the other.
     """
     m = mirror(arch, torch.float64 if in_double(arch) else torch.float32, 3)
-    assert m.target.support == "tree"
     # whose sinks and softcap ours does not know
     own = "eager" if arch in ("gpt_oss", "gemma2") else attention.NAME
-    assert m.target.model.config._attn_implementation == own, m.target.probe().reason
+    assert m.target.model.config._attn_implementation == own
     m.prefill([9, 4])
     tree, _ = m.score([BUSHY, [-1, 0]])
     m.commit(tree, [5, 0])
@@ -75,21 +74,6 @@ def test_guidance_mixes_both_rows() -> None:
     m.check(DraftTree.empty(2))
 
 
-@pytest.mark.parametrize("arch", CHAIN)
-def test_alibi_takes_chains_only(arch: str) -> None:
-    m = mirror(arch, torch.float32, 2)
-    assert m.target.support == "chain" and "no trees" in m.target.probe().reason
-    m.prefill([9, 4])
-    tree, _ = m.score([[-1, 0, 1], [-1]])
-    m.commit(tree, [1, 0])
-    m.select([1, 0])
-    tree, _ = m.score([[-1, 0], [-1, 0, 1, 2]])
-    m.commit(tree, [-1, 3])
-    m.check(DraftTree.empty(2))
-    with pytest.raises(UserError, match="row 1 is no chain.*chains only"):
-        m.score([[-1, 0], [-1, -1]])
-
-
 @pytest.mark.parametrize("arch", REFUSED)
 def test_recurrent_state_is_refused(arch: str) -> None:
     with pytest.raises(UserError, match="recurrent"):
@@ -98,7 +82,7 @@ def test_recurrent_state_is_refused(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["mixtral", "gemma3_text", "gpt2"])
 def test_probe_accepts_half_precision(arch: str) -> None:
-    assert Target(build(arch, torch.bfloat16)).support == "tree"
+    Target(build(arch, torch.bfloat16)).probe()
 
 
 def test_probe_falls_back_when_the_folded_attention_is_wrong(
@@ -121,14 +105,12 @@ def test_probe_falls_back_when_the_folded_attention_is_wrong(
 
     monkeypatch.setitem(attention.ALL_ATTENTION_FUNCTIONS._global_mapping, attention.NAME, blind)
     target = Target(build("llama"))
-    assert target.support == "tree"
+    assert target.probe().tile == 1
     assert target.model.config._attn_implementation == "sdpa"
 
 
 def test_probe_finds_a_model_that_ignores_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions by slot, as in ALiBi models: sibling nodes then see each other's distance, so
-    chains only.
-    """
+    """Positions by slot, as in ALiBi models: sibling nodes see each other's distance."""
     model = build("llama")
     rotary, inner = model.model.rotary_emb, model.model.rotary_emb.forward
 
@@ -136,7 +118,9 @@ def test_probe_finds_a_model_that_ignores_positions(monkeypatch: pytest.MonkeyPa
         return inner(x, position_ids[:, :1] + torch.arange(position_ids.shape[1]))
 
     monkeypatch.setattr(rotary, "forward", by_slot)
-    assert Target(model).support == "chain"
+    for wrong in (model, build("bloom")):
+        with pytest.raises(UserError, match="cannot score draft trees"):
+            Target(wrong).probe()
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "granite", "cohere", "opt", "bloom"])

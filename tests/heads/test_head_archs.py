@@ -20,7 +20,7 @@ from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
-from tests.helpers.archs import CHAIN, TREE, VOCAB, build
+from tests.helpers.archs import TREE, VOCAB, build
 from tests.helpers.decoding import texts
 from tests.helpers.training import random_batch
 
@@ -41,7 +41,7 @@ CASES = {
 }
 
 FAST = {"llama": [*CASES], "gpt2": ["markov", "hydra"], "gemma3_text": ["eagle1", "dspark"]}
-SLOW = [(a, ["eagle3", "hydra", "dspark"][i % 3]) for i, a in enumerate((*TREE, *CHAIN))]
+SLOW = [(a, ["eagle3", "hydra", "dspark"][i % 3]) for i, a in enumerate(TREE)]
 PAIRS = [
     *((arch, name) for arch, names in FAST.items() for name in names),
     *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW if pair[0] not in FAST),

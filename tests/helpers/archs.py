@@ -93,23 +93,13 @@ TREE: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
-# Positions follow from the cache's slots (ALiBi): chains only.
-CHAIN: dict[str, dict[str, Any]] = {
+# Positions follow from the cache's slots (ALiBi): no trees, refused.
+BY_SLOT: dict[str, dict[str, Any]] = {
     "bloom": {
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "n_layer": 2,
         "n_head": 4,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "falcon": {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "alibi": True,
-        "new_decoder_architecture": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
@@ -139,9 +129,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
     },
 }
-# What changes with the length of a text: a window of its own name that is baked into a buffer
-# (GPT-Neo), one that keeps the best tokens (Doge), and a table of positions behind which a
-# pass crashes (MPT).
+# What changes with the length of a text, refused: a window of its own name that is baked into a
+# buffer (GPT-Neo), and one that keeps the best tokens (Doge).
 BY_LENGTH: dict[str, dict[str, Any]] = {
     "gpt_neo": {
         "vocab_size": VOCAB,
@@ -155,18 +144,8 @@ BY_LENGTH: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
     "doge": {**_GQA, "keep_window_size": 12},
-    "mpt": {
-        "vocab_size": VOCAB,
-        "d_model": 32,
-        "n_heads": 4,
-        "n_layers": 2,
-        "max_seq_len": 128,
-        "expansion_ratio": 2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
 }
-ARCHS = {**TREE, **CHAIN, **REFUSED, **BY_LENGTH}
+ARCHS = {**TREE, **BY_SLOT, **REFUSED, **BY_LENGTH}
 
 # Changes that give a model the rotary embedding of Phi-3.5 and Phi-4-mini: other frequencies
 # beyond SWITCH tokens.
