@@ -9,7 +9,7 @@ heads/interop/engines.yaml. OUT holds the weights in the engine's own terms, REA
 card with the serve command), expected.json (what a server of it must answer and accept:
 scripts/check.py) and outrider.json (hashes of everything). The exported folder is read again by
 an independent reader, whose logits must be the head's on real prompts; otherwise it is removed
-and the exit code is 2; one that is stopped leaves nothing. docs/serving.md tells how to serve
+and the exit code is 2; one that is stopped leaves nothing. docs/export.md has how to serve
 and what to look at.
 """
 
