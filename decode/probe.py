@@ -17,7 +17,7 @@ tokens wide meanwhile, so that one row lies beyond two windows and one does not.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -441,21 +441,3 @@ def caught(
         for hook in hooks:
             hook.remove()
     return torch.stack([found[tap] for tap in taps], 2)
-
-
-def packing_error(target: Scorer, features: Callable[..., Tensor]) -> float:
-    """Return largest relative error of documents that stand packed in a row, against each
-    alone.
-
-    features: Target.features.
-    """
-    ids = torch.arange(3, 3 + 26, device=target.device).remainder(target.vocab_size).view(2, 13)
-    at = torch.tensor([[*range(5), *range(8)], [*range(9), *range(4)]], device=target.device)
-    real, taps = torch.ones_like(ids, dtype=torch.bool), (target.num_layers,)
-    packed = features(ids, real, taps, position=at)
-    worst = 0.0
-    for b, cut in ((0, 5), (1, 9)):
-        for part in (slice(0, cut), slice(cut, 13)):
-            alone = features(ids[b : b + 1, part], real[b : b + 1, part], taps)
-            worst = max(worst, difference(packed[b : b + 1, part, 0], alone[:, :, 0]))
-    return worst

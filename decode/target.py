@@ -23,7 +23,6 @@ from outrider.decode.probe import (
     TOLERANCE,
     caught,
     difference,
-    packing_error,
     probe_head,
     probe_layers,
     probe_target,
@@ -46,7 +45,6 @@ class Target(Scorer):
         super().__init__(model, tokenizer)
         self.tokenizer, self.identity, self.source = tokenizer, identity, source
         self.sharded = self.relatives = False
-        self._packs: str | None = None
         self.packing = packed.Packing()
         self._loaded_attention = model.config._attn_implementation
 
@@ -129,16 +127,9 @@ class Target(Scorer):
 
     # -- training
 
-    def features(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        taps: Sequence[int],
-        position: Tensor | None = None,
-    ) -> Tensor:
+    def features(self, ids: Tensor, mask: Tensor, taps: Sequence[int]) -> Tensor:
         """Return hidden states [B, T, taps, D] of right-padded `ids` [B, T]; `mask` [B, T]
-        bool marks real tokens. position: [B, T] int64 where several documents stand in a
-        row, each counted from 0: none sees another (see packs).
+        bool marks real tokens.
 
         No cache, no gradient and no [B, T, V]. Raises ValueError for padding on the left (on a
         GPU the device asserts it): only right padding is invisible to a causal pass.
@@ -156,7 +147,7 @@ class Target(Scorer):
         with torch.no_grad():
             if self.takes_positions:
                 every = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-                kwargs["position_ids"] = every if position is None else position
+                kwargs["position_ids"] = every
             several = self._wants_all(taps)
             if several and (layers := self.tapped_layers):
                 return caught(self, layers, taps, kwargs)
@@ -168,14 +159,3 @@ class Target(Scorer):
         """The layers whose inputs are the hidden states that transformers lists; [] where that
         does not hold."""
         return probe_layers(self)
-
-    def packs(self) -> str:
-        """Return why this target cannot take packed documents; empty when it can. Asked of
-        the model itself: without a cache transformers keeps documents apart by their
-        positions, where the architecture supports it."""
-        if self._packs is None:
-            error = packing_error(self, self.features)
-            self._packs = ""
-            if error > TOLERANCE[self.dtype]:
-                self._packs = f"packed documents see each other (relative error {error:.2g})"
-        return self._packs

@@ -41,14 +41,12 @@ class Head(Stored):
 
     taps: which target features it reads; tap k means hidden_states[k] of transformers: 0 =
         embeddings, num_layers = output after the final norm.
-    packs: whether its loss keeps packed documents apart.
     rate_narrows: whether its learning rate goes down with the width of the target.
     step: of the run, 0-based."""
 
     kind: ClassVar[str] = ""
     Config: ClassVar[type[HeadConfig]] = HeadConfig
     Drafts: ClassVar[type[Any]]
-    packs: ClassVar[bool] = False
     rate_narrows: ClassVar[bool] = True
     taps: tuple[int, ...] = ()
     step = 0

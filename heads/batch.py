@@ -27,62 +27,45 @@ class Movable:
 
 @dataclass(frozen=True)
 class Batch(Movable):
-    """Training rows, right-padded. Without `position` each is one document; with it, documents
-    are packed end to end.
+    """Training rows, right-padded.
 
     ids: [B, T] int64 tokens, 0 in the padding. mask: [B, T] bool, real tokens.
     loss_mask: [B, T] bool, token t is supervised (assistant text): what counts is the mask of
         the *predicted* token.
     sample_ids: [B] int64, always on the CPU: number of the row in the data set; names rows in
-        errors and keys feature noise. Packed: one for each document, row by row.
-    position: [B, T] int64, packed: place of a token in its document; the padding counts from 0
-        as one more. None: t.
+        errors and keys feature noise.
     plan: what a head's `plan` found out about the batch, None: nobody has asked.
-    documents: what `spans` says, known to the host; None: not known yet."""
+    known: what `sizes` says, None: not known to the host yet."""
 
     ids: Tensor
     mask: Tensor
     loss_mask: Tensor
     sample_ids: Tensor
-    position: Tensor | None = None
     plan: Any = None
-    documents: list[tuple[int, int, int]] | None = None
+    known: list[int] | None = None
 
     def to(self, device: torch.device) -> Self:
         """Return the same batch on `device`."""
-        known = self.documents if device.type == self.ids.device.type else self.spans()
-        there = super().to(device)
-        return dataclasses.replace(there, sample_ids=self.sample_ids, documents=known)
+        known = self.known if device.type == self.ids.device.type else self.sizes()
+        return dataclasses.replace(super().to(device), sample_ids=self.sample_ids, known=known)
 
     def pinned(self) -> Batch:
         """Return the same batch in memory from which a GPU copies without making the host wait."""
         return moved(self, Tensor.pin_memory)
 
     def depth(self) -> Tensor:
-        """[B * T] int64: how many tokens of its document stand before each token."""
-        if self.position is not None:
-            return self.position.reshape(-1)
+        """[B * T] int64: how many tokens of its row stand before each token."""
         return torch.arange(self.ids.shape[1], device=self.ids.device).repeat(self.ids.shape[0])
 
     def supervised(self, past: int) -> Tensor:
         """[n] int64, flat places of the supervised tokens that have so many tokens of their
-        document before them."""
+        row before them."""
         flat = (self.loss_mask & self.mask).reshape(-1).nonzero()[:, 0]
         return flat[self.depth()[flat] >= past]
 
-    def spans(self) -> list[tuple[int, int, int]]:
-        """(row, first place, tokens) of every document, in the order of sample_ids."""
-        if self.documents is not None:
-            return self.documents
-        if self.position is None:
-            return [(b, 0, size) for b, size in enumerate(self.mask.sum(1).tolist())]
-        starts = ((self.position == 0) & self.mask).nonzero().tolist()
-        later = [*starts[1:], [-1, 0]]
-        sizes = self.mask.sum(1).tolist()
-        return [
-            (b, t, (end if row == b else sizes[b]) - t)
-            for (b, t), (row, end) in zip(starts, later, strict=True)
-        ]
+    def sizes(self) -> list[int]:
+        """Return the tokens of every row."""
+        return self.mask.sum(1).tolist() if self.known is None else self.known
 
 
 def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:

@@ -25,7 +25,7 @@ LOGISTICS = (
     *("target.path", "target.name", "target.revision", "target.kind", "target.attn"),
     *("data.path", "data.name", "data.split", "data.revision", "data.kind", "data.cache"),
     *("data.max_bad_fraction", "data.streaming", "data.workers", "data.wait", "data.features"),
-    *("data.packing", "head.activation_checkpointing", "head.chunk", "head.shape", "head.nodes"),
+    *("head.activation_checkpointing", "head.chunk", "head.shape", "head.nodes"),
     *("head.depth", "head.width", "head.tree_draw"),
 )
 # Keys that change what is learned and may all the same differ when a run is resumed: from there
@@ -40,7 +40,7 @@ REPLANNED = {
 # vocabulary; no key, since it cannot be chosen. Runs of version 0.1 have no such line.
 RATED, RATE = ("head.loss.tv", "head.loss.lk", "head.confidence"), "head.loss.rate"
 PARALLEL = ("medusa", "hydra_heads")  # kinds
-HOW = ("target.compile",)  # keys of runs of 0.2 that said how passes ran
+HOW = ("target.compile", "data.packing")  # keys of earlier runs that said how passes ran
 OF_LAYERS = ("head.intermediate_size", "head.hidden_act")  # runs of 0.1 had the target's
 
 

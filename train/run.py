@@ -20,7 +20,7 @@ from outrider.heads.parity import PassLimits
 from outrider.train.checkpoint import Saver, State
 from outrider.train.config import TrainConfig
 from outrider.train.data.batches import BatchPlan, JoinedRows
-from outrider.train.data.packing import Limits
+from outrider.train.data.passes import Limits
 from outrider.train.data.prefetch import Made, ahead
 from outrider.train.features.store import Source
 from outrider.train.log import Log
@@ -64,13 +64,13 @@ class Run:
     def passes(self, step: int) -> list[list[int]]:
         """Return the rows of this rank's passes of a step."""
         cfg = self.cfg
-        limits = Limits(cfg.micro_batch, cfg.micro_tokens, self.source.pack, cfg.shard_target)
+        limits = Limits(cfg.micro_batch, cfg.micro_tokens, cfg.shard_target)
         return self.plan.shares(step, self.world, limits)[self.rank]
 
     def make(self, step: int, rows: Sequence[int]) -> tuple[Batch, Any]:
         """Return what a pass over some rows needs of the host, where a GPU copies it
         without a wait."""
-        batch = self.rows.batch(rows, self.source.pack)
+        batch = self.rows.batch(rows)
         batch = dataclasses.replace(batch, plan=self.head.plan(batch, step))
         target = self.source(batch)
         if self.source.store is not None:

@@ -31,7 +31,7 @@ from outrider.train import checkpoint as disk
 from outrider.train.config import OptimConfig, TrainConfig, defaults, flat
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.load import load_rows
-from outrider.train.data.packing import Limits
+from outrider.train.data.passes import Limits
 from outrider.train.features.store import Source
 from outrider.train.log import Log
 from outrider.train.measure import Flops, Window, is_no_memory
@@ -77,8 +77,6 @@ def begin(
         sharding = f"{sharding}, {whole}" if whole else sharding
     head.to(device)
     optimizer = _optimizer(cfg.optim, head)
-    if cfg.data.packing:
-        target.packs()  # remembered; the ranks of a sharded target must ask it together
     source = Source(cfg, head, target, rows)
     meaning = {**meaning_of(flat(cfg), target, rows), **source.meaning}
     if made.start:
@@ -310,8 +308,7 @@ def facts_of(
     cfg: TrainConfig, target: Target, plan: BatchPlan, head: Head, world: int
 ) -> dict[str, Any]:
     """Return the lines of the header: name -> text."""
-    rows, pack = plan.rows, cfg.data.max_length if cfg.data.packing else 0
-    limits = Limits(cfg.micro_batch, cfg.micro_tokens, pack, cfg.shard_target)
+    rows, limits = plan.rows, Limits(cfg.micro_batch, cfg.micro_tokens, cfg.shard_target)
     held = int(rows.held.sum())
     supervised = rows.totals.supervised
     facts = {

@@ -88,9 +88,10 @@ def draw(batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Anchors
     seed: of the run, and the step."""
     supervised = batch.loss_mask & batch.mask
     chosen: list[list[int]] = [[] for _ in range(batch.ids.shape[0])]
-    for sample, (b, start, size) in zip(batch.sample_ids.tolist(), batch.spans(), strict=True):
-        # The first token of a document has no feature before it.
-        fit = supervised[b, start + 2 : start + size].nonzero()[:, 0] + start + 1
+    sizes = batch.sizes()
+    for b, (sample, size) in enumerate(zip(batch.sample_ids.tolist(), sizes, strict=True)):
+        # The first token of a row has no feature before it.
+        fit = supervised[b, 2:size].nonzero()[:, 0] + 1
         wanted = count or -(-TWICE * fit.numel() // slots)
         generator = torch.Generator().manual_seed(hash_u63(*seed, sample))
         some = torch.randperm(fit.numel(), generator=generator)[:wanted]
@@ -101,7 +102,7 @@ def draw(batch: Batch, count: int, slots: int, seed: tuple[int, int]) -> Anchors
 def every(batch: Batch, most: int) -> list[Anchors]:
     """Return all anchors that there can be, at most so many of every row at a time."""
     chosen: list[list[int]] = [[] for _ in range(batch.ids.shape[0])]
-    for b, start, size in batch.spans():
-        chosen[b] += range(start + 1, start + size - 1)
+    for b, size in enumerate(batch.sizes()):
+        chosen[b] += range(1, size - 1)
     parts = range(0, max(1, *map(len, chosen)), most)
     return [Anchors.of([row[i : i + most] for row in chosen], batch.ids.device) for i in parts]

@@ -135,7 +135,7 @@ class BlockHead(LayeredHead):
         blocks: Blocks = self.planned(batch)
         slots, flat = blocks.slots, blocks.flat
         reads = (*self.taps, self.final) if needs_distribution else self.taps
-        feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
+        feats = target.features(batch.ids, batch.mask, reads).detach()
         hidden = next(self._unroll(batch, target, feats, [blocks.anchors], cfg.slots))
         hidden = hidden.flatten(0, 2).index_select(0, slots.at)
         tokens = batch.ids.reshape(-1)
@@ -209,7 +209,7 @@ class BlockHead(LayeredHead):
         net, slots = self.net, min(levels, self.cfg.slots)
         proj = self.projection(target).to(target.dtype)
         tokens, supervised = batch.ids.reshape(-1), (batch.loss_mask & batch.mask).reshape(-1)
-        feats = target.features(batch.ids, batch.mask, self.taps, position=batch.position)
+        feats = target.features(batch.ids, batch.mask, self.taps)
         parts = every(batch, FORCED)
         hidden = self._unroll(batch, target, feats, parts, slots)
         for anchors, h in zip(parts, hidden, strict=True):

@@ -103,7 +103,7 @@ class EagleHead(LayeredHead):
         every step the output h of the row that predicts each supervised token [S, n, D]."""
         cfg, net, rows = self.cfg, self.net, plan.rows  # [R]
         reads = self.taps if self.final in self.taps else (*self.taps, self.final)
-        feats = target.features(batch.ids, batch.mask, reads, position=batch.position).detach()
+        feats = target.features(batch.ids, batch.mask, reads).detach()
         e = vocab.table(target, batch.ids).detach()  # [B, T, D]; feats: [B, T, F, D]
         flat_e = e.flatten(0, 1)  # [B * T, D]
         cos, sin = net.rope(batch.ids.shape[1] + plan.steps, e.dtype, e.device)  # [T + S, hd]
@@ -223,8 +223,9 @@ def feature_noise(batch: Batch, g: Tensor, step: int, spread: float) -> Tensor:
     other numbers."""
     out = torch.zeros(g.shape, dtype=torch.float32, device=g.device)
     generator = torch.Generator(device=g.device)
-    for sample, (b, start, size) in zip(batch.sample_ids.tolist(), batch.spans(), strict=True):
+    sizes = batch.sizes()
+    for b, (sample, size) in enumerate(zip(batch.sample_ids.tolist(), sizes, strict=True)):
         generator.manual_seed(hash_u63(step, sample))
         drawn = torch.rand(size, g.shape[-1], generator=generator, device=g.device) - 0.5
-        out[b, start : start + size] = drawn * (spread * 512 / size)
+        out[b, :size] = drawn * (spread * 512 / size)
     return out.to(g)

@@ -50,13 +50,10 @@ class PassLayout:
     window: int = 0
 
     @classmethod
-    def of(cls, shape: tuple[int, int], rows: Tensor, position: Tensor | None = None) -> PassLayout:
-        """Return the layout for tensors on the CPU. position: [B, T] int64 places of packed
-        tokens in their documents, None: rows are documents."""
+    def of(cls, shape: tuple[int, int], rows: Tensor) -> PassLayout:
+        """Return the layout for tensors on the CPU."""
         total = shape[0] * shape[1]
         starts = torch.arange(0, total, shape[1])
-        if position is not None:
-            starts = (position.reshape(-1) == 0).nonzero()[:, 0]
         edges = torch.cat([starts, torch.tensor([total])])
         bounds = torch.searchsorted(rows, edges)
         last = torch.cat([rows.new_full((1,), -1), rows])[bounds[1:]]

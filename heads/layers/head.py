@@ -57,7 +57,6 @@ class LayeredHead(Head):
 
     Net: ClassVar[type[Any]]
     Saved: ClassVar[type[LayeredSaved]] = LayeredSaved
-    packs: ClassVar[bool] = True
     net: Any
 
     def __init__(

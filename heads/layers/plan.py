@@ -50,6 +50,6 @@ class Plan(Movable):
         rows = needed.nonzero()[:, 0]
         number = torch.zeros(size, dtype=torch.int64)
         number[rows] = torch.arange(rows.numel())
-        layout = PassLayout.of((shape[0], shape[1]), rows, batch.position)
+        layout = PassLayout.of((shape[0], shape[1]), rows)
         spot, at = number[source], depth[rows]
         return cls(steps, flat, valid, spot, rows, at, depth.view(shape), layout)

@@ -63,7 +63,6 @@ class ParallelHead(Head):
 
     Config: ClassVar[type[HeadConfig]] = ParallelConfig
     Saved: ClassVar[type[ParallelSaved]] = ParallelSaved
-    packs: ClassVar[bool] = True
     rate_narrows: ClassVar[bool] = False
     proj: nn.Parameter | None
 
@@ -140,7 +139,7 @@ class ParallelHead(Head):
         """Run the heads on the text: where rows stand, features [B * T, D], hidden [K, n,
         D]."""
         plan = self.planned(batch)
-        feats = target.features(batch.ids, batch.mask, self.taps, position=batch.position)[:, :, 0]
+        feats = target.features(batch.ids, batch.mask, self.taps)[:, :, 0]
         feats = feats.flatten(0, 1)  # [B * T, D]
         return plan, feats, self.states(batch, target, feats, plan.rows[plan.spot])
 

@@ -102,7 +102,6 @@ def test_texts_within_the_first_range_of_longrope(arch: str) -> None:
         for batch_size in (1, 3):
             found = decoded(target, drafter, requested, batch_size, new)
             assert found == want, (drafter.name, batch_size)
-    assert target.packs() == "", "documents count from 0"
 
 
 @pytest.mark.parametrize(("size", "new"), [(SWITCH - 4, 5), (SWITCH, 1)])

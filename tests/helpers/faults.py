@@ -28,7 +28,7 @@ from outrider.conf.schema import _guarded
 from outrider.heads.batch import Batch, LossOut
 from outrider.heads.registry import head_class
 from outrider.train import loop
-from outrider.train.data.packing import Limits as Limits
+from outrider.train.data.passes import Limits as Limits
 from outrider.train.loop import fit
 from tests.helpers.training import run_config
 

@@ -118,9 +118,8 @@ def elastic(place: Place, worlds: list[int], stops: list[int]) -> tuple[Any, dic
             return step(run)
 
         def reporting(run: Any, *rest: Any) -> None:
-            limits = run.source.pack, run.cfg.shard_target
             size = run.cfg.micro_batch, run.cfg.micro_tokens
-            parts = shares(run.plan, run.state.step - 1, run.world, faults.Limits(*size, *limits))
+            parts = shares(run.plan, run.state.step - 1, run.world, faults.Limits(*size))
             rows = sorted(row for share in parts for part in share for row in part)
             total, count = run.state.window["loss"]
             if run.main:

@@ -1,4 +1,4 @@
-"""One run, many layouts: micro-batches, processes, packing, stored features and a sharded
+"""One run, many layouts: micro-batches, processes, stored features and a sharded
 target change nothing.
 """
 
@@ -124,16 +124,15 @@ def test_layouts_give_the_same_losses(data: Path, tmp_path: Path) -> None:
     here = {
         "one by one": ["micro_batch=1"],
         "by tokens": ["micro_tokens=70"],
-        "packed in parts": ["data.packing=true", "micro_batch=3"],
-        "cached and packed": [f"data.features={features}", "data.packing=true"],
+        "stored features": [f"data.features={features}", "micro_batch=3"],
     }
     there = {
         "two ranks": ["micro_batch=2"],
         # one pass of the first step on a rank, two on the other
         "two ranks by tokens": ["micro_tokens=320"],
         "sharded target": ["shard_target=true", "micro_batch=2"],
-        "sharded and packed": [
-            *("shard_target=true", "data.packing=true", "micro_tokens=90"),
+        "sharded by tokens": [
+            *("shard_target=true", "micro_tokens=90"),
             *("eval.every=3", "eval.prompts=2", "eval.max_new_tokens=4"),
         ],
     }

@@ -18,7 +18,7 @@ from outrider.decode.models.tiny import CHATML, CHATML_WITH_SPANS, byte_tokenize
 from outrider.train.data.batches import BatchPlan, JoinedRows
 from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
-from outrider.train.data.packing import Limits
+from outrider.train.data.passes import Limits
 from outrider.train.data.rows import BadRow, ChatRow, RowReading, encode, interpret
 from tests.helpers.malformed import BAD, good
 from tests.helpers.training import chats

@@ -24,7 +24,7 @@ from torch import Tensor
 from outrider.conf.errors import UserError
 from outrider.heads.batch import Batch, hash_u63
 from outrider.train.data.mix import File, Joined, drawn, shares
-from outrider.train.data.packing import Limits, laid, shared
+from outrider.train.data.passes import Limits, shared
 from outrider.train.data.tokens import DROPPED, HIDDEN, TURNS, Totals, totals
 
 LEAST, ENOUGH = 8, 100  # rows that are held out at least, and of how many
@@ -122,26 +122,15 @@ class JoinedRows:
             if self.bad:
                 (folder / LEFT_OUT).write_text(text, errors="backslashreplace")
 
-    def batch(self, rows: Sequence[int], pack: int = 0) -> Batch:
-        """Return the given rows, right-padded to the longest; pack: or packed end to end into
-        sequences of so many tokens (or of the longest row, if that is more). How many
-        positions a sequence has, `laid` decides."""
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Return the given rows, right-padded to the longest."""
         starts, sizes = (t[list(rows)].tolist() for t in (self.offsets, self.lengths))
-        sequences, width = laid(sizes, pack)
-        ids = torch.zeros(len(sequences), width, dtype=torch.int64)
+        ids = torch.zeros(len(rows), max(sizes), dtype=torch.int64)
         mask, loss = (torch.zeros_like(ids, dtype=torch.bool) for _ in range(2))
-        position = torch.zeros_like(ids)
-        for b, chosen in enumerate(sequences):
-            start = 0
-            for i in chosen:
-                part = slice(start, start := start + sizes[i])
-                flat = slice(starts[i], starts[i] + sizes[i])
-                ids[b, part], mask[b, part] = self.ids[flat], True
-                loss[b, part] = self.loss[flat]
-                position[b, part] = torch.arange(sizes[i])
-            position[b, start:] = torch.arange(width - start)
-        numbers = torch.tensor([rows[i] for chosen in sequences for i in chosen])
-        return Batch(ids, mask, loss, numbers, position if pack else None)
+        for b, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            part = slice(start, start + size)
+            ids[b, :size], mask[b, :size], loss[b, :size] = self.ids[part], True, self.loss[part]
+        return Batch(ids, mask, loss, torch.tensor(rows))
 
     def prompt(self, row: int) -> list[int]:
         """Return the tokens before the first supervised one; of a plain text at least
@@ -323,8 +312,7 @@ class BatchPlan:
             for share in self.shares(step, world, limits):
                 for rows in share:
                     real += int(self.rows.lengths[rows].sum())
-                    sequences, width = laid(self.rows.lengths[rows].tolist(), limits.pack)
-                    padded += len(sequences) * width
+                    padded += len(rows) * int(self.rows.lengths[rows].max())
         return 1 - real / padded
 
 

@@ -52,9 +52,6 @@ class RowsConfig:
     workers: ZeroOrMore = 0
     # minutes to wait for another process or rank that prepares data; 0 = no limit
     wait: NotNegative = 0.0
-    # put rows end to end into sequences of up to max_length tokens; none sees another, and the
-    # batches stay the same
-    packing: bool = False
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class CachedTarget:
     def __init__(self, target: Target, store: FeatureStore, batch: Batch) -> None:
         """batch: on the CPU."""
         self._target, self._store = target, store
-        self._places = list(zip(batch.sample_ids.tolist(), batch.spans(), strict=True))
+        self._places = list(zip(batch.sample_ids.tolist(), batch.sizes(), strict=True))
         self._shape = batch.ids.shape
         self._read: tuple[tuple[int, ...], Tensor] | None = None
 
@@ -143,13 +143,7 @@ class CachedTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def features(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        taps: Sequence[int],
-        position: Tensor | None = None,
-    ) -> Tensor:
+    def features(self, ids: Tensor, mask: Tensor, taps: Sequence[int]) -> Tensor:
         """As Target.features: [B, T, F, D], zeros in the padding."""
         known, wanted = self._read, tuple(taps)
         out = known[1] if known and known[0] == wanted else self._gathered(taps, ids.shape)
@@ -159,8 +153,8 @@ class CachedTarget:
         target, pinned = self._target, self._target.device.type == "cuda"
         whole = *shape, len(taps), self._store.width
         out = torch.zeros(whole, dtype=target.dtype, pin_memory=pinned)
-        for row, (b, start, size) in self._places:
-            out[b, start : start + size] = self._store.row(row, taps).to(out.dtype)
+        for b, (row, size) in enumerate(self._places):
+            out[b, :size] = self._store.row(row, taps).to(out.dtype)
         return out
 
 
@@ -187,9 +181,8 @@ def free_layers(target: Target) -> int:
 
 class Source:
     """What a head's forward gets as its target, by batch: the target itself, or with
-    data.features one that reads the store. note: a line about it. pack: tokens of a packed
-    sequence, 0 = not packed. meaning: what of it changes what is learned (see
-    train.checkpoint.check_meaning). reads: the hidden states that most heads ask for."""
+    data.features one that reads the store. note: a line about it. meaning: what of it changes
+    what is learned (train.resuming). reads: the hidden states that most heads ask for."""
 
     def __init__(self, cfg: Any, head: Head, target: Target, rows: JoinedRows) -> None:
         """Opens the store, and frees the target's layers where no evaluation needs them.
@@ -198,15 +191,6 @@ class Source:
         final = target.num_layers
         self.reads = head.taps if final in head.taps else (*head.taps, final)
         self.store: FeatureStore | None = None
-        self.pack = cfg.data.max_length if cfg.data.packing else 0
-        if self.pack:
-            reason = (
-                f"{type(head).kind} heads do not keep packed documents apart"
-                if not head.packs
-                else target.packs()
-            )
-            if reason:
-                raise UserError(f"data.packing: {reason}; leave it out")
         self.meaning: dict[str, Any] = {}
         if not cfg.data.features:
             return

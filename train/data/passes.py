@@ -18,7 +18,6 @@ LEAST = 64  # positions that it costs in any case
 # Largest passes that are tried, in shares of what a rank has of the batch: smaller ones pad less
 # and are spread more evenly, but there are more of them.
 TRIED = (1.5, 1.3, 1.15, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.33, 0.25)
-SLACK = 32  # an estimate for packed rows is larger by such a part: sequences are not quite alike
 
 Part = list[int]  # of one pass: its rows
 Share = list[Part]  # of one rank: its passes
@@ -29,43 +28,12 @@ class Limits:
     """What a pass may hold.
 
     rows: at most; 0 = any number. tokens: computed positions at most, one row in any case;
-    0 = any number. pack: rows are packed into sequences of so many tokens; 0 = each is
-    padded to the longest. together: the passes of all ranks are collectives, so all have
-    equally many."""
+    0 = any number. together: the passes of all ranks are collectives, so all have equally
+    many."""
 
     rows: int = 0
     tokens: int = 0
-    pack: int = 0
     together: bool = False
-
-
-def laid(lengths: Sequence[int], pack: int) -> tuple[list[Part], int]:
-    """Return a pass over rows of these lengths: (which of them are in each sequence,
-    positions of every sequence). pack: 0 = a row is a sequence, padded to the longest row;
-    otherwise rows are packed end to end into sequences of at most so many tokens (or of the
-    longest row, if that is more), such that these are alike."""
-    longest, total = max(lengths), sum(lengths)
-    if not pack:
-        return [[i] for i in range(len(lengths))], longest
-    limit = max(pack, longest)
-    found: tuple[list[Part], int] = ([[i] for i in range(len(lengths))], longest)
-    fewest = len(lengths) * longest
-    for count in range(-(-total // limit), len(lengths)):
-        if count * longest >= fewest or total + total // SLACK >= fewest:
-            break
-        sequences = balanced(lengths, count)
-        width = max(sum(lengths[i] for i in sequence) for sequence in sequences)
-        if width <= limit and count * width < fewest:
-            found, fewest = (sequences, width), count * width
-    return found
-
-
-def positions(rows: int, longest: int, total: int, pack: int) -> int:
-    """About what `laid` makes of so many rows, without the lengths of all of them: exact
-    unless they are packed. longest: tokens of the longest; total: tokens of all."""
-    if not pack:
-        return rows * longest
-    return max(total + total // SLACK, -(-total // max(pack, longest)) * longest)
 
 
 def balanced(sizes: Sequence[int], count: int, most: int = 0) -> list[Part]:
@@ -121,16 +89,14 @@ def _bounds(rising: list[int], ranks: int, limits: Limits) -> list[int]:
 def _least_padded(rising: list[int], most: int, price: int, limits: Limits) -> list[Part]:
     """Neighbours in `rising` as passes of at most `most` positions, one row in any case, such
     that the positions of all, and `price` for each, are fewest: a dynamic programme."""
-    count, sums = len(rising), [0]
-    for length in rising:
-        sums.append(sums[-1] + length)
+    count = len(rising)
     least, first = [0] * (count + 1), [0] * (count + 1)
     for end in range(1, count + 1):
         longest = rising[end - 1]
         least[end], first[end] = least[end - 1] + longest + price, end - 1
         lowest = max(0, end - limits.rows) if limits.rows else 0
         for start in range(end - 2, lowest - 1, -1):
-            size = positions(end - start, longest, sums[end] - sums[start], limits.pack)
+            size = (end - start) * longest
             if size > most:
                 break
             if least[start] + size + price <= least[end]:
@@ -150,8 +116,7 @@ def _enough(
     may."""
 
     def sized(part: Part) -> tuple[int, Part]:
-        places, width = laid([rising[i] for i in part], limits.pack)
-        return -len(places) * width, part
+        return -len(part) * max(rising[i] for i in part), part
 
     found = [sized(part) for part in parts]
     while several := [entry for entry in found if len(entry[1]) > 1]:
