@@ -38,27 +38,20 @@ class Anchors:
             place[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
         return cls(place.to(device), (torch.arange(width) < size).to(device))
 
-    def context(self, batch: Batch) -> Tensor:
-        """[B, A, T] bool: the features that a block may read, those of its own document before
-        the anchor, whose own feature is not there yet."""
-        position = batch.depth().view(batch.ids.shape).gather(1, self.place)  # [B, A]
-        slot = torch.arange(batch.ids.shape[1], device=self.place.device)
-        place = self.place[..., None]
-        return (slot < place) & (slot >= place - position[..., None])
+    def context(self, length: int) -> Tensor:
+        """[B, A, T] bool: the features that a block may read, those before the anchor, whose
+        own feature is not there yet. length: T."""
+        return torch.arange(length, device=self.place.device) < self.place[..., None]
 
     def labels(self, batch: Batch, slots: int) -> tuple[Tensor, Tensor]:
-        """(flat place of the token that each slot predicts, [B, A, K], whether it is there:
-        in the same document and real)."""
+        """(flat place of the token that each slot predicts, [B, A, K], whether it is there)."""
         count, length = batch.ids.shape
         ahead = torch.arange(1, slots + 1, device=self.place.device)
         place = self.place[..., None] + ahead
         inside = place < length
         row = torch.arange(count, device=self.place.device)[:, None, None]
         flat = row * length + place.clamp(max=length - 1)
-        position = batch.depth()
-        own = position.view(count, length).gather(1, self.place)[..., None]
-        same = position[flat] == own + ahead
-        return flat, inside & same & batch.mask.reshape(-1)[flat] & self.real[..., None]
+        return flat, inside & batch.mask.reshape(-1)[flat] & self.real[..., None]
 
 
 @dataclass(frozen=True)

@@ -160,18 +160,16 @@ class BlockHead(LayeredHead):
         """Yield what the LM head reads at every slot of the blocks, [B, A, K, D], for one
         part of the anchors after the other. feats: [B, T, F or more, D]. A block has all
         the rows that it was trained with: they see each other."""
-        net, (count, length) = self.net, batch.ids.shape
-        rows = self.cfg.block
+        net, rows, length = self.net, self.cfg.block, batch.ids.shape[1]
         cos, sin = net.rope(length + rows, feats.dtype, feats.device)
-        position = batch.depth().view(count, length)
         c = net.fuse(feats[:, :, : len(self.taps)])
-        context = net.context(c, (cos[position], sin[position]))
+        context = net.context(c, (cos[None, :length], sin[None, :length]))
         embedded = vocab.table(target, batch.ids).detach()
         behind = torch.arange(rows, device=c.device)
         for anchors in parts:
             first = embedded.gather(1, anchors.place[..., None].expand(-1, -1, c.shape[-1]))
-            at = position.gather(1, anchors.place)[..., None] + behind
-            seen = anchors.context(batch)
+            at = anchors.place[..., None] + behind
+            seen = anchors.context(length)
 
             def attend(layer: int, query: Tensor, own: Keys, seen: Tensor = seen) -> Tensor:
                 return attend_blocks(query, context[layer], own, seen)

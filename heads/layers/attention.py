@@ -35,14 +35,13 @@ class PassLayout:
     """Where documents and rows of a training pass lie. What is a list or a number is known
     to the host: no device is asked for it.
 
-    shape: (B, T) of step 0. edges: flat positions where documents begin, ascending, and the
-    end; the padding may be one more. cuts: the same as int32 on the device. rows: [n] int64
-    flat positions that later steps go on with, ascending; None: all. bounds: number of the
-    first row of each document, and n. reaches: tokens of each document up to its last row.
-    window: how many keys of step 0 a row sees at most, up to its own place; 0 = all."""
+    shape: (B, T) of step 0, B documents. cuts: [B + 1] int32, flat positions where they begin,
+    and the end. rows: [n] int64 flat positions that later steps go on with, ascending; None:
+    all. bounds: number of the first row of each document, and n. reaches: tokens of each
+    document up to its last row. window: how many keys of step 0 a row sees at most, up to its
+    own place; 0 = all."""
 
     shape: tuple[int, int]
-    edges: list[int]
     cuts: Tensor
     rows: Tensor | None
     bounds: list[int]
@@ -52,27 +51,21 @@ class PassLayout:
     @classmethod
     def of(cls, shape: tuple[int, int], rows: Tensor) -> PassLayout:
         """Return the layout for tensors on the CPU."""
-        total = shape[0] * shape[1]
-        starts = torch.arange(0, total, shape[1])
-        edges = torch.cat([starts, torch.tensor([total])])
+        edges = torch.arange(shape[0] + 1) * shape[1]
         bounds = torch.searchsorted(rows, edges)
         last = torch.cat([rows.new_full((1,), -1), rows])[bounds[1:]]
-        reaches = (last + 1 - starts).clamp(min=0).tolist()
-        return cls(shape, edges.tolist(), edges.int(), rows, bounds.tolist(), reaches)
+        reaches = (last + 1 - edges[:-1]).clamp(min=0).tolist()
+        return cls(shape, edges.int(), rows, bounds.tolist(), reaches)
 
     def whole(self) -> PassLayout:
         """Return the same with all positions as rows, as step 0 has it."""
-        sizes = [end - start for start, end in pairwise(self.edges)]
-        return replace(self, rows=None, bounds=self.edges, reaches=sizes)
+        count, length = self.shape
+        bounds = [b * length for b in range(count + 1)]
+        return replace(self, rows=None, bounds=bounds, reaches=[length] * count)
 
     def seen(self, window: int) -> PassLayout:
         """Return the same with that window; one that no document fills is none."""
-        return replace(self, window=window if 0 < window < self.longest else 0)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(end - start for start, end in pairwise(self.edges))
+        return replace(self, window=window if 0 < window < self.shape[1] else 0)
 
     def spread(self, x: Tensor) -> Tensor:
         """[n, ..] -> [B * T, ..], zeros where no row is."""
@@ -255,18 +248,7 @@ def _cpu_forward(
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     padded = layout.spread(query).unflatten(0, layout.shape).transpose(1, 2)  # [B, H, T, hd]
     pair = [t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value)]
-    length = layout.shape[1]
-    if layout.edges == list(range(0, layout.edges[-1] + 1, length)):
-        out, lse = flash(padded, *pair, 0.0, True, scale=scale)
-    else:
-        out = torch.empty_like(padded)
-        lse = torch.empty(padded.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
-        for start, end in pairwise(layout.edges):
-            b, low = divmod(start, length)
-            some = slice(b, b + 1), slice(None), slice(low, low + end - start)
-            out[some], lse[some] = flash(
-                padded[some], *(t[some] for t in pair), 0.0, True, scale=scale
-            )
+    out, lse = flash(padded, *pair, 0.0, True, scale=scale)
     return *(layout.pack(t.transpose(1, 2).flatten(0, 1)) for t in (out, lse)), ()  # type: ignore[return-value]
 
 
@@ -280,20 +262,20 @@ class _Block(NamedTuple):
 
 
 def _blocks(layout: PassLayout, heads: int, kv: int) -> Iterator[_Block]:
-    groups, slots = heads // kv, torch.arange(layout.longest, device=layout.cuts.device)
-    for start, low, high, reach in zip(
-        layout.edges, layout.bounds, layout.bounds[1:], layout.reaches, strict=False
+    length = layout.shape[1]
+    groups, slots = heads // kv, torch.arange(length, device=layout.cuts.device)
+    for b, ((low, high), reach) in enumerate(
+        zip(pairwise(layout.bounds), layout.reaches, strict=True)
     ):
         if low == high:
             continue
-        b, place = divmod(start, layout.shape[1])
-        at = slots[:reach] if layout.rows is None else layout.rows[low:high] - start
+        at = slots[:reach] if layout.rows is None else layout.rows[low:high] - b * length
         hidden = slots[:reach] > at[:, None]
         if layout.window:
             hidden |= slots[:reach] <= at[:, None] - layout.window
         some = max(1, BLOCK // (hidden.numel() * groups))
         for h in range(0, kv, some):
-            last, keys = min(h + some, kv), slice(place, place + reach)
+            last, keys = min(h + some, kv), slice(reach)
             near = slice(low, high), slice(h * groups, last * groups)
             yield _Block(near, (b, slice(h, last), keys), hidden)
 
@@ -356,7 +338,8 @@ def _flash_settings(layout: PassLayout, scale: float) -> dict[str, Any]:
 def _flash_forward(
     query: Tensor, key: Tensor, value: Tensor, layout: PassLayout, scale: float
 ) -> Found:
-    documents = layout.cuts, layout.cuts, layout.longest, layout.longest, 0.0, True
+    length = layout.shape[1]
+    documents = layout.cuts, layout.cuts, length, length, 0.0, True
     out, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
         layout.spread(query),
         _side_by_side(key),
@@ -370,7 +353,8 @@ def _flash_forward(
 
 def _flash_backward(merged: Merged, layout: PassLayout, scale: float) -> Gradients:
     grad, query, out, lse = map(layout.spread, (merged.grad, merged.query, merged.out, merged.lse))
-    documents = layout.cuts, layout.cuts, layout.longest, layout.longest, 0.0, True
+    length = layout.shape[1]
+    documents = layout.cuts, layout.cuts, length, length, 0.0, True
     into_query, *into = torch.ops.aten._flash_attention_backward(
         grad,
         query,

@@ -53,19 +53,13 @@ def made(target, kind: str, **keys: Any):
     return head.eval()
 
 
-def packed(sizes: tuple[int, ...] = (9, 4, 11, 2), width: int = 15) -> Batch:
-    """Two rows: documents of 9 and 4 tokens and padding, and of 11 and 2 tokens and
-    padding."""
+def rows(sizes: tuple[int, ...] = (15, 9, 4, 11), width: int = 15) -> Batch:
+    """Rows of such sizes, with padding, of whose tokens four in five are supervised."""
     g = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 260, (2, width), generator=g)
-    position = torch.zeros(2, width, dtype=torch.int64)
-    mask = torch.zeros(2, width, dtype=torch.bool)
-    for row, (a, b) in enumerate((sizes[:2], sizes[2:])):
-        for start, size in ((0, a), (a, b), (a + b, width - a - b)):
-            position[row, start : start + size] = torch.arange(size)
-        mask[row, : a + b] = True
-    loss = mask & (torch.rand(2, width, generator=g) > 0.2)
-    return Batch(ids * mask, mask, loss, torch.arange(4), position)
+    ids = torch.randint(3, 260, (len(sizes), width), generator=g)
+    mask = torch.arange(width) < torch.tensor(sizes)[:, None]
+    loss = mask & (torch.rand(mask.shape, generator=g) > 0.2)
+    return Batch(ids * mask, mask, loss, torch.arange(len(sizes)))
 
 
 def rms(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
@@ -126,19 +120,15 @@ def by_hand(head, target, feats: Tensor, anchor: int) -> Tensor:
 @each
 @torch.no_grad()
 def test_the_mask_is_a_loop_over_blocks(target, kind: str) -> None:
-    """Overlapping anchors at every place of two packed rows."""
-    head, batch = made(target, kind), packed()
-    chosen = [
-        [p for p in range(15) if int(batch.position[b, p]) > 0 and bool(batch.mask[b, p])]
-        for b in range(2)
-    ]
+    """Overlapping anchors at every place of the rows."""
+    head, batch = made(target, kind), rows()
+    chosen = [[*range(1, size)] for size in batch.sizes()]
     anchors = Anchors.of(chosen, torch.device("cpu"))
-    feats = target.features(batch.ids, batch.mask, head.taps, position=batch.position)
+    feats = target.features(batch.ids, batch.mask, head.taps)
     got = next(head._unroll(batch, target, feats, [anchors], head.cfg.slots))
     for b, places in enumerate(chosen):
         for a, place in enumerate(places):
-            before = feats[b, place - int(batch.position[b, place]) : place]
-            want = by_hand(head, target, before, int(batch.ids[b, place]))
+            want = by_hand(head, target, feats[b, :place], int(batch.ids[b, place]))
             torch.testing.assert_close(got[b, a], want[head.cfg.before :], rtol=0, atol=1e-10)
 
 
@@ -147,22 +137,20 @@ def test_the_mask_is_a_loop_over_blocks(target, kind: str) -> None:
 def test_the_loss_is_its_definition(target, kind: str) -> None:
     """Slot k of a block at t predicts x_{t+k}, supervised by that token's own mask and those
     of the slots before it; the Markov term reads x_{t+k-1}."""
-    head, batch = made(target, kind, decay=3.0), packed()
+    head, batch = made(target, kind, decay=3.0), rows()
     cfg = head.cfg = dataclasses.replace(head.cfg, confidence=0.0)
     net = head.net
     net.confidence = None
     anchors = draw(batch, 0, cfg.slots, (head.seed, head.step))
-    feats = target.features(batch.ids, batch.mask, head.taps, position=batch.position)
+    feats = target.features(batch.ids, batch.mask, head.taps)
     fall = [math.exp(-k / 3.0) for k in range(cfg.slots)]
     total, count = 0.0, 0
-    for b in range(2):
+    for b in range(len(batch.ids)):
         for place in anchors.place[b][anchors.real[b]].tolist():
-            start = place - int(batch.position[b, place])
-            h = by_hand(head, target, feats[b, start:place], int(batch.ids[b, place]))
+            h = by_hand(head, target, feats[b, :place], int(batch.ids[b, place]))
             for k in range(1, cfg.slots + 1):
                 s = place + k
-                inside = s < 15 and int(batch.position[b, s]) == place - start + k
-                if not (inside and bool(batch.loss_mask[b, s])):
+                if s >= 15 or not bool(batch.loss_mask[b, s]):
                     break
                 z = net.lm_head.weight @ h[k if cfg.kind == "dflash" else k - 1]
                 if net.markov_in is not None:
@@ -237,17 +225,14 @@ def test_a_cut_by_confidence_keeps_the_distribution() -> None:
 
 
 def test_anchors_depend_on_seed_step_and_row_alone(target) -> None:
-    batch = packed()
+    batch = rows()
     together = draw(batch, 3, 3, (7, 5))
-    for sample, (b, start, size) in enumerate(batch.spans()):
-        part = (slice(b, b + 1), slice(start, start + size))
-        cut = [t[part] for t in (batch.ids, batch.mask, batch.loss_mask)]
-        one = draw(Batch(*cut, torch.tensor([sample])), 3, 3, (7, 5))
-        alone = [start + p for p in one.place[one.real].tolist()]
-        row = together.place[b][together.real[b]].tolist()
-        assert [p for p in row if start <= p < start + size] == alone
-        for p in alone:
-            assert batch.position[b, p] > 0 and batch.loss_mask[b, p + 1]
+    for b, size in enumerate(batch.sizes()):
+        cut = [t[b : b + 1, :size] for t in (batch.ids, batch.mask, batch.loss_mask)]
+        one = draw(Batch(*cut, torch.tensor([b])), 3, 3, (7, 5))
+        alone = one.place[one.real].tolist()
+        assert together.place[b][together.real[b]].tolist() == alone
+        assert all(p > 0 and batch.loss_mask[b, p + 1] for p in alone)
     on = torch.ones(1, 200, dtype=torch.bool)
     row = Batch(on.long(), on, on, torch.tensor([4]))
     drawn = {tuple(draw(row, 9, 3, key).place[0].tolist()) for key in ((0, 0), (0, 1), (1, 0))}

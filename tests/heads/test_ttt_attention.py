@@ -14,16 +14,15 @@ from outrider.heads.layers import attention
 from outrider.heads.layers.attention import BLOCKS, CPU, FLASH, Kernel, Memory, PassLayout, attend
 
 RAGGED = torch.tensor([3, 4, 5, 6, 7, 14, 15, 16, 30, 31, 32])
-POSITION = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 0, 0]])
 KEPT = torch.tensor([0, 1, 2, 5, 7, 8, 9, 12, 13, 14, 15, 16])
 LAYOUTS = {
     "ragged": PassLayout.of((3, 11), RAGGED),
-    "packed": PassLayout.of((2, 9), KEPT, POSITION),
+    "sparse": PassLayout.of((3, 9), KEPT),
     "one row": PassLayout.of((1, 1), torch.tensor([0])),
 }
 LAYOUTS |= {
     f"{name}, window {window}": LAYOUTS[name].seen(window)
-    for name, window in (("ragged", 3), ("packed", 1), ("packed", 4))
+    for name, window in (("ragged", 3), ("sparse", 1), ("sparse", 4))
 }
 
 
@@ -123,7 +122,7 @@ def dense(
     rows = at if layout.rows is None else layout.rows
     key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in first)
     repeated = [t.repeat_interleave(heads // t.shape[1], 1) for t in own]
-    number = torch.bucketize(at, torch.tensor(layout.edges), right=True)
+    number = at // length
     seen = (number[rows, None] == number) & (at <= rows[:, None])
     if layout.window:
         seen &= at > rows[:, None] - layout.window
@@ -162,18 +161,17 @@ def test_every_kernel_equals_dense(
 
 
 def test_windows_that_change_nothing_are_none() -> None:
-    layout = LAYOUTS["packed"]  # its longest document has five tokens
-    assert [layout.seen(n).window for n in (0, 1, 4, 5, 99)] == [0, 1, 4, 0, 0]
+    layout = LAYOUTS["sparse"]  # its rows have nine tokens
+    assert [layout.seen(n).window for n in (0, 1, 8, 9, 99)] == [0, 1, 8, 0, 0]
     memory = Memory(layout, 3)
     assert [memory.at(s).layout.window for s in (0, 1, 2)] == [3, 2, 1]
     assert Memory(layout).at(7).layout.window == 0
 
 
 def test_a_layout_says_where_documents_and_rows_lie() -> None:
-    layout = LAYOUTS["packed"]
-    assert layout.edges == [0, 4, 6, 9, 11, 16, 17, 18] and layout.longest == 5
-    assert layout.bounds == [0, 3, 4, 6, 7, 11, 12, 12] and layout.reaches == [3, 2, 3, 1, 5, 1, 0]
-    assert layout.cuts.tolist() == layout.edges and layout.cuts.dtype == torch.int32
+    layout = LAYOUTS["sparse"]
+    assert layout.cuts.tolist() == [0, 9, 18, 27] and layout.cuts.dtype == torch.int32
+    assert layout.bounds == [0, 6, 12, 12] and layout.reaches == [9, 8, 0]
     whole = layout.whole()
-    assert whole.rows is None and whole.bounds == whole.edges and whole.longest == 5
+    assert whole.rows is None and whole.bounds == [0, 9, 18, 27] and whole.reaches == [9, 9, 9]
     assert replace(whole, window=4) == layout.seen(4).whole()
