@@ -10,8 +10,8 @@ neighbours. What a drafter decides must follow from earlier cycles alone.
 
 Read in this order: verify.py (the rule) and residual.py (its arithmetic), engine.py (the cycle),
 siblings.py (what the rule reads of a tree), tree.py, layout.py and grow.py (drafts), sampling.py
-(distributions), scorer.py and cache.py (the pass); guidance.py doubles the rows of a batch, live.py
-lets requests join and leave, checks.py holds what is refused. A drafter that knows logits level by
+(distributions), scorer.py and cache.py (the pass); guidance.py doubles the rows of a batch,
+checks.py holds what is refused. A drafter that knows logits level by
 level implements grow.LevelSource and has chains, static and dynamic trees; one that works otherwise
 implements drafters.Drafter. A model that cannot be scored is refused by probe.py, which asks the
 model, not a table of names.

@@ -2,22 +2,25 @@
 drafter and every batch size.
 
 Plain autoregressive decoding is the empty tree (the NoDraft drafter), so baseline and
-speculation share this code. Rows that finish leave and waiting requests take their place.
+speculation share this code. Requests join and leave a batch while it runs; `generate` decodes a
+list of them.
 
 Shape letters: B live rows, N tree nodes, D path length, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.conf.errors import UserError
 from outrider.decode import checks, devices
 from outrider.decode.cache import TreeCache
 from outrider.decode.drafters import Drafter
@@ -36,17 +39,50 @@ __all__ = ["Cycle", "DecodedRun", "Engine", "Generation", "Request", "Timing", "
 OnTokens = Callable[[int, list[int], list[bool]], None]
 Rule = Callable[[DraftTree, Distribution, Coins], Verdict]
 CoinSource = Callable[[int, Tensor, Tensor], Rng]
-Cache = TreeCache | Pairs
+LEFT = "left"  # how a generation ends whose request was taken away
+LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON has no word for
+
+
+@dataclass(frozen=True)
+class TokenDistribution:
+    """Log-probability of a token under the target alone at temperature 1 without any
+    truncation, and the likeliest tokens with theirs, best first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """What one pass gave a row. drafted: per token, was it an accepted draft token.
+    distributions: per token where they were asked for, else empty."""
+
+    tokens: list[int]
+    drafted: list[bool]
+    distributions: list[TokenDistribution]
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """rows: most that run at a time. longest: most tokens of a row, prompt and answer."""
+
+    rows: int
+    longest: int
 
 
 @dataclass(eq=False)
 class Row:
-    """A request on its way, `number` of its run. limit: tokens that it may get."""
+    """A request in the batch, the `number`th of those that joined. limit: tokens that it may get.
+
+    watch: told what each pass gives, while the pass runs. top: tokens whose log-probability is
+    told beside the chosen one's; None: none is."""
 
     number: int
     request: Request
     generation: Generation
     limit: int
+    watch: Callable[[Fresh], None] | None = None
+    top: int | None = None
     cycle: int = 0
     done: bool = False
 
@@ -55,30 +91,37 @@ class Row:
         return self.limit - len(self.generation.token_ids)
 
 
-@dataclass
+@dataclass(eq=False)
 class Engine:
-    """One run of the loop over all requests.
+    """A batch, one cycle at a time.
 
-    batch_size: rows that run at a time. verify: the accept rule (scripts/certify.py runs known
-    wrong ones). on_tokens(request index, new token ids, from_draft) streams. eos_ids: the
-    target's where None. coins(seed, request ids [B], cycles [B]) makes the random numbers of one
-    cycle; an enumerator in its place walks every branch.
+        engine = Engine(target, drafter, Sampling(), BatchLimits(rows=8, longest=2048))
+        row = engine.join(Request(ids, 64, id=seed), watch)
+        while engine.busy:
+            ended = engine.step()
 
-    Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary,
-    and, while it runs, for logits without a distribution.
+    A row's tokens are the same whoever joins or leaves beside it: random numbers are addressed by
+    the request's id. After an exception of `step` the engine is broken: throw it away.
+
+    verify: the accept rule (scripts/certify.py runs known wrong ones). eos_ids: the target's where
+    None. coins(seed, request ids [B], cycles [B]) makes the random numbers of one cycle; an
+    enumerator in its place walks every branch. cuts: a draft that comes to NaN or infinity ends
+    there, which `left_out` counts; else it is refused. timing: of all steps, without what happens
+    once: the cache is made, the target probed and packed; its lists are kept where `timed`.
     """
 
     target: Target
     drafter: Drafter
-    requests: Sequence[Request]
     sampling: Sampling
-    batch_size: int = 1
+    limits: BatchLimits
     seed: int = 0
     verify: Rule = run_verify
     guidance: float | None = None
-    on_tokens: OnTokens | None = None
     eos_ids: Sequence[int] | None = None
     coins: CoinSource = Rng
+    cuts: bool = False
+    timed: bool = False
+    timing: Timing = field(default_factory=Timing)
 
     def __post_init__(self) -> None:
         self.sampling.check_vocab(self.target.vocab_size)
@@ -87,43 +130,91 @@ class Engine:
         if self.guidance is not None:
             self.scorer = Guided(self.target, self.guidance)
         self.eos = frozenset(self.target.eos_ids if self.eos_ids is None else self.eos_ids)
-        self.timing = Timing()
-        self.all = [
-            Row(i, r, Generation(list(r.prompt)), checks.longest_answer(r, i, self.target))
-            for i, r in enumerate(self.requests)
-        ]
-        self.queue = deque(row for row in self.all if row.limit > 0)
-        self.rows: list[Row] = []
+        self.queue, self.rows, self.ended = deque[Row](), list[Row](), list[Row]()
+        self.joined = 0
+        self._cache: TreeCache | Pairs | None = None
+        self._cut = torch.zeros((), dtype=torch.int64, device=self.target.device)
+
+    @property
+    def cache(self) -> TreeCache | Pairs:
+        """The keys and values of all rows; there from the first step on."""
+        assert self._cache is not None
+        return self._cache
+
+    @property
+    def busy(self) -> bool:
+        """True while any request is running or waiting, or `step` has yet to name its end."""
+        return bool(self.queue or self.rows or self.ended)
+
+    def left_out(self) -> str:
+        """Return what to say of the drafts so far that were cut short, "" if there were
+        none; reads from the device."""
+        count = int(self._cut)
+        words = f"{count} drafts came to NaN or infinity and end there; {checks.NON_FINITE}"
+        return words if count else ""
+
+    def join(
+        self,
+        request: Request,
+        watch: Callable[[Fresh], None] | None = None,
+        top: int | None = None,
+    ) -> Row:
+        """Take a request in; it is read at the next step that finds a free row.
+
+        Raises UserError for a prompt that is empty, leaves the vocabulary, or does not leave
+        room for one token.
+        """
+        number, size = self.joined, max(len(request.prompt), len(request.uncond or ()))
+        limit = checks.longest_answer(request, number, self.target)
+        room = self.limits.longest - size
+        if limit > 0 >= room:
+            raise UserError(
+                f"prompt: {size} tokens, and a row holds {self.limits.longest} with its answer; "
+                "shorten the prompt"
+            )
+        self.joined += 1
+        limit = min(limit, room)
+        row = Row(number, request, Generation(list(request.prompt)), limit, watch, top)
+        row.done = limit <= 0
+        (self.ended if row.done else self.queue).append(row)
+        return row
+
+    def leave(self, row: Row) -> None:
+        """Take a request away: its row is free at the next step, and `step` names it then."""
+        if row.done:
+            return
+        row.done, row.generation.finish = True, LEFT
+        if row in self.queue:
+            self.queue.remove(row)
+            self.ended.append(row)
+            row.watch = None
 
     @torch.inference_mode()
-    def run(self) -> DecodedRun:
-        """Decode them all."""
-        self.target.pack_weights()  # once, so no part of a run's time
-        start = time.perf_counter()
-        if self.queue:
-            longest = max(
-                max(len(r.request.prompt), len(r.request.uncond or ())) + r.limit
-                for r in self.queue
-            )
-            rows = min(self.batch_size, len(self.queue))
-            cache = self.scorer.new_cache(rows, longest, self.drafter.max_nodes)
-            self.drafter.reset(rows, longest)
-            while self.queue or self.rows:
-                self._admit(cache)
-                if self.rows:
-                    self._cycle(cache)
-        self.timing.total_s = time.perf_counter() - start
-        return DecodedRun([row.generation for row in self.all], self.timing)
+    def step(self) -> list[Row]:
+        """Free rows, read waiting prompts, run one cycle; the requests that ended with it. Raises
+        UserError for logits without a distribution."""
+        if self._cache is None and self.queue:
+            size = self.limits.rows, self.limits.longest
+            self._cache = self.scorer.new_cache(*size, self.drafter.max_nodes)
+            self.drafter.reset(*size)
+        begin = time.perf_counter()
+        self._retire()
+        self._admit()
+        if self.rows:
+            self._cycle()
+        ended, self.ended = self.ended, []
+        self.timing.total_s += time.perf_counter() - begin
+        return ended
 
-    def _admit(self, cache: Cache) -> None:
+    def _admit(self) -> None:
         """Prefill waiting requests into free rows and draw their first token, which belongs
         to no cycle."""
-        while self.queue and len(self.rows) < self.batch_size:
+        while self.queue and len(self.rows) < self.limits.rows:
             start = time.perf_counter()
-            count = min(len(self.queue), self.batch_size - len(self.rows))
+            count = min(len(self.queue), self.limits.rows - len(self.rows))
             new = [self.queue.popleft() for _ in range(count)]
             prompts = self._tensors(row.request.prompt for row in new)
-            step = self._prefill(cache, prompts, new)
+            step = self._prefill(prompts, new)
             tree = DraftTree.empty(count, self.target.device)
             distribution = self._distribution(step.logits, tree, new)
             bonus = self.verify(tree, distribution, self._rng(new)).bonus
@@ -137,38 +228,39 @@ class Engine:
             ]
             tokens = torch.nn.utils.rnn.pad_sequence(seen, batch_first=True)
             self.drafter.observe(tokens, step.feats, lengths, slice(old, old + count))
-            for row, token in zip(new, bonus.tolist(), strict=True):
+            for row, token, logits in zip(new, bonus.tolist(), step.logits, strict=True):
                 row.cycle += 1  # this draw had a number as well: no random number serves twice
-                self._emit(row, [token], [False])
-            self._retire(cache)
+                self._emit(row, [token], [False], logits)
+            self._retire()
             self.timing.prefill_s += time.perf_counter() - start
 
-    def _prefill(self, cache: Cache, prompts: list[Tensor], new: list[Row]) -> Step:
+    def _prefill(self, prompts: list[Tensor], new: list[Row]) -> Step:
         """Return one pass over the prompts of new rows, under guidance with their companions'."""
         if self.guidance is not None:
             others = self._tensors(r.request.uncond or r.request.prompt[-1:] for r in new)
             prompts = [p for pair in zip(prompts, others, strict=True) for p in pair]
-        step: Step = self.scorer.prefill(cache, prompts, self.drafter.taps)
+        step: Step = self.scorer.prefill(self.cache, prompts, self.drafter.taps)
         return step
 
     def _tensors(self, texts: Iterable[Sequence[int]]) -> list[Tensor]:
         return [devices.send(text, self.target.device) for text in texts]
 
-    def _cycle(self, cache: Cache) -> None:
+    def _cycle(self) -> None:
         """One target pass for every live row."""
         begin = time.perf_counter()
         budget, rng = self._budget(), self._rng(self.rows)
         with self.timing.phase("draft"):
             tree = self._propose(budget, rng)
         with self.timing.phase("target"):
-            step = self._score(cache, tree)
+            step = self._score(tree)
         with self.timing.phase("verify"):
             seen = self._verify(tree, step, rng)  # the one wait for the device
         with self.timing.phase("commit"):
-            self._commit(cache, step, seen, budget)
+            self._commit(step, seen, budget)
         self.timing.cycles += 1
-        self.timing.cycle_s.append(time.perf_counter() - begin)
-        self.timing.cycle_nodes.append(tree.width)
+        if self.timed:
+            self.timing.cycle_s.append(time.perf_counter() - begin)
+            self.timing.cycle_nodes.append(tree.width)
 
     def _budget(self) -> Tensor:
         """[B] levels that each row may draft, on the host: one less for the bonus token."""
@@ -182,11 +274,15 @@ class Engine:
         checks.check_form(tree, self.drafter.max_nodes)
         if tree.static_layout is None:
             checks.validate(tree, self.target.vocab_size)
+        if self.cuts:
+            bad = checks.non_finite(tree)
+            self._cut += bad.any(1).sum()
+            tree = checks.cut(tree, bad)
         return tree
 
-    def _score(self, cache: Cache, tree: DraftTree) -> Step:
+    def _score(self, tree: DraftTree) -> Step:
         last = devices.send([row.generation.token_ids[-1] for row in self.rows], self.target.device)
-        step: Step = self.scorer.score(cache, last, tree, self.drafter.taps)
+        step: Step = self.scorer.score(self.cache, last, tree, self.drafter.taps)
         return step
 
     def _verify(self, tree: DraftTree, step: Step, rng: Rng) -> HostVerdict:
@@ -201,27 +297,24 @@ class Engine:
             distribution.check()
         return seen
 
-    def _commit(self, cache: Cache, step: Step, seen: HostVerdict, budget: Tensor) -> None:
+    def _commit(self, step: Step, seen: HostVerdict, budget: Tensor) -> None:
         """Keep what was emitted: cache, drafter, generations; rows that are done leave."""
-        cache.commit(seen.path, seen.length)
-        self._observe(step, seen)
-        self._record(seen, budget)
-        self._retire(cache)
-
-    def _observe(self, step: Step, seen: HostVerdict) -> None:
-        """Show the drafter what was committed."""
+        self.cache.commit(seen.path, seen.length)
         feats = step.feats
         if feats is not None:
             every = torch.arange(len(self.rows), device=self.target.device)
             feats = feats[every[:, None], seen.slots]
         self.drafter.observe(seen.tokens, feats, seen.length + 1, slice(0, len(self.rows)))
+        self._record(step.logits, seen, budget)
+        self._retire()
 
-    def _record(self, seen: HostVerdict, budget: Tensor) -> None:
+    def _record(self, logits: Tensor, seen: HostVerdict, budget: Tensor) -> None:
         most = budget.tolist()
         for b, (row, accepted) in enumerate(zip(self.rows, seen.length.tolist(), strict=True)):
             before = len(row.generation.token_ids)
             row.cycle += 1
-            emitted = self._emit(row, seen.emitted[b][: accepted + 1], [True] * accepted + [False])
+            tokens, drafted = seen.emitted[b][: accepted + 1], [True] * accepted + [False]
+            emitted = self._emit(row, tokens, drafted, logits[b], seen.slots[b])
             kept = min(accepted, emitted)
             row.generation.cycles.append(
                 Cycle(
@@ -234,8 +327,16 @@ class Engine:
                 )
             )
 
-    def _emit(self, row: Row, tokens: list[int], drafted: list[bool]) -> int:
-        """Append up to the stop token or the limit; returns how many tokens went out."""
+    def _emit(
+        self,
+        row: Row,
+        tokens: list[int],
+        drafted: list[bool],
+        logits: Tensor,
+        slots: Tensor | None = None,
+    ) -> int:
+        """Append up to the stop token or the limit; returns how many tokens went out. logits:
+        [N + 1, V], of which each token came from one of `slots` [D + 1] (None: the first)."""
         stop = next((i + 1 for i, t in enumerate(tokens) if t in self.eos), len(tokens))
         count = min(stop, row.remaining)
         tokens, drafted = tokens[:count], drafted[:count]
@@ -245,19 +346,27 @@ class Engine:
             row.done, row.generation.finish = True, "eos"
         elif row.remaining == 0:
             row.done = True
-        if self.on_tokens:
-            self.on_tokens(row.number, tokens, drafted)
+        if row.watch:
+            told = list[TokenDistribution]()
+            if row.top is not None:
+                rows = logits[:1] if slots is None else logits[slots[:count]]
+                told = token_distributions(rows, tokens, row.top)
+            row.watch(Fresh(tokens, drafted, told))
         return count
 
-    def _retire(self, cache: Cache) -> None:
-        """Finished rows leave."""
+    def _retire(self) -> None:
+        """Finished rows leave, and forget who watched: nothing outlives its answer."""
         keep = [b for b, row in enumerate(self.rows) if not row.done]
         if len(keep) < len(self.rows):
+            gone = [row for row in self.rows if row.done]
+            for row in gone:
+                row.watch = None
+            self.ended += gone
             kept = set(keep)
             # The last rows come into the places that are free: no other one is copied.
             last = [b for b in keep if b >= len(keep)]
             keep = [b if b in kept else last.pop() for b in range(len(keep))]
-            cache.select(keep)
+            self.cache.select(keep)
             self.drafter.select(keep)
             self.rows = [self.rows[b] for b in keep]
 
@@ -275,13 +384,46 @@ class Engine:
         return Distribution(self.sampling, logits, tree, history)
 
 
+def token_distributions(logits: Tensor, tokens: list[int], top: int) -> list[TokenDistribution]:
+    """Return the target's own distributions `logits` [n, V] at n `tokens` that came of them."""
+    found = torch.log_softmax(logits.float(), -1).clamp(min=LEAST_LOGPROB)
+    own = found.gather(1, torch.tensor(tokens, device=found.device)[:, None])[:, 0].tolist()
+    values, ids = (part.tolist() for part in found.topk(min(top, found.shape[1]), -1))
+    return [
+        TokenDistribution(logprob, list(zip(best, value, strict=True)))
+        for logprob, best, value in zip(own, ids, values, strict=True)
+    ]
+
+
 def generate(
     target: Target,
     drafter: Drafter,
     requests: Sequence[Request],
     sampling: Sampling,
+    *,
+    batch_size: int = 1,
+    on_tokens: OnTokens | None = None,
     **options: Any,
 ) -> DecodedRun:
-    """Decode every request: the run of an `Engine`, whose `options` it takes. Raises UserError as
-    it does."""
-    return Engine(target, drafter, requests, sampling, **options).run()
+    """Decode every request, `batch_size` at a time. on_tokens(request index, new token ids,
+    from_draft) streams. options: of `Engine`.
+
+    Raises UserError for a prompt that is empty, fills the context or leaves the vocabulary,
+    and, while it runs, for logits without a distribution."""
+    sizes = [max(len(r.prompt), len(r.uncond or ())) for r in requests]
+    limits = [checks.longest_answer(r, i, target) for i, r in enumerate(requests)]
+    longest = max(map(sum, zip(sizes, limits, strict=True)), default=0)
+    size = BatchLimits(min(batch_size, len(requests)), longest)
+    engine = Engine(target, drafter, sampling, size, timed=True, **options)
+
+    def tell(index: int, fresh: Fresh) -> None:
+        assert on_tokens is not None
+        on_tokens(index, fresh.tokens, fresh.drafted)
+
+    rows = [
+        engine.join(request, functools.partial(tell, i) if on_tokens else None)
+        for i, request in enumerate(requests)
+    ]
+    while engine.busy:
+        engine.step()
+    return DecodedRun([row.generation for row in rows], engine.timing)

@@ -30,8 +30,7 @@ from outrider.conf.schema import CONF
 from outrider.conf.typed import from_json, nearest, raise_all
 from outrider.decode import stats
 from outrider.decode.drafters import Drafter
-from outrider.decode.engine import Generation, Request
-from outrider.decode.live import Fresh, LiveBatch, LiveLimits, Seat
+from outrider.decode.engine import BatchLimits, Engine, Fresh, Generation, Request, Row
 from outrider.decode.models import load as loading
 from outrider.decode.models.arithmetic import dtype_on
 from outrider.decode.models.config import AUTO
@@ -118,8 +117,8 @@ class Answer:
     """An answer that is decoded as far as it is read: a loop over it gives pieces as they come,
     and every figure decodes the rest first. Reading it twice decodes once."""
 
-    _batch: LiveBatch = field(repr=False)
-    _seat: Seat = field(repr=False)
+    _batch: Engine = field(repr=False)
+    _seat: Row = field(repr=False)
     _pieces: list[Piece] = field(repr=False)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -174,9 +173,9 @@ class Answer:
     @property
     def tokens_per_second(self) -> float:
         """Generated tokens over the seconds spent in passes, prefill included; neither what
-        the reader did between two pieces counts, nor what a target does once (decode/live.py)."""
-        count = len(self._whole().token_ids)
-        return count / self._batch.seconds if self._batch.seconds > 0 else float("nan")
+        the reader did between two pieces counts, nor what a target does once (decode/engine.py)."""
+        count, spent = len(self._whole().token_ids), self._batch.timing.total_s
+        return count / spent if spent > 0 else float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +236,7 @@ def generate(
     if not hasattr(drafter, "reset"):
         made = load_drafter(made, target)
     longest = min(target.context_length, len(ids) + settings.max_new_tokens)
-    batch = LiveBatch(target, made, settings.sampling(), LiveLimits(1, longest))
+    batch = Engine(target, made, settings.sampling(), BatchLimits(1, longest), cuts=True)
     pieces: list[Piece] = []
     stream = Stream(target.tokenizer)
 

@@ -39,8 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from outrider.conf.errors import UserError
 from outrider.conf.jsonl import HALF, is_whole, parse_line
 from outrider.conf.schema import entry
-from outrider.decode.engine import Request
-from outrider.decode.live import Fresh, LiveBatch, LiveLimits, Seat, TokenDistribution
+from outrider.decode.engine import BatchLimits, Engine, Fresh, Request, Row, TokenDistribution
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
 from outrider.decode.sampling import Sampling
@@ -148,7 +147,7 @@ class Job:
     tell: Callable[[list[Piece] | None], None]
     pieces: list[Piece] = field(default_factory=list)
     gone: bool = False
-    seat: Seat | None = None
+    seat: Row | None = None
     held: str = ""
     stopped: bool = False
     finish: str = ""
@@ -244,14 +243,14 @@ class Lane:
     """The running batch of a drafter: all rows of one sampling setting."""
 
     sampling: Sampling
-    batch: LiveBatch
+    batch: Engine
     jobs: dict[int, Job] = field(default_factory=dict)
 
 
 class Decoder(threading.Thread):
     """Decode the requests of a queue until it is closed. Every job gets its end."""
 
-    def __init__(self, target: Target, drafters: list[str], room: LiveLimits):
+    def __init__(self, target: Target, drafters: list[str], room: BatchLimits):
         super().__init__(name="decoding", daemon=True)
         self.target, self.room = target, room
         self.drafters = {name: resolve_drafter(name, target) for name in drafters}
@@ -305,14 +304,14 @@ class Decoder(threading.Thread):
             if lane is None or (lane.sampling != job.sampling and not lane.jobs):
                 drafter = self.drafters[job.drafter]
                 given = (job.sampling, self.room)
-                batch = LiveBatch(self.target, drafter, *given)
+                batch = Engine(self.target, drafter, *given, cuts=True)
                 lane = self.lanes[job.drafter] = Lane(job.sampling, batch)
             fits = lane.sampling == job.sampling and len(lane.jobs) < self.room.rows
             if not fits or any(other.drafter == job.drafter for other in kept):
                 kept.append(job)
             elif not job.gone:
                 job.seat = lane.batch.join(job.request, job.hear, job.body.logprobs)
-                job.seconds = lane.batch.seconds
+                job.seconds = lane.batch.timing.total_s
                 lane.jobs[job.seat.number] = job
         self.waiting = kept
 
@@ -330,7 +329,7 @@ class Decoder(threading.Thread):
                 job.fail(500, f"decoding failed ({type(error).__name__}); see the log")
             return
         for seat in ended:
-            lane.jobs.pop(seat.number).end(seat.generation.finish, lane.batch.seconds)
+            lane.jobs.pop(seat.number).end(seat.generation.finish, lane.batch.timing.total_s)
 
 
 class App:
@@ -477,7 +476,7 @@ def main(cfg: ServeConfig) -> int:
     plan = MemoryPlan(cfg.batch_size, cfg.longest, 64)  # nodes of a draft tree
     target = load_target(cfg.target, cfg.dtype, cfg.device, plan)
     target.pack_weights()  # before anybody waits for it
-    room = LiveLimits(cfg.batch_size, min(cfg.longest, target.context_length))
+    room = BatchLimits(cfg.batch_size, min(cfg.longest, target.context_length))
     decoder = Decoder(target, list(dict.fromkeys([*cfg.drafters, NONE])), room)
     model = cfg.name or (target.identity.name if target.identity else "target")
     hosts = ["127.0.0.1", "localhost", "[::1]"] if cfg.local else ["*"]

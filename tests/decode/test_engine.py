@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.conf.errors import UserError
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter, NoDraft
-from outrider.decode.engine import Request, generate
+from outrider.decode.engine import LEFT, BatchLimits, Engine, Request, Row, generate
 from outrider.decode.grow import Form
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.ngram import NGram
@@ -135,6 +135,35 @@ def test_cycles_add_up(target: Target, other: Target) -> None:
             assert all(
                 len(c.ranks) == c.accepted <= c.proposed <= drafter.max_depth for c in g.cycles
             )
+
+
+def test_rows_that_join_and_leave_keep_their_tokens(target: Target) -> None:
+    ids = [[3 + i, 4, 5, 3 + i, 4, 5, 6] for i in range(7)]
+    asked = [Request(p, 24, id=n) for n, p in enumerate(ids)]
+    for sampling in (Sampling(), Sampling(0.9, top_p=0.9)):
+        wanted = [g.token_ids for g in generate(target, NGram(), asked, sampling).generations]
+        engine = Engine(target, NGram(), sampling, BatchLimits(3, 64))
+        got: list[list[int]] = [[] for _ in ids]
+        rows, ended = list[Row](), list[Row]()
+        for step in range(200):
+            if step % 3 == 0 and len(rows) < len(ids):
+                to = got[len(rows)]
+                rows.append(engine.join(asked[len(rows)], lambda f, to=to: to.extend(f.tokens)))
+            if step == 7:
+                engine.leave(rows[1])
+            ended += engine.step()
+        assert sorted(row.number for row in ended) == list(range(len(ids))) and not engine.busy
+        assert rows[1].generation.finish == LEFT
+        assert got[1] == wanted[1][: len(got[1])]
+        assert [*got[:1], *got[2:]] == [*wanted[:1], *wanted[2:]]
+
+
+def test_a_row_that_is_refused_leaves_nothing(target: Target) -> None:
+    engine = Engine(target, NoDraft(), Sampling(), BatchLimits(1, 8))
+    for prompt in ([], [3] * 8, [10**6]):
+        with pytest.raises(UserError):
+            engine.join(Request(prompt, 4))
+    assert not engine.busy and engine.step() == []
 
 
 def test_guidance_is_exact_for_the_guided_target(target: Target, other: Target) -> None:

@@ -15,8 +15,7 @@ from outrider.decode.adaptive import Adaptive, Wrapped
 from outrider.decode.checks import cut, non_finite
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter, NoDraft
-from outrider.decode.engine import Generation, Request, generate
-from outrider.decode.live import LiveBatch, LiveLimits
+from outrider.decode.engine import BatchLimits, Engine, Generation, Request, generate
 from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -81,12 +80,11 @@ def together(
     target: Target, drafter: Drafter, sampling: Sampling
 ) -> tuple[dict[int, Generation], str]:
     """What every request gets, and what is said of drafts that were left out."""
-    batch = LiveBatch(target, drafter, sampling, LiveLimits(3, 64))
-    batch.eos = frozenset()
-    seats = {first: batch.join(ask(first), lambda fresh: None) for first in (3, ILL, 5, SUCCESSOR)}
+    batch = Engine(target, drafter, sampling, BatchLimits(3, 64), eos_ids=(), cuts=True)
+    rows = {first: batch.join(ask(first)) for first in (3, ILL, 5, SUCCESSOR)}
     while batch.busy:
         batch.step()
-    return {first: seat.generation for first, seat in seats.items()}, batch.left_out()
+    return {first: row.generation for first, row in rows.items()}, batch.left_out()
 
 
 def alone(target: Target, drafter: Drafter, first: int, sampling: Sampling) -> Generation:

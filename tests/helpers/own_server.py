@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from outrider.decode.live import LiveLimits
+from outrider.decode.engine import BatchLimits
 from outrider.decode.target import Target
 from outrider.scripts.serve import App, Decoder
 
@@ -40,7 +40,7 @@ def serving(
     target: Target, drafters: list[str], rows: int = 4, longest: int = 256
 ) -> Iterator[Running]:
     """A server while the block runs."""
-    decoder = Decoder(target, drafters, LiveLimits(rows, longest))
+    decoder = Decoder(target, drafters, BatchLimits(rows, longest))
     app = App(decoder, MODEL, 32).application(["127.0.0.1"])
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     bound = socket.create_server(("127.0.0.1", 0))

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from outrider.decode.drafters import NoDraft
-from outrider.decode.engine import Request, generate
-from outrider.decode.live import LEFT, Fresh, LiveBatch, Seat
+from outrider.decode.engine import LEFT, Engine, Fresh, Request, Row, generate
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
@@ -220,8 +219,8 @@ def test_a_client_that_leaves_frees_its_row(
     running: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"model": MODEL, "prompt": "abc", "max_tokens": 240, "stream": stream, "seed": 1}
-    seats, leave = list[Seat](), LiveBatch.leave
-    monkeypatch.setattr(LiveBatch, "leave", lambda batch, s: (seats.append(s), leave(batch, s)))
+    seats, leave = list[Row](), Engine.leave
+    monkeypatch.setattr(Engine, "leave", lambda batch, s: (seats.append(s), leave(batch, s)))
     if stream:
         with httpx.stream("POST", f"{running.url}/v1/completions", json=body) as reply:
             next(reply.iter_lines())
@@ -260,7 +259,7 @@ def test_an_engine_that_fails_fails_its_requests_alone(
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             ask: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 5}
             with monkeypatch.context() as patch:
-                patch.setattr(LiveBatch, "_score", broken)
+                patch.setattr(Engine, "_score", broken)
                 with pytest.raises(openai.InternalServerError, match="RuntimeError"):
                     client.completions.create(**ask)
                 with pytest.raises(openai.APIError, match="RuntimeError"):
