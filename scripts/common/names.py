@@ -22,7 +22,7 @@ INSIDE = ("head", "best", "checkpoints")  # folders of a run, which say nothing 
 LONGEST = 30
 DEMO = ROOT / "scripts" / "prompts" / "demo.jsonl"
 # outside references: transformers' own loops
-GENERATE, LOOKUP = "hf_generate", "hf_prompt_lookup"
+GENERATE = "hf_generate"
 ASSISTED = "hf_assisted"  # stands before the name of a draft: transformers decodes with it
 
 
@@ -51,7 +51,7 @@ def no_drafters(specs: Iterable[str], key: str = "drafter") -> list[str]:
 def wrong_drafter(name: str) -> str:
     """Return what is wrong with the name of a drafter, as far as it shows without loading
     anything; "" for one that may be loaded."""
-    if name in (GENERATE, LOOKUP) or SERVER.fullmatch(name):
+    if name == GENERATE or SERVER.fullmatch(name):
         return wrong_address(name)
     if name == ASSISTED:
         return f"{name}: transformers needs an assistant; write {name}@DIR"
@@ -59,7 +59,7 @@ def wrong_drafter(name: str) -> str:
         for part in parse(name.removeprefix(f"{ASSISTED}@")).each:
             head_folder(part)
     except UserError as error:
-        close = difflib.get_close_matches(name.partition("@")[0], (GENERATE, LOOKUP, ASSISTED), 1)
+        close = difflib.get_close_matches(name.partition("@")[0], (GENERATE, ASSISTED), 1)
         if close and "/" not in name:
             return f"{name}: no such drafter; did you mean {close[0]}?"
         return str(error).removeprefix("drafters: ")

@@ -1,14 +1,16 @@
-"""Outside reference: Hugging Face `generate` on the same loaded weights, behind the same call
-as our engine.
+"""Outside references: Hugging Face `generate`, alone and with a draft model
+(`assistant_model=`), on the same loaded weights and behind the same call as our engine.
 
-It is a row of the table like any other (drafter name `hf_generate`), so "no slower than
-generate" is measured in the same interleaved run.
+They are rows of the table like any other (`hf_generate`, `hf_assisted@DIR`), measured in the same
+interleaved run. What an assisted pass committed is read off the target itself: where each of
+its passes starts in the cache.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from outrider.conf.rules import SEEDS
 from outrider.decode.engine import Cycle, DecodedRun, Generation, Request, Timing
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
+
+LOG = logging.getLogger("transformers.generation.utils")
 
 
 @dataclass
@@ -193,3 +197,57 @@ def _trim(request: Request, tokens: list[int], eos: tuple[int, ...]) -> Generati
     cycles = [Cycle(0, 0, (), cut=False, start=i) for i in range(1, len(tokens))]
     end = "eos" if stop else "length"
     return Generation(list(request.prompt), tokens, cycles, [False] * len(tokens), end)
+
+
+def hf_assisted(
+    target: Target,
+    draft: Target,
+    k: int,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    seed: int = 0,
+) -> DecodedRun:
+    """Decode `requests` one by one with target.model.generate(assistant_model=draft), which
+    takes one row at a time: K tokens a draft on a constant schedule, no confidence threshold,
+    nothing carried over from one prompt to the next."""
+    timing, found = Timing(), []
+    constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    # transformers warns of a call of its own
+    mute = lambda record: "generation-related arguments" not in record.getMessage()
+    with target.as_loaded() as model, draft.as_loaded() as helper, contextlib.ExitStack() as stack:
+        # its generation config is where transformers looks for K
+        stack.enter_context(without_wishes(helper, **constant, num_assistant_tokens=k))
+        LOG.addFilter(mute)
+        stack.callback(LOG.removeFilter, mute)
+        for request in requests:
+            ids, limit = (
+                torch.tensor([list(request.prompt)], device=target.device),
+                room(target, request),
+            )
+            how, number = settings(target, sampling, limit), seed * 1_000_003 + request.id
+            rows, passes = generated(model, ids, torch.ones_like(ids), how, number, timing, helper)
+            answer = _trim(request, rows[0], target.eos_ids)
+            answer.cycles = _cycles(passes, answer, limit, k)
+            for cycle in answer.cycles:
+                kept = slice(cycle.start, cycle.start + cycle.accepted)
+                answer.from_draft[kept] = [True] * cycle.accepted
+            found.append(answer)
+    return DecodedRun(found, timing)
+
+
+def _cycles(passes: list[Pass], answer: Generation, limit: int, k: int) -> list[Cycle]:
+    """Return one cycle for every pass after the first, which belongs to the prefill. A pass reads
+    the last token and the candidates; the next one starts where it has stopped accepting."""
+    prompt, total = len(answer.prompt_ids), len(answer.token_ids)
+    # Tokens generated when each pass begins, and at the end.
+    ends = [*(p.start + 1 - prompt for p in passes[1:]), total]
+    cycles = []
+    for p, before, after in zip(passes[1:], ends, ends[1:], strict=False):
+        accepted = after - before - 1
+        if accepted < 0 or before < 1:
+            return []  # another loop than the one this reading knows
+        # transformers proposes no more than may still be written
+        cut = (after == total and answer.finish == "eos") or limit - before - 1 < k
+        cycles.append(Cycle(p.tokens - 1, accepted, (0,) * accepted, cut, before))
+    return cycles

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +16,9 @@ from outrider.heads.checkpoint import read_card, trained_for
 from outrider.heads.drafters import drafter_folders, resolve_drafter
 from outrider.heads.folders import head_folder
 from outrider.heads.names import NONE, DraftSpec, parse
-from outrider.scripts.common.names import ASSISTED, GENERATE, LOOKUP, SERVER, labels, wrong_drafter
-from outrider.scripts.scoring.assisted import DEFAULT_TOKENS, LOOKUP_TOKENS, Assisted
+from outrider.scripts.common.names import ASSISTED, GENERATE, SERVER, labels, wrong_drafter
 from outrider.scripts.scoring.interleaved import ContestSettings, System
-from outrider.scripts.scoring.reference import hf_generate
+from outrider.scripts.scoring.reference import hf_assisted, hf_generate
 from outrider.scripts.scoring.served import ServedSystem
 
 Run = Callable[[Sequence[Request], ContestSettings], DecodedRun]
@@ -33,40 +31,29 @@ def systems_of(specs: Sequence[str], target: Target) -> list[System]:
     problems: list[str] = []
     for spec in [*([] if NONE in specs else [NONE]), *specs]:
         try:
-            found = _systems(spec, target)
+            systems.append(_system(spec, target))
         except UserError as error:
             problems.append(str(error))
-            continue
-        for system in found:
-            taken = {other.name for other in systems}
-            names = (f"{system.name} #{i}" for i in itertools.count(2))
-            if system.name in taken:
-                system.name = next(name for name in names if name not in taken)
-            systems.append(system)
     raise_all(problems)
     for system, short in zip(systems, labels([s.name for s in systems]), strict=True):
         system.label = short
     return systems
 
 
-def _systems(spec: str, target: Target) -> list[System]:
+def _system(spec: str, target: Target) -> System:
     if wrong := wrong_drafter(spec):
         raise UserError(f"drafters: {wrong}")
     if spec == GENERATE:
-        return [
-            _reference(
-                spec,
-                lambda requests, s: hf_generate(
-                    target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed
-                ),
-            )
-        ]
-    if spec == LOOKUP:
-        return _assisted(spec, target, None, LOOKUP_TOKENS, LOOKUP_TOKENS)
+        return _reference(
+            spec,
+            lambda requests, s: hf_generate(
+                target, requests, s.sampling, batch_size=s.batch_size, seed=s.seed
+            ),
+        )
     if spec.startswith(f"{ASSISTED}@"):
-        return _with_assistant(spec, target)
+        return _assisted(spec, target)
     if (server := SERVER.fullmatch(spec)) is not None:
-        return [_server(spec, ServedSystem(target, *server.groups()))]
+        return _server(spec, ServedSystem(target, *server.groups()))
     requested = parse(spec)
     cards = [_card(part) for part in requested.each]
     system = drafting(spec, resolve_drafter(spec, target), target)
@@ -77,20 +64,18 @@ def _systems(spec: str, target: Target) -> list[System]:
         "hub": hub.commits(spec),
     }
     system.facts |= {key: value for key, value in known.items() if value}
-    return [system]
+    return system
 
 
-def _with_assistant(spec: str, target: Target) -> list[System]:
-    """transformers' loops with a separate draft model. Raises UserError for anything else, and for
-    a draft that transformers itself would refuse."""
+def _assisted(spec: str, target: Target) -> System:
+    """Return the row of transformers' loop with a separate draft model, K as ours. Raises
+    UserError for anything else, and for a draft that transformers itself would refuse."""
     given = parse(spec.removeprefix(f"{ASSISTED}@"))
-    if given.parts:
-        raise UserError(f"drafters: {spec}: transformers takes one assistant; leave out the +")
-    card = _card(parse(given.source))
-    if card is not None and card["kind"] != "small_lm":
+    card = _card(given) if not given.parts else None
+    if given.parts or (card is not None and card["kind"] != "small_lm"):
         raise UserError(
-            f"drafters: {spec}: {given.source} is no language model of its own, which transformers "
-            "needs as an assistant; give a separate draft model"
+            f"drafters: {spec}: transformers takes one language model as an assistant; give a "
+            "separate draft model"
         )
     draft = resolve_drafter(f"{given.source}@chain", target)
     assert isinstance(draft, DraftModel), "all other kinds have been refused"
@@ -100,10 +85,14 @@ def _with_assistant(spec: str, target: Target) -> list[System]:
             f"drafters: {spec}: transformers takes no assistant with {mine} rows of vocabulary for "
             f"a target with {theirs}; leave this reference out"
         )
-    found = _assisted(spec, target, draft.draft, draft.max_depth, DEFAULT_TOKENS)
-    for system in found:
-        system.files = _files(given)
-    return found
+    helper, k = draft.draft, draft.max_depth
+    system = _reference(
+        spec,
+        lambda requests, s: hf_assisted(target, helper, k, requests, s.sampling, seed=s.seed),
+        k,
+    )
+    system.files = _files(given)
+    return system
 
 
 def drafting(spec: str, drafter: Drafter, target: Target) -> System:
@@ -125,18 +114,6 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> System:
         target,
         facts={"parts": [part.name for part in getattr(drafter, "parts", ())]},
     )
-
-
-def _assisted(spec: str, target: Target, helper: Target | None, k: int, usual: int) -> list[System]:
-    """Return the two rows of a loop of transformers: with K = `k` as ours, and with its
-    defaults."""
-    fair, free = (Assisted(target, helper, tokens) for tokens in (k, None))
-    return [
-        _reference(spec, lambda requests, s: fair(requests, s.sampling, s.seed), k),
-        _reference(
-            f"{spec} (defaults)", lambda requests, s: free(requests, s.sampling, s.seed), usual
-        ),
-    ]
 
 
 def _reference(name: str, run: Run, k: int = 0) -> System:

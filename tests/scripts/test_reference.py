@@ -17,8 +17,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts.certificate.greedy import greedy_layer
 from outrider.scripts.certificate.setup import CertificatePlan, open_setup
-from outrider.scripts.scoring.assisted import Assisted
-from outrider.scripts.scoring.reference import hf_generate
+from outrider.scripts.scoring.reference import hf_assisted, hf_generate
 from tests.helpers.archs import VOCAB, build
 
 # What Qwen2.5-Instruct ships, and what else transformers would obey.
@@ -67,10 +66,7 @@ def references(target: Target, helper: Target, sampling: Sampling) -> dict[str, 
     return {
         "hf_generate": texts(hf_generate(target, requests(), sampling)),
         "hf_generate, batch 3": texts(hf_generate(target, requests(), sampling, batch_size=3)),
-        "hf_prompt_lookup": texts(Assisted(target, None, 4)(requests(), sampling, 0)),
-        "hf_prompt_lookup (defaults)": texts(Assisted(target, None, None)(requests(), sampling, 0)),
-        "hf_assisted": texts(Assisted(target, helper, 3)(requests(), sampling, 0)),
-        "hf_assisted (defaults)": texts(Assisted(target, helper, None)(requests(), sampling, 0)),
+        "hf_assisted": texts(hf_assisted(target, helper, 3, requests(), sampling)),
     }
 
 
@@ -128,7 +124,7 @@ def test_the_models_own_settings_come_back_even_after_an_error(
     monkeypatch.setattr(target.model, "generate", broken)
     for run in (
         lambda: hf_generate(target, requests(2), Sampling()),
-        lambda: Assisted(target, helper, 3)(requests(2), Sampling(), 0),
+        lambda: hf_assisted(target, helper, 3, requests(2), Sampling()),
     ):
         with pytest.raises(RuntimeError, match="out of memory"):
             run()
