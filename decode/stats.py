@@ -255,18 +255,6 @@ def position_intervals(
     return out
 
 
-def acceptance_by_rank(cycles: Iterable[Cycle], levels: int | None = None) -> list[list[int]]:
-    """[level][rank] counts of accepted candidates by their place among their siblings."""
-    counts: list[list[int]] = []
-    for cycle in cycles:
-        for level, rank in enumerate(cycle.ranks[:levels]):
-            while len(counts) <= level:
-                counts.append([])
-            counts[level] += [0] * (rank + 1 - len(counts[level]))
-            counts[level][rank] += 1
-    return counts
-
-
 def acceptance_by_drafter(cycles: Iterable[Cycle], drafters: int) -> list[tuple[int, int]]:
     """For each of a union's drafters: accepted draft tokens that it proposed, and those of
     them that no other one proposed."""

@@ -117,7 +117,7 @@ def scored(cfg: EvaluateConfig, out: Path) -> int:
     show(reports, parity)
     print(f"report: {out / 'report.html'}")
     if cfg.wandb != "off":
-        to_wandb(report, out, "evaluate", cfg.wandb, cfg.wandb_project)
+        to_wandb(report, out, cfg.wandb, cfg.wandb_project)
     if not all(gate.passed for gate in parity.values()):
         return DISAGREES
     return SKIPPED if any(one["skipped"] for one in reports) else 0
@@ -213,9 +213,10 @@ def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> Non
     from outrider.scripts.reports import page, plots
 
     files.write_jsonl(out / "outputs.jsonl", lines)
-    for name in plots.PANELS:
-        files.write_bytes(out / "figures" / f"{name}.png", plots.png(plots.panel(name, report)))
-    files.write_text(out / "report.html", page.page(report))
+    pictures = plots.drawn(report)
+    for name, picture in pictures.items():
+        files.write_bytes(out / "figures" / f"{name}.png", picture)
+    files.write_text(out / "report.html", page.page(report, pictures))
     files.write_json(out / "report.json", report)
 
 

@@ -29,7 +29,6 @@ from outrider.heads.tuned import DECODE
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts
 from outrider.scripts.reports import tune_table
-from outrider.scripts.reports.wandb_log import to_wandb
 from outrider.scripts.tuning import run as tune_run
 from outrider.scripts.tuning.config import TuneConfig
 
@@ -73,8 +72,6 @@ def tuned(cfg: TuneConfig, out: Path) -> None:
         )
         said = f"nothing is written beside {draft.source}; ask for it as {name}"
     console.print(f"{said}\nreport: {out / 'tune.json'}", highlight=False)
-    if cfg.wandb != "off":
-        to_wandb(report, out, "tune", cfg.wandb, cfg.wandb_project)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ fit(run_config({data!r}, {out!r}, "wandb=offline"), head_class("medusa"))
 REPORTED = """
 from pathlib import Path
 from outrider.scripts.reports.wandb_log import to_wandb
-to_wandb({{"settings": {{}}, "rows": [{{"name": "a", "x": 1}}]}}, Path({out!r}), "evaluate", "offline", "p")
+to_wandb({{"settings": {{}}, "drafters": [], "others": []}}, Path({out!r}), "offline", "p")
 """
 
 

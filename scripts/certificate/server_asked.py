@@ -23,15 +23,8 @@ from outrider.scripts.certificate import server_judged
 from outrider.scripts.certificate.server_places import JudgedAnswer
 from outrider.scripts.common.progress import OnProgress
 from outrider.scripts.scoring.counters import rise
-from outrider.scripts.scoring.servers import (
-    LLAMACPP,
-    SERVE,
-    VLLM,
-    Address,
-    Endpoint,
-    Reply,
-    ServerRequest,
-)
+from outrider.scripts.scoring.server_forms import LLAMACPP, VLLM, Reply, ServerRequest
+from outrider.scripts.scoring.servers import SERVE, Address, Endpoint
 
 BEST = 20  # likeliest tokens of a place; engines tell no more by default
 CUT, NUCLEUS = 16, 0.9  # top_k and top_p: their edges lie among the BEST likeliest
@@ -119,7 +112,7 @@ async def _ask(
             f"seconds: {plan.seconds:g} went by without one whole answer of {server.root}; give "
             "seconds=120, ask a faster server, or look into its log"
         )
-    found = rise(before, after, ("draft_tokens",)).rose
+    found = rise(before, after).rose
     drafted = (collected.drafted or None) if found is None else found["draft_tokens"]
     about = {"url": plan.address.url, "kind": server.kind, "model": server.model}
     return collected, about | {"drafted": drafted}

@@ -20,7 +20,8 @@ from outrider.decode import stats
 from outrider.decode.engine import Cycle
 from outrider.scripts.exporting.contract import MANY, Contract, Rounding, Row, rates
 from outrider.scripts.scoring.counters import Rise, rise
-from outrider.scripts.scoring.servers import Address, Endpoint, Reply, ServerRequest
+from outrider.scripts.scoring.server_forms import Reply, ServerRequest
+from outrider.scripts.scoring.servers import Address, Endpoint
 
 EDGE = 0.02  # by which the end of an answer alone may move a rate
 SHOWN = 3  # faults that are printed

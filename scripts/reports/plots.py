@@ -1,18 +1,14 @@
-"""The figures of a report, drawn from report.json alone: nothing is recomputed here. The same
-drawing serves the page (inline SVG) and figures/*.png.
-"""
+"""The figures of a report, drawn from report.json alone: nothing is recomputed here."""
 
 from __future__ import annotations
 
 import functools
 import io
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -21,7 +17,6 @@ from outrider.scripts.common.names import clipped
 FEW = 5  # a share of fewer trials is not drawn
 WIDE = 6.6  # inches of a panel
 INK, MUTED, GRID, FAINT = "#1d2433", "#667085", "#e6e8ee", "#98a1b3"
-THEMED = {INK: "ink", MUTED: "muted", GRID: "line", FAINT: "faint"}  # names in style.css
 COLORS = ("#3767d6", "#e2762b", "#1f9d73", "#8b56c9", "#d43f5e", "#0f93a8", "#a8832a", "#c45aa5")
 EVEN: Any = {"color": MUTED, "linewidth": 1, "linestyle": (0, (3, 3))}  # the line at no gain
 STYLE: Any = {
@@ -43,7 +38,6 @@ STYLE: Any = {
     "ytick.major.size": 0,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "svg.fonttype": "none",
 }
 
 
@@ -148,40 +142,20 @@ PANELS: dict[str, tuple[Callable[[Axes, dict[str, Any]], None], str, str]] = {
 }
 
 
-def panel(name: str, report: dict[str, Any]) -> Figure:
-    """Return one panel as a figure of its own, as tall as it has rows."""
-    draw, title, axis = PANELS[name]
-    tall = 1.7 + 0.36 * max(5, len(report["drafters"]))
-    if draw is by_category:
-        each = max(0.3, 0.1 * len(drafting(report)))
-        tall = 1.6 + each * max(len(categories(report)), 2)
-    with matplotlib.rc_context(STYLE):
-        made = Figure(figsize=(WIDE, tall), layout="constrained")
-        ax = made.subplots()
-        draw(ax, report)
-        ax.set_title(title)
-        ax.set_xlabel(axis)
-        return made
-
-
-def png(figure: Figure, dpi: int = 130) -> bytes:
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure)
-    figure.savefig(buffer, format="png", dpi=dpi)
-    return buffer.getvalue()
-
-
-def svg(figure: Figure, salt: str) -> str:
-    """Inline SVG with ids of its own (several stand on one page) and without a date."""
-    buffer = io.StringIO()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
-        figure.savefig(
-            buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True
-        )
-    text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
-    text = re.sub(r'\b(id="|url\(#|href="#)', rf"\g<1>{salt}-", text)
-    # The page's own colours, so that figures follow a dark theme.
-    for color, name in THEMED.items():
-        text = text.replace(color, f"var(--{name})")
-    return re.sub(r' (?:width|height)="[^"]*pt"', "", text, count=2)  # the page sets the width
+def drawn(report: dict[str, Any]) -> dict[str, bytes]:
+    """Return every panel as a PNG of its own, as tall as it has rows."""
+    found = {}
+    for name, (draw, title, axis) in PANELS.items():
+        tall = 1.7 + 0.36 * max(5, len(report["drafters"]))
+        if draw is by_category:
+            each = max(0.3, 0.1 * len(drafting(report)))
+            tall = 1.6 + each * max(len(categories(report)), 2)
+        with matplotlib.rc_context(STYLE):
+            made, buffer = Figure(figsize=(WIDE, tall), layout="constrained"), io.BytesIO()
+            ax = made.subplots()
+            draw(ax, report)
+            ax.set_title(title)
+            ax.set_xlabel(axis)
+            made.savefig(buffer, format="png", dpi=130)
+            found[name] = buffer.getvalue()
+    return found

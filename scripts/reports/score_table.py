@@ -13,7 +13,6 @@ SAME = (
     "decoding's, token by token; +k≈: k more part where two tokens are equally likely up to "
     "rounding, so either is the model's own; !k: k part beyond rounding"
 )
-SPARE = ("end to end", "draft ms", "verify ms")
 
 
 def speed(row: Row) -> str:
@@ -38,11 +37,6 @@ def equality(row: Row) -> str:
     return text + (f" !{found['beyond_rounding']}" if found["beyond_rounding"] else "")
 
 
-def unseen(row: Row) -> bool:
-    """Return whether a reference drafts where we cannot time it."""
-    return row["kind"] == "reference" and not row["draft_ms"]
-
-
 COLUMNS: Columns = [
     ("drafter", lambda r: r["label"]),
     ("accepted length", lambda r: interval(r["accepted_length"])),
@@ -50,8 +44,6 @@ COLUMNS: Columns = [
     ("tokens/s", lambda r: number(r["tokens_per_second"], 1)),
     ("accepted at 1…4", positions),
     ("end to end", lambda r: ratio(r["end_to_end"]["speedup"], r["doubts"])),
-    ("draft ms", lambda r: number(None if unseen(r) else r["draft_ms"], 1)),
-    ("verify ms", lambda r: number(r["verify_ms"], 1)),
     ("same tokens", equality),
 ]
 
@@ -82,7 +74,7 @@ def title(report: dict[str, Any]) -> str:
 def table(report: dict[str, Any], **more: Any) -> Table:
     """Return the drafters of a report, with what its reader must know. more: fields of the
     table."""
-    more = {"title": title(report), "notes": notes(report), "spare": SPARE} | more
+    more = {"title": title(report), "notes": notes(report)} | more
     same = report["settings"]["temperature"] == 0
     columns = [column for column in COLUMNS if same or column[0] != "same tokens"]
     return Table.of(columns, report["drafters"], **more)

@@ -5,7 +5,6 @@ templates/parts.html. Also how figures are written in its cells.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 Columns = Sequence[tuple[str, Callable[[dict[str, Any]], str]]]
-NARROW, WIDE = 120, 150  # characters of a line
+WIDE = 150  # characters of a line in a log file
 WARNS = (
     "NOT",
     "IN DOUBT",
     "skipped",
 )  # how a note begins that nobody should miss, as in parts.html
-BRACKETS = re.compile(r" \[[^]]*\]")  # of an interval
 DOUBT = "✗"  # behind a figure that cannot be believed
 
 
@@ -31,9 +29,8 @@ class Table:
 
     title: what was measured, and how. notes: what its reader must know, a line each. words:
     columns that hold text and stand left, counted from either end; the others stand right.
-    best: number of the row that is marked. spare: names of columns that a narrow terminal
-    leaves out, and all brackets with them. In HTML: prose: names of columns whose text may
-    run over several lines; dots: a colour for every row.
+    best: number of the row that is marked. prose: in HTML, names of columns whose text may run
+    over several lines.
     """
 
     head: Sequence[str]
@@ -42,9 +39,7 @@ class Table:
     notes: Sequence[str] = ()
     words: Sequence[int] = (0,)
     best: int | None = None
-    spare: Sequence[str] = ()
     prose: Sequence[str] = ()
-    dots: Sequence[str] = ()
 
     @classmethod
     def of(cls, columns: Columns, rows: Iterable[dict[str, Any]], **more: Any) -> Table:
@@ -64,20 +59,16 @@ class Table:
         console = console or Console()
         if not console.is_terminal:  # a log file has no width
             console = Console(width=WIDE, file=console.file)
-        narrow = bool(self.spare) and console.width < NARROW
-        shown = [i for i, name in enumerate(self.head) if not (narrow and name in self.spare)]
-        left = {place % len(self.head) for place in self.words} if self.head else {0, 1}
         if self.title:  # a line of its own: rich would fold it to the table's width
             _say(console, self.title, "bold")
         drawn = rich.table.Table()
         if not self.head:
-            shown = [0, 1]
             drawn = rich.table.Table(box=None, show_header=False, pad_edge=False)
-        for i in shown:
-            name = self.head[i] if self.head else ""
+        left = {place % len(self.head) for place in self.words} if self.head else {0, 1}
+        for i, name in enumerate(self.head or ("", "")):
             drawn.add_column(name, justify="left" if i in left else "right", overflow="fold")
         for number, row in enumerate(self.rows):
-            cells = [BRACKETS.sub("", row[i]) if narrow else row[i] for i in shown]
+            cells = list(row)
             if self.best is not None:
                 cells[0] = ("▸ " if number == self.best else "  ") + cells[0]
             texts = [Text(cell, style="red" if cell.endswith(DOUBT) else "") for cell in cells]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -59,18 +58,18 @@ def _counted(text: str) -> int:
         return 0
 
 
-def rise(before: str | None, after: str | None, names: Collection[str] = NAMES) -> Rise:
+def rise(before: str | None, after: str | None) -> Rise:
     """Return what the counters rose by between two looks at the page (None: it could not be
-    read). names: the ones that are needed."""
+    read)."""
     old, new = (None if page is None else read_counters(page) for page in (before, after))
     if new is None:
         return Rise(None, "the server's counters are gone" if old else "")
     if before is None:
         return Rise(None)  # since when they count is not known
-    if lacking := [name for name in names if name not in new]:
+    if lacking := [name for name in NAMES if name not in new]:
         return Rise(None, f"the server's counters lack {' and '.join(lacking)}")
     old = old or {}  # they may appear with the first draft
-    rose = {name: new[name] - old.get(name, 0) for name in NAMES if name in new}
+    rose = {name: new[name] - old.get(name, 0) for name in NAMES}
     # a position that nothing had reached before may have had no counter
     pages = (new["accepted_by_position"], old.get("accepted_by_position", []))
     places = [a - b for a, b in zip_longest(*pages, fillvalue=0)]

@@ -43,12 +43,13 @@ class ContestSettings:
 
 @dataclass
 class System:
-    """A row of the table. run(requests, settings): its answers. name: as the user wrote it,
-    made unique; label: short.
+    """A row of the table. run(requests, settings): its answers. name: as the user wrote it; label:
+    short.
 
-    target: whom it drafts for, None: the report's target. facts: parameters, bytes, training
-    cost, where known. draft: what its name asks for, None for outside references. files: name,
-    size and time of the files that it drafts with.
+    server: answers elsewhere, where it may fail, and tells totals alone of what it accepted.
+    target: whom it drafts for, None: the report's target. facts: what else the report says of it.
+    draft: what its name asks for, None for outside references. files: name, size and time of the
+    files that it drafts with.
     """
 
     name: str
@@ -58,6 +59,7 @@ class System:
     depth: int
     nodes: int
     run: Callable[[Sequence[Request], ContestSettings], DecodedRun]
+    server: bool = False
     target: Target | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     draft: DraftSpec | None = None
@@ -89,17 +91,15 @@ class TimedRun:
 
 @dataclass
 class Contest:
-    """What was measured, of one chunk or of all. skipped_turns: {prompt_id, turn, tokens}
-    of turns that no system could run. lost: {name, reason} of servers that failed on the
-    way, of which nothing is kept. silent: servers that do not say what they accepted.
-    again: chunks that were asked again, once for each time.
+    """What was measured, of one chunk or of all. skipped_turns: {prompt_id, turn, tokens} of
+    turns that outgrew the context. lost: {name, reason} of servers that failed on the way, of
+    which nothing is kept. again: chunks that were asked again, once for each time.
     """
 
     answers: list[ScoredAnswer] = field(default_factory=list)
     timed_runs: list[TimedRun] = field(default_factory=list)
     skipped_turns: list[dict[str, Any]] = field(default_factory=list)
     lost: list[dict[str, str]] = field(default_factory=list)
-    silent: list[str] = field(default_factory=list)
     again: list[pace.Unit] = field(default_factory=list)
 
     @classmethod
@@ -111,76 +111,73 @@ class Contest:
             [t for part in parts for t in part.timed_runs if t.drafter not in lost],
             [skipped for part in parts for skipped in part.skipped_turns],
             list(lost.values()),
-            list(dict.fromkeys(name for part in parts for name in part.silent)),
             [unit for part in parts for unit in part.again],
         )
 
-    def calls(self, drafters: Sequence[str]) -> dict[str, dict[pace.Unit, list[TimedRun]]]:
+    def calls(self) -> dict[str, dict[pace.Unit, list[TimedRun]]]:
         """Drafter -> chunk -> its timed calls: all turns."""
-        found: dict[str, dict[pace.Unit, list[TimedRun]]] = {name: {} for name in drafters}
+        found: dict[str, dict[pace.Unit, list[TimedRun]]] = {}
         for one in self.timed_runs:
-            if one.drafter in found:
-                found[one.drafter].setdefault(one.unit, []).append(one)
+            found.setdefault(one.drafter, {}).setdefault(one.unit, []).append(one)
         return found
 
-    def paces(self, drafters: Sequence[str]) -> dict[str, dict[pace.Unit, pace.Pace]]:
+    def paces(self) -> dict[str, dict[pace.Unit, pace.Pace]]:
         """Drafter -> chunk -> how fast it decoded."""
-        found: dict[str, dict[pace.Unit, list[Timing]]] = {}
-        for name, units in self.calls(drafters).items():
-            found[name] = {unit: [call.timing for call in calls] for unit, calls in units.items()}
-        return pace.paces(found)
+        return pace.paces(
+            {
+                name: {unit: [call.timing for call in calls] for unit, calls in units.items()}
+                for name, units in self.calls().items()
+            }
+        )
 
-    def note(self, name: str, chunk: Sequence[Prompt], asked: Asked, run: DecodedRun) -> None:
+    def note(
+        self, name: str, unit: pace.Unit, turn: int, prompts: Sequence[Prompt], run: DecodedRun
+    ) -> None:
         """Take what a system answered to a turn of a chunk."""
-        tokens = sum(len(g.token_ids) for g in run.generations)
-        first = sum(g.cycles[0].start if g.cycles else len(g.token_ids) for g in run.generations)
-        unit = tuple(p.id for p in chunk)
+        tokens = first = 0
+        for p, g in zip(prompts, run.generations, strict=True):
+            self.answers.append(ScoredAnswer(name, p.id, turn, p.category, g))
+            tokens += len(g.token_ids)
+            unseen = 1 if run.timing.cycles else len(g.token_ids)  # without known cycles
+            first += g.cycles[0].start if g.cycles else unseen
         self.timed_runs.append(TimedRun(name, unit, run.timing, tokens, tokens - first))
-        for p, generation in zip(asked.prompts, run.generations, strict=True):
-            self.answers.append(ScoredAnswer(name, p.id, asked.turn, p.category, generation))
 
 
 READ = TypeAdapter(Contest)
 
 
 @dataclass
-class Asked:
-    """A turn of a chunk: the prompts that can be asked, and what is asked of them."""
-
-    turn: int
-    prompts: list[Prompt] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-
-
-@dataclass
 class Runner:
-    """Measures chunks. numbers: of prompts, by id. say(chunk number, system): told of every
-    call beforehand. lost: servers that have failed so far."""
+    """Measures chunks of prompts. numbers: of prompts, by id. say: told of every call
+    beforehand. lost: servers that have failed so far, as in Contest."""
 
     target: Target
     systems: Sequence[System]
     settings: ContestSettings
     numbers: dict[str, int]
-    say: Callable[[int, System], None]
+    say: Callable[[System], None]
     lost: list[dict[str, str]]
 
     def measure(self, number: int, chunk: Sequence[Prompt]) -> Contest:
         """Return all turns of a chunk, asked of every system."""
-        part = Contest()
-        history: dict[str, list[dict[str, str]]] = {p.id: [] for p in chunk}
+        part, unit = Contest(), tuple(p.id for p in chunk)
+        talks: dict[str, list[dict[str, str]]] = {p.id: [] for p in chunk}
         for turn in range(max(len(p.turns) for p in chunk)):
-            asked = self._asked(chunk, turn, history, part.skipped_turns)
+            requests = [(p, self._request(p, turn, talks[p.id], part)) for p in chunk]
+            asked = [(p, request) for p, request in requests if request is not None]
+            prompts = [p for p, _ in asked]
             for k in range(len(self.systems)):
                 system = self.systems[(k + number) % len(self.systems)]
-                self.say(number, system)
-                run = self.run(system, asked.requests, self.settings)
+                self.say(system)
+                run = self.run(system, [request for _, request in asked], self.settings)
                 if run is None:
                     continue
-                part.note(system.name, chunk, asked, run)
-                if system.name == NONE:
-                    self._remember(asked, run, history)
+                part.note(system.name, unit, turn, prompts, run)
+                if system.name == NONE:  # later turns go on from its answers
+                    for p, g in zip(prompts, run.generations, strict=True):
+                        text = self.target.tokenizer.decode(g.token_ids, skip_special_tokens=True)
+                        talks[p.id].append({"role": "assistant", "content": text})
         part.lost = list(self.lost)
-        part.silent = [one.name for one in self.systems if not one.facts.get("tells", True)]
         return part
 
     def run(
@@ -194,7 +191,7 @@ class Runner:
         try:
             return system.run(requests, settings)
         except UserError as error:
-            if not system.facts.get("totals_alone"):
+            if not system.server:
                 raise
             self.lost.append({"name": system.name, "reason": str(error)})
             return None
@@ -207,36 +204,19 @@ class Runner:
         for system in self.systems:
             self.run(system, [Request(ids, tokens)], few)
 
-    def _asked(
-        self,
-        chunk: Sequence[Prompt],
-        turn: int,
-        history: dict[str, list[dict[str, str]]],
-        skipped: list[dict[str, Any]],
-    ) -> Asked:
-        """Return the turn as it is asked; prompts that have outgrown the context go to
-        `skipped`."""
-        asked, limit = Asked(turn), self.settings.max_new_tokens
-        for p in chunk:
-            held = history[p.id]
-            if turn >= len(p.turns) or len(held) < 2 * turn:
-                continue
-            held.append({"role": "user", "content": p.turns[turn]})
-            ids = chat_ids(self.target.tokenizer, held)
-            if unfit(self.target, len(ids), limit):
-                skipped.append({"prompt_id": p.id, "turn": turn, "tokens": len(ids)})
-                continue
-            asked.prompts.append(p)
-            asked.requests.append(Request(ids, limit, id=request_id(self.numbers[p.id], turn)))
-        return asked
-
-    def _remember(
-        self, asked: Asked, run: DecodedRun, history: dict[str, list[dict[str, str]]]
-    ) -> None:
-        """Keep the answers that later turns go on from."""
-        for p, generation in zip(asked.prompts, run.generations, strict=True):
-            text = self.target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-            history[p.id].append({"role": "assistant", "content": text})
+    def _request(
+        self, p: Prompt, turn: int, talk: list[dict[str, str]], part: Contest
+    ) -> Request | None:
+        """Return what a turn asks; None where there is none, and of a prompt that has outgrown
+        the context, which the part notes."""
+        if turn >= len(p.turns) or len(talk) < 2 * turn:
+            return None
+        talk.append({"role": "user", "content": p.turns[turn]})
+        ids, limit = chat_ids(self.target.tokenizer, talk), self.settings.max_new_tokens
+        if unfit(self.target, len(ids), limit):
+            part.skipped_turns.append({"prompt_id": p.id, "turn": turn, "tokens": len(ids)})
+            return None
+        return Request(ids, limit, id=request_id(self.numbers[p.id], turn))
 
 
 def run_contest(
@@ -258,38 +238,33 @@ def run_contest(
     turns = [max(len(p.turns) for p in chunk) for chunk in chunks]
     # of a chunk that was asked again the last line counts
     parts = {line["number"]: READ.validate_python(line["part"]) for line in memo.lines(name)}
+    numbers = {p.id: i for i, p in enumerate(prompts)}
+    lost = Contest.joined(list(parts.values())).lost
     with Steps(*columns(28), quiet=quiet, transient=True) as progress:
         total, done = (len(systems) * sum(some) for some in (turns, turns[: len(parts)]))
-        task = progress.add_task("scoring", total=total, completed=done, name="scoring")
+        task = progress.add_task("scoring", total=total, completed=done)
 
-        def say(number: int, system: System) -> None:
-            note = f"prompt {number * size + 1} of {len(prompts)}, {system.label}"
-            progress.update(task, description=clipped(system.label, 28), note=note)
-            progress.advance(task)
+        def say(system: System) -> None:
+            progress.update(task, description=clipped(system.label, 28), advance=1)
 
-        def measure(number: int, again: Sequence[pace.Unit] = ()) -> None:
-            parts[number] = runner.measure(number, chunks[number])
-            parts[number].again = list(again)
-            memo.add(name, {"number": number, "part": asdict(parts[number])})
-
-        numbers = {p.id: i for i, p in enumerate(prompts)}
-        lost = Contest.joined(list(parts.values())).lost
         runner = Runner(target, systems, settings, numbers, say, lost)
-        if len(parts) < len(chunks) or _stalled(parts, systems) is not None:
+        if _next(parts, len(chunks)) is not None:
             runner.warm_up(prompts[0])
-        for number in range(len(parts), len(chunks)):
-            measure(number)
-        while (bad := _stalled(parts, systems)) is not None:
-            measure(bad, [*parts[bad].again, tuple(p.id for p in chunks[bad])])
+        while (number := _next(parts, len(chunks))) is not None:
+            chunk, before = chunks[number], parts.get(number)
+            parts[number] = runner.measure(number, chunk)
+            if before is not None:
+                parts[number].again = [*before.again, tuple(p.id for p in chunk)]
+            memo.add(name, {"number": number, "part": asdict(parts[number])})
     return Contest.joined([parts[number] for number in range(len(chunks))])
 
 
-def _stalled(parts: dict[int, Contest], systems: Sequence[System]) -> int | None:
-    """Return the number of a chunk that is to be asked again; None where there is none, or
-    too many."""
-    found = Contest.joined(list(parts.values()))
-    lost = {one["name"] for one in found.lost}
-    units = {*pace.stalled(found.paces([s.name for s in systems if s.name not in lost]))}
+def _next(parts: dict[int, Contest], count: int) -> int | None:
+    """Return the number of the chunk, of `count`, that is to be asked: the first that was not,
+    then one on which the machine stalled; None where there is none, or too many stalled."""
+    if len(parts) < count:
+        return len(parts)
+    units = {*pace.stalled(Contest.joined(list(parts.values())).paces())}
     bad = [i for i, part in parts.items() if any(one.unit in units for one in part.timed_runs)]
     if len({*bad, *(i for i, part in parts.items() if part.again)}) > max(1, OFTEN * len(parts)):
         return None

@@ -26,6 +26,7 @@ from outrider.scripts.scoring.ranking import ranking
 FEW = 5  # timed units; the bootstrap of fewer says little
 WIDE = 0.5  # of a speed: an interval beyond that is no measurement
 LEAST = 0.97  # of a plain pass, that a cycle with a draft takes
+VERIFY = ("target", "verify", "commit")  # phases of a pass that are not the drafter's
 REPORTED = ("trained_for", "weights_sha256", "hub")  # of a system's facts, where they are known
 
 
@@ -36,16 +37,16 @@ class Scores:
         lost = {one["name"] for one in contest.lost}
         self.contest = contest
         self.systems = [system for system in systems if system.name not in lost]
-        names = [system.name for system in self.systems]
-        self.answers: dict[str, dict[str, list[ScoredAnswer]]] = {name: {} for name in names}
+        first = self.systems[0].name
+        self.answers: dict[str, dict[str, list[ScoredAnswer]]] = {}
         self.category: dict[str, str] = {}
         for answer in contest.answers:
-            self.answers[answer.drafter].setdefault(answer.prompt_id, []).append(answer)
+            of = self.answers.setdefault(answer.drafter, {})
+            of.setdefault(answer.prompt_id, []).append(answer)
             self.category[answer.prompt_id] = answer.category
-        self.timed_runs, self.paces = contest.calls(names), contest.paces(names)
+        self.timed_runs, self.paces = contest.calls(), contest.paces()
         self.left_out = set(pace.stalled(self.paces))
-        self.units = list(self.timed_runs[names[0]])
-        self.prompts = list(self.answers[names[0]])
+        self.units, self.prompts = [*self.timed_runs[first]], [*self.answers[first]]
 
     def report(self, lossless: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Return what report.json says of the drafters. lossless: of `same_tokens`, by drafter."""
@@ -59,14 +60,6 @@ class Scores:
             "skipped_turns": self.contest.skipped_turns,
             "ranking": ranking(rows, pairs),
         }
-
-    def clean(self, name: str, prompts: Sequence[str]) -> list[list[Cycle]]:
-        """[prompt][cycle]: the cycles that count; none of a server that does not say what it
-        accepted."""
-        if name in self.contest.silent:
-            return [[] for _ in prompts]
-        answers = self.answers[name]
-        return [[c for a in answers[p] for c in stats.split(a.generation).clean] for p in prompts]
 
     def work(self, name: str, whole: bool = False) -> stats.Work:
         """Return what a row did by unit: decoding alone (the prefill's token is not its
@@ -159,22 +152,27 @@ class Scores:
 
     def _accepted(self, system: System) -> dict[str, Any]:
         """Return what was written and accepted."""
-        name, clean = system.name, self.clean(system.name, self.prompts)
-        answers, flat = self.answers[name], [c for cycles in clean for c in cycles]
-        known = [] if name in self.contest.silent else [a for p in answers for a in answers[p]]
-        splits = [stats.split(a.generation) for a in known]
-        cut, loop = ([c for s in splits for c in getattr(s, key)] for key in ("cut", "loop"))
-        everything = [[c for a in answers[p] for c in a.generation.cycles] for p in self.prompts]
-        totals = system.facts.get("totals_alone", False)
-        parts = system.facts.get("parts", [])
-        by = zip(parts, stats.acceptance_by_drafter(flat, len(parts)), strict=True)
-        shares = [{"name": n, "accepted": count, "alone": alone} for n, (count, alone) in by]
-        return {
+        answers = self.answers[system.name]
+        splits = {p: [stats.split(a.generation) for a in answers[p]] for p in self.prompts}
+        clean = {p: [c for split in of for c in split.clean] for p, of in splits.items()}
+        cut, loop = (
+            [c for of in splits.values() for split in of for c in getattr(split, key)]
+            for key in ("cut", "loop")
+        )
+        every = [[c for a in answers[p] for c in a.generation.cycles] for p in self.prompts]
+        by_category = {}
+        for category in sorted({*self.category.values()}):
+            of = [clean[p] for p in self.prompts if self.category[p] == category]
+            by_category[category] = {
+                "prompts": len(of),
+                "cycles": sum(map(len, of)),
+                "accepted_length": stats.accepted_length(of).json(),
+            }
+        found = {
             "tokens": sum(len(a.generation.token_ids) for p in answers for a in answers[p]),
-            "cycles": len(flat),
-            "accepted_length": stats.accepted_length(clean).json(),
-            "acceptance_by_position": [] if totals else positions(clean),
-            "acceptance_by_rank": [] if totals else stats.acceptance_by_rank(flat),
+            "cycles": sum(map(len, clean.values())),
+            "accepted_length": stats.accepted_length(clean.values()).json(),
+            "acceptance_by_position": [] if system.server else positions([*clean.values()]),
             "cut_cycles": {
                 "cycles": len(cut),
                 "draft_tokens_accepted": sum(c.accepted for c in cut),
@@ -183,52 +181,42 @@ class Scores:
                 "cycles": len(loop),
                 "accepted_length": stats.accepted_length([loop]).mean,
             },
-            "accepted_length_all_cycles": stats.accepted_length(everything if known else []).json(),
-            "by_category": {c: self._category(name, c) for c in sorted({*self.category.values()})},
-            **({"by_drafter": shares} if shares else {}),
+            "accepted_length_all_cycles": stats.accepted_length(every).json(),
+            "by_category": by_category,
         }
-
-    def _category(self, name: str, category: str) -> dict[str, Any]:
-        prompts = [p for p in self.prompts if self.category[p] == category]
-        clean = self.clean(name, prompts)
-        length = stats.accepted_length(clean).json()
-        return {"prompts": len(prompts), "cycles": sum(map(len, clean)), "accepted_length": length}
+        if parts := system.facts.get("parts"):
+            counts = stats.acceptance_by_drafter(itertools.chain(*clean.values()), len(parts))
+            found["by_drafter"] = [
+                {"name": name, "accepted": count, "alone": alone}
+                for name, (count, alone) in zip(parts, counts, strict=True)
+            ]
+        return found
 
     def _speed(self, system: System) -> dict[str, Any]:
         """Return tokens per second, against plain decoding, and what a cycle takes."""
-        name, limit = system.name, self.break_even(system)
+        name, limit, speed = system.name, self.break_even(system), self.speedup(system.name, NONE)
         alone, whole = (stats.rate(self.work(name, end)).mean for end in (False, True))
-        speed, outside = self.speedup(name, NONE), system.facts.get("totals_alone", False)
-        verify = ("target", "verify", "commit")
+        end = {"tokens_per_second": whole, "speedup": self.speedup(name, NONE, whole=True)}
         return {
             "tokens_per_second": alone,
             "speedup": speed,
             "doubts": self.doubts(system, speed),
-            "end_to_end": {
-                "tokens_per_second": whole,
-                "speedup": self.speedup(name, NONE, whole=True),
-            },
+            "end_to_end": end,
             "break_even": None if limit is None else limit.mean,
-            "draft_ms": None if outside else self.phase_ms(name, ["draft"]),
-            "verify_ms": None if outside else self.phase_ms(name, verify),
+            "draft_ms": None if system.server else self.phase_ms(name, ["draft"]),
+            "verify_ms": None if system.server else self.phase_ms(name, VERIFY),
         }
 
     def pairs(self, doubts: dict[str, list[str]]) -> list[dict[str, Any]]:
-        """Paired differences of accepted length between drafters that draft, and speed ratios
-        between all. doubts: of every row.
-        """
+        """Return the ratio of speeds of every two rows, and why it cannot be believed. doubts: of
+        every row."""
         out = []
-        for a, b in itertools.combinations(self.systems, 2):
-            ratio = self.speedup(a.name, b.name)
-            why = [f"the speed of {s.label} is in doubt" for s in (a, b) if doubts[s.name]]
+        for a, b in itertools.combinations((system.name for system in self.systems), 2):
+            ratio = self.speedup(a, b)
+            why = [f"the speed of {name} is in doubt" for name in (a, b) if doubts[name]]
             if ratio["mean"] is not None:
-                why += self.ratio_doubts(ratio, (a.name, b.name))
-            pair = {"a": a.name, "b": b.name, "speed_ratio": ratio, "doubts": why}
-            if a.nodes and b.nodes:
-                mine, theirs = (self.clean(system.name, self.prompts) for system in (a, b))
-                difference = stats.paired_difference(mine, theirs)
-                pair["accepted_length_difference"] = plain(difference.json())
-            out.append(pair)
+                why += self.ratio_doubts(ratio, (a, b))
+            out.append({"a": a, "b": b, "speed_ratio": ratio, "doubts": why})
         return out
 
 
@@ -244,18 +232,12 @@ def positions(clean: Sequence[Sequence[Cycle]]) -> list[dict[str, Any]]:
 
 
 def output_lines(contest: Contest) -> list[dict[str, Any]]:
-    """Return the lines of outputs.jsonl. drafted: accepted draft tokens, the first ones of
-    what each of `cycles` committed. by: of a union, who proposed each of them, bit k for
-    its k-th drafter. cut, loop: places in `cycles` of those that are counted apart."""
+    """Return the lines of outputs.jsonl: every answer, and how many of its tokens each of its
+    cycles committed: fewer than accepted + 1 where a stop token or the limit cut it."""
     lines = []
     for a in contest.answers:
         g = a.generation
-        looping = stats.loop_starts(g.token_ids)
-        # Tokens that each cycle committed: fewer than accepted + 1 where a stop token or the
-        # limit cut it.
         starts = [*(c.start for c in g.cycles), len(g.token_ids)]
-        drafted = [sum(g.from_draft[start:end]) for start, end in itertools.pairwise(starts)]
-        by = [b for c, n in zip(g.cycles, drafted, strict=True) for b in c.drafters[:n]]
         lines.append(
             {
                 "drafter": a.drafter,
@@ -265,11 +247,6 @@ def output_lines(contest: Contest) -> list[dict[str, Any]]:
                 "prompt_ids": list(g.prompt_ids),
                 "token_ids": g.token_ids,
                 "cycles": [end - start for start, end in itertools.pairwise(starts)],
-                "proposed": [c.proposed for c in g.cycles],
-                "drafted": drafted,
-                **({"by": by} if by else {}),
-                "cut": [i for i, c in enumerate(g.cycles) if c.cut],
-                "loop": [i for i, c in enumerate(g.cycles) if not c.cut and looping[c.start]],
                 "finish": g.finish,
             }
         )

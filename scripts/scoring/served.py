@@ -23,15 +23,8 @@ from outrider.decode.target import Target
 from outrider.scripts.common.names import SERVER
 from outrider.scripts.scoring.counters import read_counters, rise
 from outrider.scripts.scoring.reference import room
-from outrider.scripts.scoring.servers import (
-    SERVE,
-    VLLM,
-    Address,
-    Endpoint,
-    Reply,
-    ServerRequest,
-    reached,
-)
+from outrider.scripts.scoring.server_forms import VLLM, Reply, ServerRequest
+from outrider.scripts.scoring.servers import SERVE, Address, Endpoint, reached
 
 TRIES = 4
 PATIENCE = 600.0  # seconds for one answer
@@ -55,11 +48,10 @@ def dead(drafters: Sequence[str]) -> list[str]:
 
 
 class ServedSystem:
-    """A server at `url`. tells: so far it has told how much it accepted. Raises UserError when
-    it is called and cannot be asked."""
+    """A server at `url`. Raises UserError when it is called and cannot be asked."""
 
     def __init__(self, target: Target, name: str, url: str) -> None:
-        self.target, self.name, self.tells = target, name, True
+        self.target = target
         self.address = address_of(name, url)
         self.where = f"drafters: {name}: {url}"
 
@@ -84,32 +76,33 @@ class ServedSystem:
         return asyncio.run(self._run(requests, asks))
 
     async def _run(self, requests: Sequence[Request], asks: Sequence[ServerRequest]) -> DecodedRun:
-        times: list[tuple[float, float]] = []  # of first tokens, of whole answers
         async with Endpoint(replace(self.address, connections=len(requests))) as door:
             await door.connect()
-            for number in range(TRIES):
+            for _ in range(TRIES):
                 failed = door.troubles
                 first, _ = await requested(door, requests, [ServerRequest(1) for _ in asks])
                 before = await door.metrics()
-                last, replies = await requested(door, requests, asks)
+                whole, replies = await requested(door, requests, asks)
                 after = await door.metrics()
                 answers = [
                     self._tokens(request.prompt, reply, ask.limit)
                     for request, reply, ask in zip(requests, replies, asks, strict=True)
                 ]
-                if all(len(tokens) == 1 for tokens in answers):
-                    prefill = whole = last  # nothing was decoded
+                longest = max(map(len, answers))
+                if longest == 1:
+                    first = whole  # nothing was decoded
+                if longest == 1 or (whole > first and door.troubles == failed):
                     break
-                if door.troubles == failed:
-                    times.append((first, last))
-                prefill, whole = least(times, self.where, number + 1 == TRIES)
-                if whole > prefill:
-                    break
-        rose = risen(door.kind, before, after)
-        if rose is None and any(reply.accepted is None for reply in replies):
-            self.tells = False
-        cycles = cycles_of(answers, accepted(replies, rose, answers))
-        timing = Timing(prefill_s=prefill, total_s=whole, cycles=max(map(len, cycles), default=0))
+            else:
+                raise UserError(
+                    f"{self.where}: in {TRIES} tries no whole answer took longer than its first "
+                    "token, or a question had to be asked again: nothing can be timed; give more "
+                    "max_new_tokens, or look into the server's log"
+                )
+        told = accepted(replies, risen(door.kind, before, after), answers)
+        cycles = [[] for _ in answers] if told is None else cycles_of(answers, told)
+        passes = longest - 1 if told is None else max(map(len, cycles))
+        timing = Timing(prefill_s=first, total_s=whole, cycles=passes)
         found = []
         for request, reply, tokens, of in zip(requests, replies, answers, cycles, strict=True):
             end, drafted = "eos" if reply.stopped else "length", [False] * len(tokens)
@@ -150,23 +143,6 @@ class ServedSystem:
         return max(self.target.eos_ids, key=lambda token: float(logits[token]))
 
 
-def least(times: Sequence[tuple[float, float]], where: str, last: bool) -> tuple[float, float]:
-    """Return the least time of first tokens and of whole answers over all tries: chance
-    only ever adds to a time. Raises UserError where these make no sense at the last try."""
-    first, whole = (min(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0)
-    if not last or whole > first:
-        return first, whole
-    if not times:
-        raise UserError(
-            f"{where}: in every one of {TRIES} tries a question had to be asked again; nothing can "
-            "be timed: look into the server's log"
-        )
-    raise UserError(
-        f"{where}: whole answers took {whole:.3g} s, their first tokens {first:.3g} s: nothing can "
-        "be timed; give more max_new_tokens"
-    )
-
-
 async def requested(
     door: Endpoint, requests: Sequence[Request], asks: Sequence[ServerRequest]
 ) -> tuple[float, list[Reply]]:
@@ -181,26 +157,26 @@ async def requested(
 
 
 def risen(kind: str, before: str | None, after: str | None) -> int | None:
-    """Draft tokens that were accepted between two looks at a server's metrics; None where
+    """Return draft tokens that were accepted between two looks at a server's metrics; None where
     these do not tell."""
     if before is None or after is None:
         return None
     if read_counters(before) is None and read_counters(after) is None:
         return 0 if kind == VLLM else None  # which counts wherever it drafts
-    found = rise(before, after, ("accepted_tokens",))
-    return None if found.rose is None else int(found.rose["accepted_tokens"])
+    found = rise(before, after).rose
+    return None if found is None else int(found["accepted_tokens"])
 
 
 def accepted(
     replies: Sequence[Reply], rose: int | None, answers: Sequence[Sequence[int]]
-) -> list[int]:
-    """Return accepted draft tokens of every answer. rose: of all together, by the server's
-    counters: shared out by length where the answers do not tell their own."""
-    own = [reply.accepted for reply in replies]
-    if all(count is not None for count in own):
-        return [count or 0 for count in own]
+) -> list[int] | None:
+    """Return accepted draft tokens of every answer; None where neither answers nor counters tell
+    them. rose: of all together, by the counters: shared out by length."""
+    own = [reply.accepted for reply in replies if reply.accepted is not None]
+    if len(own) == len(replies):
+        return own
     total = sum(map(len, answers))
-    return [round((rose or 0) * len(tokens) / total) for tokens in answers]
+    return None if rose is None else [round(rose * len(tokens) / total) for tokens in answers]
 
 
 def cycles_of(answers: Sequence[Sequence[int]], accepted: Sequence[int]) -> list[list[Cycle]]:

@@ -18,11 +18,7 @@ from typing import Any
 from outrider.conf.errors import UserError
 from outrider.scripts.data.server import AnswerRefused, GivenUp, OpenAIServer
 from outrider.scripts.scoring import server_forms
-from outrider.scripts.scoring.server_forms import LLAMACPP as LLAMACPP
-from outrider.scripts.scoring.server_forms import OTHER as OTHER
-from outrider.scripts.scoring.server_forms import SGLANG as SGLANG
-from outrider.scripts.scoring.server_forms import VLLM as VLLM
-from outrider.scripts.scoring.server_forms import Question, Reply, ServerRequest
+from outrider.scripts.scoring.server_forms import OTHER, Question, Reply, ServerRequest
 
 SERVE = "serve with llama.cpp, vLLM or SGLang"
 # what a reader raises for an answer of another form
@@ -103,9 +99,7 @@ class Endpoint:
             try:
                 return question.read(reply)
             except MALFORMED:
-                if question.lacking:
-                    raise AnswerRefused(question.lacking) from None
-                raise GivenUp("an answer of another form") from None
+                raise AnswerRefused("an answer of another form") from None
 
         try:
             return await self._server.ask("POST", question.path, question.body, read)
@@ -123,13 +117,11 @@ class Endpoint:
         start of them. Raises UserError where the server gives none."""
         if start >= len(ids):
             return []
-        at_once = server_forms.scores(self.kind, self.model, ids, start, top)
-        if at_once is not None:
+        kind, model = self.kind, self.model
+        if at_once := server_forms.scores(kind, model, ids, start, top):
             return list(await self._ask(at_once))
-        ones = (
-            server_forms.next_scores(self.kind, self.model, ids[:at], top)
-            for at in range(start, len(ids))
-        )
+        places = range(start, len(ids))
+        ones = (server_forms.next_scores(kind, model, ids[:at], top) for at in places)
         return [await self._ask(one) for one in ones]
 
     async def tokenized(self, text: str) -> list[int]:

@@ -111,7 +111,7 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> System:
         depth,
         nodes,
         run,
-        target,
+        target=target,
         facts={"parts": [part.name for part in getattr(drafter, "parts", ())]},
     )
 
@@ -124,14 +124,8 @@ def _reference(name: str, run: Run, k: int = 0) -> System:
 def _server(spec: str, served: ServedSystem) -> System:
     """Return the row of a running server. Raises UserError where none answers."""
     served.check()
-
-    def run(requests: Sequence[Request], s: ContestSettings) -> DecodedRun:
-        found = served(requests, s.sampling, s.seed)
-        system.facts["tells"] = served.tells
-        return found
-
-    system = _reference(spec, run)
-    system.facts |= {"totals_alone": True, "tells": True}  # of what it accepted
+    system = _reference(spec, lambda requests, s: served(requests, s.sampling, s.seed))
+    system.server = True
     return system
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from outrider.conf.rules import OneOrMore, Seed, Wandb, one_of
+from outrider.conf.rules import OneOrMore, Seed, one_of
 from outrider.decode.models.config import DTYPES, AutoDtype, TargetConfig
 from outrider.scripts.common.names import no_drafters, no_prompts
 from outrider.scripts.common.sampling_keys import PenaltyKeys
@@ -47,11 +47,6 @@ class TuneConfig(PenaltyKeys, AutoDtype):
     confirm: OneOrMore = 4
     # write the choice into the head's folder, where it is faster than plain decoding
     write: bool = True
-    # off, online or offline: the table to wandb in one of its modes, and no
-    # error where it is not installed
-    wandb: Wandb = "off"
-    # project of wandb
-    wandb_project: str = "outrider"
     # addresses all random numbers
     seed: Seed = 0
     # no progress bar

@@ -140,7 +140,7 @@ def confirmed(timed: Sequence[dict[str, Any]], count: int) -> list[DraftSettings
 def _made_with(cfg: TuneConfig, family: DrafterFamily, prompts: int) -> dict[str, Any]:
     """Return what the report rests on: command, drafter, target, settings, machine."""
     target, head = family.target, family.head
-    left_out = ("quiet", "overwrite", "wandb", "wandb_project")
+    left_out = ("quiet", "overwrite")
     return {
         "format": 2,
         **files.origin(str(target.device)),

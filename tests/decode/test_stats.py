@@ -9,7 +9,6 @@ import pytest
 from outrider.decode.engine import Cycle, Generation
 from outrider.decode.stats import (
     acceptance_by_position,
-    acceptance_by_rank,
     accepted_length,
     loop_starts,
     paired_difference,
@@ -35,11 +34,6 @@ def test_positions() -> None:
     assert [(p.position, p.trials) for p in table] == [(1, 4), (2, 2), (3, 1)]
     assert [p.conditional for p in table] == [3 / 4, 1 / 2, 1.0]
     assert [p.unconditional for p in table] == [3 / 4, 1 / 4, 1 / 4]
-
-
-def test_ranks() -> None:
-    cycles = [Cycle(2, 2, (0, 1), False, 0), Cycle(2, 1, (2,), False, 0), Cycle(2, 0, (), False, 0)]
-    assert acceptance_by_rank(cycles) == [[1, 0, 1], [0, 1]]
 
 
 def test_loops_begin_at_the_third_sight_of_eight_tokens() -> None:

@@ -27,7 +27,8 @@ from outrider.heads.names import DraftSpec
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.exporting import contract, contract_check, write
 from outrider.scripts.exporting.contract import Contract, Rounding, Row
-from outrider.scripts.scoring.servers import Address, Reply
+from outrider.scripts.scoring.server_forms import Reply
+from outrider.scripts.scoring.servers import Address
 from tests.helpers.interop import DEEP, deep_target, random_head
 from tests.helpers.servers import odd
 from tests.helpers.speculating_server import serving

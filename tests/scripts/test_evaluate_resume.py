@@ -63,9 +63,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     note = interleaved.Contest.note
 
-    def noted(self: Any, name: str, chunk: Any, asked: Any, *rest: Any) -> None:
-        seen.append((name, asked.turn))
-        note(self, name, chunk, asked, *rest)
+    def noted(self: Any, name: str, unit: Any, turn: int, *rest: Any) -> None:
+        seen.append((name, turn))
+        note(self, name, unit, turn, *rest)
 
     monkeypatch.setattr(interleaved.Contest, "note", noted)
     return seen

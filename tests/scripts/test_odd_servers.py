@@ -24,18 +24,11 @@ from outrider.scripts.exporting import contract
 from outrider.scripts.scoring import server_forms
 from outrider.scripts.scoring.counters import read_counters, rise
 from outrider.scripts.scoring.served import ServedSystem, risen
-from outrider.scripts.scoring.servers import (
-    LLAMACPP,
-    OTHER,
-    VLLM,
-    Address,
-    Endpoint,
-    ServerRequest,
-)
+from outrider.scripts.scoring.server_forms import LLAMACPP, OTHER, VLLM, ServerRequest
+from outrider.scripts.scoring.servers import Address, Endpoint
 from tests.helpers.servers import endless, llamacpp, odd, vllm
 
 SHAPE = {"layers": 2, "hidden": 32, "vocab": 260}
-COUNTS = "vllm:spec_decode_num_drafts_total 9\nvllm:spec_decode_num_accepted_tokens_total {}\n"
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +83,7 @@ def test_counts_that_are_none_are_no_answer() -> None:
 
 
 def test_counters_that_tell_nothing_are_not_zero() -> None:
-    up, down = COUNTS.format(90), COUNTS.format(5)
+    up, down = counted(9, 99, 90), counted(9, 99, 5)
     assert risen(VLLM, down, up) == 85
     assert risen(VLLM, up, down) is None  # started anew
     assert risen(VLLM, "", up) == 90  # they appear with the first draft

@@ -15,7 +15,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.scripts import evaluate
 from outrider.scripts.scoring.served import ServedSystem, accepted, cycles_of
-from outrider.scripts.scoring.servers import Reply
+from outrider.scripts.scoring.server_forms import Reply
 from tests.helpers.speculating_server import serving
 
 SHAPE = {"layers": 2, "hidden": 32, "vocab": 260}
@@ -62,4 +62,4 @@ def test_cycles_are_as_many_as_the_totals_say() -> None:
     assert accepted(message, None, [[1, 2], [1, 2, 3]]) == [1, 2]
     silent = [Reply([1] * 10, "", False), Reply([1] * 30, "", False)]
     assert accepted(silent, 20, [[1] * 10, [1] * 30]) == [5, 15]
-    assert accepted(silent, None, [[1] * 10, [1] * 30]) == [0, 0]
+    assert accepted(silent, None, [[1] * 10, [1] * 30]) is None
