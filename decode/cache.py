@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from outrider.conf.errors import UserError
 from outrider.decode import devices
 
 LayerShape = tuple[int, int, int]  # Hkv, key size, value size
@@ -79,8 +78,6 @@ class TreeCache(Cache):
         self.slots = max_len + max_nodes + 1
         self.lengths: list[int] = []
         self.offset = 0  # scratch offset of the pass under way
-        # Nodes of the tree that was scored last and not yet committed.
-        self.pending: int | None = None
         # Two tensors per layer (K, V), grouped by shape into one buffer [n, max_rows, Hkv, L, hd]
         # each.
         self._place: list[tuple[tuple[int, int], tuple[int, int]] | None] = []
@@ -133,16 +130,10 @@ class TreeCache(Cache):
         return self.offset + int(query_length), 0
 
     def room(self, new: int) -> int:
-        """Return the scratch offset M of a pass with `new` entries per row. UserError when
-        they do not fit."""
+        """Return the scratch offset M of a pass with `new` entries per row, for which a cache
+        made for these rows and trees has room."""
         longest = max(self.lengths)
-        if longest + new > self.slots:
-            row = self.lengths.index(longest)
-            raise UserError(
-                f"cache: full: row {row} holds {longest} tokens and {new} more need "
-                f"{longest + new} slots of {self.slots} (max_len {self.max_len} + "
-                f"{self.max_nodes} nodes + 1); make the cache longer or stop this row"
-            )
+        assert longest + new <= self.slots, f"{longest} + {new} entries in {self.slots} slots"
         return longest
 
     def commit(self, path: Tensor, length: Tensor) -> None:
@@ -150,31 +141,13 @@ class TreeCache(Cache):
         1 + length[b].
 
         path: [R, D] int64 node numbers in depth order, padded with -1. length: [R] int64.
-        Raises ValueError when no tree is pending or a path leaves it; nothing is changed then.
         """
-        if self.pending is None:
-            raise ValueError("commit: no scored tree is pending")
-        if path.dim() != 2 or path.shape[0] != self.rows or length.shape != (self.rows,):
-            raise ValueError(
-                f"commit: path {tuple(path.shape)} and length {tuple(length.shape)} for "
-                f"{self.rows} rows"
-            )
         table = torch.cat([length[:, None], path], 1).tolist()  # the one host round trip
-        moves = False
-        for row, (count, *nodes) in enumerate(table):
-            if not 0 <= count <= len(nodes) or any(
-                not 0 <= n < self.pending for n in nodes[:count]
-            ):
-                raise ValueError(
-                    f"commit: row {row}: path {nodes} of length {count} leaves a tree of "
-                    f"{self.pending} nodes"
-                )
-            moves = moves or nodes[:count] != list(range(count))
+        moves = any(nodes[:count] != [*range(count)] for count, *nodes in table)
         if moves or min(self.lengths) < self.offset:
-            deepest = max(t[0] for t in table)
+            deepest = max(count for count, *_ in table)
             self._compact([nodes[:deepest] for _, *nodes in table], deepest)
         self.lengths = [have + 1 + row[0] for have, row in zip(self.lengths, table, strict=True)]
-        self.pending = None
 
     def _compact(self, paths: list[list[int]], deepest: int) -> None:
         """Move the path of every live row, `deepest` node numbers, from scratch to its end; padded
@@ -194,30 +167,12 @@ class TreeCache(Cache):
         for buffer in self.buffers:
             buffer[:, row, :, target] = buffer[:, row, :, source]
 
-    def truncate(self, lengths: list[int]) -> None:
-        """Roll live rows back to `lengths` committed tokens each. A pending tree is dropped.
-
-        Raises ValueError for a length that is negative or beyond what is committed; nothing is
-        changed then.
-        """
-        if len(lengths) != self.rows or any(
-            not 0 <= n <= have for n, have in zip(lengths, self.lengths, strict=False)
-        ):
-            raise ValueError(f"truncate: lengths {lengths} of rows that hold {self.lengths}")
-        self.lengths, self.pending = list(lengths), None
-
     def select(self, rows: list[int]) -> None:
-        """Keep live rows `rows` in this order, drop the others and a pending tree; live rows
-        stay a prefix.
-
-        Raises ValueError for a row that is not live or named twice.
-        """
-        if len(set(rows)) != len(rows) or any(not 0 <= r < self.rows for r in rows):
-            raise ValueError(f"select: rows {rows} of {self.rows} live rows")
+        """Keep live rows `rows` in this order, drop the others; live rows stay a prefix."""
         moved = [(to, come) for to, come in enumerate(rows) if to != come]
         if moved:
             end = max(self.lengths[come] for _, come in moved)
             to, come = devices.send(moved, self.device).unbind(1)
             for buffer in self.buffers:
                 buffer[:, to, :, :end] = buffer[:, come, :, :end]
-        self.lengths, self.pending = [self.lengths[row] for row in rows], None
+        self.lengths = [self.lengths[row] for row in rows]

@@ -6,7 +6,7 @@ Shape letters: as in decode/tree.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode.cache import TreeCache
 from outrider.decode.records import Request
 from outrider.decode.tree import DraftTree, Proposal
 
@@ -73,52 +72,6 @@ def longest_answer(request: Request, index: int, target: Room) -> int:
             "tokenize the prompt with the target's own tokenizer"
         )
     return min(request.max_new_tokens, target.context_length - longest)
-
-
-def check_prompts(cache: TreeCache, prompts: Sequence[Tensor], context: int) -> None:
-    """Raise UserError when `prompts` (1-D), one per new live row, cannot join those of `cache`;
-    context: tokens that the target's holds."""
-    if not prompts:
-        raise UserError("prefill: no prompt; give at least one")
-    if cache.rows + len(prompts) > cache.max_rows:
-        raise UserError(
-            f"cache: {cache.rows} live rows and {len(prompts)} new ones exceed its "
-            f"{cache.max_rows} rows; make it larger or wait until rows leave"
-        )
-    for row, prompt in enumerate(prompts):
-        count = prompt.numel()
-        if prompt.dim() != 1 or not count:
-            raise UserError(f"prompt {row}: give at least one token, as a 1-D tensor")
-        for most, whose in ((context, "target's context"), (cache.max_len, "cache's rows")):
-            if count > most:
-                raise UserError(f"prompt {row}: {count} tokens exceed the {whose} of {most}")
-
-
-def check_sizes(max_rows: int, max_len: int, max_nodes: int, context: int) -> None:
-    """Raise UserError for a cache without rows or tokens, or beyond the target's `context`."""
-    if max_rows < 1 or max_len < 1 or max_nodes < 0:
-        raise UserError(
-            f"cache: {max_rows} rows of {max_len} tokens and {max_nodes} nodes; give at least 1, 1 "
-            "and 0"
-        )
-    if max_len > context + max_nodes:
-        raise UserError(
-            f"cache: {max_len} tokens per row exceed the target's context of {context}; ask for "
-            "fewer new tokens or shorten the prompt"
-        )
-
-
-def check_depth(cache: TreeCache, tree: DraftTree, context: int) -> None:
-    """Raise UserError when a row's draft would reach beyond the last of `context` positions."""
-    node = torch.arange(tree.width + 1, device=tree.size.device)
-    there = node <= tree.size[:, None]
-    depths = torch.where(there, tree.layout.positions, 0).amax(1).tolist()
-    for row, (end, depth) in enumerate(zip(cache.lengths, depths, strict=True)):
-        if end + depth >= context:
-            raise UserError(
-                f"context: row {row} holds {end} tokens, and a draft of depth {depth} behind the "
-                f"last one exceeds the target's {context} positions; cap depth or stop this row"
-            )
 
 
 def check_form(tree: DraftTree, max_nodes: int | None = None) -> None:

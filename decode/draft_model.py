@@ -144,7 +144,7 @@ class DraftModel:
             news = devices.send(counts, self.device)[:, None] > 0
             state = torch.where(news, state, self.state)
             have = zip(self.cache.lengths, counts, strict=True)
-            self.cache.truncate([length - (count == 0) for length, count in have])
+            self.cache.lengths = [length - (count == 0) for length, count in have]
         self.state = state
 
     @torch.inference_mode()
@@ -196,7 +196,6 @@ class DraftModel:
         mask = self.masks(lengths, tree)
         positions = tree.layout.positions + devices.send(lengths, self.device)[:, None]
         cache.open(0, len(lengths), max(lengths), new)
-        cache.pending = new - 1
         positions = positions.clamp(max=self.draft.context_length - 1)
         return self.draft.read(tokens, positions, mask, cache)
 

@@ -354,7 +354,7 @@ class _Script:
         for tokens in drafts.split(1):
             step = trial.score(cache, self.last[:1], self._tree(tokens))
             found.append(step.logits[0, :2].clone())
-            cache.truncate([len(prompt)])
+            cache.lengths = [len(prompt)]
         return max(difference(one, found[0]) for one in found[1:])
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode import checks, devices
+from outrider.decode import devices
 from outrider.decode.cache import LayerShape, TreeCache
 from outrider.decode.masks import Reach, TreeMasks
 from outrider.decode.models import facts
@@ -135,10 +135,7 @@ class Scorer:
         """Return a cache for `max_rows` requests of at most `max_len` committed tokens,
         trees of at most `max_nodes` nodes.
 
-        Raises UserError when max_len exceeds the context by more than a tree, or a count is
-        not positive.
         """
-        checks.check_sizes(max_rows, max_len, max_nodes, self.context_length)
         shapes = self.probe().shapes
         return TreeCache(shapes, max_rows, max_len, max_nodes, self.dtype, self.device)
 
@@ -146,12 +143,7 @@ class Scorer:
     def prefill(
         self, cache: TreeCache, prompts: Sequence[Tensor], taps: Sequence[int] = ()
     ) -> Step:
-        """Append one live row per prompt (1-D int64, ragged) and run them in one batch.
-
-        Raises UserError, before anything is written, for an empty prompt, one that is too long,
-        or too many rows.
-        """
-        checks.check_prompts(cache, prompts, self.context_length)
+        """Append one live row per prompt (1-D int64, ragged) and run them in one batch."""
         lengths = [len(p) for p in prompts]
         width, start = max(lengths), cache.rows
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -164,7 +156,7 @@ class Scorer:
         counts = torch.tensor(lengths, device=self.device)
         places = torch.arange(width, device=self.device).expand(len(prompts), width)
         logits, feats = self._forward(ids, places, None, cache, taps, counts - 1)
-        cache.lengths, cache.pending = [*cache.lengths, *lengths], None
+        cache.lengths = [*cache.lengths, *lengths]
         return Step(logits, feats)
 
     @torch.no_grad()
@@ -175,15 +167,12 @@ class Scorer:
         tree's nodes.
 
         Nothing counts as committed until `cache.commit`. Learned positions end at the context:
-        the engine caps depth. Raises UserError when the cache is full or the context would be
-        exceeded.
+        the engine caps depth.
         """
         n = tree.width + 1
         offset = cache.room(n)
         # Padding may hold anything.
         ids = torch.cat([last[:, None], tree.tokens.clamp(0, self.vocab_size - 1)], 1)
-        if offset + n > self.context_length:
-            checks.check_depth(cache, tree, self.context_length)
         if self._masks is None:
             self._masks = self.new_masks()
         mask = self._masks(cache.lengths, tree)
@@ -192,7 +181,6 @@ class Scorer:
             positions = positions.clamp(max=self.context_length - 1)
         cache.open(0, cache.rows, offset, n)
         logits, feats = self._forward(ids, positions, mask, cache, taps, None)
-        cache.pending = tree.width
         return Step(logits, feats)
 
     def _inputs(

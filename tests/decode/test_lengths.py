@@ -109,8 +109,6 @@ def test_a_text_that_would_cross_the_first_range_is_refused(size: int, new: int)
     target = Target(phi())
     with pytest.raises(UserError, match=rf"^request 1: the prompt has {size} tokens.*{SWITCH}"):
         decoded(target, NoDraft(), prompts((5, size)), 2, new)
-    with pytest.raises(UserError, match=f"exceed the target's context of {SWITCH}"):
-        target.prefill(target.new_cache(1, SWITCH, 4), [torch.zeros(SWITCH + 1, dtype=torch.int64)])
 
 
 def test_a_draft_model_that_is_outgrown_leaves_the_row_to_the_target() -> None:

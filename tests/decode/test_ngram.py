@@ -1,14 +1,15 @@
-"""The suffix automaton against a search through the whole text, and the n-gram drafter on it."""
+"""Prompt lookup against a search through the whole text, and the n-gram drafter on it."""
 
 from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from outrider.decode.checks import validate
-from outrider.decode.ngram import NGram, SuffixAutomaton
+from outrider.decode.ngram import LONGEST, NGram, branches, latest
 from outrider.decode.sampling import Sampling
 
 
@@ -25,18 +26,17 @@ def longest(text: list[int]) -> int:
 
 @pytest.mark.parametrize("seed", range(0, 40, 10))
 def test_it_finds_what_a_search_finds(seed: int) -> None:
-    """After every token: how the latest earlier occurrence of the longest end went on, and every
+    """Of every beginning: how the latest earlier occurrence of the longest end went on, and every
     continuation with its share."""
     dice = random.Random(seed)
     tokens = [dice.randrange(dice.choice([1, 2, 3, 8])) for _ in range(dice.randint(1, 30))]
-    known = SuffixAutomaton()
     for count in range(1, len(tokens) + 1):
         text = tokens[:count]
-        known.extend(text[-1:])
-        length = longest(text)
+        known = np.array(text)
+        length = min(longest(text), LONGEST)
         ends = ends_of(text, length) if length else []
-        assert known.latest(5) == (text[ends[-1] : ends[-1] + 5] if ends else [])
-        found = known.branches(99, 1, 0.0)
+        assert latest(known, 5) == (text[ends[-1] : ends[-1] + 5] if ends else [])
+        found = branches(known, 99, 1, 0.0)
         after = [text[e] for e in ends]
         assert {token for token, _ in found} == set(after) and len(found) == len(set(after))
         if found:
@@ -45,17 +45,17 @@ def test_it_finds_what_a_search_finds(seed: int) -> None:
 
 def test_branches_stand_behind_what_they_hang_below_and_within_their_bounds() -> None:
     dice = random.Random(0)
-    known = SuffixAutomaton(dice.randrange(4) for _ in range(300))
+    known = np.array([dice.randrange(4) for _ in range(300)])
     for nodes, depth, least in ((10, 10, 0.0), (10, 2, 0.0), (3, 5, 0.0), (50, 9, 0.05)):
-        found = known.branches(nodes, depth, least)
+        found = branches(known, nodes, depth, least)
         assert 0 < len(found) <= nodes and len(set(found)) == len(found)
         level: list[int] = []
         for place, (_, above) in enumerate(found):
             assert -1 <= above < place
             level.append(1 if above < 0 else level[above] + 1)
         assert max(level) <= depth
-    assert len(known.branches(50, 9, 0.5)) < len(known.branches(50, 9, 0.0))
-    assert known.branches(10, 10, 1.0) == known.branches(0, 5, 0.0) == []
+    assert len(branches(known, 50, 9, 0.5)) < len(branches(known, 50, 9, 0.0))
+    assert branches(known, 10, 10, 1.0) == branches(known, 0, 5, 0.0) == []
 
 
 def test_an_ngram_tree_keeps_to_each_rows_budget() -> None:
