@@ -3,14 +3,13 @@
     python scripts/export.py target=smollm2 drafter=runs/eagle3 format=vllm out=exports/eagle3
 
 Formats: vllm, speculators (one folder for `vllm serve`), sglang, deepspec (DSpark), transformers
-(separate drafts), gguf (llama.cpp: EAGLE-3, DFlash, DSpark, separate drafts, and with
-drafter=none the target itself). Which version of an engine loads which drafter:
-heads/interop/engines.yaml. OUT holds the weights in the engine's own terms, README.md (the model
-card with the serve command), expected.json (what a server of it must answer and accept:
-scripts/check.py) and outrider.json (hashes of everything). The exported folder is read again by
-an independent reader, whose logits must be the head's on real prompts; otherwise it is removed
-and the exit code is 2; one that is stopped leaves nothing. docs/export.md has how to serve
-and what to look at.
+(separate drafts), gguf (llama.cpp: EAGLE-3, DFlash, DSpark). Which version of an engine loads
+which drafter: heads/interop/engines.yaml. OUT holds the weights in the engine's own terms,
+README.md (the model card with the serve command), expected.json (what a server of it must answer
+and accept: scripts/check.py) and outrider.json (hashes of everything). The exported folder is
+read again by an independent reader, whose logits must be the head's on real prompts; otherwise
+it is removed and the exit code is 2; one that is stopped leaves nothing. docs/export.md tells
+how to serve and what to look at.
 """
 
 from __future__ import annotations
@@ -35,16 +34,14 @@ from outrider.heads.base import Head
 from outrider.heads.checkpoint import load_head, read_card, staged
 from outrider.heads.folders import find_head, is_plain
 from outrider.heads.interop import ENGINE, MANIFEST, architecture, refusals
-from outrider.heads.names import NONE, DraftSpec
-from outrider.heads.small_lm.plain import plain_model
+from outrider.heads.names import DraftSpec
 from outrider.scripts.common import files
 from outrider.scripts.common.prompts import load_prompts, question_ids, thinned
-from outrider.scripts.common.rendering import render
 from outrider.scripts.exporting import card as export_card
 from outrider.scripts.exporting import contract
 from outrider.scripts.exporting.config import ExportConfig
 from outrider.scripts.exporting.place import free_place
-from outrider.scripts.exporting.write import DRAFT, TARGET, write_head, write_model
+from outrider.scripts.exporting.write import write_head
 
 PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft step
 
@@ -54,14 +51,12 @@ PROMPT_TOKENS = 192  # the self-check recomputes whole prompts at every draft st
 def main(cfg: ExportConfig) -> int:
     """Write, check, move into place."""
     out = free_place(Path(cfg.out).expanduser(), cfg.overwrite, MANIFEST)
-    tokenizer_from = Path(cfg.tokenizer_from).expanduser() if cfg.tokenizer_from else None
-    if cfg.drafter == NONE or is_plain(cfg.drafter):
-        if cfg.format != "gguf":
-            raise UserError(
-                f"drafter: {cfg.drafter}: an ordinary transformers model, which engines serve as "
-                "it is (vLLM: method draft_model; SGLang: STANDALONE); there is nothing to export"
-            )
-        return whole_model(cfg, out, tokenizer_from)
+    if is_plain(cfg.drafter):
+        raise UserError(
+            f"drafter: {cfg.drafter}: an ordinary transformers model, which engines serve as it is "
+            "(vLLM: method draft_model; SGLang: STANDALONE; llama.cpp: through its converter); "
+            "there is nothing to export"
+        )
     source = find_head(cfg.drafter)
     if out.resolve() in (source.resolve(), *source.resolve().parents):
         raise UserError(f"out: {out} holds the drafter itself; give another folder")
@@ -83,7 +78,7 @@ def main(cfg: ExportConfig) -> int:
     about.run = export_card.run_record(source)
     with staged(out) as stage:
         twin, check = write_head(
-            stage, cfg.format, head, target, name, prompts, dtype, tokenizer_from
+            stage, cfg.format, head, target, name, prompts, dtype, cfg.tokenizer_from
         )
         about.check = check.json()
         chain = twin.drafter(target, DraftSpec(shape="chain"))
@@ -105,30 +100,6 @@ def main(cfg: ExportConfig) -> int:
         f"{out}: {cfg.format} export; read again, it drafts as the head does: {check.prompts} "
         f"prompts, {check.tokens} drafted positions; how to serve it: {out / 'README.md'}"
     )
-    return 0
-
-
-def whole_model(cfg: ExportConfig, out: Path, tokenizer_from: Path | None) -> int:
-    """Return the target itself (drafter=none), or an ordinary model as its separate draft,
-    as one GGUF file."""
-    target, dtype = load_target(cfg.target, "float32", cfg.device), cfg.dtype or "float32"
-    whole = cfg.drafter == NONE
-    model = target.model if whole else plain_model(cfg.drafter, target).draft.model
-    name, prompts = TARGET if whole else DRAFT, check_prompts(cfg, target)
-    with staged(out) as stage:
-        found = write_model(stage / name, model, target, prompts, dtype, tokenizer_from)
-        facts = {"file": name, "whole": whole, "drafter": cfg.drafter, "dtype": dtype}
-        files.write_text(stage / "README.md", render("model.md", **facts, check=found))
-        manifest = export_card.manifest(
-            stage,
-            engine_format="gguf",
-            kind="target" if whole else "small_lm",
-            dtype=dtype,
-            target=target.identity.to_json() if target.identity is not None else None,
-            check=found.json(),
-        )
-        files.write_json(stage / MANIFEST, manifest)
-    print(f"{out}: {name}, its logits behind {found.prompts} prompts are the model's")
     return 0
 
 

@@ -56,13 +56,13 @@ LAYOUTS: dict[tuple[str, str], Layout[Any]] = {
     )
     for format in known
 }
-# Formats that are one file or a whole model -> the kinds of heads that they take
-WHOLE = {"gguf": ("eagle3", "dflash", "dspark", "small_lm"), "transformers": ("small_lm",)}
+# Formats without a layout of their own -> the kinds of heads that they take
+WHOLE = {"gguf": ("eagle3", "dflash", "dspark"), "transformers": ("small_lm",)}
 UNSERVED = {
     "hydra_heads": "no engine serves Hydra heads (each reads the tokens drafted before it); the "
     "nearest that is served: head=eagle3",
     "small_lm": "a separate draft is an ordinary model: export it with format=transformers, which "
-    "vLLM and SGLang serve",
+    "vLLM and SGLang serve and llama.cpp's own converter reads",
 }
 READERS: dict[str, Callable[[Foreign, Target], Head]] = {
     "medusa": read_medusa,

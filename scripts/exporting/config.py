@@ -22,8 +22,7 @@ PUBLISHED = "give the folder of a published head (config.json and its weights)"
 class ExportConfig:
     """Keys of scripts/export.py."""
 
-    # run folder, head folder or hub:OWNER/NAME[@REVISION] to export; with format=gguf also an
-    # ordinary model folder, or none for the target itself
+    # run folder, head folder or hub:OWNER/NAME[@REVISION] to export
     drafter: str
     # vllm, speculators, sglang, deepspec, transformers or gguf
     format: Annotated[str, one_of(FORMATS)]
@@ -42,8 +41,7 @@ class ExportConfig:
     # name or folder by which the engine loads the target; empty = its repository, else its
     # folder
     verifier: str = ""
-    # with format=gguf: a GGUF file of the target whose tokenizer is taken; empty = made from
-    # the target's own, where llama.cpp's name for it is known
+    # with format=gguf: the target's own GGUF file, whose tokenizer the head's file takes
     tokenizer_from: str = ""
     # prompts of the self-check and of expected.json, JSONL as scripts/evaluate.py reads it
     prompts: str = "scripts/prompts/demo.jsonl"
@@ -67,8 +65,9 @@ class ExportConfig:
                 f"dtype: {self.dtype} is none of {', '.join(known)}, which format={self.format} "
                 "takes"
             )
-        if self.tokenizer_from and self.format != "gguf":
-            found.append("tokenizer_from: is for format=gguf; leave it out")
+        if bool(self.tokenizer_from) != (self.format == "gguf"):
+            fix = "leave it out" if self.tokenizer_from else "give the target's GGUF file"
+            found.append(f"tokenizer_from: {self.tokenizer_from!r}; is for format=gguf; {fix}")
         return found
 
 

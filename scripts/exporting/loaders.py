@@ -36,7 +36,7 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-KINDS: dict[str, Kind] = {"dflash": "block", "eagle3": "eagle3"}  # others are whole models
+KINDS: dict[str, Kind] = {"dflash": "block", "eagle3": "eagle3"}
 TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -162,25 +162,24 @@ def frequencies(base: float, size: int) -> Tensor:
 
 
 def gguf(path: Path, embed: Tensor) -> EngineFile:
-    """Return a GGUF file as llama.cpp sees it: a `llama`, `eagle3` or `dflash` file. embed:
-    the target's [V, D], for files without one. Rotary positions of the first two turn
-    neighbouring numbers, those of the third the halves of a head, and d2t holds target ids."""
+    """Return a GGUF file as llama.cpp sees it: an `eagle3` or `dflash` file. embed: the
+    target's [V, D]. Rotary positions of the first turn neighbouring numbers, those of the second
+    the halves of a head, and d2t holds target ids."""
     file = read_gguf(path)
     arch = str(file.fields["general.architecture"])
     lead = f"{arch}."
     field = {k.removeprefix(lead): v for k, v in file.fields.items() if k.startswith(lead)}
     tensors = {_plain(name, arch): value for name, value in file.tensors.items()}
-    embed = tensors.get("token_embd.weight", embed.detach().float().cpu())
     size = int(field["attention.key_length"])
     frequency = frequencies(float(field["rope.freq_base"]), size)
     if arch != "dflash":
         frequency = frequency / tensors.get("rope_freqs.weight", torch.ones(()))
     first = "markov_w1.weight" in tensors and field.get("sample_from_anchor", True)
     return EngineFile(
-        KINDS.get(arch, "model"),
+        KINDS[arch],
         tensors,
-        embed,
-        tensors["output.weight"] if arch in KINDS else tensors.get("output.weight", embed),
+        embed.detach().float().cpu(),
+        tensors["output.weight"],
         tensors.get("d2t"),
         tuple(int(k) for k in field.get("target_layers", ())),
         LayerDims(

@@ -22,7 +22,7 @@ from torch import Tensor
 # taps -> [n, F, D], taps counted as hidden_states[k]
 Features = Callable[[tuple[int, ...]], Tensor]
 Turn = Callable[[Tensor, Tensor], Tensor]  # [.., T, S] and places [T] -> turned by them
-Kind = Literal["medusa", "eagle1", "eagle3", "block", "model"]
+Kind = Literal["medusa", "eagle1", "eagle3", "block"]
 LAYER = "layers.0."
 
 
@@ -70,10 +70,7 @@ class EngineFile:
 
     def logits(self, ids: Tensor, features: Features, drafted: Tensor) -> Tensor:
         """[K, V], -inf where the head has none: of the tokens behind ids [n + 1], whose last one
-        has no feature yet, and behind each of the K - 1 `drafted` ones. A model: of the token
-        behind ids alone, [1, V]."""
-        if self.kind == "model":
-            return self._model(ids)[None]
+        has no feature yet, and behind each of the K - 1 `drafted` ones."""
         feats = features(self.taps).float()
         if self.kind == "medusa":
             return torch.stack([self._medusa(feats[-1, 0], *stack) for stack in self.stacks])
@@ -142,14 +139,6 @@ class EngineFile:
             terms = (self._spread(far @ near[token], 0.0) for token in last)
             logits = [row + term for row, term in zip(logits, terms, strict=False)]
         return torch.stack(logits)
-
-    def _model(self, ids: Tensor) -> Tensor:
-        y, hidden = self.embed[ids], earlier(len(ids))
-        for number in range(self.shape.layers):
-            name = f"layers.{number}."
-            x = self._norm(y, f"{name}input_layernorm")
-            y = self._layer(name, y, x, x, hidden)
-        return self._unembed(self._norm(y[-1], "norm"))
 
     # -- parts of a layer
 

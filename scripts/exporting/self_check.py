@@ -27,14 +27,12 @@ TOLERANCE = 5e-4  # of the largest logit; float32 against float32 in another ord
 @dataclass
 class ExportCheck:
     """prompts, drafted tokens compared, the largest difference of a logit and the largest
-    logit. rounded: of a whole model, the share of its numbers that the file's type changed.
-    """
+    logit."""
 
     prompts: int = 0
     tokens: int = 0
     error: float = 0.0
     largest: float = 0.0
-    rounded: float | None = None
 
     def json(self) -> dict[str, Any]:
         """For the manifest and the model card."""
@@ -43,7 +41,6 @@ class ExportCheck:
             "draft_tokens_equal": self.tokens,
             "largest_logit_difference": self.error,
             "largest_logit": self.largest,
-            **({} if self.rounded is None else {"rounded_share": self.rounded}),
         }
 
     def add(self, theirs: Tensor, mine: Tensor) -> None:

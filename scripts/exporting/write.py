@@ -1,9 +1,8 @@
-"""A head or a model written in a format, and read again before it counts."""
+"""A head written in a format, and read again before it counts."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from outrider.scripts.common import files
 from outrider.scripts.exporting import loaders
 from outrider.scripts.exporting.self_check import ExportCheck, check_head, check_model, rounded
 
-DRAFT, TARGET = "draft.gguf", "target.gguf"
+DRAFT = "draft.gguf"
 WEIGHTS = "model.safetensors"
 ROOM = 1.02  # of what the weights take: card, manifest, contract
 
@@ -39,17 +38,14 @@ def write_head(
     name: str,
     prompts: Sequence[Tensor],
     dtype: str,
-    tokenizer_from: Path | None = None,
+    tokenizer_from: str = "",
 ) -> tuple[Head, ExportCheck]:
     """Write a head that format takes (interop.refusals) into `stage`, and read it again; the
     head with the exported numbers, and the check. name: by which an engine loads the target.
     Raises UserError where the file would draft anything else than that head, and where the disk
     has no room for it."""
-    if format == "gguf" and isinstance(head, SmallLM):
-        net = head.plain()
-        return head, write_model(stage / DRAFT, net, target, prompts, dtype, tokenizer_from)
     if format == "gguf":
-        words = gguf_write.tokenizer_keys(target, tokenizer_from)
+        words = gguf_write.tokenizer_keys(Path(tokenizer_from).expanduser(), target.vocab_size)
         gguf_write.write(stage / DRAFT, gguf_write.head_model(head, target, words), dtype)
         twin = rounded(head, lambda w: gguf_write.rounded(w.float().cpu(), dtype).to(w.device))
         file = loaders.gguf(stage / DRAFT, target.embedding_weight)
@@ -67,30 +63,6 @@ def write_head(
     rows = target.embedding_weight, target.lm_head_weight
     file = loaders.folder(stage, format, *rows, target.num_layers)
     return twin, check_head(file, twin, target, prompts)
-
-
-def write_model(
-    path: Path,
-    model: Any,
-    target: Target,
-    prompts: Sequence[Tensor],
-    dtype: str,
-    tokenizer_from: Path | None = None,
-) -> ExportCheck:
-    """Write a whole model as a GGUF file: the target, or a separate draft with the target's
-    tokenizer. Raises UserError when the file's logits behind the prompts are not the model's
-    with its numbers rounded alike."""
-    words = gguf_write.tokenizer_keys(target, tokenizer_from)
-    gguf_write.write(path, gguf_write.whole_model(model, target.vocab_size, words), dtype)
-    twin, changed = copy.deepcopy(model).float().cpu(), 0
-    for weight in twin.parameters():
-        kept = gguf_write.rounded(weight.data, dtype)
-        changed += int((kept != weight.data).sum())
-        weight.data = kept
-    file = loaders.gguf(path, model.get_input_embeddings().weight)
-    found = check_model(lambda ids: file.logits(ids, lambda _: ids, ids)[0], twin, prompts)
-    found.rounded = changed / sum(weight.numel() for weight in twin.parameters())
-    return found
 
 
 def _write_plain(

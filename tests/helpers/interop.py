@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.interop import LAYOUTS
+from outrider.heads.interop import LAYOUTS, gguf_write
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.registry import head_class
@@ -28,14 +29,30 @@ def deep_target(**shape: Any):
     return load_target(TargetConfig(kind="tiny", **{**DEEP, **shape}), "float32", "cpu")
 
 
-def biased_qwen2():
-    """A tiny Qwen2 of 8 layers whose biases are not zero."""
-    target = deep_target(arch="qwen2")
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in target.model.named_parameters():
-        if name.endswith(".bias"):
-            weight.data.normal_(generator=generator)
-    return target
+def target_gguf(path: Path, target: Any) -> Path:
+    """The target as llama.cpp's converter writes a Llama, its words spelled in letters."""
+    config, size = target.model.config, target.vocab_size
+    layer = {**config.to_dict(), "head_dim": config.head_dim}
+    state, names = target.model.state_dict(), gguf_write.USUAL
+    tensors = {}
+    for name, value in state.items():
+        stem = name.removesuffix(".weight")
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        count = heads.get(stem.rpartition(".")[2])
+        value = gguf_write.paired(value, count) if count else value
+        tensors[f"{names.get_name(stem)}.weight"] = value.detach().contiguous()
+    words = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [f"w{i}" for i in range(size)],
+        "token_type": [int(gguf.TokenType.NORMAL)] * size,
+        "merges": ["Ā Ā"],
+        "eos_token_id": target.tokenizer.eos_token_id,
+    }
+    keys = {f"llama.{k}": v for k, v in gguf_write._layer_keys(layer, size).items()}
+    keys |= {f"tokenizer.ggml.{k}": v for k, v in words.items()}
+    gguf_write.write(path, gguf_write.GgufModel("llama", keys, tensors), "float32")
+    return path
 
 
 def config(kind: str, **keys: Any) -> Any:

@@ -22,14 +22,13 @@ from outrider.decode.draft_model import DraftModel
 from outrider.decode.engine import Cycle
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.target import Target
-from outrider.heads.interop import gguf_write
 from outrider.heads.names import DraftSpec
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.exporting import contract, contract_check, write
 from outrider.scripts.exporting.contract import Contract, Rounding, Row
 from outrider.scripts.scoring.server_forms import Reply
 from outrider.scripts.scoring.servers import Address
-from tests.helpers.interop import DEEP, deep_target, random_head
+from tests.helpers.interop import DEEP, deep_target, random_head, target_gguf
 from tests.helpers.servers import odd
 from tests.helpers.speculating_server import serving
 
@@ -267,26 +266,14 @@ def llamacpp(folder: Path, **settings: Any) -> Iterator[str]:
 
 
 @pytest.mark.needs_llamacpp
-def test_llamacpp_serves_an_exported_head(
-    target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = gguf_write.tokenizer_keys
-
-    def in_letters(*args: Any) -> dict[str, Any]:
-        """Words that spell UTF-8 in any order: the server answers no others."""
-        fields = whole(*args)
-        words = fields["tokenizer.ggml.tokens"]
-        words = [*words[:3], *(f"w{i}" for i in range(3, len(words)))]
-        return {**fields, "tokenizer.ggml.tokens": words}
-
-    monkeypatch.setattr(gguf_write, "tokenizer_keys", in_letters)
+def test_llamacpp_serves_an_exported_head(target, tmp_path: Path) -> None:
     head = random_head(target, "eagle3")
     prompts = [torch.tensor(p) for p in PROMPTS[:2]]
-    write.write_model(tmp_path / "target.gguf", target.model, target, prompts, "float32")
-    write.write_head(tmp_path, "gguf", head, target, "", prompts, "float32")
+    source = str(target_gguf(tmp_path / "target.gguf", target))
+    write.write_head(tmp_path, "gguf", head, target, "", prompts, "float32", source)
     chain = head.drafter(target, DraftSpec(shape="chain"))
     wanted = contract.expected(target, chain, PROMPTS, DEPTH, LIMIT)
-    files = {"model": str(tmp_path / "target.gguf"), "draft": str(tmp_path / "draft.gguf")}
+    files = {"model": source, "draft": str(tmp_path / "draft.gguf")}
     with llamacpp(tmp_path, **files, method="EAGLE3", draft_tokens=DEPTH) as url:
         found = contract_check.checked(wanted, Address(url))
     assert found["kind"] == "llama.cpp" and found["served"], found
