@@ -12,7 +12,7 @@ r low rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -142,9 +142,7 @@ class Taught:
     place: [n] int64, the token's place in the draft vocabulary, -1 outside. valid: [K, n]
     bool, head k has a feature for token j. terms: of the loss. scale: [K] float32, how much
     each head's loss counts. teacher: see TeacherFn; None where no term needs it. chunk:
-    tokens that are met at once. parts: the chunks where they may not begin anywhere. weigh:
-    gives weights [m] to the tokens of a chunk by the log-probabilities [m] of the data's
-    tokens, minus infinity outside the draft vocabulary; None: all are 1. rated: the overlap
+    tokens that are met at once. weights: [n] of the tokens; None: all are 1. rated: the overlap
     of both distributions is wanted."""
 
     place: Tensor
@@ -153,13 +151,8 @@ class Taught:
     scale: Tensor
     teacher: TeacherFn | None = None
     chunk: int = CHUNKS["cpu"]
-    parts: list[slice] | None = None
-    weigh: Callable[[slice, Tensor], Tensor] | None = None
+    weights: Tensor | None = None
     rated: bool = False
-
-    def chunks(self) -> Iterable[slice]:
-        """Return the tokens that are met at once."""
-        return pieces(self.place.numel(), self.chunk) if self.parts is None else self.parts
 
 
 class TokenStats(NamedTuple):
@@ -226,7 +219,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grads = _Gradients.zero((hidden, weight, near, far), ctx.needs_input_grad)
         weights = weight.detach().to(hidden.dtype).expand(heads, -1, -1)
         far = None if far is None else far.detach().to(hidden.dtype)
-        for part in taught.chunks():
+        for part in pieces(n, taught.chunk):
             target = taught.place[part]
             teacher = None if taught.teacher is None else taught.teacher(part)
             learned = (target >= 0) & bool(terms.hard)
@@ -243,10 +236,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 counted[k, part] = learned & tried
                 if teacher is not None and found.rate is not None:
                     rates[k, part] = found.rate * teacher.usable
-                if taught.weigh is not None:
-                    logp = found.target_logp.masked_fill(target < 0, -torch.inf)
-                    weights_of = taught.weigh(part, logp)
-                    loss, scale = loss * weights_of, scale * weights_of
+                if taught.weights is not None:
+                    own = taught.weights[part].to(loss.dtype)
+                    loss, scale = loss * own, scale * own
                 total += loss.sum(dtype=torch.float64) * taught.scale[k]
                 grads.add(k, part, (x, w, m, far), found.grad, scale)
         kept = grads.kept(hidden.dtype)

@@ -26,6 +26,8 @@ LEFT: dict[str, Any] = {
     "causal": False,
     "activation_checkpointing": False,
     "draft_vocab_from": "",
+    "weights": "decay",
+    "least": 0.0,
 }
 
 

@@ -4,7 +4,7 @@ A block begins at an anchor, a token whose own feature does not exist yet when i
 successors are drafted. Anchors are drawn anew whenever a row comes up, a function of seed,
 step and row alone: the same on any number of ranks, packed or not, and after a resume.
 
-Shape letters: B rows, T positions, A anchors of a row, K slots.
+Shape letters: B rows, T positions, A anchors of a row, K slots, n supervised slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from outrider.heads.base import Batch
 from outrider.heads.batch import Movable, hash_u63
-from outrider.heads.block.loss import Slots
 
 TWICE = 2  # how often a supervised token is predicted in an epoch, on average
 
@@ -52,6 +51,33 @@ class Anchors:
         row = torch.arange(count, device=self.place.device)[:, None, None]
         flat = row * length + place.clamp(max=length - 1)
         return flat, inside & batch.mask.reshape(-1)[flat] & self.real[..., None]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The supervised ones of N blocks of `size` slots. at: [n] int64, where they stand among all
+    N * size. number: [n] int64, their places in their blocks."""
+
+    at: Tensor
+    number: Tensor
+    size: int
+
+    @classmethod
+    def of(cls, on: Tensor) -> Slots:
+        """on: [N, K] bool."""
+        at = on.flatten().nonzero()[:, 0]
+        return cls(at, at % on.shape[1], on.shape[1])
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[K] float64, `values` [n] summed by their place in the block."""
+        whole = torch.zeros(self.size, dtype=torch.float64, device=values.device)
+        return whole.index_add(0, self.number, values.double())
+
+    def decaying(self, decay: float) -> Tensor:
+        """[n] float64 weights that fall to 1 / e in `decay` slots; 1 on average over a whole
+        block."""
+        fall = torch.exp(-torch.arange(self.size, device=self.at.device).double() / decay)
+        return (fall / fall.mean())[self.number]
 
 
 @dataclass(frozen=True)

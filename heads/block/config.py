@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from outrider.conf.rules import AboveZero, BelowOne
+from outrider.conf.rules import AboveZero
 from outrider.heads.config import MOST_DEPTH, CountOrZero, LayeredConfig, Layers, Size
 
 
@@ -36,16 +36,11 @@ class BlockConfig(LayeredConfig):
     # blocks per document in training, redrawn every epoch; 0 = as many as predict every
     # supervised token twice
     anchors: CountOrZero = 0
-    # how the slots of a block count: decay = exp(-slot / decay), dpace = by how far the block
-    # is likely to be right (D-PACE)
-    weights: Literal["decay", "dpace"] = "decay"
-    # slots in which the weight falls to 1 / e
+    # slots in which the weight of a slot falls to 1 / e
     decay: AboveZero = 4.0
-    # weight of a head that predicts whether the target will accept a slot; 0 = no such head
+    # weight of a head that predicts whether the target will accept a slot, for engines that
+    # read one; 0 = no such head
     confidence: Size = 0.0
-    # chains: leave out slots that the target accepts with less than this chance, by the
-    # confidence head; 0 = none
-    least: BelowOne = 0.0
     # levels of the draft; 0 = as many as the block has slots
     depth: Annotated[int, Interval(ge=0, le=MOST_DEPTH)] = 0
 
@@ -60,14 +55,9 @@ class BlockConfig(LayeredConfig):
         return int(self.kind == "dflash")
 
     def validate(self) -> list[str]:
-        found = []
-        if self.least and not self.confidence:
-            found.append("least: nothing tells a slot's chance; set confidence=1, or least=0")
-        if self.weights == "dpace" and not self.loss.hard:
-            found.append("weights: dpace goes by the data's tokens; set loss.hard above 0")
-        if self.depth > self.slots:
-            found.append(
-                f"depth: {self.depth} slots of blocks trained with {self.slots} that see each "
-                f"other; give {self.slots} or less"
-            )
-        return found
+        if self.depth <= self.slots:
+            return []
+        return [
+            f"depth: {self.depth} slots of blocks trained with {self.slots} that see each other; "
+            f"give {self.slots} or less"
+        ]

@@ -11,8 +11,6 @@ vocabulary, S cache slots.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,10 +18,7 @@ from torch import Tensor
 from outrider.decode import devices
 from outrider.decode.attention import tree_attention
 from outrider.decode.grow import Form, Nodes
-from outrider.decode.rng import Rng
-from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.decode.tree import DraftTree
 from outrider.heads.block.net import BlockNet, Keys
 from outrider.heads.layers.drafter import LayeredDrafter
 from outrider.heads.layers.head import LayeredHead
@@ -37,8 +32,6 @@ class BlockDrafter(LayeredDrafter):
     def __init__(self, head: LayeredHead, target: Target, form: Form) -> None:
         super().__init__(head, target, form)
         self.cfg, self.most_rows = head.cfg, max(head.cfg.block, form.depth + 1)
-        self.temperatures: list[float] = head.calibration.get("confidence") or [1.0]
-        self.least = head.cfg.least if form.shape == "chain" else 0.0
 
     def blank(self, rows: int) -> Tensor:
         return torch.zeros(rows, dtype=torch.int64, device=self.device)
@@ -73,28 +66,11 @@ class BlockDrafter(LayeredDrafter):
 
         x = self.net.rows(self.embed(self.h[:count]), rows)
         h = self.net.run(x, self.turned(places), attend)
-        self.state = h[:, before : before + levels]
-        self.known = F.linear(self.state, self.proj)
+        self.known = F.linear(h[:, before : before + levels], self.proj)
         return self._after(self.h[:count, None], 0)
 
     def level(self, nodes: Nodes) -> Tensor:
         return self._after(nodes.tokens, nodes.level)
-
-    @torch.inference_mode()
-    def propose(self, budget: Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
-        """Return a draft no deeper than budget [B]. A chain ends where the confidence head
-        says that less than `least` of all chains get so far: of a slot it sees the token
-        before, never its own."""
-        tree = super().propose(budget, sampling, rng)
-        if not self.least or not tree.width:
-            return tree
-        count, levels = tree.tokens.shape
-        before = torch.cat([self.h[:count, None], tree.tokens[:, :-1]], 1)
-        flat = [self.temperatures[min(i, len(self.temperatures) - 1)] for i in range(levels)]
-        found = self.net.chance(self.state[:, :levels], self.net.before(before, self.dtype))
-        chance = (found / devices.send(flat, self.device)).sigmoid()
-        rare = chance.cumprod(1) < self.least
-        return replace(tree, size=tree.size.minimum((~rare).long().cumprod(1).sum(1)))
 
     def _after(self, tokens: Tensor, level: int) -> Tensor:
         """Return logits behind `tokens` [B, P] of one level: [B, P, Vd], [B, 1, Vd] without

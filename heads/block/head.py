@@ -13,9 +13,8 @@ taps, Vd draft vocabulary, n supervised slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar, Self, cast
 
 import torch
@@ -29,10 +28,9 @@ from outrider.heads.batch import Batch, LossOut
 from outrider.heads.block.anchors import Anchors, Blocks, every
 from outrider.heads.block.config import BlockConfig
 from outrider.heads.block.drafter import BlockDrafter
-from outrider.heads.block.loss import Slots, problems, temperatures
 from outrider.heads.block.net import BlockNet, Keys, attend_blocks, look_back
 from outrider.heads.layers.head import LayeredHead, LayeredSaved
-from outrider.heads.losses import Taught, TokenStats, by_level, chunk_of, chunked_loss
+from outrider.heads.losses import Taught, by_level, chunk_of, chunked_loss
 
 MEASURED = 64  # tokens by which the size of the tapped features is measured
 FORCED = 64  # blocks of a row that a forced pass runs at a time
@@ -46,7 +44,7 @@ class BlockSaved(LayeredSaved):
         found, deep = super().fits(target), target.num_layers
         if not self.taps or self.taps != sorted({t for t in self.taps if 0 <= t < deep}):
             found.append(f"taps: {self.taps[:9]} are not hidden states of 0..{deep - 1} in order")
-        return found + problems(self.calibration)
+        return found
 
 
 class BlockHead(LayeredHead):
@@ -107,52 +105,37 @@ class BlockHead(LayeredHead):
     def forward(self, batch: Batch, target: Target) -> LossOut:
         """Return the loss summed over the supervised slots of the drawn blocks, which are
         the count."""
-        slots, chances, total, rows = self._judged(batch, target)
+        cfg, blocks = self.cfg, self.planned(batch)
+        slots, flat = blocks.slots, blocks.flat
+        wanted = cfg.loss.needs_distribution or bool(cfg.confidence)
+        reads = (*self.taps, self.final) if wanted else self.taps
+        feats = target.features(batch.ids, batch.mask, reads).detach()
+        hidden = next(self._unroll(batch, target, feats, [blocks.anchors], cfg.slots))
+        hidden = hidden.flatten(0, 2).index_select(0, slots.at)  # [n, D]
+        tokens = batch.ids.reshape(-1)
+        place = vocab.places(self.ids(), tokens[flat])
+        teacher = None
+        if wanted:
+            teacher = self.distribution(target, feats[:, :, -1].flatten(0, 1), flat - 1, place)
+        near = self.net.before(tokens[flat - 1], hidden.dtype)
+        pair = None if near is None else (near, cast(Tensor, self.net.markov_out))
+        valid, one = torch.ones_like(place, dtype=torch.bool), torch.ones(1, device=place.device)
+        weights, chunk = slots.decaying(cfg.decay), chunk_of(cfg.chunk, place.device)
+        rated = bool(cfg.confidence)
+        taught = Taught(place, valid[None], cfg.loss, one, teacher, chunk, weights, rated)
+        total, rows = chunked_loss(hidden[None], self.projection(target), taught, pair)
         count = slots.sums(torch.ones_like(rows.loss[0]))
         found = (torch.stack([slots.sums(t[0]), count], 1) for t in (rows.loss, rows.hit))
         stats = by_level(*found)
-        if chances is not None:
-            z, rate = chances.to(total.dtype), rows.rate[0]
+        if cfg.confidence:
+            z, rate = self.net.chance(hidden, near).to(total.dtype), rows.rate[0]
             wrong = F.binary_cross_entropy_with_logits(z, rate, reduction="none")
-            weights = slots.decaying(self.cfg.decay, wrong.dtype)
-            total = total + self.cfg.confidence * (wrong * weights).sum()
+            total = total + cfg.confidence * (wrong * weights.to(wrong.dtype)).sum()
             stats["confidence"] = torch.stack([wrong.detach().double().sum(), count.sum()])
         return LossOut(total, count.sum(), stats)
 
     def plan(self, batch: Batch, step: int) -> Blocks:
         return Blocks.draw(batch, self.cfg.anchors, self.cfg.slots, (self.seed, step))
-
-    def _judged(
-        self, batch: Batch, target: Target
-    ) -> tuple[Slots, Tensor | None, Tensor, TokenStats]:
-        """Judge the drawn blocks; return which slots are supervised, the confidence
-        head's logits [n] there, None without such a head, the loss of the tokens and what
-        was found."""
-        cfg, needs_distribution = (
-            self.cfg,
-            self.cfg.loss.needs_distribution or bool(self.cfg.confidence),
-        )
-        blocks: Blocks = self.planned(batch)
-        slots, flat = blocks.slots, blocks.flat
-        reads = (*self.taps, self.final) if needs_distribution else self.taps
-        feats = target.features(batch.ids, batch.mask, reads).detach()
-        hidden = next(self._unroll(batch, target, feats, [blocks.anchors], cfg.slots))
-        hidden = hidden.flatten(0, 2).index_select(0, slots.at)
-        tokens = batch.ids.reshape(-1)
-        place = vocab.places(self.ids(), tokens[flat])
-        distribution = None
-        if needs_distribution:
-            distribution = self.distribution(target, feats[:, :, -1].flatten(0, 1), flat - 1, place)
-        weigh = partial(slots.weigh, cfg.decay if cfg.weights == "decay" else None)
-        whole = torch.ones_like(place, dtype=torch.bool)[None]
-        parts, rated = slots.parts(chunk_of(cfg.chunk, place.device)), bool(cfg.confidence)
-        near = self.net.before(tokens[flat - 1], hidden.dtype)
-        pair = None if near is None else (near, cast(Tensor, self.net.markov_out))
-        one = torch.ones(1, device=place.device)
-        taught = Taught(place, whole, cfg.loss, one, distribution, 0, parts, weigh, rated)
-        total, rows = chunked_loss(hidden[None], self.projection(target), taught, pair)
-        chances = self.net.chance(hidden, near) if cfg.confidence else None
-        return slots, chances, total, rows
 
     def _unroll(
         self, batch: Batch, target: Target, feats: Tensor, parts: list[Anchors], slots: int
@@ -178,26 +161,6 @@ class BlockHead(LayeredHead):
             h = net.run(net.rows(first, rows).flatten(1, 2), rope, attend)
             h = h.unflatten(1, (-1, rows))
             yield h[:, :, self.cfg.before : self.cfg.before + slots]
-
-    @torch.no_grad()
-    def calibrate(self, batches: Iterable[Batch], target: Target) -> None:
-        """Measure also the temperatures of the confidence head, on blocks drawn as at the
-        first step: a resumed run, which has taken fewer, judges the same ones."""
-        kept = list(batches)
-        super().calibrate(kept, target)
-        if not (self.cfg.confidence and self.calibration):
-            return
-        parts = []
-        for batch in kept:
-            drawn = replace(batch, plan=self.plan_now(batch, 0))
-            slots, chances, _, rows = self._judged(drawn, target)
-            assert chances is not None
-            on = slots.spread(torch.ones_like(rows.rate[0])).bool()
-            part = [slots.spread(values.double()) for values in (chances, rows.rate[0])]
-            parts.append((torch.stack(part), on))
-        logits, rate = torch.cat([part for part, _ in parts], 1)
-        fitted = temperatures(logits, rate, torch.cat([on for _, on in parts]))
-        self.calibration["confidence"] = fitted
 
     @torch.no_grad()
     def forced(

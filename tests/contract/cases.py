@@ -41,7 +41,7 @@ LAYERED: dict[str, Any] = {"draft_vocab": 60, "depth": 3, "nodes": 7, "width": 3
 DEEP = {**LAYERED, "depth": 4, "layers": 2}
 BLOCKS: dict[str, Any] = {"block": 4, "layers": 2, "draft_vocab": 60, "nodes": 7, "width": 3}
 CUT: dict[str, Any] = {"from_target_layers": 1, "depth": 3, "nodes": 7, "width": 3}
-MARKOV: dict[str, Any] = {"block": 3, "markov_rank": 4, "confidence": 1.0, "least": 0.1}
+MARKOV: dict[str, Any] = {"block": 3, "markov_rank": 4, "confidence": 1.0}
 ONE_LAYER = {**BLOCKS, "layers": 1}
 CASES = {
     "medusa": Case(MedusaConfig(**PARALLEL), ("decay", 2.0), True),
@@ -59,12 +59,11 @@ CASES = {
         EagleConfig(**DEEP, norm_before_fc=True, norm_output=True), ("width", 0)
     ),
     "eagle3-window": Case(EagleConfig(**LAYERED, sliding_window=5), ("sliding_window", 3)),
-    "dflash": Case(BlockConfig(**BLOCKS), ("weights", "even")),
-    "dflash-dpace": Case(BlockConfig(**{**ONE_LAYER, "block": 3}, weights="dpace"), ("block", 1)),
+    "dflash": Case(BlockConfig(**BLOCKS), ("block", 1)),
     "dflash-frozen-head": Case(
         BlockConfig(**{**ONE_LAYER, "draft_vocab": 0}, share_lm_head=True), ("depth", 4)
     ),
-    "dspark": Case(BlockConfig(kind="dspark", **{**BLOCKS, **MARKOV}), ("least", 1.5)),
+    "dspark": Case(BlockConfig(kind="dspark", **{**BLOCKS, **MARKOV}), ("decay", 0)),
     "p-eagle": Case(EagleConfig(**DEEP, parallel=True), ("steps", 1)),
     "small_lm": Case(SmallLMConfig(**CUT, draft_vocab=60), ("spacing", "wide")),
     "small_lm-lora": Case(SmallLMConfig(**CUT, lora=LoraKeys(rank=2)), ("embedding", "own")),

@@ -4,7 +4,6 @@ the same."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -15,13 +14,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.conf.errors import UserError
 from outrider.decode.sampling import Sampling
-from outrider.decode.tree import DraftTree, TreeShape
+from outrider.decode.tree import TreeShape
 from outrider.heads import parity, vocab
 from outrider.heads.batch import Batch
-from outrider.heads.block.anchors import Anchors, draw
+from outrider.heads.block.anchors import Anchors, Slots, draw
 from outrider.heads.block.config import BlockConfig
-from outrider.heads.block.loss import SMOOTH, Slots, temperatures
-from outrider.heads.losses import LossWeights, Taught, chunked_loss
+from outrider.heads.losses import LossWeights, Taught, chunked_loss, plain_loss
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
 from outrider.heads.teacher import Teacher
@@ -201,26 +199,6 @@ def test_exact_distribution_of_the_decode_loop(kind: str, shape: str) -> None:
     assert engine_distribution(target, drafter, [1, 2], length, top, shape=static).error < 1e-12
 
 
-def test_a_cut_by_confidence_keeps_the_distribution() -> None:
-    target, drafter = toy("dspark", "chain")
-    generator = torch.Generator().manual_seed(0)
-    weight = drafter.net.confidence.weight
-    weight[:, -4:] = 3 * torch.randn(1, 4, generator=generator, dtype=torch.float64)
-    drafter.net.markov_in.normal_(generator=generator)
-    drafter.least = 0.3
-    sizes = set()
-    propose = drafter.propose
-
-    def seen(*args: Any) -> DraftTree:
-        tree = propose(*args)
-        sizes.update(tree.size.tolist())
-        return tree
-
-    drafter.propose = seen
-    found = engine_distribution(target, drafter, [1, 2], 4, Sampling(1.0))
-    assert found.error < 1e-12 and sizes == {0, 1, 2}
-
-
 # --- anchors
 
 
@@ -245,8 +223,7 @@ def test_anchors_depend_on_seed_step_and_row_alone(target) -> None:
 
 
 def test_loss_and_gradient_with_weights_by_the_block() -> None:
-    """D-PACE and decay against autograd on whole logits, with a low-rank term and a
-    distribution."""
+    """Against autograd on whole logits, with a low-rank term and a distribution."""
     g = torch.Generator().manual_seed(0)
     on = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0], [1, 1, 1]]).bool()
     n, vocab = int(on.sum()), 7
@@ -254,70 +231,30 @@ def test_loss_and_gradient_with_weights_by_the_block() -> None:
     given = [torch.randn(s, generator=g, dtype=torch.float64).requires_grad_() for s in shapes]
     place = torch.randint(-1, vocab, (n,), generator=g)
     p = torch.randn(n, vocab, generator=g, dtype=torch.float64).softmax(-1)
-    terms = LossWeights(0.7, 0.2, 0.3, 0.1, mask="all")
-    usable = torch.ones(n, dtype=torch.bool)
-    for decay in (2.0, None):
-        for chunk in (1, 6):
-            slots = Slots.of(on)
-            whole = torch.ones(1, n, dtype=torch.bool)
-            taught = Taught(
-                place,
-                whole,
-                terms,
-                torch.ones(1, dtype=torch.float64),
-                lambda part: Teacher(p[part], p[part], usable[part]),
-                parts=slots.parts(chunk),
-                weigh=functools.partial(slots.weigh, decay),
-                rated=True,
-            )
-            pair = (given[2], given[3])
-            total, found = chunked_loss(given[0][None], given[1], taught, pair)
-            got = torch.autograd.grad(total, given)
-            z = given[0] @ given[1].T + given[2] @ given[3].T
-            q, inside = z.softmax(-1), place >= 0
-            own = z.log_softmax(-1).gather(1, place.clamp(min=0)[:, None])[:, 0]
-            rate = torch.minimum(p, q).sum(-1)
-            loss = -terms.hard * own * inside - terms.soft * (p * z.log_softmax(-1)).sum(-1)
-            loss = loss + terms.tv * (1 - rate) - terms.lk * rate.log()
-            weight = torch.zeros(on.shape, dtype=torch.float64)
-            if decay is None:
-                right = torch.ones(on.shape, dtype=torch.float64)
-                right[on] = (1 - SMOOTH) * (own.exp() * inside).detach() + SMOOTH
-                for b in range(5):
-                    for j in range(3):
-                        weight[b, j] = sum(
-                            float(right[b, : m + 1].prod()) for m in range(j, 3) if on[b, m]
-                        )
-            else:
-                fall = torch.exp(-torch.arange(3).double() / decay)
-                weight[:] = fall / fall.mean()
-            want = (loss * weight[on]).sum()
-            torch.testing.assert_close(total, want, rtol=0, atol=1e-10)
-            torch.testing.assert_close(found.rate[0], rate.detach(), rtol=0, atol=1e-12)
-            torch.testing.assert_close(found.loss[0], loss.detach(), rtol=0, atol=1e-10)
-            wanted = torch.autograd.grad(want, given)
-            for one, other in zip(got, wanted, strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-
-
-def test_temperatures_make_the_chances_honest_from_left_to_right(target) -> None:
-    g = torch.Generator().manual_seed(0)
-    true = 2 * torch.randn(4000, 3, generator=g, dtype=torch.float64)
-    on = torch.rand(4000, 3, generator=g).argsort(1) >= 0  # all
-    on[2000:, 2] = False
-    got = temperatures(true * torch.tensor([4.0, 1.0, 0.5]), true.sigmoid(), on)
-    assert got == pytest.approx([4.0, 1.0, 0.5], rel=0.2)
-    assert temperatures(true[:0], true[:0], on[:0]) == [1.0, 1.0, 1.0]
-    head = made(target, "dspark", loss=LossWeights(0.1, 0, 1.8))
-    ids = torch.randint(3, 260, (2, 20), generator=g)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    head.calibrate([Batch(ids, mask, mask, torch.arange(2))], target)
-    assert len(head.calibration["confidence"]) == head.cfg.slots
-    saved = head.config_json()
-    head_class("dspark").from_json(saved, target)
-    saved["calibration"]["confidence"] = [math.nan]
-    with pytest.raises(UserError, match="calibration.confidence: is no list of temperatures"):
-        head_class("dspark").from_json(saved, target)
+    terms, usable = LossWeights(0.7, 0.2, 0.3, 0.1, mask="all"), torch.ones(n, dtype=torch.bool)
+    fall = torch.exp(-torch.arange(3).double() / 2)
+    z = given[0] @ given[1].T + given[2] @ given[3].T
+    loss = plain_loss(z, Teacher(p, p, usable), place, terms)
+    want = (loss * (fall / fall.mean()).expand(5, 3)[on]).sum()
+    wanted = torch.autograd.grad(want, given)
+    for chunk in (1, 6):
+        taught = Taught(
+            place,
+            torch.ones(1, n, dtype=torch.bool),
+            terms,
+            torch.ones(1, dtype=torch.float64),
+            lambda part: Teacher(p[part], p[part], usable[part]),
+            chunk,
+            Slots.of(on).decaying(2.0),
+            rated=True,
+        )
+        total, found = chunked_loss(given[0][None], given[1], taught, (given[2], given[3]))
+        torch.testing.assert_close(total, want, rtol=0, atol=1e-10)
+        torch.testing.assert_close(found.loss[0], loss, rtol=0, atol=1e-10)
+        rate = torch.minimum(p, z.softmax(-1)).sum(-1)
+        torch.testing.assert_close(found.rate[0], rate, rtol=0, atol=1e-12)
+        for one, other in zip(torch.autograd.grad(total, given), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("size", [2, 3])
