@@ -78,12 +78,9 @@ class FakeHub:
         allow_patterns: list[str],
         library_name: str,
         ignore_patterns: list[str] | None = None,
-        local_files_only: bool = False,
     ) -> Any:
         """As the client's own."""
-        self.calls.append("snapshot_download")
-        if local_files_only and name not in self.repositories:
-            raise errors.LocalEntryNotFoundError("not in the cache")
+        self._asked("snapshot_download")
         commit, files = self._at(name, revision)
         place = self.folder / name.replace("/", "--") / "snapshots" / commit
         patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}

@@ -29,29 +29,32 @@ def deep_target(**shape: Any):
     return load_target(TargetConfig(kind="tiny", **{**DEEP, **shape}), "float32", "cpu")
 
 
-def target_gguf(path: Path, target: Any) -> Path:
-    """The target as llama.cpp's converter writes a Llama, its words spelled in letters."""
-    config, size = target.model.config, target.vocab_size
-    layer = {**config.to_dict(), "head_dim": config.head_dim}
-    state, names = target.model.state_dict(), gguf_write.USUAL
-    tensors = {}
-    for name, value in state.items():
-        stem = name.removesuffix(".weight")
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        count = heads.get(stem.rpartition(".")[2])
-        value = gguf_write.paired(value, count) if count else value
-        tensors[f"{names.get_name(stem)}.weight"] = value.detach().contiguous()
-    words = {
+def words(size: int) -> dict[str, Any]:
+    """The tokenizer's keys of a GGUF file, its words spelled in letters."""
+    found = {
         "model": "gpt2",
         "pre": "gpt-2",
         "tokens": [f"w{i}" for i in range(size)],
         "token_type": [int(gguf.TokenType.NORMAL)] * size,
         "merges": ["Ā Ā"],
-        "eos_token_id": target.tokenizer.eos_token_id,
+        "eos_token_id": 2,
     }
+    return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
+
+
+def target_gguf(path: Path, target: Any) -> Path:
+    """The target as llama.cpp's converter writes a Llama."""
+    config, size = target.model.config, target.vocab_size
+    layer = {**config.to_dict(), "head_dim": config.head_dim}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    tensors = {}
+    for name, value in target.model.state_dict().items():
+        stem = name.removesuffix(".weight")
+        count = heads.get(stem.rpartition(".")[2])
+        value = gguf_write.paired(value, count) if count else value
+        tensors[f"{gguf_write.USUAL.get_name(stem)}.weight"] = value.detach().contiguous()
     keys = {f"llama.{k}": v for k, v in gguf_write._layer_keys(layer, size).items()}
-    keys |= {f"tokenizer.ggml.{k}": v for k, v in words.items()}
-    gguf_write.write(path, gguf_write.GgufModel("llama", keys, tensors), "float32")
+    gguf_write.write(path, gguf_write.GgufModel("llama", keys | words(size), tensors), "float32")
     return path
 
 
