@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 
@@ -58,11 +57,7 @@ def find_head(path: str) -> Path:
     elif path.partition("@")[0] in (NONE, NGRAM):
         why = f"has no weights; {fix}"
     else:
-        near = f"did you mean {found}? or " if (found := _near(path)) else ""
-        why = (
-            f"neither none, ngram nor an existing folder; {near}{fix}, or a model with the "
-            "target's tokenizer"
-        )
+        why = f"neither none, ngram nor a folder; {fix}, or a model with the target's tokenizer"
     raise UserError(f"drafters: {path}: {why}")
 
 
@@ -85,16 +80,3 @@ def head_folder(draft: DraftSpec) -> Path | None:
     if draft.source in (NONE, NGRAM):
         return None
     return None if is_plain(draft.source) else find_head(draft.source)
-
-
-def _near(path: str) -> str:
-    """Find the drafter that `path` is a slip of: ngram, or a folder beside it that holds
-    one; "" where none is near."""
-    folder = Path(path).expanduser()
-    beside = {p.name for p in folder.parent.glob("*/")}
-    words = sorted(beside | ({"none", "ngram"} if "/" not in path else set()))
-    for name in difflib.get_close_matches(folder.name, words):
-        other = str(Path(path).with_name(name))
-        if name not in beside or is_plain(other) or head_in(other) is not None:
-            return other
-    return ""

@@ -129,14 +129,6 @@ class Parity:
             "problems": self.problems,
         }
 
-    def line(self) -> str:
-        """Return a line about a gate that passed, for people who read of many."""
-        each = [f"{found.mean:.3f} {_shown(name)}" for name, found in self.lengths.items()]
-        return (
-            f"parity passed: accepted length {', '.join(each)} (chain of {self.depth}, T = 0, "
-            f"{self.prompts} prompts, {self.cycles} cycles)"
-        )
-
     def lines(self) -> list[str]:
         """Return the table for people."""
         what = f"parity, chain of {self.depth}, T = 0, {self.prompts} prompts"

@@ -87,12 +87,6 @@ def table(target: Target, ids: Tensor) -> Tensor:
     return embedding(ids, target.embedding_weight)
 
 
-def scales(target: Target) -> bool:
-    """Return whether the target's embedding module multiplies the rows of its table."""
-    some = torch.arange(min(8, target.vocab_size), device=target.device)
-    return not target.embed(some).equal(table(target, some))
-
-
 def check_reserved(token: int, target: Target, counts: Tensor | None, key: str) -> None:
     """Raise UserError unless a token of `target` stands in no text: a special one without a
     role, a word that is never written, or one that the tokenizer does not have. counts: [V]

@@ -7,7 +7,6 @@ its weights have the same shapes and mean the same. Its draft vocabulary is the 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -39,12 +38,10 @@ MEANING = (
     *(key.name for key in fields(LayerKeys)),
 )
 GROWS = "max_position_embeddings"  # of the shape of a head's layers, what may differ
-BEFORE = "start_"  # before what the head that another one started from had taken, in its card
 
 
 class Start:
-    """The head that another one starts from. sha256: of its weights file. spent: what its own
-    training took, and that of the head that it had started from, by name."""
+    """The head that another one starts from. sha256: of its weights file."""
 
     def __init__(self, path: str, kind: str, target: Target) -> None:
         """Load it. path: a head folder, or a run folder. kind: of the head that will start
@@ -67,7 +64,6 @@ class Start:
         commit = hub.commit_of(folder)
         self.path = f"{path} ({commit})" if commit else path
         self.sha256 = str(card["weights"]["sha256"])
-        self.spent = _spent(card["extra"].get("training"))
 
     @torch.no_grad()
     def give(self, head: Head) -> str:
@@ -132,15 +128,3 @@ def _layers(head: Head) -> dict[str, Any]:
     without."""
     saved = head.config_json()
     return saved.get("layer") or saved.get("prefix") or {}
-
-
-def _spent(training: Any) -> dict[str, float]:
-    """Return all that a head's card tells of its training, earlier stages included; {} for
-    one that tells nothing."""
-    found: dict[str, float] = {}
-    for name, amount in training.items() if isinstance(training, dict) else ():
-        # Compared, not asked by isfinite: a card may hold a number that is no float any more.
-        if isinstance(amount, int | float) and abs(amount) <= sys.float_info.max:
-            name = str(name).removeprefix(BEFORE)
-            found[name] = found.get(name, 0.0) + amount
-    return found

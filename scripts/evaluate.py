@@ -221,17 +221,14 @@ def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> Non
 
 
 def show(reports: list[dict[str, Any]], parity: dict[str, Parity]) -> None:
-    """Print tables and rankings, and what the parity gate found: what passed in a line, what failed
-    or could not be compared at length."""
+    """Print tables and rankings, and what the parity gate found."""
     for report in reports:
         score_table.table(report).show()
     for report in reports:
         if len(report["ranking"]) > 1:
             score_table.ranking(report).show()
     for name, gate in parity.items():
-        compared = gate.passed and "teacher_forced" in gate.lengths
-        said = [gate.line()] if compared else gate.lines()
-        print("\n".join([f"{name}: {said[0]}", *said[1:]]))
+        print(f"{name}: " + "\n".join(gate.lines()))
 
 
 if __name__ == "__main__":

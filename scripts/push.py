@@ -82,7 +82,7 @@ def look(api: Any, cfg: PushConfig) -> tuple[list[str], str | None]:
         if not constants.HF_HUB_OFFLINE:
             missing = "no token is set; `hf auth login`, or set HF_TOKEN to one with write right"
         raise UserError(f"repository: {missing}")
-    with explained(f"repository: {cfg.repository}", cfg.revision):
+    with explained(f"repository: {cfg.repository}"):
         try:
             if cfg.private and not api.model_info(cfg.repository).private:
                 raise UserError(
@@ -115,7 +115,7 @@ def push(
 
     steps: list[Any] = [CommitOperationAdd(name, file) for name, file in about.files.items()]
     steps += [CommitOperationDelete(name) for name in old]
-    with explained(f"repository: {cfg.repository}", cfg.revision):
+    with explained(f"repository: {cfg.repository}"):
         api.create_repo(cfg.repository, private=cfg.private or None, exist_ok=True)
         if cfg.revision != "main":
             api.create_branch(cfg.repository, branch=cfg.revision, exist_ok=True)

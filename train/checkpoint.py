@@ -20,7 +20,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from outrider.conf.errors import UserError, first_line
 from outrider.decode.models.identity import Identity
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import CARD, read_card, recover, staged, write_card
-from outrider.heads.warm import BEFORE
 
 WEIGHTS, OPTIMIZER, STATE = "head.safetensors", "optimizer.safetensors", "state.json"
 MARGIN = 1 << 20  # bytes that a save leaves free
@@ -52,8 +51,7 @@ class State:
 
     window: sums since the last line of metrics. meaning: what the run learns, see
     train/resuming. seen: what the updates so far took, tokens and supervised tokens of all
-    ranks, wall seconds and CPU seconds of rank 0 without evaluations; behind
-    heads.warm.BEFORE those of the head that it started from. skipped: rows left out so far
+    ranks, wall seconds and CPU seconds of rank 0 without evaluations. skipped: rows left out so far
     since their loss or gradient was not finite; unsound: steps in a row that had such rows.
     spent: seconds of rank 0 in all steps but the last.
     """
@@ -72,11 +70,6 @@ class State:
         """Count what an update took."""
         for name, amount in amounts.items():
             self.seen[name] = self.seen.get(name, 0.0) + amount
-
-    def came_from(self, spent: Mapping[str, float]) -> None:
-        """Remember what the head that this one started from had taken."""
-        for name, amount in spent.items():
-            self.seen.setdefault(f"{BEFORE}{name}", amount)
 
     def add_to_window(self, found: dict[str, list[float]]) -> None:
         """Count a step's statistics, name -> [sum, count], for the next line of metrics."""

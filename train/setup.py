@@ -81,7 +81,6 @@ def begin(
     meaning = {**meaning_of(flat(cfg), target, rows), **source.meaning}
     if made.start:
         meaning["start_sha256"] = made.start.sha256
-        state.came_from(made.start.spent)
     if checkpoint is not None:
         changes = check_meaning(state.meaning, meaning, out, defaults(cfg))
         disk.restore(checkpoint, head, optimizer)

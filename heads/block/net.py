@@ -76,7 +76,6 @@ class BlockNet(DraftNet):
     for the target's; markov_in [V, r], markov_out [Vd, r] and confidence [D + r] where
     there are such."""
 
-    own = None  # layers of the target's class, which only EAGLE has
     scale: Tensor
 
     def __init__(self, cfg: BlockConfig, shape: dict[str, Any], features: int, size: int) -> None:

@@ -25,8 +25,7 @@ from outrider.heads.teacher import TeacherFn, target_distribution
 @dataclass(kw_only=True)
 class LayeredSaved(Saved):
     """What head.json says of it. layer: shape of the draft layers. final: number of the
-    target's hidden state behind its final norm. reads_table: false in heads of version 0.1,
-    which read what the target's own layers read of a token."""
+    target's hidden state behind its final norm. reads_table: embeddings are the table's rows."""
 
     config: Any
     layer: LayerShape
@@ -34,17 +33,13 @@ class LayeredSaved(Saved):
     taps: list[int]
     final: int
     tap_convention: str = ""
-    reads_table: bool = False
+    reads_table: bool = True
 
     def fits(self, target: Target) -> list[str]:
         deep, size = target.num_layers, self.config.draft_vocab or self.vocab_size
         found = vocab.problems(self.vocab_size, self.config.draft_vocab, target.vocab_size)
         found = found or shapes.problems(self.calibration, MOST_DEPTH, size)
         found += self.layer.fits(target, self.config.layers, "layer")
-        if not self.reads_table and vocab.scales(target):
-            found.append(
-                "reads_table: false; version 0.1 trained it on what the target makes of embeddings"
-            )
         if self.final != deep:
             found.append(f"final: {self.final}, the target has {deep} layers")
         return found

@@ -43,12 +43,9 @@ class SmallLMConfig(HeadConfig):
     """Keys of a separate small draft model."""
 
     kind: Literal["small_lm"] = "small_lm"
-    # cut the draft from the target: its so many layers; 0 = start from another model
-    # (head.path or head.name)
+    # cut the draft from the target: its so many layers, evenly spaced, the first and the last
+    # among them; 0 = start from another model (head.path or head.name)
     from_target_layers: SomeLayers = 0
-    # which layers of the target: first, or even = evenly spaced, the first and the last among
-    # them
-    spacing: Literal["first", "even"] = "even"
     # start from this folder of a smaller causal language model with the target's tokenizer
     path: str = ""
     # start from this Hugging Face repository
@@ -66,9 +63,6 @@ class SmallLMConfig(HeadConfig):
     loss: LossWeights = field(default_factory=lambda: LossWeights(hard=0.0, soft=1.0))
     # supervised tokens whose logits exist at the same time
     chunk: Count = 256
-    # keep the input of every layer alone and compute the rest again in the backward pass: less
-    # memory, slower
-    activation_checkpointing: bool = False
     # levels of the draft
     depth: Levels = 5
     # dynamic tree: nodes expanded per level, and children looked at of each

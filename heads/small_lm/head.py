@@ -13,15 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from outrider.conf.errors import UserError
@@ -133,7 +130,7 @@ class SmallLM(Head):
         target's, a source that cannot be loaded, or one with another tokenizer (the first
         difference is named)."""
         if cfg.from_target_layers:
-            layers = chosen_layers(target.num_layers, cfg.from_target_layers, cfg.spacing)
+            layers = chosen_layers(target.num_layers, cfg.from_target_layers)
             net, given = cut(target, layers)
             head = cls(cfg, net, target, given)
             head.layers = layers
@@ -246,16 +243,7 @@ class SmallLM(Head):
             "use_cache": False,
             "return_dict": True,
         }
-        layers: list[nn.Module] = []
-        if self.cfg.activation_checkpointing and torch.is_grad_enabled():
-            layers = [m for m in body.modules() if isinstance(m, GradientCheckpointingLayer)]
-        for layer in layers:
-            layer.forward = partial(_recomputed, layer)  # type: ignore[method-assign]
-        try:
-            return functional_call(body, cast, kwargs=kwargs).last_hidden_state  # type: ignore[no-any-return]
-        finally:
-            for layer in layers:
-                del layer.forward
+        return functional_call(body, cast, kwargs=kwargs).last_hidden_state  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def forced(
@@ -340,24 +328,6 @@ class SmallLM(Head):
         if strict and (odd := [*odd, *found.unexpected_keys]):
             raise RuntimeError(f"weights {', '.join(odd[:3])} are missing or unknown")
         return found
-
-
-def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer that keeps its inputs alone: the backward pass runs it again with the
-    weights that it has now, which functional_call has put there for a while, and the same
-    dropout. (transformers' own switch works in training mode alone, where all dropout is
-    on.)"""
-    weights: dict[str, Tensor] = dict(layer.named_parameters())
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        patched = layer.__dict__.pop("forward", None)
-        try:
-            return functional_call(layer, weights, args, kwargs)
-        finally:
-            if patched is not None:
-                layer.forward = patched
-
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 def _absurd(model: dict[str, Any], key: str = "model") -> list[str]:

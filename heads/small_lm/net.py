@@ -144,18 +144,16 @@ def merged(net: Any, outside: set[str], dtype: torch.dtype) -> Any:
 # -- cut out of the target
 
 
-def chosen_layers(total: int, count: int, spacing: str) -> list[int]:
-    """Choose `count` of `total` layers: the first ones, or evenly spaced with the first and
-    the last among them (as DistilBERT does, Sanh et al. 2019). Raises UserError for a count
-    outside 1 .. total - 1."""
+def chosen_layers(total: int, count: int) -> list[int]:
+    """Choose `count` of `total` layers, evenly spaced with the first and the last among them
+    (as DistilBERT does, Sanh et al. 2019). Raises UserError for a count outside 1 .. total -
+    1."""
     if not 0 < count < total:
         raise UserError(
             f"head.from_target_layers: {count} of the target's {total} layers; give 1 to "
             f"{total - 1}"
         )
-    if spacing == "first" or count == 1:
-        return list(range(count))
-    return [round(i * (total - 1) / (count - 1)) for i in range(count)]
+    return [round(i * (total - 1) / max(1, count - 1)) for i in range(count)]
 
 
 def cut(target: Target, layers: list[int]) -> tuple[Any, dict[str, Tensor]]:

@@ -65,7 +65,7 @@ CASES = {
     ),
     "dspark": Case(BlockConfig(kind="dspark", **{**BLOCKS, **MARKOV}), ("decay", 0)),
     "p-eagle": Case(EagleConfig(**DEEP, parallel=True), ("steps", 1)),
-    "small_lm": Case(SmallLMConfig(**CUT, draft_vocab=60), ("spacing", "wide")),
+    "small_lm": Case(SmallLMConfig(**CUT, draft_vocab=60), ("depth", 0)),
     "small_lm-lora": Case(SmallLMConfig(**CUT, lora=LoraKeys(rank=2)), ("embedding", "own")),
 }
 

@@ -94,7 +94,6 @@ def test_a_sound_eagle_head_agrees_exactly(changes: dict, target: Target, tmp_pa
     found = run(head_of(target, steps=2, **changes), target, tmp_path / "head")
     sound(found)
     assert json.loads(json.dumps(found.json()))["passed"] is True and "passed" in found.lines()[-1]
-    assert found.line().startswith("parity passed: accepted length ") and "reloaded" in found.line()
 
 
 @pytest.mark.parametrize("name", OTHERS)

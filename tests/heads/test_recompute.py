@@ -10,7 +10,6 @@ from torch import Tensor
 
 from outrider.heads.batch import Batch, LossOut
 from outrider.heads.registry import head_class
-from outrider.heads.small_lm.config import LoraKeys
 from tests.helpers.training import random_batch, tiny_target
 
 SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2}
@@ -19,8 +18,6 @@ SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3-deep": {"steps": 3, "layers": 2},
     "eagle1": {"steps": 1, "noise": 0.2, "feature_loss": 1.0},
-    "small_lm": {"from_target_layers": 3},
-    "small_lm-lora": {"from_target_layers": 3, "lora": LoraKeys(2, dropout=0.3)},
 }
 
 
@@ -51,12 +48,3 @@ def test_losses_and_gradients_are_bitwise_equal(name: str) -> None:
             torch.equal(a, b) for a, b in zip(grads, same, strict=True)
         )
         assert all(torch.equal(plain.stats[k], again.stats[k]) for k in plain.stats)
-
-
-def test_the_layers_are_left_as_they_were() -> None:
-    target = tiny_target(**SHAPE)
-    kind: Any = head_class("small_lm")
-    cfg = kind.Config(kind="small_lm", from_target_layers=2, activation_checkpointing=True)
-    head = kind.for_target(target, cfg)
-    head(random_batch(2, 8), target)
-    assert not any("forward" in module.__dict__ for module in head.modules())

@@ -91,10 +91,9 @@ def test_the_finished_head_is_an_ordinary_model_and_an_assistant(
 
 def test_cutting_leaves_the_chosen_layers() -> None:
     """The cut model is the target with its other layers taken out."""
-    assert chosen_layers(30, 6, "even") == [0, 6, 12, 17, 23, 29]
-    assert chosen_layers(30, 6, "first") == [*range(6)] and chosen_layers(3, 2, "even") == [0, 2]
+    assert chosen_layers(30, 6) == [0, 6, 12, 17, 23, 29] and chosen_layers(3, 1) == [0]
     with pytest.raises(UserError, match="^head.from_target_layers: 3 of"):
-        chosen_layers(3, 3, "even")
+        chosen_layers(3, 3)
     target = Target(build("gemma2", num_hidden_layers=3))
     model, _ = cut(target, [0, 2])
     assert (
