@@ -88,12 +88,10 @@ class Head(Stored):
     def planned(self, batch: Batch) -> Any:
         """Return what `plan` has said of `batch`; of one that nobody asked about it says it
         now."""
-        return self.plan_now(batch, self.step) if batch.plan is None else batch.plan
-
-    def plan_now(self, batch: Batch, step: int) -> Any:
-        """`plan` of a batch on a device, whose masks are read back."""
-        device, here = batch.ids.device, batch.to(torch.device("cpu"))
-        return moved(self.plan(here, step), lambda t: t.to(device))
+        if batch.plan is not None:
+            return batch.plan
+        device = batch.ids.device
+        return moved(self.plan(batch.to(torch.device("cpu")), self.step), lambda t: t.to(device))
 
     def forward(self, batch: Batch, target: Target) -> LossOut:
         """Return the training loss of one micro-batch."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Interval
-from pydantic import AfterValidator
 
-from outrider.conf.rules import NotNegative, one_of
+from outrider.conf.rules import NotNegative
 
 # How large the numbers of a configuration may be: what a file or a command line asks for is
 # compared with these before anything of that size is made.
@@ -31,7 +30,6 @@ TokenId = Annotated[int, Interval(ge=-1, le=MOST)]  # -1: none
 Size = Annotated[float, Interval(ge=0, le=MOST)]
 
 Mask = Literal["token", "argmax", "all"]
-SILU = "silu"  # the activation that engines know
 
 
 @dataclass(frozen=True)
@@ -62,16 +60,6 @@ class LossWeights:
         return ["hard: all loss weights are 0; set one above 0"]
 
 
-def _activation(value: str) -> str:
-    """Check that a text is one of transformers' activations, which are looked up for
-    others than the usual one."""
-    if value == SILU:
-        return value
-    from transformers.activations import ACT2FN
-
-    return str(one_of(ACT2FN).func(value))  # type: ignore[call-arg]
-
-
 @dataclass(frozen=True)
 class LayerKeys:
     """What of its draft layers a head chooses; the rest of their shape is the target's."""
@@ -79,8 +67,6 @@ class LayerKeys:
     # width of the draft layers' MLP; null = the target's, and 4 times its hidden width or more
     # where it has experts
     intermediate_size: Count | None = None
-    # activation of the draft layers' MLP, whatever the target's is: engines know silu alone
-    hidden_act: Annotated[str, AfterValidator(_activation)] = SILU
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ belongs to the path.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from outrider.conf.errors import UserError
 
 NONE, NGRAM = "none", "ngram"
 ADAPTIVE = "adaptive"
-OPTIONS = ("chain", "tree", ADAPTIVE)
 OPTION = re.compile(rf"(chain|tree)(?::([1-9]\d{{0,2}}))?|{ADAPTIVE}")
 JOIN = "+"
 HUB = "hub:"  # before the repository of a head
@@ -145,11 +143,7 @@ def _refused(source: str, option: str) -> str:
     )
     if OPTION.fullmatch(option):
         return f"@{option} is one too many there; {fix}"
-    word, colon, size = option.partition(":")
-    near = difflib.get_close_matches(word, OPTIONS, 1)
-    close = f"chain:{word}" if word.isdigit() else "".join(near) + colon + size
-    meant = f"did you mean @{close}? or " if OPTION.fullmatch(close) else ""
-    return f"unknown shape {option!r}; {meant}{fix}"
+    return f"unknown shape {option!r}; {fix}"
 
 
 def _union(names: list[str], spec: str) -> DraftSpec:

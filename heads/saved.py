@@ -28,6 +28,7 @@ LEFT: dict[str, Any] = {
     "draft_vocab_from": "",
     "weights": "decay",
     "least": 0.0,
+    "hidden_act": ...,
     "spacing": "even",
 }
 

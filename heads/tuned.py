@@ -113,8 +113,6 @@ def read(folder: Path) -> Tuned | None:
     fix = "run scripts/tune.py again, or delete the file to use the head's own settings"
     try:
         found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            found.pop("pays", None)  # of versions that also wrote what was not faster
         known, problems = from_json(found, Tuned)
     except FileNotFoundError:
         return None

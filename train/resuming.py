@@ -41,7 +41,7 @@ REPLANNED = {
 RATED, RATE = ("head.loss.tv", "head.loss.lk", "head.confidence"), "head.loss.rate"
 PARALLEL = ("medusa", "hydra_heads")  # kinds
 HOW = ("target.compile", "data.packing")  # keys of earlier runs that said how passes ran
-OF_LAYERS = ("head.intermediate_size", "head.hidden_act")  # runs of 0.1 had the target's
+OF_LAYERS = ("head.intermediate_size",)  # runs of 0.1 had the target's
 
 
 def is_logistics(key: str) -> bool:

@@ -92,15 +92,13 @@ def refusals(format: str, head: Head, target: Target, name: str) -> list[str]:
     known = formats(head.kind)
     if not known:
         return [f"no engine knows {head.kind} heads; decode with it here (evaluate, serve)"]
-    served = [f for f in known if ENGINE[f].loads(head.kind)]
-    old = [f for f in known if f not in served]
-    reason = f"it has no place for {head.kind} heads"
-    if format == "transformers":
-        reason = "only separate draft models are plain transformers folders, this is a head"
-    return [
-        f"{reason}; the nearest that is served: format={' or '.join(served) or 'none'}"
-        + "".join(f"; format={f} is for {ENGINE[f].versions(head.kind)}" for f in old)
+    named = [
+        f"format={f}"
+        if ENGINE[f].loads(head.kind)
+        else f"format={f}, for {ENGINE[f].versions(head.kind)}"
+        for f in known
     ]
+    return [f"it has no place for {head.kind} heads; choose {' or '.join(named)}"]
 
 
 def read_head(foreign: Foreign, target: Target) -> tuple[Head, str]:

@@ -11,6 +11,7 @@ a speculators folder without `sliding_window_non_causal` has changed twice.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,10 +32,12 @@ from outrider.heads.interop.layout import (
     LM_HEAD,
     MASK,
     Layout,
-    fitted_draft,
+    draft_ids,
+    loaded,
     number,
     refuse,
     with_map,
+    without_copies,
 )
 from outrider.heads.interop.reading import Foreign
 
@@ -93,7 +96,7 @@ def block_refusals(head: BlockHead, target: Target) -> list[str]:
         found.append("head.markov_rank: 0, and engines want one; train with head.markov_rank=64")
     act = head.config_json()["layer"]["hidden_act"]
     if act != "silu":
-        found.append(f"head.hidden_act: {act}; engines know silu alone: train with silu")
+        found.append(f"hidden_act: {act}; engines know silu alone: train a new head")
     if cfg.share_lm_head and not cfg.draft_vocab and target.head.scale != 1:
         found.append("head.share_lm_head: the target scales its logits; train with false")
     return found
@@ -236,36 +239,36 @@ def read_block(foreign: Foreign, target: Target, kind: str) -> Head:
     config, shape = foreign.config, layout.described(foreign, "qwen3")
     layer, said = layout.read_layer(foreign, shape, target), numbers_in(foreign, kind)
     tensors = {n.removeprefix("model."): t for n, t in foreign.tensors.items()}
-    there, own = "d2t" in tensors, LM_HEAD in tensors
-    size = tensors["d2t"].numel() if there else target.vocab_size
+    tensors = without_copies(foreign, tensors, {EMBEDDING: target.embedding_weight})
+    ids = draft_ids(foreign, tensors, target.vocab_size)
     check_numbers(foreign, target, shape, said, kind)
     near = tensors.get(NAMES["markov_in"])
-    norms = [t for n, t in tensors.items() if n.endswith("k_norm.weight")]
+    norms = {n: t for n, t in tensors.items() if n.endswith("k_norm.weight")}
+    learned = len(norms) != layer["num_hidden_layers"] or not all(
+        bool((norm == 1).all()) for norm in norms.values()
+    )
+    if not learned:
+        tensors = {n: t for n, t in tensors.items() if n not in norms}
     cfg = BlockConfig(
         kind="dspark" if kind == "dspark" else "dflash",
         block=number(foreign, config, "block_size"),
         layers=layer["num_hidden_layers"],
         taps=said["taps"],
-        draft_vocab=size if there else 0,
-        share_lm_head=not own,
+        draft_vocab=0 if ids is None else ids.numel(),
+        share_lm_head=LM_HEAD not in tensors,
         markov_rank=near.shape[-1] if kind == "dspark" and near is not None and near.dim() else 0,
         mask_token=said["mask_token_id"],
         confidence=float(NAMES["confidence.weight"] in tensors),
-        key_norm=any(not bool((norm == 1).all()) for norm in norms),
+        key_norm=learned,
     )
     if wrong := faults(cfg):
         refuse(foreign, *wrong)
     if depth := layout.depth_in(config, cfg.slots - 1):
         cfg = replace(cfg, depth=depth)
-    given = layer, tuple(cfg.taps), target.vocab_size, target.num_layers
-    with torch.device("meta"):
-        blank = FAMILY[kind](replace(cfg, key_norm=True), *given).state_dict()
-    shapes = {theirs(n): value.shape for n, value in blank.items() if n not in FROM_TARGET}
-    found = fitted_draft(foreign, tensors, shapes, target)
-    head = FAMILY[kind](cfg, *given)
-    state = {n: found[theirs(n)] for n in head.state_dict() if n not in FROM_TARGET}
-    mask = torch.tensor([cfg.mask_token], device=target.device)
-    state["net.mask"] = vocab.table(target, mask)[0].detach().float().cpu()
-    state["net.scale"] = torch.ones_like(head.net.scale)
-    head.load_state_dict(state)
-    return head.to(target.device)
+    make = functools.partial(
+        FAMILY[kind], cfg, layer, tuple(cfg.taps), target.vocab_size, target.num_layers
+    )
+    mask = vocab.table(target, torch.tensor([cfg.mask_token], device=target.device))[0]
+    scale = torch.ones(len(cfg.taps), target.hidden_size)
+    known = {"net.mask": mask, "net.scale": scale}
+    return loaded(foreign, tensors, target, make, theirs, known)

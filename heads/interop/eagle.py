@@ -16,6 +16,7 @@ Shape letters: D width, V vocabulary, F tapped features, Vd draft vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,11 +35,11 @@ from outrider.heads.interop.layout import (
     LM_HEAD,
     MASK,
     Layout,
-    check_same,
-    fitted,
-    fitted_draft,
+    draft_ids,
+    loaded,
     refuse,
     with_map,
+    without_copies,
 )
 from outrider.heads.interop.reading import Foreign
 
@@ -76,8 +77,7 @@ def layer_refusals(head: EagleHead, engine: engines.Engine) -> list[str]:
         )
     if layer["hidden_act"] != "silu":
         found.append(
-            f"head.hidden_act: {layer['hidden_act']}; engines' Llama layers know silu alone: train "
-            "with head.hidden_act=silu"
+            f"hidden_act: {layer['hidden_act']}; engines' layers know silu alone: train a new head"
         )
     return found
 
@@ -168,11 +168,14 @@ class Eagle1(Layout[Eagle1Head]):
 def read_eagle1(foreign: Foreign, target: Target) -> Head:
     """Return a head of ours. A bias of zeros is dropped, another one kept (head.fc_bias).
     Raises UserError that lists all that does not fit."""
-    config, tensors = foreign.config, plain_names(foreign.tensors)
+    config, last = foreign.config, target.num_layers
     layer = layout.read_layer(foreign, config, target)
+    copies = {EMBEDDING: target.embedding_weight, LM_HEAD: target.lm_head_weight}
+    tensors = without_copies(foreign, plain_names(foreign.tensors), copies)
     there = "fc.bias" in tensors
-    if there and config.get("bias") is False:
-        refuse(foreign, "fc.bias: a bias where none is expected: bias in config.json is false")
+    if there != bool(config.get("bias", there)):
+        what = "a bias where none is expected" if there else "missing"
+        refuse(foreign, f"fc.bias: {what}: bias in config.json is {str(not there).lower()}")
     cfg = EagleConfig(
         kind="eagle1",
         draft_vocab=0,
@@ -183,19 +186,10 @@ def read_eagle1(foreign: Foreign, target: Target) -> Head:
         sliding_window=layout.window_in(foreign, config),
     )
     check_layer(foreign, layer, cfg)
-    last, table = target.num_layers, tuple(target.embedding_weight.shape)
-    with torch.device("meta"):
-        wanted = Eagle1Head(cfg, layer, (last,), target.vocab_size, last).state_dict()
-    shapes = {name.removeprefix("net."): value.shape for name, value in wanted.items()}
-    shapes |= {EMBEDDING: table, LM_HEAD: table}
-    if there or config.get("bias"):
-        shapes["fc.bias"] = (target.hidden_size,)
-    found = fitted(foreign, tensors, shapes, (EMBEDDING, LM_HEAD))
-    check_same(foreign, tensors, EMBEDDING, target.embedding_weight)
-    check_same(foreign, tensors, LM_HEAD, target.lm_head_weight)
-    head = Eagle1Head(cfg, layer, (last,), target.vocab_size, last)
-    head.load_state_dict({name: found[name.removeprefix("net.")] for name in wanted})
-    return head.to(target.device)
+    if not cfg.fc_bias:
+        tensors.pop("fc.bias", None)
+    make = functools.partial(Eagle1Head, cfg, layer, (last,), target.vocab_size, last)
+    return loaded(foreign, tensors, target, make, lambda name: name.removeprefix("net."), {})
 
 
 # -- EAGLE-3
@@ -311,11 +305,13 @@ def read_eagle3(foreign: Foreign, target: Target) -> Head:
         "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name: t
         for name, t in plain_names(foreign.tensors).items()
     }
-    there = "d2t" in tensors
-    if LM_HEAD not in tensors and not there:
-        own = target.lm_head_weight.detach() * target.head.scale
-        tensors[LM_HEAD] = own.float().cpu()
-    taps, size = taps_in(foreign, target), tensors["d2t"].numel() if there else target.vocab_size
+    tensors = without_copies(foreign, tensors, {EMBEDDING: target.embedding_weight})
+    ids = draft_ids(foreign, tensors, target.vocab_size)
+    if LM_HEAD not in tensors:
+        rows = target.lm_head_weight.detach().cpu()
+        rows = rows if ids is None else rows[ids]
+        tensors[LM_HEAD] = (rows * target.head.scale).float()
+    taps, size = taps_in(foreign, target), target.vocab_size if ids is None else ids.numel()
     if config.get("draft_vocab_size", size) not in (None, size):
         said = config["draft_vocab_size"]
         refuse(foreign, f"draft_vocab_size: {said!r:.40} in config.json, the weights hold {size}")
@@ -327,7 +323,7 @@ def read_eagle3(foreign: Foreign, target: Target) -> Head:
     cfg = EagleConfig(
         kind="eagle3",
         taps=taps,
-        draft_vocab=size if there else 0,
+        draft_vocab=0 if ids is None else size,
         parallel=parallel,
         mask_token=mask_token(foreign, target) if parallel else -1,
         sliding_window=layout.window_in(foreign, shape),
@@ -335,20 +331,16 @@ def read_eagle3(foreign: Foreign, target: Target) -> Head:
         **flags,
     )
     check_layer(foreign, layer, cfg)
-    given = cfg, layer, tuple(taps), target.vocab_size, target.num_layers
-    with torch.device("meta"):
-        wanted = {name: value.shape for name, value in Eagle3Head(*given).state_dict().items()}
-    shapes = {theirs(name, "midlayer"): s for name, s in wanted.items() if name != "net.mask_embed"}
-    if parallel:
-        shapes["mask_hidden"] = (1, wanted["net.mask_feats"].numel())
-    found = fitted_draft(foreign, tensors, shapes, target)
+    known = {}
     if parallel:
         token = torch.tensor([cfg.mask_token], device=target.device)
-        found["mask_embed"] = vocab.table(target, token).detach().float().cpu()
-    head = Eagle3Head(*given)
-    state = {name: found[theirs(name, "midlayer")].view(shape) for name, shape in wanted.items()}
-    head.load_state_dict(state)
-    return head.to(target.device)
+        known["net.mask_embed"] = vocab.table(target, token)
+        if tensors["mask_hidden"].shape == (1, len(taps) * target.hidden_size):
+            tensors["mask_hidden"] = tensors["mask_hidden"].view(len(taps), -1)
+    make = functools.partial(
+        Eagle3Head, cfg, layer, tuple(taps), target.vocab_size, target.num_layers
+    )
+    return loaded(foreign, tensors, target, make, lambda name: theirs(name, "midlayer"), known)
 
 
 def mask_token(foreign: Foreign, target: Target) -> int:

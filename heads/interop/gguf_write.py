@@ -44,13 +44,6 @@ TYPES = {
     "float16": GGMLQuantizationType.F16,
     "q8_0": GGMLQuantizationType.Q8_0,
 }
-# What the largest number of a tensor may be; a block of q8_0 has a float16 scale times 127
-LARGEST = {
-    "float32": torch.finfo(torch.float32).max,
-    "bfloat16": torch.finfo(torch.bfloat16).max,
-    "float16": 65504.0,
-    "q8_0": 65504.0 * 127,
-}
 FACTORS = ("llama3", "linear")  # kinds of rotary positions that divide the plain frequencies
 USUAL = gguf.TensorNameMap(gguf.MODEL_ARCH.QWEN3, MOST_LAYERS)  # transformers' names -> theirs
 # Engines' names of a head's tensors that the table lacks -> theirs
@@ -239,21 +232,15 @@ def write(path: Path, model: GgufModel, dtype: str) -> None:
         if not tensor.is_floating_point():
             writer.add_tensor(name, tensor.numpy().astype(np.int64))
             continue
-        _check_range(name, tensor, dtype)
-        data, stored = tensor.float().contiguous().numpy(), _kind(tensor, dtype)
-        writer.add_tensor(name, gguf.quants.quantize(data, stored), raw_dtype=stored)
+        data, stored = tensor.float().contiguous(), _kind(tensor, dtype)
+        if not bool(rounded(data, dtype).isfinite().all()):
+            raise UserError(
+                f"dtype: {dtype} cannot hold {float(data.abs().max()):.3g} of {name}; set "
+                "dtype=float32, or train the head again where it is NaN or infinite"
+            )
+        writer.add_tensor(name, gguf.quants.quantize(data.numpy(), stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     path.chmod(0o644)
-
-
-def _check_range(name: str, tensor: Tensor, dtype: str) -> None:
-    if not bool(tensor.isfinite().all()):
-        raise UserError(f"format=gguf: {name} holds NaN or infinite values; train the head again")
-    if float(tensor.abs().max()) > LARGEST[dtype]:
-        raise UserError(
-            f"dtype: {dtype} cannot hold {float(tensor.abs().max()):.3g} of {name}; set "
-            "dtype=float32"
-        )

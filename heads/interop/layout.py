@@ -7,7 +7,7 @@ Shape letters: V vocabulary, Vd draft vocabulary, D width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -198,29 +198,38 @@ def fitted(
     return {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}
 
 
-def fitted_draft(
+def loaded(
     foreign: Foreign,
     tensors: Mapping[str, Tensor],
-    shapes: Mapping[str, Sequence[int]],
     target: Target,
-) -> dict[str, Tensor]:
-    """As `fitted`, of a head that may have a draft vocabulary (d2t, t2d) and a copy of the
-    target's embedding, which are checked too."""
-    wanted = {**shapes, EMBEDDING: tuple(target.embedding_weight.shape)}
+    make: Callable[[], Any],
+    theirs: Callable[[str], str],
+    known: Mapping[str, Tensor],
+) -> Head:
+    """Return the head that `make` makes with the tensors of a file. theirs: gives the file's name
+    for one of ours; known: those of ours that come from the target. Raises UserError that names
+    every tensor that does not fit."""
+    with torch.device("meta"):
+        wanted = {n: v.shape for n, v in make().state_dict().items() if n not in known}
+    shapes = {theirs(name): shape for name, shape in wanted.items()}
     if "d2t" in tensors:
-        wanted["t2d"] = (target.vocab_size,)
-    found = fitted(foreign, tensors, wanted, (EMBEDDING, "t2d"))
-    if "d2t" in tensors:
-        check_draft_map(foreign, tensors, target.vocab_size)
-    check_same(foreign, tensors, EMBEDDING, target.embedding_weight)
-    return found
+        shapes["t2d"] = torch.Size([target.vocab_size])
+    found = fitted(foreign, tensors, shapes, ("t2d",))
+    head: Head = make()
+    own = {name: tensor.detach().float().cpu() for name, tensor in known.items()}
+    head.load_state_dict({**{name: found[theirs(name)] for name in wanted}, **own})
+    return head.to(target.device)
 
 
-def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) -> None:
-    """d2t [Vd] must hold offsets: target id = i + d2t[i], ascending, below V = size; t2d [V]
-    must mark the same tokens. Raises UserError, which says so where the file seems to hold the
-    ids themselves."""
+def draft_ids(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) -> Tensor | None:
+    """Return the target ids [Vd] of a draft vocabulary, None without one. d2t [Vd] must hold
+    offsets: target id = i + d2t[i], ascending, below V = size; t2d [V] must mark the same tokens.
+    Raises UserError, which says so where the file seems to hold the ids themselves."""
+    if "d2t" not in tensors:
+        return None
     d2t, t2d = tensors["d2t"], tensors.get("t2d")
+    if d2t.dim() != 1 or d2t.dtype != torch.int64:
+        refuse(foreign, f"d2t: {list(d2t.shape)} of {d2t.dtype}; expected a row of int64")
     ids = vocab.from_d2t(d2t)
     absolute = vocab.ascends(d2t, size) and len(d2t) > 1
     marks = t2d is not None and absolute and vocab.to_t2d(d2t, size).equal(t2d)
@@ -231,20 +240,28 @@ def check_draft_map(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) 
         refuse(foreign, f"t2d: does not mark the tokens of d2t; the two are of two heads{hint}")
     if t2d is None and absolute and len(d2t) >= 16:
         refuse(foreign, f"d2t: rises with every entry{hint}")
+    return ids
 
 
-def check_same(foreign: Foreign, tensors: Mapping[str, Tensor], name: str, ours: Tensor) -> None:
-    """Raise UserError where a file's copy of the target's tensor is not the target's, up to
-    the rounding of its dtype."""
-    if name not in tensors:
-        return
-    error = (tensors[name].float() - ours.float()).norm() / ours.float().norm().clamp(min=1e-9)
-    if not float(error) < 0.01:
-        refuse(
-            foreign,
-            f"{name}: differs from the target's own (relative error {float(error):.3g}); this "
-            "repository drafts with the target's: give the target that the head was trained for",
-        )
+def without_copies(
+    foreign: Foreign, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return a file's tensors without those that it copies from the target. copies: the
+    target's own, by the file's names. Raises UserError where one is not the target's, up to the
+    rounding of its dtype."""
+    for name in copies.keys() & tensors.keys():
+        theirs, ours = tensors[name], copies[name]
+        error = torch.inf
+        if theirs.shape == ours.shape:
+            error = float((theirs.float() - ours.float()).norm() / ours.float().norm())
+        if not error < 0.01:
+            refuse(
+                foreign,
+                f"{name}: {list(theirs.shape)} differs from the target's own {list(ours.shape)} "
+                f"(relative error {error:.3g}); this repository drafts with the target's: give the "
+                "target that the head was trained for",
+            )
+    return {name: tensor for name, tensor in tensors.items() if name not in copies}
 
 
 def described(foreign: Foreign, kind: str) -> dict[str, Any]:

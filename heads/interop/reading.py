@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.conf.errors import UserError, first_line
-from outrider.decode.models.identity import sha256_file
 
 MANIFEST = "outrider.json"
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors")
@@ -61,8 +60,6 @@ def read_folder(folder: Path) -> Foreign:
         )
     config = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
     manifest = exported(folder)
-    if manifest is not None:
-        _check_manifest(folder, manifest)
     names = _weight_files(folder)
     tensors: dict[str, Tensor] = {}
     for name in names:
@@ -108,12 +105,9 @@ def _weight_files(folder: Path) -> list[str]:
     for name in (*SAFE, *INDEX, *PICKLES):
         if (folder / name).is_file():
             return _shards(folder, name) if name in INDEX else [name]
-    parts = (".safetensors", ".bin", ".pt", ".incomplete", ".tmp")
-    partial = sorted(p.name for p in folder.iterdir() if p.suffix in parts)
-    there = f"; it has {', '.join(partial[:3])}" if partial else ""
     raise UserError(
-        f"{folder}: holds no weights ({', '.join((*SAFE, *PICKLES))}){there}: half-written, or not "
-        "a head; fetch or export it again"
+        f"{folder}: holds no weights ({', '.join((*SAFE, *PICKLES))}): half-written, or not a "
+        "head; fetch or export it again"
     )
 
 
@@ -123,21 +117,16 @@ def _shards(folder: Path, index: str) -> list[str]:
         raise UserError(f"{folder / index}: has no weight_map; fetch the head again")
     names = sorted({str(v) for v in where.values()})
     for name in names:
-        _check_named(folder, name, index)
+        if Path(name).name != name or name.startswith("."):
+            raise UserError(
+                f"{folder / index}: names {name!r}, a file outside the folder; do not trust it"
+            )
+        if not (folder / name).is_file():
+            raise UserError(
+                f"{folder}: {name} is missing, which {index} names: half-written; fetch or export "
+                "the head again"
+            )
     return names
-
-
-def _check_named(folder: Path, name: str, by: str) -> None:
-    """Raise UserError unless a file that `by` names lies in the folder itself."""
-    if Path(name).name != name or name.startswith("."):
-        raise UserError(
-            f"{folder / by}: names {name!r}, a file outside the folder; do not trust this head"
-        )
-    if not (folder / name).is_file():
-        raise UserError(
-            f"{folder}: {name} is missing, which {by} names: half-written; fetch or export the "
-            "head again"
-        )
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -169,20 +158,6 @@ def _read(path: Path) -> dict[str, Tensor]:
             f"{path}: holds no plain mapping of names to tensors; ask for a safetensors file"
         )
     return {k: v.contiguous() for k, v in value.items()}
-
-
-def _check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """The hashes of our own exports."""
-    files = manifest.get("files")
-    if not isinstance(files, dict):
-        raise UserError(f"{folder / MANIFEST}: lists no files; export the head again")
-    for name, wanted in files.items():
-        _check_named(folder, name, MANIFEST)
-        if not isinstance(wanted, dict) or sha256_file(folder / name) != wanted.get("sha256"):
-            raise UserError(
-                f"{folder / name}: damaged (sha256 differs from {MANIFEST}); export the head "
-                f"again, or remove {MANIFEST} if the change was meant"
-            )
 
 
 # -- GGUF

@@ -36,9 +36,7 @@ K = TypeVar("K", bound=LayerKeys)
 
 def as_made(keys: K, layer: dict[str, Any]) -> K:
     """`keys` that say what layers of the shape `layer` (layer_config) have."""
-    return replace(
-        keys, intermediate_size=layer["intermediate_size"], hidden_act=layer["hidden_act"]
-    )
+    return replace(keys, intermediate_size=layer["intermediate_size"])
 
 
 def layer_config(target: Target, layers: int, keys: LayerKeys) -> dict[str, Any]:
@@ -65,7 +63,7 @@ def layer_config(target: Target, layers: int, keys: LayerKeys) -> dict[str, Any]
         "num_attention_heads": heads,
         "num_key_value_heads": get("num_key_value_heads", default=heads),
         "head_dim": get("head_dim", default=width // heads),
-        "hidden_act": keys.hidden_act,
+        "hidden_act": "silu",  # whatever the target's is: engines know no other
         "rms_norm_eps": get(
             "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", default=1e-6
         ),
