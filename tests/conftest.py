@@ -1,5 +1,5 @@
 """No test connects beyond this machine, nor does a process that it starts: see
-tests/guard/sitecustomize.py. And no report of a test stops the run, whatever text it holds.
+tests/guard/sitecustomize.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,33 +168,6 @@ def one_import_name() -> Iterator[None]:
         for name in found:
             del sys.modules[name]
         pytest.fail(f"imported by a short name: {sorted(found)}; write outrider.NAME")
-
-
-def sendable(value: Any) -> Any:
-    """A copy of a JSON-like value whose texts can be written as UTF-8: half a surrogate pair
-    becomes its escape, "\\ud83d"."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, Mapping):
-        return {sendable(key): sendable(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(sendable, value))
-    return value
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_report_to_serializable() -> Generator[None, Any, Any]:
-    """What a worker of xdist passes on: it sends UTF-8, and a text that is none ends the whole
-    run with an internal error. A message, a log line or an output may hold such a text."""
-    return sendable((yield))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
-    """The same for warnings, which are sent apart."""
-    said = str(warning_message.message)
-    if said != sendable(said):
-        warning_message.message = Warning(sendable(said))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -20,7 +20,6 @@ from outrider.heads import vocab
 from outrider.heads.batch import Batch
 from outrider.heads.eagle import drafter as drafter_module
 from outrider.heads.eagle.config import EagleConfig
-from outrider.heads.eagle.drafter import EagleDrafter
 from outrider.heads.eagle.head import EagleHead
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
@@ -57,70 +56,6 @@ def batch_of(lengths: list[int], prompt: int = 4, seed: int = 1) -> Batch:
     at = torch.arange(max(lengths))
     mask = at < torch.tensor(lengths)[:, None]
     return Batch(ids * mask, mask, mask & (at >= prompt), torch.arange(len(lengths)))
-
-
-def drafter_state(
-    head: EagleHead, target: Target, ids: Tensor, cut: list[int], shape: str = "chain"
-) -> EagleDrafter:
-    """A drafter that has seen `ids` [T] in pieces that end at `cut`, with the target's
-    features.
-    """
-    feats = target.features(ids[None], torch.ones_like(ids[None], dtype=torch.bool), head.taps)
-    drafter = head.drafter(target, DraftSpec(shape=shape))
-    assert isinstance(drafter, EagleDrafter)
-    drafter.reset(1, 64)
-    drafter.begin([ids[: cut[0]]], GREEDY)
-    start = 1
-    for end in cut:
-        drafter.observe(
-            ids[None, start:end],
-            feats[:, start - 1 : end - 1],
-            torch.tensor([end - start]),
-            slice(0, 1),
-        )
-        start = end
-    return drafter
-
-
-KINDS = [
-    {"kind": "eagle3", "layers": 2, "norm_before_fc": True, "norm_output": True},
-    {"kind": "eagle1"},
-    {"kind": "eagle3", "layers": 2, "sliding_window": 6},
-]
-NAMES = ["eagle3.1-two-layers", "eagle1", "two-layers-window"]
-
-
-@pytest.mark.parametrize("changes", KINDS, ids=NAMES)
-def test_training_steps_equal_incremental_decoding(changes: dict) -> None:
-    """FIELD 2.5 and 2.1: h of training step s at row t == h after the drafter has seen
-    x_0..x_{t+1} and drafted the next s tokens of the data. Pins alignment, masks, rotary
-    offsets, the cache."""
-    target = target_of(dtype=torch.float64)
-    head = head_of(target, steps=4, **{"depth": 4, **changes}).double()
-    batch = batch_of([13, 9])
-    places = head.planned(batch)
-    (_, hidden), flat, valid = head._unroll(batch, target, places), places.flat, places.valid
-    seen = 0
-    for b, length in enumerate([13, 9]):
-        for row in range(2, length - 2):  # the row's first supervised prediction is row + 2
-            drafter = drafter_state(
-                head, target, batch.ids[b], [4, row + 2] if row > 2 else [row + 2]
-            )
-            h = drafter.h[:1]
-            for step in range(4):
-                token = row + 2 + step  # predicted by this h
-                if token >= length:
-                    break
-                place = (flat == b * 13 + token).nonzero()
-                if len(place):
-                    assert valid[step, place[0, 0]]
-                    torch.testing.assert_close(hidden[step][place[0, 0]], h[0], rtol=0, atol=1e-9)
-                    seen += 1
-                places = drafter.cache.aim(slice(0, 1), drafter.lengths, step, 1)
-                e = target.embed(batch.ids[b, token])[None, None]
-                mask = drafter.cache.back(places)[:, None]
-                h = drafter._pass(e, drafter.net.feed(h)[:, None], places, mask)[:, 0]
-    assert seen > 30
 
 
 def test_a_tree_inside_a_window_is_what_training_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,63 +160,3 @@ def test_loss_gradient_is_that_of_a_plain_formula(kind: str) -> None:
     assert set(got) == {n for n, p in head.named_parameters() if p.grad is not None}
     for name, grad in got.items():
         torch.testing.assert_close(grad, dict(head.named_parameters())[name].grad, msg=name)
-
-
-def test_eagle1_reads_normed_features_and_eagle3_raw_ones() -> None:
-    """FIELD 2.3: the last of transformers' hidden states is behind the final norm, all others
-    are the plain stream.
-    """
-    target = target_of("llama", num_hidden_layers=4)
-    with torch.no_grad():
-        target.model.base_model.norm.weight.uniform_(0.5, 1.5)  # type: ignore[union-attr, operator]
-    seen: list[Tensor] = []
-    for layer in target.model.base_model.layers:  # type: ignore[union-attr]
-        layer.register_forward_pre_hook(  # type: ignore[union-attr, operator]
-            lambda _, a, k: seen.append(a[0] if a else k["hidden_states"]), with_kwargs=True
-        )
-    batch = batch_of([9])
-    target.features(batch.ids, batch.mask, (0,))  # passes of its own find out how taps are read
-    for kind in ("eagle1", "eagle3"):
-        head = head_class(kind).for_target(target, EagleConfig(kind=kind, draft_vocab=0))
-        assert head.taps == ((4,) if kind == "eagle1" else (2, 2, 1))
-        seen.clear()
-        feats = target.features(batch.ids, batch.mask, head.taps)
-        if kind == "eagle1":
-            torch.testing.assert_close(
-                target.unembed(feats[:, :, 0]), target.model(batch.ids).logits
-            )
-        else:
-            torch.testing.assert_close(feats, torch.stack([seen[2], seen[2], seen[1]], 2))
-
-
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_a_window_keeps_rows_and_recomputed_steps_alike(kind: str) -> None:
-    """Rows that are padded and rows by themselves have the same loss and gradients in float64,
-    also where steps are computed again; so has a text that the window covers, with and without
-    it; and a pass without a supervised token is finite."""
-    target = target_of(dtype=torch.float64)
-    lengths = [13, 9, 7]
-    rows = batch_of(lengths)
-    parts = rows.ids, rows.mask, rows.loss_mask
-    alone = [
-        Batch(*(t[b : b + 1, :n] for t in parts), rows.sample_ids[b : b + 1])
-        for b, n in enumerate(lengths)
-    ]
-
-    def learned(batch: Batch, **keys: object) -> list[Tensor]:
-        head = head_of(target, kind=kind, steps=3, depth=3, **keys).double()
-        out = head(batch, target)
-        out.sum.backward()
-        return [out.sum.detach(), *(p.grad for p in head.parameters() if p.grad is not None)]
-
-    whole = learned(rows)
-    for keys in ({}, {"activation_checkpointing": True}):
-        one = learned(rows, sliding_window=5, **keys)
-        each = [learned(batch, sliding_window=5, **keys) for batch in alone]
-        for a, *others in zip(one, *each, strict=True):
-            torch.testing.assert_close(a, sum(others), rtol=0, atol=1e-9)
-        assert abs(float(one[0] - whole[0])) > 1e-3
-    for a, b in zip(learned(rows, sliding_window=15), whole, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
-    bare = Batch(rows.ids, rows.mask, torch.zeros_like(rows.mask), rows.sample_ids)
-    assert all(bool(t.isfinite().all()) for t in learned(bare, sliding_window=5))

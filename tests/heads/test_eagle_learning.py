@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
@@ -17,7 +16,6 @@ from outrider.decode.target import Target
 from outrider.heads.batch import Batch
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.head import Eagle3Head, feature_noise
-from outrider.heads.layers.layer import RMSNorm
 from outrider.heads.layers.shape import LayerKeys, layer_config
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
@@ -67,18 +65,6 @@ def test_overfitting_one_sample_shows_in_decoding(kind: str, shape: str) -> None
     assert found.mean > 4.5, (found.mean, {k: (v[0] / v[1]).item() for k, v in out.stats.items()})
     head.calibrate([batch], target)
     assert min(a[0] for a in head.calibration["acceptance"]) > 0.85  # the last rows end early
-
-
-def test_a_calibrated_tree_goes_below_the_steps_of_training() -> None:
-    """The static tree of sampled drafts is measured at every level that may be drafted, not
-    only at those trained.
-    """
-    target = target_of()
-    head = head_of(target, steps=2, depth=4, nodes=12, draft_vocab=0)
-    head.calibrate([one_sample(target)], target)
-    assert len(head.calibration["acceptance"]) == 4
-    head.calibration["paths"] = [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]
-    assert head.drafter(target, DraftSpec(shape="tree")).form.static.depth == 4  # type: ignore[attr-defined]
 
 
 def test_loss_mask_is_the_predicted_tokens_own() -> None:
@@ -144,16 +130,6 @@ def test_the_layer_takes_after_the_target() -> None:
     nested = target_of("llama")  # Gemma 3n says a size for every layer
     vars(nested.model.config)["intermediate_size"] = [48, 64]
     assert layer_config(nested, 1, LayerKeys())["intermediate_size"] == 64
-
-
-def test_norm_is_the_same_in_training_and_decoding() -> None:
-    x = torch.randn(5, 7, 16, dtype=torch.float64, requires_grad=True)
-    norm = RMSNorm(16, 1e-5).double()
-    nn.init.uniform_(norm.weight)
-    want = norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
-    torch.testing.assert_close(norm(x), want)
-    with torch.no_grad():
-        torch.testing.assert_close(norm(x), want)
 
 
 def test_noise_depends_on_sample_and_update_alone() -> None:

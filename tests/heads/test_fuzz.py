@@ -94,25 +94,6 @@ def test_wrong_values_in_a_card_are_named(kind: str, tmp_path: Path) -> None:
     assert load_head(place, target).calibration == card["head"]["calibration"]
 
 
-def test_a_card_names_the_key_and_the_way_out(tmp_path: Path) -> None:
-    _, place, card = made("medusa", tmp_path)
-    for path, value, words in (
-        (("head", "config", "nodes"), 0, "head.config.nodes: "),
-        (("head", "width"), 31, "head.width: "),
-        (
-            ("head", "config", "heads"),
-            3,
-            "are of different heads (proj is ",
-        ),
-        (("weights", "file"), "../x", "weights.file: '../x' is none of"),
-        (("head", "config", "causal"), True, "head.config.causal: "),
-        (("head", "zzz"), 1, "zzz: no such key"),
-    ):
-        write(place, changed(card, path, value))
-        said = refusal(lambda: load_head(place, target_of("medusa")))
-        assert said.startswith(f"{place}/head.json: ") and words in said, said
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_wrong_value_in_a_card(kind: str, tmp_path: Path) -> None:

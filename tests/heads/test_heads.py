@@ -124,7 +124,7 @@ def test_drafters_by_name(target, saved: Path) -> None:
 @pytest.mark.parametrize(
     "spec, said",
     [
-        ("ngarm", "did you mean ngram?"),
+        ("ngarm", "neither none, ngram nor a folder"),
         ("RUN@star", "unknown shape 'star'"),
         ("EMPTY", "holds no head"),
     ],

@@ -10,13 +10,9 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from outrider.decode.checks import validate
-from outrider.decode.rng import Rng
-from outrider.decode.sampling import Sampling
 from outrider.heads.losses import LossWeights
 from outrider.heads.medusa.head import MedusaConfig
 from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
-from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
 from tests.helpers.training import random_batch, tiny_target
 
@@ -107,38 +103,3 @@ def test_loss_follows_the_definition(target, cfg) -> None:
             want += 0.5**i * loss.item()
     out = head(batch, target)
     assert out.count == len(supervised) and out.sum.item() == pytest.approx(want, rel=1e-4)
-
-
-def drive(drafter, tokens, feats, cuts):
-    """Observe a sequence in pieces, as one row."""
-    drafter.reset(1, 64)
-    drafter.begin([tokens[:1]], Sampling())
-    for a, b in zip([0, *cuts], [*cuts, len(tokens) - 1], strict=True):
-        drafter.observe(
-            tokens[None, a + 1 : b + 1], feats[None, a:b], torch.tensor([b - a]), slice(0, 1)
-        )
-    return drafter
-
-
-@pytest.mark.parametrize("name, shape", [*((n, "tree") for n in CASES), ("prefix", "chain")])
-def test_draft_is_the_definition_and_does_not_depend_on_the_pieces(target, name, shape) -> None:
-    head = trained_like(target, dataclasses.replace(CASES[name], nodes=12))
-    tokens = random_batch(1, 10).ids[0]
-    feats = target.features(tokens[None], torch.ones(1, 10, dtype=torch.bool), head.taps)[0]
-    rng = Rng(0, torch.zeros(1).long(), torch.zeros(1).long())
-    drafts = []
-    for cuts in ([], [2, 5, 8]):
-        drafter = drive(head.drafter(target, DraftSpec(shape=shape)), tokens, feats, cuts)
-        drafts.append(drafter.propose(torch.tensor([3]), Sampling(), rng))
-    assert all(d.tokens.equal(drafts[0].tokens) for d in drafts)
-    tree = drafts[0]
-    validate(tree, target.vocab_size, 12)
-    read = by_prefix(head, feats[:9, 0])[8]
-    got, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-    assert tree.layout.levels == 3 and (shape == "chain" or len(got) == 12)
-    for i, token in enumerate(got):
-        path, at = [], parents[i]
-        while at >= 0:
-            path, at = [got[at], *path], parents[at]
-        z = logits_by_hand(head, target, len(path), read, [int(tokens[9]), *path])
-        assert token == int(z.argsort(descending=True)[int(tree.layout.rank[0, i])])

@@ -17,7 +17,6 @@ from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
 from outrider.decode.grow import Form
-from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
@@ -198,46 +197,6 @@ def drafters(draft: Target) -> dict[str, DraftModel]:
     }
 
 
-@pytest.mark.parametrize("name", ["dynamic", "static"])
-def test_a_draft_is_what_plain_passes_say(pair: Any, name: str) -> None:
-    """Every node's candidates come from the draft's distribution after its path, whatever
-    was observed in which portions.
-    """
-    _, draft = pair
-    drafter, sampling = drafters(draft)[name], Sampling(1.0 if name == "static" else 0.0)
-    texts = [[7, 8, 9, 10, 11, 12, 40, 41], [20, 21, 22]]
-    drafter.reset(2, 64)
-    drafter.begin([torch.tensor(t[:2]) for t in texts], sampling)
-    for start, stop in (
-        (1, 3),
-        (3, 4),
-        (4, 8),
-    ):  # rows end where they end: the second has no news at last
-        news = [t[start:stop] for t in texts]
-        tokens = torch.tensor([n + [0] * (max(map(len, news)) - len(n)) for n in news])
-        drafter.observe(tokens, None, torch.tensor([len(n) for n in news]), slice(0, 2))
-        tree = drafter.propose(
-            torch.tensor([4, 4]), sampling, Rng(0, torch.tensor([0, 1]), torch.tensor([1, 1]))
-        )
-    for b, text in enumerate(texts):
-        for i in range(int(tree.size[b])):
-            path, node = [], int(tree.parents[b, i])
-            while node >= 0:
-                path.insert(0, int(tree.tokens[b, node]))
-                node = int(tree.parents[b, node])
-            distribution = draft.model(torch.tensor([[*text, *path]])).logits[0, -1].softmax(-1)
-            if name == "static":
-                assert tree.proposal is not None
-                torch.testing.assert_close(
-                    tree.proposal.probs[b, tree.proposal.row[b, i]], distribution
-                )
-            else:
-                rank = int((distribution > distribution[tree.tokens[b, i]]).sum())
-                assert rank < drafter.form.width
-    if name == "dynamic":
-        assert tree.width == 9 and tree.layout.levels > 1
-
-
 def test_a_short_context_ends_drafting_not_decoding(pair: Any) -> None:
     target, _ = pair
     short = tiny_target("float64", context=16)
@@ -273,11 +232,13 @@ def test_vocabularies_of_other_sizes(pair: Any) -> None:
 
 
 def test_a_perfect_draft_is_always_accepted() -> None:
-    """Sliding windows and softcaps."""
+    """Sliding windows and softcaps, chains and trees."""
+    static = TreeShape.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+    forms = [Form.chain(3), Form.tree(3, nodes=9, width=3), Form.tree(3, static=static)]
     target = Target(build("gemma2", torch.float64))
-    requests = [Request([5, 6, 7, 8, 9, 10, 11, 12], 10, id=0), Request([9, 10], 10, id=1)]
-    made = generate(
-        target, DraftModel(target, 3), requests, Sampling(), batch_size=2, eos_ids=()
-    ).generations
-    clean = [c.accepted for g in made for c in g.cycles if not c.cut]
-    assert clean and all(accepted == 3 for accepted in clean)
+    for form in forms:
+        requests = [Request([5, 6, 7, 8, 9, 10, 11, 12], 10, id=0), Request([9, 10], 10, id=1)]
+        drafter = DraftModel(target, form)
+        made = generate(target, drafter, requests, Sampling(), batch_size=2, eos_ids=())
+        clean = [c.accepted for g in made.generations for c in g.cycles if not c.cut]
+        assert clean and all(accepted == 3 for accepted in clean), form

@@ -150,25 +150,6 @@ def typical_acceptance(row: TreeRow) -> Path:
 
 
 @by_row
-def residual_unnormalised(row: TreeRow) -> Path:
-    """After a rejected sibling the residual is used as it is, not divided by its sum."""
-    return descend(row, update=lambda r, q, _: (r - q).clamp(min=0))
-
-
-@by_row
-def residual_stale(row: TreeRow) -> Path:
-    """Every sibling is tested against the whole distribution; only the last draw uses a
-    residual."""
-    return descend(
-        row,
-        update=lambda r, q, _: r,
-        final=lambda row, slot, r, rejected: (
-            norm((r - row.q(row.kids(slot)[0], [])).clamp(min=0)) if rejected else r
-        ),
-    )
-
-
-@by_row
 def rejected_token_stays(row: TreeRow) -> Path:
     """The token after a rejection is drawn from the whole distribution, the rejected token
     included."""

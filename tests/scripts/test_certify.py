@@ -417,7 +417,7 @@ def test_command_finds_a_broken_verifier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_loops: None
 ) -> None:
     keys: Any = {"cases": 40, "greedy_prompts": 2, "greedy_tokens": 8}
-    wrong = CertificatePlan(Sampling(0.0), 0, 0, 1, **keys, rule=wrong_rules.residual_stale)
+    wrong = CertificatePlan(Sampling(0.0), 0, 0, 1, **keys, rule=wrong_rules.rejected_token_stays)
     monkeypatch.setattr(certify.CertifyConfig, "plan", lambda cfg: wrong)
     code, found = command(tmp_path / "c", "drafter=none", "temperature=0")
     assert (code, found["verdict"]) == (1, "not lossless")

@@ -32,8 +32,6 @@ STAR, BUSHY = TreeShape.of([(0,), (1,), (2,)]), TreeShape.of([(0,), (1,), (0, 0)
 # a rule, and the drafts that show that it is wrong
 WRONG: dict[str, tuple[Any, TreeShape, str, Sampling]] = {
     "typical acceptance": (wrong_rules.typical_acceptance, BUSHY, "top", ONE),
-    "residual not renormalised": (wrong_rules.residual_unnormalised, STAR, "without", ONE),
-    "residual stale": (wrong_rules.residual_stale, STAR, "without", ONE),
     "rejected token stays": (wrong_rules.rejected_token_stays, STAR, "top", ONE),
     "bonus un-warped": (wrong_rules.bonus_unwarped, CHAIN, "iid", Sampling(0.6)),
     "softmax acceptance": (wrong_rules.softmax_acceptance, CHAIN, "top", Sampling(0.0)),
