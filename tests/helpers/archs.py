@@ -20,28 +20,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 VOCAB = 61
 WINDOW = 6
 
+_BARE: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
 _BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
+    **_BARE,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "pad_token_id": 0,
     "attention_dropout": 0.0,
 }
 _GQA = {**_BASE, "num_key_value_heads": 2}
-_GPT2 = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_GPT2 = {**_BARE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 
 # Full attention, sliding windows, learned positions, scaled and capped logits, mixtures of
 # experts: all take trees.
@@ -62,18 +53,7 @@ TREE: dict[str, dict[str, Any]] = {
     },
     "olmo2": _GQA,
     "stablelm": _GQA,
-    "opt": {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "ffn_dim": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 128,
-        "word_embed_proj_dim": 32,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    },
+    "opt": {**_BASE, "ffn_dim": 48, "word_embed_proj_dim": 32},
     "mistral": {**_GQA, "sliding_window": WINDOW, "head_dim": 8},
     "gemma2": {**_GQA, "sliding_window": WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8},
     "gemma3_text": {
@@ -96,23 +76,19 @@ TREE: dict[str, dict[str, Any]] = {
 # Positions follow from the cache's slots (ALiBi): no trees, refused.
 BY_SLOT: dict[str, dict[str, Any]] = {
     "bloom": {
-        "vocab_size": VOCAB,
+        **_BARE,
         "hidden_size": 32,
         "n_layer": 2,
         "n_head": 4,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     },
 }
 # State that cannot be cut back to an accepted path: refused.
 REFUSED: dict[str, dict[str, Any]] = {
     "mamba": {
-        "vocab_size": VOCAB,
+        **_BARE,
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "state_size": 4,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     },
     "qwen3_next": {
         **_GQA,
@@ -133,15 +109,13 @@ REFUSED: dict[str, dict[str, Any]] = {
 # buffer (GPT-Neo), and one that keeps the best tokens (Doge).
 BY_LENGTH: dict[str, dict[str, Any]] = {
     "gpt_neo": {
-        "vocab_size": VOCAB,
+        **_BARE,
         "hidden_size": 32,
         "num_layers": 2,
         "num_heads": 4,
         "attention_types": [[["global", "local"], 1]],
         "window_size": 12,
         "max_position_embeddings": 128,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     },
     "doge": {**_GQA, "keep_window_size": 12},
 }
