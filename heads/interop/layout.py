@@ -229,7 +229,10 @@ def draft_ids(foreign: Foreign, tensors: Mapping[str, Tensor], size: int) -> Ten
         return None
     d2t, t2d = tensors["d2t"], tensors.get("t2d")
     if d2t.dim() != 1 or d2t.dtype != torch.int64:
-        refuse(foreign, f"d2t: {list(d2t.shape)} of {d2t.dtype}; expected a row of int64")
+        dtype = str(d2t.dtype).removeprefix("torch.")
+        refuse(
+            foreign, f"d2t: its dtype is {dtype}, its shape {list(d2t.shape)}; expected [Vd] int64"
+        )
     ids = vocab.from_d2t(d2t)
     absolute = vocab.ascends(d2t, size) and len(d2t) > 1
     marks = t2d is not None and absolute and vocab.to_t2d(d2t, size).equal(t2d)
