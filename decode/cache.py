@@ -62,7 +62,11 @@ class TreeCache(Cache):
     """Pre-allocated K/V [max_rows, Hkv, L, hd] per layer, L = max_len + max_nodes + 1.
 
     rows: live rows, always a prefix. lengths: committed tokens per live row (host integers).
+    finite: NaN and infinity are kept as 0: what one request's numbers overflow to does not meet
+    the next one in its slots.
     """
+
+    finite = False
 
     def __init__(
         self,
@@ -73,7 +77,6 @@ class TreeCache(Cache):
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.max_rows, self.max_len, self.max_nodes = max_rows, max_len, max_nodes
         self.device = device
         self.slots = max_len + max_nodes + 1
         self.lengths: list[int] = []
@@ -119,6 +122,8 @@ class TreeCache(Cache):
         """
         found = self.views[layer_idx]
         assert found is not None, f"layer {layer_idx} held no keys when the target was probed"
+        if self.finite:
+            key_states, value_states = (t.nan_to_num(0, 0, 0) for t in (key_states, value_states))
         found[0][:, :, self.offset :].copy_(key_states)
         found[1][:, :, self.offset :].copy_(value_states)
         return found

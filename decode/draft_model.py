@@ -13,8 +13,6 @@ of a pass, S slots.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +26,6 @@ from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
-
-Update = Callable[..., tuple[Tensor, Tensor]]
 
 
 class DraftModel:
@@ -83,8 +79,7 @@ class DraftModel:
         if self.shape == "tree":
             scratch = max(self.max_depth * self.form.width, len(self.form.static or ()))
         self.cache = self.draft.new_cache(rows, self.limit, scratch + self.max_depth)
-        # What one request's numbers overflow to must not meet the next one in its slots.
-        self.cache.update = functools.partial(_finite, self.cache.update)  # type: ignore[method-assign]
+        self.cache.finite = True
         # Prompts' first tokens, of rows that have observed nothing yet.
         self.first: list[Tensor] = []
         self.blind: list[bool] = []  # rows that have outgrown the draft's context
@@ -198,8 +193,3 @@ class DraftModel:
         cache.open(0, len(lengths), max(lengths), new)
         positions = positions.clamp(max=self.draft.context_length - 1)
         return self.draft.read(tokens, positions, mask, cache)
-
-
-def _finite(update: Update, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """TreeCache.update, with 0 in the place of NaN and infinity."""
-    return update(*(torch.nan_to_num(t, 0.0, 0.0, 0.0) for t in (key, value)), layer)

@@ -207,9 +207,11 @@ def _reaches(config: Any) -> dict[str, Reach]:
 # -- what depends on the length of a text
 
 
-def _is_window(name: Any) -> bool:
-    """Is a number of this name one of tokens beyond which attention changes? index_topk:
-    tokens that a sparse layer keeps."""
+def _is_window(name: Any, value: Any) -> bool:
+    """Is it a number of tokens beyond which attention changes? index_topk: tokens that a sparse
+    layer keeps."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        return False
     counted = "pattern" in str(name) or "layers" in str(name)
     return name in ("attention_chunk_size", "index_topk") or "window" in str(name) and not counted
 
@@ -230,28 +232,11 @@ def _spaces(config: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _lengths(value: Any) -> list[int]:
-    """Return the numbers of tokens in a window's setting, which may be a list, one for
-    every layer."""
-    if isinstance(value, (list, tuple)):
-        return [n for part in value for n in _lengths(part)]
-    return [value] if isinstance(value, int) and not isinstance(value, bool) and value > 0 else []
-
-
-def _shortened(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_shortened(part) for part in value)
-    return min(value, WINDOW) if _lengths(value) else value
-
-
 def _windows(target: Scorer) -> dict[str, int]:
     """Return every window that the config names, unless it says that no layer uses it, and
     its length in tokens."""
-    found: dict[str, int] = {}
-    for space in _spaces(target.config):
-        for name, value in space.items():
-            if _is_window(name) and _lengths(value):
-                found[name] = max(_lengths(value))
+    spaces = _spaces(target.config)
+    found = {k: v for space in spaces for k, v in space.items() if _is_window(k, v)}
     kinds = " ".join(getattr(target.config, "layer_types", None) or ["sliding chunked"])
     if "sliding" not in kinds or getattr(target.config, "use_sliding_window", True) is False:
         found.pop("sliding_window", None)
@@ -288,10 +273,10 @@ def _short_windows(target: Scorer, only: str | None = None) -> Iterator[None]:
         (space, name, value)
         for space in spaces
         for name, value in space.items()
-        if _is_window(name) and only in (None, name) and max(_lengths(value), default=0) > WINDOW
+        if _is_window(name, value) and only in (None, name) and value > WINDOW
     ]
-    for space, name, value in changed:
-        space[name] = _shortened(value)
+    for space, name, _ in changed:
+        space[name] = WINDOW
     try:
         yield
     finally:

@@ -78,14 +78,14 @@ class SiblingGroup:
         distribution.miss(self.places.rows, self.places.slots, live & self.undefined)
 
 
-def groups(tree: DraftTree, distribution: Distribution, chance: Tensor) -> Iterator[SiblingGroup]:
+def groups(tree: DraftTree, distribution: Distribution, reached: Tensor) -> Iterator[SiblingGroup]:
     """Read all slots of `tree` that have children: in one go, without a host read.
 
-    On a CPU only those for which the caller has found a chance [B, N + 2] to be reached,
-    level by level where a level is large, or a distribution costs much."""
+    On a CPU only those that the caller has found to be `reached` [B, N + 2] with a probability
+    above 0, level by level where a level is large, or a distribution costs much."""
     inner, (count, n) = tree.layout.inner, tree.tokens.shape
     pieces, most = [inner.spans], 0
-    if devices.on_cpu(chance):
+    if devices.on_cpu(reached):
         pieces = list[tuple[Span, ...]]()
         if not distribution.sampling.truncates:
             most = TOGETHER // (count * distribution.vocab_size)
@@ -97,8 +97,8 @@ def groups(tree: DraftTree, distribution: Distribution, chance: Tensor) -> Itera
     for spans in pieces:
         found = places(inner, spans, count, n)
         valid, parts = found.kids < tree.size[found.rows, None], list(runs(spans, count))
-        if devices.on_cpu(chance) and len(spans) == 1:
-            here = (valid[:, 0] & (chance.take(found.own) > 0)).nonzero()[:, 0]
+        if devices.on_cpu(reached) and len(spans) == 1:
+            here = (valid[:, 0] & (reached.take(found.own) > 0)).nonzero()[:, 0]
             if not len(here):
                 return
             if len(here) < len(valid):

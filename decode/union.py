@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.decode.checks import non_finite
+from outrider.decode.checks import cut, non_finite
 from outrider.decode.drafters import Drafter
 from outrider.decode.ngram import listed
 from outrider.decode.rng import Rng
@@ -74,17 +74,8 @@ def joined(trees: Sequence[DraftTree]) -> DraftTree:
     """Return one tree of the nodes of all. Those of the first keep their numbers, their
     order among siblings and their distributions; the others, which must be deterministic,
     follow, each path that is there already being left where it is. `drafters` of the
-    outcome says who proposed a node."""
-    tree = _joined(trees)
-    bad = [non_finite(part).any(1) for part in trees if part.score is not None and part.width]
-    if not bad or not bool((ill := torch.stack(bad).any(0)).any()):
-        return tree
-    # The union keeps no scores: this one says that a part's is NaN.
-    score = torch.zeros(tree.tokens.shape, device=ill.device)
-    return replace(tree, score=score.masked_fill(ill[:, None], torch.nan))
-
-
-def _joined(trees: Sequence[DraftTree]) -> DraftTree:
+    outcome says who proposed a node. A dynamic tree whose scores turn non-finite ends there."""
+    trees = [tree if tree.score is None else cut(tree, non_finite(tree)) for tree in trees]
     first, *others = trees
     device, (count, width) = first.tokens.device, first.tokens.shape
     if not any(other.width for other in others):

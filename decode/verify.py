@@ -6,7 +6,7 @@ target's distribution unchanged (docs/lossless.md has the proof in a few lines).
 drafted tokens x_1 .. x_K, q_k what x_k was drawn from and p_k the target's distribution in its
 place:
 
-    w_0 = 1,  w_k = min(1, w_k-1 p_k(x_k) / q_k(x_k))        the chance that place k is reached
+    w_0 = 1,  w_k = min(1, w_k-1 p_k(x_k) / q_k(x_k))      the probability that place k is reached
     left_k = [w_k p_k+1 - q_k+1]+                             what the failure of x_k+1 leaves
     rest_k = sum(left_k) / (sum(left_k) + 1 - w_k)            the path ends behind x_k with it
     the path ends at the largest k with coin_k < rest_k (w_K behind the last token, 1 before the
@@ -73,17 +73,17 @@ def traversal(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdic
     its probability ends the path. A leaf's distribution is needed only if it ends the path.
     """
     count, n = tree.tokens.shape
-    # By slot, the last column for those that are not there: the chance that a slot is reached, in
-    # whose place comes the chance that it ends the path when its turn comes.
-    chance = torch.zeros(count, n + 2, dtype=torch.float64, device=tree.tokens.device)
-    chance[:, 0] = 1
-    at, judged = chance.view(-1), list[tuple[SiblingGroup, Tensor]]()
-    for group in siblings.groups(tree, distribution, chance):
+    # By slot, the last column for those that are not there: the probability w that a slot is
+    # reached, in whose place comes the one that it ends the path when its turn comes.
+    reached = torch.zeros(count, n + 2, dtype=torch.float64, device=tree.tokens.device)
+    reached[:, 0] = 1
+    at, judged = reached.view(-1), list[tuple[SiblingGroup, Tensor]]()
+    for group in siblings.groups(tree, distribution, reached):
         q, own, rest = group.siblings.q, group.places.own, list[Tensor]()
         below = torch.where(group.valid, group.places.below, n + 1)
         left = q.new_empty(len(q), q.shape[1] + 1)
         for run in group.runs:
-            for start, stop, _ in run[:-1]:  # one child each: its chance asks for no residual
+            for start, stop, _ in run[:-1]:  # one child each: it asks for no residual
                 ratio = residual.first_ratio(group.part(start, stop, 1))
                 at.put_(below[start:stop, 0], (at.take(own[start:stop]) * ratio).clamp_(max=1))
             start, (_, stop, ranks) = run[0][0], run[-1]
@@ -95,10 +95,10 @@ def traversal(tree: DraftTree, distribution: Distribution, rng: Coins) -> Verdic
         group.report(distribution, at.take(own), ends)
         at.put_(torch.where(group.valid[:, 0], own, n + 1), ends)
         judged.append((group, left[:, :-1]))
-    chance[:, 0] = 1  # the root never rejects; rounding must not either
+    reached[:, 0] = 1  # the root never rejects; rounding must not either
     every = torch.arange(count, device=at.device)
     order = tree.layout.postorder.expand(count, n + 1)
-    end = order.gather(1, rng.first(chance.gather(1, order), every, order - 1)[:, None])[:, 0]
+    end = order.gather(1, rng.first(reached.gather(1, order), every, order - 1)[:, None])[:, 0]
     return _verdict(tree, end, _bonus(judged, distribution, rng, end))
 
 

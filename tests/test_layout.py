@@ -152,11 +152,11 @@ EAGLE = (
 )
 READING = {
     "Medusa": (
-        4700,
+        4610,
         (*(f"heads/medusa/{name}.py" for name in ("config", "base", "head")),),
     ),
     "EAGLE": (
-        5480,
+        5380,
         EAGLE,
     ),
 }

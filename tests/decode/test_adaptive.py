@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-import torch
-
 from outrider.decode.adaptive import Adaptive
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
@@ -51,15 +48,6 @@ def test_rows_adapt_alone_and_tokens_stay_exact(target: Target, other: Target) -
             if batch == 1:
                 alone = depths
             assert depths == alone
-
-
-@pytest.mark.parametrize(("cost", "depth"), [(0.05, 4), (0.3, 1)])
-def test_a_row_begins_as_if_three_in_five_were_accepted(cost: float, depth: int) -> None:
-    """The best depth of a constant rate of 0.6: (1 + .6 + .36 + ..) / (1 + cost * depth)."""
-    drafter = Adaptive(NGram(depth=5), cost=cost)
-    drafter.reset(1, 64)
-    drafter.begin([torch.tensor([1, 2])], Sampling())
-    assert drafter.depths().tolist() == [depth]
 
 
 def test_the_distribution_is_exact() -> None:

@@ -4,7 +4,6 @@ that cycle is committed.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +13,8 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.decode.drafters import NoDraft
-from outrider.decode.engine import Request, generate
+from outrider.decode.engine import BatchLimits, Engine, Request, generate
 from outrider.decode.models.tiny import tiny_model
-from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.scorer import Step
 from outrider.decode.target import Target
@@ -33,150 +31,51 @@ def target() -> Target:
     return made
 
 
-class Fixed:
+class Fixed(NoDraft):
     """Proposes the same tree in every cycle."""
 
-    name, shape, taps = "fixed", "tree", ()
     max_nodes, max_depth = 3, 2
 
     def __init__(self, make: Callable[[int], DraftTree]) -> None:
-        self.make, self.rows = make, 0
+        super().__init__()
+        self.make = make
 
-    def reset(self, rows: int, max_len: int) -> None:
-        self.rows = 0
-
-    def begin(self, prompts: list[torch.Tensor], sampling: Sampling) -> None:
-        self.rows += len(prompts)
-
-    def observe(self, *args: Any) -> None: ...
-
-    def select(self, rows: list[int]) -> None:
-        self.rows = len(rows)
-
-    def propose(self, budget: torch.Tensor, sampling: Sampling, rng: Rng) -> DraftTree:
+    def propose(self, *args: Any) -> DraftTree:
         return self.make(self.rows)
-
-
-def watched(
-    target: Target, poison: Callable[[Step], None] | None = None
-) -> tuple[Target, list[Any]]:
-    """A target that notes its cache (first) and every commit (later), and may spoil the logits
-    of a tree pass.
-    """
-    seen: list[Any] = []
-    spoiled = copy.copy(target)
-
-    def new_cache(*args: Any, **kwargs: Any) -> Any:
-        cache = target.new_cache(*args, **kwargs)
-        commit = cache.commit
-        cache.commit = lambda path, length: (seen.append("commit"), commit(path, length))  # type: ignore[method-assign]
-        seen.append(cache)
-        return cache
-
-    def score(*args: Any, **kwargs: Any) -> Step:
-        step = target.score(*args, **kwargs)
-        step = dataclasses.replace(step, logits=step.logits.clone())
-        if poison:
-            poison(step)
-        return step
-
-    spoiled.new_cache, spoiled.score = new_cache, score  # type: ignore[method-assign]
-    return spoiled, seen
 
 
 def refused(
     target: Target,
-    drafter: Any,
+    drafter: NoDraft,
     error: type[Exception],
     words: list[str],
     sampling: Sampling = Sampling(1.0),
-    poison: Callable[[Step], None] | None = None,
 ) -> None:
-    spoiled, seen = watched(target, poison)
-    message: list[Any] = []
-    requested = [Request([3, 4, 5], 12, id=0), Request([6, 7], 12, id=1), Request([8], 12, id=2)]
+    engine = Engine(target, drafter, sampling, BatchLimits(3, 16), eos_ids=())
+    rows = [engine.join(Request(prompt, 12)) for prompt in ([3, 4, 5], [6, 7], [8])]
     with pytest.raises(error) as found:
-        generate(
-            spoiled,
-            drafter,
-            requested,
-            sampling,
-            batch_size=3,
-            eos_ids=(),
-            on_tokens=lambda i, tokens, drafted: message.append(tokens),
-        )
+        engine.step()
     for word in words:
         assert word in str(found.value), str(found.value)
-    assert seen[1:] == [] and seen[0].lengths == [3, 2, 1], "something was committed"
-    assert len(message) == 3 and all(
-        len(tokens) == 1 for tokens in message
-    )  # the prefill's token of each row, no more
+    assert engine.cache.lengths == [3, 2, 1], "something was committed"  # type: ignore[union-attr]
+    assert all(len(row.generation.token_ids) == 1 for row in rows), "more than the prefill's token"
 
 
-def tree(
-    parents: list[int], tokens: list[int], row: int, size: int | None = None
-) -> Callable[[int], DraftTree]:
-    """A chain 1, 2, 3 in every row but `row`."""
-
-    def make(rows: int) -> DraftTree:
-        up, ids = torch.tensor([[-1, 0, 1]] * rows), torch.tensor([[1, 2, 3]] * rows)
-        up[row], ids[row] = torch.tensor(parents), torch.tensor(tokens)
-        sizes = torch.full((rows,), 3)
-        sizes[row] = 3 if size is None else size
-        return DraftTree(ids, up, sizes)
-
-    return make
+def too_many(rows: int) -> DraftTree:
+    return DraftTree.chain(torch.ones(rows, 4, dtype=torch.int64))
 
 
-def sampled(change: Callable[[Proposal], Proposal]) -> Callable[[int], DraftTree]:
-    def make(rows: int) -> DraftTree:
-        distribution = torch.full((rows, 3, VOCAB), 1 / VOCAB)
-        proposal = change(Proposal(distribution, torch.arange(3).expand(rows, 3)))
-        return DraftTree.chain(
-            torch.tensor([[1, 2, 3]] * rows), None, torch.ones(rows, 3, dtype=torch.bool), proposal
-        )
-
-    return make
+def drawn_from_nan(rows: int) -> DraftTree:
+    probs = torch.full((rows, 3, VOCAB), 1 / VOCAB)
+    probs[1, 1, 9] = NAN
+    drawn, row = torch.ones(rows, 3, dtype=torch.bool), torch.arange(3).expand(rows, 3)
+    return DraftTree.chain(torch.tensor([[1, 2, 3]] * rows), None, drawn, Proposal(probs, row))
 
 
-def spoil(row: int, level: int, token: int, value: float) -> Callable[[Proposal], Proposal]:
-    def change(proposal: Proposal) -> Proposal:
-        distribution = proposal.probs.clone()
-        distribution[row, level, token] = value
-        return dataclasses.replace(proposal, probs=distribution)
-
-    return change
-
-
-DRAFTS: list[tuple[Callable[[int], DraftTree], type[Exception], list[str]]] = [
-    (tree([-1, 1, 1], [1, 2, 3], 1), ValueError, ["row 1, node 1", "parent 1"]),
-    (tree([-1, 0, 1], [1, 2, 3], 1, size=4), ValueError, ["row 1", "size 4", "0..3"]),
-    (
-        lambda rows: DraftTree.chain(torch.ones(rows, 4, dtype=torch.int64)),
-        ValueError,
-        ["4 nodes", "budget of 3"],
-    ),
-    (
-        sampled(lambda p: dataclasses.replace(p, row=p.row + 1)),
-        ValueError,
-        ["row 0, node 2", "distribution row 3", "outside 0..2"],
-    ),
-    (
-        sampled(spoil(1, 1, 9, NAN)),
-        UserError,
-        ["row 1, node 1", "holds NaN or infinity", "nothing was committed"],
-    ),
-]
-
-
-@pytest.mark.parametrize(("make", "error", "words"), DRAFTS)
-def test_malformed_drafts(
-    target: Target,
-    make: Callable[[int], DraftTree],
-    error: type[Exception],
-    words: list[str],
-) -> None:
-    refused(target, Fixed(make), error, words)
+def test_malformed_drafts(target: Target) -> None:
+    refused(target, Fixed(too_many), ValueError, ["4 nodes", "budget of 3"])
+    words = ["row 1, node 1", "holds NaN or infinity", "nothing was committed"]
+    refused(target, Fixed(drawn_from_nan), UserError, words)
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -189,15 +88,23 @@ def test_malformed_drafts(
     ],
 )
 def test_bad_logits_of_one_row(
-    target: Target, sampling: Sampling, place: tuple[int, ...], value: float
+    target: Target,
+    sampling: Sampling,
+    place: tuple[int, ...],
+    value: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One of them is not finite, or every token is masked."""
+    score = target.score
 
-    def poison(step: Step) -> None:
-        step.logits[place] = value
+    def poisoned(*args: Any) -> Step:
+        step = score(*args)
+        logits = step.logits.clone()
+        logits[place] = value
+        return dataclasses.replace(step, logits=logits)
 
-    words = ["row 1", str(value), "nothing was committed"]
-    refused(target, NoDraft(), UserError, words, sampling, poison)
+    monkeypatch.setattr(target, "score", poisoned)
+    refused(target, NoDraft(), UserError, ["row 1", str(value), "nothing was committed"], sampling)
 
 
 @pytest.mark.parametrize(
@@ -210,32 +117,21 @@ def test_bad_logits_of_one_row(
         ({"repetition_penalty": 0}, "repetition_penalty=0"),
     ],
 )
-def test_settings_are_refused_before_anything_runs(
-    target: Target, settings: dict[str, Any], word: str
-) -> None:
-    spoiled, seen = watched(target)
+def test_settings_are_refused(target: Target, settings: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=word):
-        generate(
-            spoiled, NoDraft(), [Request([3], 4)], Sampling(**{"temperature": 1.0, **settings})
-        )
-    assert seen == []
+        sampling = Sampling(**{"temperature": 1.0, **settings})
+        Engine(target, NoDraft(), sampling, BatchLimits(1, 8))
 
 
-def test_prompts_outside_the_model(target: Target) -> None:
-    spoiled, seen = watched(target)
+def test_requests_outside_the_model(target: Target) -> None:
     for request, words in (
         (Request([3, VOCAB], 4), f"request 0: token {VOCAB}"),
         (Request([-1], 4), "token -1"),
         (Request([3], 4, uncond=[VOCAB + 5]), f"token {VOCAB + 5}"),
+        (Request([3], 4, id=1 << 63), f"request 0: its id {1 << 63} is no 64-bit number"),
+        (Request([3], 4, id=-(1 << 63) - 1), "is no 64-bit number"),
     ):
         with pytest.raises(UserError, match=words):
-            generate(spoiled, NoDraft(), [request], Sampling())
-    assert seen == []
-
-
-def test_ids_of_requests_are_numbers_of_64_bits(target: Target) -> None:
-    for number in (1 << 63, -(1 << 63) - 1, 10**30):
-        with pytest.raises(UserError, match=f"request 0: its id {number} is no 64-bit number"):
-            generate(target, NoDraft(), [Request([3], 4, id=number)], Sampling(1.0))
+            generate(target, NoDraft(), [request], Sampling(1.0))
     for number in ((1 << 63) - 1, -(1 << 63)):
         generate(target, NoDraft(), [Request([3], 2, id=number)], Sampling(1.0))

@@ -1,5 +1,5 @@
-"""What changes with the length of a text: rotary frequencies, windows of any name, the end of
-the context.
+"""Greedy answers, and what changes with the length of a text: rotary frequencies, windows of any
+name, the end of the context.
 
 Every drafter equals transformers' `generate` token for token, alone and beside ragged
 neighbours.
@@ -21,11 +21,12 @@ from outrider.decode.models import facts
 from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from tests.decode.test_greedy_many import small_tree
+from tests.decode.test_engine import Tree
 from tests.helpers.archs import LONGROPE, SWITCH, build
 
 DOUBLE = torch.float64
 NEW = 30
+SLOW = ["qwen3", "gpt2", "phi3", "mistral"]
 
 
 def phi() -> Any:
@@ -75,7 +76,25 @@ def decoded(
 
 
 def drafters(target: Target, make: Callable[[], Any]) -> list[Drafter]:
-    return [NoDraft(), NGram(), DraftModel(Target(make()), 4), small_tree()]
+    return [NoDraft(), NGram(), DraftModel(Target(make()), 4), Tree()]
+
+
+@pytest.mark.parametrize(
+    "arch",
+    ["llama", "gemma3_text", *(pytest.param(a, marks=pytest.mark.slow) for a in SLOW)],
+)
+def test_greedy_answers_are_those_of_generate(arch: str, request: pytest.FixtureRequest) -> None:
+    """Alone and in eights, with a draft of other weights."""
+    many = request.node.get_closest_marker("slow") is not None
+    lengths = torch.randint(
+        1, 40, (160 if many else 8,), generator=torch.Generator().manual_seed(5)
+    )
+    requested, new = prompts(lengths.tolist()), 16
+    want = written(build(arch, DOUBLE), requested, new)
+    target = Target(build(arch, DOUBLE))
+    for drafter in drafters(target, lambda: build(arch, DOUBLE, seed=1)):
+        for batch_size in (1, 8):
+            assert decoded(target, drafter, requested, batch_size, new) == want, drafter.name
 
 
 # -- rotary frequencies that change at a length
@@ -132,7 +151,7 @@ def test_texts_end_where_dynamic_frequencies_change() -> None:
         w[: SWITCH - len(p)]
         for w, p in zip(written(make(), requested, SWITCH - 5), requested, strict=True)
     ]
-    for drafter in (NGram(), small_tree()):
+    for drafter in (NGram(), Tree()):
         assert decoded(target, drafter, requested, 3) == want, drafter.name
     with pytest.raises(
         UserError, match=f"the prompt has {SWITCH} tokens and the target's context holds {SWITCH}"

@@ -72,11 +72,3 @@ def test_masks_of_drafted_tokens_equal_the_definition(reach: Reach) -> None:
             requested = wanted[:, read - new : read, : end + 1 + read]
             found = torch.ones_like(requested) if made is None else (made == 0)[:, 0]
             assert torch.equal(found, requested), (end, level)
-
-
-def test_one_layer_type_gives_one_mask_and_short_rows_none() -> None:
-    masks = TreeMasks({"sliding_attention": ("window", 4)}, 1, torch.bfloat16, torch.device("cpu"))
-    assert masks([3], DraftTree.empty(1)) is None  # four positions: nothing is out of reach
-    assert isinstance(masks([4], DraftTree.empty(1)), torch.Tensor)
-    assert isinstance(masks([2, 1], DraftTree.empty(2)), torch.Tensor)
-    assert masks([2, 2], DraftTree.empty(2)) is None

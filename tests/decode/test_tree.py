@@ -56,19 +56,6 @@ def test_layout_against_plain_python(parents: list[int]) -> None:
     assert layout.levels == max((len(ancestors(parents, i)) for i in range(n)), default=0)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(parent_lists().filter(lambda p: len(p) >= 6), min_size=2, max_size=4))
-def test_rows_do_not_see_each_other(rows: list[list[int]]) -> None:
-    n = min(map(len, rows))
-    together = TreeLayout.of(torch.tensor([r[:n] for r in rows]))
-    for b, row in enumerate(rows):
-        alone = TreeLayout.of(torch.tensor([row[:n]]))
-        assert torch.equal(together.mask[b], alone.mask[0])
-        assert torch.equal(together.postorder[b], alone.postorder[0])
-        kids = [k for row in together.inner.kids[b].tolist() for k in row if k < n]
-        assert kids == [k for row in alone.inner.kids[0].tolist() for k in row if k < n]
-
-
 def test_static_shape_is_level_by_level_and_cut_by_budget() -> None:
     shape = TreeShape.of([[1], [0, 0], [0], [0, 1], [1, 0], [0, 0, 0]])
     assert shape.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
@@ -207,14 +194,3 @@ def test_well_formed_trees_pass() -> None:
     validate(DraftTree.empty(3), 4)
     with pytest.raises(ValueError, match="budget of 2"):
         validate(tree([1, 2, 1], [-1, -1, 0]), 4, 2)
-
-
-def test_proposal_outside_the_draft_vocabulary_is_zero() -> None:
-    distribution = torch.tensor([[0.25, 0.75]])
-    proposal = Proposal(
-        distribution[None], torch.zeros(1, 1, dtype=torch.int64), torch.tensor([2, 5])
-    )
-    assert proposal.read(distribution, torch.tensor([[0, 2, 5, 7]]), 8).tolist() == [
-        [0, 0.25, 0.75, 0]
-    ]
-    assert proposal.read(distribution, None, 8).tolist() == [[0, 0, 0.25, 0, 0, 0.75, 0, 0]]

@@ -339,9 +339,6 @@ def test_what_cannot_be_joined_costs_one_line(runs: tuple[Path, Target]) -> None
         assert line in str(summary.value) and "\n" not in str(summary.value), spec
 
 
-def test_a_second_drafter_whose_scores_are_nan_is_refused() -> None:
-    """The union keeps no scores: nothing would tell it from one without proposals."""
-    tokens, parents, size = torch.tensor([[3]]), torch.tensor([[-1]]), torch.tensor([1])
-    wild = DraftTree(tokens, parents, size, score=torch.tensor([[torch.nan]]))
-    with pytest.raises(UserError, match="row 0, node 0: its score is NaN"):
-        validate(joined([DraftTree.empty(1), wild]), 8)
+def test_a_second_drafter_whose_scores_are_nan_adds_what_stands_before() -> None:
+    wild = replace(listed([[(3, -1), (4, 0)]], CPU), score=torch.tensor([[0.0, torch.nan]]))
+    assert paths(joined([DraftTree.empty(1), wild]), 0) == {(3,)}
