@@ -32,7 +32,7 @@ if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
-from outrider.conf.errors import UserError, resumable
+from outrider.conf.errors import UserError
 from outrider.conf.schema import entry
 from outrider.decode.models import facts
 from outrider.decode.models.load import load_target
@@ -49,30 +49,23 @@ from outrider.scripts.certificate.controls import run_controls
 from outrider.scripts.certificate.layers import bound, run_layers, verdict
 from outrider.scripts.certificate.setup import open_setup
 from outrider.scripts.common import files
-from outrider.scripts.common.memo import Memo
 from outrider.scripts.common.progress import Steps, by_name, columns
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
 from outrider.scripts.reports import certificate_page
 
 # exit codes of the verdicts, the last two of a server
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3, "passed": 0, "rejected": 1}
-TESTED = ("decode", "heads", "scripts/certificate")  # whose code a certificate is about
-ELSEWHERE = ("target", "overwrite")  # of the keys; certificate.json names the target by hash
-MORE = ("tokens", "alpha", "detect")  # the same certificate, of more or fewer tokens
-# a run goes on under other values of these
-LATER = (*ELSEWHERE, *MORE, "out", "quiet", "seconds", "at_a_time", "timeout", "retries", "key_env")
 
 
 @entry("certify", CertifyConfig)
 def main(cfg: CertifyConfig) -> int:
     """Certify this engine, or check a server. Exit codes: see the file's first lines."""
     if cfg.out:
-        files.unclaimed(Path(cfg.out) / "certificate.json", files.asked(cfg, MORE), cfg.overwrite)
+        files.unclaimed(Path(cfg.out) / "certificate.json", files.asked(cfg), cfg.overwrite)
     if cfg.url:
         return server_checked(cfg)
-    out = Path(cfg.out)
-    with resumable(), files.sole_folder(out):
-        return certified(cfg, out)
+    with files.sole_folder(Path(cfg.out)):
+        return certified(cfg, Path(cfg.out))
 
 
 def fitting(path: str, known: list[Prompt], target: Target) -> list[list[int]]:
@@ -102,19 +95,9 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
     if others := [other for card in cards if (other := trained_for(card, target))]:
         head["trained_for"] = ", ".join(others)
     prompts = fitting(cfg.prompts, known, target)
-    about, plan = about_target(target, cfg.sampling()), cfg.plan()
-    content = {
-        "target": about,
-        "drafter": head,
-        "prompts": files.sha256(Path(cfg.prompts)),
-        "code": files.code_sha256(TESTED, files.ROOT),
-    }
-    memo = Memo(out / "unfinished", _without(cfg, LATER) | content)
-    start = datetime.now(UTC)
+    about, plan, start = about_target(target, cfg.sampling()), cfg.plan(), datetime.now(UTC)
     with Steps(*columns(44), quiet=cfg.quiet) as bar:
-        if memo.resumed:
-            bar.console.print(f"going on with {out / 'unfinished'}", highlight=False)
-        setup = open_setup(target, prompts, plan, by_name(bar), memo)
+        setup = open_setup(target, prompts, plan, by_name(bar))
         layers, controls = run_layers(setup, drafter), run_controls(setup)
     seen = bound(layers, plan.alpha, cfg.detect)
     decision, reasons = verdict(layers, controls, seen, drafter.max_depth > 0)
@@ -124,28 +107,27 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         "reasons": reasons,
         "created": start.isoformat(timespec="seconds"),
         "seconds": round((datetime.now(UTC) - start).total_seconds(), 1),
-        "resumed": memo.resumed,
         "command": files.command(),
-        "asked": files.asked(cfg, MORE),
+        "asked": files.asked(cfg),
         "layers": layers,
         "negative_controls": controls,
         "bound": seen,
         "identities": {"target": about, "drafter": head},
+        "prompts_sha256": files.sha256(Path(cfg.prompts)),
         "shape": {"kind": drafter.shape, "depth": drafter.max_depth, "nodes": drafter.max_nodes},
-        "settings": _without(cfg, ELSEWHERE),
+        "settings": settings(cfg),
         "versions": files.environment(str(target.device)),
     }
     files.write_text(out / "certificate.html", certificate_page.page(certificate))
     files.write_json(out / "certificate.json", certificate)
-    if decision != "undecided":
-        memo.clear()
     certificate_page.table(certificate).show()
     print(f"{out / 'certificate.html'} ({certificate['seconds']:.0f} s)")
     return CODES[decision]
 
 
-def _without(cfg: CertifyConfig, keys: tuple[str, ...]) -> dict[str, Any]:
-    return {key: value for key, value in asdict(cfg).items() if key not in keys}
+def settings(cfg: CertifyConfig) -> dict[str, Any]:
+    """Return the keys as certificate.json holds them; it names the target by hash."""
+    return {key: value for key, value in asdict(cfg).items() if key not in ("target", "overwrite")}
 
 
 def about_target(target: Target, sampling: Sampling) -> dict[str, Any]:
@@ -188,8 +170,8 @@ def server_checked(cfg: CertifyConfig) -> int:
     for note in found["notes"]:
         print(note, file=sys.stderr)
     if cfg.out:
-        about = {"format": 2, "command": files.command(), "asked": files.asked(cfg, MORE)}
-        about["settings"] = _without(cfg, (*ELSEWHERE, "dtype", "device"))
+        about = {"format": 2, "command": files.command(), "asked": files.asked(cfg)}
+        about["settings"] = settings(cfg)
         Path(cfg.out).mkdir(parents=True, exist_ok=True)
         files.write_json(Path(cfg.out) / "certificate.json", about | found)
     return CODES[found["verdict"]]

@@ -25,7 +25,6 @@ from outrider.scripts.certificate.greedy import greedy_layer
 from outrider.scripts.certificate.layers import CASE_LIMIT
 from outrider.scripts.certificate.sampled import sampling_layer
 from outrider.scripts.certificate.setup import CertifySetup
-from outrider.scripts.common.memo import Memo
 
 ENOUGH = 1e-6  # a sample is stopped early once its p falls below
 WARM = 1.0  # at a lower temperature next to nothing is left to chance, and nothing to see
@@ -34,14 +33,8 @@ DRAFTED = 3  # tokens of a draft
 
 def run_controls(setup: CertifySetup) -> list[dict[str, Any]]:
     """Return what came of each, as certificate.json holds it; at T = 0 nothing is sampled."""
-    plan, memo = setup.plan, setup.memo
-    setup = replace(setup, memo=Memo(None))
-    found = [memo.once("control-exact", lambda: _exact(plan.rule))]
-    found.append(memo.once("control-greedy", lambda: _greedy(setup)))
-    if not plan.sampling.greedy:
-        name = f"control-sampling-{plan.tokens}-{plan.alpha}"
-        found.append(memo.once(name, lambda: _sampling(setup)))
-    return found
+    found = [_exact(setup.plan.rule), _greedy(setup)]
+    return found if setup.plan.sampling.greedy else [*found, _sampling(setup)]
 
 
 def _exact(rule: Rule) -> dict[str, Any]:

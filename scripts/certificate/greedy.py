@@ -5,7 +5,6 @@ Rounding is measured, not assumed (scripts/scoring/plain.py).
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -13,18 +12,11 @@ from typing import Any
 import torch
 
 from outrider.decode.drafters import Drafter
-from outrider.decode.engine import Request
-from outrider.decode.target import Target
+from outrider.decode.engine import Generation, Request
+from outrider.decode.sampling import Sampling
 from outrider.scripts.certificate import transforms
-from outrider.scripts.certificate.recorder import recorded
-from outrider.scripts.certificate.setup import (
-    CHUNK,
-    CertificatePlan,
-    CertifySetup,
-    chunks,
-    reference,
-)
-from outrider.scripts.common.progress import named
+from outrider.scripts.certificate.recorder import Recorded, recorded
+from outrider.scripts.certificate.setup import CHUNK, CertificatePlan, CertifySetup, reference
 from outrider.scripts.scoring.plain import Plain
 
 ALONE = 8  # one prompt of so many is decoded by itself: a single row takes ways of its own
@@ -40,37 +32,42 @@ def greedy_layer(setup: CertifySetup, drafter: Drafter, name: str = "greedy") ->
     the reference's is generated again by itself first, since left padding moves the last
     bits of a batch. Besides, and whatever rounding does, every emitted token must be the
     best one (lowest id among equals) of the logits it was verified against. The last
-    answers, one of ALONE, are written in a batch of one. name: of what is kept in
-    `setup.memo`.
+    answers, one of ALONE, are written in a batch of one. name: in the progress.
     """
     plan = replace(setup.plan, sampling=setup.plan.greedy)
     together = len(setup.requests) - math.ceil(len(setup.requests) / ALONE)
-    batches = chunks(setup.requests[:together], CHUNK * plan.batch_size)
+    size = CHUNK * plan.batch_size
+    batches = [setup.requests[i : min(i + size, together)] for i in range(0, together, size)]
     batches += [[request] for request in setup.requests[together:]]
-    write = functools.partial(_written, setup.target, drafter, plan)
-    found = setup.memo.each(name, batches, write, named(setup.on_progress, name))
-    rows = [row for batch in found for row in batch]
+    written: list[Generation] = []
+    other = 0
+    for batch in batches:
+        setup.on_progress(len(written), len(setup.requests), name)
+        run, lines = recorded(setup.target, drafter, batch, plan)
+        written += run.generations
+        pairs = zip(run.generations, lines, strict=True)
+        other += sum(not_best(g, line, plan.sampling) for g, line in pairs)
+    setup.on_progress(len(written), len(written), name)
     divergences = []
-    for request, row, theirs in zip(setup.requests, rows, setup.references, strict=True):
-        if row["tokens"] != theirs:
+    for request, g, theirs in zip(setup.requests, written, setup.references, strict=True):
+        if g.token_ids != theirs:
             alone = reference(setup.plain, [request], plan)[0]
-            if row["tokens"] != alone:
+            if g.token_ids != alone:
                 divergences.append(
-                    divergence(setup.plain, request, row["tokens"], alone, plan, setup.tie)
+                    divergence(setup.plain, request, g.token_ids, alone, plan, setup.tie)
                 )
-    defects = sum(d["kind"] == "defect" for d in divergences)
-    other, why = sum(row["not_best"] for row in rows), ""
+    defects, why = sum(d["kind"] == "defect" for d in divergences), ""
     if defects:
-        why = f"{defects} of {len(rows)} outputs differ from generate beyond rounding"
+        why = f"{defects} of {len(written)} outputs differ from generate beyond rounding"
     if other:
         why = f"{other} emitted tokens are not the best one of the logits they were verified with"
     return {
         "name": "greedy",
         "passed": not why,
         "why": why,
-        "prompts": len(rows),
-        "tokens": sum(len(row["tokens"]) for row in rows),
-        "drafted_tokens": sum(row["drafted"] for row in rows),
+        "prompts": len(written),
+        "tokens": sum(len(g.token_ids) for g in written),
+        "drafted_tokens": sum(sum(g.from_draft) for g in written),
         "rounding_ties": len(divergences) - defects,
         "defects": defects,
         "not_the_verifiers_best": other,
@@ -80,26 +77,17 @@ def greedy_layer(setup: CertifySetup, drafter: Drafter, name: str = "greedy") ->
     }
 
 
-def _written(
-    target: Target, drafter: Drafter, plan: CertificatePlan, requests: list[Request]
-) -> list[dict[str, Any]]:
-    """Return for every answer its tokens, how many were drafted, and how many are not
-    the best ones (lowest id among equals, in the decoder's precision) of the logits that
-    they were verified against."""
-    run, lines = recorded(target, drafter, requests, plan)
-    rows = []
-    for g, line in zip(run.generations, lines, strict=True):
-        kept = torch.stack([logits for _, logits in line])
-        ends = range(len(g.prompt_ids), len(g.prompt_ids) + len(line))
-        past = [[*g.prompt_ids, *g.token_ids][:end] for end in ends]
-        scores = kept if kept.dtype == torch.float64 else kept.float()
-        scores = transforms.processed(scores, plan.sampling, past)
-        best = (scores == scores.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1).tolist()
-        triples = zip(g.token_ids, (token for token, _ in line), best, strict=False)
-        good = sum(own == token == top for own, token, top in triples)
-        bad = len(g.token_ids) - good
-        rows.append({"tokens": g.token_ids, "drafted": sum(g.from_draft), "not_best": bad})
-    return rows
+def not_best(g: Generation, line: Recorded, sampling: Sampling) -> int:
+    """Return how many tokens of an answer are not the best ones (lowest id among equals, in
+    the decoder's precision) of the logits that they were verified against."""
+    scores = torch.stack([logits for _, logits in line])
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    text, start = [*g.prompt_ids, *g.token_ids], len(g.prompt_ids)
+    past = [text[: start + end] for end in range(len(line))]
+    scores = transforms.processed(scores, sampling, past)
+    best = (scores == scores.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1).tolist()
+    triples = zip(g.token_ids, (token for token, _ in line), best, strict=False)
+    return len(g.token_ids) - sum(own == token == top for own, token, top in triples)
 
 
 def divergence(

@@ -40,8 +40,7 @@ FEWEST_DRAFTS = 100  # cycles with a draft below which a sample says little abou
 def run_layers(setup: CertifySetup, drafter: Drafter) -> list[dict[str, Any]]:
     """Return the layers of this drafter and these settings, as certificate.json holds them."""
     plan = setup.plan
-    found = [setup.memo.once("exact", lambda: exact_layer(plan, setup.on_progress))]
-    found.append(greedy_layer(setup, drafter))
+    found = [exact_layer(plan, setup.on_progress), greedy_layer(setup, drafter)]
     if plan.sampling.greedy:
         return found
     return [*found, sampling_layer(setup, drafter).json(plan.alpha)]

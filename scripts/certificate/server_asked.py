@@ -1,5 +1,5 @@
 """Two minutes with a running server: is its temperature the one that was asked for, are its
-answers the model's, do they depend on how many are asked for together? (server_tests.py has
+answers the model's, do they depend on how many are asked for together? (server_judged.py has
 the tests.)
 
 Short answers are asked for, one and several at a time, at two temperatures. Then every
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from outrider.scripts.certificate import server_judged
 from outrider.scripts.certificate.server_places import JudgedAnswer
 from outrider.scripts.common.progress import OnProgress
 from outrider.scripts.scoring.counters import rise
-from outrider.scripts.scoring.server_forms import LLAMACPP, VLLM, Reply, ServerRequest
+from outrider.scripts.scoring.server_forms import VLLM, Reply, ServerRequest
 from outrider.scripts.scoring.servers import SERVE, Address, Endpoint
 
 BEST = 20  # likeliest tokens of a place; engines tell no more by default
@@ -33,6 +34,12 @@ LIMIT = 25  # tokens of an answer
 PROMPTS = 8  # asked again and again: a cache shows
 JUDGING = 4.0  # seconds that are left for the tests
 SEEDS = 1 << 31
+UNTESTED = [
+    f"tokens beyond the {BEST} likeliest of a place, but for how often they come",
+    "weights, template and tokenizer: the server's own log-probabilities stand for the model",
+    "small biases: `tokens` and `seconds` set higher find smaller ones",
+    "greedy answers (temperature=0), penalties, min_p",
+]
 
 
 @dataclass(frozen=True)
@@ -50,26 +57,12 @@ class ServerPlan:
 
 
 @dataclass
-class _Kind:
-    """Answers of one setting and one number of requests. have: tokens so far."""
-
-    level: int
-    temperature: float
-    top_k: int
-    top_p: float
-    have: int = 0
-
-
-@dataclass
 class _Collected:
-    """What came back so far. drafted: draft tokens that the answers themselves tell. ended:
-    the model itself ended an answer."""
+    """What came back so far. drafted: draft tokens that the answers themselves tell."""
 
     answers: list[JudgedAnswer] = field(default_factory=list)
     drafted: int = 0
     notes: set[str] = field(default_factory=set)
-    ended: bool = False
-    late: bool = False
 
 
 def judged(plan: ServerPlan, on_progress: OnProgress) -> dict[str, Any]:
@@ -78,35 +71,29 @@ def judged(plan: ServerPlan, on_progress: OnProgress) -> dict[str, Any]:
     Raises UserError for a server that cannot be asked, or that tells no log-probabilities.
     """
     began = time.monotonic()
-    collected, about = asyncio.run(_ask(plan, began, on_progress))
+    collected, about = asyncio.run(_ask(plan, on_progress))
     found = server_judged.judged(collected.answers, BEST, plan.alpha, plan.seed)
     notes = sorted(collected.notes)
     notes += [f"{name} is not taken into account" for name in found["ignored"]]
     if about["drafted"] == 0:
         notes.append("the server drafted nothing: nothing was tested of speculation")
-    if collected.late:
-        notes.append(f"seconds={plan.seconds:g} were over before {plan.tokens:,} tokens came")
-    return {
-        **found,
-        "server": about,
-        "notes": notes,
-        "untested": _untested(collected, about),
-        "seconds": round(time.monotonic() - began, 1),
-    }
+    if about["drafted"] is None:
+        notes.append("how much was drafted: the server does not tell")
+    seconds = round(time.monotonic() - began, 1)
+    return {**found, "server": about, "notes": notes, "untested": UNTESTED, "seconds": seconds}
 
 
-async def _ask(
-    plan: ServerPlan, began: float, on_progress: OnProgress
-) -> tuple[_Collected, dict[str, Any]]:
+async def _ask(plan: ServerPlan, on_progress: OnProgress) -> tuple[_Collected, dict[str, Any]]:
     collected, server = _Collected(), Endpoint(plan.address)
     before = after = None
     try:
-        async with asyncio.timeout_at(_clock(began + plan.seconds - JUDGING)), server:
+        async with asyncio.timeout(plan.seconds - JUDGING), server:
             before = await server.metrics()
             await _waves(server, plan, collected, on_progress)
             after = await server.metrics()
     except TimeoutError:
-        collected.late = True
+        late = f"seconds={plan.seconds:g} were over before {plan.tokens:,} tokens came"
+        collected.notes.add(late)
     if not collected.answers:
         raise UserError(
             f"seconds: {plan.seconds:g} went by without one whole answer of {server.root}; give "
@@ -116,11 +103,6 @@ async def _ask(
     drafted = (collected.drafted or None) if found is None else found["draft_tokens"]
     about = {"url": plan.address.url, "kind": server.kind, "model": server.model}
     return collected, about | {"drafted": drafted}
-
-
-def _clock(moment: float) -> float:
-    """Return a moment of time.monotonic in the running loop's own time."""
-    return asyncio.get_running_loop().time() + moment - time.monotonic()
 
 
 async def _waves(
@@ -134,24 +116,20 @@ async def _waves(
     texts = [plan.prompts[i % len(plan.prompts)] for i in range(PROMPTS)]
     prompts = await asyncio.gather(*map(server.tokenized, texts))
     hows = ((1.0, CUT, 1.0), (1.0, 0, NUCLEUS), (COOLER, 0, 1.0))
-    kinds = [
-        _Kind(level, plan.temperature * heat, top_k, top_p)
-        for level in plan.levels
-        for heat, top_k, top_p in hows
-    ]
-    number, wave = 0, 0
+    have = dict.fromkeys(itertools.product(plan.levels, hows), 0)  # tokens of each
+    number, wave, answers = 0, 0, collected.answers
     while True:
-        have = sum(kind.have for kind in kinds)
-        on_progress(have, plan.tokens, "tokens")
-        if not (fit := [kind for kind in kinds if kind.level <= plan.tokens - have]):
+        left = plan.tokens - sum(have.values())
+        on_progress(plan.tokens - left, plan.tokens, "tokens")
+        if not (fit := [kind for kind in have if kind[0] <= left]):
             return
-        kind = min(fit, key=lambda k: k.have)
-        limit = min(LIMIT, (plan.tokens - have) // kind.level)
-        stop = _stop(server, kind, collected)
-        some = [prompts[(number + i) % PROMPTS] for i in range(kind.level)]
-        seeds = [(plan.seed * 1_000_003 + number + i) % SEEDS for i in range(kind.level)]
-        how: dict[str, Any] = {"temperature": kind.temperature, "top_k": kind.top_k}
-        how |= {"top_p": kind.top_p, "stop": stop}
+        level, (heat, top_k, top_p) = kind = min(fit, key=lambda kind: have[kind])
+        limit = min(LIMIT, left // level)
+        stop = () if top_k or top_p < 1 else _stop(server, answers)
+        how: dict[str, Any] = {"temperature": plan.temperature * heat, "top_k": top_k}
+        how |= {"top_p": top_p, "stop": stop}
+        some = [prompts[(number + i) % PROMPTS] for i in range(level)]
+        seeds = [(plan.seed * 1_000_003 + number + i) % SEEDS for i in range(level)]
         requests = [ServerRequest(limit, **how, seed=seed) for seed in seeds]
         for prompt, reply in zip(
             some, await asyncio.gather(*map(server.answer, some, requests)), strict=True
@@ -159,26 +137,21 @@ async def _waves(
             tokens = _tokens(server, reply, limit, stop, collected)
             rows = await server.distributions([*prompt, *tokens], len(prompt), BEST)
             rows = [*map(_likeliest, rows, tokens)]
-            collected.answers.append(
-                JudgedAnswer(prompt, tokens, rows, **how, level=kind.level, wave=wave)
-            )
-            kind.have += max(len(tokens), 1)
-        answers = collected.answers
+            answers.append(JudgedAnswer(prompt, tokens, rows, **how, level=level, wave=wave))
+            have[kind] += max(len(tokens), 1)
         if len(answers) >= PROMPTS and not any(answer.tokens for answer in answers):
             raise UserError(
                 f"url: {server.root}: asked {len(answers)} answers; all came back empty; "
                 "give other prompts, or look for a limit or stop word of the server's own"
             )
-        number, wave = number + kind.level, wave + 1
+        number, wave = number + level, wave + 1
 
 
-def _stop(server: Endpoint, kind: _Kind, collected: _Collected) -> tuple[int, ...]:
-    """Return the commonest token so far, where answers without any truncation are to end at
-    it: of vLLM alone it is known that the token stands in the answer."""
-    if server.kind != VLLM or kind.top_k or kind.top_p < 1:
-        return ()
-    seen = Counter(token for answer in collected.answers for token in answer.tokens)
-    return tuple(token for token, _ in seen.most_common(1))
+def _stop(server: Endpoint, answers: Sequence[JudgedAnswer]) -> tuple[int, ...]:
+    """Return the commonest token so far, at which untruncated answers are to end: of vLLM
+    alone it is known that the token stands in the answer."""
+    seen = Counter(token for answer in answers for token in answer.tokens)
+    return tuple(token for token, _ in seen.most_common(1)) if server.kind == VLLM else ()
 
 
 def _tokens(
@@ -198,7 +171,6 @@ def _tokens(
     if set(reply.tokens[:-1]) & set(stop):
         collected.notes.add("stop_token_ids is not taken into account")
     collected.notes.update(reply.ignored)
-    collected.ended |= reply.stopped
     collected.drafted += reply.drafted or 0
     return list(reply.tokens)
 
@@ -208,18 +180,3 @@ def _likeliest(row: dict[int, float], token: int) -> dict[int, float]:
     thousands."""
     best = heapq.nsmallest(BEST, row, key=lambda t: (-row[t], t))
     return {t: row[t] for t in (*best, token) if t in row}
-
-
-def _untested(collected: _Collected, about: dict[str, Any]) -> list[str]:
-    """Return what a short run and a server's own words do not show."""
-    out = [
-        f"tokens beyond the {BEST} likeliest of a place, but for how often they come",
-        "weights, template and tokenizer: the server's own log-probabilities stand for the model",
-        "small biases: `tokens` and `seconds` set higher find smaller ones",
-        "greedy answers (temperature=0), penalties, min_p",
-    ]
-    if about["drafted"] is None:
-        out.append("how much was drafted: the server does not tell")
-    if collected.ended and about["kind"] == LLAMACPP:
-        out.append("the token that ends an answer: the server leaves it out")
-    return out

@@ -53,34 +53,39 @@ class JudgedAnswer:
 class Places:
     """Of tokens that are among the likeliest ones of their places [n]: logs: [n, K]
     log-probabilities at the temperature asked for, given that, the likeliest first, -inf where
-    there is none; ids: [n, K], -1 there; stops: [n, K] bool, those that end the answer; own: index
-    of the token; wave, mate: of its answer, and its number there; answer, place: where it stands;
-    level, temperature: how it was asked for.
+    there is none; ids: [n, K], -1 there; own: index of the token; answer, place: where it stands.
 
-    Of all tokens [N]: beyond: not among the likeliest; most: how probable that was at most; levels.
-    ignored: truncations beyond which an answer's very first token lies, asked for by itself: there
-    the server cuts nothing off.
+    Of all tokens [N]: whole: the answer; beyond: not among the likeliest; most: how probable that
+    was at most. ignored: truncations beyond which an answer's very first token lies, asked for by
+    itself: there the server cuts nothing off.
     """
 
+    answers: Sequence[JudgedAnswer]
     logs: np.ndarray
     ids: np.ndarray
-    stops: np.ndarray
     own: np.ndarray
-    wave: np.ndarray
-    mate: np.ndarray
     answer: np.ndarray
     place: np.ndarray
-    level: np.ndarray
-    temperature: np.ndarray
+    whole: np.ndarray
     beyond: np.ndarray
     most: np.ndarray
-    levels: np.ndarray
     ignored: frozenset[str]
 
+    def of(self, key: str, numbers: np.ndarray | None = None) -> np.ndarray:
+        """Return "level", "temperature" or "wave" of the answers of tokens: [n], or by the
+        numbers of answers."""
+        values = np.array([getattr(answer, key) for answer in self.answers])
+        return values[self.answer if numbers is None else numbers]
+
     @property
-    def log_prob(self) -> np.ndarray:
-        """[n] of the tokens themselves."""
-        return self.logs[np.arange(len(self.own)), self.own]
+    def probs(self) -> np.ndarray:
+        """[n, K] of the likeliest tokens."""
+        return np.exp(self.logs)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[n] numbers of the tokens."""
+        return np.arange(len(self.own))
 
 
 class _Place(NamedTuple):
@@ -105,42 +110,30 @@ def places(answers: Sequence[JudgedAnswer], best: int) -> Places:
         for answer, line in zip(answers, read, strict=True)
         if answer.level == fewest and line and line[0].ends and line[0].beyond
     )
-    found: list[tuple[Ranked, tuple[int, ...]]] = []
-    of_kept: list[tuple[float, ...]] = []
-    of_all: list[tuple[float, ...]] = []
-    mates: dict[int, int] = {}
-    for number, (a, line) in enumerate(zip(answers, read, strict=True)):
-        mate = mates[a.wave] = mates.get(a.wave, -1) + 1
-        for i, place in enumerate(line):
-            cut = place.ends and a.cut not in ignored
-            rounded = ROUNDED if a.top_k else MOVED
-            of_all.append((place.beyond, rounded if cut else place.most, a.level))
-            if place.at >= 0:
-                found.append((place.kept, a.stop))
-                of_kept.append((place.at, a.wave, mate, number, i, a.level, a.temperature))
-    width = max((len(kept) for kept, _ in found), default=1)
+    every = [(number, i, place) for number, line in enumerate(read) for i, place in enumerate(line)]
+    found = [one for one in every if one[2].at >= 0]
+    width = max((len(place.kept) for *_, place in found), default=1)
     ids, logs = np.full((len(found), width), -1), np.full((len(found), width), -np.inf)
-    stops = np.zeros((len(found), width), dtype=bool)
-    for i, (kept, stop) in enumerate(found):
-        ids[i, : len(kept)], logs[i, : len(kept)] = zip(*kept, strict=True)
-        stops[i] = np.isin(ids[i], stop)
-    *whole, temperature = np.array(of_kept, dtype=float).reshape(-1, 7).T
-    own, wave, mates_, number_, at, level = (column.astype(int) for column in whole)
-    beyond, most, levels = np.array(of_all, dtype=float).reshape(-1, 3).T
+    for row, (number, _, place) in enumerate(found):
+        kept = len(place.kept)
+        ids[row, :kept], logs[row, :kept] = zip(*place.kept, strict=True)
+        logs[row] /= answers[number].temperature
+
+    def most(number: int, place: _Place) -> float:
+        answer = answers[number]
+        cut = place.ends and answer.cut not in ignored
+        return (ROUNDED if answer.top_k else MOVED) if cut else place.most
+
     return Places(
-        logs=powered(logs / temperature[:, None], 1.0),
-        ids=ids,
-        stops=stops,
-        own=own,
-        wave=wave,
-        mate=mates_,
-        answer=number_,
-        place=at,
-        level=level,
-        temperature=temperature,
-        beyond=beyond > 0,
-        most=most,
-        levels=levels,
+        answers,
+        powered(logs, 1.0),
+        ids,
+        own=np.array([place.at for *_, place in found], dtype=int),
+        answer=np.array([number for number, *_ in found], dtype=int),
+        place=np.array([i for _, i, _ in found], dtype=int),
+        whole=np.array([number for number, *_ in every], dtype=int),
+        beyond=np.array([place.beyond for *_, place in every], dtype=bool),
+        most=np.array([most(number, place) for number, _, place in every], dtype=float),
         ignored=ignored,
     )
 

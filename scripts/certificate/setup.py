@@ -11,14 +11,13 @@ from outrider.decode.engine import Request, Rule
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.verify import verify
-from outrider.scripts.common.memo import Memo
-from outrider.scripts.common.progress import OnProgress, named, silent
+from outrider.scripts.common.progress import OnProgress, silent
 from outrider.scripts.scoring.plain import Plain
 from outrider.scripts.scoring.reference import hf_generate
 
 SAFETY = 4  # rounding is measured on a few prompts only
 MEASURED = 4  # prompts
-CHUNK = 2  # batches between two saves: with more than one, rows are refilled while others decode
+CHUNK = 2  # batches at once: with more than one, rows are refilled while others decode
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class CertifySetup:
     """target: that the engine decodes with. plain: the same one as Hugging Face runs it. prompts:
     token ids. requests: of the greedy layer, with the reference's answers. gap: what rounding does
     to the distance of two logits, see Plain.rounding; tie: the largest such distance that counts
-    as rounding. memo: keeps what is done."""
+    as rounding."""
 
     target: Target
     plain: Plain
@@ -59,7 +58,6 @@ class CertifySetup:
     references: list[list[int]]
     gap: float
     tie: float
-    memo: Memo
     on_progress: OnProgress
 
 
@@ -68,38 +66,28 @@ def open_setup(
     prompts: Sequence[Sequence[int]],
     plan: CertificatePlan,
     on_progress: OnProgress = silent,
-    memo: Memo | None = None,
 ) -> CertifySetup:
     """Measure rounding and let the reference write its greedy answers."""
     target.probe()
-    plain, memo = Plain(target), memo or Memo(None)
-    gap = memo.once("noise", lambda: plain.rounding(list(prompts[:MEASURED])))
+    plain = Plain(target)
+    gap = plain.rounding(list(prompts[:MEASURED]))
     spread = 1.0 if plan.guidance is None else abs(plan.guidance) + abs(1 - plan.guidance)
     requests = [
         Request(list(prompts[i % len(prompts)]), plan.greedy_tokens, id=i)
         for i in range(plan.greedy_prompts)
     ]
-    # generate cannot batch guided rows
-    batches = chunks(requests, 1 if plan.guidance is not None else plan.batch_size)
-    write, progress = lambda batch: reference(plain, batch, plan), named(on_progress, "reference")
-    written = memo.each("reference", batches, write, progress)
-    answers = [tokens for batch in written for tokens in batch]
+    on_progress(0, len(requests), "reference")
+    answers = reference(plain, requests, plan)
+    on_progress(len(requests), len(requests), "reference")
     tie = SAFETY * gap * spread
-    return CertifySetup(
-        target, plain, plan, prompts, requests, answers, gap, tie, memo, on_progress
-    )
+    return CertifySetup(target, plain, plan, prompts, requests, answers, gap, tie, on_progress)
 
 
 def reference(plain: Plain, requests: list[Request], plan: CertificatePlan) -> list[list[int]]:
-    """Return what Hugging Face `generate` writes for these prompts, in one batch, at T = 0."""
-    size = len(requests)
+    """Return what Hugging Face `generate` writes for these prompts at T = 0."""
+    size = 1 if plan.guidance is not None else plan.batch_size  # it cannot batch guided rows
     with plain.target.as_loaded():
         run = hf_generate(
             plain.target, requests, plan.greedy, batch_size=size, guidance=plan.guidance
         )
     return [generation.token_ids for generation in run.generations]
-
-
-def chunks(requests: list[Request], size: int) -> list[list[Request]]:
-    """Return the requests by `size`."""
-    return [requests[i : i + size] for i in range(0, len(requests), size)]

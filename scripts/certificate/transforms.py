@@ -23,7 +23,6 @@ from torch import Tensor
 
 from outrider.decode.sampling import Sampling
 
-ROWS = 128  # distributions at once
 # of a score, relative: what float32 loses between a logit and the edge of a truncation
 TOLERANCE = 1e-6
 
@@ -71,13 +70,11 @@ def processed(
     """`scores` [R, V] after the repetition penalty, each row by its history."""
     if not sampling.uses_history:
         return scores
-    rows = []
+    penalty, scores = sampling.repetition_penalty, scores.clone()
     for row, history in zip(scores, histories, strict=True):
-        ids, row = torch.tensor([list(history)], device=scores.device), row[None].clone()
-        penalty, seen = sampling.repetition_penalty, ids.unique()
-        row[0, seen] = torch.where(row[0, seen] < 0, row[0, seen] * penalty, row[0, seen] / penalty)
-        rows.append(row)
-    return torch.cat(rows) if rows else scores
+        seen = torch.tensor(sorted(set(history)), device=scores.device)
+        row[seen] = torch.where(row[seen] < 0, row[seen] * penalty, row[seen] / penalty)
+    return scores
 
 
 def _edge(scores: Tensor, sampling: Sampling, off: Tensor | float = 0.0) -> Tensor:

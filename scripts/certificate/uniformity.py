@@ -1,6 +1,5 @@
 """Tests that numbers are independent and uniform, as the transforms of a sound decoder's
-tokens are (transforms.py); what several tests say together; and what so many tokens are
-sure to see.
+tokens are (transforms.py); and what so many tokens are sure to see.
 
 A biased decoder moves mass along an order of the tokens: towards the likelier ones, the
 rarer ones, the lower ids. Where it moves a mass d past one point of the order, the total
@@ -18,9 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-CELLS, PAIR_CELLS = 20, 8  # of the chi-squares
 SMALLEST = 200  # strata below are not tested
 SURE = 0.95  # the probability with which a shift is seen
 DEVIATIONS = 1.645  # its quantile of the normal distribution
@@ -38,13 +35,6 @@ class Test:
     p: float
 
 
-def gamma_tail(shape: float, x: float, above: bool = True) -> float:
-    """Return the probability that a gamma variable of this shape and scale 1 is above x, or
-    at most x."""
-    tail = torch.special.gammaincc if above else torch.special.gammainc
-    return float(tail(*torch.tensor([shape, max(x, 0.0)], dtype=torch.float64)))
-
-
 def kolmogorov(u: np.ndarray) -> tuple[float, float]:
     """D and p of the Kolmogorov-Smirnov test of uniformity (Stephens' finite-n argument)."""
     n = len(u)
@@ -58,64 +48,25 @@ def kolmogorov(u: np.ndarray) -> tuple[float, float]:
     return d, float(np.clip(2 * ((-1.0) ** (k - 1) * np.exp(-2 * (k * at) ** 2)).sum(), 0, 1))
 
 
-def chi_square(table: np.ndarray) -> tuple[float, float]:
-    """Statistic and p of a table each row of which expects equal counts."""
-    expected = table.sum(1, keepdims=True) / table.shape[1]
-    value = float(((table - expected) ** 2 / expected).sum())
-    freedom = len(table) * (table.shape[1] - 1)
-    if not freedom:  # no row was full enough to be asked
-        return value, 1.0
-    return value, gamma_tail(freedom / 2, value / 2)
+def uniformity(u: np.ndarray, stratum: str, order: str) -> list[Test]:
+    """Test one stratum, where it is large enough. order: how the tokens were ordered."""
+    name = f"Kolmogorov-Smirnov, {order}"
+    return [Test(name, stratum, len(u), *kolmogorov(u))] if len(u) >= SMALLEST else []
 
 
-def poisson(count: int, mean: float) -> float:
-    """Probability of at least `count` events where `mean` are expected."""
-    return gamma_tail(count, max(mean, 1e-300), above=False) if count else 1.0
-
-
-def uniformity(u: np.ndarray, stratum: str, order: str = "by probability") -> list[Test]:
-    """Kolmogorov-Smirnov and chi-square on equal cells. order: how the tokens were ordered."""
-    counts = np.histogram(u, bins=CELLS, range=(0, 1))[0]
-    return [
-        Test(f"Kolmogorov-Smirnov, {order}", stratum, len(u), *kolmogorov(u)),
-        Test(f"chi-square, {order}", stratum, len(u), *chi_square(counts[None])),
-    ]
-
-
-def independence(
-    u: np.ndarray, joined: np.ndarray, stratum: str, order: str = "by probability"
-) -> list[Test]:
-    """Two tokens at once, t - 1 and t where joined[t]: each may be right by itself.
-    Correlation, and a chi-square.
+def independence(u: np.ndarray, joined: np.ndarray, stratum: str, order: str) -> list[Test]:
+    """Correlate tokens t - 1 and t where joined[t]: each may be right by itself.
 
     joined[t] may depend on token t - 1 (a cycle goes on because that was accepted), whose
-    transform is then not uniform here: both tests take it as it came and ask whether the
-    second is uniform given it.
+    transform is then not uniform here: it is taken as it came, and the second is asked
+    whether it is uniform given it.
     """
     at = np.flatnonzero(joined[1:]) + 1
     if len(at) < SMALLEST:
         return []
     a, b = u[at - 1] - 0.5, u[at] - 0.5
     z = float((a * b).sum() / math.sqrt((a**2).sum() / 12))
-    table = np.histogram2d(a, b, bins=PAIR_CELLS, range=[[-0.5, 0.5], [-0.5, 0.5]])[0]
-    full = table[table.sum(1) >= 5 * PAIR_CELLS]
-    return [
-        Test(f"correlation, {order}", stratum, len(at), z, math.erfc(abs(z) / math.sqrt(2))),
-        Test(f"chi-square of pairs, {order}", stratum, len(at), *chi_square(full)),
-    ]
-
-
-def objection(tests: Sequence[Test], alpha: float) -> str:
-    """Return what the tests together hold against a sample, "" where they find nothing at
-    `alpha`. tests: the smallest p first."""
-    p = overall(tests)
-    if p >= alpha:
-        return ""
-    worst = tests[0]
-    return (
-        f"{worst.name} of {worst.stratum}: p = {worst.p:.3g}, all tests together {p:.3g} < "
-        f"alpha = {alpha:g}"
-    )
+    return [Test(f"correlation, {order}", stratum, len(at), z, math.erfc(abs(z) / math.sqrt(2)))]
 
 
 def overall(tests: Sequence[Test]) -> float:

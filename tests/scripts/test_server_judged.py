@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from outrider.scripts.certificate import server_judged, server_tests
+from outrider.scripts.certificate import server_judged
 from outrider.scripts.certificate.server_places import (
     JudgedAnswer,
     beyond_at_most,
@@ -67,7 +67,7 @@ def test_the_mean_of_every_bet_is_one() -> None:
             own = np.where(np.arange(len(known.own)) == at, other, known.own)
             mass = math.exp(known.logs[at, other])
             some = dataclasses.replace(known, own=own)
-            for name, ratios in server_tests.alternatives(some).items():
+            for name, ratios in server_judged.alternatives(some).items():
                 total[name] = total.get(name, 0.0) + mass * np.exp(ratios[:, at])
         assert all(np.allclose(mean, 1, atol=1e-9) for mean in total.values())
 
@@ -77,9 +77,9 @@ def test_a_temperature_is_measured() -> None:
     rows = TABLE[rng.integers(VOCAB, size=2000)]
     for b in (0.7, 1.0, 1.6):
         chosen = (powered(rows, b) + rng.gumbel(size=rows.shape)).argmax(1)
-        likely, _ = server_tests.exponent(rows, chosen)
+        likely, _ = server_judged.exponent(rows, chosen)
         assert abs(likely - b) < 0.15
-    assert server_tests.exponent(rows, rows.argmax(1))[0] == math.inf
+    assert server_judged.exponent(rows, rows.argmax(1))[0] == math.inf
 
 
 def test_what_lies_beyond_the_likeliest_is_bounded() -> None:
@@ -137,7 +137,7 @@ def test_what_is_wrong_is_named() -> None:
 
 def test_a_cache_is_named() -> None:
     found = judged(0, cached=True)
-    assert found["verdict"] == "rejected" and server_tests.AGAIN in found["line"]
+    assert found["verdict"] == "rejected" and server_judged.AGAIN in found["line"]
 
 
 def test_a_truncation_that_is_not_taken_is_no_other_distribution() -> None:
@@ -151,7 +151,7 @@ def test_tokens_beyond_top_k_that_only_drafts_bring_are_rejected() -> None:
         return sound(rng, logs, heat, cut if place == 0 else 0, place, level)
 
     found = judged(0, draw)
-    assert found["verdict"] == "rejected" and server_tests.BEYOND in found["line"]
+    assert found["verdict"] == "rejected" and server_judged.BEYOND in found["line"]
 
 
 def test_a_stop_token_that_is_never_kept_is_named() -> None:
