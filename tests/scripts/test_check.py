@@ -10,7 +10,7 @@ import random
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,12 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.decode.draft_model import DraftModel
-from outrider.decode.engine import Cycle
 from outrider.decode.models.load import TargetConfig, load_target
 from outrider.decode.target import Target
 from outrider.heads.names import DraftSpec
 from outrider.scripts.common.files import ROOT
 from outrider.scripts.exporting import contract, contract_check, write
-from outrider.scripts.exporting.contract import Contract, Rounding, Row
-from outrider.scripts.scoring.server_forms import Reply
+from outrider.scripts.exporting.contract import Contract, Row
 from outrider.scripts.scoring.servers import Address
 from tests.helpers.interop import DEEP, deep_target, random_head, target_gguf
 from tests.helpers.servers import odd
@@ -47,10 +45,6 @@ def draft() -> Any:
     return load_target(TargetConfig(kind="tiny", **{**DEEP, "layers": 2}), "float32", "cpu")
 
 
-def copied(wanted: Contract, **changed: Any) -> Contract:
-    return replace(copy.deepcopy(wanted), **changed)
-
-
 def test_a_server_keeps_or_breaks_the_contract(target, draft) -> None:
     wanted = contract.expected(target, DraftModel(draft, 3), PROMPTS, 3, LIMIT)
     with serving(target, draft, depth=3) as url:
@@ -58,12 +52,12 @@ def test_a_server_keeps_or_breaks_the_contract(target, draft) -> None:
         assert found["served"] and found["equal"] == len(PROMPTS), found
         accepted = found["acceptance"]["accepted"]
         assert accepted["server"] == accepted["expected"] and not found["not_compared"]
-        broken = copied(wanted)
+        broken = copy.deepcopy(wanted)
         for row in broken.prompts:
             row.accepted = [min(p, 1) for p in row.proposed]
         found = contract_check.checked(broken, Address(url))
-        assert not found["served"] and found["acceptance"]["position"] == 1
-        broken = copied(wanted)
+        assert not found["served"] and not found["faults"]
+        broken = copy.deepcopy(wanted)
         broken.prompts[1].tokens[4] += 1
         found = contract_check.checked(broken, Address(url))
         assert not found["served"] and "prompt 2: token 5 is" in found["faults"][0]
@@ -114,42 +108,27 @@ def test_a_sound_server_in_bfloat16_keeps_the_contract(seed: int, noise: float) 
     server = noisy("bfloat16", seed), noisy("bfloat16", seed, noise)
     found, said = checked_against(wanted, *server)
     assert found["served"] and not found["faults"], said
-    assert found["equal"] + len(found["near_ties"]) == 8 and "K =" not in said
-    assert found["near_ties"] and found["not_compared"] and "part at near ties (gaps up to" in said
+    assert found["equal"] + found["near_ties"] == 8 and "K =" not in said
+    assert found["near_ties"] and found["not_compared"] and "part at near ties" in said
 
 
 def test_a_target_whose_weights_were_changed_is_found(in_16_bits) -> None:
-    """Each parting may be a near tie by itself: together they are too many, at too large gaps."""
     wanted, _ = in_16_bits
-    changed = noisy("bfloat16", 0, 0.1)
+    changed = noisy("bfloat16", 0, 0.3)
     found, said = checked_against(wanted, changed, noisy("bfloat16", 0, 0.2))
-    assert not found["served"] and (found["faults"] or "16 bits seldom turn" in said), said
+    assert not found["served"] and found["faults"], said
 
 
 def test_another_head_is_found_where_every_answer_parts(in_16_bits) -> None:
     wanted, server = in_16_bits
     found, said = checked_against(wanted, server, noisy("bfloat16", 0, 0.6))
-    assert not found["served"] and not found["faults"] and found["acceptance"]["position"] == 1
-    assert "K =" not in said
+    assert not found["served"] and not found["faults"] and "K =" not in said
 
 
 def test_a_longer_draft_is_named_where_a_step_shows_it(in_16_bits) -> None:
     wanted, server = in_16_bits
     _, said = checked_against(wanted, server, noisy("bfloat16", 0, 0.2), DEPTH + 2)
     assert f"start it with K = {DEPTH}" in said
-
-
-def test_a_stop_token_is_no_accepted_one() -> None:
-    tokens, stop = [5, 6, 7, 8, 9, 1], [1, 2]
-    cycles = [Cycle(3, 2, (), False, 1), Cycle(2, 2, (), False, 4)]
-    counted = contract_check.until_stop(cycles, tokens, stop)
-    assert [(c.proposed, c.accepted, c.start) for c in counted] == [(3, 2, 1), (2, 1, 4)]
-    assert contract_check.until_stop(cycles, [5, 6, 7, 8, 9, 4], stop) == cycles
-    row = Row([3], tokens, "", [3, 2], [2, 2], [[(0, 1.0)]] * 6)
-    wanted = Contract(24, 3, stop, Rounding(0.1, 0.01, 9), [row])
-    said = contract_check.acceptance(wanted, [contract_check.Counts(counted, 5, 3, None)])
-    assert said["equal"] and said["accepted"]["expected"] == 3 and row.cycles(24) == cycles
-    assert contract_check.parting(wanted, row, Reply(tokens[:-1], "", True), 24) is None
 
 
 def test_the_part_of_an_answer_has_the_cycles_that_lead_to_it() -> None:
@@ -159,9 +138,7 @@ def test_the_part_of_an_answer_has_the_cycles_that_lead_to_it() -> None:
     for limit in (2, 7, 19):
         part = contract.expected(target, DraftModel(noisy("float32", 0, 0.2), 3), prompts, 3, limit)
         for row, longer in zip(part.prompts, whole.prompts, strict=True):
-            some = longer.cycles(limit)
-            assert [c.proposed for c in some] == row.proposed
-            assert [c.accepted for c in some] == row.accepted
+            assert longer.counts(limit) == (sum(row.proposed), sum(row.accepted))
 
 
 # --- the file
@@ -176,7 +153,7 @@ def test_a_file_that_is_no_contract(tmp_path: Path) -> None:
             contract.load(tmp_path)
 
 
-HOSTILE = (None, -1, 1.5, 10**400, math.nan, math.inf, "x", {}, [None], [[-1]], {"most": 1})
+HOSTILE = (None, -1, 1.5, 10**400, math.nan, math.inf, "x", {}, [None], [[-1]])
 
 
 def test_a_contract_is_whole_or_refused(tmp_path: Path, target: Target, draft: Target) -> None:
@@ -188,18 +165,16 @@ def test_a_contract_is_whole_or_refused(tmp_path: Path, target: Target, draft: T
     for within, key in (
         *[("", field.name) for field in fields(Contract) if field.name != "format"],
         *[("prompts", field.name) for field in fields(Row)],
-        *[("rounding", field.name) for field in fields(Rounding)],
     ):
         for value in (*HOSTILE, ...):
             broken = wanted.json()
-            part = {"": broken, "prompts": broken["prompts"][0]}.get(within) or broken[within]
+            part = broken["prompts"][0] if within else broken
             if value is ...:
                 del part[key]
             else:
                 part[key] = value
             place.write_text(json.dumps(broken))
-            kept = (key, value) in (("text", "x"), ("most", 1.5), ("usual", 1.5))
-            if kept:
+            if (key, value) in (("text", "x"), ("rounding", 1.5)):
                 contract.load(tmp_path)
                 continue
             with pytest.raises(UserError, match="^expected: .*; export the head again$"):
@@ -207,9 +182,9 @@ def test_a_contract_is_whole_or_refused(tmp_path: Path, target: Target, draft: T
 
 
 def test_lists_that_do_not_go_together(tmp_path: Path) -> None:
-    row = Row([5], [1, 2], "", [2, 1], [1, 0], [[(3, 0.5)]] * 2)
-    value = Contract(8, 2, [0], Rounding(0.1, 0.02, 2), [row, row]).json()
-    for wrong in ({"accepted": [1]}, {"rivals": [[[3, 0.5]]]}, {"rivals": [[]] * 2}):
+    row = Row([5], [1, 2], "", [2, 1], [1, 0], [[3], []])
+    value = Contract(8, 2, [0], 0.1, [row, row]).json()
+    for wrong in ({"accepted": [1]}, {"near": [[3]]}):
         rows = [value["prompts"][0], value["prompts"][1] | wrong]
         (tmp_path / contract.NAME).write_text(json.dumps(value | {"prompts": rows}))
         with pytest.raises(UserError, match=r"prompts\.1"):
@@ -232,8 +207,8 @@ def test_sglang_tells_its_counts_with_every_answer(
     counts: dict[str, Any], served: bool, said: str
 ) -> None:
     """It has no counters that are read."""
-    row = Row([3], [5] * 10, "", [3] * 3, [2] * 3, [[(4, 9.0)]] * 10)
-    wanted = Contract(10, 3, [2], Rounding(0.1, 0.02, 10), [row])
+    row = Row([3], [5] * 10, "", [3] * 3, [2] * 3, [[]] * 10)
+    wanted = Contract(10, 3, [2], 0.1, [row])
     about = {"finish_reason": {"type": "length"}, **counts}
     answer = {"output_ids": [5] * 10, "text": "", "meta_info": about}
     with odd(lambda body: answer, "sglang") as server:
