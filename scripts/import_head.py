@@ -8,10 +8,10 @@ Reads Medusa (vLLM 0.32.0's names and the original ones), EAGLE-1, EAGLE-3, DFla
 speculators folders. Pickles are opened with torch.load(weights_only=True) alone. Missing, unknown
 and ill-shaped tensors are named, all of them.
 
-What files cannot show (layer numbers off by one, fc in another order, a square matrix
-transposed) shows in behaviour: on a few prompts the head drafts as written and under every
-other known convention. Where another one fits, nothing is written and its name is printed: import
-again with convention=NAME.
+What files cannot show (layer numbers off by one, a norm that an engine puts elsewhere) shows in
+behaviour: on a few prompts an EAGLE-3 head drafts as written and under every other known
+convention. Where another one fits, nothing is written and its name is printed: import again
+with convention=NAME.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ class Asked:
         reply, page = self.reply, self.rose.rose
         if reply.drafted is not None and reply.accepted is not None:
             return reply.drafted, reply.accepted, reply.drafts
-        return page and (page["draft_tokens"], page["accepted_tokens"], page["drafts"])
+        if page is None:
+            return None
+        return page["draft_tokens"], page["accepted_tokens"], page["drafts"]
 
 
 def checked(wanted: Contract, address: Address) -> dict[str, Any]:

@@ -9,7 +9,6 @@ uses. A convention fits when it accepts more over the same positions by four sta
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +22,7 @@ from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads import vocab
 from outrider.heads.base import Batch, Head
-from outrider.heads.eagle.head import Eagle1Head, Eagle3Head, EagleHead
-from outrider.heads.medusa.head import MedusaHead
+from outrider.heads.eagle.head import Eagle3Head
 from outrider.scripts.exporting.config import AS_WRITTEN as AS_WRITTEN
 
 SURE = 4.0  # standard errors by which a convention must be better
@@ -44,62 +42,28 @@ class Convention:
     better: float = 0.0
 
 
-def conventions(head: Head) -> dict[str, str]:
-    """Return every other convention that this kind of head occurs in, and what it means."""
-    found = {}
-    if isinstance(head, Eagle3Head):
-        for step, name in ((1, "taps_plus_1"), (-1, "taps_minus_1")):
-            taps = [tap + step for tap in head.taps]
-            if min(taps) >= 0 and max(taps) < head.final:
-                found[name] = f"layers {taps} (hidden_states) instead of {list(head.taps)}"
-        places = range(len(head.taps))
-        for order in list(itertools.permutations(places))[1:] if len(places) <= 3 else []:
-            name = f"fc_{''.join(map(str, order))}"
-            found[name] = f"fc's column blocks in the order {list(order)}"
-        found["attention_halves"] = "the attention reads the feature first, then the embedding"
-        for key in ("norm_output", "norm_before_residual"):
-            found[key] = f"{key} is {str(not getattr(head.cfg, key)).lower()}"
-    elif isinstance(head, Eagle1Head):
-        found["fc_halves"] = "fc reads the feature first, then the embedding"
-    elif isinstance(head, MedusaHead):
-        found["transpose_blocks"] = "the blocks' weights are transposed"
-    net: Any = head.net if isinstance(head, EagleHead) else None
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj") if net else ():
-        rows, columns = getattr(net.layers[0].self_attn, name).weight.shape
-        if rows == columns:
-            found[f"transpose_{name}"] = f"{name} is transposed"
+def conventions(head: Head) -> dict[str, dict[str, Any]]:
+    """Return every other convention that this kind of head occurs in: the keys that it changes."""
+    if not isinstance(head, Eagle3Head):
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for step, name in ((1, "taps_plus_1"), (-1, "taps_minus_1")):
+        taps = [tap + step for tap in head.taps]
+        if min(taps) >= 0 and max(taps) < head.final:
+            found[name] = {"taps": taps}
+    for key in ("norm_output", "norm_before_residual"):
+        found[key] = {key: not getattr(head.cfg, key)}
     return found
 
 
 def read_as(head: Head, convention: str) -> Any:
     """Return a copy of the head read under one of its `conventions`."""
     twin: Any = copy.deepcopy(head)
-    twin._rows = None
-    what, _, how = convention.partition("_")
-    if what == "taps":
-        step = 1 if how == "plus_1" else -1
-        twin.taps = tuple(tap + step for tap in head.taps)
-        twin.cfg = replace(twin.cfg, taps=list(twin.taps))
-    elif what == "fc":
-        _reorder(twin.net.fc, [1, 0] if how == "halves" else [int(place) for place in how])
-    elif what == "attention":
-        for name in ("q_proj", "k_proj", "v_proj"):
-            _reorder(getattr(twin.net.layers[0].self_attn, name), [1, 0])
-    elif what == "norm":
-        value = not getattr(twin.cfg, convention)
-        twin.cfg = replace(twin.cfg, **{convention: value})
-        setattr(twin.net, convention, value)
-    else:
-        blocks = how == "blocks"
-        weight = twin.block_weight if blocks else getattr(twin.net.layers[0].self_attn, how).weight
-        weight.data = weight.data.mT.contiguous()
+    changed = conventions(head)[convention]
+    twin.cfg, twin.taps = replace(twin.cfg, **changed), tuple(changed.get("taps", head.taps))
+    for key in changed.keys() - {"taps"}:
+        setattr(twin.net, key, changed[key])
     return twin
-
-
-def _reorder(linear: Any, order: Sequence[int]) -> None:
-    """Put the column blocks of a matrix into another order."""
-    parts = linear.weight.data.chunk(len(order), 1)
-    linear.weight.data = torch.cat([parts[i] for i in order], 1)
 
 
 @torch.inference_mode()
@@ -142,10 +106,8 @@ def accepted(head: Head, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
             continue
         spot = place[flat]
         hit[level, flat] = logits.argmax(-1) == spot
-        distribution = torch.log_softmax(logits.double(), -1).gather(1, spot.clamp(min=0)[:, None])[
-            :, 0
-        ]
-        logp[level, flat] = torch.where(spot >= 0, distribution, 0.0)
+        own = logits.double().log_softmax(-1).gather(1, spot.clamp(min=0)[:, None])[:, 0]
+        logp[level, flat] = torch.where(spot >= 0, own, 0.0)
         if level == 0:
             first[flat] = True
     chain = hit[0, :-1].double() + (hit[0, :-1] & hit[1, 1:]).double()
@@ -155,17 +117,16 @@ def accepted(head: Head, batch: Batch, target: Target) -> tuple[Tensor, Tensor]:
 def probe(head: Head, batch: Batch, target: Target) -> list[Convention]:
     """As written first, then every other convention, best first."""
     target = with_features(target, batch)
-    base, distribution = accepted(head, batch, target)
+    base, logp = accepted(head, batch, target)
+    written = Convention(AS_WRITTEN, "as the files say", float(base.mean()), float(logp.mean()))
     others = []
-    for name, about in conventions(head).items():
+    for name, changed in conventions(head).items():
         mine, other = accepted(read_as(head, name), batch, target)
-        gain = other - distribution
+        gain = other - logp
         error = float(gain.std()) / max(len(gain), 1) ** 0.5
         better = float(gain.mean()) / max(error, 1e-9)
+        about = ", ".join(f"{key}: {value}" for key, value in changed.items())
         others.append(Convention(name, about, float(mine.mean()), float(other.mean()), better))
-    written = Convention(
-        AS_WRITTEN, "as the files say", float(base.mean()), float(distribution.mean())
-    )
     return [written, *sorted(others, key=lambda r: -r.logp)]
 
 

@@ -303,34 +303,17 @@ def test_conventions_that_only_behaviour_shows_are_named(target) -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 259, (6,), generator=generator).tolist() for _ in range(3)]
     batch = acceptance_probe.answers(target, prompts, 8)
-    for kind in ("eagle1", "eagle3", "medusa"):
-        head = random_head(target, kind)
-        base = acceptance_probe.accepted(head, batch, target)[1]
-        undo = {
-            "taps_plus_1": "taps_minus_1",
-            "taps_minus_1": "taps_plus_1",
-            "fc_120": "fc_201",
-            "fc_201": "fc_120",
-        }
-        names = acceptance_probe.conventions(head)
-        found = acceptance_probe.probe(head, batch, target)
-        assert found[0].logp == float(base.mean()) and {one.name for one in found[1:]} == set(names)
-        for name in names:
-            twin = acceptance_probe.read_as(head, name)
-            back = acceptance_probe.read_as(twin, undo.get(name, name))
-            assert acceptance_probe.accepted(back, batch, target)[1].equal(base), name
-        wanted = {
-            "eagle1": {"fc_halves", "transpose_o_proj"},
-            "medusa": {"transpose_blocks"},
-            "eagle3": {
-                "taps_plus_1",
-                "taps_minus_1",
-                "fc_210",
-                "transpose_o_proj",
-                "attention_halves",
-            },
-        }
-        assert wanted[kind] <= set(names)
+    head = random_head(target, "eagle3")
+    base = acceptance_probe.accepted(head, batch, target)[1]
+    undo = {"taps_plus_1": "taps_minus_1", "taps_minus_1": "taps_plus_1"}
+    names = {*undo, "norm_output", "norm_before_residual"}
+    found = acceptance_probe.probe(head, batch, target)
+    assert found[0].logp == float(base.mean()) and {one.name for one in found[1:]} == names
+    for name in names:
+        twin = acceptance_probe.read_as(head, name)
+        back = acceptance_probe.read_as(twin, undo.get(name, name))
+        assert acceptance_probe.accepted(back, batch, target)[1].equal(base), name
+        assert not acceptance_probe.accepted(twin, batch, target)[1].equal(base), name
 
 
 def test_the_probe_takes_another_convention_only_when_it_is_clearly_better() -> None:
