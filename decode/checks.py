@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
-from outrider.decode.records import Request
+from outrider.decode.generation import Request
 from outrider.decode.tree import DraftTree, Proposal
 
 NON_FINITE = "check the head's weights, and whether its logits overflow in this dtype"

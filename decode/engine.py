@@ -24,8 +24,8 @@ from outrider.conf.errors import UserError
 from outrider.decode import checks, devices
 from outrider.decode.cache import TreeCache
 from outrider.decode.drafters import Drafter
+from outrider.decode.generation import Cycle, DecodedRun, Generation, Request, Timing
 from outrider.decode.guidance import Guided, Pairs
-from outrider.decode.records import Cycle, DecodedRun, Generation, Request, Timing
 from outrider.decode.rng import Coins, Rng
 from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.scorer import Step

@@ -139,7 +139,7 @@ LINES = 60  # of a function, at most
 # may only become fewer.
 ALGORITHM = (
     *("verify", "residual", "siblings", "engine", "tree", "layout", "grow", "sampling"),
-    *("rng", "records", "scorer", "target", "cache", "masks", "attention", "drafters"),
+    *("rng", "generation", "scorer", "target", "cache", "masks", "attention", "drafters"),
 )
 SHARED = (
     *(f"decode/{name}.py" for name in ALGORITHM),

@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from outrider.decode.records import Timing
+from outrider.decode.generation import Timing
 
 FAR = 4.0
 SLICE = 0.02  # seconds that a scheduler gives another program at once; less is any row's noise

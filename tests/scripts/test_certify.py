@@ -21,9 +21,9 @@ from outrider.decode.cache import TreeCache
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Generation, Request, generate
+from outrider.decode.generation import Cycle
 from outrider.decode.grow import Form
 from outrider.decode.models.tiny import tiny_model
-from outrider.decode.records import Cycle
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
