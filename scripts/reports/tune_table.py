@@ -32,18 +32,18 @@ def table(report: dict[str, Any]) -> Table:
 
 def sentences(report: dict[str, Any]) -> list[str]:
     """Return what a reader of the table must know."""
-    chosen = report["chosen"]
+    chosen, drawn = report["chosen"], report["settings"]["temperature"] > 0
     doubts = {row["name"]: row["measured"]["doubts"] for row in report["rows"]}
-    nothing = "Nothing was faster than plain decoding here"
-    nothing = "No speed can be believed here" if doubts[chosen["name"]] else nothing
-    lines = [
-        f"Chosen: {chosen['name']}."
-        if chosen["pays"]
-        else f"{nothing}. The nearest is {chosen['name']}.",
-        f"{report['replayed']} settings were replayed along the target's own answers, "
-        f"{len(report['timed'])} of them timed, these interleaved; brackets: 95 % bootstrap "
-        "over prompts.",
+    said = f"Chosen: {chosen['name']}."
+    if not chosen["pays"]:
+        none = "Nothing was faster than plain decoding here"
+        none = "No speed can be believed here" if doubts[chosen["name"]] else none
+        said = f"{none}. The nearest is {chosen['name']}."
+    return [
+        said,
+        f"{report['replayed']} settings were replayed along the target's own answers"
+        f"{', with greedy drafts' if drawn else ''}, {len(report['timed'])} of them timed, these "
+        "interleaved; brackets: 95 % bootstrap over prompts.",
         *stalls(report["stalls"]),
+        *(doubt(name, why) for name, reasons in doubts.items() for why in reasons),
     ]
-    lines += [doubt(name, why) for name, reasons in doubts.items() for why in reasons]
-    return lines + [str(n) for n in report["notes"]]

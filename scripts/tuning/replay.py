@@ -1,10 +1,11 @@
 """Draft everything once, replay any setting: how many tokens each chain or tree would have had
 accepted.
 
-The target decodes plainly while drafters draft at every position without being verified
-(`Shadow`). Where candidates are deterministic (greedy chains, top-k trees at any temperature,
-n-grams), a cycle that starts at some position accepts just those that agree with the text, so
-the accepted length of every smaller chain or tree follows from one run.
+The target decodes plainly while drafters draft greedily at every position without being verified
+(`Shadow`). A cycle that starts at some position accepts just the candidates that agree with the
+text, so the accepted length of every smaller chain or tree follows from one run. At T > 0 the text
+is drawn: what drawn candidates would have had accepted is not told, but which sizes are worth
+measuring.
 
 A cycle starts where the last one ended, which is not a random position: `walk` steps through
 each text as the engine would, stop token and length limit included.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ class Shadow:
     def begin(self, prompts: list[Tensor], sampling: Sampling) -> None:
         self.device = prompts[0].device
         for drafter in self.inners.values():
-            drafter.begin(prompts, sampling)
+            drafter.begin(prompts, replace(sampling, temperature=0.0))
 
     def observe(self, tokens: Tensor, feats: Tensor | None, n: Tensor, rows: slice) -> None:
         self.length += 1
@@ -97,7 +98,8 @@ class Shadow:
         # The engine counts on no more nodes than this draft has, which is empty.
         rng.reserve(max(drafter.max_nodes for drafter in self.inners.values()))
         for name, drafter in self.inners.items():
-            tree = drafter.propose(torch.full_like(budget, drafter.max_depth), sampling, rng)
+            most = torch.full_like(budget, drafter.max_depth)
+            tree = drafter.propose(most, replace(sampling, temperature=0.0), rng)
             self.drafts[name][self.length] = _draft(tree)
         return DraftTree.empty(1, self.device)
 

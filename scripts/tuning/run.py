@@ -34,7 +34,7 @@ MEASURED = ("tokens_per_second", "speedup", "doubts", "accepted_length", "break_
 
 
 def run(cfg: TuneConfig, target: Target, console: Console) -> dict[str, Any]:
-    """Everything but the files. Raises UserError where nothing can be searched."""
+    """Return the report of a search. Raises UserError where nothing can be searched."""
     sampling = cfg.sampling()
     family = DrafterFamily.of(cfg.drafter, target, sampling, cfg.max_depth, cfg.max_nodes)
     prompts = thinned(load_prompts(cfg.prompts), cfg.num_prompts)
@@ -50,36 +50,28 @@ def run(cfg: TuneConfig, target: Target, console: Console) -> dict[str, Any]:
             timed.append(_timed(one, family, ids, cfg))
             shown(number, len(candidates), "timing")
     timed.sort(key=lambda row: -row["tokens_per_second"])
-    settings = confirmed(timed, cfg.confirm) + family.drawn()
-    if not settings:
-        raise UserError(
-            f"drafter: {cfg.drafter} accepted nothing that could be searched; give more prompts"
-        )
-    named_settings = {str(one): one for one in settings}
-    named_settings["default"] = family.default()
-    scores = measured(named_settings, family, prompts, cfg)
-    rows = {system.name: scores.row(system) for system in scores.systems}
+    settings = {str(one): one for one in confirmed(timed, cfg.confirm)}
+    settings["default"] = family.default()
+    scores = measured(settings, family, prompts, cfg)
     replayed = {row["name"]: row["accepted_length"] for row in timed}
-    table: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "settings": one.to_json(),
-            "kind": one.shape,
-            "default": name == "default",
-            "replayed": replayed.get(name),
-            "measured": {key: rows[name][key] for key in MEASURED},
-        }
-        for name, one in named_settings.items()
-    ]
+    rows: list[dict[str, Any]] = []
+    for system in scores.systems:
+        name, row = system.name, scores.row(system)
+        if name in settings:
+            shape = {"settings": settings[name].to_json(), "kind": settings[name].shape}
+            figures = {key: row[key] for key in MEASURED}
+            rows.append(
+                {"name": name, **shape, "replayed": replayed.get(name), "measured": figures}
+            )
     # a speed in doubt is chosen only where all are
-    believed = [row for row in table if not row["measured"]["doubts"]]
-    ordered = sorted(believed or table, key=lambda row: row["measured"]["tokens_per_second"] or 0)
+    believed = [row for row in rows if not row["measured"]["doubts"]]
+    ordered = sorted(believed or rows, key=lambda row: row["measured"]["tokens_per_second"] or 0)
     chosen, speedup = ordered[-1], ordered[-1]["measured"]["speedup"]
     report = {
         **_made_with(cfg, family, len(prompts)),
         "replayed": len(found),
         "timed": timed,
-        "rows": table,
+        "rows": rows,
         "stalls": scores.stalls(),
         "chosen": {
             "name": chosen["name"],
@@ -153,7 +145,6 @@ def _made_with(cfg: TuneConfig, family: DrafterFamily, prompts: int) -> dict[str
             "num_prompts": prompts,
             "prompts_sha256": files.sha256(Path(cfg.prompts)),
         },
-        "notes": family.notes,
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.conf.errors import UserError
@@ -33,7 +33,6 @@ PRIOR = 60.0  # recorded positions that the head's own calibration is worth
 SUPERSET = 256  # nodes of the static tree that is recorded
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # of chains and dynamic trees
 SIZES = (4, 8, 16, 32, 64, 128)  # nodes of trees
-DRAWN_CHAINS, DRAWN_TREES = (2, 4, 6), (8, 16, 32)  # levels and nodes that are measured
 Texts = dict[str, list[Text]]  # by the shape that was recorded
 
 
@@ -54,8 +53,7 @@ class Candidate:
 @dataclass
 class DrafterFamily:
     """One drafter and what can be set about it. depth, nodes: the most of a draft. kinds:
-    among "chain" and "tree". head: None for n-grams. notes: what the search leaves out, and
-    why.
+    among "chain" and "tree". head: None for n-grams.
     """
 
     target: Target
@@ -64,7 +62,6 @@ class DrafterFamily:
     nodes: int
     kinds: list[str]
     head: Head | None = None
-    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -82,13 +79,7 @@ class DrafterFamily:
             return cls(target, sampling, depth, nodes, ["chain"])
         head = drafting_head(path, target)
         kinds = [kind for kind in ("chain", "tree") if shape in ("", kind)]
-        made = cls(target, sampling, min(depth, head.deepest or depth), nodes, kinds, head)
-        if made.drawn_kinds:
-            made.notes.append(
-                f"each {' and '.join(made.drawn_kinds)} drawn from the drafter's own distribution "
-                "cannot be replayed: a few sizes are measured"
-            )
-        return made
+        return cls(target, sampling, min(depth, head.deepest or depth), nodes, kinds, head)
 
     @property
     def parallel(self) -> bool:
@@ -100,26 +91,6 @@ class DrafterFamily:
         """What the head itself has measured of its acceptance, or what is assumed of it."""
         known = getattr(self.head, "calibration", {})
         return known if known.get("paths") else shapes.assumed(self.depth)
-
-    @property
-    def drawn_kinds(self) -> list[str]:
-        """Those whose candidates are drawn from the drafter's distribution, so that replay
-        cannot say what would be accepted."""
-        if self.head is None or self.sampling.greedy:
-            return []
-        trees = getattr(self.head.cfg, "tree_draw", "fixed") == "sampled"
-        return [kind for kind in self.kinds if kind == "chain" or trees]
-
-    def drawn(self) -> list[DraftSettings]:
-        """Drawn chains and trees of a few sizes: they are measured without a replay."""
-        out = list[DraftSettings]()
-        if "chain" in self.drawn_kinds:
-            out += [DraftSettings("chain", depth=k) for k in within(DRAWN_CHAINS, self.depth)]
-        if "tree" in self.drawn_kinds:
-            value = value_of([], self.calibration)
-            sizes = within(DRAWN_TREES, self.nodes)
-            out += dict.fromkeys(static_settings(value, n, self.depth) for n in sizes)
-        return out
 
     def default(self) -> DraftSettings:
         """Return what the drafter does untuned."""
@@ -139,9 +110,8 @@ class DrafterFamily:
 
     def recorders(self) -> dict[str, Drafter]:
         """Return drafters whose drafts hold those of every setting, by shape."""
-        kinds = [kind for kind in self.kinds if kind not in self.drawn_kinds]
-        made = {"chain": DraftSettings("chain", depth=self.depth)}
-        if self.parallel and kinds:
+        kinds, made = self.kinds, {"chain": DraftSettings("chain", depth=self.depth)}
+        if self.parallel:
             kinds = ["tree"]
             assumed = shapes.assumed(self.depth, SUPERSET)["paths"]
             known = {tuple(p) for p in (*assumed, *self.calibration["paths"])}
@@ -157,7 +127,7 @@ class DrafterFamily:
         """Return what `recorders` draft at every position of the target's plain answers."""
         recorders = self.recorders()
         out: Texts = {name: [] for name in recorders}
-        for i, ids in enumerate(prompts if recorders else ()):
+        for i, ids in enumerate(prompts):
             limit = min(tokens, self.target.context_length - len(ids))
             shadow, request = Shadow(recorders), Request(ids, tokens, id=i * 64)
             run = generate(self.target, shadow, [request], self.sampling, seed=seed)
@@ -175,23 +145,19 @@ class DrafterFamily:
             length = replay.accepted_length(found, kept, settings.depth or 0)
             out.append(Candidate(settings, length))
 
-        chains = texts.get("tree" if self.parallel else "chain")
-        if chains and "chain" in self.kinds:
-            for k in within(DEPTHS, self.depth):
-                add(DraftSettings("chain", depth=k), replay.chain_of(chains, k), chains)
-        trees = texts.get("tree") if "tree" in self.kinds else None
-        if trees and self.parallel:
-            value = value_of(trees, self.calibration)
-            for n in within(SIZES, self.nodes):
-                static = static_settings(value, n, self.depth)
+        chains, trees = texts["tree" if self.parallel else "chain"], texts.get("tree", [])
+        for k in within(DEPTHS, self.depth) if "chain" in self.kinds else ():
+            add(DraftSettings("chain", depth=k), replay.chain_of(chains, k), chains)
+        for n in within(SIZES, self.nodes) if "tree" in self.kinds else ():
+            if self.parallel:
+                static = static_settings(value_of(trees, self.calibration), n, self.depth)
                 add(static, replay.static_of(trees, static.paths or ()), trees)
-        elif trees:
+                continue
             for depth in within(DEPTHS, self.depth):
-                for n in within(SIZES, self.nodes):
-                    one = self.dynamic(depth, n)
-                    width = one.width or 1
-                    if depth <= n <= width + (depth - 1) * width**2:
-                        add(one, replay.dynamic_of(trees, depth, n), trees)
+                one = self.dynamic(depth, n)
+                width = one.width or 1
+                if depth <= n <= width + (depth - 1) * width**2:
+                    add(one, replay.dynamic_of(trees, depth, n), trees)
         return out
 
 
