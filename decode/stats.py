@@ -253,13 +253,3 @@ def position_intervals(
             )
         )
     return out
-
-
-def acceptance_by_drafter(cycles: Iterable[Cycle], drafters: int) -> list[tuple[int, int]]:
-    """For each of a union's drafters: accepted draft tokens that it proposed, and those of
-    them that no other one proposed."""
-    marks = [mark for cycle in cycles for mark in cycle.drafters]
-    return [
-        (sum(mark >> k & 1 for mark in marks), sum(mark == 1 << k for mark in marks))
-        for k in range(drafters)
-    ]

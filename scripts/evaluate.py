@@ -40,10 +40,9 @@ from outrider.conf.errors import UserError, resumable
 from outrider.conf.schema import entry
 from outrider.conf.typed import raise_all
 from outrider.decode.checks import unfit
-from outrider.decode.models import facts, packed
+from outrider.decode.models import facts
 from outrider.decode.models.load import load_target
 from outrider.decode.models.memory import MemoryPlan
-from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads.parity import Parity
 from outrider.scripts.common import files
@@ -96,20 +95,25 @@ def scored(cfg: EvaluateConfig, out: Path) -> int:
     tokens = min(cfg.max_new_tokens, GATE_TOKENS)
     parity = gates(systems, target, prompts, cfg.parity, tokens, cfg.quiet)
     origin = {"format": 1, **files.origin(str(target.device)), "asked": files.asked(cfg)}
-    found = {"parity": {name: gate.json() for name, gate in parity.items()}}
+    identity = asdict(target.identity) if target.identity else {"name": "unknown"}
     reports, lines = [], list[dict[str, Any]]()
     for temperature in cfg.temperatures or [cfg.temperature]:
         at = replace(cfg, temperature=temperature)
-        settings = ContestSettings(at.sampling(), cfg.max_new_tokens, cfg.batch_size, cfg.seed)
-        measured = run_contest(
-            target, prompts, systems, settings, cfg.quiet, memo, f"t{temperature:g}"
-        )
+        sampling = at.sampling()
+        how = ContestSettings(sampling, cfg.max_new_tokens, cfg.batch_size, cfg.seed)
+        name = f"t{temperature:g}"
+        measured = run_contest(target, prompts, systems, how, cfg.quiet, memo, name)
         same = lossless(measured, systems, target) if temperature == 0 else {}
-        result = Scores(measured, systems).report(same)
-        result["skipped"] = [*skipped, *result["skipped"]]
-        about = {"target": described(target, at.sampling()), "settings": settings_of(at)}
-        about["settings"] |= {"num_prompts": len(prompts), "prompts": source}
-        reports.append({**origin, **about, **result, **found})
+        settings = files.asked(at, ("prompts", "suite"))
+        report = {
+            **origin,
+            "target": identity | {"generation_config": facts.ignored(target.model, sampling)},
+            "settings": settings | {"num_prompts": len(prompts), "prompts": source},
+            **Scores(measured, systems).report(same),
+            "parity": {name: gate.json() for name, gate in parity.items()},
+        }
+        report["skipped"] = [*skipped, *report["skipped"]]
+        reports.append(report)
         lines += [{"temperature": temperature, **line} for line in output_lines(measured)]
     report = {**reports[0], "others": reports[1:]}
     write(report, lines, out)
@@ -187,22 +191,6 @@ def kept_in(
     if memo.resumed:
         print(f"going on with what is measured in {place}", file=sys.stderr)
     return memo
-
-
-def described(target: Target, sampling: Sampling) -> dict[str, Any]:
-    """Return what the report says of the target."""
-    identity = target.identity
-    return {
-        **(asdict(identity) if identity else {"name": "unknown"}),
-        "generation_config": facts.ignored(target.model, sampling),
-        "packed": target.packs_weights and packed.takes(target.dtype, target.device),
-    }
-
-
-def settings_of(cfg: EvaluateConfig) -> dict[str, Any]:
-    """Return the keys of a report's `settings`."""
-    left_out = ("prompts", "suite", "quiet", "out", "overwrite")
-    return {key: value for key, value in asdict(cfg).items() if key not in left_out}
 
 
 def write(report: dict[str, Any], lines: list[dict[str, Any]], out: Path) -> None:

@@ -116,22 +116,13 @@ def notes(report: dict[str, Any]) -> list[str]:
             f"NOT LOSSLESS beyond rounding: {', '.join(wrong)}; see `lossless` in report.json."
         )
     for row in rows:
-        lines += _doubts(row) + shares(row)
+        lines += _doubts(row)
     once = [name for name, cell in rows[0]["by_category"].items() if cell["prompts"] == 1]
     if once:
         lines.append(f"Seen once, so without an interval: {', '.join(once)}.")
     if outgrown := len(report["skipped_turns"]):
         lines.append(f"{outgrown} later turns outgrew the context and were left out for all.")
     return lines + [f"skipped {one['name']}: {one['reason']}" for one in report["skipped"]]
-
-
-def shares(row: Row) -> list[str]:
-    """Return who proposed the accepted draft tokens of a union."""
-    parts = [
-        f"{p['accepted']} by {p['name']} ({p['alone']} by it alone)"
-        for p in row.get("by_drafter", ())
-    ]
-    return [f"{row['label']}: accepted draft tokens {', '.join(parts)}."] if parts else []
 
 
 def stalls(found: dict[str, Any]) -> list[str]:

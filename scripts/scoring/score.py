@@ -168,7 +168,7 @@ class Scores:
                 "cycles": sum(map(len, of)),
                 "accepted_length": stats.accepted_length(of).json(),
             }
-        found = {
+        return {
             "tokens": sum(len(a.generation.token_ids) for p in answers for a in answers[p]),
             "cycles": sum(map(len, clean.values())),
             "accepted_length": stats.accepted_length(clean.values()).json(),
@@ -184,13 +184,6 @@ class Scores:
             "accepted_length_all_cycles": stats.accepted_length(every).json(),
             "by_category": by_category,
         }
-        if parts := system.facts.get("parts"):
-            counts = stats.acceptance_by_drafter(itertools.chain(*clean.values()), len(parts))
-            found["by_drafter"] = [
-                {"name": name, "accepted": count, "alone": alone}
-                for name, (count, alone) in zip(parts, counts, strict=True)
-            ]
-        return found
 
     def _speed(self, system: System) -> dict[str, Any]:
         """Return tokens per second, against plain decoding, and what a cycle takes."""

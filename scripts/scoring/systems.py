@@ -112,7 +112,6 @@ def drafting(spec: str, drafter: Drafter, target: Target) -> System:
         nodes,
         run,
         target=target,
-        facts={"parts": [part.name for part in getattr(drafter, "parts", ())]},
     )
 
 

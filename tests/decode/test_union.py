@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
-from outrider.decode import stats
 from outrider.decode.adaptive import Adaptive
 from outrider.decode.checks import validate
 from outrider.decode.draft_model import DraftModel
@@ -20,7 +19,6 @@ from outrider.decode.engine import Request, generate
 from outrider.decode.ngram import NGram, listed
 from outrider.decode.rng import Rng
 from outrider.decode.sampling import Distribution, Sampling
-from outrider.decode.stats import acceptance_by_drafter
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.union import Union, joined
@@ -34,11 +32,6 @@ from outrider.scripts.certificate.engine_distribution import (
     toy_model,
 )
 from outrider.scripts.certificate.enumerator import Case, enumerate_case
-from outrider.scripts.common.prompts import Prompt
-from outrider.scripts.reports.score_table import shares
-from outrider.scripts.scoring.interleaved import ContestSettings, run_contest
-from outrider.scripts.scoring.score import Scores
-from outrider.scripts.scoring.systems import systems_of
 from tests.contract.cases import CASES, moved
 from tests.helpers.training import tiny_target
 
@@ -234,9 +227,6 @@ def test_unions_decode_losslessly_in_any_batch(adaptive: bool) -> None:
         cycles = [c for g in runs[0].generations for c in g.cycles]
         assert all(len(c.drafters) == c.accepted for c in cycles)
         assert all(1 <= mark < 8 for c in cycles for mark in c.drafters)
-        summary = acceptance_by_drafter(cycles, 3)
-        assert all(alone <= count for count, alone in summary)
-        assert sum(c.accepted for c in cycles) <= sum(count for count, _ in summary)
 
 
 class Sometimes(TableDrafter):
@@ -304,26 +294,6 @@ def test_a_union_is_resolved_by_name(runs: tuple[Path, Target]) -> None:
     named = [f"{folder}/eagle3@tree", f"{folder}/medusa", "ngram@tree:6"]
     assert [part.name for part in union.parts] == named
     assert [f.parent.name for f in drafter_folders(parse(spec))] == ["eagle3", "medusa"]
-
-
-def test_the_table_tells_who_proposed_what_was_accepted(runs: tuple[Path, Target]) -> None:
-    folder, target = runs
-    spec = f"{folder}/medusa@tree+ngram@tree"
-    systems = systems_of(["none", spec], target)
-    assert systems[1].label == "medusa@tree+ngram@tree"
-    prompts = [Prompt("1", "chat", ["abcabcabcabc"]), Prompt("2", "chat", ["aaaaaaaaaaa"])]
-    settings = ContestSettings(Sampling(), 24, 1, 0)
-    measured = run_contest(target, prompts, systems, settings, True)
-    row = Scores(measured, systems).row(systems[1])
-    mine = [a.generation for a in measured.answers if a.drafter == spec]
-    cycles = [stats.split(g).clean for g in mine]
-    accepted = sum(c.accepted for part in cycles for c in part)
-    assert [part["name"] for part in row["by_drafter"]] == [f"{folder}/medusa@tree", "ngram@tree"]
-    counts = [(part["accepted"], part["alone"]) for part in row["by_drafter"]]
-    assert accepted > 0 and sum(c for c, _ in counts) >= accepted >= sum(a for _, a in counts)
-    assert "by_drafter" not in Scores(measured, systems).row(systems[0])
-    (line,) = shares({**row, "label": "m"})
-    assert f"by {folder}/medusa@tree (" in line and "by ngram@tree (" in line
 
 
 def test_what_cannot_be_joined_costs_one_line(runs: tuple[Path, Target]) -> None:
