@@ -2,11 +2,10 @@
 
     python scripts/tune.py target=smollm2 drafter=runs/eagle3 out=reports/tune-eagle3
 
-Drafts once along the target's plain answers, replays chains and trees of many sizes on what was
-drafted, times a cycle of those that may pay, interleaves the best few with plain decoding, and
-writes the fastest into the head's folder (decode.json), where evaluate, chat and export read it;
-nothing is written where none is faster than plain decoding. OUT gets tune.json, which
-overwrite=true alone replaces where it is of something else.
+Times chains and trees of many sizes, interleaves the fastest few with plain decoding, and writes
+the fastest into the head's folder (decode.json), where evaluate, chat and export read it; nothing
+is written where none is faster than plain decoding. OUT gets tune.json, which overwrite=true alone
+replaces where it is of something else.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from outrider.scripts.tuning.config import TuneConfig
 
 @entry("tune", TuneConfig)
 def main(cfg: TuneConfig) -> None:
-    """Replay, time, measure, write."""
+    """Try, measure, write."""
     out = Path(cfg.out)
     with files.sole_folder(out):
         files.unclaimed(out / "tune.json", files.asked(cfg, ["write"]), cfg.overwrite)

@@ -10,7 +10,6 @@ from outrider.scripts.reports.table import Columns, Table, interval, number, rat
 COLUMNS: Columns = (
     ("settings", lambda row: row["name"]),
     ("accepted length", lambda row: interval(row["measured"]["accepted_length"])),
-    ("replayed", lambda row: number(row["replayed"])),
     ("tokens/s", lambda row: number(row["measured"]["tokens_per_second"], 1)),
     ("speedup", lambda row: ratio(row["measured"]["speedup"], row["measured"]["doubts"])),
     ("breaks even at", lambda row: even(row["measured"]["break_even"])),
@@ -32,7 +31,7 @@ def table(report: dict[str, Any]) -> Table:
 
 def sentences(report: dict[str, Any]) -> list[str]:
     """Return what a reader of the table must know."""
-    chosen, drawn = report["chosen"], report["settings"]["temperature"] > 0
+    chosen = report["chosen"]
     doubts = {row["name"]: row["measured"]["doubts"] for row in report["rows"]}
     said = f"Chosen: {chosen['name']}."
     if not chosen["pays"]:
@@ -41,9 +40,8 @@ def sentences(report: dict[str, Any]) -> list[str]:
         said = f"{none}. The nearest is {chosen['name']}."
     return [
         said,
-        f"{report['replayed']} settings were replayed along the target's own answers"
-        f"{', with greedy drafts' if drawn else ''}, {len(report['timed'])} of them timed, these "
-        "interleaved; brackets: 95 % bootstrap over prompts.",
+        f"{len(report['tried'])} settings were tried, the fastest of them interleaved with plain "
+        "decoding; brackets: 95 % bootstrap over prompts.",
         *stalls(report["stalls"]),
         *(doubt(name, why) for name, reasons in doubts.items() for why in reasons),
     ]
