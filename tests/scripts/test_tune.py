@@ -84,9 +84,6 @@ def test_the_choice_is_written_where_it_pays_and_obeyed(
     said = capsys.readouterr().out
     assert ("written:" in said) == ("nothing is written" not in said) == pays
     if pays:
-        (head / DECODE).write_text(
-            json.dumps({**json.loads((head / DECODE).read_text()), "pays": True})
-        )
         left, best = json.loads((head / DECODE).read_text()), report["chosen"]["settings"]
         assert left["best"] == best and {"chain", "tree"} <= set(left)
         size = best.get("depth" if best["shape"] == "chain" else "nodes")
