@@ -14,11 +14,8 @@ how to serve and what to look at.
 
 from __future__ import annotations
 
-import copy
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # else scripts/ comes first and shadows libraries
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -30,7 +27,6 @@ from outrider.conf.schema import entry
 from outrider.decode.models.load import DTYPES, load_target
 from outrider.decode.target import Target
 from outrider.heads import tuned
-from outrider.heads.base import Head
 from outrider.heads.checkpoint import load_head, read_card, staged
 from outrider.heads.folders import find_head, is_plain
 from outrider.heads.interop import ENGINE, MANIFEST, architecture, refusals
@@ -68,14 +64,14 @@ def main(cfg: ExportConfig) -> int:
         raise UserError(f"format={cfg.format}: {'; '.join(refused)}")
     if gone := ENGINE[cfg.format].gone(head.kind):
         print(gone, flush=True)
-    head, prompts = first_heads(head, cfg.heads), check_prompts(cfg, target)
+    prompts = check_prompts(cfg, target)
     imported = card["extra"].get("imported")
     stored = imported.get("dtype") if isinstance(imported, dict) else None
     dtype = cfg.dtype or (stored if stored in DTYPES and cfg.format != "gguf" else "float32")
+    depth, run = export_card.usual_depth(head, tuned.read(source)), export_card.run_record(source)
     about = export_card.About(
-        cfg.format, head, card, name, architecture(target), tuned.read(source), out, dtype=dtype
+        cfg.format, head, card, name, architecture(target), out, depth, run, dtype
     )
-    about.run = export_card.run_record(source)
     with staged(out) as stage:
         twin, check = write_head(
             stage, cfg.format, head, target, name, prompts, dtype, cfg.tokenizer_from
@@ -83,19 +79,10 @@ def main(cfg: ExportConfig) -> int:
         about.check = check.json()
         chain = twin.drafter(target, DraftSpec(shape="chain"))
         asked = [ids.tolist() for ids in prompts]
-        wanted = contract.expected(target, chain, asked, about.depth, cfg.max_new_tokens)
+        wanted = contract.expected(target, chain, asked, depth, cfg.max_new_tokens)
         files.write_json(stage / contract.NAME, wanted.json())
         files.write_text(stage / "README.md", export_card.page(about))
-        manifest = export_card.manifest(
-            stage,
-            engine_format=cfg.format,
-            kind=head.kind,
-            dtype=dtype,
-            target=card.get("target"),
-            check=about.check,
-            **export_card.head_facts(about),
-        )
-        files.write_json(stage / MANIFEST, manifest)
+        files.write_json(stage / MANIFEST, export_card.manifest(stage, about))
     print(
         f"{out}: {cfg.format} export; read again, it drafts as the head does: {check.prompts} "
         f"prompts, {check.tokens} drafted positions; how to serve it: {out / 'README.md'}"
@@ -116,24 +103,6 @@ def check_prompts(cfg: ExportConfig, target: Target) -> list[torch.Tensor]:
     some = thinned(load_prompts(cfg.prompts), cfg.num_prompts)
     room = min(PROMPT_TOKENS, target.context_length // 2)
     return [torch.tensor(question_ids(target.tokenizer, p.turns[0])[-room:]) for p in some]
-
-
-def first_heads(head: Head, count: int | None) -> Head:
-    """Return a copy of a Medusa head with its first `count` heads."""
-    if count is None:
-        return head
-    if head.kind != "medusa":
-        raise UserError(f"heads: {count} is for Medusa heads, this is {head.kind}; leave it out")
-    if count > head.cfg.heads:
-        raise UserError(
-            f"heads: {count}, but there are {head.cfg.heads}; give {head.cfg.heads} or fewer"
-        )
-    small: Any = copy.deepcopy(head)
-    small.cfg = replace(head.cfg, heads=count)
-    for name in ("block_weight", "block_bias", "proj"):
-        if (weight := getattr(small, name)) is not None:
-            weight.data = weight.data[:count].clone()
-    return small  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

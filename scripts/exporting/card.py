@@ -24,8 +24,8 @@ SHOWN = ("batches", "draft vocabulary", "target", "commit")  # of the training, 
 @dataclass
 class About:
     """All that card and manifest tell. card: of the head's folder. name, architecture: of the
-    target. settings: what tune chose. run: what training said of itself. check: the
-    self-check's figures. dtype: as written.
+    target. depth: K of the serve command. run: what training said of itself. dtype: as written.
+    check: the self-check's figures.
     """
 
     format: str
@@ -33,22 +33,22 @@ class About:
     card: dict[str, Any]
     name: str
     architecture: str
-    settings: Tuned | None
     out: Path
-    run: dict[str, Any] = field(default_factory=dict)
+    depth: int
+    run: dict[str, Any]
+    dtype: str
     check: dict[str, Any] = field(default_factory=dict)
-    dtype: str = ""
 
-    @property
-    def depth(self) -> int:
-        """K of the serve command: all levels that a head has, where it has no more; what tune
-        chose for a chain; else K as trained."""
-        deepest = getattr(self.head, "deepest", None)
-        if deepest and deepest <= self.head.levels:
-            return int(self.head.levels)
-        chain = self.settings.chain if self.settings is not None else None
-        tuned = int(chain.depth or 0) if chain is not None else 0
-        return tuned or trained_depth(asdict(self.head.cfg)) or int(self.head.levels)
+
+def usual_depth(head: Any, settings: Tuned | None) -> int:
+    """Return K of the serve command: all levels that a head has, where it has no more; what tune
+    chose for a chain; else K as trained."""
+    deepest = getattr(head, "deepest", None)
+    if deepest and deepest <= head.levels:
+        return int(head.levels)
+    chain = settings.chain if settings is not None else None
+    tuned = int(chain.depth or 0) if chain is not None else 0
+    return tuned or trained_depth(asdict(head.cfg)) or int(head.levels)
 
 
 def trained_depth(saved: dict[str, Any]) -> int:
@@ -149,28 +149,23 @@ def run_record(source: Path) -> dict[str, Any]:
     return {}
 
 
-def head_facts(about: About) -> dict[str, Any]:
-    """Return what the manifest says of a head."""
-    ids = about.head.ids()
-    return {
-        "source": {
-            "card_sha256": about.card["sha256"],
-            "weights_sha256": about.card["weights"]["sha256"],
-        },
-        "vocabulary_map": {"tokens": 0 if ids is None else int(ids.numel())},
-        "draft_tokens": about.depth,
-        "folder": str(about.out),  # as the lines of `serve` name it
-        "serve": [{"engine": engine, "command": line} for engine, line in serve(about)],
-        "training": {k: about.run[k] for k in ("data", *SHOWN) if k in about.run},
-    }
-
-
-def manifest(stage: Path, **about: Any) -> dict[str, Any]:
+def manifest(stage: Path, about: About) -> dict[str, Any]:
     """outrider.json: what it is, from what it was made, and the sha256 of every file beside it."""
     environment, names = files.environment(), sorted(p.name for p in stage.iterdir())
     return {
         "format": 1,
-        **about,
+        "engine_format": about.format,
+        "kind": about.head.kind,
+        "dtype": about.dtype,
+        "target": about.card.get("target"),
+        "source": {
+            "card_sha256": about.card["sha256"],
+            "weights_sha256": about.card["weights"]["sha256"],
+        },
+        "draft_tokens": about.depth,
+        "folder": str(about.out),  # as the lines of `serve` name it
+        "serve": [{"engine": engine, "command": line} for engine, line in serve(about)],
+        "check": about.check,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": files.command(),
         "commit": environment["commit"],

@@ -35,9 +35,6 @@ class ExportConfig:
     # float32, bfloat16 or float16, with format=gguf also q8_0; bfloat16 holds a bfloat16 target's
     # weights as they are, which float16 rounds; null = as the head was imported, else float32
     dtype: str | None = None
-    # Medusa: export the first so many heads (vLLM, up to 0.32.0, drafts with all that it is
-    # given); null = all
-    heads: OneOrMore | None = None
     # name or folder by which the engine loads the target; empty = its repository, else its
     # folder
     verifier: str = ""

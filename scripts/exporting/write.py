@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.conf.disk import check_space, size
+from outrider.conf.errors import UserError, first_line
 from outrider.decode.models.load import torch_dtype
 from outrider.decode.target import Target
 from outrider.heads.base import Head
@@ -54,9 +52,10 @@ def write_head(
     if isinstance(head, SmallLM):
         return head, _write_plain(stage, head, prompts, kind)
     config, tensors = LAYOUTS[format, head.kind].write(head, target, name, kind)
-    print(_weight(tensors, head, target, dtype), flush=True)
-    fix = f"set {fewer}" if (fewer := smaller(head, dtype)) else "give another folder"
-    check_space("out", stage.parent, ROOM * sum(t.nbytes for t in tensors.values()), fix)
+    whole = sum(tensor.nbytes for tensor in tensors.values())
+    print(f"weights: {size(whole)} in {dtype}", flush=True)
+    fix = "set dtype=bfloat16" if dtype == "float32" else "give another folder"
+    check_space("out", stage.parent, ROOM * whole, fix)
     files.write_json(stage / "config.json", config)
     save(tensors, stage / WEIGHTS)
     twin = rounded(head, lambda weight: weight.to(kind).float())
@@ -70,8 +69,7 @@ def _write_plain(
 ) -> ExportCheck:
     """Return a separate draft as an ordinary transformers folder."""
     head.dtype, kept = dtype, head.dtype
-    with full_disk(stage / WEIGHTS):
-        head.write(stage, finished=True)
+    head.write(stage, finished=True)
     head.dtype = kept
     twin = head.plain().cpu()
     for weight in twin.parameters():
@@ -80,42 +78,11 @@ def _write_plain(
     return check_model(lambda ids: read.eval()(ids[None]).logits[0, -1], twin, prompts)
 
 
-@contextlib.contextmanager
-def full_disk(path: Path) -> Iterator[None]:
-    """Raise an OSError for one that safetensors hides in its words."""
-    try:
-        yield
-    except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))
-        if found is None:
-            raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
-
-
 def save(tensors: dict[str, Tensor], path: Path) -> None:
     """A safetensors file that everybody may read, with the metadata that transformers asks
-    for. Raises OSError when the disk refuses."""
-    with full_disk(path):
+    for. Raises UserError when the disk refuses."""
+    try:
         save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"out: {path}: {first_line(error)}; give another folder") from None
     path.chmod(0o644)
-
-
-def smaller(head: Head, dtype: str) -> str:
-    """Return keys that make the export of a head smaller, with "or" between them."""
-    keys = ["dtype=bfloat16"] if dtype == "float32" else []
-    if head.kind == "medusa" and head.cfg.heads > 1:
-        keys.append(f"heads={head.cfg.heads - 1} or fewer")
-    return " or ".join(keys)
-
-
-def _weight(tensors: dict[str, Tensor], head: Head, target: Target, dtype: str) -> str:
-    """Return what a file weighs, beside the target: every Medusa head projects onto the
-    whole vocabulary, also one that was trained on a part of it."""
-    whole = sum(tensor.nbytes for tensor in tensors.values())
-    numbers = sum(tensor.numel() for tensor in tensors.values())
-    share = numbers / sum(p.numel() for p in target.model.parameters())
-    fix = smaller(head, dtype)
-    return (
-        f"weights: {size(whole)} in {dtype}, {share:.2f} times the target's own numbers, which the "
-        f"engine keeps in memory{fix and f'; smaller: {fix}'}"
-    )

@@ -12,7 +12,7 @@ import torch
 from outrider.conf.errors import UserError
 from outrider.heads.interop import read_folder, read_head, refusals
 from outrider.scripts.exporting import loaders
-from outrider.scripts.exporting.card import About
+from outrider.scripts.exporting.card import usual_depth
 from outrider.scripts.exporting.self_check import ExportCheck, check_head, rounded
 from tests.helpers.engine_schemas import SCHEMAS, violations
 from tests.helpers.interop import PAIRS, change, deep_target, folder, random_head
@@ -128,10 +128,9 @@ def test_a_config_that_means_something_else_is_caught(
         checked(path, format, head, target, prompts)
 
 
-def test_a_window_does_not_choose_how_much_an_engine_drafts(target, tmp_path: Path) -> None:
+def test_a_window_does_not_choose_how_much_an_engine_drafts(target) -> None:
     head = random_head(target, "eagle3", sliding_window=40, steps=6, depth=4)
-    about = About("vllm", head, {}, "", "", None, tmp_path)
-    assert about.depth == 6 and head.deepest == 39
+    assert usual_depth(head, None) == 6 and head.deepest == 39
 
 
 def test_engines_own_defaults_never_decide(target, tmp_path: Path) -> None:
