@@ -86,10 +86,8 @@ def _where(which: Published) -> dict[str, Any]:
 
 
 def _on_disk(which: Published) -> dict[str, Any]:
-    """Return the files of `path`, or what bears the set's name in it: a file, or a folder's
-    files that are named, else its part of that name or the only one."""
-    import datasets
-
+    """Return the file `path`, or what bears the set's name in that folder, or the folder as it
+    was downloaded."""
     place = Path(which.path).expanduser().absolute()  # "." has no name, which the library wants
     if place.is_dir():
         place = next(iter(copies(which, place)), place)
@@ -100,15 +98,10 @@ def _on_disk(which: Published) -> dict[str, Any]:
     # Files by their folder: by the name of their form the library would report the use of it.
     if place.is_file():
         return {"path": str(place.parent), "data_files": place.name, "split": "train"}
-    if which.files and any(place.glob(which.files)):
+    if which.files:
         return {"path": str(place), "data_files": which.files, "split": "train"}
-    configs = datasets.get_dataset_config_names(str(place))
-    config = which.config if which.config in configs else None
-    parts = datasets.get_dataset_split_names(str(place), config)
-    if which.split not in parts and len(parts) != 1:
-        raise UserError(
-            f"{which.word}: {which.name}: {place} has the parts {', '.join(parts)} and no "
-            f"{which.split}; give {which.place}=FILE"
-        )
-    split = which.split if which.split in parts else parts[0]
-    return {"path": str(place), "name": config, "split": split}
+    import datasets
+
+    known = datasets.get_dataset_config_names(str(place))  # a copy may have one part alone
+    name = which.config if which.config in known else None
+    return {"path": str(place), "name": name, "split": which.split}
