@@ -38,11 +38,7 @@ from outrider.decode.models import facts
 from outrider.decode.models.load import load_target
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.heads import hub
-from outrider.heads.checkpoint import read_card, trained_for
-from outrider.heads.drafters import drafter_folder, drafter_folders, resolve_drafter
-from outrider.heads.folders import head_folder
-from outrider.heads.names import parse
+from outrider.heads.drafters import resolve_drafter
 from outrider.scripts.certificate import server_asked
 from outrider.scripts.certificate.config import CertifyConfig
 from outrider.scripts.certificate.controls import run_controls
@@ -52,6 +48,7 @@ from outrider.scripts.common import files
 from outrider.scripts.common.progress import Steps, by_name, columns
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
 from outrider.scripts.reports import certificate_page
+from outrider.scripts.scoring.systems import facts_of
 
 # exit codes of the verdicts, the last two of a server
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3, "passed": 0, "rejected": 1}
@@ -84,16 +81,12 @@ def fitting(path: str, known: list[Prompt], target: Target) -> list[list[int]]:
 def certified(cfg: CertifyConfig, out: Path) -> int:
     """Run every layer, write, say the verdict: the exit code."""
     known = load_prompts(Path(cfg.prompts))
-    head = about_drafter(cfg.drafter)
     target = load_target(cfg.target, cfg.dtype, cfg.device)
     cfg.sampling().check_vocab(target.vocab_size)
     for line in facts.notes(target, cfg.sampling()):
         print(line, file=sys.stderr)
     drafter = resolve_drafter(cfg.drafter, target)
-    folders = [head_folder(part) for part in parse(cfg.drafter).each]
-    cards = [read_card(folder) for folder in folders if folder is not None]
-    if others := [other for card in cards if (other := trained_for(card, target))]:
-        head["trained_for"] = ", ".join(others)
+    head = {"name": cfg.drafter, **facts_of(cfg.drafter, target)}
     prompts = fitting(cfg.prompts, known, target)
     about, plan, start = about_target(target, cfg.sampling()), cfg.plan(), datetime.now(UTC)
     with Steps(*columns(44), quiet=cfg.quiet) as bar:
@@ -139,26 +132,6 @@ def about_target(target: Target, sampling: Sampling) -> dict[str, Any]:
         "generation_config": facts.ignored(target.model, sampling),
         "probed_tokens": target.probe().tested,
     }
-
-
-def about_drafter(spec: str) -> dict[str, Any]:
-    """Return the name as given and, for a trained head or a model, the hash of every file
-    it is loaded from.
-
-    Raises UserError where there is no such drafter.
-    """
-    draft = parse(spec)
-    if not drafter_folders(draft):
-        return {"name": spec}
-    found: dict[str, str] = {}
-    for part in draft.each:
-        folder = drafter_folder(part)  # what follows the folder is how it drafts
-        lead = f"{part.source}/" if draft.parts else ""
-        for file in sorted(folder.iterdir()) if folder else ():
-            if file.is_file():
-                found[f"{lead}{file.name}"] = files.sha256(file)
-    known = hub.commits(spec)
-    return {"name": spec, "files": found, **({"hub": known} if known else {})}
 
 
 def server_checked(cfg: CertifyConfig) -> int:

@@ -40,7 +40,7 @@ class About:
     check: dict[str, Any] = field(default_factory=dict)
 
 
-def usual_depth(head: Any, settings: Tuned | None) -> int:
+def usual_depth(head: Head, settings: Tuned | None) -> int:
     """Return K of the serve command: all levels that a head has, where it has no more; what tune
     chose for a chain; else K as trained."""
     deepest = getattr(head, "deepest", None)

@@ -14,7 +14,7 @@ OFF = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "guidance_sc
 PROSE = ("evidence", "result")  # columns whose text may run over several lines
 EVIDENCE = {
     "exact": "{cases} small models, {branches} branches: distribution off by at most "
-    "{max_error:.1e}; the whole loop by {loop_max_error:.1e}",
+    "{max_error:.1e}",
     "greedy": "{prompts} prompts, {tokens} tokens ({drafted_tokens} drafted): {rounding_ties} "
     "rounding ties, {defects} defects, {not_the_verifiers_best} not the verifier's own best",
     "sampling": "{tokens} tokens ({drafted_share:.0%} drafted), {count} tests: p = {p:.3g} at "

@@ -55,16 +55,22 @@ def _system(spec: str, target: Target) -> System:
     if (server := SERVER.fullmatch(spec)) is not None:
         return _server(spec, ServedSystem(target, *server.groups()))
     requested = parse(spec)
-    cards = [_card(part) for part in requested.each]
     system = drafting(spec, resolve_drafter(spec, target), target)
     system.draft, system.files = requested, _files(requested)
+    system.facts |= facts_of(spec, target)
+    return system
+
+
+def facts_of(spec: str, target: Target) -> dict[str, Any]:
+    """Return what is known of a drafter's heads: trained_for: other targets; weights_sha256;
+    hub: commits."""
+    cards = [_card(part) for part in parse(spec).each]
     known = {
         "trained_for": ", ".join(other for c in cards if (other := trained_for(c, target))),
         "weights_sha256": [card["weights"]["sha256"] for card in cards if card is not None],
         "hub": hub.commits(spec),
     }
-    system.facts |= {key: value for key, value in known.items() if value}
-    return system
+    return {key: value for key, value in known.items() if value}
 
 
 def _assisted(spec: str, target: Target) -> System:

@@ -12,7 +12,7 @@ from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
-from outrider.scripts.certificate.engine_distribution import (
+from tests.helpers.engine_distribution import (
     PaddingAwareDrafter,
     TableDrafter,
     engine_distribution,

@@ -26,13 +26,13 @@ from outrider.decode.verify import Verdict, verify
 from outrider.heads.checkpoint import save_head
 from outrider.heads.drafters import drafter_folders, resolve_drafter
 from outrider.heads.names import DraftSpec, parse
-from outrider.scripts.certificate.engine_distribution import (
+from outrider.scripts.certificate.enumerator import Case, enumerate_case
+from tests.contract.cases import CASES, moved
+from tests.helpers.engine_distribution import (
     TableDrafter,
     engine_distribution,
     toy_model,
 )
-from outrider.scripts.certificate.enumerator import Case, enumerate_case
-from tests.contract.cases import CASES, moved
 from tests.helpers.training import tiny_target
 
 CPU = torch.device("cpu")

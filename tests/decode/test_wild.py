@@ -22,12 +22,12 @@ from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree, TreeShape
 from outrider.decode.union import Union
 from outrider.heads.names import DraftSpec
-from outrider.scripts.certificate.engine_distribution import (
+from tests.contract.cases import CASES, moved
+from tests.helpers.engine_distribution import (
     TableDrafter,
     engine_distribution,
     toy_model,
 )
-from tests.contract.cases import CASES, moved
 from tests.helpers.training import tiny_target
 
 ILL, SUCCESSOR = 7, 9

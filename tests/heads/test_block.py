@@ -23,7 +23,7 @@ from outrider.heads.losses import LossWeights, Taught, chunked_loss, plain_loss
 from outrider.heads.names import DraftSpec
 from outrider.heads.registry import head_class
 from outrider.heads.teacher import Teacher
-from outrider.scripts.certificate.engine_distribution import engine_distribution, toy_model
+from tests.helpers.engine_distribution import engine_distribution, toy_model
 from tests.helpers.training import tiny_target
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from outrider.heads import parity
 from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.eagle.head import Eagle3Head
 from outrider.heads.names import DraftSpec
-from outrider.scripts.certificate.engine_distribution import engine_distribution, toy_model
+from tests.helpers.engine_distribution import engine_distribution, toy_model
 from tests.helpers.training import tiny_target
 
 SMALL = TreeShape.of([(0,), (1,), (0, 0)])

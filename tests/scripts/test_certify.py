@@ -37,11 +37,6 @@ from outrider.scripts.certificate import (
     uniformity,
 )
 from outrider.scripts.certificate.controls import ScoredSharper
-from outrider.scripts.certificate.engine_distribution import (
-    TableDrafter,
-    engine_distribution,
-    toy_model,
-)
 from outrider.scripts.certificate.enumerator import Branches, Case, naive_distribution
 from outrider.scripts.certificate.greedy import divergence, greedy_layer
 from outrider.scripts.certificate.recorder import mismatches, recorded
@@ -49,6 +44,11 @@ from outrider.scripts.certificate.sampled import MOST_TESTS, sampling_layer
 from outrider.scripts.certificate.setup import CertificatePlan, CertifySetup, open_setup
 from outrider.scripts.scoring.plain import Plain
 from tests.helpers import wrong_rules
+from tests.helpers.engine_distribution import (
+    TableDrafter,
+    engine_distribution,
+    toy_model,
+)
 
 TREE = TreeShape.of([(0,), (1,), (0, 0)])
 ONE = Sampling(1.0)
@@ -344,12 +344,6 @@ def command(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
     return int(stop.value.code or 0), json.loads(path.read_text()) if path.exists() else {}
 
 
-@pytest.fixture
-def no_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The enumeration of whole loops takes seconds and has tests of its own."""
-    monkeypatch.setattr(layers, "loop_error", lambda plan: 0.0)
-
-
 def test_command_writes_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     code, found = command(tmp_path / "c", "drafter=ngram", "temperature=1", "tokens=1200")
     assert (code, found["verdict"]) == (0, "lossless"), found["reasons"]
@@ -368,15 +362,13 @@ def test_command_writes_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixt
     assert left == ["certificate.html", "certificate.json"]
 
 
-def test_command_at_temperature_zero(tmp_path: Path, no_loops: None) -> None:
+def test_command_at_temperature_zero(tmp_path: Path) -> None:
     code, found = command(tmp_path / "a", "drafter=ngram", "temperature=0")
     assert (code, found["verdict"]) == (0, "lossless") and found["bound"]["tokens"] == 0
     assert [c["layer"] for c in found["negative_controls"]] == ["exact", "greedy"]
 
 
-def test_command_finds_a_broken_verifier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_loops: None
-) -> None:
+def test_command_finds_a_broken_verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: Any = {"cases": 40, "greedy_prompts": 2, "greedy_tokens": 8}
     wrong = CertificatePlan(Sampling(0.0), 0, 0, 1, **keys, rule=wrong_rules.rejected_token_stays)
     monkeypatch.setattr(certify.CertifyConfig, "plan", lambda cfg: wrong)

@@ -18,13 +18,13 @@ from outrider.decode.sampling import Distribution, Sampling
 from outrider.decode.tree import DraftTree, Proposal, TreeShape
 from outrider.decode.verify import verify
 from outrider.scripts.certificate import controls
-from outrider.scripts.certificate.engine_distribution import (
+from outrider.scripts.certificate.enumerator import Case, enumerate_case
+from tests.helpers import wrong_rules
+from tests.helpers.engine_distribution import (
     TableDrafter,
     engine_distribution,
     toy_model,
 )
-from outrider.scripts.certificate.enumerator import Case, enumerate_case
-from tests.helpers import wrong_rules
 
 ONE, CHAIN = Sampling(1.0), TreeShape.chain(2)
 STAR, BUSHY = TreeShape.of([(0,), (1,), (2,)]), TreeShape.of([(0,), (1,), (0, 0), (0, 1)])
