@@ -6,7 +6,7 @@ drafter, shape and settings.
     python scripts/certify.py target=tiny drafter=ngram temperature=1 tokens=50000 \\
         out=certificates/tiny
 
-Writes OUT/certificate.json and OUT/certificate.html. Exit code 0: lossless. 1: not lossless. 3:
+Writes OUT/certificate.json. Exit code 0: lossless. 1: not lossless. 3:
 undecided (too few tokens, or wrong code that must be rejected got through). docs/lossless.md says
 how to read it. Finished parts wait in OUT/unfinished: the same command again goes on, and an
 undecided one with more tokens takes what it has. A certificate of something else in OUT is
@@ -47,11 +47,20 @@ from outrider.scripts.certificate.setup import open_setup
 from outrider.scripts.common import files
 from outrider.scripts.common.progress import Steps, by_name, columns
 from outrider.scripts.common.prompts import Prompt, load_prompts, question_ids
-from outrider.scripts.reports import certificate_page
+from outrider.scripts.reports.table import Table
 from outrider.scripts.scoring.systems import facts_of
 
 # exit codes of the verdicts, the last two of a server
 CODES = {"lossless": 0, "not lossless": 1, "undecided": 3, "passed": 0, "rejected": 1}
+OFF = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "guidance_scale": 1}
+EVIDENCE = {
+    "exact": "{cases} small models, {branches} branches: distribution off by at most "
+    "{max_error:.1e}",
+    "greedy": "{prompts} prompts, {tokens} tokens ({drafted_tokens} drafted): {rounding_ties} "
+    "rounding ties, {defects} defects, {not_the_verifiers_best} not the verifier's own best",
+    "sampling": "{tokens} tokens ({drafted_share:.0%} drafted), {count} tests: p = {p:.3g} at "
+    "alpha = {alpha:g}",
+}
 
 
 @entry("certify", CertifyConfig)
@@ -111,11 +120,33 @@ def certified(cfg: CertifyConfig, out: Path) -> int:
         "settings": settings(cfg),
         "versions": files.environment(str(target.device)),
     }
-    files.write_text(out / "certificate.html", certificate_page.page(certificate))
     files.write_json(out / "certificate.json", certificate)
-    certificate_page.table(certificate).show()
-    print(f"{out / 'certificate.html'} ({certificate['seconds']:.0f} s)")
+    table(certificate).show()
+    print(f"{out / 'certificate.json'} ({certificate['seconds']:.0f} s)")
     return CODES[decision]
+
+
+def table(certificate: dict[str, Any]) -> Table:
+    """Return the layers and the controls, the verdict above, its reasons and the bound below."""
+    how, target = certificate["settings"], certificate["identities"]["target"]
+    words = [target.get("name", "target"), f"T = {how['temperature']:g}"]
+    words += [f"{key} = {how[key]:g}" for key, off in OFF.items() if how[key] != off]
+    about = f"{certificate['identities']['drafter']['name']} on {', '.join(words)}"
+    rows = [
+        [
+            layer["name"],
+            "passed" if layer["passed"] else f"FAILED: {layer['why']}",
+            EVIDENCE[layer["name"]].format(**layer, count=len(layer.get("tests", ()))),
+        ]
+        for layer in certificate["layers"]
+    ]
+    rows += [
+        [f"control: {c['layer']}", "rejected" if c["rejected"] else "NOT REJECTED", c["evidence"]]
+        for c in certificate["negative_controls"]
+    ]
+    notes = [*certificate["reasons"], certificate["bound"]["said"]]
+    title = f"{certificate['verdict'].upper()}: {about}, {target['dtype']}"
+    return Table(("layer", "result", "evidence"), rows, title, notes, range(3))
 
 
 def settings(cfg: CertifyConfig) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class CertifyConfig(PenaltyKeys):
     drafter: str = ""
     # address of a running server to check instead, such as http://127.0.0.1:8080
     url: str = ""
-    # folder for certificate.json and certificate.html; with url it may be left out
+    # folder for certificate.json; with url it may be left out
     out: str = ""
     # replace the certificate of something else in `out`
     overwrite: bool = False
