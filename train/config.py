@@ -162,8 +162,8 @@ class TrainConfig(AutoDtype):
     keep: Annotated[int, Ge(2)] = 2
     # write a line of metrics every so many steps
     log_every: OneOrMore = 10
-    # stop at this many steps in a row with rows whose loss or gradient is not finite; in fewer
-    # such rows are left out; 1 = stop at the first
+    # stop at this many steps in a row whose loss or gradient is not finite; fewer make no update;
+    # 1 = stop at the first
     bad_steps: OneOrMore = 8
     # [FROM,TO]: record these steps, counted from 1, with torch.profiler; the trace lies in
     # OUT/profile

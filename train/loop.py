@@ -32,7 +32,7 @@ from outrider.train.data.prefetch import Made
 from outrider.train.evaluation import evaluate, gate, requested_anywhere
 from outrider.train.measure import on_gpu, peak_bytes
 from outrider.train.metrics import Shared, Sums, summary
-from outrider.train.nonfinite import redo_without_bad_rows
+from outrider.train.nonfinite import pass_over
 from outrider.train.run import Run
 from outrider.train.schedule import learning_rate, planned_steps
 from outrider.train.setup import begin, explained
@@ -105,16 +105,16 @@ def train_step(run: Run) -> int:
             run.accelerator.backward(out.sum)
         sums.add(batch, out)
     shared = run.exchange(sums)  # waits for the device, once
-    run.state.unsound = 0 if shared.finite else run.state.unsound + 1
-    if not shared.finite:
-        shared = redo_without_bad_rows(run, sums)  # train/nonfinite.py
-    norm = _scale_gradients(run, shared)
-    rate = _set_learning_rate(run, shared)
-    with run.clock.part("head"):
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
-    _count_step(run, shared, before)
-    _report(run, norm, rate)
+    if shared.finite:
+        norm = _scale_gradients(run, shared)
+        rate = _set_learning_rate(run, shared)
+        with run.clock.part("head"):
+            run.optimizer.step()
+        _count_step(run, shared, before)
+        _report(run, norm, rate)
+    else:
+        pass_over(run, sums)  # train/nonfinite.py
+    run.optimizer.zero_grad(set_to_none=True)
     run.profile.after(run.state.step)
     # A signal after the exchange is handled at the next step.
     return (
@@ -177,7 +177,7 @@ def _set_learning_rate(run: Run, shared: Shared) -> float:
 def _count_step(run: Run, shared: Shared, before: tuple[float, float]) -> None:
     """Count the update that was made. before: wall and CPU seconds when it began."""
     state, stats = run.state, shared.stats
-    state.step += 1
+    state.step, state.unsound = state.step + 1, 0
     stats["seconds"] = [time.perf_counter() - before[0], 1.0]
     state.add(
         tokens_seen=stats["tokens"][0],
@@ -203,7 +203,7 @@ def _report(run: Run, norm: float, rate: float) -> None:
             **on_gpu(run.device),
             "peak_memory_bytes": peak_bytes(run.device),
             **state.took(),
-            **({"skipped_rows": state.skipped} if state.skipped else {}),
+            **({"skipped_steps": state.skipped} if state.skipped else {}),
         }
         run.log.metrics(state.step, line)
         state.window = {}
