@@ -76,9 +76,9 @@ def main(cfg: CacheConfig) -> None:
     console = Console(stderr=True, quiet=rank > 0, soft_wrap=True)
     target = load_target(cfg.target, cfg.dtype, cfg.device or (state.device if world > 1 else None))
     size = target.vocab_size, target.context_length
-    with main_first("rows", cfg.data.wait):
+    with main_first("rows"):
         rows = load_rows(cfg.data, target.tokenizer, target.eos_ids, *size)
-    meet("rows", cfg.data.wait)
+    meet("rows")
     writer = FeatureWriter(cfg, target, rows)
     console.print(writer.prepare(), highlight=False)
     state.wait_for_everyone()
@@ -86,7 +86,7 @@ def main(cfg: CacheConfig) -> None:
         writer.begin()
     state.wait_for_everyone()
     write(writer, rank, world, console)
-    meet("written", cfg.data.wait)
+    meet("written")
     console.print(f"features: {writer.folder}", highlight=False)
     if world > 1:
         state.destroy_process_group()

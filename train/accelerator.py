@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -24,7 +23,6 @@ from accelerate.utils import (
     patch_environment,
 )
 from accelerate.utils.environment import get_cpu_distributed_information
-from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from outrider.conf.errors import UserError
 from outrider.train.signals import Stop
@@ -57,7 +55,7 @@ def start(batch_size: int, dtype: str, device: str, shard_group: int = 0) -> Acc
     one = device_of(device)
     # Gradients lie in DDP's own buckets: a copy less.
     handlers = [
-        InitProcessGroupKwargs(timeout=PATIENCE, init_method=meeting_place()),
+        InitProcessGroupKwargs(timeout=PATIENCE),
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
     ]
     named = {"ACCELERATE_TORCH_DEVICE": one} if one else {}
@@ -71,27 +69,6 @@ def start(batch_size: int, dtype: str, device: str, shard_group: int = 0) -> Acc
             dynamo_backend="no",
             kwargs_handlers=handlers,
         )
-
-
-def meeting_place() -> str | None:
-    """Yield where the workers meet that torchrun started again on one node; None,
-    Accelerate's own way, for all others. torchrun keeps one store over all restarts, and a
-    rank that reads the keys of those that died waits for a peer that is gone (pytorch issue
-    135712); so each restart gets a prefix. On several nodes the agents may count
-    differently: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment makes
-    a new store."""
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-    one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
-    if again == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not one_node:
-        return None
-
-    def meet(url: str, **more: Any) -> Iterator[tuple[dist.Store, int, int]]:
-        for store, rank, world in rendezvous("env://", **more):
-            yield dist.PrefixStore(f"restart_{again}", store), rank, world
-
-    with contextlib.suppress(RuntimeError):  # registered already
-        register_rendezvous_handler("restarted", meet)
-    return "restarted://"
 
 
 def check_ranks(batch_size: int, shard_group: int, world: int) -> None:

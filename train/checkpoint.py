@@ -32,14 +32,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.conf import disk
 from outrider.conf.errors import UserError, first_line
 from outrider.decode.models.identity import Identity
 from outrider.heads.base import Head
 from outrider.heads.checkpoint import CARD, read_card, recover, staged, write_card
 
 WEIGHTS, OPTIMIZER, STATE = "head.safetensors", "optimizer.safetensors", "state.json"
-MARGIN = 1 << 20  # bytes that a save leaves free
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError, RuntimeError)
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system without them
 
@@ -103,12 +101,9 @@ class Saver:
     """The checkpoints of a run. begun: step of the newest save, finished or not, the same on
     every rank; -1 for none."""
 
-    def __init__(
-        self, out: Path, keep: int, beside: bool, accelerator: Accelerator, begun: int
-    ) -> None:
-        """out: the run folder. keep: checkpoints that stay. beside: write in a thread."""
-        self.out, self.keep, self.beside, self.begun = out, keep, beside, begun
-        self.accelerator = accelerator
+    def __init__(self, out: Path, keep: int, accelerator: Accelerator, begun: int) -> None:
+        """out: the run folder. keep: checkpoints that stay."""
+        self.out, self.keep, self.accelerator, self.begun = out, keep, accelerator, begun
         self._flying = False  # a save has begun whose outcome the ranks do not know
         self._thread: threading.Thread | None = None
         self._problem = ""
@@ -132,10 +127,10 @@ class Saver:
             _agree(state, head, self.accelerator, self.out)
             self.begun, self._flying, self._problem = state.step, True, "it was not finished"
             if self.accelerator.is_main_process:
-                snapshot = self._snapshot(state, head, optimizer, identity)
+                snapshot = _snapshot(state, head, optimizer, identity)
                 self._thread = threading.Thread(target=self._write, args=(snapshot,), name="save")
                 self._thread.start()
-        if wait or not self.beside:
+        if wait:
             self.settle()
 
     def settle(self) -> None:
@@ -166,25 +161,22 @@ class Saver:
         except (RuntimeError, OSError, SafetensorError, MemoryError) as error:
             self._problem = first_line(error)
 
-    def _snapshot(
-        self,
-        state: State,
-        head: Head,
-        optimizer: torch.optim.Optimizer,
-        identity: Identity | None,
-    ) -> Snapshot:
-        """Return all that a checkpoint holds; a copy, where it is written beside the training."""
-        moments = {
-            f"{i}.{k}": v
-            for i, entry in optimizer.state_dict()["state"].items()
-            for k, v in entry.items()
-        }
-        weights, moments = (
-            {k: v.detach().to("cpu", copy=self.beside).contiguous() for k, v in part.items()}
-            for part in (head.state_dict(), moments)
-        )
-        saved = json.loads(json.dumps(head.config_json()))
-        return Snapshot(asdict(state), weights, moments, head.kind, saved, identity)
+
+def _snapshot(
+    state: State, head: Head, optimizer: torch.optim.Optimizer, identity: Identity | None
+) -> Snapshot:
+    """Return a copy of all that a checkpoint holds."""
+    moments = {
+        f"{i}.{k}": v
+        for i, entry in optimizer.state_dict()["state"].items()
+        for k, v in entry.items()
+    }
+    weights, moments = (
+        {k: v.detach().to("cpu", copy=True).contiguous() for k, v in part.items()}
+        for part in (head.state_dict(), moments)
+    )
+    saved = json.loads(json.dumps(head.config_json()))
+    return Snapshot(asdict(state), weights, moments, head.kind, saved, identity)
 
 
 def _agree(state: State, head: Head, accelerator: Accelerator, out: Path) -> None:
@@ -236,30 +228,6 @@ def retire(folder: Path, keep: int, step: int) -> None:
     for old in found:
         if old not in kept:
             shutil.rmtree(old, ignore_errors=True)
-
-
-def needed(out: Path, save_every: int, keep: int, left: int, head: Head) -> int:
-    """Return the bytes that a run with `left` steps to go will still put into its folder:
-    checkpoints, one more than are kept while it is written, head/ and best/, and a copy of
-    one as it is replaced."""
-    weights = sum(v.nbytes for v in head.state_dict().values())
-    moments = 2 * sum(p.nbytes for p in head.parameters() if p.requires_grad)
-    due = -(-left // (save_every or max(left, 1)))
-    more = max(0, min(due, keep + 1 - len(checkpoints(out))))
-    heads = sum(not (out / name).exists() for name in ("head", "best")) + bool(left)
-    return more * (weights + moments) + heads * weights + MARGIN
-
-
-def check_space(out: Path, need: int, accelerator: Accelerator) -> None:
-    """Raise UserError on every rank where the run folder's disk has not `need` bytes."""
-    problem = ""
-    if accelerator.is_main_process:
-        try:
-            disk.check_space("out_dir", out, need, "give another out_dir, or a smaller keep")
-        except UserError as error:
-            problem = str(error)
-    if problem := agreed(problem, accelerator):
-        raise UserError(problem)
 
 
 def agreed(value: Any, accelerator: Accelerator) -> Any:

@@ -155,9 +155,6 @@ class TrainConfig(AutoDtype):
     shard_group: ZeroOrMore = 0
     # save a checkpoint every so many steps, and at the end; 0 = only at the end
     save_every: ZeroOrMore = 500
-    # write checkpoints in a thread beside the training; costs host memory of three times the
-    # head
-    async_save: bool = True
     # checkpoints to keep, at least 2
     keep: Annotated[int, Ge(2)] = 2
     # write a line of metrics every so many steps

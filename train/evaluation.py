@@ -86,7 +86,6 @@ def evaluate(run: Run) -> int:
     )
     if found["accepted_length"] > state.best.get("accepted_length", -math.inf):
         state.best = _keep(run, found)
-    log.trackers.best(state.best)
     return requested
 
 

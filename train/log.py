@@ -1,4 +1,4 @@
-"""What a run says: a header, a live line, metrics.jsonl always, trackers when asked.
+"""What a run says: a header, lines of progress, metrics.jsonl always, trackers when asked.
 Rank 0 alone speaks.
 """
 
@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from torch import nn
 
 from outrider.conf import disk
@@ -32,21 +30,18 @@ class Log:
     """The record of a run. `main`: whether this process speaks; the others get silent
     methods."""
 
-    def __init__(self, out: Path, main: bool, state: State, every: int) -> None:
-        """out: the run folder, whose metrics lose what the resumed run will do again.
-        every: steps between two lines."""
-        self.main, self.every = main, every
-        self.console = Console(stderr=True, quiet=not main)
-        self.path = out / "metrics.jsonl"
-        self.progress: Progress | None = None
+    def __init__(self, out: Path, main: bool, state: State) -> None:
+        """out: the run folder, whose metrics lose what the resumed run will do again."""
+        self.main, self.path = main, out / "metrics.jsonl"
         self.trackers = Trackers(self.say)
         if main:
             _forget_after(self.path, state)
 
     def say(self, text: str) -> None:
         """A line for people. A full disk behind stderr costs the line, not the run."""
-        with contextlib.suppress(OSError):
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        if self.main:
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl. Raises OSError where the disk is full."""
@@ -58,9 +53,8 @@ class Log:
         self.trackers.log(step, values)
 
     def header(self, head: nn.Module, config: str, remote: bool, facts: dict[str, Any]) -> None:
-        """Versions, commit, facts of the run, and every trainable parameter. config: hash
-        of the keys that decide what is learned. remote: whether a repository's own code
-        runs."""
+        """Versions, commit and facts of the run. config: hash of the keys that decide what is
+        learned. remote: whether a repository's own code runs."""
         gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
         about = {
             "config": config,
@@ -76,49 +70,23 @@ class Log:
         self.say("  ".join(f"{k} {v}" for k, v in about.items()))
         for key, value in facts.items():
             self.say(f"{key}: {value}")
-        trained = {n: p for n, p in head.named_parameters() if p.requires_grad}
-        rows = {
-            n: ("x".join(map(str, p.shape)), str(p.dtype).removeprefix("torch."))
-            for n, p in trained.items()
-        }
-        for name, (shape, dtype) in rows.items():
-            self.say(f"trainable: {name:<40} {shape:>16} {dtype}")
-        self.say(f"trainable: {sum(p.numel() for p in trained.values()):,} parameters")
+        trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+        self.say(f"trainable: {trained:,} parameters")
         said = {k: str(v) for k, v in facts.items()}
-        self.metrics(0, {"event": "start", **about, **said, "trainable": rows})
+        self.metrics(0, {"event": "start", **about, **said, "trainable": trained})
 
-    def live(
-        self, step: int, steps: int, found: dict[str, float], speed: float, seconds: float
-    ) -> None:
-        """The progress line: a live one on a terminal, a plain line otherwise. steps: of
-        the run. found: as metrics.summary. speed: tokens/s. seconds: of a step."""
-        if not self.main:
-            return
+    def progress(self, step: int, steps: int, found: dict[str, float], seconds: float) -> None:
+        """The line of progress. steps: of the run. found: as metrics.summary. seconds: of a
+        step."""
         accuracy = " ".join(f"{found[k]:.2f}" for k in sorted(found) if k.startswith("top1_"))
         left = int((steps - step) * seconds)
-        text = (
-            f"loss {found['loss']:.3f}  top-1 {accuracy or '-'}  {speed:,.0f} tokens/s  "
-            f"{left // 60}:{left % 60:02d} left"
+        self.say(
+            f"step {step}/{steps}  loss {found['loss']:.3f}  top-1 {accuracy or '-'}  "
+            f"{found['tokens_per_second']:,.0f} tokens/s  {left // 60}:{left % 60:02d} left"
         )
-        if not sys.stderr.isatty():
-            if step % self.every == 0 or step == steps:
-                self.say(f"step {step}/{steps}  {text}")
-            return
-        if self.progress is None:
-            self.progress = Progress(
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(20),
-                TextColumn("{task.fields[text]}"),
-                console=self.console,
-            )
-            self.progress.start()
-            self.progress.add_task("", text="")
-        self.progress.update(self.progress.task_ids[0], completed=step, total=steps, text=text)
 
     def close(self) -> None:
-        """Leave the terminal tidy."""
-        if self.progress is not None:
-            self.progress.stop()
+        """Close the trackers."""
         self.trackers.finish()
 
 

@@ -29,8 +29,8 @@ from outrider.train.accelerator import ending, start
 from outrider.train.checkpoint import is_final, locked
 from outrider.train.config import TrainConfig
 from outrider.train.data.prefetch import Made
-from outrider.train.evaluation import evaluate, gate, requested_anywhere
-from outrider.train.measure import on_gpu, peak_bytes
+from outrider.train.evaluation import evaluate, gate
+from outrider.train.measure import peak_bytes
 from outrider.train.metrics import Shared, Sums, summary
 from outrider.train.nonfinite import pass_over
 from outrider.train.run import Run
@@ -54,16 +54,17 @@ def fit(cfg: TrainConfig, kind: type[Head] | None = None) -> None:
         with Stop() as stop, ending(accelerator, stop), hold:
             _fit(cfg, kind or head_class(cfg.head.kind), accelerator, stop)
     except Exception as error:
-        if said := explained(error, cfg, accelerator.num_processes):
+        if said := explained(error, accelerator.num_processes, cfg.out_dir):
             raise said from error
         raise
 
 
 def _fit(cfg: TrainConfig, kind: type[Head], accelerator: Accelerator, stop: Stop) -> None:
     """The run in order of time."""
-    run = begin(cfg, kind, accelerator, stop)
+    with stop.at_once():
+        run = begin(cfg, kind, accelerator, stop)
     try:
-        requested = requested_anywhere(stop, accelerator)
+        requested = 0
         while True:
             # The save comes first: an evaluation that fails must cost no step.
             if run.due(cfg.save_every):
@@ -115,7 +116,8 @@ def train_step(run: Run) -> int:
     else:
         pass_over(run, sums)  # train/nonfinite.py
     run.optimizer.zero_grad(set_to_none=True)
-    run.profile.after(run.state.step)
+    if run.profile is not None:
+        run.profile.step()
     # A signal after the exchange is handled at the next step.
     return (
         run.stop.requested
@@ -127,7 +129,6 @@ def train_step(run: Run) -> int:
 def _begin_step(run: Run) -> tuple[float, float]:
     """Set what a step draws its random numbers from; wall and CPU seconds before it."""
     step = run.state.step
-    run.profile.before(step + 1)
     before = time.perf_counter(), time.process_time()
     torch.manual_seed(hash_u63(run.cfg.seed, step, run.rank))
     run.head.begin_step(step)
@@ -189,24 +190,23 @@ def _count_step(run: Run, shared: Shared, before: tuple[float, float]) -> None:
 
 
 def _report(run: Run, norm: float, rate: float) -> None:
-    """The live line at every step, a line of metrics at every log_every-th."""
+    """A line of metrics at every log_every-th step."""
     state, sums = run.state, run.state.window
+    if not run.due(run.cfg.log_every):
+        return
     found, (seconds, steps) = summary(sums), sums["seconds"]
-    speed = sums["tokens"][0] / seconds
-    run.log.live(state.step, run.planned, found, speed, seconds / steps)
-    if run.due(run.cfg.log_every):
-        line = {
-            **found,
-            "lr": rate,
-            "grad_norm": round(norm, 6),
-            **run.flops.rates(speed, run.world),
-            **on_gpu(run.device),
-            "peak_memory_bytes": peak_bytes(run.device),
-            **state.took(),
-            **({"skipped_steps": state.skipped} if state.skipped else {}),
-        }
-        run.log.metrics(state.step, line)
-        state.window = {}
+    line = {
+        **found,
+        "lr": rate,
+        "grad_norm": round(norm, 6),
+        **run.flops.rates(sums["tokens"][0] / seconds, run.world),
+        "peak_memory_bytes": peak_bytes(run.device),
+        **state.took(),
+        **({"skipped_steps": state.skipped} if state.skipped else {}),
+    }
+    run.log.progress(state.step, run.planned, found, seconds / steps)
+    run.log.metrics(state.step, line)
+    state.window = {}
 
 
 # After the last step

@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-
-from outrider.conf.errors import first_line
 
 # Dense bfloat16 matrix products with float32 sums, TFLOP/s, without sparsity, as the makers'
 # data sheets give them. The first name that is a part of the device's counts, so a variant
@@ -130,17 +128,6 @@ def peak_bytes(device: torch.device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def on_gpu(device: torch.device) -> dict[str, int]:
-    """Return the GPU's memory for a line of metrics: held now and the most so far, bytes;
-    {} on a CPU."""
-    if device.type != "cuda":
-        return {}
-    return {
-        "gpu_memory_bytes": torch.cuda.memory_allocated(device),
-        "gpu_peak_memory_bytes": torch.cuda.max_memory_allocated(device),
-    }
-
-
 def reset_peak(device: torch.device) -> None:
     """Let the peak begin again at what is held. Without permission, or outside Linux, nothing
     happens."""
@@ -167,43 +154,17 @@ def is_no_memory(error: BaseException) -> bool:
 # -------------------------------------------------------------------------------------------
 
 
-class Window:
-    """Records the steps `first` to `last`, counted from 1 as in metrics.jsonl, and leaves
-    one trace in OUT/profile. A run that starts behind `first` records what is left of the
-    window, and its file is named after that; one that starts behind `last`, or is no rank
-    0, records nothing.
-
-    say: takes the line about the trace. Trouble with a trace costs the trace, not the run.
-    """
-
-    def __init__(
-        self, window: list[int], out: Path, main: bool, say: Callable[[str], None]
-    ) -> None:
-        self.first, self.last = window if window and main else (0, -1)
-        self.folder, self.say = out / "profile", say
-        self._trace: Any = None
-
-    def before(self, step: int) -> None:
-        """Step `step` is about to begin."""
-        if self._trace is None and self.first <= step <= self.last:
-            self._trace, self.first = torch.profiler.profile(), step
-            self._trace.start()
-
-    def after(self, step: int) -> None:
-        """Step `step` is done."""
-        if self._trace is not None and step == self.last:
-            self.close(step)
-
-    def close(self, step: int) -> None:
-        """Write what was recorded up to `step`, if anything."""
-        trace, self._trace = self._trace, None
-        if trace is None:
-            return
-        path = self.folder / f"steps-{self.first}-{step}.json.gz"
-        try:
-            trace.stop()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(path))
-            self.say(f"profile: {path}")
-        except (OSError, RuntimeError) as error:
-            self.say(f"profile: {path}: no trace ({first_line(error)})")
+def profiler(window: list[int], done: int, out: Path) -> torch.profiler.profile | None:
+    """Start to record the steps of `window`, counted from 1 as in metrics.jsonl, into one
+    trace in OUT/profile; its step() follows each of them. Of a window that has begun already
+    the rest is recorded; None where nothing is left of it. done: steps so far."""
+    first, last = window or (0, 0)
+    if done >= last:
+        return None
+    wait = max(0, first - 1 - done)
+    found = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=wait, warmup=0, active=last - done - wait, repeat=1),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(str(out / "profile"), None, True),
+    )
+    found.start()
+    return found

@@ -19,12 +19,12 @@ from outrider.train.data.batches import JoinedRows
 # learned. Data are compared by the hash of their tokens, targets by their identity, so their
 # names and folders are logistics too.
 LOGISTICS = (
-    *("out_dir", "epochs", "start", "save_every", "async_save", "keep", "log_every", "bad_steps"),
+    *("out_dir", "epochs", "start", "save_every", "keep", "log_every", "bad_steps"),
     *("micro_batch", "micro_tokens", "profile", "trackers", "wandb", "wandb_project", "eval"),
     *("device", "shard_target", "shard_group"),
     *("target.path", "target.name", "target.revision", "target.kind", "target.attn"),
     *("data.path", "data.name", "data.split", "data.revision", "data.kind", "data.cache"),
-    *("data.max_bad_fraction", "data.streaming", "data.workers", "data.wait", "data.features"),
+    *("data.max_bad_fraction", "data.streaming", "data.workers", "data.features"),
     *("head.activation_checkpointing", "head.chunk", "head.shape", "head.nodes"),
     *("head.depth", "head.width", "head.tree_draw"),
 )
@@ -36,12 +36,7 @@ REPLANNED = {
     "optim.lr": "the rate follows the new peak",
     "steps": "the schedule is that of a run of so many steps",
 }
-# Terms that learn from an acceptance rate, and what says by whose probabilities over a draft
-# vocabulary; no key, since it cannot be chosen. Runs of version 0.1 have no such line.
-RATED, RATE = ("head.loss.tv", "head.loss.lk", "head.confidence"), "head.loss.rate"
-PARALLEL = ("medusa", "hydra_heads")  # kinds
-HOW = ("target.compile", "data.packing")  # keys of earlier runs that said how passes ran
-OF_LAYERS = ("head.intermediate_size",)  # runs of 0.1 had the target's
+OF_LAYERS = ("head.intermediate_size",)  # earlier runs had the target's
 
 
 def is_logistics(key: str) -> bool:
@@ -64,8 +59,6 @@ def meaning_of(keys: dict[str, Any], target: Target, rows: JoinedRows) -> dict[s
     if isinstance(keys["data.held_out"], str):
         files["data.held_out"] = "a file"  # known by its hash, wherever it lies
     found = {**keys, **hashes, "data.sha256": rows.totals.sha256, **files}
-    if keys["head.draft_vocab"] and any(found.get(term) for term in RATED):
-        found[RATE] = "the target's own"
     return json.loads(json.dumps(found))
 
 
@@ -89,11 +82,6 @@ def check_meaning(
     """
     if gone := left.head(str(saved.get("head.kind")), f"out_dir: {folder}"):
         raise UserError(gone)
-    if saved.get("head.kind") in PARALLEL and "head.loss.mask" not in saved:
-        raise UserError(
-            f"out_dir: {folder} holds a run of version 0.1, whose heads learned from other tokens; "
-            "go on with that version, or choose another out_dir"
-        )
     saved = {k: v for k, v in saved.items() if k in now or not _is_gone(k, v)}
     new = {k for k in now if k not in saved and k in default and now[k] == default[k]}
     new |= {k for k in OF_LAYERS if k not in saved}
@@ -113,8 +101,9 @@ def check_meaning(
 
 
 def _is_gone(key: str, value: Any) -> bool:
+    """Return whether an earlier version's key changes nothing by having left."""
     group, _, name = key.partition(".")
-    return key in HOW or (group == "head" and is_left(name, value))
+    return is_left(name, value) if group == "head" else bool(left.of_key(key))
 
 
 def _may_follow(key: str, saved: dict[str, Any], now: dict[str, Any]) -> bool:

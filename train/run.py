@@ -24,7 +24,7 @@ from outrider.train.data.passes import Limits
 from outrider.train.data.prefetch import Made, ahead
 from outrider.train.features.store import Source
 from outrider.train.log import Log
-from outrider.train.measure import Flops, Window
+from outrider.train.measure import Flops
 from outrider.train.metrics import Clock, Shared, Sums, exchange
 from outrider.train.schedule import over, planned_steps
 from outrider.train.signals import Stop
@@ -54,7 +54,7 @@ class Run:
     saver: Saver
     clock: Clock
     flops: Flops
-    profile: Window
+    profile: torch.profiler.profile | None
 
     @functools.cached_property
     def feed(self) -> Generator[Made, None, None]:
@@ -147,6 +147,7 @@ class Run:
     def close(self) -> None:
         """Wait for the save in flight, end the feed, and leave the terminal tidy."""
         self.feed.close()
-        self.profile.close(self.state.step)
+        if self.profile is not None:
+            self.profile.stop()
         self.saver.close()
         self.log.close()

@@ -51,16 +51,6 @@ class BlockRun(TrainConfig):
 
     head: BlockConfig = field(default_factory=BlockConfig)
 
-    def validate(self) -> list[str]:
-        """Return problems as "key: value; rule; fix"."""
-        found, most = super().validate(), self.data.max_length
-        if self.head.anchors > most:
-            found.append(
-                f"head.anchors: {self.head.anchors} blocks in rows of at most {most} tokens "
-                f"(data.max_length); give {most} or less, or 0"
-            )
-        return found
-
 
 @dataclass(frozen=True)
 class HeadRun(TrainConfig):

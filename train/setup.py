@@ -8,9 +8,8 @@ the checkpoints hold and what every later line reads.
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,25 +29,25 @@ from outrider.heads.warm import Start
 from outrider.train import checkpoint as disk
 from outrider.train.config import OptimConfig, TrainConfig, defaults, flat
 from outrider.train.data.batches import BatchPlan, JoinedRows
+from outrider.train.data.config import DataConfig
 from outrider.train.data.load import load_rows
 from outrider.train.data.passes import Limits
-from outrider.train.features.store import Source
+from outrider.train.features.store import Source, free_layers
 from outrider.train.log import Log
-from outrider.train.measure import Flops, Window, is_no_memory
+from outrider.train.measure import Flops, is_no_memory, profiler
 from outrider.train.metrics import Clock
 from outrider.train.resuming import check_meaning, identity_of, meaning_hash, meaning_of
 from outrider.train.run import Run
 from outrider.train.schedule import usual_rate
 from outrider.train.sharding import loaded, shard_target
-from outrider.train.signals import Stop, interruption
+from outrider.train.signals import Stop
 from outrider.train.trackers import settings_of
-from outrider.train.waiting import main_first, meet, nothing
+from outrider.train.waiting import main_first, meet
 
 DRAFT_VOCAB = 8192  # where nobody says how many
 # Passes over the same rows that taught nearly what as many new rows would, and beyond how many
 # a run is told so.
 PASSES, MANY = 8, 10
-CheckStop = Callable[[], None]
 
 
 def begin(
@@ -62,9 +61,8 @@ def begin(
     follows. given: target and rows in place of those that the keys name, for a
     measurement."""
     out, device, main = Path(cfg.out_dir), accelerator.device, accelerator.is_main_process
-    check_stop = functools.partial(_check, stop)
     target, sharding = (given[0], "") if given else _target(cfg, device)
-    rows = given[1] if given else _texts(cfg, target, main, check_stop)
+    rows = given[1] if given else _rows(cfg.data, target, out if main else None)
     plan = BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
     checkpoint, state, notes = disk.last_state(out, accelerator)
@@ -77,7 +75,11 @@ def begin(
         sharding = f"{sharding}, {whole}" if whole else sharding
     head.to(device)
     optimizer = _optimizer(cfg.optim, head)
-    source = Source(cfg, head, target, rows)
+    source = Source(target, head)
+    if cfg.data.features:
+        source.open(cfg.data.features, cfg.dtype, cfg.target.quantize, rows)
+        if not cfg.eval.every and not cfg.eval.parity:
+            free_layers(target)
     meaning = {**meaning_of(flat(cfg), target, rows), **source.meaning}
     if made.start:
         meaning["start_sha256"] = made.start.sha256
@@ -86,8 +88,6 @@ def begin(
         disk.restore(checkpoint, head, optimizer)
         notes.append(f"resuming {out} at step {state.step} of {cfg.steps}")
         notes += [f"changed, which is allowed: {line}" for line in changes]
-    left = max(0, cfg.steps - state.step)
-    disk.check_space(out, disk.needed(out, cfg.save_every, cfg.keep, left, head), accelerator)
     state.meaning = meaning
 
     log, clock = _log(cfg, main, state), Clock(device)
@@ -103,9 +103,21 @@ def begin(
     head.train()
     model = _called(accelerator, head)
     parts = accelerator, stop, target, rows, plan, head, model, source, optimizer, state, log
-    saver = disk.Saver(out, cfg.keep, cfg.async_save, accelerator, state.step or -1)
-    flops, profile = Flops(cfg.dtype, device), Window(cfg.profile, out, main, log.say)
-    return Run(cfg, *parts, saver, clock, flops, profile)
+    saver = disk.Saver(out, cfg.keep, accelerator, state.step or -1)
+    profile = profiler(cfg.profile, state.step, out) if main else None
+    return Run(cfg, *parts, saver, clock, Flops(cfg.dtype, device), profile)
+
+
+def _log(cfg: TrainConfig, main: bool, state: disk.State) -> Log:
+    """Return the log of a run, its trackers open."""
+    out = Path(cfg.out_dir)
+    log = Log(out, main, state)
+    if main:
+        names = [*cfg.trackers, *(["wandb"] if cfg.wandb != "off" else [])]
+        identity = identity_of(out, state.meaning)[:16]
+        settings = settings_of(out, cfg.wandb_project, cfg.wandb, identity)
+        log.trackers.open(names, settings, flat(cfg) if not state.step else None)
+    return log
 
 
 def _target(cfg: TrainConfig, device: torch.device) -> tuple[Target, str]:
@@ -116,22 +128,16 @@ def _target(cfg: TrainConfig, device: torch.device) -> tuple[Target, str]:
     return loaded(cfg.target, cfg.dtype, device, cfg.shard_group, copied)
 
 
-def _check(stop: Stop) -> None:
-    """Raise Interrupted where the run was asked to stop before its first step."""
-    if stop.requested:
-        raise interruption(stop.requested, 0)
-
-
-def _log(cfg: TrainConfig, main: bool, state: disk.State) -> Log:
-    """Return the log of a run, its trackers open."""
-    out = Path(cfg.out_dir)
-    log = Log(out, main, state, cfg.log_every)
-    if main:
-        names = [*cfg.trackers, *(["wandb"] if cfg.wandb != "off" else [])]
-        identity = identity_of(out, state.meaning)[:16]
-        settings = settings_of(out, cfg.wandb_project, cfg.wandb, identity, state.step)
-        log.trackers.open(names, settings, flat(cfg), not state.step)
-    return log
+def _rows(data: DataConfig, target: Target, out: Path | None = None) -> JoinedRows:
+    """Return the rows of tokens, with a cache made by one rank for all; those left out are
+    listed in the run folder `out`."""
+    size = target.vocab_size, target.context_length
+    with main_first("rows") if data.cache else nullcontext():
+        rows = load_rows(data, target.tokenizer, target.eos_ids, *size)
+    meet("rows")  # in the first collective nobody may wait for tokens
+    if out is not None:
+        rows.list_bad(out)
+    return rows
 
 
 def first_head(made: Resolved, kind: type[Head], target: Target) -> tuple[Head, list[str]]:
@@ -155,7 +161,7 @@ def prepared(cfg: TrainConfig) -> tuple[Target, BatchPlan]:
     """(target, the rows that it would train on in their order) of a run in this process
     alone."""
     target = load_target(cfg.target, cfg.dtype, cfg.device or None)
-    rows = _rows(cfg, target)
+    rows = _rows(cfg.data, target)
     return target, BatchPlan(rows, cfg.batch_size, cfg.data.window, cfg.seed, cfg.data.skip)
 
 
@@ -168,23 +174,6 @@ def _called(accelerator: Accelerator, head: Head) -> nn.Module:
     # generations of torch, and Accelerate hands on the one that is deprecated.
     model.broadcast_buffers = False  # type: ignore[assignment]
     return model
-
-
-def _rows(cfg: TrainConfig, target: Target, check_stop: CheckStop = nothing) -> JoinedRows:
-    size = target.vocab_size, target.context_length
-    return load_rows(cfg.data, target.tokenizer, target.eos_ids, *size, check_stop)
-
-
-def _texts(cfg: TrainConfig, target: Target, main: bool, check_stop: CheckStop) -> JoinedRows:
-    """Return the rows of tokens; on rank 0 (main) those left out are listed in the run
-    folder. check_stop: raises where the run was asked to stop."""
-    wait = cfg.data.wait, check_stop
-    with main_first("rows", *wait) if cfg.data.cache else nullcontext():
-        rows = _rows(cfg, target, check_stop)
-    meet("rows", *wait)  # in the first collective nobody may wait for tokens
-    if main:
-        rows.list_bad(Path(cfg.out_dir))
-    return rows
 
 
 def _optimizer(keys: OptimConfig, head: Head) -> torch.optim.AdamW:
@@ -346,22 +335,6 @@ def self_check(rows: JoinedRows, plan: BatchPlan, tokenizer: Any) -> str:
 # -------------------------------------------------------------------------------------------
 
 
-def no_memory(cfg: TrainConfig, world: int = 1) -> str:
-    """Return what to do when a pass does not fit."""
-    rows = cfg.micro_batch or cfg.batch_size // world
-    if cfg.micro_tokens > cfg.data.max_length:
-        return (
-            f"micro_tokens: {cfg.micro_tokens} tokens do not fit into memory; set "
-            f"micro_tokens={max(cfg.micro_tokens // 2, cfg.data.max_length)}"
-        )
-    if rows > 1 and not cfg.micro_tokens:
-        return f"micro_batch: {rows} rows do not fit into memory; set micro_batch={rows // 2}"
-    return (
-        f"data.max_length: one row of up to {cfg.data.max_length} tokens does not fit "
-        "into memory; lower it" + (", or head.chunk" if hasattr(cfg.head, "chunk") else "")
-    )
-
-
 def is_peer_gone(error: BaseException) -> bool:
     """Return whether another process of the run no longer answers, in the words of gloo and
     of NCCL."""
@@ -370,17 +343,20 @@ def is_peer_gone(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and said is not None
 
 
-def explained(error: Exception, cfg: TrainConfig, world: int) -> UserError | Interrupted | None:
+def explained(error: Exception, world: int, out: str) -> UserError | Interrupted | None:
     """Return an error of a library that is no bug here, in words for the user; None for any
-    other. world: number of processes."""
+    other. world: number of processes. out: the run folder."""
     if is_no_memory(error):
-        return UserError(no_memory(cfg, world))
+        return UserError(
+            "micro_tokens: a pass does not fit into memory; give fewer, or micro_batch=1, then a "
+            "smaller head.chunk or data.max_length (validate dry_run=true tells what fits)"
+        )
     if "Duplicate GPU detected" in str(error):  # in NCCL's words
         return UserError(
             f"num_processes: two of {world} processes have the same GPU; give one for each GPU"
         )
     said = (
         f"one of {world} processes is gone: what it said stands above, or it was killed, often for "
-        f"lack of memory; the same command goes on with the last checkpoint of {cfg.out_dir}"
+        f"lack of memory; the same command goes on with the last checkpoint of {out}"
     )
     return Interrupted(said, code=1, everywhere=True) if is_peer_gone(error) else None

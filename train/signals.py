@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,12 +34,13 @@ COMMANDS = (
 
 class Stop:
     """Context that turns signals into a flag. `requested`: the signal number, 0 while none
-    came. `over`: all is saved, and a launcher that ends the ranks behind the first one
-    stops nothing; whatever comes first then is passed over, and what comes a second later
-    ends the process."""
+    came. `heeded`: somebody looks at it; where nobody does yet, a signal is a Ctrl-C. `over`:
+    all is saved, and a launcher that ends the ranks behind the first one stops nothing;
+    whatever comes first then is passed over, and what comes a second later ends the
+    process."""
 
     def __init__(self) -> None:
-        self.requested, self.over, self._heard = 0, False, 0.0
+        self.requested, self.heeded, self.over, self._heard = 0, True, False, 0.0
         self._leaving = False  # a signal came after that
         self._parent = os.getppid()
         self._before: dict[int, Any] = {}
@@ -53,6 +55,17 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """End the block by Interrupted where a signal comes: there is nothing to be saved."""
+        self.heeded = False
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise interruption(self.requested, 0) from None
+        finally:
+            self.heeded = True
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.over and not self._leaving:
             self._leaving, self._heard = True, time.monotonic()
@@ -65,6 +78,8 @@ class Stop:
         if requested:
             os._exit(CODES[signal.Signals(number)])
         self.requested, self._heard = number, time.monotonic()
+        if not self.heeded:
+            raise KeyboardInterrupt
         if os.environ.get("RANK", "0") == "0":
             with contextlib.suppress(OSError):  # a full disk behind stderr
                 said = "stopping after this step; once more to stop at once"

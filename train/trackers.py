@@ -7,7 +7,6 @@ line.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,6 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from outrider.conf.errors import UserError, first_line
 
 OFFLINE = ("offline", "disabled", "dryrun")  # modes of wandb in which nobody is asked
-# Of a line of metrics: what says how fast, or with what, a step was made.
-SPEED = re.compile(
-    r"(tokens|supervised)_per_second|tflops_|mfu$|share_|(gpu_)?(peak_)?memory_|(\w+_)?seconds$"
-)
-# Keys of an evaluation that say nothing above a chart of their own.
-NAMED = {"low": "accepted_length_low", "high": "accepted_length_high", "tokens": "decoded_tokens"}
 
 
 def check_installed(names: list[str]) -> None:
@@ -44,15 +37,14 @@ def no_reports(mode: str | None) -> None:
         os.environ["WANDB_ERROR_REPORTING"] = "false"
 
 
-def settings_of(out: Path, project: str, mode: str, identity: str, step: int) -> dict[str, Any]:
+def settings_of(out: Path, project: str, mode: str, identity: str) -> dict[str, Any]:
     """Return what each tracker's class is made with. project, mode: the keys wandb_project
     and wandb. identity: what a resumed run has in common with its beginning, so that it
-    goes on in the same place. step: at which it is resumed."""
+    goes on in the same place."""
     shared = {"run_name": project, "resume": "allow"}
     about = {"dir": str(out), "name": out.name, "id": identity}
-    again = step + 1 if step else None  # these steps come again
     return {
-        "tensorboard": {"run_name": "tensorboard", "logging_dir": str(out), "purge_step": again},
+        "tensorboard": {"run_name": "tensorboard", "logging_dir": str(out)},
         "mlflow": {"experiment_name": project, "run_name": out.name},
         "trackio": {**shared, "name": f"{out.name}-{identity[:8]}"},
         # None: as WANDB_MODE says
@@ -67,22 +59,21 @@ class Trackers:
         self._say, self._live = say, list[Any]()
 
     def open(
-        self, names: list[str], settings: Mapping[str, Any], keys: dict[str, Any], first: bool
+        self, names: list[str], settings: Mapping[str, Any], keys: dict[str, Any] | None
     ) -> None:
-        """Open those that can be. settings: as settings_of. keys: of the run, by dotted name.
-        first: this run is not a resumed one."""
+        """Open those that can be. settings: as settings_of. keys: of the run, by dotted name;
+        None for a resumed one, whose keys are there."""
+        plain = {
+            k: v if isinstance(v, str | int | float) else str(v) for k, v in (keys or {}).items()
+        }
         for name in dict.fromkeys(names):
             if name == "wandb":
                 no_reports(settings[name]["mode"])
-            config = {"config": keys} if name in ("wandb", "trackio") else {}
             try:
-                tracker = LOGGER_TYPE_TO_CLASS[name](**settings[name], **config)
+                tracker = LOGGER_TYPE_TO_CLASS[name](**settings[name])
                 tracker.start()
-                if first and not config:  # what these store once stays as it was
-                    plain = (str, int, float)
-                    tracker.store_init_configuration(
-                        {k: v if isinstance(v, plain) else str(v) for k, v in keys.items()}
-                    )
+                if plain:
+                    tracker.store_init_configuration(plain)
                 self._live.append(tracker)
             except Exception as error:
                 self._given_up(name, error)
@@ -99,17 +90,9 @@ class Trackers:
                 self._given_up(tracker.name, error)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Hand on a line of metrics; the facts of a start to wandb's configuration alone."""
-        if values.get("event") == "start":
-            about = {"started": {k: v for k, v in values.items() if k != "event"}}
-            self._each(lambda t: t.name != "wandb" or t.store_init_configuration(about))
-        elif numbers := grouped(values):
+        """Hand on the numbers of a line of metrics."""
+        if numbers := grouped(values):
             self._each(lambda t: t.log(numbers, step=step))
-
-    def best(self, best: dict[str, float]) -> None:
-        """Hand {step, accepted_length} of the run's best to wandb's summary."""
-        found = {f"best_{key}": value for key, value in best.items()}
-        self._each(lambda t: t.name != "wandb" or t.tracker.summary.update(found))
 
     def finish(self) -> None:
         """Close them; the run itself is done and saved."""
@@ -118,23 +101,8 @@ class Trackers:
 
 
 def grouped(values: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line of metrics by names that a tracker sorts into groups:
-    train/, eval/ and speed/."""
-    event = values.get("event")
-    if event == "parity":
-        lengths = {name: length["mean"] for name, length in values["accepted_length"].items()}
-        numbers = {"passed": int(values["passed"]), **lengths}
-        return {f"eval/parity_{name}": number for name, number in numbers.items()}
-    found: dict[str, float] = {}
-    for key, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if SPEED.match(key):
-            found[f"speed/{f'{event}_' if key == 'seconds' else ''}{key}"] = value
-        elif event == "eval" and not key.endswith("_seen"):
-            found[f"eval/{NAMED.get(key, key)}"] = value
-        else:
-            found[f"train/{key}"] = value
-    for place, share in enumerate(values.get("unconditional", ()), 1):
-        found[f"eval/acceptance_at_{place}"] = share
-    return found
+    """Return the numbers of a line of metrics, in a group for each event: train/, eval/."""
+    group = values.get("event", "train")
+    found = {k: v for k, v in values.items() if type(v) in (int, float)}
+    found |= {f"acceptance_at_{n}": v for n, v in enumerate(values.get("unconditional", ()), 1)}
+    return {f"{group}/{name}": number for name, number in found.items()}

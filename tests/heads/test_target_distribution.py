@@ -5,13 +5,11 @@ that every family uses it.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 
-from outrider.conf.errors import UserError
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import TreeShape
@@ -25,11 +23,8 @@ from outrider.heads.medusa.hydra_heads import HydraHeadsConfig
 from outrider.heads.registry import head_class
 from outrider.heads.teacher import target_distribution
 from outrider.scripts.certificate.enumerator import Case, enumerate_case
-from outrider.train.config import flat
-from outrider.train.data.load import load_rows
-from outrider.train.resuming import RATE, check_meaning, meaning_of
 from tests.helpers.archs import VOCAB, build
-from tests.helpers.training import chats, random_batch, run_config, tiny_target
+from tests.helpers.training import random_batch, tiny_target
 
 SOFT = LossWeights(hard=0.0, soft=1.0)
 FAMILIES: dict[str, Any] = {
@@ -148,20 +143,3 @@ def test_every_family_is_taught_at_the_same_tokens(kind: str) -> None:
         }[mask]
         assert message[mask] == int((seen & teaches).sum())
     assert len(set(message.values())) == 3, message
-
-
-def test_a_run_of_an_earlier_version_that_learned_otherwise_is_refused(tmp_path: Path) -> None:
-    """Acceptance rates were of renormalised probabilities, parallel heads learned where the
-    target's most probable token lies in the draft vocabulary."""
-    target, data = tiny_target(), chats(tmp_path / "data.jsonl")
-    cfg = run_config(data, tmp_path / "run", "head.draft_vocab=64", "head.loss.lk=1")
-    rows = load_rows(
-        cfg.data, target.tokenizer, target.eos_ids, target.vocab_size, target.context_length
-    )
-    now = meaning_of(flat(cfg), target, rows)
-    assert check_meaning(now, now, tmp_path, {}) == []
-    for key, said in ((RATE, "head.loss.rate: not set in the checkpoint"), (MASK, "version 0.1")):
-        earlier = {k: v for k, v in now.items() if k != key}
-        with pytest.raises(UserError, match=said) as message:
-            check_meaning(earlier, now, tmp_path, {MASK: "token"})
-        assert "\n" not in str(message.value)

@@ -188,6 +188,7 @@ def launcher(action: Action, restarts: int, said: Path | None = None, world: int
             start_method="fork",
         )
         os.environ["ACCELERATE_USE_CPU"] = "true"
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/scaling.md
         elastic_launch(config, worker)()
 
     def worker() -> None:

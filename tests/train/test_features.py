@@ -27,7 +27,7 @@ from outrider.train.data.load import load_rows
 from outrider.train.features import store
 from outrider.train.features import writer as feature_writer
 from outrider.train.features.config import CacheConfig
-from outrider.train.features.store import CachedTarget, FeatureStore, Freed, Source
+from outrider.train.features.store import CachedTarget, FeatureStore, Freed, Source, free_layers
 from outrider.train.features.writer import FeatureWriter
 from outrider.train.loop import fit
 from tests.helpers.faults import launcher, wait
@@ -166,7 +166,7 @@ def test_a_run_reads_the_cache_and_may_change_to_it_in_the_middle(
     written(data, tmp_path / "f")
     online = run(data, tmp_path / "online")
     cached = run(data, tmp_path / "cached", f"data.features={tmp_path / 'f'}")
-    assert list(online) == list(cached) and "layers are freed" in capsys.readouterr().err
+    assert list(online) == list(cached) and "features: " in capsys.readouterr().err
     for step, loss in online.items():
         assert loss == pytest.approx(cached[step], rel=1e-5)
     shutil.rmtree(tmp_path / "online/checkpoints/step-6")
@@ -192,10 +192,11 @@ def test_evaluation_keeps_the_layers_and_freed_ones_cannot_be_used(
     small = ("steps=2", "eval.every=2", "eval.prompts=2", "eval.max_new_tokens=4")
     run(data, out, f"data.features={tmp_path / 'f'}", *small)
     assert read_card(out / "head")["head"]["calibration"]
-    cfg = run_config(data, out, f"data.features={tmp_path / 'f'}")
     target = tiny_target(**SHAPE)
     head = head_for("medusa", target, writer.rows.counts(260))
-    source = Source(cfg, head, target, writer.rows)
+    source = Source(target, head)
+    source.open(str(tmp_path / "f"), "float32", "none", writer.rows)
+    free_layers(target)
     assert any(isinstance(m, Freed) for m in target.body.modules())
     assert source.store and sum(p.numel() for p in target.model.parameters()) == 2 * 260 * 32 + 32
     ids = torch.ones(1, 4, dtype=torch.int64)
@@ -215,8 +216,7 @@ def test_stale_caches_are_refused_by_name(data: Path, tmp_path: Path) -> None:
             opened(writer, rows=rows)
     with pytest.raises(UserError, match=rf"{manifest}: holds the hidden states \[4\]"):
         opened(writer, taps=[1, 2, 4])
-    cfg = replace(writer.cfg, target=replace(writer.cfg.target, quantize="bnb-nf4"))
-    for dtype in ("bfloat16", store.computed_in(cfg)):
+    for dtype in ("bfloat16", store.computed_in("float32", "bnb-nf4")):
         identity = store.identity_of(writer.target, writer.rows, dtype)
         with pytest.raises(UserError, match=f"dtype float32 is not {dtype}"):
             FeatureStore(writer.folder, identity, (4,), writer.rows)

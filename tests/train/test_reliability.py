@@ -63,13 +63,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def test_killed_runs_resume_to_the_same_bits(place: Place) -> None:
-    """After kill -9 at a random moment, where they save after every step, beside the training
-    and in its place in turn; the last has two ranks."""
+    """After kill -9 at a random moment, where they save after every step; the last has two
+    ranks."""
     chance = random.Random(0)
     for number in range(5):
         world, out, marks = 2 if number == 4 else 1, place.fresh(), Marks()
-        keys = "save_every=1", f"async_save={'true' if number % 2 else 'false'}"
-        run = marks.steps(place.action(out, *keys))
+        run = marks.steps(place.action(out, "save_every=1"))
         children = ranks(world, run, out.with_suffix(".txt"))
         steps = world * chance.randrange(1, STEPS)
         while marks.seen() < steps and all(os.waitpid(c, os.WNOHANG) == (0, 0) for c in children):
@@ -163,7 +162,7 @@ def test_who_outlives_a_killed_rank_says_so_in_one_line(place: Place) -> None:
     assert place.resumed(2, out)
 
 
-def test_what_libraries_say_of_peers_and_gpus_is_told_from_a_bug(tmp_path: Path) -> None:
+def test_what_libraries_say_of_peers_and_gpus_is_told_from_a_bug() -> None:
     for words, gone in (
         ("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer", True),
         ("NCCL error in: X.cpp:1, remote process exited, ncclRemoteError: a call failed", True),
@@ -172,9 +171,8 @@ def test_what_libraries_say_of_peers_and_gpus_is_told_from_a_bug(tmp_path: Path)
     ):
         assert is_peer_gone(RuntimeError(words)) == gone
         assert not is_peer_gone(ConnectionResetError(words))  # a hub, a tracker
-    cfg = run_config(tmp_path / "data.jsonl", tmp_path / "run")
     words = "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4e000"
-    assert "num_processes" in str(explained(RuntimeError(words), cfg, 2))
+    assert "num_processes" in str(explained(RuntimeError(words), 2, "run"))
 
 
 def test_a_killed_rank_is_restarted_and_resumes(place: Place) -> None:

@@ -51,9 +51,9 @@ def command(capsys, data: Path, *args: str) -> tuple[int, str, str]:
 def test_sound_heads_pass_every_check(tmp_path: Path, capsys, kind: str) -> None:
     data = chats(tmp_path / "data.jsonl")
     code, out, _ = command(capsys, data, f"head={kind}", *MORE[kind])
-    assert code == 0 and "all 4 checks passed" in out, out
+    assert code == 0 and "all 3 checks passed" in out, out
     assert "[[the rider goes<|im_end|>]]" in out  # what is supervised, for a human eye
-    assert "GFLOP per token" in out and "frozen" in out and "cycles of the engine" in out
+    assert "frozen" in out and "cycles of the engine" in out
 
 
 class ReadsOneLate(MedusaHead):

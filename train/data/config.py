@@ -14,7 +14,6 @@ from outrider.conf.rules import (
     AboveZero,
     BelowOne,
     FileName,
-    NotNegative,
     OneOrMore,
     Share,
     ZeroOrMore,
@@ -50,8 +49,6 @@ class RowsConfig:
     cache: bool = True
     # processes that tokenize; 0 = as many as there are cores
     workers: ZeroOrMore = 0
-    # minutes to wait for another process or rank that prepares data; 0 = no limit
-    wait: NotNegative = 0.0
 
 
 @dataclass(frozen=True)

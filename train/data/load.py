@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
@@ -28,7 +28,6 @@ from outrider.train.data import tokens
 from outrider.train.data.batches import LEFT_OUT, JoinedRows, joined, some_held_out
 from outrider.train.data.config import DataConfig
 from outrider.train.data.rows import Item, RowReading, read_text
-from outrider.train.waiting import nothing
 
 VERSION = 5  # of the token cache: raise it when rows are encoded differently
 GIVE = "give a file with messages, conversations or text"
@@ -45,15 +44,13 @@ def load_rows(
     eos_ids: Iterable[int],
     vocab_size: int,
     context: int,
-    check_stop: Callable[[], None] = nothing,
 ) -> JoinedRows:
     """Read, check and tokenize the data, or take the tokens from the cache.
 
-    check_stop: called while that takes long; what it raises ends it. Raises UserError: no such
-    file or data set, too many malformed rows (the first is named by file:line), no row at all,
-    token ids outside the target's vocabulary.
+    Raises UserError: no such file or data set, too many malformed rows (the first is named by
+    file:line), no row at all, token ids outside the target's vocabulary.
     """
-    parts = [_load(file, tokenizer, eos_ids, context, check_stop) for file in _files(cfg)]
+    parts = [_load(file, tokenizer, eos_ids, context) for file in _files(cfg)]
     for part in parts:
         total = part.lines.numel() + len(part.bad)
         if not total:
@@ -106,13 +103,7 @@ def _files(cfg: DataConfig) -> list[DataConfig]:
     return found
 
 
-def _load(
-    cfg: DataConfig,
-    tokenizer: Any,
-    eos_ids: Iterable[int],
-    context: int,
-    check_stop: Callable[[], None],
-) -> JoinedRows:
+def _load(cfg: DataConfig, tokenizer: Any, eos_ids: Iterable[int], context: int) -> JoinedRows:
     """Return the rows of one file or data set."""
     how = RowReading(
         min(cfg.max_length, context),
@@ -142,7 +133,7 @@ def _load(
     if found is None:
         work = tokens.Work(name, tokenizer, how, float(cfg.held_out))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        parts = tokens.encoded(source, work, cfg.workers or min(32, cores or 1), check_stop)
+        parts = tokens.encoded(source, work, cfg.workers or min(32, cores or 1))
         try:
             made, about = tokens.gathered(parts, name, path.parent if path else None)
             if path:

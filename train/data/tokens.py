@@ -21,7 +21,7 @@ import time
 import warnings
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -121,22 +121,16 @@ def share(row: ChatRow) -> float:
     return int.from_bytes(hashlib.sha256(requested.encode()).digest()[:8]) / 2**64
 
 
-def encoded(
-    source: Iterable[Item], work: Work, workers: int, check_stop: Callable[[], None]
-) -> Iterator[TokenPart]:
+def encoded(source: Iterable[Item], work: Work, workers: int) -> Iterator[TokenPart]:
     """Yield the tokens of a source in its order: by this process alone for SECONDS, then by
     `workers` fresh ones (a fork of a process with threads and a GPU may hang), which
-    changes nothing.
-
-    check_stop: called between parts; what it raises ends the work. Raises UserError as Work
-    does.
+    changes nothing. Raises UserError as Work does.
     """
     begun, source = time.monotonic(), iter(source)
     waiting: deque[Future[TokenPart]] = deque()
     with contextlib.ExitStack() as stack:
         pool: ProcessPoolExecutor | None = None
         while items := list(islice(source, CHUNK)):
-            check_stop()
             if pool is None and (workers < 2 or time.monotonic() < begun + SECONDS):
                 yield work(items)
                 continue
@@ -148,7 +142,6 @@ def encoded(
             if len(waiting) > workers + 2:
                 yield waiting.popleft().result()
         while waiting:
-            check_stop()
             yield waiting.popleft().result()
 
 

@@ -90,7 +90,7 @@ def plan_of(cfg: ValidateConfig, model: Model, typed: Any) -> Plan:
             more = (width, layer) if issubclass(kind, HydraHeads) else ()
             head = kind(typed, width, text.vocab_size, deep, "meta", *more)
         else:
-            why = "run validate without dry_run on one GPU: it measures a small pass"
+            why = "train some steps on one GPU: metrics.jsonl has peak_memory_bytes"
             raise UserError(f"head.kind: a dry run has no formula for {typed.kind}; {why}")
     length, mine = min(cfg.data.max_length, length), max(1, cfg.batch_size // cfg.gpus)
     rows = min(mine, cfg.micro_batch or mine)

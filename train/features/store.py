@@ -36,10 +36,9 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.safetensors"
 
 
-def computed_in(cfg: Any) -> str:
-    """Return how the target of a run computes: its dtype, and the quantisation of its weights."""
-    kind = cfg.target.quantize
-    return str(cfg.dtype) if kind == "none" else f"{cfg.dtype}, {kind}"
+def computed_in(dtype: str, quantize: str) -> str:
+    """Return how a target computes: its dtype, and the quantisation of its weights."""
+    return dtype if quantize == "none" else f"{dtype}, {quantize}"
 
 
 def identity_of(target: Target, rows: JoinedRows, dtype: str) -> dict[str, Any]:
@@ -167,42 +166,34 @@ class Freed(nn.Module):
         raise RuntimeError("the target's layers were freed because data.features was given")
 
 
-def free_layers(target: Target) -> int:
-    """Drop the stacked layers of a target's body, keep embedding, norms and LM head. Returns
-    the bytes let go.
-    """
-    freed = 0
-    for name, stack in layer_stacks(target.model):
-        freed += sum(p.numel() * p.element_size() for p in stack.parameters())
+def free_layers(target: Target) -> None:
+    """Drop the stacked layers of a target's body, keep embedding, norms and LM head."""
+    for name, _ in layer_stacks(target.model):
         parent, _, last = name.rpartition(".")
         setattr(target.body.get_submodule(parent), last, nn.ModuleList([Freed()]))
-    return freed
 
 
 class Source:
-    """What a head's forward gets as its target, by batch: the target itself, or with
-    data.features one that reads the store. note: a line about it. meaning: what of it changes
-    what is learned (train.resuming). reads: the hidden states that most heads ask for."""
+    """What a head's forward gets as its target, by batch: the target itself, or one that reads
+    `store`. note: a line about it. meaning: what of it changes what is learned
+    (train.resuming). reads: the hidden states that most heads ask for."""
 
-    def __init__(self, cfg: Any, head: Head, target: Target, rows: JoinedRows) -> None:
-        """Opens the store, and frees the target's layers where no evaluation needs them.
-        Raises UserError for a store that does not fit."""
+    def __init__(self, target: Target, head: Head) -> None:
         self.target, self.note = target, ""
         final = target.num_layers
         self.reads = head.taps if final in head.taps else (*head.taps, final)
         self.store: FeatureStore | None = None
         self.meaning: dict[str, Any] = {}
-        if not cfg.data.features:
-            return
-        folder = Path(cfg.data.features).expanduser()
-        _ = target.head  # asks the layers how logits follow; later they may be gone
-        self.store = FeatureStore(
-            folder, identity_of(target, rows, computed_in(cfg)), self.reads, rows
-        )
-        freed = 0 if cfg.eval.every or cfg.eval.parity else free_layers(target)
-        self.note = f"features: {folder}, {len(self.store.bounds) - 1} files in {self.store.stored}"
-        self.note += f"; the target's layers are freed ({freed / 2**20:,.0f} MiB)" if freed else ""
-        if self.store.stored != cfg.dtype:
+
+    def open(self, folder: str, dtype: str, quantize: str, rows: JoinedRows) -> None:
+        """Read features from a folder. dtype, quantize: of the target. Raises UserError where
+        they are not those of the run."""
+        place = Path(folder).expanduser()
+        _ = self.target.head  # asks the layers how logits follow; later they may be gone
+        identity = identity_of(self.target, rows, computed_in(dtype, quantize))
+        self.store = FeatureStore(place, identity, self.reads, rows)
+        self.note = f"features: {place}, {len(self.store.bounds) - 1} files in {self.store.stored}"
+        if self.store.stored != dtype:
             self.meaning["features"] = f"stored in {self.store.stored}"
 
     def __call__(self, batch: Batch) -> Any:

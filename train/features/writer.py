@@ -60,7 +60,7 @@ class FeatureWriter:
         self.per_token = len(self.taps) * target.hidden_size * torch_dtype(self.store).itemsize
         self.bounds = bounds_of(rows, self.per_token, cfg.shard_mb << 20)
         self.plan: dict[str, Any] = {
-            "identity": identity_of(target, rows, computed_in(cfg)),
+            "identity": identity_of(target, rows, computed_in(cfg.dtype, cfg.target.quantize)),
             "taps": list(self.taps),
             "stored": self.store,
             "width": target.hidden_size,
