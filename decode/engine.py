@@ -320,10 +320,8 @@ class Engine:
                 Cycle(
                     proposed=seen.proposed[b],
                     accepted=kept,
-                    ranks=tuple(seen.ranks[b][:kept]),
                     cut=emitted <= accepted or most[b] < self.drafter.max_depth,
                     start=before,
-                    drafters=tuple(seen.drafters[b][:kept]),
                 )
             )
 

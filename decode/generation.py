@@ -30,18 +30,14 @@ class Cycle:
     """One verification of one row. proposed: levels drafted. accepted: draft tokens kept (the
     bonus token not counted).
 
-    ranks: sibling rank of each accepted candidate. cut: shortened by a stop token, or drafted
-    short because of the length limit; such cycles say nothing about the drafter. start:
-    generated tokens before this cycle. drafters: of a union, who proposed each accepted
-    candidate, bit k for its k-th drafter (decode.union).
+    cut: shortened by a stop token, or drafted short because of the length limit; such cycles say
+    nothing about the drafter. start: generated tokens before this cycle.
     """
 
     proposed: int
     accepted: int
-    ranks: tuple[int, ...]
     cut: bool
     start: int
-    drafters: tuple[int, ...] = ()
 
 
 @dataclass

@@ -76,8 +76,6 @@ class DraftTree:
     layout: given by static shapes, derived from the parents otherwise.
     score: [B, N] float, the drafter's own order of a dynamic tree's nodes (cumulative
         log-probability): for tuning. A draft whose score is not finite is refused.
-    drafters: [B, N] int64, who of a union proposed a node (decode.union): bit k for its k-th
-        drafter. None where there is one alone.
     """
 
     tokens: Tensor
@@ -87,7 +85,6 @@ class DraftTree:
     proposal: Proposal | None = None
     static_layout: TreeLayout | None = dataclass_field(default=None, repr=False)
     score: Tensor | None = dataclass_field(default=None, repr=False)
-    drafters: Tensor | None = dataclass_field(default=None, repr=False)
 
     @functools.cached_property
     def layout(self) -> TreeLayout:

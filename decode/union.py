@@ -73,23 +73,18 @@ class Union:
 def joined(trees: Sequence[DraftTree]) -> DraftTree:
     """Return one tree of the nodes of all. Those of the first keep their numbers, their
     order among siblings and their distributions; the others, which must be deterministic,
-    follow, each path that is there already being left where it is. `drafters` of the
-    outcome says who proposed a node. A dynamic tree whose scores turn non-finite ends there."""
+    follow, each path that is there already being left where it is. A dynamic tree whose scores
+    turn non-finite ends there."""
     trees = [tree if tree.score is None else cut(tree, non_finite(tree)) for tree in trees]
     first, *others = trees
     device, (count, width) = first.tokens.device, first.tokens.shape
     if not any(other.width for other in others):
-        return replace(first, drafters=torch.ones_like(first.tokens))
+        return first
     tables = [_table(tree) for tree in trees]
-    merged = [_merged(parts) for parts in zip(*tables, strict=True)]
-    rows = [nodes for nodes, _ in merged]
-    most = max(map(len, rows))
-    marks = torch.tensor([m + [0] * (most - len(m)) for _, m in merged], device=device)
+    rows = [_merged(parts) for parts in zip(*tables, strict=True)]
     if all(len(row) == len(own) for row, own in zip(rows, tables[0], strict=True)):
-        drafters = torch.ones_like(first.tokens)
-        drafters[:, :most] = marks.view(count, most)
-        return replace(first, drafters=drafters)
-    tree = replace(listed(rows, device), drafters=marks)
+        return first
+    most, tree = max(map(len, rows)), listed(rows, device)
     if first.sampled is None or first.proposal is None:
         return tree
     common = min(width, most)
@@ -111,24 +106,18 @@ def _table(tree: DraftTree) -> list[list[tuple[int, int]]]:
     ]
 
 
-def _merged(
-    parts: Sequence[Sequence[tuple[int, int]]],
-) -> tuple[list[tuple[int, int]], list[int]]:
-    """(nodes, who proposed each) of one row: the nodes of the first as they are, then those of
-    the others that are on no path yet."""
+def _merged(parts: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Return the nodes of one row: those of the first as they are, then those of the others
+    that are on no path yet."""
     nodes = list(parts[0])
-    marks = [1] * len(nodes)
     number: dict[tuple[int, int], int] = {}
     for place, node in enumerate(nodes):
         number.setdefault(node, place)
-    for bit, part in enumerate(parts[1:], 1):
+    for part in parts[1:]:
         here: list[int] = []  # where each of its nodes stands now
         for token, above in part:
             node = (token, here[above] if above >= 0 else -1)
-            place = number.setdefault(node, len(nodes))
-            if place == len(nodes):
+            here.append(number.setdefault(node, len(nodes)))
+            if here[-1] == len(nodes):
                 nodes.append(node)
-                marks.append(0)
-            marks[place] |= 1 << bit
-            here.append(place)
-    return nodes, marks
+    return nodes

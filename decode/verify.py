@@ -181,9 +181,8 @@ class HostVerdict:
 
     path: [B, D], length: [B] as in Verdict, on the host. proposed: [B] levels drafted. emitted:
     [B][D + 1] the path's tokens, then the bonus token, then padding; tokens: the same on the
-    device, [B, D + 1], and slots: [B, D + 1] that each of them was predicted by. ranks: [B][D]
-    sibling rank of each node of the path; drafters: [B][D] who proposed it, [B][0] without a
-    union. doubtful: a row holds what must not be committed.
+    device, [B, D + 1], and slots: [B, D + 1] that each of them was predicted by. doubtful: a row
+    holds what must not be committed.
     """
 
     path: Tensor
@@ -192,28 +191,20 @@ class HostVerdict:
     emitted: list[list[int]]
     tokens: Tensor
     slots: Tensor
-    ranks: list[list[int]]
-    drafters: list[list[int]]
     doubtful: bool
 
 
 def to_host(verdict: Verdict, tree: DraftTree, doubtful: Tensor) -> HostVerdict:
     """Return all that the host wants to know of it, in one read. doubtful: [B] bool, rows that
     must not be committed."""
-    path, layout = verdict.path.clamp(min=0), tree.layout
+    path = verdict.path.clamp(min=0)
     tokens = tree.tokens.gather(1, path) if tree.width else path
     tokens = F.pad(tokens, (0, 1)).scatter(1, verdict.length[:, None], verdict.bonus[:, None])
     there = torch.arange(tree.width + 1, device=path.device) <= tree.size[:, None]
-    proposed = torch.where(there, layout.positions, 0).amax(1)
-    of_node = [layout.rank.expand_as(tree.tokens)]
-    of_node += [] if tree.drafters is None else [tree.drafters]
-    columns = [
-        torch.stack([doubtful, verdict.length, proposed], 1),
-        *(verdict.path, tokens),
-        *(t.gather(1, path) if tree.width else path for t in of_node),
-    ]
+    proposed = torch.where(there, tree.layout.positions, 0).amax(1)
+    columns = [torch.stack([doubtful, verdict.length, proposed], 1), verdict.path, tokens]
     table = torch.cat(columns, 1).cpu()
-    head, path, emitted, ranks, *drafters = table.split([t.shape[1] for t in columns], 1)
+    head, path, emitted = table.split([t.shape[1] for t in columns], 1)
     return HostVerdict(
         path=path,
         length=head[:, 1],
@@ -221,7 +212,5 @@ def to_host(verdict: Verdict, tree: DraftTree, doubtful: Tensor) -> HostVerdict:
         emitted=emitted.tolist(),
         tokens=tokens,
         slots=F.pad(verdict.path + 1, (1, 0)),
-        ranks=ranks.tolist(),
-        drafters=drafters[0].tolist() if drafters else [[]] * len(path),
         doubtful=bool(head[:, 0].any()),
     )

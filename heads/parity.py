@@ -393,7 +393,7 @@ class _Judged:
         depth, size, k, out = self.depth, len(generation.token_ids), 1, list[Cycle]()
         room = size if generation.finish == "length" else size + depth
         while k < size and accepted[k] < size - k and room - k > depth:
-            out.append(Cycle(depth, accepted[k], (0,) * accepted[k], False, k))
+            out.append(Cycle(depth, accepted[k], False, k))
             k += accepted[k] + 1
         return out
 

@@ -54,7 +54,7 @@ class AnswerTally:
             self.first = self.last
         else:
             accepted = sum(drafted)
-            out.cycles.append(Cycle(accepted, accepted, (), False, len(out.token_ids)))
+            out.cycles.append(Cycle(accepted, accepted, False, len(out.token_ids)))
         out.token_ids += tokens
         out.from_draft += drafted
 

@@ -194,7 +194,7 @@ def _trim(request: Request, tokens: list[int], eos: tuple[int, ...]) -> Generati
     tokens = tokens[: request.max_new_tokens]
     stop = next((i + 1 for i, t in enumerate(tokens) if t in eos), None)
     tokens = tokens[:stop]
-    cycles = [Cycle(0, 0, (), cut=False, start=i) for i in range(1, len(tokens))]
+    cycles = [Cycle(0, 0, cut=False, start=i) for i in range(1, len(tokens))]
     end = "eos" if stop else "length"
     return Generation(list(request.prompt), tokens, cycles, [False] * len(tokens), end)
 
@@ -249,5 +249,5 @@ def _cycles(passes: list[Pass], answer: Generation, limit: int, k: int) -> list[
             return []  # another loop than the one this reading knows
         # transformers proposes no more than may still be written
         cut = (after == total and answer.finish == "eos") or limit - before - 1 < k
-        cycles.append(Cycle(p.tokens - 1, accepted, (0,) * accepted, cut, before))
+        cycles.append(Cycle(p.tokens - 1, accepted, cut, before))
     return cycles

@@ -189,7 +189,7 @@ def cycles_of(answers: Sequence[Sequence[int]], accepted: Sequence[int]) -> list
         ends = [1 + decoded * k // count for k in range(count + 1)] if count else [1]
         found.append(
             [
-                Cycle(end - start - 1, end - start - 1, (0,) * (end - start - 1), False, start)
+                Cycle(end - start - 1, end - start - 1, False, start)
                 for start, end in zip(ends, ends[1:], strict=False)
             ]
         )

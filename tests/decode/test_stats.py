@@ -17,7 +17,7 @@ from outrider.decode.stats import (
 
 
 def cycle(accepted: int, proposed: int = 3, cut: bool = False, start: int = 0) -> Cycle:
-    return Cycle(proposed, accepted, (0,) * accepted, cut, start)
+    return Cycle(proposed, accepted, cut, start)
 
 
 def test_accepted_length_counts_the_bonus_token() -> None:

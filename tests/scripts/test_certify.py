@@ -224,7 +224,7 @@ def test_the_strata_of_an_answer() -> None:
     without a draft."""
     accepted, made, start = (1, 0, 0, 3, 1, 0), list[Cycle](), 1
     for i, count in enumerate(accepted):
-        made.append(Cycle(3 if i < 5 else 0, count, (0,) * count, False, start))
+        made.append(Cycle(3 if i < 5 else 0, count, False, start))
         start += count + 1
     answer = Generation([1], list(range(start)), made, [False] * start)
     depths, cycles = sampled.depths(answer), sampled.cycles(answer)

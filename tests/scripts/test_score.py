@@ -24,7 +24,7 @@ def system(name: str, nodes: int) -> System:
 def cycles(*accepted: int, proposed: int = 2, cut_last: bool = False) -> list[Cycle]:
     found, start = [], 1
     for i, a in enumerate(accepted):
-        found.append(Cycle(proposed, a, (0,) * a, cut_last and i == len(accepted) - 1, start))
+        found.append(Cycle(proposed, a, cut_last and i == len(accepted) - 1, start))
         start += a + 1
     return found
 
@@ -106,7 +106,7 @@ def test_a_pair_is_doubted_with_either_of_its_rows(contest: Contest) -> None:
 def test_cut_and_loop_cycles_are_reported_apart() -> None:
     c = Contest()
     tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 4  # the 8-gram is seen for the third time at token 24
-    found = [Cycle(2, 1, (0,), i == 15, 2 * i) for i in range(16)]
+    found = [Cycle(2, 1, i == 15, 2 * i) for i in range(16)]
     generation = Generation([1], tokens, found, [False] * 32, "length")
     c.answers = [ScoredAnswer(n, "a", 0, "chat", generation) for n in ("none", "x")]
     c.timed_runs = [TimedRun(n, ("a",), timing(1.0), 32, 31) for n in ("none", "x")]
@@ -119,7 +119,7 @@ def test_cut_and_loop_cycles_are_reported_apart() -> None:
 
 
 def test_a_cycle_cut_by_a_stop_token_commits_what_is_there() -> None:
-    found = [Cycle(2, 2, (0, 0), False, 1), Cycle(2, 1, (0,), True, 4)]
+    found = [Cycle(2, 2, False, 1), Cycle(2, 1, True, 4)]
     # the stop token was a draft token
     generation = Generation([1], [5, 6, 7, 8, 9], found, [False] * 5, "eos")
     (line,) = output_lines(Contest([ScoredAnswer("x", "a", 0, "chat", generation)]))
