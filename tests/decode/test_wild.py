@@ -3,7 +3,7 @@ numbers, and neither its neighbours nor who comes after it in its place learn of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.conf.errors import UserError
+from outrider.decode import checks
 from outrider.decode.adaptive import Adaptive, Wrapped
 from outrider.decode.checks import cut, non_finite
 from outrider.decode.draft_model import DraftModel
@@ -19,15 +20,11 @@ from outrider.decode.engine import BatchLimits, Engine, Generation, Request, gen
 from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
-from outrider.decode.tree import DraftTree, TreeShape
+from outrider.decode.tree import DraftTree
 from outrider.decode.union import Union
 from outrider.heads.names import DraftSpec
 from tests.contract.cases import CASES, moved
-from tests.helpers.engine_distribution import (
-    TableDrafter,
-    engine_distribution,
-    toy_model,
-)
+from tests.helpers.non_finite import World
 from tests.helpers.training import tiny_target
 
 ILL, SUCCESSOR = 7, 9
@@ -148,42 +145,31 @@ def test_a_separate_draft_remembers_nothing_that_is_not_finite() -> None:
     assert all(bool(buffer.isfinite().all()) for buffer in drafter.cache.buffers)
 
 
-VOCAB = 2
-SHAPES = {
-    "chain": TreeShape.chain(2),
-    "tree": TreeShape.of([[0], [1], [0, 0], [1, 0]]),
-}
+def errors(seeds: range) -> dict[str, float]:
+    worlds = [World.random(seed) for seed in seeds]
+    return {world.words: world.enumerated().error for world in worlds}
 
 
-@dataclass
-class Ill(Wrapped):
-    """A table without a distribution behind the tokens `ill`: the draft ends there, or is dropped
-    whole (`whole`, the seeded mistake)."""
-
-    inner: Drafter
-    ill: dict[int, float]
-    whole: bool = False
-
-    def propose(self, *args: Any) -> DraftTree:
-        tree = super().propose(*args)
-        assert tree.proposal is not None
-        context = torch.cat([self.last[:, None], tree.tokens], 1)
-        probs = tree.proposal.probs.clone()
-        for token, value in self.ill.items():
-            probs[..., 0] = torch.where(context == token, value, probs[..., 0])
-        tree = replace(tree, proposal=replace(tree.proposal, probs=probs))
-        bad = non_finite(tree)
-        return cut(tree, bad.any(1, keepdim=True).expand_as(bad) if self.whole else bad)
+@pytest.mark.parametrize("device", ["host", "accelerator"])
+@pytest.mark.parametrize(
+    "first, count", [(0, 30), pytest.param(1000, 1000, marks=pytest.mark.slow)]
+)
+def test_a_draft_that_ends_where_it_is_not_finite_keeps_the_distribution(
+    device: str, first: int, count: int, request: pytest.FixtureRequest
+) -> None:
+    """NaN and infinities in rows and in single entries, behind some drafted tokens alone: tables,
+    separate models, trained heads of every kind, unions, adaptive lengths, guidance."""
+    if device == "accelerator":
+        request.getfixturevalue(device)
+        first += 10_000
+    found = errors(range(first, first + count))
+    assert not {words: error for words, error in found.items() if not error < 1e-6}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_draft_that_ends_where_it_is_not_finite_keeps_the_distribution(shape: str) -> None:
-    target, worst = toy_model(VOCAB, layers=1), 0.0
-    for seed, value in enumerate((torch.nan, torch.inf, -torch.inf)):
-        for whole in (False, True):
-            table = TableDrafter(SHAPES[shape], "iid", VOCAB, seed)
-            drafter = Ill(table, {(seed + 1) % VOCAB: value}, whole)
-            found = engine_distribution(target, drafter, [1, 1], 4, DRAWN, shape=SHAPES[shape])
-            worst = max(worst, found.error if whole else 0)
-            assert whole or found.error < 1e-9, (seed, found)
-    assert worst > 1e-3, "the mistake that is looked for is not seen"
+def test_a_draft_that_is_dropped_whole_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is would depend on the tokens that were drawn."""
+    end = checks.cut
+    monkeypatch.setattr(
+        checks, "cut", lambda tree, bad: end(tree, bad.any(1, keepdim=True).expand_as(bad))
+    )
+    assert sum(error > 1e-3 for error in errors(range(30)).values()) > 3

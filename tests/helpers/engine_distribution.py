@@ -124,9 +124,10 @@ def engine_distribution(
     rule: Rule = verify,
     shape: TreeShape | None = None,
     guidance: float | None = None,
+    **more: Any,
 ) -> EngineDistribution:
     """Exact distribution of `length` tokens against plain passes. shape: the tree when not a
-    chain."""
+    chain. more: options of `decode.engine.Engine`."""
     distribution: dict[tuple[int, ...], float] = {}
     todo: list[Script] = [{}]
     branches = 0
@@ -134,7 +135,7 @@ def engine_distribution(
         scripts, todo = todo[:CHUNK], todo[CHUNK:]
         walk = Branches(scripts)
         requests = [Request(prompt, length, id=i) for i in range(len(scripts))]
-        how: dict[str, Any] = {"verify": rule, "guidance": guidance, "coins": walk.coins}
+        how: dict[str, Any] = {"verify": rule, "guidance": guidance, "coins": walk.coins, **more}
         counted = PaddingAwareDrafter(drafter, shape)
         run = generate(target, counted, requests, sampling, batch_size=len(scripts), **how)
         for out, weight in zip(run.generations, walk.weight, strict=True):

@@ -1,0 +1,165 @@
+"""Random worlds whose drafters come to NaN or infinity behind some tokens, and what the decode loop
+makes of them, by enumeration."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.decode.adaptive import Adaptive, Wrapped
+from outrider.decode.draft_model import DraftModel
+from outrider.decode.drafters import Drafter
+from outrider.decode.grow import Form, Nodes
+from outrider.decode.ngram import NGram
+from outrider.decode.sampling import Sampling
+from outrider.decode.target import Target
+from outrider.decode.tree import DraftTree, TreeShape
+from outrider.decode.union import Union
+from outrider.heads.names import DraftSpec
+from outrider.heads.registry import head_class
+from outrider.scripts.certificate.enumerator import SCHEMES
+from tests.contract.cases import CASES
+from tests.helpers.engine_distribution import (
+    EngineDistribution,
+    TableDrafter,
+    engine_distribution,
+    toy_model,
+)
+
+VALUES = (math.nan, math.inf, -math.inf)
+SHAPES = [
+    [[0], [0, 0]],
+    [[0], [0, 0], [0, 0, 0]],
+    [[0], [1], [0, 0]],
+    [[0], [1], [0, 0], [1, 0]],
+    [[0], [1], [2], [0, 0], [0, 1]],
+]
+HEADS = [name for name in CASES if "lora" not in name]
+
+
+@dataclass
+class Finite:
+    """Random numbers that draw as if what is not finite had no mass: what is drawn there may be
+    anything."""
+
+    coins: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.coins, name)
+
+    def draft(self, weights: Tensor, rows: Tensor, node: Tensor) -> Tensor:
+        return self.coins.draft(weights.nan_to_num(0.0, 0.0, 0.0).clamp(min=0), rows, node)  # type: ignore[no-any-return]
+
+
+class Draws(Wrapped):
+    """Draws with `Finite` numbers."""
+
+    def propose(self, budget: Tensor, sampling: Sampling, rng: Any) -> DraftTree:
+        return self.inner.propose(budget, sampling, Finite(rng))
+
+
+def spoil(values: Tensor, ill: Tensor, value: float, entry: int | None) -> Tensor:
+    """Return `values` [.., V] with `value` in the rows `ill` [..], whole or in one entry."""
+    here = ill[..., None].expand_as(values).clone()
+    if entry is not None:
+        here &= torch.arange(values.shape[-1]) == entry
+    return values.masked_fill(here, value)
+
+
+def spoil_levels(drafter: Any, ill: list[int], value: float, entry: int | None) -> None:
+    """What `drafter` knows of the children of the tokens `ill` is spoilt."""
+    level = drafter.level
+
+    def spoilt(nodes: Nodes) -> Tensor:
+        logits = level(nodes)
+        bad = torch.isin(nodes.tokens, torch.tensor(ill))
+        if logits.shape[1] == 1:
+            bad = bad.any(1, keepdim=True)
+        return spoil(logits, bad, value, entry)
+
+    drafter.level = spoilt
+
+
+def small_head(name: str, target: Target, form: DraftSpec) -> Any:
+    """A drafter of untrained, moved weights."""
+    cfg = replace(CASES[name].config, draft_vocab=0)
+    torch.manual_seed(0)
+    head = head_class(cfg.kind).for_target(target, cfg, torch.ones(target.vocab_size))
+    with torch.no_grad():
+        for weight in head.parameters():
+            if weight.requires_grad:
+                weight += 0.3 * torch.randn_like(weight)
+    return head.eval().drafter(target, form)
+
+
+@dataclass
+class World:
+    """A target, a drafter that is ill behind some tokens, and how they decode."""
+
+    words: str
+    target: Target
+    drafter: Drafter
+    shape: TreeShape | None
+    sampling: Sampling
+    length: int
+    guidance: float | None
+
+    @staticmethod
+    def random(seed: int) -> World:
+        dice = random.Random(seed)
+        vocab, length = dice.choice([(2, 4), (2, 5), (3, 3), (4, 3)])
+        kind = dice.choice(["table", "table", "table", "draft", "union", "adaptive", "head"])
+        if kind == "head":
+            vocab, length = 3, 3
+        ill = dice.sample(range(vocab), dice.choice([1, 1, vocab - 1]))
+        value, entry = dice.choice(VALUES), dice.choice([None, dice.randrange(vocab)])
+        target = toy_model(vocab, seed=dice.randrange(99), layers=1 + (kind == "head"))
+        if dice.random() < 0.8:  # else token 0 ends an answer
+            target.eos_ids = ()
+        temperature, settings = dice.choice([0.5, 1.0, 1.0, 2.0]), [{}] * 4
+        settings += [{"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.05}, {"repetition_penalty": 1.3}]
+        sampling = Sampling(temperature, **dice.choice(settings))
+        paths = dice.choice([p for p in SHAPES if vocab > max(map(max, p))])
+        shape, scheme = TreeShape.of(paths), dice.choice([*SCHEMES, "iid", "without", "without"])
+        drafter: Any
+        if kind == "draft":
+            scheme = ""
+            form = Form("tree", shape.depth, len(shape), shape)
+            drafter = DraftModel(toy_model(vocab, seed=dice.randrange(99), layers=1), form)
+            spoil_levels(drafter, ill, value, entry)
+        elif kind == "head":
+            scheme = dice.choice(HEADS)
+            shape = TreeShape.of(dice.choice([[[0], [0, 0]], [[0], [1], [0, 0]]]))
+            spec = DraftSpec(shape="tree", paths=shape.paths)
+            drafter = small_head(scheme, target, spec)
+            spoil_levels(drafter, ill, value, entry)
+        else:
+            drafter = TableDrafter(shape, scheme, vocab, dice.randrange(99))
+            table, bad = drafter.drafted, torch.isin(torch.arange(vocab), torch.tensor(ill))
+            table.distributions = spoil(table.distributions, bad, value, entry)
+        drafter = Draws(drafter)
+        if kind == "union":
+            drafter = Union([drafter, NGram(depth=2, nodes=dice.choice([0, 3]))])
+        elif kind == "adaptive":
+            drafter = Adaptive(drafter, cost=dice.choice([0.05, 0.3]))
+        guidance = dice.choice([None, None, 1.5])
+        words = f"{seed}: {kind} {scheme} {shape.paths} V={vocab} ill={ill} {value} {entry}"
+        return World(words, target, drafter, shape, sampling, length, guidance)
+
+    def enumerated(self) -> EngineDistribution:
+        """The exact distribution of what the loop gives."""
+        return engine_distribution(
+            self.target,
+            self.drafter,
+            [1, 1],
+            self.length,
+            self.sampling,
+            shape=self.shape,
+            guidance=self.guidance,
+            cuts=True,
+        )
