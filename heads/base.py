@@ -65,9 +65,10 @@ class Head(Stored):
         self._rows: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
-    def completed(cls, cfg: Any, target: Target) -> Any:
-        """Its keys with those that they leave to the target. Default: there are none. Raises
-        UserError for a target that no such head can have."""
+    def completed(cls, cfg: Any, target: Target, counts: Tensor | None = None) -> Any:
+        """Its keys with those that they leave to the target and the data's `counts` (see
+        for_target). Default: there are none. Raises UserError for a target that no such head can
+        have."""
         return cfg
 
     @classmethod

@@ -96,8 +96,9 @@ class LayeredConfig(LayerKeys, HeadConfig):
 
     # decoder layers of the drafter
     layers: Layers = 1
-    # id of a reserved token whose embedding in the target is the mask's, as in engines; -1 = a
-    # trained one
-    mask_token: TokenId = -1
+    # id of a reserved token whose embedding in the target is the mask's, as in engines; null = one
+    # that the tokenizer has for nobody, where there is one; -1 = a trained mask, for this engine
+    # alone
+    mask_token: TokenId | None = None
     # dynamic tree: nodes expanded per level, and children looked at of each
     width: Width = 6

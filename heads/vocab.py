@@ -8,15 +8,12 @@ draft vocabulary (a bool mask).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from outrider.conf.errors import UserError
 from outrider.conf.typed import SHORT
-from outrider.decode.models.tokenizers import specials
 from outrider.decode.target import Target
 
 
@@ -85,23 +82,3 @@ def table(target: Target, ids: Tensor) -> Tensor:
     hand them to a draft layer: what the embedding module makes of them (Gemma's multiplies)
     is left out."""
     return embedding(ids, target.embedding_weight)
-
-
-def check_reserved(token: int, target: Target, counts: Tensor | None, key: str) -> None:
-    """Raise UserError unless a token of `target` stands in no text: a special one without a
-    role, a word that is never written, or one that the tokenizer does not have. counts: [V]
-    int64 of the data, or None."""
-    tokenizer: Any = target.tokenizer
-    named = {getattr(tokenizer, f"{n}_token_id", None) for n in ("bos", "eos", "unk", "pad")}
-    fix = "give a reserved token that no text has, or -1"
-    if token >= target.vocab_size:
-        size = target.vocab_size
-        raise UserError(f"{key}: {token} is not in the target's vocabulary of {size}; {fix}")
-    ordinary = tokenizer is not None and token < len(tokenizer)
-    if ordinary := ordinary and token not in specials(tokenizer).values():
-        word = tokenizer.decode([token])
-        split = "\ufffd" in word  # a part of a letter
-        ordinary = split or token in tokenizer(word, add_special_tokens=False).input_ids
-    counted = counts is not None and int(counts[token])
-    if ordinary or counted or token in named or token in target.eos_ids:
-        raise UserError(f"{key}: the tokenizer uses {token}; {fix}")

@@ -245,7 +245,7 @@ def resolve(
         notes.append(f"optim.lr: {rate:g}, {why if rate == usual else 'with which this run began'}")
     start = Start(cfg.start, kind.kind, target) if cfg.start else None
     size, ranked, note = draft_vocabulary(cfg.head, counts, start)
-    keys = kind.completed(replace(cfg.head, draft_vocab=size), target)
+    keys = kind.completed(replace(cfg.head, draft_vocab=size), target, counts)
     return Resolved(replace(cfg, head=keys), counts, ranked, start, [*notes, *filter(None, [note])])
 
 

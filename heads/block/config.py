@@ -44,6 +44,8 @@ class BlockConfig(LayeredConfig):
     # levels of the draft; 0 = as many as the block has slots
     depth: Annotated[int, Interval(ge=0, le=MOST_DEPTH)] = 0
 
+    masked = True  # it reads a mask
+
     @property
     def slots(self) -> int:
         """Tokens that a trained block predicts."""

@@ -55,6 +55,11 @@ class EagleConfig(LayeredConfig):
     # levels of the draft
     depth: Levels = 5
 
+    @property
+    def masked(self) -> bool:
+        """Say whether it reads a mask."""
+        return self.parallel
+
     def validate(self) -> list[str]:
         parallel, longest = self.parallel, max(self.steps, self.depth)
         only = EAGLE3_ONLY if self.kind == "eagle1" else ("fc_bias", "feature_loss")
@@ -71,8 +76,8 @@ class EagleConfig(LayeredConfig):
                 f"sliding_window: {self.sliding_window} leaves a draft of {longest} steps nothing "
                 f"of the text; give more than {longest}, or null for all of it"
             )
-        if self.mask_token >= 0 and not parallel:
-            found.append("mask_token: nothing reads a mask; set parallel=true, or mask_token=-1")
+        if self.mask_token not in (None, -1) and not parallel:
+            found.append("mask_token: nothing reads a mask; set parallel=true, or leave it out")
         if parallel and self.norm_output:
             found.append("norm_output: with parallel=true no output is handed on; leave it out")
         if self.norm_joined and self.norm_before_fc:

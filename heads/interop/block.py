@@ -84,7 +84,7 @@ def block_tensors(head: BlockHead, target: Target) -> dict[str, Tensor]:
 def block_refusals(head: BlockHead, target: Target) -> list[str]:
     """Return why no engine's layout holds this head."""
     cfg, found = head.cfg, []
-    if cfg.mask_token < 0:
+    if cfg.mask_token == -1:
         found.append(MASK)
     if 0 in head.taps:
         found.append("head.taps: 0, the embeddings, would be layer -1: train with taps from 1 on")

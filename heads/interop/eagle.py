@@ -17,6 +17,7 @@ Shape letters: D width, V vocabulary, F tapped features, Vd draft vocabulary.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,7 +97,7 @@ def eagle3_refusals(head: Eagle3Head, engine: engines.Engine, target: Target) ->
             f"head.parallel: {engine.title} drafts with no masks: format=vllm or speculators, or "
             "train with head.parallel=false"
         )
-    elif cfg.parallel and cfg.mask_token < 0:
+    elif cfg.parallel and cfg.mask_token == -1:
         found.append(MASK)
     if list(head.taps) != sorted(set(head.taps)):
         found.append(
@@ -308,6 +309,10 @@ def read_eagle3(foreign: Foreign, target: Target) -> Head:
     tensors = without_copies(foreign, tensors, {EMBEDDING: target.embedding_weight})
     ids = draft_ids(foreign, tensors, target.vocab_size)
     if LM_HEAD not in tensors:
+        print(
+            f"note: {foreign.folder}: holds no LM head; the target's rows are taken",
+            file=sys.stderr,
+        )
         rows = target.lm_head_weight.detach().cpu()
         rows = rows if ids is None else rows[ids]
         tensors[LM_HEAD] = (rows * target.head.scale).float()

@@ -322,6 +322,11 @@ def read_layer(foreign: Foreign, config: dict[str, Any], target: Target) -> dict
             raise UserError(f"{where}: {key} is true; draft layers with biases are not read")
     width, heads = (number(foreign, config, key) for key in ("hidden_size", "num_attention_heads"))
     said = foreign.config.get("target_hidden_size") or width
+    if width != said == target.hidden_size:
+        raise UserError(
+            f"{where}: hidden_size: {width}, its target's is {said}; heads as wide as their target "
+            "are read"
+        )
     if not width == said == target.hidden_size:
         raise UserError(
             f"{where}: hidden_size: {width} (target_hidden_size {said!r:.40}); the target's is "
@@ -332,6 +337,12 @@ def read_layer(foreign: Foreign, config: dict[str, Any], target: Target) -> dict
         rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **rope}
         if "type" in rope:  # the key's older name
             rope["rope_type"] = rope.pop("type")
+        part = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if part not in (None, 1):
+            raise UserError(
+                f"{where}: partial_rotary_factor: {part!r:.40}; layers that turn whole heads are "
+                "read"
+            )
     usual = {
         "num_hidden_layers": 1,
         "num_key_value_heads": heads,

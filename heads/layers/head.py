@@ -6,7 +6,7 @@ Shape letters: T positions of all rows, n predicted tokens, D width, Vd draft vo
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,6 +16,7 @@ from outrider.decode.target import Target
 from outrider.heads import shapes, vocab
 from outrider.heads.base import TAPS, Head
 from outrider.heads.config import MOST_DEPTH
+from outrider.heads.layers import mask
 from outrider.heads.layers.layer import RMSNorm
 from outrider.heads.layers.shape import LayerShape, as_made, layer_config
 from outrider.heads.saved import Saved
@@ -93,16 +94,18 @@ class LayeredHead(Head):
         return own.weight  # type: ignore[no-any-return]
 
     @classmethod
-    def completed(cls, cfg: Any, target: Target) -> Any:
+    def completed(cls, cfg: Any, target: Target, counts: Tensor | None = None) -> Any:
+        if cfg.mask_token is None:
+            cfg = replace(cfg, mask_token=mask.chosen(target, counts) if cfg.masked else -1)
         return as_made(cfg, layer_config(target, cfg.layers, cfg))
 
     @classmethod
     def for_target(cls, target: Target, cfg: Any, counts: Tensor | None = None) -> Self:
         """Make a fresh head. Raises UserError for taps that the target does not have, a mask
         token that means something, or a draft vocabulary larger than the tokens seen."""
-        taps = cls.choose_taps(target, cfg)
+        cfg, taps = cls.completed(cfg, target, counts), cls.choose_taps(target, cfg)
         if cfg.mask_token >= 0:
-            vocab.check_reserved(cfg.mask_token, target, counts, "head.mask_token")
+            mask.check(cfg.mask_token, target, counts)
         layer = layer_config(target, cfg.layers, cfg)
         head = cls(cfg, layer, taps, target.vocab_size, target.num_layers)
         reset_weights(head.net, float(getattr(target.config, "initializer_range", 0) or 0.02))
@@ -131,12 +134,12 @@ class LayeredHead(Head):
         start_norm(self.net.norm, rows.float(), target)
 
     @torch.no_grad()
-    def start_mask(self, mask: Tensor, target: Target) -> None:
-        """`mask` [.., D] becomes the frozen embedding of the mask's token, if it has one."""
+    def start_mask(self, weight: Tensor, target: Target) -> None:
+        """`weight` [.., D] becomes the frozen embedding of the mask's token, if it has one."""
         if self.cfg.mask_token >= 0:
             token = torch.tensor([self.cfg.mask_token], device=target.device)
-            mask.copy_(vocab.table(target, token).view_as(mask))
-            mask.requires_grad_(False)
+            weight.copy_(vocab.table(target, token).view_as(weight))
+            weight.requires_grad_(False)
 
     def distribution(
         self, target: Target, last: Tensor, source: Tensor, place: Tensor

@@ -52,17 +52,20 @@ def layer_config(target: Target, layers: int, keys: LayerKeys) -> dict[str, Any]
             "puts them side by side; use head=medusa"
         )
     heads = get("num_attention_heads", default=1)
+    head_dim = get("head_dim", default=width // heads)
     rope = dict(get("rope_parameters", default={}))
     # Families with a sliding window keep one set per layer type.
     rope = dict(rope.get("full_attention") or rope)
     rope.pop("partial_rotary_factor", None)  # a Llama layer rotates whole heads
+    if len(rope.get("short_factor") or ()) not in (0, head_dim // 2):  # LongRoPE of a part alone
+        rope = {"rope_theta": rope.get("rope_theta", 10000.0)}
     return {
         "hidden_size": width,
         "intermediate_size": keys.intermediate_size or _inner(config, width),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": get("num_key_value_heads", default=heads),
-        "head_dim": get("head_dim", default=width // heads),
+        "head_dim": head_dim,
         "hidden_act": "silu",  # whatever the target's is: engines know no other
         "rms_norm_eps": get(
             "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", default=1e-6

@@ -217,7 +217,9 @@ class HydraHeads(ParallelHead):
         self.prefix = Prefix(prefix).to(device) if prefix else None
 
     @classmethod
-    def completed(cls, cfg: HydraHeadsConfig, target: Target) -> HydraHeadsConfig:
+    def completed(
+        cls, cfg: HydraHeadsConfig, target: Target, counts: Tensor | None = None
+    ) -> HydraHeadsConfig:
         layers = cfg.prefix_layers
         return as_made(cfg, layer_config(target, layers, cfg)) if layers else cfg
 

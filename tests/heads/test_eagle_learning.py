@@ -127,6 +127,13 @@ def test_the_layer_takes_after_the_target() -> None:
     gemma = layer_config(target_of("gemma3_text"), 1, LayerKeys())
     assert gemma["hidden_act"] == "silu" and gemma["rope_parameters"]["rope_theta"] == 1e6
     assert layer_config(target_of("gpt2"), 1, LayerKeys())["intermediate_size"] == 128
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5]}
+    rope |= {"long_factor": [2.0, 3.0], "partial_rotary_factor": 0.5}
+    rope |= {"original_max_position_embeddings": 64}
+    phi = target_of("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    plain = {"rope_type": "default", "rope_theta": 1e4}  # Phi-4-mini turns a part of each head
+    assert layer_config(phi, 1, LayerKeys())["rope_parameters"] == plain
+    assert bool(head_of(phi)(batch_of([9]), phi).sum.isfinite())
     nested = target_of("llama")  # Gemma 3n says a size for every layer
     vars(nested.model.config)["intermediate_size"] = [48, 64]
     assert layer_config(nested, 1, LayerKeys())["intermediate_size"] == 64

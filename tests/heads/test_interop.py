@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from outrider.conf.errors import UserError
+from outrider.heads.block.config import BlockConfig
 from outrider.heads.interop import read_folder, read_head, refusals
+from outrider.heads.registry import head_class
 from outrider.scripts.exporting import loaders
 from outrider.scripts.exporting.card import usual_depth
 from outrider.scripts.exporting.self_check import ExportCheck, check_head, rounded
@@ -226,6 +228,15 @@ def test_what_engines_cannot_have_is_named(target, format, kind, extra, said: st
     assert any(said in f"format={format}: {line}" for line in found), found
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_head_of_default_keys_can_be_exported(target, kind: str) -> None:
+    keys = {"kind": kind, "draft_vocab": 64, "markov_rank": 4 if kind == "dspark" else 0}
+    counts = torch.ones(260, dtype=torch.int64)
+    counts[1] = 0  # special, without a role
+    head = head_class(kind).for_target(target, BlockConfig(**keys), counts)
+    assert refusals("speculators", head, target, "/a/t") == []
+
+
 def test_a_folder_that_names_its_target_needs_a_name(target) -> None:
     (line,) = refusals("speculators", random_head(target, "eagle3"), target, "")
     assert line.startswith("verifier: ")
@@ -251,6 +262,8 @@ WRONG = {
     "target_layer_ids": ("deepspec", "dspark", "all"),
     "layer_types": ("deepspec", "dspark", ["sliding_attention"] * 2),
     "hidden_size": ("deepspec", "dspark", 64),
+    "target_hidden_size": ("vllm", "eagle3", 64),
+    "partial_rotary_factor": ("vllm", "eagle3", 0.5),
     "pard_token": ("vllm", "eagle3", None),
     "speculators_model_type": ("speculators", "dflash", "xpress"),
     "sliding_window": ("vllm", "eagle3", 0),

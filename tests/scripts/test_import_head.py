@@ -117,6 +117,22 @@ def published(path: Path, name: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+def test_an_lm_head_that_is_left_out_is_the_targets(
+    target, tmp_path: Path, mapped: bool, capsys
+) -> None:
+    path = published(tmp_path / "in", "speculators")
+
+    def thinner(tensors: dict) -> None:
+        for name in ("lm_head.weight", *(() if mapped else ("d2t", "t2d"))):
+            del tensors[name]
+
+    change(path, thinner, lambda c: c.update(draft_vocab_size=VD if mapped else V))
+    head = read(path, target)
+    assert head.net.lm_head.weight.equal(target.lm_head_weight[head.ids() if mapped else ...])
+    assert "holds no LM head; the target's rows are taken" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["medusa", "eagle1", "eagle3", "speculators"])
 def test_published_layouts_import_and_load(target, tmp_path: Path, name: str) -> None:
     source, out = published(tmp_path / "in", name), tmp_path / "out"
