@@ -81,13 +81,13 @@ class BlockHead(LayeredHead):
 
     @torch.no_grad()
     def start(self, target: Target, counts: Tensor | None) -> None:
-        """The mask as large as an embedding; the output side the target's; every feature
+        """A trained mask as large as an embedding; the output side the target's; every feature
         divided by its usual size: a few are hundreds of times larger than the others and the
         same everywhere, and would be all that is left behind a norm."""
         net = self.net
         table = target.embedding_weight
-        nn.init.normal_(net.mask, 0.0, float(table[:4096].float().square().mean().sqrt()))
-        self.start_mask(net.mask, target)
+        if self.cfg.mask_token < 0:
+            nn.init.normal_(net.mask, 0.0, float(table[:4096].float().square().mean().sqrt()))
         self.start_output(target)
         if net.markov_in is not None and net.markov_out is not None:
             # Unit rows on one side: what the zero side learns from is of one size for all.

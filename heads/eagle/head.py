@@ -192,7 +192,7 @@ class Eagle3Head(EagleHead):
     """EAGLE-3 (Li et al. 2503.01840): fused features of three layers, an LM head of its own
     over the draft vocabulary; learns tokens alone."""
 
-    kind, Net = "eagle3", Eagle3Net
+    kind, Net, mask_name = "eagle3", Eagle3Net, "mask_embed"
     net: Eagle3Net
 
     @classmethod
@@ -212,8 +212,6 @@ class Eagle3Head(EagleHead):
 
     def start(self, target: Target, counts: Tensor | None) -> None:
         self.start_output(target)
-        if self.net.mask_embed is not None:
-            self.start_mask(self.net.mask_embed, target)
 
 
 def feature_noise(batch: Batch, g: Tensor, step: int, spread: float) -> Tensor:

@@ -53,6 +53,7 @@ class LayeredHead(Head):
 
     Net: ClassVar[type[Any]]
     Saved: ClassVar[type[LayeredSaved]] = LayeredSaved
+    mask_name: ClassVar[str] = "mask"  # of the mask's embedding in the network
     net: Any
 
     def __init__(
@@ -112,6 +113,7 @@ class LayeredHead(Head):
         if cfg.draft_vocab:
             head.d2t = vocab.to_d2t(head.choose_vocabulary(counts, cfg.draft_vocab))
         head.to(target.device)
+        head.check_loaded(target)
         head.start(target, counts)
         return head
 
@@ -134,10 +136,12 @@ class LayeredHead(Head):
         start_norm(self.net.norm, rows.float(), target)
 
     @torch.no_grad()
-    def start_mask(self, weight: Tensor, target: Target) -> None:
-        """`weight` [.., D] becomes the frozen embedding of the mask's token, if it has one."""
+    def check_loaded(self, target: Target) -> None:
+        """The mask of a token is the frozen row of the target's table, in the dtype that the
+        target has here."""
         if self.cfg.mask_token >= 0:
             token = torch.tensor([self.cfg.mask_token], device=target.device)
+            weight = getattr(self.net, self.mask_name)
             weight.copy_(vocab.table(target, token).view_as(weight))
             weight.requires_grad_(False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from outrider.heads import parity
 from outrider.heads.batch import Batch
 from outrider.heads.block.anchors import Anchors, Slots, draw
 from outrider.heads.block.config import BlockConfig
+from outrider.heads.checkpoint import load_head, save_head
+from outrider.heads.eagle.config import EagleConfig
 from outrider.heads.layers import mask
 from outrider.heads.losses import LossWeights, Taught, chunked_loss, plain_loss
 from outrider.heads.names import DraftSpec
@@ -308,6 +311,19 @@ def test_a_special_token_without_a_role_may_be_the_mask(
     for token, known in ((65, counts), (66, None), (target.tokenizer.eos_token_id, None)):
         with pytest.raises(UserError, match="^head.mask_token: "):
             mask.check(token, target, known)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "p_eagle"])
+def test_a_tokens_mask_is_the_targets_row_in_any_dtype(kind: str, tmp_path: Path) -> None:
+    """A head that was trained beside a target in bfloat16 is exported beside one in float32."""
+    low, high = tiny_target("bfloat16", layers=4), tiny_target("float32", layers=4)
+    cfg: Any = BlockConfig(draft_vocab=0, mask_token=1)
+    if kind == "p_eagle":
+        cfg = EagleConfig(draft_vocab=0, parallel=True, mask_token=1)
+    save_head(head_class(cfg.kind).for_target(low, cfg), tmp_path, None)
+    net = load_head(tmp_path, high).net
+    row = (net.mask if kind == "dflash" else net.mask_embed).view(-1)
+    assert row.equal(high.embedding_weight[1]) and not row.equal(low.embedding_weight[1].float())
 
 
 def test_more_slots_than_a_bidirectional_head_was_trained_with(target) -> None:
