@@ -36,6 +36,7 @@ REPLANNED = {
     "optim.lr": "the rate follows the new peak",
     "steps": "the schedule is that of a run of so many steps",
 }
+EARLIER = {"head.mask_token": -1}  # what runs without these keys did
 OF_LAYERS = ("head.intermediate_size",)  # earlier runs had the target's
 
 
@@ -83,6 +84,7 @@ def check_meaning(
     if gone := left.head(str(saved.get("head.kind")), f"out_dir: {folder}"):
         raise UserError(gone)
     saved = {k: v for k, v in saved.items() if k in now or not _is_gone(k, v)}
+    saved = {k: v for k, v in EARLIER.items() if k in now} | saved
     new = {k for k in now if k not in saved and k in default and now[k] == default[k]}
     new |= {k for k in OF_LAYERS if k not in saved}
     changed = [k for k in {**saved, **now} if saved.get(k) != now.get(k) and k not in new]

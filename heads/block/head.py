@@ -86,7 +86,7 @@ class BlockHead(LayeredHead):
         same everywhere, and would be all that is left behind a norm."""
         net = self.net
         table = target.embedding_weight
-        if self.cfg.mask_token < 0:
+        if self.cfg.mask_token == -1:
             nn.init.normal_(net.mask, 0.0, float(table[:4096].float().square().mean().sqrt()))
         self.start_output(target)
         if net.markov_in is not None and net.markov_out is not None:

@@ -62,7 +62,7 @@ class LayeredHead(Head):
         """With weights that mean nothing yet. layer: keys of a LlamaConfig, which hold
         whatever `cfg` says of them."""
         cfg = as_made(cfg, layer)
-        super().__init__(cfg)
+        super().__init__(replace(cfg, mask_token=-1) if cfg.mask_token is None else cfg)
         self.net = self.Net(cfg, layer, len(taps), vocab_size)
         self.taps, self.vocab_size, self.final = taps, vocab_size, final
         if cfg.draft_vocab:
