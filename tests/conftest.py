@@ -114,12 +114,6 @@ def attempts() -> Attempts:
     return _attempts
 
 
-@pytest.fixture(name="guard")
-def guard_module() -> Any:
-    """The guard itself."""
-    return guard
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A small chat file."""

@@ -1,22 +1,16 @@
-"""The guard of the network itself (a connection turns a test red), and what runs without a
-network or without wandb.
-"""
+"""The guard of the network itself: a connection turns a test red."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outrider.decode.models.identity import cache_root
-from outrider.decode.models.packages import TARGETS, ensure
 from outrider.scripts.common.files import ROOT
 from outrider.train.trackers import no_reports
 
@@ -70,41 +64,3 @@ def test_wandb_reports_nothing_of_itself_where_it_is_offline(
         monkeypatch.setenv("WANDB_MODE", variable)
         no_reports(mode)
         assert os.environ["WANDB_ERROR_REPORTING"] == ("false" if quiet else "true")
-
-
-@pytest.mark.slow
-def test_quick_start_without_network_and_without_wandb(
-    tmp_path: Path, guard: Any, attempts: Any
-) -> None:
-    """`make demo FAST=1`, in a copy of the repository, with wandb hidden: once under the
-    guard, and in a namespace that has no network at all where the system allows one."""
-    ensure(
-        TARGETS["smollm2"]
-    )  # the only thing that the quick start fetches, and from the package index
-    namespace = ["unshare", "--user", "--map-root-user", "--net", "--"]
-    alone = subprocess.run([*namespace, "true"], check=False, capture_output=True).returncode == 0
-    copy = tmp_path / "copy"
-    names = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
-    ).stdout.split(b"\0")
-    for name in (n.decode() for n in names if n and os.path.lexists(ROOT / n.decode())):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        # Links as links: without them the package would be found in this clone, and written to.
-        shutil.copyfile(ROOT / name, copy / name, follow_symlinks=False)
-    env = {**os.environ, guard.ABSENT: "wandb", "OUTRIDER_CACHE": str(cache_root())}
-    inside = 'ip link set lo up 2>/dev/null || true; exec "$@"'
-    command = [
-        *(namespace if alone else []),
-        "sh",
-        "-c",
-        inside,
-        "sh",
-        sys.executable,
-        "scripts/demo.py",
-        "fast=true",
-    ]
-    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
-    found = attempts.take()
-    reports = [copy / "reports" / "demo-fast" / name / "report.json" for name in ("like", "unlike")]
-    met = done.returncode == 0 and not found and all(p.is_file() for p in reports)
-    assert met, (found, done.stderr[-3000:])

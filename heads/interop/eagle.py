@@ -66,10 +66,9 @@ def layer_refusals(head: EagleHead, engine: engines.Engine) -> list[str]:
     found, layer = [], head.config_json()["layer"]
     three = head.kind == "eagle3"
     if head.cfg.sliding_window is not None and not (three and engine.loads("sliding_window")):
-        other = "format=vllm or speculators, or " if three else ""
         found.append(
             f"head.sliding_window: {head.cfg.sliding_window}; {engine.title} reads none from a "
-            f"head's folder: {other}train with head.sliding_window=null"
+            "head's folder (vLLM does, of EAGLE-3): train with head.sliding_window=null"
         )
     if layer["num_hidden_layers"] != 1:
         found.append(

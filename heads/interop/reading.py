@@ -43,12 +43,8 @@ class Foreign:
     @property
     def dtype(self) -> str:
         """The floating-point type of the weights by name; float32 when they are mixed."""
-        kinds = {
-            str(t.dtype).removeprefix("torch.")
-            for t in self.tensors.values()
-            if t.is_floating_point()
-        }
-        return kinds.pop() if len(kinds) == 1 else "float32"
+        kinds = {t.dtype for t in self.tensors.values() if t.is_floating_point()}
+        return str(kinds.pop()).removeprefix("torch.") if len(kinds) == 1 else "float32"
 
 
 def read_folder(folder: Path) -> Foreign:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.decode import devices
-from outrider.decode.grow import Form
+from outrider.decode.grow import Form, Nodes
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.heads import losses, shapes, vocab
@@ -238,3 +238,18 @@ class LastFeature(Drafting):
 
     def select(self, rows: list[int]) -> None:
         self.feats, self.last = self.feats[rows], self.last[rows]
+
+
+class AtOnce(LastFeature):
+    """Heads that read the last feature alone, so that all levels are known at once."""
+
+    def logits(self, depth: int) -> Tensor:
+        """[depth, B, Vd]: head i's guess at the token i + 1 after the last committed one."""
+        raise TypeError("a subclass defines it")
+
+    def open(self, levels: int) -> Tensor:
+        self.known = self.logits(levels)
+        return self.known[0][:, None]
+
+    def level(self, nodes: Nodes) -> Tensor:
+        return self.known[nodes.level][:, None]  # the same for all nodes of a level

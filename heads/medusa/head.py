@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from outrider.decode.grow import Form, Nodes
 from outrider.decode.target import Target
 from outrider.heads.batch import Batch
-from outrider.heads.medusa.base import LastFeature, ParallelHead, ParallelSaved, residual_blocks
+from outrider.heads.medusa.base import AtOnce, ParallelHead, ParallelSaved, residual_blocks
 from outrider.heads.medusa.config import MedusaConfig as MedusaConfig
 
 
@@ -30,7 +30,7 @@ class MedusaSaved(ParallelSaved):
     config: MedusaConfig
 
 
-class MedusaDrafter(LastFeature):
+class MedusaDrafter(AtOnce):
     """Drafts with all heads at once; with a Markov term level by level, whose tokens it
     reads."""
 
@@ -44,7 +44,6 @@ class MedusaDrafter(LastFeature):
             self.markov = [t.detach().to(target.dtype, copy=True) for t in given]
 
     def logits(self, depth: int) -> Tensor:
-        """[depth, B, Vd]: head i's guess at the token i + 1 after the last committed one."""
         x = self.feats.expand(depth, *self.feats.shape)
         x = residual_blocks(x, self.weight[:depth], self.bias[:depth])
         if self.proj.dim() == 2:
@@ -52,11 +51,10 @@ class MedusaDrafter(LastFeature):
         return torch.bmm(x, self.proj[:depth].transpose(1, 2))
 
     def open(self, levels: int) -> Tensor:
-        self.known = self.logits(levels)
-        return self._behind(self.last[:, None], self.known[0][:, None])
+        return self._behind(self.last[:, None], super().open(levels))
 
     def level(self, nodes: Nodes) -> Tensor:
-        return self._behind(nodes.tokens, self.known[nodes.level][:, None])
+        return self._behind(nodes.tokens, super().level(nodes))
 
     def _behind(self, tokens: Tensor, logits: Tensor) -> Tensor:
         """Add the Markov term of tokens [B, P] to logits [B, 1, Vd]: [B, P, Vd]."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ def load_draft(
     """Load a smaller causal language model. key: that names it, for an error.
 
     Raises UserError when it cannot be loaded or does not share the target's tokenizer (the
-    first difference is named). One that is no smaller than the target is warned of."""
+    first difference is named)."""
     try:
         draft = load_target(source, dtype, device)
     except UserError as error:
@@ -40,13 +39,6 @@ def load_draft(
     if both and (apart := compare(target.tokenizer, draft.tokenizer, draft.vocab_size)):
         raise UserError(
             f"{key}: another tokenizer than the target's: {apart}; choose another draft"
-        )
-    size, whole = parameters(draft.model), parameters(target.model)
-    if size >= whole:
-        print(
-            f"warning: {key}: {size:,} parameters are no smaller than its target's ({whole:,}): "
-            "drafting with it can hardly pay",
-            file=sys.stderr,
         )
     return draft
 

@@ -13,11 +13,8 @@ from outrider.conf.typed import faults
 from outrider.decode.checks import validate
 from outrider.decode.drafters import NoDraft
 from outrider.decode.engine import Request, generate
-from outrider.decode.models import packed
-from outrider.decode.ngram import NGram
 from outrider.decode.sampling import Sampling
 from outrider.decode.tree import DraftTree
-from outrider.decode.union import Union
 from outrider.heads.checkpoint import load_head, save_head
 from outrider.heads.losses import LossWeights
 from outrider.heads.names import DraftSpec
@@ -205,56 +202,9 @@ def decoding_is_lossless(case: Case) -> None:
             assert sum(c.proposed for g in runs[0].generations for c in g.cycles) > 0
 
 
-def drafting_leaves_weights_packed(case: Case) -> None:
-    """What a drafter reads of its target while it decodes does not bring the layers back as they
-    were loaded: every pass until the next run would read them in the slow order."""
-    if not packed.available():
-        return
-    target, head = moved(case, "bfloat16")
-    drafter = head.drafter(target, DraftSpec(shape="tree"))
-    target.pack_weights()
-    layers = len(target.packing.places)
-    generate(target, drafter, [Request([5, 6, 7], 14)], Sampling(), eos_ids=())
-    assert len(target.packing.places) == layers > 0
-
-
 def used(tree: DraftTree, row: int) -> Tensor:
     """The tokens of a row without its padding: drafts that are cut differ in size."""
     return tree.tokens[row, : int(tree.size[row])]
-
-
-def paths(tree: DraftTree) -> set[tuple[int, ...]]:
-    """The token paths of the first row's nodes."""
-    found: list[tuple[int, ...]] = []
-    for i in range(int(tree.size[0])):
-        above = int(tree.parents[0, i])
-        found.append((*(found[above] if above >= 0 else ()), int(tree.tokens[0, i])))
-    return set(found)
-
-
-def joins_an_ngram(case: Case) -> None:
-    """In a union with an n-gram it drafts what it drafts alone, drawn or not, and the n-gram's
-    nodes follow; greedy answers stay the target's own."""
-    target, head = moved(case, "float64")
-    ids = random_batch(1, 12).ids
-    ids[0, 8:] = ids[0, 2:6]
-    feats = features(target, head, ids)
-    one = None if feats is None else feats[0]
-    for sampling in (Sampling(), WARM):
-        alone = drafted(
-            head.drafter(target, DraftSpec(shape="tree")), ids[0], one, [7, 12], sampling
-        )
-        union = Union([head.drafter(target, DraftSpec(shape="tree")), NGram(nodes=6)])
-        tree = drafted(union, ids[0], one, [7, 12], sampling)
-        validate(tree, target.vocab_size, union.max_nodes)
-        size = int(alone.size[0])
-        assert torch.equal(tree.tokens[0, :size], alone.tokens[0, :size]), sampling
-        assert torch.equal(tree.parents[0, :size], alone.parents[0, :size]), sampling
-        assert tree.drafters is not None and bool((tree.drafters[0] >> 1).any()), sampling
-        assert tree.sampled is None or not bool(tree.sampled[0, size:].any())
-    requested = [Request([5, 6, 7, 5, 6, 7, 8 + i][: 7 - i], 8, id=i) for i in range(2)]
-    plain, got = (texts(target, drafter, requested, batch_size=2) for drafter in (NoDraft(), union))
-    assert got == plain
 
 
 def a_saved_head_drafts_the_same(case: Case, folder: Path) -> None:
@@ -295,8 +245,6 @@ EVERY = (
     pieces_change_nothing,
     rows_change_nothing,
     decoding_is_lossless,
-    joins_an_ngram,
-    drafting_leaves_weights_packed,
     mistakes_are_named,
 )
 

@@ -3,12 +3,10 @@ tests connects beyond loopback.
 
 Every attempt (connect, sendto, name look-up) raises Blocked and is noted in the file that
 OUTRIDER_NET_LOG names, so that a library which swallows the error is caught as well. pip alone
-is let through: it talks to the package index. OUTRIDER_ABSENT=NAME[,NAME] hides installed
-packages, as if they had never been installed.
+is let through: it talks to the package index.
 
-The hook sees what Python's socket module does. Programs and libraries with sockets of their
-own it does not see: tests/test_network.py runs the quick start in a network namespace without
-any network as well.
+The hook sees what Python's socket module does, not programs and libraries with sockets of their
+own.
 """
 
 import importlib.machinery
@@ -17,7 +15,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LOG, ABSENT = "OUTRIDER_NET_LOG", "OUTRIDER_ABSENT"
+LOG = "OUTRIDER_NET_LOG"
 
 
 class Blocked(OSError):
@@ -78,27 +76,6 @@ def hook(event, args):
     raise Blocked(f"tests: no network beyond loopback: {line}")
 
 
-def hide(names):
-    """Make installed packages look absent."""
-    real = importlib.machinery.PathFinder
-
-    class Without:
-        """The import path without some packages."""
-
-        @staticmethod
-        def find_spec(fullname, path=None, target=None):
-            return (
-                None
-                if fullname.partition(".")[0] in names
-                else real.find_spec(fullname, path, target)
-            )
-
-        find_distributions = real.find_distributions
-        invalidate_caches = real.invalidate_caches
-
-    sys.meta_path = [Without if finder is real else finder for finder in sys.meta_path]
-
-
 def install():
     """Guard this process, once."""
     if not getattr(sys, "_outrider_guarded", False) and not is_pip(
@@ -106,8 +83,6 @@ def install():
     ):
         sys._outrider_guarded = True
         sys.addaudithook(hook)
-    if absent := os.environ.get(ABSENT):
-        hide(set(absent.split(",")))
 
 
 def next_one():

@@ -150,9 +150,7 @@ def test_frozen_weights_are_the_targets_own_and_not_stored(tmp_path: Path) -> No
     assert own.net.get_input_embeddings().weight.data_ptr() != words.data_ptr()
 
 
-def test_a_relative_starts_it_and_a_stranger_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_relative_starts_it_and_a_stranger_is_refused(tmp_path: Path) -> None:
     target = tiny_target(layers=3)
     small = tiny_target(layers=1, hidden=16, seed=4)
     small.model.save_pretrained(tmp_path / "small")
@@ -175,9 +173,6 @@ def test_a_relative_starts_it_and_a_stranger_is_refused(
     ):
         with pytest.raises(UserError, match="another tokenizer than the target's: .*<real>"):
             attempt()
-    capsys.readouterr()
-    SmallLM.for_target(small, SmallLMConfig(path=str(tmp_path / "small")))
-    assert "no smaller than its target" in capsys.readouterr().err
 
 
 # -- drafting
