@@ -4,8 +4,7 @@ query heads x head size, G key heads x head size, I width of the MLP, F tapped f
 draft vocabulary, S head size, R rank, C D + R.
 
 SGLang 0.5.23: srt/models/llama_eagle.py, llama_eagle3.py, dflash.py, dspark.py (which skip an LM
-head and a draft vocabulary without a word, so none may be there). TensorRT-LLM: the EAGLE-3 folder of
-its PyTorch backend.
+head and a draft vocabulary without a word, so none may be there).
 """
 
 from __future__ import annotations
@@ -124,16 +123,6 @@ SCHEMAS: dict[str, dict] = {
             "markov_head_type": "vanilla",
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
-        },
-    },
-    "tensorrt eagle3": {
-        "required": EAGLE3,
-        "optional": {"t2d": "V"},
-        "config": {
-            "architectures": ["LlamaForCausalLM"],
-            "num_hidden_layers": 1,
-            "draft_vocab_size": None,
-            "hidden_size": None,
         },
     },
 }
