@@ -189,6 +189,12 @@ class Engine:
             self.ended.append(row)
             row.watch = None
 
+    def close(self) -> None:
+        """Give the keys and values back, those of the drafter too; what joins later makes new
+        ones."""
+        self._cache = None
+        self.drafter.reset(1, 1)
+
     @torch.inference_mode()
     def step(self) -> list[Row]:
         """Free rows, read waiting prompts, run one cycle; the requests that ended with it. Raises

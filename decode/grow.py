@@ -175,7 +175,8 @@ def siblings(
     there = ~(torch.cat(masses, 1) <= 0)
     if not devices.on_cpu(probs) or not bool(there.all()):
         there[:, :parents] |= probs.sum(2, keepdim=True).isnan()[:, order]
-        spare, done = logits[:, order].float(), 0
+        # Those that are masked still stand above those that were taken.
+        spare, done = logits[:, order].float().clamp_(min=torch.finfo(torch.float32).min), 0
         for rank, place in enumerate(places):  # the best remaining token, rank by rank
             some, has_mass = spare[:, : place.shape[1]], there[:, done : done + place.shape[1]]
             places[rank] = torch.where(has_mass, place, some.argmax(2, keepdim=True))

@@ -130,8 +130,10 @@ class Answer:
                 at += 1
                 continue
             self._batch.step()
-            if not self._batch.busy and (said := self._batch.left_out()):
-                warnings.warn(said, stacklevel=2)
+            if not self._batch.busy:
+                self._batch.close()  # answers are kept, caches are not
+                if said := self._batch.left_out():
+                    warnings.warn(said, stacklevel=2)
 
     def _whole(self) -> Generation:
         for _ in self:

@@ -17,7 +17,9 @@ from outrider.decode.checks import cut, non_finite
 from outrider.decode.draft_model import DraftModel
 from outrider.decode.drafters import Drafter, NoDraft
 from outrider.decode.engine import BatchLimits, Engine, Generation, Request, generate
+from outrider.decode.grow import siblings
 from outrider.decode.ngram import NGram
+from outrider.decode.rng import Rng
 from outrider.decode.sampling import Sampling
 from outrider.decode.target import Target
 from outrider.decode.tree import DraftTree
@@ -173,3 +175,13 @@ def test_a_draft_that_is_dropped_whole_would_be_seen(monkeypatch: pytest.MonkeyP
         checks, "cut", lambda tree, bad: end(tree, bad.any(1, keepdim=True).expand_as(bad))
     )
     assert sum(error > 1e-3 for error in errors(range(30)).values()) > 3
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_stands_in_for_a_sibling_is_another_token() -> None:
+    """All tokens but one are masked: once the second sibling was the first again, and the whole
+    batch ended."""
+    logits = torch.tensor([[[0.0, -torch.inf, -torch.inf]]])
+    rng = Rng(0, torch.tensor([0]), torch.tensor([0]))
+    _, place, drawn = siblings(logits.softmax(-1), logits, [[0, 1, 2]], rng)
+    assert sorted(place[0].tolist()) == [0, 1, 2] and drawn[0].tolist() == [True, False, False]

@@ -141,6 +141,8 @@ class World:
         else:
             drafter = TableDrafter(shape, scheme, vocab, dice.randrange(99))
             table, bad = drafter.drafted, torch.isin(torch.arange(vocab), torch.tensor(ill))
+            if scheme == "top":  # of the least numbers it takes one twice
+                value = abs(value)
             table.distributions = spoil(table.distributions, bad, value, entry)
         drafter = Draws(drafter)
         if kind == "union":
